@@ -1,0 +1,46 @@
+# make PYTHON=/path/to/python3.12 ... uses another interpreter than the one found here.
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+TEST_WORKERS ?= 2
+
+PY := .venv/bin/python
+# Written last, so that an installation that was cut short has none.
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint bench teacher clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+venv: $(STAMP) ## install everything, pinned, into .venv
+
+# Without a stamp the folder is of unknown origin and is made again; with one, pip changes what has to change.
+$(STAMP): pyproject.toml constraints.txt
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "kdtrain needs Python 3.11 or newer$(if $(PYTHON), and $(PYTHON) is older or does not run;,; none was found:) name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@if [ -f $@ ] && $(PY) -c ''; then rm $@; else $(PYTHON) -m venv --clear .venv; fi
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+		$(PY) -m pip install --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: venv ## distil the shipped teacher into a small student and show what it gained
+	$(PY) benchmarks/demo.py
+
+test: lint ## lint, then every test
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile
+
+lint: venv ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: venv ## measure; writes benchmarks/results and benchmarks/figures
+	$(PY) benchmarks/demo.py --seeds 3
+
+teacher: venv ## make the shipped teacher and its tokenizer again (hours)
+	$(PY) teachers/make_teacher.py
+
+clean: ## remove what tests and builds left; .venv, caches of teachers and runs stay
+	rm -rf build dist kdtrain.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,291 @@
+"""How one distribution of the teacher becomes a few numbers, and how they become targets again.
+
+`sparse` keeps, per token: the `head` most likely entries; `draws` samples, with replacement, from the rest
+at T = 1 (each once, with its count: random-sampling KD, arXiv 2503.16870); the log-partition of the rest
+(the tail) at a few knots of beta = 1/T with its slopes, so that any T between the knots is served; the
+log-probability of the true next token; mean and standard deviation of the logits. `dense` keeps all
+log-probabilities in fp16, as the reference. `tokens` keeps none: it is the door for training without a
+cached teacher.
+
+The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums that draws come from), a block
+of rows at a time, so that memory does not follow N x V. Draws come from uniforms made on the CPU from
+(seed, split, sequence): they do not depend on batch size, ranks or restarts. What it gives up: fp16
+log-probabilities, 4e-3 nats at log p = -10.
+
+Shapes: B sequences, T positions, N = B*T tokens, V vocabulary, H head, D draws, K = H + D, G knots.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from kdtrain.errors import RunError
+from kdtrain.objective.targets import DenseTargets, SparseTargets
+
+KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
+"""Default knots of beta: T from 2/3 to 4."""
+FLOOR = -1e4
+"""The log-probability of what cannot be, and the tail numbers of an empty tail: finite, and 0 after exp."""
+ABSENT = 2**32 - 1
+"""The id of an absent entry in memory, above every vocabulary; on disk it is the largest id of the dtype."""
+_CELLS = 2**22  # logits worked on at once: 16 MiB in fp32, a few times that with the temporaries
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecSpec:
+    """What is kept of a distribution. ValueError: numbers that cannot be, naming the option."""
+
+    kind: str
+    """`sparse`, `dense` or `tokens`."""
+    vocab_size: int
+    """Rows of the teacher's output head (padding included)."""
+    head: int = 0
+    """Most likely entries, kept exactly."""
+    draws: int = 0
+    """Samples from the rest of the vocabulary, 0 to 255."""
+    knots: tuple[float, ...] = ()
+    """beta at which the tail is kept, descending, 1.0 among them; empty: the default for `sparse`."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("sparse", "dense", "tokens"):
+            raise ValueError(f"codec '{self.kind}' is unknown; use sparse, dense or tokens")
+        if not 2 <= self.vocab_size < ABSENT:
+            raise ValueError(
+                f"a vocabulary of {self.vocab_size} cannot be cached; it must be 2 to {ABSENT - 1}"
+            )
+        if self.kind != "sparse":
+            if self.head or self.draws or self.knots:
+                raise ValueError(
+                    f"codec '{self.kind}' has no head, draws or knots; leave --head and --draws out"
+                )
+            return
+        object.__setattr__(self, "knots", tuple(float(knot) for knot in self.knots or KNOTS))
+        self._check_sparse()
+
+    def _check_sparse(self) -> None:
+        if not 0 <= self.head <= self.vocab_size:
+            raise ValueError(f"--head {self.head} is outside 0 to {self.vocab_size}, the vocabulary")
+        if not 0 <= self.draws <= 255:
+            raise ValueError(f"--draws {self.draws} is outside 0 to 255")
+        if self.head + self.draws == 0:
+            raise ValueError("--head 0 with --draws 0 keeps nothing; set one of them, or use --dense")
+        descending = all(a > b > 0 for a, b in zip(self.knots, self.knots[1:], strict=False))
+        if len(self.knots) < 2 or not descending or 1.0 not in self.knots:
+            raise ValueError(
+                f"knots {self.knots} must be at least two, descending, above 0, with 1.0 among them"
+            )
+
+    @property
+    def columns(self) -> int:
+        """K: entries kept a token."""
+        return self.head + self.draws
+
+    @property
+    def id_dtype(self) -> np.dtype:
+        """uint16 while its largest value, which marks an absent entry, is no id; else uint32."""
+        return np.dtype(np.uint16 if self.vocab_size <= 65_535 else np.uint32)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain record of the fields."""
+        return {**asdict(self), "knots": list(self.knots)}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "CodecSpec":
+        """The inverse of `to_json`."""
+        return cls(**{**record, "knots": tuple(record["knots"])})
+
+
+def uniforms(seed: int, split: str, sequence: int, shape: tuple[int, ...]) -> np.ndarray:
+    """fp64 in [0, 1) of `shape`, a pure function of the arguments (MT19937, whose stream is frozen)."""
+    digest = hashlib.sha256(f"kdtrain draws {seed} {split} {sequence}".encode()).digest()
+    return np.random.RandomState(np.frombuffer(digest, dtype="<u4")).random_sample(shape)
+
+
+def _draw(weights_NV: Tensor, uniforms_ND: Tensor) -> Tensor:
+    """Inverse-CDF samples [N, D]; V where a row has no weight at all. Never an entry of weight 0."""
+    cdf_NV = weights_NV.cumsum(-1, dtype=torch.float64)
+    total_N1 = cdf_NV[:, -1:]
+    drawn_ND = torch.searchsorted(cdf_NV, uniforms_ND * total_N1, right=True).clamp_(
+        max=weights_NV.shape[1] - 1
+    )
+    # A parallel sum may step up by rounding at an entry of weight 0: such a draw moves to a neighbour that
+    # has some.
+    bad_N = (weights_NV.gather(1, drawn_ND) == 0).any(-1)
+    if bad_N.any():
+        drawn_ND[bad_N] = _nearest_with_weight(weights_NV[bad_N], drawn_ND[bad_N])
+    return drawn_ND.masked_fill_(~(total_N1 > 0), weights_NV.shape[1])
+
+
+def _nearest_with_weight(weights_NV: Tensor, drawn_ND: Tensor) -> Tensor:
+    column_V = torch.arange(weights_NV.shape[1], device=weights_NV.device)
+    below_NV = torch.where(weights_NV > 0, column_V, -1).cummax(-1).values
+    moved_ND = below_NV.gather(1, drawn_ND)
+    first_N1 = (weights_NV > 0).int().argmax(-1, keepdim=True)
+    return torch.where(moved_ND < 0, first_N1, moved_ND)
+
+
+def _count(drawn_ND: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Unique ids and counts, both [N, D]: most frequent first, then by id; V and 0 where none is left."""
+    drawn_ND = drawn_ND.sort(-1).values
+    new_ND = torch.ones_like(drawn_ND)
+    new_ND[:, 1:] = drawn_ND[:, 1:] != drawn_ND[:, :-1]
+    group_ND = new_ND.cumsum(-1) - 1
+    ids_ND = torch.full_like(drawn_ND, vocab_size).scatter_(1, group_ND, drawn_ND)
+    counts_ND = torch.zeros_like(drawn_ND).scatter_add_(1, group_ND, (drawn_ND < vocab_size).long())
+    order_ND = (ids_ND - counts_ND * (vocab_size + 1)).argsort(-1)
+    return ids_ND.gather(1, order_ND), counts_ND.gather(1, order_ND)
+
+
+def _tail(offset_NV: Tensor, largest_N: Tensor, knots: tuple[float, ...]) -> Tensor:
+    """[N, 2G]: L(beta) = log sum exp(beta log p) over the tail, then dL/dbeta = E[log p].
+
+    `offset_NV` is log p less the tail's largest, FLOOR in the head: its weight is then exactly 0.
+    """
+    partitions, slopes = [], []
+    for beta in knots:
+        weights_NV = (offset_NV * beta).exp_()
+        total_N = weights_NV.sum(-1)
+        partitions.append(beta * largest_N + total_N.log())
+        slopes.append(largest_N + torch.linalg.vecdot(weights_NV, offset_NV) / total_N)
+    return torch.stack(partitions + slopes, -1)
+
+
+def _moments(logprobs_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of log p over the entries that can be."""
+    if logprobs_NV.amin() > FLOOR:
+        std_N, mean_N = torch.std_mean(logprobs_NV, -1, correction=0)
+        return mean_N, std_N
+    alive_NV = logprobs_NV > FLOOR
+    number_N = alive_NV.sum(-1).clamp_(min=1)
+    mean_N = logprobs_NV.masked_fill(~alive_NV, 0).sum(-1) / number_N
+    square_N = (logprobs_NV - mean_N[:, None]).masked_fill(~alive_NV, 0).square().sum(-1)
+    return mean_N, (square_N / number_N).sqrt()
+
+
+def _sparse(logprobs_NV: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None) -> dict[str, Tensor]:
+    head, vocab_size = spec.head, spec.vocab_size
+    mean_N, std_N = _moments(logprobs_NV)
+    top = logprobs_NV.topk(min(head + 1, vocab_size), -1)
+    ids_NK, kept_NK = top.indices[:, :head], top.values[:, :head]
+    parts = {"logit_mean": mean_N, "logit_std": std_N}
+    if head == vocab_size:
+        empty_NG = torch.zeros(len(logprobs_NV), len(spec.knots), device=logprobs_NV.device)
+        parts["tail"] = torch.cat([empty_NG + FLOOR, empty_NG], -1)
+        offset_NV = torch.full_like(logprobs_NV, FLOOR)
+    else:
+        largest_N = top.values[:, head]
+        offset_NV = (logprobs_NV - largest_N[:, None]).scatter_(1, ids_NK, FLOOR)
+        parts["tail"] = _tail(offset_NV, largest_N, spec.knots)
+    if spec.draws:
+        assert uniforms_ND is not None
+        weights_NV = offset_NV.exp_().masked_fill_(logprobs_NV <= FLOOR, 0).scatter_(1, ids_NK, 0)
+        drawn_ND, counts_ND = _count(_draw(weights_NV, uniforms_ND), vocab_size)
+        drawn_logprobs_ND = logprobs_NV.gather(1, drawn_ND.clamp(max=vocab_size - 1))
+        absent_ND = counts_ND == 0
+        ids_NK = torch.cat([ids_NK, drawn_ND.masked_fill(absent_ND, ABSENT)], -1)
+        kept_NK = torch.cat([kept_NK, drawn_logprobs_ND.masked_fill(absent_ND, torch.nan)], -1)
+        parts["draws"] = torch.nn.functional.pad(counts_ND, (head, 0))
+    return {**parts, "ids": ids_NK, "logprobs": kept_NK}
+
+
+def _encode_block(
+    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None
+) -> dict[str, Tensor]:
+    logits_NV = logits_NV.float()
+    partition_N1 = logits_NV.logsumexp(-1, keepdim=True)
+    logprobs_NV = (logits_NV - partition_N1).clamp_(min=FLOOR)
+    label_N = logprobs_NV.gather(1, labels_N[:, None]).masked_fill(~partition_N1.isfinite(), torch.nan)[:, 0]
+    kept = {"logprobs": logprobs_NV} if spec.kind == "dense" else _sparse(logprobs_NV, spec, uniforms_ND)
+    return {**kept, "label_logprob": label_N}
+
+
+def _to_disk(name: str, values: Tensor, spec: CodecSpec) -> np.ndarray:
+    if name == "ids":
+        # ABSENT wraps to the largest value of either dtype.
+        return values.cpu().numpy().astype(spec.id_dtype)
+    if name == "draws":
+        return values.to(torch.uint8).cpu().numpy()
+    return values.clamp(-6e4, 6e4).to(torch.float16).cpu().numpy()
+
+
+@torch.no_grad()
+def encode(
+    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """The data sets of the format for N tokens, without their leading [n, T]: see `layout.datasets`.
+
+    logits_NV: any float dtype and device; labels_N: int64, the true next tokens; uniforms_ND: fp64 in [0,
+    1), needed when the spec draws. A row whose logits hold a NaN or +inf (or nothing but -inf) gets a NaN
+    `label_logprob`.
+    """
+    rows = max(1, _CELLS // spec.vocab_size)
+    blocks: dict[str, list[np.ndarray]] = {}
+    for start in range(0, len(logits_NV), rows):
+        part = slice(start, start + rows)
+        chance = None if uniforms_ND is None else torch.from_numpy(uniforms_ND[part]).to(logits_NV.device)
+        block = _encode_block(logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance)
+        for name, values in block.items():
+            blocks.setdefault(name, []).append(_to_disk(name, values, spec))
+    return {name: np.concatenate(parts) for name, parts in blocks.items()}
+
+
+def encode_sequences(
+    logits_BTV: Tensor, labels_BT: Tensor, spec: CodecSpec, *, seed: int, split: str, first: int
+) -> dict[str, np.ndarray]:
+    """The same for whole sequences, number `first` of `split` and those after it: arrays [B, T, ...].
+
+    RunError: a sequence whose logits are not numbers, named.
+    """
+    size, length = labels_BT.shape
+    chance = None
+    if spec.draws:
+        chance = np.concatenate([uniforms(seed, split, first + b, (length, spec.draws)) for b in range(size)])
+    flat = encode(
+        rearrange(logits_BTV, "b t v -> (b t) v"), rearrange(labels_BT, "b t -> (b t)"), spec, chance
+    )
+    arrays = {name: rearrange(values, "(b t) ... -> b t ...", b=size) for name, values in flat.items()}
+    broken_B = np.isnan(arrays["label_logprob"]).any(1)
+    if broken_B.any():
+        raise RunError(
+            f"the teacher gave logits that are not numbers for sequence {first + int(broken_B.argmax())} of "
+            f"{split}; load it in another dtype (bfloat16 or float32) or look at that text"
+        )
+    return arrays
+
+
+def decode(
+    arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device | str = "cpu"
+) -> SparseTargets | DenseTargets | None:
+    """Targets of the stored arrays [n, T, ...], flattened to N = n*T rows; None for the codec `tokens`."""
+    if spec.kind == "tokens":
+        return None
+
+    def rows(name: str) -> Tensor:
+        values = arrays[name]
+        flat = rearrange(values, "n t ... -> (n t) ...")
+        return torch.from_numpy(np.ascontiguousarray(flat, dtype=np.float32)).to(device)
+
+    if spec.kind == "dense":
+        flat_NV = torch.from_numpy(rearrange(arrays["logprobs"], "n t v -> (n t) v")).to(device)
+        return DenseTargets(logprobs=flat_NV, label_logprob=rows("label_logprob"))
+    stored = arrays["ids"]
+    ids = np.where(stored == np.iinfo(stored.dtype).max, ABSENT, stored.astype(np.int64))
+    ids_NK = torch.from_numpy(rearrange(ids, "n t k -> (n t) k")).to(device)
+    logprobs_NK = rows("logprobs").masked_fill_(ids_NK == ABSENT, FLOOR)
+    return SparseTargets(
+        ids=ids_NK,
+        logprobs=logprobs_NK,
+        counts=rows("draws") if spec.draws else torch.zeros_like(logprobs_NK),
+        tail=rows("tail"),
+        label_logprob=rows("label_logprob"),
+        logit_mean=rows("logit_mean"),
+        logit_std=rows("logit_std"),
+        head=spec.head,
+        draws=spec.draws,
+        knots=spec.knots,
+    )

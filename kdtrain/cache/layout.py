@@ -1,0 +1,155 @@
+"""The HDF5 format, version 1: which data sets a shard holds, and the index that shows all shards as one.
+
+A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
+(`dense`: a block of positions a chunk), bitshuffled, compressed with zstd and checksummed (fletcher32).
+What was never written reads as NaN or as the largest value of its dtype, never as 0. `index.h5` holds
+virtual data sets over all shards of a split. Written for the earliest HDF5 that can, without
+variable-length types; cache/README.md is the specification.
+
+What it gives up: a chunk a sequence costs a few per cent of size against larger chunks; it makes one
+sequence one read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin
+import numpy as np
+
+from kdtrain.cache.codec import CodecSpec
+
+FORMAT_VERSION = 1
+SPLITS = ("train", "validation", "test")
+MANIFEST = "manifest.json"
+SETTINGS = "settings.json"
+INDEX = "index.h5"
+SHARDS = "shards"
+TOKENIZER = "tokenizer"
+_DENSE_CHUNK_BYTES = 2**21
+
+
+@dataclass(frozen=True)
+class DatasetLayout:
+    """One data set of the format: everything after its leading n."""
+
+    shape: tuple[int, ...]
+    """Without n."""
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    """Without the leading 1."""
+    about: str
+    """What it holds; stands in the file as the attribute `about`."""
+
+    @property
+    def fill(self) -> Any:
+        """What reads where nothing was written: NaN, or the largest value."""
+        return np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).max
+
+
+def shard_name(split: str, number: int) -> str:
+    """Name of a shard without its suffix, as in the manifest."""
+    return f"{split}-{number:05d}"
+
+
+def shard_path(folder: Path, name: str) -> Path:
+    """The HDF5 file of the shard `name`."""
+    return folder / SHARDS / f"{name}.h5"
+
+
+def sidecar_path(folder: Path, name: str) -> Path:
+    """The JSON record of the shard `name`."""
+    return folder / SHARDS / f"{name}.json"
+
+
+def segment_dtype(seq_len: int) -> np.dtype:
+    """The smallest unsigned type for document numbers 0 .. seq_len - 1 whose largest value stays free."""
+    fitting = (np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if seq_len <= np.iinfo(t).max)
+    return next(fitting)
+
+
+def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
+    """Every data set of a shard by name."""
+    length, columns, half = seq_len, spec.columns, np.dtype(np.float16)
+    found: dict[str, DatasetLayout] = {}
+
+    def add(name: str, dtype: np.dtype, shape: tuple[int, ...], about: str) -> None:
+        found[name] = DatasetLayout(shape, dtype, shape, about)
+
+    add("tokens", spec.id_dtype, (length + 1,), "tokens[t + 1] is the label of position t")
+    add("loss_mask", np.dtype(np.uint8), (length,), "1: the label of this position counts in the loss")
+    add("segments", segment_dtype(seq_len), (length,), "number of the document within its sequence")
+    if spec.kind == "tokens":
+        return found
+    add("label_logprob", half, (length,), "teacher log p of the label at T = 1, nats")
+    if spec.kind == "dense":
+        block = max(1, min(length, _DENSE_CHUNK_BYTES // (2 * spec.vocab_size)))
+        whole, about = (length, spec.vocab_size), "teacher log p of every entry at T = 1, nats"
+        found["logprobs"] = DatasetLayout(whole, half, (block, spec.vocab_size), about)
+        return found
+    add(
+        "ids",
+        spec.id_dtype,
+        (length, columns),
+        "head, most likely first; drawn entries; absent (largest value)",
+    )
+    add("logprobs", half, (length, columns), "teacher log p of ids at T = 1, nats; NaN where absent")
+    if spec.draws:
+        add(
+            "draws", np.dtype(np.uint8), (length, columns), "times drawn from outside the head; 0 in the head"
+        )
+    about = "log sum over all but the head of exp(beta log p) at each knot of beta, then its slopes in beta"
+    add("tail", half, (length, 2 * len(spec.knots)), about)
+    add("logit_mean", half, (length,), "mean over the vocabulary of log p, nats")
+    add("logit_std", half, (length,), "standard deviation over the vocabulary of log p, nats")
+    return found
+
+
+def _describe(target: h5py.File | h5py.Group, spec: CodecSpec, seq_len: int, split: str) -> None:
+    facts = {"codec": spec.kind, "head": spec.head, "draws": spec.draws, "vocab_size": spec.vocab_size}
+    target.attrs.update({"format_version": FORMAT_VERSION, "split": split, "seq_len": seq_len, **facts})
+    target.attrs["knots"] = np.asarray(spec.knots, np.float64)
+
+
+def create_shard(file: h5py.File, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
+    """Lay out an empty shard for sequences first .. first + number - 1 of `split`."""
+    _describe(file, spec, seq_len, split)
+    file.attrs.update({"first_sequence": first, "sequences": number})
+    for name, layout in datasets(spec, seq_len).items():
+        dataset = file.create_dataset(
+            name,
+            (number, *layout.shape),
+            layout.dtype,
+            chunks=(1, *layout.chunk),
+            fillvalue=layout.fill,
+            fletcher32=True,
+            track_times=False,
+            compression=hdf5plugin.Bitshuffle(cname="zstd", clevel=3),
+        )
+        dataset.attrs["about"] = layout.about
+
+
+def write_index(
+    path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, Sequence[tuple[str, int]]]
+) -> None:
+    """Virtual data sets over the shards (name, number of sequences) of each split, in groups of that
+    split's name.
+
+    Shards are named relative to the index, so that the folder can move.
+    """
+    with h5py.File(path, "w") as file:
+        for split, parts in shards.items():
+            group = file.create_group(split)
+            _describe(group, spec, seq_len, split)
+            total = sum(number for _, number in parts)
+            for name, layout in datasets(spec, seq_len).items():
+                virtual = h5py.VirtualLayout((total, *layout.shape), layout.dtype)
+                start = 0
+                for shard, number in parts:
+                    source = h5py.VirtualSource(f"{SHARDS}/{shard}.h5", name, (number, *layout.shape))
+                    virtual[start : start + number] = source
+                    start += number
+                dataset = group.create_virtual_dataset(name, virtual, fillvalue=layout.fill)
+                dataset.attrs["about"] = layout.about

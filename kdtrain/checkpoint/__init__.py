@@ -1,0 +1,1 @@
+"""Checkpoints: published whole, verified before they are loaded."""

@@ -1,0 +1,198 @@
+"""The command `kdtrain`: parses, then calls one stage.
+
+tyro makes flags and `--help` out of the dataclasses of `kdtrain.config`. A TOML file given with `--config` is turned
+into flags that stand before the user's own, so that file and command line go through one validation and a flag wins.
+Errors become one line on stderr: exit code 2 for what cannot be, 1 for what failed while running.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import io
+import os
+import re
+import sys
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from kdtrain import config as options
+from kdtrain.errors import RunError, UsageError
+
+COMMANDS: dict[str, type] = {
+    "cache-teacher": options.CacheTeacherConfig,
+    "distill": options.DistillConfig,
+    "evaluate": options.EvaluateConfig,
+    "inspect": options.InspectConfig,
+    "verify": options.VerifyConfig,
+    "export": options.ExportConfig,
+}
+POSITIONAL = {"inspect": "path", "verify": "path", "export": "run"}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command and leave with its exit code: 0 done, 1 failed while running, 2 cannot be."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        raise SystemExit(0 if argv else 2)
+    if argv[0] == "--version":
+        print(importlib.import_module("kdtrain").__version__)
+        raise SystemExit(0)
+    try:
+        raise SystemExit(_run(argv[0], argv[1:]))
+    except UsageError as error:
+        _fail(2, str(error))
+    except RunError as error:
+        _fail(1, str(error))
+    except MemoryError:
+        _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
+    except KeyboardInterrupt:
+        _fail(1, "interrupted; the same command goes on from what was saved")
+    except OSError as error:
+        _fail(1, f"{error.strerror or error}: {error.filename or 'no file named'}")
+    except RuntimeError as error:
+        # torch reports a device out of memory, and a failed allocation on the CPU, as RuntimeErrors
+        if "out of memory" in str(error) or "can't allocate memory" in str(error):
+            _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
+        raise
+
+
+def _run(command: str, argv: list[str]) -> int:
+    if command not in COMMANDS:
+        raise UsageError(f"unknown command '{command}'; {_nearest(command, list(COMMANDS))}")
+    config = parse(command, argv)
+    stage = importlib.import_module(f"kdtrain.stages.{command.replace('-', '_')}")
+    return int(stage.main(config) or 0)
+
+
+def parse(command: str, argv: list[str]) -> Any:
+    """The configuration of `command` from flags and, where `--config` is among them, a TOML file.
+
+    Raises:
+        UsageError: an unknown flag or key, a value of the wrong type, a combination that cannot be.
+        SystemExit: `--help` was asked for (code 0).
+    """
+    import tyro
+
+    kind = COMMANDS[command]
+    argv = _named(command, argv)
+    if (path := _value_of("--config", argv)) is not None:
+        argv = _toml_flags(Path(path), kind) + argv
+    caught = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(caught), _wide():
+            return tyro.cli(tyro.conf.OmitArgPrefixes[kind], prog=f"kdtrain {command}", args=argv)  # type: ignore[valid-type]
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UsageError(_one_line(caught.getvalue())) from None
+
+
+def _named(command: str, argv: list[str]) -> list[str]:
+    """`argv` with a leading positional argument given its name."""
+    if command in POSITIONAL and argv and not argv[0].startswith("-"):
+        return [f"--{POSITIONAL[command]}", *argv]
+    return argv
+
+
+def _value_of(flag: str, argv: list[str]) -> str | None:
+    for position, word in enumerate(argv):
+        if word.startswith(flag + "="):
+            return word.split("=", 1)[1]
+        if word == flag and position + 1 < len(argv):
+            return argv[position + 1]
+    return None
+
+
+@contextlib.contextmanager
+def _wide() -> typing.Iterator[None]:
+    """Let tyro print its errors unwrapped, so that they can be joined into one line; help keeps its width."""
+    before = os.environ.get("COLUMNS")
+    if "-h" not in sys.argv and "--help" not in sys.argv:
+        os.environ["COLUMNS"] = "1000"
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS", None)
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
+def _one_line(box: str) -> str:
+    """The first paragraph of one of tyro's error boxes, and the flag it suggests, without the frame."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
+    rules = [position for position, line in enumerate(lines) if line.startswith("───")]
+    first = " ".join(lines[: rules[0] if rules else None])
+    message = re.sub(r"^Error parsing (?:(?!--)\S+: )?", "", first)
+    if rules and (meant := re.search(r"Perhaps you meant:?\s+(--\S+)", " ".join(lines[rules[0] + 1 :]))):
+        message += f"; perhaps you meant {meant[1]}"
+    return message or "the command line could not be read"
+
+
+def _toml_flags(path: Path, kind: type) -> list[str]:
+    """The options in a TOML file as flags."""
+    known = _keys(kind)
+    flags: list[str] = []
+    for section, table in _read_toml(path).items():
+        if section not in known or not isinstance(table, dict):
+            raise UsageError(f"{path}: unknown section [{section}]; {_nearest(section, list(known))}")
+        for key, value in table.items():
+            name = key.replace("-", "_")
+            if name not in known[section] or name == "config":
+                raise UsageError(
+                    f"{path}: unknown key '{key}' in [{section}]; {_nearest(name, known[section])}"
+                )
+            flags += _flag(name, value)
+    return flags
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", *(str(each) for each in (value if isinstance(value, list) else [value]))]
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path}: not TOML: {error}") from None
+
+
+def _keys(kind: type) -> dict[str, list[str]]:
+    """The option names of a command by section."""
+    keys: dict[str, list[str]] = {"run": []}
+    hints = typing.get_type_hints(kind)
+    for each in dataclasses.fields(kind):
+        inner = hints[each.name]
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, types.UnionType):
+            keys[each.name] = [option.name for option in dataclasses.fields(inner)]
+        else:
+            keys["run"].append(each.name)
+    return keys
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, 1)
+    return f"perhaps you meant '{close[0]}'" if close else f"known are {', '.join(known)}"
+
+
+def _overview() -> str:
+    lines = [f"  {name:<14} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in COMMANDS.items()]
+    return "\n".join(
+        ["usage: kdtrain COMMAND [OPTIONS]", "", "Knowledge distillation of language models.", "", *lines]
+        + ["", "kdtrain COMMAND --help lists the options of a command."]
+    )
+
+
+def _fail(code: int, message: str) -> typing.NoReturn:
+    print(f"kdtrain: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,1 @@
+"""Sequences: where text comes from (`corpus`), rows of fixed length (`packing`), which row when (`order`)."""

@@ -1,0 +1,292 @@
+"""Where text comes from: `documents` yields the documents of a source, one at a time, for one split.
+
+A source is `stdlib` (code and documentation of the running interpreter's standard library), a file or folder
+of txt, jsonl, parquet or arrow, or `hf:NAME[:SUBSET]`. Train, validation and test are the source's own splits
+where it has them: on the hub by name, in a folder when every file says its split (`train-00000.parquet`,
+`valid/a.txt`). What is missing is withheld from train, 5 % each, by a hash: of the path of a file, of the
+content of a row, so that equal rows stand on one side (`splits`).
+
+What is given up: a txt file is one document and read whole, and with `streaming` nobody counts the
+documents, so that a small source may have an empty split, which is an error.
+"""
+
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from kdtrain.data import splits
+from kdtrain.errors import RunError, UsageError
+
+_ALIASES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval"), "test"),
+}
+
+_KINDS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_SPLIT_IN_STEM = re.compile(r"(?:^|[-_. ])([a-z]+)(?:[-_.]?\d.*)?$")
+_STDLIB_SUFFIXES = (".py", ".pyw", ".txt", ".rst", ".html")
+_STDLIB_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib-dynload",
+    "test",
+    "tests",
+    "idle_test",
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, or one conversation (a list of `role` and `content`); `key` names it within its source."""
+
+    key: str
+    text: str | None = None
+    messages: list[dict[str, str]] | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The documents of one of the source's own splits; `count` is an upper bound, None when nobody knows."""
+
+    documents: Callable[[], Iterable[Document]]
+    rank: Callable[[Document], float]
+    count: int | None
+
+
+def documents(
+    source: str,
+    split: str,
+    *,
+    text_column: str = "text",
+    messages_column: str | None = None,
+    streaming: bool = False,
+) -> Iterator[Document]:
+    """Yield the documents of `source` that belong to `split` (train, validation or test), never a blank one.
+
+    stdlib and text files come in hash order, so that the first ones are a fair sample; rows come as they are
+    stored. `messages_column` reads conversations from that column instead of texts from `text_column`;
+    conversations in which the assistant says nothing are left out. Raises UsageError for what is missing,
+    empty, unreadable or without text, RunError when the hub cannot be reached; both at the call, unless it is
+    a later row that is bad.
+    """
+    if split not in splits.SPLITS:
+        raise UsageError(f"split '{split}' is unknown; use train, validation or test")
+    if source == "stdlib":
+        parts = _stdlib(messages_column)
+    elif source.startswith("hf:"):
+        parts = _hub(source, text_column, messages_column, streaming)
+    else:
+        parts = _local(Path(source), text_column, messages_column, streaming)
+    found = _select(parts, split)
+    first = next(found, None)
+    if first is None:
+        wanted = "conversation in which the assistant speaks" if messages_column else "text"
+        hint = "read it without --streaming" if streaming else "give at least 3 documents, or 3 lines of text"
+        raise UsageError(f"{source}: holds no {wanted} for the {split} split; {hint}")
+    return chain([first], found)
+
+
+def _rank_of_key(document: Document) -> float:
+    return splits.rank(document.key)
+
+
+def _rank_of_content(document: Document) -> float:
+    return splits.rank(json.dumps([document.text, document.messages], sort_keys=True))
+
+
+def _select(parts: Mapping[str, _Part], split: str) -> Iterator[Document]:
+    if split != "train" and split in parts:
+        yield from parts[split].documents()
+        return
+    train, withheld = parts["train"], [s for s in splits.SPLITS[1:] if s not in parts]
+    if train.count is None or train.count > splits.SMALL:
+        for document in train.documents():
+            if splits.by_hash(train.rank(document), withheld) == split:
+                yield document
+        return
+    ranks = [train.rank(document) for document in train.documents()]
+    if len(ranks) < 3 and withheld:
+        for document in train.documents():
+            yield from _cut(document, withheld, split)
+        return
+    for document, assigned in zip(train.documents(), splits.assign(ranks, withheld), strict=True):
+        if assigned == split:
+            yield document
+
+
+def _cut(document: Document, withheld: Sequence[str], split: str) -> Iterator[Document]:
+    if document.text is None:
+        if split == "train":
+            yield document
+        return
+    lines = document.text.splitlines(keepends=True)
+    kept = splits.cut(lines, withheld, split)
+    text = "".join(lines[kept.start : kept.stop])
+    if text.strip():
+        yield Document(f"{document.key} lines {kept.start + 1}-{kept.stop}", text=text)
+
+
+def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
+    """Each file of `names` (relative to `root`) as one document, in hash order."""
+    ordered = sorted(names, key=splits.rank)
+
+    def read() -> Iterator[Document]:
+        for name in ordered:
+            try:
+                text = (root / name).read_text(encoding="utf-8", errors=errors)
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"{root / name}: byte {error.start} is not UTF-8; convert the file to UTF-8"
+                ) from error
+            if text.strip():
+                yield Document(name, text=text)
+
+    return _Part(read, _rank_of_key, len(ordered))
+
+
+def _stdlib(messages_column: str | None) -> dict[str, _Part]:
+    """What the build wrote for this machine (`config-*`, `_sysconfigdata*`) is left out."""
+    if messages_column is not None:
+        raise UsageError(
+            "stdlib has no column of conversations; leave out --messages-column or name other --data"
+        )
+    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if s not in _STDLIB_LEFT_OUT and not s.startswith("config-")]
+        for name in names:
+            if name.endswith(_STDLIB_SUFFIXES) and not name.startswith("_sysconfigdata"):
+                found.append((Path(folder) / name).relative_to(root).as_posix())
+    return {"train": _text_files(root, found, errors="replace")}
+
+
+def _local(path: Path, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
+    root, kind, names = _local_files(path)
+    if not any((root / name).stat().st_size for name in names):
+        raise UsageError(f"{path}: is empty; give it some text")
+    if kind == "text" and messages_column is not None:
+        raise UsageError(f"{path}: text files have no columns; leave out --messages-column, or give jsonl")
+    groups: dict[str, list[str]] = {}
+    own = [_split_in_name(name) for name in names]
+    for name, split in zip(names, own, strict=True):
+        groups.setdefault(split if split and None not in own and "train" in own else "train", []).append(name)
+    if kind == "text":
+        return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
+    import datasets
+
+    datasets.disable_progress_bars()
+    files = {split: [str(root / name) for name in group] for split, group in groups.items()}
+    with _readable(str(path)):
+        loaded = datasets.load_dataset(kind, data_files=files, streaming=streaming)
+    return {split: _rows(str(path), rows, text_column, messages_column) for split, rows in loaded.items()}
+
+
+def _local_files(path: Path) -> tuple[Path, str, list[str]]:
+    """The folder, the kind of its files, and their names relative to it, sorted."""
+    if path.is_file():
+        root, names = path.parent, [path.name]
+    elif path.is_dir():
+        root = path
+        names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        names = [name for name in names if Path(name).suffix in _KINDS and not re.search(r"(^|/)\.", name)]
+    else:
+        raise UsageError(
+            f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]"
+        )
+    kinds = sorted({Path(name).suffix for name in names})
+    if len(kinds) != 1 or kinds[0] not in _KINDS:
+        found = f"holds {', '.join(kinds)} files" if kinds else "holds no text"
+        raise UsageError(f"{path}: {found}; give files of one kind out of {', '.join(_KINDS)}")
+    return root, _KINDS[kinds[0]], names
+
+
+def _split_in_name(name: str) -> str | None:
+    """`train` for train.jsonl, train-00000-of-00004.parquet, wiki.train.txt and train/a.txt, and so on."""
+    *folders, file = Path(name.lower()).with_suffix("").parts
+    match = _SPLIT_IN_STEM.search(file)
+    words = [*folders, match.group(1) if match else ""]
+    return next((_ALIASES[word] for word in words if word in _ALIASES), None)
+
+
+def _hub(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    name, _, subset = source.removeprefix("hf:").partition(":")
+    with _readable(source):
+        names = datasets.get_dataset_split_names(name, subset or None)
+        own = {_ALIASES[split]: split for split in names if split in _ALIASES}
+        if len(names) == 1:
+            own = {"train": names[0]}
+        if "train" not in own:
+            raise UsageError(f"{source}: none of its splits is called train; it has: {', '.join(names)}")
+        loaded = {
+            split: datasets.load_dataset(name, subset or None, split=own_name, streaming=streaming)
+            for split, own_name in own.items()
+        }
+    return {split: _rows(source, rows, text_column, messages_column) for split, rows in loaded.items()}
+
+
+@contextmanager
+def _readable(source: str) -> Iterator[None]:
+    """What a library says about data it cannot read, as one line of ours."""
+    try:
+        yield
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())[:300] or type(cause).__name__
+        if isinstance(error, ConnectionError):
+            raise RunError(f"{source}: the hub cannot be reached: {reason}") from error
+        raise UsageError(f"{source}: cannot be read: {reason}") from error
+
+
+def _rows(source: str, rows: Any, text_column: str, messages_column: str | None) -> _Part:
+    """The rows of a `datasets` data set; refuses one without the column asked for."""
+    column = messages_column or text_column
+    with _readable(source):
+        columns = rows.column_names or sorted(next(iter(rows), {}))
+    if column not in columns:
+        option = "--messages-column" if messages_column else "--text-column"
+        raise UsageError(
+            f"{source}: has no column '{column}'; name one of {', '.join(columns)} with {option}"
+        )
+    convert = _conversation if messages_column else _text
+
+    def read() -> Iterator[Document]:
+        with _readable(source):
+            for number, row in enumerate(rows.select_columns([column])):
+                document = convert(f"{source} row {number}", row[column])
+                if document is not None:
+                    yield document
+
+    return _Part(read, _rank_of_content, len(rows) if hasattr(rows, "__len__") else None)
+
+
+def _text(key: str, value: Any) -> Document | None:
+    if value is not None and not isinstance(value, str):
+        raise UsageError(
+            f"{key}: holds {type(value).__name__}, not text; name another column with --text-column"
+        )
+    return Document(key, text=value) if value and value.strip() else None
+
+
+def _conversation(key: str, value: Any) -> Document | None:
+    """Keeps what is text in each message (role, content, name, ...)."""
+    messages = [m if isinstance(m, dict) else {} for m in value] if isinstance(value, list) else [{}]
+    if value is not None and not all(
+        isinstance(m.get(k), str) for m in messages for k in ("role", "content")
+    ):
+        raise UsageError(f"{key}: is no conversation; --messages-column needs lists of role and content")
+    if not any(m.get("role") == "assistant" and m["content"].strip() for m in messages):
+        return None
+    return Document(key, messages=[{k: v for k, v in m.items() if isinstance(v, str)} for m in messages])

@@ -1,0 +1,291 @@
+"""From documents to rows of fixed length.
+
+All documents are joined to one stream of tokens, `[bos] tokens eos` each (bos only where the tokenizer
+itself writes one), and the stream is cut into rows of T + 1 tokens that overlap by one: row r is stream[r*T :
+r*T + T + 1]. So every token but the first is the label of exactly one position, nothing is padded, and only
+the last, incomplete row is dropped. What is given up: a document may be cut at the end of a row, and its
+second half does not see the first.
+
+A conversation goes through the tokenizer's chat template, and only what the assistant says is learned from.
+Which characters those are the template says, if it marks them with `{% generation %}`; otherwise they follow
+from rendering the conversation up to each assistant turn. Characters become tokens by the tokenizer's own
+offsets. eos is added only where the template writes none.
+
+The order and content of the rows depend on the documents alone. `num_workers` threads tokenize ahead of the
+reader (the tokenizer runs outside Python's lock, so threads do), and a few batches at most are in memory at a
+time.
+"""
+
+import copy
+import hashlib
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kdtrain.data.corpus import Document
+from kdtrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_PIECE_CHARACTERS = 1 << 20
+_BATCH_CHARACTERS = 1 << 18
+_BATCH_PIECES = 256
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+# One token of the stream: whether it may be a label, and whether a document starts with it.
+_STREAM = np.dtype([("token", np.int32), ("label", np.bool_), ("start", np.bool_)])
+_Array = np.ndarray[Any, np.dtype[Any]]
+_Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """One sequence of T positions.
+
+    `tokens`: int32 [T+1]. `loss_mask`: bool [T], at t about the label tokens[t+1]. `segments`: int32 [T], the
+    number within this row of the document that tokens[t] belongs to, from 0.
+    """
+
+    tokens: _Array
+    loss_mask: _Array
+    segments: _Array
+
+
+def pack(
+    documents: Iterable[Document],
+    tokenizer: "PreTrainedTokenizerFast",
+    seq_len: int,
+    *,
+    num_workers: int = 0,
+    document_mask: bool = False,
+) -> Iterator[PackedRow]:
+    """Yield `documents` as rows of `seq_len` + 1 tokens, the same rows for any `num_workers`.
+
+    With `document_mask` the first token of a document is nobody's label, since no position that may be seen
+    comes before it. Raises UsageError for a tokenizer without eos or without fast backend, and for
+    conversations that the chat template cannot render or whose assistant turns cannot be told from the rest.
+    """
+    if seq_len < 1 or num_workers < 0:
+        raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
+    return _rows(_in_order(_Encoder(tokenizer), _batches(documents), num_workers), seq_len, document_mask)
+
+
+class TokensDigest:
+    """SHA-256 over all tokens of all rows, in order, as little-endian uint32; how they are split over calls
+    is the same."""
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+
+    def update(self, tokens: _Array) -> None:
+        """Add `tokens`, of any integer type and shape, row-major."""
+        self._sha256.update(np.ascontiguousarray(tokens, dtype="<u4").tobytes())
+
+    def hexdigest(self) -> str:
+        """The digest of what was added so far, 64 hexadecimal digits."""
+        return self._sha256.hexdigest()
+
+
+def tokens_digest() -> TokensDigest:
+    """An empty digest."""
+    return TokensDigest()
+
+
+def _rows(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterator[PackedRow]:
+    left = np.empty(0, dtype=_STREAM)
+    for part in stream:
+        left = np.concatenate([left, part])
+        end = (len(left) - 1) // seq_len * seq_len if len(left) else 0
+        for start in range(0, end, seq_len):
+            yield _row(left[start : start + seq_len + 1], document_mask)
+        left = left[end:]
+
+
+def _row(part: _Array, document_mask: bool) -> PackedRow:
+    label, start = part["label"][1:], part["start"]
+    loss_mask = label & ~start[1:] if document_mask else label.copy()
+    return PackedRow(
+        part["token"].copy(), loss_mask, np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0])
+    )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A conversation, or so much of a text as is tokenized at once: its document's `first`, its `last`."""
+
+    document: Document
+    text: str = ""
+    first: bool = True
+    last: bool = True
+
+
+def _pieces(document: Document) -> Iterator[_Piece]:
+    """Cut a text at line ends into pieces: tokenized as one, a text takes fifty times its size in memory."""
+    if document.messages is not None:
+        yield _Piece(document)
+        return
+    text, start = document.text or "", 0
+    while start < len(text):
+        stop = start + _PIECE_CHARACTERS
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield _Piece(document, text[start:stop], first=start == 0, last=stop >= len(text))
+        start = stop
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    characters = 0
+    for document in documents:
+        for piece in _pieces(document):
+            batch.append(piece)
+            characters += len(piece.text)
+            if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _in_order(
+    encode: Callable[[list[_Piece]], _Array], batches: Iterator[list[_Piece]], num_workers: int
+) -> Iterator[_Array]:
+    if num_workers == 0:
+        yield from map(encode, batches)
+        return
+    waiting: deque[Future[_Array]] = deque()
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize") as pool:
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(encode, batch))
+                if len(waiting) > 2 * num_workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _stream(tokens: list[int], label: bool = True) -> _Array:
+    stream = np.zeros(len(tokens), dtype=_STREAM)
+    stream["token"], stream["label"] = tokens, label
+    return stream
+
+
+class _Encoder:
+    """Turns a batch of pieces into its part of the stream; may be called from several threads."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise UsageError("the tokenizer has no fast backend; use one whose folder holds a tokenizer.json")
+        if tokenizer.eos_token_id is None:
+            raise UsageError(
+                "the tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json"
+            )
+        self._tokenizer = tokenizer
+        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        # A tokenizer.json may carry the truncation it was once used with, which would silently cut every
+        # text.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        written = self._backend.encode("a").ids[:1]
+        self._bos = written if written == [tokenizer.bos_token_id] else []
+        self._eos = [tokenizer.eos_token_id]
+        # The template engine tracks `generation` blocks in an environment that all threads share.
+        self._template_lock = threading.Lock()
+
+    def __call__(self, batch: list[_Piece]) -> _Array:
+        texts = [piece.text for piece in batch if piece.document.messages is None]
+        encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
+        return np.concatenate(
+            [
+                self._text(piece, next(encoded).ids)
+                if piece.document.messages is None
+                else self._conversation(piece.document.key, piece.document.messages)
+                for piece in batch
+            ]
+        )
+
+    def _text(self, piece: _Piece, tokens: list[int]) -> _Array:
+        stream = _stream(self._bos * piece.first + tokens + self._eos * piece.last)
+        stream["start"][:1] = piece.first
+        return stream
+
+    def _conversation(self, key: str, messages: list[dict[str, str]]) -> _Array:
+        with self._template_lock:
+            text, spans = _render(self._tokenizer, key, messages)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        stream = _stream(encoding.ids, label=False)
+        starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        for span_start, span_stop in spans:
+            stream["label"] |= (starts < span_stop) & (stops > span_start)
+        if self._eos[0] not in encoding.ids:
+            stream = np.concatenate([stream, _stream(self._eos, label=messages[-1]["role"] == "assistant")])
+        stream["start"][0] = True
+        return stream
+
+
+def _render(
+    tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]
+) -> tuple[str, _Spans]:
+    """The conversation as text, and the [start, stop) characters of it that the assistant says."""
+    import jinja2
+
+    if not tokenizer.chat_template:
+        raise UsageError(
+            "the tokenizer has no chat template; use one that has, or --text-column for plain text"
+        )
+    try:
+        if _GENERATION.search(tokenizer.get_chat_template()):
+            return _render_marked(tokenizer, messages)
+        return _render_prefixes(tokenizer, key, messages)
+    except (jinja2.TemplateError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{key}: the chat template refuses this conversation: {reason}") from error
+
+
+def _render_marked(
+    tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str, str]]
+) -> tuple[str, _Spans]:
+    # Not `return_assistant_tokens_mask`: it misses the last tokens of a turn that ends in a character of
+    # several tokens, and marks all that follows a turn that ends in a character without a token.
+    from transformers.utils import chat_template_utils
+
+    special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+    rendered: Any = chat_template_utils.render_jinja_template(
+        conversations=[messages],
+        chat_template=tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=True,
+        **special_tokens,
+    )
+    texts, spans = rendered
+    return texts[0], spans[0]
+
+
+def _render_prefixes(
+    tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]
+) -> tuple[str, _Spans]:
+    def render(stop: int, prompt: bool = False) -> str:
+        turns = messages[:stop]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt))
+
+    text, spans = render(len(messages)), []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, through = render(turn, prompt=True), render(turn + 1)
+        if not (through.startswith(before) and text.startswith(through)):
+            raise UsageError(
+                f"{key}: the chat template rewrites earlier turns, so the assistant's cannot be told from "
+                "the rest; mark them in the template with {% generation %} ... {% endgeneration %}"
+            )
+        spans.append((len(before), len(through)))
+    return text, spans

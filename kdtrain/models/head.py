@@ -1,0 +1,325 @@
+"""A model in two pieces, backbone and output head, and the proof that the pieces are the model.
+
+The loss wants hidden states and the weight of the output head, not logits: a B x T x V tensor is the
+largest of a training step, and the statistics engine never makes one. `split` finds the head of any
+`AutoModelForCausalLM`, tries the few forms that heads have,
+
+    logits = softcap(scale * (hidden @ weight^T + bias)),    softcap(z) = c * tanh(z / c),
+
+and compares with the model's own logits on a probe batch: once as they are, and once with the output of the
+head's linear layer amplified until a soft cap would bend it, because the logits of an untrained model are
+too small to tell. Where no form can be proven the model stays whole, `fused` is False and `reason` says
+why.
+
+Packed documents are kept apart (`segments`) by positions that restart at 0 and by block-diagonal causal
+attention. This is proven on the probe too. A model on sdpa is given an attention function of our own, which
+is given no mask at all for plain causal attention and hence runs the fast kernels under `torch.compile` as
+well (transformers builds a mask there); other attention implementations find the documents by their
+positions. The price: a split model ignores a padding mask. Packed rows have no padding, and an exported
+model is the plain one again.
+
+Shape suffixes: B batch, T time, V vocabulary, D model width.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kdtrain.errors import UsageError
+
+CAUSAL_SDPA = "kdtrain_causal_sdpa"
+
+# Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
+_HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+_AMPLIFIED_LOGIT = 40.0
+_FAILURES = (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """What makes logits of hidden states: `softcap(scale * (hidden @ weight^T + bias))`.
+
+    The tensors are the model's own parameters, not copies. Without a weight it is the identity: a model
+    that could not be split already yields logits.
+    """
+
+    weight: Tensor | None = None
+    """[V, D]"""
+    bias: Tensor | None = None
+    """[V]"""
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, hidden_BTD: Tensor) -> Tensor:
+        """Return logits [..., V] of hidden states [..., D], in the dtype of the matrix product."""
+        if self.weight is None:
+            return hidden_BTD
+        return self.shape_logits(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, self.bias))
+
+    def shape_logits(self, product_BTV: Tensor) -> Tensor:
+        """Apply scale and soft cap to the product with the weight."""
+        logits_BTV = product_BTV if self.scale == 1.0 else product_BTV * self.scale
+        return logits_BTV if self.softcap is None else self.softcap * torch.tanh(logits_BTV / self.softcap)
+
+    def narrow(self, vocab_size: int) -> "OutputHead":
+        """Return the head over the first `vocab_size` entries, for a head padded beyond the tokenizer."""
+        if self.weight is None:
+            return self
+        bias = None if self.bias is None else self.bias[:vocab_size]
+        return dataclasses.replace(self, weight=self.weight[:vocab_size], bias=bias)
+
+
+class SplitModel(nn.Module):
+    """A causal language model as backbone and output head.
+
+    `model` is the only submodule, so that the keys of the state dict are `model.` and the names of
+    transformers. `fused` says whether the head is split off, `reason` why not. `separates_documents` says
+    whether `segments` work.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.fused = False
+        self.reason = ""
+        self.separates_documents = False
+        self._scale = 1.0
+        self._softcap: float | None = None
+
+    @property
+    def head(self) -> OutputHead:
+        """The output head, with the live parameters; the identity if the model is not split."""
+        if not self.fused:
+            return OutputHead()
+        linear = self.model.get_output_embeddings()
+        return OutputHead(linear.weight, getattr(linear, "bias", None), self._scale, self._softcap)
+
+    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+        """Return hidden states [B, T, D], or logits [B, T, V] if the model is not split.
+
+        tokens_BT: token ids, int64. segments_BT: number of the document of each position, integers;
+        attention and positions then stay within a document. None: plain causal attention.
+        """
+        if segments_BT is not None and not self.separates_documents:
+            raise UsageError(
+                f"{_name(self.model)} cannot keep packed documents apart; leave --document-mask out"
+            )
+        return self._run(tokens_BT, segments_BT)
+
+    def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+        """Return logits [B, T, V]."""
+        return self.head(self(tokens_BT, segments_BT))
+
+    def _run(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+        documents = {} if segments_BT is None else self._documents(segments_BT)
+        if self.fused:
+            output = self.model.base_model(input_ids=tokens_BT, use_cache=False, **documents)
+            return output.last_hidden_state
+        return self.model(input_ids=tokens_BT, use_cache=False, **documents).logits
+
+    def _documents(self, segments_BT: Tensor) -> dict[str, Tensor]:
+        keywords = {"position_ids": document_positions(segments_BT)}
+        if self.model.config._attn_implementation == CAUSAL_SDPA:
+            keywords["attention_mask"] = document_mask(segments_BT)
+        return keywords
+
+
+def document_positions(segments_BT: Tensor) -> Tensor:
+    """Return each token's position within its document, int64 [B, T]; neighbours of one number are one."""
+    here_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+    starts_BT = F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0), value=True)
+    return here_T - torch.where(starts_BT, here_T, 0).cummax(dim=1).values
+
+
+def document_mask(segments_BT: Tensor) -> Tensor:
+    """Return which position (third axis) sees which (last), bool [B, 1, T, T]: its document, up to itself."""
+    same_BTT = rearrange(segments_BT, "b t -> b 1 t 1") == rearrange(segments_BT, "b t -> b 1 1 t")
+    return same_BTT & torch.ones(same_BTT.shape[-2:], dtype=torch.bool, device=segments_BT.device).tril()
+
+
+def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None) -> SplitModel:
+    """Split a model into backbone and output head, proven equal on a probe batch.
+
+    probe_tokens_BT: token ids, int64 [B, T >= 4]; by default 2 x 16 ids drawn with a fixed seed. The
+    model's mode is left as it was; its attention implementation becomes `CAUSAL_SDPA` where it was sdpa and
+    that is proven equal. Raises `UsageError` for a model that looks at later tokens (an encoder).
+    """
+    tokens_BT = default_probe(model) if probe_tokens_BT is None else probe_tokens_BT
+    pieces = SplitModel(model)
+    with _evaluation(model), torch.no_grad(), torch.autocast(tokens_BT.device.type, enabled=False):
+        probe = _Probe(pieces, tokens_BT)
+        probe.refuse_encoders()
+        probe.use_causal_sdpa()
+        pieces.separates_documents = probe.documents_are_separate()
+        _fuse(pieces, tokens_BT)
+    return pieces
+
+
+def default_probe(model: PreTrainedModel) -> Tensor:
+    """Return 2 x 16 token ids, drawn from the model's vocabulary with a fixed seed."""
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens_BT = torch.randint(vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    return tokens_BT.to(model.device)
+
+
+def causal_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Attend by scaled dot products, causally; the interface of `transformers.AttentionInterface`.
+
+    query, key, value: [B, heads, T, head width]. attention_mask: bool [B, 1, T, T], causal itself, or None.
+    sliding_window: how many tokens a position sees, itself included; None for all before it.
+    """
+    length = query.shape[2]
+    if sliding_window is not None and length > sliding_window:
+        everything_TT = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        window_TT = everything_TT.tril() & everything_TT.triu(1 - sliding_window)
+        attention_mask = window_TT[None, None] if attention_mask is None else attention_mask & window_TT
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
+
+
+AttentionInterface.register(CAUSAL_SDPA, causal_sdpa)
+
+
+class _Probe:
+    """Two halves of a probe batch, as one text and as two, and by how much the logits may differ from them.
+
+    Rounding depends on the shapes and the dtype, so its bound is measured: a tenth of what the first half
+    does to the logits of the second.
+    """
+
+    def __init__(self, pieces: SplitModel, tokens_BT: Tensor) -> None:
+        self.pieces, self.tokens_BT, self.cut = pieces, tokens_BT, tokens_BT.shape[1] // 2
+        halves = tokens_BT[:, : self.cut], tokens_BT[:, self.cut :]
+        self.whole_BTV = pieces._run(tokens_BT, None)
+        self.apart_BTV = torch.cat([pieces._run(half, None) for half in halves], dim=1)
+        effect = _largest(self.whole_BTV[:, self.cut :] - self.apart_BTV[:, self.cut :])
+        self.bound = max(effect / 10, 1e-5 * _largest(self.whole_BTV))
+
+    def refuse_encoders(self) -> None:
+        if _largest(self.whole_BTV[:, : self.cut] - self.apart_BTV[:, : self.cut]) > self.bound:
+            name = _name(self.pieces.model)
+            raise UsageError(f"{name} looks at later tokens; take a causal language model")
+
+    def use_causal_sdpa(self) -> None:
+        """Take our attention function if all layers are of the kinds it knows and the logits stay equal."""
+        model, config = self.pieces.model, self.pieces.model.config.get_text_config()
+        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        if config._attn_implementation != "sdpa" or others or chunked:
+            return
+        model.set_attn_implementation(CAUSAL_SDPA)
+        if not self._gives(self.whole_BTV, None):
+            model.set_attn_implementation("sdpa")
+
+    def documents_are_separate(self) -> bool:
+        if getattr(self.pieces.model, "_is_stateful", False):
+            return False
+        second_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device) >= self.cut
+        return self._gives(self.apart_BTV, second_T.long().expand_as(self.tokens_BT))
+
+    def _gives(self, expected_BTV: Tensor, segments_BT: Tensor | None) -> bool:
+        try:
+            return _largest(self.pieces._run(self.tokens_BT, segments_BT) - expected_BTV) <= self.bound
+        except torch.OutOfMemoryError:
+            raise
+        except _FAILURES:
+            return False
+
+
+def _fuse(pieces: SplitModel, tokens_BT: Tensor) -> None:
+    """Split the head off where that is proven, and set the reason where not."""
+    pieces.reason = f"no known form of output head gives the logits of {_name(pieces.model)}"
+    try:
+        pieces.fused = _prove_a_form(pieces, tokens_BT)
+    except torch.OutOfMemoryError:
+        raise
+    except _FAILURES as error:
+        pieces.fused = False
+        pieces.reason = " ".join(f"{_name(pieces.model)}: {type(error).__name__}: {error}".split())[:200]
+    if pieces.fused:
+        pieces.reason = ""
+
+
+def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
+    """Set the first form that gives the probe's logits, plain and amplified; the configuration's own first."""
+    linear = pieces.model.get_output_embeddings()
+    if pieces.model.base_model is pieces.model or getattr(linear, "weight", None) is None:
+        return False
+    logits_BTV = pieces._run(tokens_BT, None)
+    gain = _AMPLIFIED_LOGIT / max(_largest(logits_BTV), 1e-6)
+    with _amplified(linear, gain):
+        amplified_BTV = pieces._run(tokens_BT, None)
+    pieces.fused = True
+    product_BTV = OutputHead(linear.weight, getattr(linear, "bias", None))(pieces._run(tokens_BT, None))
+    tolerance = _HEAD_TOLERANCE[linear.weight.dtype]
+    for scale, softcap in _forms(pieces.model):
+        form = OutputHead(scale=scale, softcap=softcap)
+        pairs = (
+            (form.shape_logits(product_BTV), logits_BTV),
+            (form.shape_logits(gain * product_BTV), amplified_BTV),
+        )
+        if all(_near(values, expected, tolerance) for values, expected in pairs):
+            pieces._scale, pieces._softcap = scale, softcap
+            return True
+    return False
+
+
+def _forms(model: PreTrainedModel) -> Iterator[tuple[float, float | None]]:
+    config = model.config.get_text_config()
+    softcaps = [getattr(config, "final_logit_softcapping", None), None]
+    scales = [getattr(config, "logit_scale", None), 1.0]
+    if divisor := getattr(config, "logits_scaling", None):
+        scales.insert(0, 1.0 / divisor)
+    for softcap in dict.fromkeys(softcaps):
+        for scale in dict.fromkeys(scales):
+            if isinstance(scale, float | int):
+                yield float(scale), softcap
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.float().abs().max().item()
+
+
+def _near(values: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return values.shape == expected.shape and _largest(values - expected) <= tolerance * _largest(expected)
+
+
+@contextlib.contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def _amplified(linear: nn.Module, gain: float) -> Iterator[None]:
+    amplify = cast(Callable[..., Any], lambda module, inputs, product: product * gain)
+    handle = linear.register_forward_hook(amplify)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__

@@ -1,0 +1,171 @@
+"""The spec of a teacher or a student: which model, in which dtype, and where its weights start.
+
+A spec is a TOML file of `teachers/` or `students/`, a model folder (one with a `config.json`), a run folder
+with an exported student in it, or a hub id `org/name`. A TOML holds either `source` (a folder or a hub id)
+or a table `[config]` (a `transformers` configuration written out); its paths are relative to the TOML.
+Nothing is loaded here and nothing is looked up on the hub: what a spec names is found out when the model is
+loaded.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kdtrain.errors import UsageError
+
+DTYPES = ("float32", "bfloat16", "float16")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+INITS = ("pretrained", "scratch", "teacher-layers")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What a teacher or a student is made of."""
+
+    name: str
+    """How logs and tables call the model."""
+    source: str | None = None
+    """Model folder or hub id that the architecture, and for `pretrained` the weights, come from."""
+    config: dict[str, Any] | None = None
+    """A `transformers` configuration written out, with `model_type`; instead of `source`."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; `source` where it is left out."""
+    dtype: str = "float32"
+    """Dtype of a teacher's weights: float32, bfloat16 or float16. A student's are always float32."""
+    attention: str = "sdpa"
+    """Attention implementation: sdpa (eager where the model has no sdpa), eager or flash_attention_2."""
+    init: str = "pretrained"
+    """Where the weights start: pretrained, scratch, or teacher-layers (copied from `teacher`)."""
+    teacher: str | None = None
+    """For `teacher-layers`: the spec of the model whose weights are copied."""
+    layers: tuple[int, ...] = ()
+    """For `teacher-layers`: which layers of the teacher, counted from 0, in the student's order."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model on the hub. Off unless you turn it on."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be, with a `ValueError` of one line that names the key."""
+        _refuse_wrong_types(self)
+        for key, allowed in (("dtype", DTYPES), ("attention", ATTENTIONS), ("init", INITS)):
+            if (value := getattr(self, key)) not in allowed:
+                raise ValueError(f"{key} = '{value}' is unknown; use {', '.join(allowed)}")
+        if self.init == "teacher-layers":
+            self._refuse_wrong_layers()
+        elif self.teacher is not None or self.layers:
+            raise ValueError("teacher and layers need init = 'teacher-layers'; set it, or take them out")
+        elif (self.source is None) == (self.config is None):
+            found = "neither source nor [config]" if self.source is None else "both source and [config]"
+            raise ValueError(f"{found}; give one of them")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("[config] has no model_type; add one, such as model_type = 'llama'")
+        if self.init == "pretrained" and self.config is not None:
+            raise ValueError("[config] has no weights; set init = 'scratch', or give a source")
+
+    def _refuse_wrong_layers(self) -> None:
+        if self.teacher is None or not self.layers:
+            raise ValueError("init = 'teacher-layers' needs teacher (a spec) and layers (a list of numbers)")
+        if self.source is not None:
+            raise ValueError("init = 'teacher-layers' takes its weights from teacher; take source out")
+        if min(self.layers) < 0:
+            raise ValueError(f"layers = {list(self.layers)}: layers are counted from 0")
+
+
+def read_spec(spec: str) -> ModelSpec:
+    """Read a spec: a TOML file, a model folder, a run folder with an exported student, or a hub id.
+
+    Raises `UsageError` if it is none of these, for an unknown key, and for values that cannot be.
+    """
+    path = Path(spec)
+    if path.is_dir():
+        return _from_folder(path)
+    if path.suffix == ".toml":
+        return _from_toml(path)
+    if path.is_file():
+        raise UsageError(
+            f"{spec}: a spec is a TOML file, a model folder or a hub id, and this is another file"
+        )
+    if not is_hub_id(spec):
+        raise UsageError(f"{spec}: there is no such file or folder, and a hub id is of the form org/name")
+    return ModelSpec(name=spec, source=spec)
+
+
+def is_hub_id(source: str) -> bool:
+    """Tell whether `source` can be a hub id, org/name, and not a path into a folder that lies here."""
+    return bool(_HUB_ID.fullmatch(source)) and not Path(source.split("/")[0]).is_dir()
+
+
+def _from_folder(folder: Path) -> ModelSpec:
+    for candidate in (folder, folder / "student"):
+        if (candidate / "config.json").is_file():
+            return ModelSpec(name=folder.resolve().name, source=os.path.normpath(candidate))
+    if (folder / "config.toml").is_file():
+        raise UsageError(
+            f"{folder}: this run has no exported student; write one with 'kdtrain export {folder}'"
+        )
+    raise UsageError(f"{folder}: no config.json in this folder; a model folder has one")
+
+
+def _from_toml(path: Path) -> ModelSpec:
+    table = _read_toml(path)
+    known = [field.name for field in dataclasses.fields(ModelSpec)]
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1) or [", ".join(known)]
+            raise UsageError(f"{path}: unknown key '{key}'; did you mean {near[0]}?")
+    values: dict[str, Any] = {"name": path.stem} | table
+    if "init" not in values and "config" in values:
+        values["init"] = "scratch"
+    for key in ("source", "tokenizer", "teacher"):
+        if isinstance(values.get(key), str):
+            values[key] = _relative_to(path.parent, values[key], f"{path}: {key}")
+    if isinstance(values.get("layers"), list):
+        values["layers"] = tuple(values["layers"])
+    try:
+        return ModelSpec(**values)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not valid TOML: {' '.join(str(error).split())}") from None
+
+
+def _relative_to(folder: Path, source: str, where: str) -> str:
+    path = folder / Path(source).expanduser()
+    if path.exists():
+        return os.path.normpath(path)
+    if not is_hub_id(source):
+        raise UsageError(
+            f"{where} = '{source}': no such path beside this file, and not a hub id of the form org/name"
+        )
+    return source
+
+
+def _refuse_wrong_types(spec: ModelSpec) -> None:
+    for key in ("name", "source", "tokenizer", "dtype", "attention", "init", "teacher", "revision"):
+        value = getattr(spec, key)
+        optional = key in ("source", "tokenizer", "teacher", "revision")
+        if not (isinstance(value, str) and value) and not (optional and value is None):
+            raise ValueError(f"{key} = {value!r}: write a string that is not empty")
+    if spec.config is not None and not isinstance(spec.config, dict):
+        raise ValueError("config is a table; write [config] and its entries below it")
+    if not isinstance(spec.layers, tuple) or any(type(layer) is not int for layer in spec.layers):
+        raise ValueError("layers is a list of numbers, such as layers = [0, 2, 5]")
+    if not isinstance(spec.trust_remote_code, bool):
+        raise ValueError("trust_remote_code is true or false")

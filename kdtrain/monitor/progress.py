@@ -1,0 +1,129 @@
+"""The terminal: a bar with rate and ETA where there is one, plain lines elsewhere, and `train.log` in both cases.
+
+Everything here goes to stderr, so that stdout holds a command's result alone.
+"""
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+log = logging.getLogger("kdtrain")
+console = Console(stderr=True)
+
+
+def setup_logging(file: Path | None = None) -> None:
+    """Send the lines of `kdtrain`'s logger to stderr and, where given, to the end of `file`."""
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    if console.is_terminal:
+        log.addHandler(RichHandler(console=console, show_path=False, show_level=False, markup=False))
+    else:
+        log.addHandler(_plain(logging.StreamHandler(sys.stderr)))
+    if file is not None:
+        log.addHandler(_plain(logging.FileHandler(file)))
+
+
+def _plain(handler: logging.Handler) -> logging.Handler:
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    return handler
+
+
+class Bar:
+    """A progress bar on a terminal; elsewhere a plain line now and then.
+
+    Args:
+        what: the first words of the line.
+        total: units in all, or None where nobody knows.
+        done: units that were done before.
+        every: seconds between plain lines.
+    """
+
+    def __init__(
+        self, what: str, total: int | None, done: int = 0, unit: str = "", every: float = 10.0
+    ) -> None:
+        self.what, self.total, self.unit, self.every = what, total, unit, every
+        self.start_done, self.done = done, done
+        self.started = self.spoke = time.monotonic()
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self.task = self.bar.add_task(what, total=total, completed=done, text="")
+
+    def update(self, done: int, text: str = "", total: int | None = None) -> None:
+        """Show that `done` units are done."""
+        self.total = self.total if total is None else total
+        self.done = done
+        self.bar.update(self.task, completed=done, total=self.total, text=text or self.rate())
+        if not console.is_terminal and time.monotonic() - self.spoke > self.every:
+            self.spoke = time.monotonic()
+            log.info("%s %d/%s %s", self.what, done, self.total or "?", text or self.rate())
+
+    def rate(self) -> str:
+        """Units a second since the start, and the time left in minutes."""
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        rate = (self.done - self.start_done) / seconds
+        left = "" if not self.total or rate == 0 else f" eta_min={(self.total - self.done) / rate / 60:.1f}"
+        return f"{self.unit}/s={rate:,.1f}{left}"
+
+
+@contextmanager
+def bar(what: str, total: int | None, done: int = 0, unit: str = "sequences") -> Iterator[Bar]:
+    """A `Bar` that is drawn while the block runs."""
+    shown = Bar(what, total, done, unit)
+    with shown.bar:
+        yield shown
+
+
+class Averages:
+    """The loss averaged over the last 50 steps, and the rate of training since this process began.
+
+    Args:
+        total: optimizer steps in all.
+        window: steps averaged.
+    """
+
+    def __init__(self, total: int, window: int = 50) -> None:
+        self.total = total
+        self.losses: deque[float] = deque(maxlen=window)
+        self.times: deque[tuple[float, int]] = deque(maxlen=window)
+
+    def add(self, step: int, loss: float, tokens: int, now: float) -> dict[str, float]:
+        """The averages after `step`: loss, tokens a second over the window, and hours left."""
+        self.losses.append(loss)
+        self.times.append((now, tokens))
+        seconds = now - self.times[0][0]
+        steps = len(self.times) - 1
+        rate = sum(count for _, count in list(self.times)[1:]) / seconds if seconds > 0 else 0.0
+        left = (self.total - step) * seconds / steps / 3600 if steps else 0.0
+        return {"loss_avg": sum(self.losses) / len(self.losses), "tok/s": rate, "eta_h": left}
+
+
+def line(numbers: Mapping[str, float]) -> str:
+    """`numbers` as they stand on a plain line: name=value, rounded for reading."""
+    formats = {
+        "lr": ".2e",
+        "tok/s": ",.0f",
+        "eta_h": ".2f",
+        "memory_mb": ",.0f",
+        "grad_norm": ".3f",
+        "T": ".3f",
+    }
+    return " ".join(f"{name}={value:{formats.get(name, '.4f')}}" for name, value in numbers.items())

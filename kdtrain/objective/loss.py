@@ -1,0 +1,174 @@
+"""The distillation loss of a micro-batch: (1 - alpha) CE + alpha T^2 KD.
+
+CE is the cross-entropy with the labels, KD the divergence from the teacher at temperature T of both sides,
+each summed over unmasked tokens and divided by the number of unmasked tokens of the whole step, over all
+micro-batches and ranks. That number comes from the caller, so that the gradient of a step does not depend on
+how its sequences were dealt out. T^2 keeps the size of KD's gradient as T grows (Hinton et al. 2015, arXiv
+1503.02531, section 2); the gradient in T is that of the whole term, T^2 included.
+
+Without targets or with alpha 0 this is plain cross-entropy, and no divergence is computed or reported.
+
+Shape suffixes: N tokens (B*T flattened, row-major), R rows of a chunk, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kdtrain.errors import UsageError
+from kdtrain.objective.divergence import DIVERGENCES, dense_events, refuse, resolve_tail, sparse_events
+from kdtrain.objective.fused import fused_loss, maybe_compiled
+from kdtrain.objective.logits import Head
+from kdtrain.objective.statistics import Rows, Statistics
+from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets, per_token
+
+
+class LossOutput(NamedTuple):
+    """A loss to differentiate, and sums over unmasked tokens as detached scalars on the device."""
+
+    loss: Tensor
+    """Scalar: the sums below, weighted and divided by the normalizer."""
+    cross_entropy: Tensor
+    """Sum of -log q(label) at T = 1, nats."""
+    kd: Tensor
+    """Sum of the divergence at T, nats, without the factor T^2; 0 without targets or at alpha 0."""
+    kd_at_one: Tensor
+    """Sum of the divergence at T = 1, nats; 0 without targets or at alpha 0."""
+    tokens: Tensor
+    """Number of unmasked tokens."""
+
+
+def distillation_loss(
+    hidden_ND: Tensor,
+    head: Head,
+    labels_N: Tensor,
+    mask_N: Tensor,
+    targets: Targets | None,
+    *,
+    temperature: Tensor | float,
+    alpha: float,
+    divergence: str = "forward-kl",
+    tail: str = "ghost",
+    vocab_size: int,
+    normalizer: Tensor | float,
+    compile: bool = False,
+    chunk: int | None = None,
+) -> LossOutput:
+    """Loss of N tokens, differentiable once in hidden, the head's weight and bias, and the temperature.
+
+    Args:
+        hidden_ND: the student's hidden states in any float dtype ([N,P] logits if the head has no weight).
+        head: the output head (weight [P,D], bias [P], scale, softcap).
+        labels_N: int64 next tokens; any number where masked.
+        mask_N: bool, True where the token counts. Targets of other rows may hold anything, NaN included.
+        targets: the teacher's N rows, on hidden's device.
+        temperature: scalar T > 0.
+        alpha: weight of the distillation term, 0 to 1.
+        divergence, tail: names in `divergence.DIVERGENCES` and `divergence.TAIL_RULES`.
+        vocab_size: V; columns of the head from V on are padding.
+        normalizer: unmasked tokens of the whole step.
+        compile: torch.compile the elementwise work.
+        chunk: rows of a chunk, instead of the engine's own choice.
+    Raises:
+        UsageError: divergence, tail rule and kind of targets do not go together, or V differs from dense
+        targets'.
+    """
+    targets = targets if alpha else None
+    _check(targets, divergence, tail, vocab_size)
+    recipe = _Recipe(
+        alpha=alpha if targets is not None else 0.0,
+        divergence=divergence,
+        tail=resolve_tail(tail, targets.draws) if isinstance(targets, SparseTargets) else tail,
+        normalizer=torch.as_tensor(normalizer, device=hidden_ND.device),
+        compile=compile,
+    )
+    temperature = torch.as_tensor(temperature, device=hidden_ND.device)
+    loss, sums = fused_loss(
+        hidden_ND,
+        head,
+        1.0 / temperature,
+        Rows(labels_N, mask_N, targets),
+        sparse_loss=recipe.sparse,
+        dense_loss=recipe.dense,
+        sums=3,
+        vocab_size=vocab_size,
+        compile=compile,
+        chunk=chunk,
+    )
+    return LossOutput(loss, sums[0], sums[1], sums[2], mask_N.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """The two small functions that the engine differentiates, chunk by chunk."""
+
+    alpha: float
+    divergence: str
+    tail: str
+    normalizer: Tensor
+    compile: bool
+
+    def sparse(self, statistics: Statistics, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        cross_entropy_R = statistics.lse - statistics.label
+        if rows.targets is None:
+            return self._joined(cross_entropy_R, None, None, beta, rows.mask)
+        assert isinstance(rows.targets, SparseTargets)
+        measure = DIVERGENCES[self.divergence].of
+        kd_R = measure(sparse_events(self.tail, rows.targets, statistics, beta))
+        with torch.no_grad():
+            one = torch.ones_like(beta)
+            at_one_R = measure(sparse_events(self.tail, rows.targets, statistics.at_one(), one))
+        return self._joined(cross_entropy_R, kd_R, at_one_R, beta, rows.mask)
+
+    def dense(self, logits_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        assert isinstance(rows.targets, DenseTargets)
+        compute = maybe_compiled(_dense_terms, self.compile)
+        values = compute(logits_RV, rows.targets.logprobs, rows.labels, beta, self.divergence)
+        return self._joined(values[0], values[1], values[2], beta, rows.mask)
+
+    def _joined(
+        self,
+        cross_entropy_R: Tensor,
+        kd_R: Tensor | None,
+        at_one_R: Tensor | None,
+        beta: Tensor,
+        mask_R: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of a chunk and its sums (CE, KD, KD at T = 1) from values a token."""
+        nothing = torch.zeros_like(beta)
+        cross_entropy, kd, at_one = (
+            nothing if x is None else x.masked_fill(~mask_R, 0.0).sum()
+            for x in (cross_entropy_R, kd_R, at_one_R)
+        )
+        total = (1.0 - self.alpha) * cross_entropy + self.alpha / beta**2 * kd
+        return per_token(total, self.normalizer), torch.stack([cross_entropy, kd, at_one])
+
+
+def _dense_terms(
+    logits_RV: Tensor, logprobs_RV: Tensor, labels_R: Tensor, beta: Tensor, divergence: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy, divergence at beta, and divergence at 1 (not differentiated), each [R]."""
+    measure = DIVERGENCES[divergence].of
+    energies_RV = DenseTargets(logprobs_RV, logprobs_RV).energies()
+    label_R = logits_RV.gather(1, labels_R[:, None]).squeeze(1)
+    cross_entropy_R = torch.logsumexp(logits_RV, dim=-1) - label_R
+    kd_R = measure(dense_events(logits_RV, energies_RV, beta))
+    with torch.no_grad():
+        at_one_R = measure(dense_events(logits_RV, energies_RV, 1.0))
+    return cross_entropy_R, kd_R, at_one_R
+
+
+def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int) -> None:
+    if isinstance(targets, SparseTargets):
+        refuse(divergence, tail, head=targets.head, draws=targets.draws)
+    elif targets is not None:
+        refuse(divergence, tail, dense=True)
+        if targets.logprobs.shape[1] != vocab_size:
+            raise UsageError(
+                f"the dense targets have {targets.logprobs.shape[1]} columns and the vocabulary {vocab_size}; "
+                "use a teacher and a student of one tokenizer"
+            )

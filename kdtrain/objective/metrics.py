@@ -1,0 +1,159 @@
+"""How good a student is on some tokens: sums that can be added over batches and ranks, and the figures made of them.
+
+Everything is at T = 1, under `torch.no_grad()`, in chunks of rows. What is exact depends on the targets:
+
+KL(teacher || student)  exact for dense targets; for a head and its tail bucket a lower bound, off by what the
+                        teacher and student differ inside the tail; with draws an unbiased estimate.
+top-1 agreement         needs the teacher's most likely token: dense targets, or a head.
+acceptance              sum_j min(p_j, q_j), the rate at which speculative decoding accepts the student's tokens
+                        (Leviathan et al. 2023, arXiv 2211.17192); with a tail bucket an upper bound; needs a head.
+ECE                     expected calibration error over 15 equal bins of confidence (Guo et al. 2017).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from kdtrain.objective.divergence import dense_events, forward_kl, sparse_events
+from kdtrain.objective.logits import Head, chunk_logits, chunk_rows
+from kdtrain.objective.statistics import Rows, row_statistics
+from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
+
+BINS = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Sums over unmasked tokens; nats where they are of log-probabilities. None: these targets cannot tell."""
+
+    tokens: float = 0.0
+    cross_entropy: float = 0.0
+    correct: float = 0.0
+    """Tokens whose label is the student's most likely token."""
+    kl: float | None = 0.0
+    teacher_cross_entropy: float | None = 0.0
+    agreement: float | None = 0.0
+    """Tokens at which teacher and student have the same most likely token."""
+    acceptance: float | None = 0.0
+    bin_count: tuple[float, ...] = (0.0,) * BINS
+    """Tokens by the student's confidence, [15]."""
+    bin_confidence: tuple[float, ...] = (0.0,) * BINS
+    bin_correct: tuple[float, ...] = (0.0,) * BINS
+
+    def __add__(self, other: Metrics) -> Metrics:
+        return Metrics.from_vector([a + b for a, b in zip(self.vector(), other.vector(), strict=True)])
+
+    def vector(self) -> list[float]:
+        """All sums in one list of fixed length, None as NaN, for a reduction over ranks in fp64."""
+        values = [getattr(self, f.name) for f in fields(self)]
+        flat = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
+        return [math.nan if x is None else x for x in flat]
+
+    @classmethod
+    def from_vector(cls, vector: list[float]) -> Metrics:
+        """The inverse of `vector`; a NaN in what may be missing becomes None."""
+        names = [f.name for f in fields(cls)]
+        plain, bins = names[:-3], names[-3:]
+        sums: dict[str, object] = dict(zip(plain, vector, strict=False))
+        for name in ("kl", "teacher_cross_entropy", "agreement", "acceptance"):
+            sums[name] = None if math.isnan(sums[name]) else sums[name]  # type: ignore[arg-type]
+        for i, name in enumerate(bins):
+            sums[name] = tuple(vector[len(plain) + i * BINS : len(plain) + (i + 1) * BINS])
+        return cls(**sums)  # type: ignore[arg-type]
+
+    def mean(self, name: str) -> float | None:
+        """The sum called `name` a token; None if it is not known, NaN if there was no token."""
+        total = getattr(self, name)
+        return None if total is None else total / self.tokens if self.tokens else math.nan
+
+    def perplexity(self) -> float:
+        """exp of the mean cross-entropy."""
+        mean = self.mean("cross_entropy")
+        assert mean is not None
+        return math.exp(mean) if mean < 700 else math.inf
+
+    def ece(self) -> float:
+        """Mean over tokens of |accuracy - confidence| of their bin, 0 to 1; NaN if there was no token."""
+        gaps = (abs(a - b) for a, b in zip(self.bin_correct, self.bin_confidence, strict=True))
+        return sum(gaps) / self.tokens if self.tokens else math.nan
+
+
+@torch.no_grad()
+def measure(
+    hidden_ND: Tensor,
+    head: Head,
+    labels_N: Tensor,
+    mask_N: Tensor,
+    targets: Targets | None,
+    *,
+    vocab_size: int,
+    chunk: int | None = None,
+) -> Metrics:
+    """Metrics of N tokens; shapes and meaning of the arguments as for `loss.distillation_loss`.
+
+    Without targets, or where they cannot tell, the teacher's sums are None. Waits for the device once.
+    """
+    chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype)
+    rows = Rows(labels_N, mask_N, targets)
+    total = torch.tensor(_none_known(targets).vector(), dtype=torch.float64)
+    parts = []
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        for start in range(0, hidden_ND.shape[0], chunk):
+            part = slice(start, start + chunk)
+            parts.append(
+                _chunk_sums(chunk_logits(hidden_ND[part], head, vocab_size), rows[part].harmless(vocab_size))
+            )
+    if parts:
+        total += torch.stack(parts).double().cpu().sum(0)
+    return Metrics.from_vector(total.tolist())
+
+
+def _none_known(targets: Targets | None) -> Metrics:
+    """Zeros, with None for what `targets` cannot tell."""
+    headless = targets is None or (isinstance(targets, SparseTargets) and targets.head == 0)
+    nothing, top = (None if targets is None else 0.0), (None if headless else 0.0)
+    return Metrics(kl=nothing, teacher_cross_entropy=nothing, agreement=top, acceptance=top)
+
+
+def _chunk_sums(z_RV: Tensor, rows: Rows) -> Tensor:
+    """The vector of `Metrics` for a chunk, with 0 for what is not known."""
+    top_logit_R, top_R = z_RV.max(dim=-1)
+    lse_R = torch.logsumexp(z_RV, dim=-1)
+    confidence_R = (top_logit_R - lse_R).exp()
+    correct_R = (top_R == rows.labels).to(z_RV.dtype)
+    cross_entropy_R = lse_R - z_RV.gather(1, rows.labels[:, None]).squeeze(1)
+    ones_R = torch.ones_like(lse_R)
+    columns = [ones_R, cross_entropy_R, correct_R, *_teacher_columns(z_RV, top_R, rows)]
+    sums = torch.stack([x.masked_fill(~rows.mask, 0.0).sum() for x in columns])
+    bins_R = (confidence_R * BINS).long().clamp(0, BINS - 1)
+    # A product with one-hot bins, because an indexed sum has no fixed order on a GPU.
+    in_bin_BR = (bins_R == torch.arange(BINS, device=z_RV.device)[:, None]) & rows.mask
+    binned = [(in_bin_BR * x).sum(1) for x in (ones_R, confidence_R, correct_R)]
+    return torch.cat([sums, *binned])
+
+
+def _teacher_columns(z_RV: Tensor, top_R: Tensor, rows: Rows) -> list[Tensor]:
+    """KL, the teacher's cross-entropy, agreement and acceptance, each [R]."""
+    targets = rows.targets
+    zero_R = torch.zeros_like(z_RV[:, 0])
+    if targets is None:
+        return [zero_R] * 4
+    teacher_cross_entropy_R = -targets.label_logprob.to(z_RV.dtype)
+    if isinstance(targets, DenseTargets):
+        events = dense_events(z_RV, targets.energies(), 1.0)
+        teacher_top_R, kl_R = targets.logprobs.argmax(-1), forward_kl(events)
+    else:
+        statistics = row_statistics(z_RV, targets, rows.labels)
+        one = torch.ones((), dtype=z_RV.dtype, device=z_RV.device)
+        kl_R = forward_kl(sparse_events("sampled" if targets.draws else "ghost", targets, statistics, one))
+        if targets.head == 0:
+            return [kl_R, teacher_cross_entropy_R, zero_R, zero_R]
+        events = sparse_events("ghost", targets, statistics, one)
+        teacher_top_R = targets.ids[:, 0]
+    agreement_R = (teacher_top_R == top_R).to(z_RV.dtype)
+    acceptance_R = torch.minimum(events.teacher, events.student).exp().sum(-1)
+    return [kl_R, teacher_cross_entropy_R, agreement_R, acceptance_R]

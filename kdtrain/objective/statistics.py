@@ -1,0 +1,147 @@
+"""Per-token statistics of a student's logits: all that a loss over sparse targets needs to know of them.
+
+They are the log sum exp of z and of beta z over the tail (everything but the head's ids), and z at the kept ids and
+at the label. Sums over the whole vocabulary are log-add-exps of tail and head; the tail's mass is a sum of its own,
+because 1 - sum q has lost all its digits in fp32 once the head is likely.
+
+`reduce_logits` makes the statistics of a chunk and `spread_gradients` carries a loss's gradients in the sums over the
+tail back to the logits; both are plain elementwise and row-wise functions that torch.compile can fuse.
+
+Shape suffixes: R rows of a chunk, V vocabulary, K kept entries, H head entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdtrain.objective.logits import NEVER, cap_slope
+from kdtrain.objective.targets import SparseTargets, Targets
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the loss of some rows needs besides logits."""
+
+    labels: Tensor
+    """[R] int64."""
+    mask: Tensor
+    """[R] bool, True where the token counts."""
+    targets: Targets | None
+    """R rows, or none."""
+
+    def __getitem__(self, rows: slice) -> Rows:
+        targets = None if self.targets is None else self.targets[rows]
+        return Rows(self.labels[rows], self.mask[rows], targets)
+
+    def harmless(self, vocab_size: int) -> Rows:
+        """Masked rows with finite numbers and a valid label; absent entries with no weight."""
+        targets = None if self.targets is None else self.targets.where(self.mask)
+        if isinstance(targets, SparseTargets):
+            targets = targets.without_absent(vocab_size)
+        return Rows(self.labels.masked_fill(~self.mask, 0), self.mask, targets)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a sparse loss may know of a student's logits z, each differentiable.
+
+    All in at least fp32. `kept` is `NEVER` at absent entries; its first `head` columns are the head.
+    """
+
+    tail: Tensor
+    """[R] log sum exp(z) outside the head."""
+    tail_beta: Tensor
+    """[R] log sum exp(beta z) outside the head, differentiable in beta too."""
+    kept: Tensor
+    """[R,K] z at the targets' ids."""
+    label: Tensor
+    """[R] z at the label."""
+    head: int
+
+    @property
+    def lse(self) -> Tensor:
+        """[R] log sum exp(z) over the vocabulary."""
+        return _with_head(self.tail, self.kept[:, : self.head])
+
+    def lse_beta(self, beta: Tensor | float) -> Tensor:
+        """[R] log sum exp(beta z) over the vocabulary, for the beta that `tail_beta` was made for."""
+        return _with_head(self.tail_beta, beta * self.kept[:, : self.head])
+
+    def at_one(self) -> Statistics:
+        """The same statistics for beta = 1."""
+        return Statistics(self.tail, self.tail, self.kept, self.label, self.head)
+
+
+def reduce_logits(
+    z_RV: Tensor,
+    beta: Tensor,
+    ids_RK: Tensor,
+    absent_RK: Tensor,
+    labels_R: Tensor,
+    head: int,
+    distils: bool,
+    moves: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """Statistics of a chunk, and, if beta `moves`, E[z] under the tail's softmax; masks the head in `z_RV`."""
+    kept_RK = z_RV.gather(1, ids_RK).masked_fill(absent_RK, NEVER)
+    label_R = z_RV.gather(1, labels_R[:, None]).squeeze(1)
+    if head:
+        z_RV.scatter_(1, ids_RK[:, :head], NEVER)
+    tail_R = torch.logsumexp(z_RV, dim=1)
+    if not distils:
+        return tail_R, tail_R.clone(), None, kept_RK, label_R
+    tail_beta_R = torch.logsumexp(beta * z_RV, dim=1)
+    if not moves:
+        return tail_R, tail_beta_R, None, kept_RK, label_R
+    mean_R = (torch.exp(beta * z_RV - tail_beta_R[:, None]) * z_RV).sum(1)
+    return tail_R, tail_beta_R, mean_R, kept_RK, label_R
+
+
+def spread_gradients(
+    z_RV: Tensor,
+    beta: Tensor,
+    tail_R: Tensor,
+    tail_beta_R: Tensor,
+    g_tail_R: Tensor | None,
+    g_beta_R: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Gradient in u of the two sums over the tail; 0 at the head, which is masked in `z_RV`."""
+    dz_RV = torch.zeros_like(z_RV)
+    if g_tail_R is not None:
+        dz_RV = dz_RV + g_tail_R[:, None] * torch.exp(z_RV - tail_R[:, None])
+    if g_beta_R is not None:
+        dz_RV = dz_RV + g_beta_R[:, None] * torch.exp(beta * z_RV - tail_beta_R[:, None])
+    return dz_RV * (scale * cap_slope(z_RV, softcap))
+
+
+def row_statistics(z_RV: Tensor, targets: SparseTargets, labels_R: Tensor) -> Statistics:
+    """Statistics of some rows at beta = 1, without gradients; the head's logits in `z_RV` are overwritten."""
+    ids_RK, absent_RK = safe_ids(targets, z_RV)
+    tail_R, _, _, kept_RK, label_R = reduce_logits(
+        z_RV, torch.ones_like(z_RV[0, 0]), ids_RK, absent_RK, labels_R, targets.head, False, False
+    )
+    return Statistics(tail_R, tail_R, kept_RK, label_R, targets.head)
+
+
+def safe_ids(targets: SparseTargets | None, z_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids that can be gathered with, and where they are absent.
+
+    An absent entry takes the id of the first column: masking the head then masks nothing that is not in it.
+    """
+    if targets is None:
+        ids_RK = torch.zeros(z_RV.shape[0], 0, dtype=torch.int64, device=z_RV.device)
+        return ids_RK, ids_RK.bool()
+    absent_RK = targets.ids >= z_RV.shape[1]
+    first_R1 = targets.ids[:, :1].masked_fill(absent_RK[:, :1], 0)
+    return torch.where(absent_RK, first_R1, targets.ids), absent_RK
+
+
+def _with_head(tail_R: Tensor, head_RH: Tensor) -> Tensor:
+    return (
+        torch.logsumexp(torch.cat([tail_R[:, None], head_RH], dim=1), dim=1) if head_RH.shape[1] else tail_R
+    )

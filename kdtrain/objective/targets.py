@@ -1,0 +1,193 @@
+"""What the objective gets from a teacher: for each row a distribution over the next token, sparse or dense.
+
+Everything is kept at temperature 1, as energies e_j = log p_j. At inverse temperature beta = 1/T the teacher
+is
+    p_beta(j) = exp(beta e_j) / Z(beta),   Z(beta) = sum_j exp(beta e_j),   Z(1) = 1.
+Sparse targets keep the head exactly, draws from the tail with their counts, and for the tail as a whole the
+log-partition L(beta) = log sum_{j in tail} exp(beta e_j) with its slope at a few knots of beta. Between the
+knots L is a cubic Hermite polynomial in beta, so that Z(beta) and the tail's mass are right at temperatures
+other than 1, which neither a bucket of mass 1 - sum p nor renormalising over the head is.
+
+Given up: outside the knots L goes on along its end slope, which is a lower bound of the true, convex L; the
+temperature bounds of a cache keep callers inside. Nothing after this module knows where targets came from.
+
+Shape suffixes: N tokens, K kept entries, H head entries, V vocabulary, G knots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+EMPTY = -1e4
+"""Energy of nothing, in nats: exp(beta * EMPTY) is 0 at every usable beta, and no gradient is NaN."""
+
+_DENSE_CHUNK = 1 << 22
+
+
+class _Rows:
+    """What both kinds of targets can do with their rows: select, move, repair."""
+
+    def _map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
+        values = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
+        changed = {k: change(k, v) for k, v in values.items() if isinstance(v, Tensor)}
+        return cast(Self, replace(cast(Any, self), **changed))
+
+    def __getitem__(self, rows: slice) -> Self:
+        """The rows `rows` of every tensor, as views."""
+        return self._map(lambda _, tensor: tensor[rows])
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """A copy on `device`; tensors that are there already are shared."""
+        return self._map(lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
+
+
+@dataclass(frozen=True)
+class SparseTargets(_Rows):
+    """A teacher's head, its draws from the tail, and the tail's log-partition, for N tokens.
+
+    The first `head` columns are the head, most likely first; the other K - head are distinct entries drawn
+    from the tail at T = 1 (counts > 0), then absent padding. The tail is everything outside the head columns,
+    so that drawn entries are members of it.
+    """
+
+    ids: Tensor
+    """[N,K] int64. An id at or above the student's vocabulary marks an absent entry."""
+    logprobs: Tensor
+    """[N,K] fp32, nats. Teacher's log p at T = 1; meaningless but finite at absent entries."""
+    counts: Tensor
+    """[N,K] fp32. How often an entry was drawn from the tail; 0 for head and absent entries."""
+    tail: Tensor
+    """[N,2G] fp32, nats. First L(beta_g) at the G knots, then dL/dbeta; an empty tail is `EMPTY`, slope 0."""
+    label_logprob: Tensor
+    """[N] fp32, nats. Teacher's log p of the label at T = 1."""
+    logit_mean: Tensor
+    """[N] fp32. Mean over the vocabulary of the teacher's logits."""
+    logit_std: Tensor
+    """[N] fp32. Standard deviation over the vocabulary of the teacher's logits."""
+    head: int
+    """Number of head columns, 0 for purely sampled targets."""
+    draws: int
+    """Number of draws from the tail a token (the sum of counts), 0 for none."""
+    knots: tuple[float, ...]
+    """The G values of beta at which the tail is known, descending, 1.0 among them."""
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def log_tail(self, beta: Tensor | float) -> Tensor:
+        """L(beta) [N] in nats, differentiable in `beta` (a positive scalar): cubic Hermite between knots."""
+        dtype = beta.dtype if isinstance(beta, Tensor) else self.tail.dtype
+        beta = torch.as_tensor(beta, dtype=dtype, device=self.tail.device)
+        ascending = torch.tensor(self.knots[::-1], dtype=beta.dtype, device=beta.device)
+        values_NG, slopes_NG = (part.flip(-1) for part in self.tail.chunk(2, dim=-1))
+        inside = beta.clamp(self.knots[-1], self.knots[0])
+        end_slope_N = torch.where(beta < inside, slopes_NG[:, 0], slopes_NG[:, -1])
+        beyond_N = end_slope_N * (beta - inside)
+        if len(self.knots) == 1:
+            return values_NG[:, 0] + slopes_NG[:, 0] * (inside - ascending[0]) + beyond_N
+        right = torch.bucketize(inside.detach(), ascending).clamp(1, len(self.knots) - 1)
+        left = right - 1
+        width = ascending[right] - ascending[left]
+        value_weights, slope_weights = _hermite((inside - ascending[left]) / width)
+        ends = torch.stack([left, right])
+        values_N2, slopes_N2 = values_NG[:, ends], slopes_NG[:, ends]
+        return (values_N2 * value_weights + width * slopes_N2 * slope_weights).sum(-1) + beyond_N
+
+    def log_partition(self, beta: Tensor | float) -> Tensor:
+        """log Z(beta) [N] in nats, differentiable in `beta`; 0 at beta = 1 up to rounding in storage."""
+        parts_NH1 = torch.cat([beta * self.logprobs[:, : self.head], self.log_tail(beta)[:, None]], dim=-1)
+        return torch.logsumexp(parts_NH1, dim=-1)
+
+    def head_logprobs(self, beta: Tensor | float) -> Tensor:
+        """log p_beta of the head entries [N,H] in nats, differentiable in `beta`."""
+        return beta * self.logprobs[:, : self.head] - self.log_partition(beta)[:, None]
+
+    def without_absent(self, vocab_size: int) -> SparseTargets:
+        """The same with energy `EMPTY` and count 0 at absent entries, which then weigh nothing."""
+        absent_NK = self.ids >= vocab_size
+        logprobs_NK = self.logprobs.masked_fill(absent_NK, EMPTY)
+        return replace(self, logprobs=logprobs_NK, counts=self.counts.masked_fill(absent_NK, 0.0))
+
+    def where(self, keep_N: Tensor) -> SparseTargets:
+        """The same with rows outside `keep_N` made harmless, whatever they held (NaN, inf)."""
+        blank = {"ids": 0, "logprobs": EMPTY, "tail": 0.0}
+        return self._map(lambda name, tensor: _keep(tensor, keep_N, blank.get(name, 0.0)))
+
+
+@dataclass(frozen=True)
+class DenseTargets(_Rows):
+    """A teacher's whole distribution for N tokens: the reference, and what an online teacher gives."""
+
+    logprobs: Tensor
+    """[N,V] fp32, fp16 or bf16, nats. Teacher's log p at T = 1; -inf counts as probability 0."""
+    label_logprob: Tensor
+    """[N] fp32, nats. Teacher's log p of the label at T = 1."""
+
+    def __len__(self) -> int:
+        return self.logprobs.shape[0]
+
+    @classmethod
+    def from_logits(cls, logits_NV: Tensor, labels_N: Tensor, vocab_size: int | None = None) -> DenseTargets:
+        """Targets of an online teacher's logits, in fp32, without the columns from `vocab_size` on."""
+        logprobs_NV = torch.log_softmax(logits_NV[:, :vocab_size].float(), dim=-1)
+        return cls(logprobs_NV, logprobs_NV.gather(-1, labels_N[:, None]).squeeze(-1))
+
+    def energies(self) -> Tensor:
+        """log p [N,V] in at least fp32, bounded below by `EMPTY`: p log p is then 0 and not NaN at p = 0."""
+        dtype = torch.promote_types(self.logprobs.dtype, torch.float32)
+        return self.logprobs.to(dtype).clamp_min(EMPTY)
+
+    def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
+        """log Z(beta) [N] in nats, once differentiable in `beta`, without a second [N,V] tensor.
+
+        Rows outside `keep_N` give 0, whatever they hold.
+
+        Value and slope (E_p_beta[e]) are found chunk by chunk, joined as L + L' (beta - stop_gradient(beta)).
+        """
+        fixed = beta.detach() if isinstance(beta, Tensor) else beta
+        rows = max(1, _DENSE_CHUNK // self.logprobs.shape[1])
+        with torch.no_grad():
+            pairs = [_partition_and_slope(self[i : i + rows], fixed) for i in range(0, len(self), rows)]
+        if not pairs:
+            return self.label_logprob.new_zeros(0)
+        values_N, slopes_N = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        if keep_N is not None:
+            values_N, slopes_N = _keep(values_N, keep_N, 0.0), _keep(slopes_N, keep_N, 0.0)
+        return values_N + slopes_N * (beta - fixed)
+
+    def where(self, keep_N: Tensor) -> DenseTargets:
+        """The same with rows outside `keep_N` made harmless (log p = 0 everywhere, finite)."""
+        return self._map(lambda _, tensor: _keep(tensor, keep_N, 0.0))
+
+
+Targets = SparseTargets | DenseTargets
+
+
+def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:
+    """`total / normalizer`, and `total` (0) where a step has no unmasked token, so that nothing is NaN."""
+    count = torch.as_tensor(normalizer, dtype=total.dtype, device=total.device)
+    return total / torch.where(count > 0, count, torch.ones_like(count))
+
+
+def _keep(tensor: Tensor, keep_N: Tensor, blank: float) -> Tensor:
+    drop = ~keep_N if tensor.ndim == 1 else ~keep_N[:, None]
+    return tensor.masked_fill(drop, blank)
+
+
+def _hermite(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of the two end values and of the two end slopes (times the width) at t in [0,1], each [2]."""
+    left, right = (1 + 2 * t) * (1 - t) ** 2, t**2 * (3 - 2 * t)
+    return torch.stack([left, right]), torch.stack([t * (1 - t) ** 2, t**2 * (t - 1)])
+
+
+def _partition_and_slope(chunk: DenseTargets, beta: Tensor | float) -> tuple[Tensor, Tensor]:
+    energies_NV = chunk.energies()
+    scaled_NV = beta * energies_NV
+    log_partition_N = torch.logsumexp(scaled_NV, dim=-1)
+    probabilities_NV = (scaled_NV - log_partition_N[:, None]).exp_()
+    return log_partition_N, (probabilities_NV * energies_NV).sum(-1)

@@ -1,0 +1,224 @@
+"""The temperature of the distillation term: fixed, scheduled, or learnable.
+
+A learnable temperature is one fp32 number theta with
+    T = T_min (T_max / T_min)^sigmoid(theta),
+log-spaced, so that it cannot leave its bounds and moves as easily at either end. Three ways to learn it:
+
+likelihood   minimise over beta = 1/T the teacher's own cross-entropy with the labels, the mean of
+             log Z(beta) - beta e_label: convex in beta, one optimum, from the targets alone. It calibrates the
+             teacher (Guo et al. 2017, arXiv 1706.04599). The distillation loss sees T without a gradient.
+adversarial  ascend the distillation loss in T through a gradient reversal layer, whose strength rises from 0
+             to 1 along a cosine (CTKD, Li et al., AAAI 2023, arXiv 2211.16231). T^2 KL has a hump inside.
+minimize     descend the distillation loss in T. Kept because people ask for it: T^2 KL falls on both sides of
+             its hump, so that T runs to a bound; `at_bound` says when it sits there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kdtrain.errors import UsageError
+from kdtrain.objective.targets import SparseTargets, Targets, per_token
+
+_EDGE = 0.02
+"""Within this part of the range, in log T, from a bound, T counts as sitting on it."""
+_START = 0.05
+"""A start is put at least this part of the range inside: closer to a bound the sigmoid hardly moves."""
+
+MODES = ("fixed", "schedule", "likelihood", "adversarial", "minimize")
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+class Temperature(nn.Module):
+    """A temperature that is fixed unless a subclass says otherwise; what the trainer knows of all of them."""
+
+    step: int
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.step = 0
+        self.register_buffer("_start", torch.tensor(start, dtype=torch.float32), persistent=False)
+
+    def set_step(self, step: int) -> None:
+        """Tell which optimizer step, from 0, the next calls are for; everything scheduled is a function of it."""
+        self.step = step
+
+    def value(self) -> Tensor:
+        """T for the distillation loss, scalar fp32, with the gradient that the mode wants (or none)."""
+        return self._start  # type: ignore[return-value]
+
+    def auxiliary_loss(
+        self, targets: Targets | None, mask_N: Tensor, normalizer: Tensor | float
+    ) -> Tensor | None:
+        """A scalar to add to the loss, about the temperature alone; None where the mode has none."""
+        return None
+
+    def at_bound(self) -> str | None:
+        """`minimum` or `maximum` when a learned T sits on that bound, else None. Reads the device."""
+        return None
+
+    def log_gradient(self) -> Tensor | None:
+        """The gradient last left at theta, as one in log T; None where nothing is learned or nothing was left."""
+        return None
+
+
+class ScheduledTemperature(Temperature):
+    """T from `start` to `end` over `total_steps`, a pure function of the step."""
+
+    def __init__(self, start: float, end: float, total_steps: int, shape: str) -> None:
+        super().__init__(start)
+        self.start, self.end, self.total_steps, self.shape = start, end, total_steps, shape
+
+    def value(self) -> Tensor:
+        return torch.full_like(
+            self._start,  # type: ignore[arg-type]
+            scheduled(self.shape, self.start, self.end, self.step, self.total_steps),
+        )
+
+
+class LearnedTemperature(Temperature):
+    """T between two bounds, from the one parameter `theta`."""
+
+    def __init__(self, start: float, minimum: float, maximum: float) -> None:
+        super().__init__(start)
+        self.log_minimum, self.log_range = math.log(minimum), math.log(maximum / minimum)
+        place = (math.log(start) - self.log_minimum) / self.log_range
+        place = min(max(place, _START), 1 - _START)
+        self.theta = nn.Parameter(torch.tensor(math.log(place / (1 - place)), dtype=torch.float32))
+
+    def temperature(self) -> Tensor:
+        """T with its plain gradient in theta."""
+        return torch.exp(self.log_minimum + self.log_range * torch.sigmoid(self.theta.float()))
+
+    def at_bound(self) -> str | None:
+        place = torch.sigmoid(self.theta.detach()).item()
+        return "minimum" if place < _EDGE else "maximum" if place > 1 - _EDGE else None
+
+    def log_gradient(self) -> Tensor | None:
+        if self.theta.grad is None:
+            return None
+        place = torch.sigmoid(self.theta.detach())
+        return self.theta.grad / (self.log_range * place * (1 - place))
+
+
+class LikelihoodTemperature(LearnedTemperature):
+    """The temperature at which the teacher gives the labels the highest likelihood."""
+
+    def value(self) -> Tensor:
+        return self.temperature().detach()
+
+    def auxiliary_loss(
+        self, targets: Targets | None, mask_N: Tensor, normalizer: Tensor | float
+    ) -> Tensor | None:
+        """Mean over unmasked tokens of log Z(beta) - beta e_label, in nats; None without targets.
+
+        `normalizer` is the number of unmasked tokens of the whole step, as for the loss.
+        """
+        if targets is None:
+            return None
+        beta = 1.0 / self.temperature()
+        gap_N = _log_partition(targets, beta, mask_N) - beta * targets.label_logprob.masked_fill(~mask_N, 0.0)
+        return per_token(gap_N.masked_fill(~mask_N, 0.0).sum(), normalizer)
+
+
+class AdversarialTemperature(LearnedTemperature):
+    """The temperature at which the student does worst, found by reversing the gradient."""
+
+    def __init__(self, start: float, minimum: float, maximum: float, ramp_steps: int) -> None:
+        super().__init__(start, minimum, maximum)
+        self.ramp_steps = ramp_steps
+
+    def strength(self) -> float:
+        """Factor on the reversed gradient: 0 at step 0, 1 from step `ramp_steps` on, a cosine between."""
+        return scheduled("cosine", 0.0, 1.0, self.step, self.ramp_steps)
+
+    def value(self) -> Tensor:
+        return _Reverse.apply(self.temperature(), self.strength())  # type: ignore[no-any-return]
+
+
+class MinimizedTemperature(LearnedTemperature):
+    """The temperature that makes the distillation loss small; it runs to a bound."""
+
+    def value(self) -> Tensor:
+        return self.temperature()
+
+
+def _log_partition(targets: Targets, beta: Tensor, mask_N: Tensor) -> Tensor:
+    """log Z(beta) [N], with finite values and gradients in masked rows too."""
+    if isinstance(targets, SparseTargets):
+        return targets.where(mask_N).log_partition(beta)
+    # Cleaning dense targets would copy them; their slope enters as a factor, which is cleaned instead.
+    return targets.log_partition(beta, keep_N=mask_N)
+
+
+class _Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, temperature: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return temperature.view_as(temperature)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return -ctx.strength * gradients[0], None
+
+
+def scheduled(shape: str, start: float, end: float, step: int, total_steps: int) -> float:
+    """Value at `step` on the way from `start` (step 0) to `end` (step `total_steps` and after)."""
+    if shape == "constant":
+        return start
+    done = min(1.0, step / total_steps) if total_steps > 0 else 1.0
+    if shape == "cosine":
+        done = 0.5 * (1.0 - math.cos(math.pi * done))
+    return start + (end - start) * done
+
+
+def build_temperature(
+    mode: str,
+    *,
+    start: float,
+    minimum: float,
+    maximum: float,
+    end: float | None = None,
+    schedule: str = "constant",
+    total_steps: int = 0,
+    ramp_steps: int | None = None,
+) -> Temperature:
+    """The temperature of `mode`, one of `MODES`.
+
+    Args:
+        start: T at step 0; a learnable one is put at least 5 % of the range (in log T) inside its bounds.
+        minimum, maximum: bounds of a learnable T, normally the range over which the cache is good.
+        end, schedule, total_steps: for `schedule`, one of `SCHEDULES` from start to end over total_steps.
+        ramp_steps: for `adversarial`, steps until the reversal is at full strength; a tenth of total_steps.
+    Raises:
+        UsageError: an unknown mode or schedule, or temperatures or bounds that cannot be.
+    """
+    _check(mode, schedule, start, start if end is None else end, minimum, maximum)
+    if mode == "fixed":
+        return Temperature(start)
+    if mode == "schedule":
+        return ScheduledTemperature(start, start if end is None else end, total_steps, schedule)
+    if mode == "adversarial":
+        return AdversarialTemperature(
+            start, minimum, maximum, total_steps // 10 if ramp_steps is None else ramp_steps
+        )
+    learned = {"likelihood": LikelihoodTemperature, "minimize": MinimizedTemperature}[mode]
+    return learned(start, minimum, maximum)
+
+
+def _check(mode: str, schedule: str, start: float, end: float, minimum: float, maximum: float) -> None:
+    if mode not in MODES:
+        raise UsageError(f"--temperature-mode {mode} is unknown; use {', '.join(MODES)}")
+    if schedule not in SCHEDULES:
+        raise UsageError(f"the temperature schedule {schedule} is unknown; use {', '.join(SCHEDULES)}")
+    if not (0 < start < math.inf and 0 < end < math.inf):
+        raise UsageError(f"a temperature must be above 0, --temperature is {start:g} and its end {end:g}")
+    if mode not in ("fixed", "schedule") and not 0 < minimum < maximum < math.inf:
+        raise UsageError(
+            f"--temperature-min {minimum:g} and --temperature-max {maximum:g} leave no room to learn a temperature "
+            "in; set 0 < minimum < maximum"
+        )

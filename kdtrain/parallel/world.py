@@ -1,0 +1,37 @@
+"""Which device a process computes on, and what a device can do."""
+
+import torch
+
+from kdtrain.errors import UsageError
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; `auto` is the first CUDA device, else the CPU.
+
+    Raises:
+        UsageError: the name is not a device, or this machine does not have it.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device '{name}' is unknown; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device '{name}' is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device '{name}' is not on this machine; it has {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """The high-water mark in MiB: of the allocator on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import resource
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS and in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

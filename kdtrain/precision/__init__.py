@@ -1,0 +1,1 @@
+"""Number formats of the student's and the teacher's matrix products."""

@@ -1,0 +1,54 @@
+"""The number format of a forward: fp32 as it stands, or bf16 products over fp32 weights by autocast."""
+
+import contextlib
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+
+
+def pick_mode(name: str, device: torch.device) -> str:
+    """The mode that `name` means on `device`: `auto` is bf16 where the device computes in it, else fp32."""
+    return name if name != "auto" else ("bf16" if has_bf16(device) else "fp32")
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether bf16 matrix products run in hardware: AVX512-BF16 or AMX on a CPU, Ampere or newer on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return (
+        bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        and _avx512_bf16()
+    )
+
+
+def _avx512_bf16() -> bool:
+    flags = Path("/proc/cpuinfo")
+    text = flags.read_text() if flags.exists() else ""
+    return "avx512_bf16" in text or "amx_bf16" in text
+
+
+def autocast(mode: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The context in which a forward runs in `mode`."""
+    if mode == "bf16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def why_not_compile(device: torch.device) -> str | None:
+    """What torch.compile lacks here, or None: on a CPU its compiler needs a C++ compiler and Python.h."""
+    if device.type == "cuda":
+        return None
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return "no C++ compiler (g++) was found"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "the headers of Python (Python.h) are not installed"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text("#include <vector>\nint main() { return std::vector<int>(1)[0]; }\n")
+        done = subprocess.run([compiler, str(source), "-o", str(Path(folder) / "probe")], capture_output=True)
+    return None if done.returncode == 0 else f"{compiler} cannot build a program"

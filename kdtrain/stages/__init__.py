@@ -1,0 +1,1 @@
+"""One readable top-to-bottom main for each command."""

@@ -1,0 +1,113 @@
+"""Building caches: a teacher's, and the caches of bare tokens that runs and evaluations make for themselves."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.provenance import CacheSettings, Manifest, tokenizer_digest
+from kdtrain.cache.writer import write_cache
+from kdtrain.config import CacheTeacherConfig, DataConfig
+from kdtrain.errors import UsageError
+from kdtrain.models.head import SplitModel
+from kdtrain.models.loading import model_digest
+from kdtrain.models.spec import ModelSpec
+from kdtrain.monitor.progress import bar
+from kdtrain.stages.common import Teacher, rows
+
+
+def logit_width(model: SplitModel) -> int:
+    """Rows of a model's output head, padding included."""
+    return int(model.model.get_output_embeddings().weight.shape[0])
+
+
+def build_cache(
+    config: CacheTeacherConfig, spec: ModelSpec, teacher: SplitModel, asked: Teacher, tokenizer: PreTrainedTokenizerFast
+) -> Manifest:
+    """Build the cache of `config`, or what is missing of it.
+
+    Raises:
+        UsageError: the folder holds another cache, or the data make no sequence.
+        RunError: the disk is full or cannot be written.
+    """
+    codec = config.codec
+    width = logit_width(teacher)
+    if not codec.dense and codec.head > width:
+        raise UsageError(f"--head {codec.head} is more than the vocabulary of {width}; choose less, or --dense")
+    kept: dict[str, Any] = {"kind": "dense"} if codec.dense else {"kind": "sparse", "head": codec.head, "draws": codec.draws}
+    facts = {
+        "spec": spec.name,
+        "weights_digest": model_digest(teacher),
+        "dtype": spec.dtype,
+        "precision": config.precision,
+        "attention": spec.attention,
+    }
+    settings = _settings(config.data, tokenizer, CodecSpec(**kept, vocab_size=width), config.splits())
+    settings = CacheSettings(
+        **{**vars(settings), "teacher": facts, "seed": config.seed, "sequences_per_shard": config.sequences_per_shard}
+    )
+    return _write(config.out, settings, config.data, tokenizer, asked, config.batch_size)
+
+
+def build_tokens(
+    folder: Path,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    vocab_size: int,
+    splits: dict[str, int | None] | None = None,
+) -> Manifest:
+    """Pack text into a cache of bare tokens.
+
+    Args:
+        folder: the cache; what an interrupted run left there is gone on with.
+        data: the text.
+        tokenizer: what makes tokens of it.
+        vocab_size: the logits that will be made over these tokens.
+        splits: how many sequences of which split; train and validation as `data` says when None.
+    """
+    limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
+    settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
+    return _write(folder, settings, data, tokenizer, None, batch_size=64)
+
+
+def _settings(
+    data: DataConfig, tokenizer: PreTrainedTokenizerFast, codec: CodecSpec, limits: dict[str, int | None]
+) -> CacheSettings:
+    if codec.vocab_size < len(tokenizer):
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} entries and the model {codec.vocab_size} logits; give the model's own tokenizer"
+        )
+    text = {"source": data.data, "split": data.split, "text_column": data.text_column, "messages_column": data.messages_column}
+    return CacheSettings(
+        codec=codec,
+        seq_len=data.seq_len,
+        tokenizer_size=len(tokenizer),
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        data=text,
+        document_mask=data.document_mask,
+        sequences=limits,
+    )
+
+
+def _write(
+    folder: Path,
+    settings: CacheSettings,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    asked: Teacher | None,
+    batch_size: int,
+) -> Manifest:
+    # the split asked for is called train in the cache, and validation stands beside it
+    sources = {"train": data.split, "validation": "validation" if "train" in settings.sequences else data.split}
+    parts = {name: rows(data, sources[name], tokenizer, limit) for name, limit in settings.sequences.items()}
+    with bar("cache" if asked else "tokens", None) as shown:
+        return write_cache(
+            folder,
+            settings,
+            parts,
+            teacher=asked,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            progress=lambda done, total: shown.update(done, total=total),
+        )

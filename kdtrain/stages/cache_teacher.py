@@ -1,0 +1,44 @@
+"""`kdtrain cache-teacher`: run the teacher once over the data and keep what it says."""
+
+import time
+
+from kdtrain.config import CacheTeacherConfig
+from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.spec import read_spec
+from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.parallel.world import peak_memory_mb, pick_device
+from kdtrain.precision.modes import pick_mode
+from kdtrain.stages.build import build_cache
+from kdtrain.stages.common import ask, check_length, open_teacher, show
+
+
+def main(config: CacheTeacherConfig) -> int:
+    """Build the cache, or what an interrupted command left to build, and print what it is.
+
+    Raises:
+        UsageError: teacher, data and folder do not go together.
+        RunError: the disk is full or cannot be written; what was published stays.
+    """
+    setup_logging()
+    device = pick_device(config.device)
+    mode = pick_mode(config.precision, device)
+    spec = read_spec(config.teacher)
+    tokenizer = load_tokenizer(spec)
+    teacher = open_teacher(spec, device, mode)
+    check_length(teacher, spec.name, config.data.seq_len)
+    log.info("caching %s over %s into %s (%s on %s)", spec.name, config.data.data, config.out, mode, device)
+    started = time.monotonic()
+    manifest = build_cache(config, spec, teacher, ask(teacher, device, mode), tokenizer)
+    sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
+    result = {
+        "cache": str(config.out),
+        "digest": manifest.digest,
+        "sequences": sequences,
+        "tokens": {name: count * config.data.seq_len for name, count in sequences.items()},
+        "bytes_per_token": manifest.bytes_per_token["total"],
+        "temperature_range": manifest.temperature_range,
+        "seconds": round(time.monotonic() - started, 1),
+        "peak_memory_mb": round(peak_memory_mb(device), 1),
+    }
+    show(f"cache {config.out}", result, config.json)
+    return 0

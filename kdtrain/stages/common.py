@@ -1,0 +1,106 @@
+"""What several commands begin or end with: text as rows, a teacher as a function, a result as a table or as JSON."""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerFast
+
+from kdtrain.config import DataConfig
+from kdtrain.data.corpus import documents
+from kdtrain.data.packing import PackedRow, pack
+from kdtrain.errors import UsageError
+from kdtrain.models.head import SplitModel, split
+from kdtrain.models.loading import load_teacher, max_positions
+from kdtrain.models.spec import ModelSpec
+from kdtrain.monitor.progress import log
+from kdtrain.precision.modes import autocast
+
+Teacher = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def rows(data: DataConfig, split_name: str, tokenizer: PreTrainedTokenizerFast, limit: int | None) -> Iterator[PackedRow]:
+    """The first `limit` packed rows of a split."""
+    assert data.data is not None
+    texts = documents(
+        data.data,
+        split_name,
+        text_column=data.text_column,
+        messages_column=data.messages_column,
+        streaming=data.streaming,
+    )
+    packed = pack(texts, tokenizer, data.seq_len, num_workers=data.num_workers, document_mask=data.document_mask)
+    return itertools.islice(packed, limit)
+
+
+def open_teacher(spec: ModelSpec, device: torch.device, mode: str) -> SplitModel:
+    """A teacher ready to be asked: in evaluation mode, without gradients, split into backbone and head."""
+    model = load_teacher(spec, str(device))
+    teacher = split(model.float() if mode == "fp32" else model)
+    if not teacher.fused:
+        log.info("teacher %s: output head not split off: %s", spec.name, teacher.reason)
+    return teacher
+
+
+def ask(teacher: SplitModel, device: torch.device, mode: str) -> Teacher:
+    """tokens_BT, segments_BT | None -> logits_BTV in fp32, without gradients.
+
+    The head's product is taken in fp32: in bf16 a logit of 20 is rounded by up to 0.06 before the softmax sees it.
+    """
+    head = teacher.head
+    weight, bias = (None if each is None else each.detach().float() for each in (head.weight, head.bias))
+    head = dataclasses.replace(head, weight=weight, bias=bias)
+
+    def forward(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> torch.Tensor:
+        with torch.no_grad():
+            with autocast(mode, device):
+                hidden_BTD = teacher(tokens_BT.to(device), None if segments_BT is None else segments_BT.to(device))
+            return head(hidden_BTD.float())
+
+    return forward
+
+
+def check_length(model: torch.nn.Module, name: str, seq_len: int) -> None:
+    """Refuse sequences longer than the positions of a model."""
+    longest = max_positions(model)
+    if longest is not None and seq_len > longest:
+        raise UsageError(f"--seq-len {seq_len} is beyond the {longest} positions of {name}; choose at most {longest}")
+
+
+def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
+    """Print a result on stdout: a table of two columns, or one JSON object."""
+    if as_json:
+        print(json.dumps(_finite(dict(table))))
+        return
+    shown = Table(title=title, show_header=False, title_justify="left")
+    for name, value in table.items():
+        shown.add_row(name, _text(value))
+    Console(soft_wrap=True).print(shown)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 1e5 else f"{value:,.0f}"
+    if isinstance(value, Mapping):
+        return "\n".join(f"{name}: {_text(inner)}" for name, inner in value.items())
+    if isinstance(value, list | tuple):
+        return "\n".join(_text(inner) for inner in value)
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with every number that is not finite as null, which JSON cannot say otherwise."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

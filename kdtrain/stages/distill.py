@@ -1,0 +1,278 @@
+"""`kdtrain distill`: train a student from a cache, from an online teacher, or by cross-entropy on text.
+
+Text that does not come from a cache is packed once into a cache of bare tokens inside the run, so that all three read
+the same way, in the same order, in flat memory, and a resume never tokenises again.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdtrain.cache.provenance import Manifest, check_student
+from kdtrain.cache.reader import CacheReader
+from kdtrain.checkpoint.store import Store, load
+from kdtrain.config import DistillConfig
+from kdtrain.errors import RunError, UsageError
+from kdtrain.models.head import SplitModel, split
+from kdtrain.models.loading import export_model, load_student, load_tokenizer
+from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.writers import Writers
+from kdtrain.objective.divergence import refuse
+from kdtrain.objective.temperature import Temperature, build_temperature
+from kdtrain.parallel.world import peak_memory_mb, pick_device
+from kdtrain.precision.modes import pick_mode, why_not_compile
+from kdtrain.stages.build import build_tokens, logit_width
+from kdtrain.stages.common import ask, check_length, open_teacher, show
+from kdtrain.stages.run_folder import claim, deciding, refuse_changes, write_description
+from kdtrain.training.loop import Run, train
+from kdtrain.training.source import CachedSource, OnlineSource, Source
+from kdtrain.training.state import Progress, TrainState, make_optimizer
+from kdtrain.training.step import DistillStep
+
+
+def main(config: DistillConfig) -> int:
+    """Train the student of `config` and export it; 0 when done or gracefully stopped.
+
+    Raises:
+        UsageError: data, cache, student or options do not go together.
+        RunError: the training failed.
+    """
+    setup_logging()
+    device = pick_device(config.device)
+    mode = pick_mode(config.precision.precision, device)
+    if config.precision.deterministic:
+        torch.use_deterministic_algorithms(True)
+    spec = read_spec(config.student)
+    if config.cache is not None:
+        CacheReader(config.cache, "train").close()  # an unfinished cache is refused before the run's folder is made
+
+    goes_on = claim(config)
+    setup_logging(config.out / "train.log")
+    teacher = None if config.teacher is None else open_teacher(read_spec(config.teacher), device, mode)
+    folder = config.cache or _tokens(config, spec, teacher)
+    readers = {name: CacheReader(folder, name) for name in ("train", "validation")}
+    manifest = readers["train"].manifest
+    student = _student(config, spec, manifest, device)
+    config = _with_temperature_bounds(config, manifest)
+    document_mask = manifest.settings.document_mask
+    total = _total_steps(config, len(readers["train"]))
+
+    sources: dict[str, Source] = {}
+    for name, reader in readers.items():
+        cached = CachedSource(reader, device)
+        sources[name] = cached if teacher is None else OnlineSource(cached, ask(teacher, device, mode), document_mask)
+    has_teacher = teacher is not None or manifest.codec.kind != "tokens"
+    if has_teacher:
+        _refuse_objective(config, manifest)
+    temperature = _temperature(config, total).to(device)
+    state = TrainState(
+        student,
+        temperature,
+        make_optimizer(student, temperature, config.optimizer, config.objective),
+        Progress(),
+    )
+    run = Run(
+        config=config,
+        total=total,
+        micro=config.micro_batch_size or config.batch_size,
+        step=DistillStep(
+            student,
+            temperature,
+            config.objective,
+            config.precision,
+            vocab_size=min(manifest.vocab_size, logit_width(student)),
+            seq_len=manifest.settings.seq_len,
+            has_teacher=has_teacher,
+            mode=mode,
+            device=device,
+            document_mask=document_mask,
+            compile=_compiles(config, device),
+        ),
+        state=state,
+        store=Store(config.out / "checkpoints", config.checkpoint.keep_rolling),
+        writers=None,  # type: ignore[arg-type]  # opened below, once the step to go on from is known
+        train_source=sources["train"],
+        validation_source=sources["validation"],
+        identity={"cache": manifest.digest, "options": deciding(config), "student": spec.name},
+    )
+    if goes_on:
+        _resume(run)
+    run.writers = Writers(config.out, state.progress.step, config.monitor.tensorboard)
+    _announce(run, spec, mode, manifest)
+    try:
+        train(run)
+    finally:
+        run.writers.close()
+    return _finish(run, folder)
+
+
+def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None) -> Path:
+    """The run's own cache of bare tokens, by the teacher's tokenizer, or by the student's where there is no teacher."""
+    tokenizer_of = spec if config.teacher is None else read_spec(config.teacher)
+    tokenizer = load_tokenizer(tokenizer_of)
+    width = len(tokenizer) if teacher is None else logit_width(teacher)
+    build_tokens(config.out / "data", config.data, tokenizer, width)
+    return config.out / "data"
+
+
+def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device: torch.device) -> SplitModel:
+    """The student, its weights in fp32, proven to split into backbone and head, and to hold the vocabulary."""
+    named = spec.config is None or "vocab_size" in spec.config
+    model = load_student(spec, vocab_size=None if named else manifest.vocab_size, seed=config.seed, device=str(device))
+    student = split(model)
+    check_student(manifest, logit_width(student))
+    check_length(student, spec.name, manifest.settings.seq_len)
+    if not student.fused:
+        log.info("student %s: output head not split off: %s", spec.name, student.reason)
+    return student
+
+
+def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> DistillConfig:
+    """`config` with the bounds of T that were left open, and a T that the cache is right at."""
+    objective = config.objective
+    valid = manifest.temperature_range or {"min": 0.25, "max": 20.0}
+    low = objective.temperature_min or valid["min"]
+    high = objective.temperature_max or valid["max"]
+    used = [objective.temperature]
+    used += [objective.temperature_end] if objective.temperature_mode == "schedule" else []
+    learnable = objective.temperature_mode not in ("fixed", "schedule")
+    used += [low, high] if learnable else []
+    if manifest.codec.kind != "tokens" and not all(valid["min"] <= each <= valid["max"] for each in used):
+        raise UsageError(
+            f"temperatures {sorted(set(used))} leave {valid['min']:.3g} to {valid['max']:.3g}, where the cache is right; "
+            "choose --temperature, --temperature-end, --temperature-min and --temperature-max inside"
+        )
+    if learnable and not low < objective.temperature < high:
+        raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
+    return replace(config, objective=replace(objective, temperature_min=low, temperature_max=high))
+
+
+def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
+    objective, codec = config.objective, manifest.codec
+    if objective.alpha > 0:
+        dense = codec.kind != "sparse"
+        refuse(objective.divergence, objective.tail, head=codec.head, draws=codec.draws, dense=dense)
+
+
+def _temperature(config: DistillConfig, total: int) -> Temperature:
+    objective = config.objective
+    assert objective.temperature_min is not None and objective.temperature_max is not None
+    return build_temperature(
+        objective.temperature_mode,
+        start=objective.temperature,
+        minimum=objective.temperature_min,
+        maximum=objective.temperature_max,
+        end=objective.temperature_end,
+        schedule=objective.temperature_schedule,
+        total_steps=total,
+    )
+
+
+def _total_steps(config: DistillConfig, sequences: int) -> int:
+    if config.epochs is not None:
+        return max(round(config.epochs * sequences / config.batch_size), 1)
+    return config.steps or 2000
+
+
+def _compiles(config: DistillConfig, device: torch.device) -> bool:
+    if not config.precision.compile:
+        return False
+    reason = why_not_compile(device)
+    if reason is not None:
+        log.info("not compiled: %s; the run is slower, and its result the same to rounding", reason)
+    return reason is None
+
+
+def _resume(run: Run) -> None:
+    """Take over the checkpoint that `--resume` names; start anew where `auto` finds none."""
+    wanted = run.config.checkpoint.resume
+    if wanted == "auto":
+        name, damaged = run.store.newest_valid()
+        for text in damaged:
+            log.warning(text)
+        if name is None:
+            log.warning("no valid checkpoint in %s; starting anew", run.store.folder)
+            return
+        path = run.store.folder / name
+    else:
+        path = run.store.choose(wanted)
+    checkpoint = load(path)
+    refuse_changes(checkpoint.state["options"], run.config)
+    if checkpoint.state["cache"] != run.identity["cache"]:
+        raise UsageError(
+            f"{run.config.out} was trained from another cache (digest {checkpoint.state['cache'][:12]}, now "
+            f"{str(run.identity['cache'])[:12]}); give that one, or name another --out"
+        )
+    run.state.load(checkpoint.tensors, checkpoint.state)
+    if run.state.progress.step > run.total:
+        raise UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out")
+    run.checkpointed = run.state.progress.step
+    log.info("going on from %s", path)
+
+
+def _announce(run: Run, spec: ModelSpec, mode: str, manifest: Manifest) -> None:
+    config, settings = run.config, manifest.settings
+    parameters = sum(each.numel() for each in run.state.student.parameters())
+    facts: dict[str, Any] = {
+        "student": {"name": spec.name, "parameters": parameters, "vocab_size": logit_width(run.state.student)},
+        "cache": manifest.digest,
+        "device": str(run.step.device),
+        "mode": mode,
+        "compiled": run.step.compile_objective,
+    }
+    write_description(config, facts)
+    kind = "cross-entropy" if not run.step.has_teacher else f"distillation from {_teacher_name(config, manifest)}"
+    log.info(
+        "%s: %s of %s (%s parameters), %d steps of %d x %d tokens, %s on %s",
+        config.out,
+        kind,
+        spec.name,
+        f"{parameters:,}",
+        run.total,
+        config.batch_size,
+        settings.seq_len,
+        mode,
+        run.step.device,
+    )
+    event = "resume" if run.state.progress.step else "start"
+    run.writers.event(event, run.state.progress.step)
+
+
+def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
+    return config.teacher or str((manifest.settings.teacher or {}).get("spec"))
+
+
+def _finish(run: Run, folder: Path) -> int:
+    """Export the best student and print what became of the run."""
+    progress, config = run.state.progress, run.config
+    result: dict[str, Any] = {
+        "run": str(config.out),
+        "step": progress.step,
+        "steps": run.total,
+        "stopped_by": run.stopped_by,
+        "tokens": progress.tokens,
+        "seconds": round(progress.seconds, 1),
+        "tokens_per_second": round(progress.tokens / max(progress.seconds, 1e-9), 1),
+        "temperature": float(run.step.temperature.value().detach()) if run.step.has_teacher else None,
+        "best_validation_loss": progress.best_loss,
+        "best_step": progress.best_step,
+        "peak_memory_mb": round(peak_memory_mb(run.step.device), 1),
+    }
+    if run.stopped_by is None:
+        if progress.best_step:
+            run.state.load(*_best(run))
+        export_model(run.state.student, folder / "tokenizer", config.out / "student")
+        result["student"] = str(config.out / "student")
+    show(f"distill {config.out}", result, config.json)
+    return 0
+
+
+def _best(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    try:
+        checkpoint = load(run.store.choose("best"))
+    except UsageError as error:
+        raise RunError(str(error)) from None
+    return checkpoint.tensors, checkpoint.state

@@ -1,0 +1,111 @@
+"""`kdtrain inspect`: a cache, a run or a checkpoint as a table, or what this machine can do."""
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdtrain.cache.provenance import read_manifest
+from kdtrain.checkpoint.store import Store, load, problem
+from kdtrain.config import InspectConfig
+from kdtrain.precision.modes import has_bf16, why_not_compile
+from kdtrain.stages.common import show
+from kdtrain.stages.verify import kind_of
+
+
+def main(config: InspectConfig) -> int:
+    """Print the table.
+
+    Raises:
+        UsageError: the path is neither a cache nor a run nor a checkpoint, or the cache is not finished.
+    """
+    if config.hardware:
+        show("hardware", hardware(), config.json)
+        return 0
+    assert config.path is not None
+    kind = kind_of(config.path)
+    table = {"cache": _cache, "run": _run, "checkpoint": _checkpoint}[kind](config.path)
+    show(f"{kind} {config.path}", table, config.json)
+    return 0
+
+
+def hardware() -> dict[str, Any]:
+    """Devices, number formats and compilers of this machine, with the reason where something is missing."""
+    cpu = torch.device("cpu")
+    compile_reason = why_not_compile(cpu)
+    table: dict[str, Any] = {
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "cpu bf16": "yes" if has_bf16(cpu) else "no: neither AVX512-BF16 nor AMX; bf16 would be emulated and slow",
+        "torch.compile": "yes" if compile_reason is None else f"no: {compile_reason}",
+        "torch": torch.__version__,
+    }
+    if not torch.cuda.is_available():
+        return {**table, "cuda": "no: torch finds no CUDA device"}
+    for number in range(torch.cuda.device_count()):
+        device = torch.device("cuda", number)
+        facts = torch.cuda.get_device_properties(number)
+        bf16 = "bf16" if has_bf16(device) else "no bf16"
+        table[f"cuda:{number}"] = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {bf16}"
+    return table
+
+
+def _cache(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    settings = manifest.settings
+    codec = {name: value for name, value in settings.codec.to_json().items() if value not in (0, [], ())}
+    return {
+        "digest": manifest.digest,
+        "teacher": settings.teacher,
+        "data": settings.data,
+        "codec": codec,
+        "vocabulary": settings.vocab_size,
+        "tokenizer": f"{settings.tokenizer_size:,} entries, digest {(settings.tokenizer_digest or '-')[:12]}",
+        "seq_len": settings.seq_len,
+        "document_mask": str(settings.document_mask),
+        "sequences": {name: split["sequences"] for name, split in manifest.splits.items()},
+        "tokens": {name: split["sequences"] * settings.seq_len for name, split in manifest.splits.items()},
+        "shards": {name: len(split["shards"]) for name, split in manifest.splits.items()},
+        "bytes per token": manifest.bytes_per_token,
+        "temperature range": manifest.temperature_range,
+        "fidelity": manifest.fidelity,
+        "versions": manifest.versions,
+    }
+
+
+def _run(path: Path) -> dict[str, Any]:
+    store = Store(path / "checkpoints")
+    environment = path / "environment.json"
+    links = {name: os.path.basename(os.path.realpath(store.folder / name)) for name in ("latest", "best")}
+    return {
+        "student": json.loads(environment.read_text())["student"] if environment.exists() else None,
+        "exported": str(path / "student") if (path / "student").is_dir() else None,
+        **{name: target for name, target in links.items() if (store.folder / name).exists()},
+        "checkpoints": {name: _verdict(store, name) for name in store.names()},
+    }
+
+
+def _verdict(store: Store, name: str) -> str:
+    path = store.folder / name
+    if (wrong := problem(path)) is not None:
+        return f"damaged: {wrong}"
+    size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
+    best = json.loads((path / "state.json").read_text())["progress"]["best_loss"]
+    return f"ok, {size:.1f} MiB, best validation loss so far {'-' if best is None else f'{best:.4f}'}"
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    if (wrong := problem(path)) is not None:
+        return {"verdict": f"damaged: {wrong}"}
+    checkpoint = load(path)
+    numbers = sum(tensor.numel() for tensor in checkpoint.tensors.values())
+    return {
+        "verdict": "ok",
+        **checkpoint.state["progress"],
+        "tensors": len(checkpoint.tensors),
+        "numbers": numbers,
+        "cache": checkpoint.state["cache"],
+        "options": checkpoint.state["options"],
+    }

@@ -1,0 +1,129 @@
+"""The folder of a run: whose it is, whether to go on with it, and what is written beside the checkpoints."""
+
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdtrain.config import DistillConfig, sections
+from kdtrain.errors import RunError, UsageError
+from kdtrain.monitor.progress import log
+
+FREE = {
+    "run": {"out", "config", "json", "steps", "epochs", "device", "micro_batch_size"},
+    "data": {"num_workers", "streaming"},
+    "precision": {"compile", "compile_mode"},
+    "checkpoint": {"checkpoint_freq", "keep_rolling", "resume", "auto_resume", "overwrite"},
+    "monitor": {"eval_freq", "eval_batches", "log_freq", "tensorboard"},
+}
+"""Options that may differ when a run goes on; every other one would make it another run."""
+
+LIBRARIES = ("kdtrain", "torch", "transformers", "datasets", "h5py", "hdf5plugin", "numpy", "safetensors", "torchao")
+
+
+def claim(config: DistillConfig) -> bool:
+    """Make `config.out` ready for this run; whether an earlier run there is to be gone on with.
+
+    Raises:
+        UsageError: the folder holds something that is no run, or a run that `--resume never` would overwrite.
+        RunError: the folder cannot be written.
+    """
+    out = config.out
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file; name a folder")
+    used = out.is_dir() and any(out.iterdir())
+    is_run = (out / "config.toml").exists()
+    if used and not is_run:
+        raise UsageError(f"--out {out} holds something that is no run; name another folder")
+    if is_run and config.checkpoint.resume == "never":
+        if not config.checkpoint.overwrite:
+            raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
+        _move_aside(out)
+        is_run = False
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"--out {out} cannot be made: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise RunError(f"--out {out} cannot be written: permission denied")
+    return is_run and _agreed(config)
+
+
+def _agreed(config: DistillConfig) -> bool:
+    """Whether to go on: asked on a terminal, taken for granted elsewhere."""
+    asked_for = config.checkpoint.auto_resume or config.checkpoint.resume != "auto"
+    if asked_for or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    print(f"{config.out} holds an earlier run. Go on with it? [Y/n] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() in ("", "y", "yes"):
+        return True
+    raise UsageError(f"--out {config.out} holds a run; name another folder, or use --resume never --overwrite")
+
+
+def _move_aside(out: Path) -> None:
+    number = 1
+    while (aside := out.with_name(f"{out.name}.old-{number}")).exists():
+        number += 1
+    out.rename(aside)
+    log.info("the earlier run was moved to %s", aside)
+
+
+def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
+    """The options that decide the result of a run, by section."""
+    return {
+        section: {name: value for name, value in table.items() if name not in FREE.get(section, set())}
+        for section, table in sections(config).items()
+    }
+
+
+def refuse_changes(saved: dict[str, Any], config: DistillConfig) -> None:
+    """Refuse to go on with a run whose deciding options were others, by name."""
+    now = deciding(config)
+    changed = [
+        f"--{name.replace('_', '-')} (was {saved.get(section, {}).get(name)}, now {value})"
+        for section, table in now.items()
+        for name, value in table.items()
+        if saved.get(section, {}).get(name) != value
+    ]
+    if changed:
+        raise UsageError(
+            f"{config.out} holds a run with other options: {', '.join(changed)}; "
+            "give the same ones, name another --out, or use --resume never --overwrite"
+        )
+
+
+def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
+    """Write `config.toml` (as `--config` reads it) and `environment.json` into the run."""
+    (config.out / "config.toml").write_text(to_toml(sections(config)))
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        **facts,
+    }
+    (config.out / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+
+
+def to_toml(tables: dict[str, dict[str, Any]]) -> str:
+    """`tables` as TOML; an option that is None is left out, since TOML has no word for it."""
+    lines = []
+    for section, table in tables.items():
+        lines.append(f"[{section}]")
+        # a basic string of TOML is a string of JSON
+        lines += [f"{name} = {json.dumps(value)}" for name, value in table.items() if value is not None and name != "config"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,37 @@
+"""The learning rate as a pure function of the step.
+
+Warm-up is linear from 0. After it: `cosine` falls to the smallest rate at the last step (SGDR, arXiv 1608.03983,
+one period), `constant` stays, and `wsd` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395) stays until the last
+`decay_steps` and then falls by a cosine, a line, or 1 - sqrt (arXiv 2405.18392).
+"""
+
+import math
+
+from kdtrain.config import OptimizerConfig
+
+
+def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
+    """The rate of optimizer step `step` (1 .. total)."""
+    warmup = min(config.warmup_steps, total)
+    if step <= warmup:
+        return config.lr * step / max(warmup, 1)
+    return config.min_lr + (config.lr - config.min_lr) * _share(step, total, warmup, config)
+
+
+def decay_steps(total: int, config: OptimizerConfig) -> int:
+    """Steps of the decay phase of `wsd`."""
+    return min(config.decay_steps or max(total // 5, 1), total)
+
+
+def _share(step: int, total: int, warmup: int, config: OptimizerConfig) -> float:
+    """How much of the way from the smallest to the peak rate is left, 1 to 0."""
+    if config.lr_schedule == "constant":
+        return 1.0
+    start = warmup if config.lr_schedule == "cosine" else max(total - decay_steps(total, config), warmup)
+    if step <= start:
+        return 1.0
+    done = (step - start) / max(total - start, 1)
+    shape = "cosine" if config.lr_schedule == "cosine" else config.decay_shape
+    if shape == "linear":
+        return 1.0 - done
+    return 1.0 - math.sqrt(done) if shape == "1-sqrt" else 0.5 * (1.0 + math.cos(math.pi * done))

@@ -1,0 +1,129 @@
+"""Where a step's tokens and targets come from: a cache, a cache of bare tokens, or an online teacher.
+
+All three answer `read(indices)` with the same batch, so that nothing behind them knows which it was. `Feed` runs one
+micro-batch ahead in a thread: HDF5 decompression and the copy to the device overlap with the student's step.
+"""
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from einops import rearrange
+
+from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.objective.targets import DenseTargets
+
+
+class Source(Protocol):
+    """Sequences by number."""
+
+    overlaps: bool
+    """Whether reading ahead in a thread costs the student nothing."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Sequence[int]) -> CachedBatch:
+        """The sequences `indices` and their targets, on the source's device."""
+        ...
+
+
+class CachedSource:
+    """Sequences and targets of a cache (or tokens alone), copied to `device`."""
+
+    overlaps = True
+
+    def __init__(self, reader: CacheReader, device: torch.device) -> None:
+        self.reader = reader
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def read(self, indices: Sequence[int]) -> CachedBatch:
+        """The sequences `indices` on the device."""
+        batch = self.reader.read(indices)
+        return dataclasses.replace(
+            batch,
+            tokens=batch.tokens.to(self.device),
+            loss_mask=batch.loss_mask.to(self.device),
+            segments=batch.segments.to(self.device),
+            targets=None if batch.targets is None else batch.targets.to(self.device),
+        )
+
+
+class OnlineSource:
+    """Tokens of a cache of bare tokens, with targets that a teacher computes when they are asked for.
+
+    Args:
+        tokens: where the tokens come from.
+        teacher: tokens_BT, segments_BT | None -> logits_BTV, run under `torch.no_grad()`.
+        document_mask: whether the teacher is told the segments.
+    """
+
+    overlaps = False  # the teacher would fight the student for the same cores
+
+    def __init__(
+        self,
+        tokens: CachedSource,
+        teacher: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+        document_mask: bool,
+    ) -> None:
+        self.tokens = tokens
+        self.teacher = teacher
+        self.document_mask = document_mask
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, indices: Sequence[int]) -> CachedBatch:
+        """The sequences `indices` with dense targets from the teacher."""
+        batch = self.tokens.read(indices)
+        with torch.no_grad():
+            logits_BTV = self.teacher(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
+            labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
+            targets = DenseTargets.from_logits(rearrange(logits_BTV, "B T V -> (B T) V"), labels_N)
+        return dataclasses.replace(batch, targets=targets)
+
+
+class Feed:
+    """Micro-batches of one step after another, read one ahead.
+
+    Args:
+        source: where they are read.
+        indices: step -> the numbers of the sequences of that step, in order.
+        micro: sequences in a micro-batch.
+    """
+
+    def __init__(self, source: Source, indices: Callable[[int], np.ndarray], micro: int) -> None:
+        self.source = source
+        self.indices = indices
+        self.micro = micro
+
+    def steps(self, first: int, last: int) -> Iterator[tuple[int, Iterator[CachedBatch]]]:
+        """Steps `first` .. `last`, each with an iterator over its micro-batches."""
+        batches = (
+            self._ahead(first, last)
+            if self.source.overlaps
+            else map(self.source.read, self._jobs(first, last))
+        )
+        for step in range(first, last + 1):
+            yield step, itertools.islice(batches, len(self.indices(step)) // self.micro)
+
+    def _ahead(self, first: int, last: int) -> Iterator[CachedBatch]:
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed") as reader:
+            waiting: deque[Future[CachedBatch]] = deque()
+            for job in self._jobs(first, last):
+                waiting.append(reader.submit(self.source.read, job))
+                if len(waiting) > 1:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    def _jobs(self, first: int, last: int) -> Iterator[np.ndarray]:
+        for step in range(first, last + 1):
+            yield from rearrange(self.indices(step), "(a m) -> a m", m=self.micro)

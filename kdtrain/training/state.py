@@ -1,0 +1,149 @@
+"""Everything a run must remember, as named tensors and plain numbers.
+
+The student's weights are fp32 masters. The cursor is integers: with the seed it decides which sequences come next.
+Random numbers need no memory, because each step seeds its generators from (seed, step).
+"""
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.errors import RunError
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    """Finished optimizer steps."""
+    sequences: int = 0
+    """Sequences consumed, over all epochs: the cursor."""
+    tokens: int = 0
+    """Unmasked tokens trained on."""
+    seconds: float = 0.0
+    """Time spent training, over all restarts."""
+    best_loss: float | None = None
+    """Lowest validation cross-entropy in nats."""
+    best_step: int | None = None
+    """The step it was measured at."""
+
+
+@dataclass
+class TrainState:
+    """The student, the temperature, the optimizer, and how far they are."""
+
+    student: nn.Module
+    temperature: nn.Module
+    optimizer: torch.optim.AdamW
+    progress: Progress
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Named tensors of the complete state; tied weights appear once."""
+        named = {f"student.{name}": tensor for name, tensor in _once(self.student.state_dict()).items()}
+        named |= {f"temperature.{name}": tensor for name, tensor in self.temperature.state_dict().items()}
+        for name, parameter in self._parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                named[f"optimizer.{name}.{key}"] = value
+        return named
+
+    def numbers(self) -> dict[str, Any]:
+        """What is no tensor."""
+        return {"progress": asdict(self.progress)}
+
+    def load(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        """Take over a checkpoint, into the same parameter objects.
+
+        Raises:
+            RunError: an entry is missing, unknown, or of another shape.
+        """
+        own = {f"student.{name}" for name in _once(self.student.state_dict())}
+        own |= {f"temperature.{name}" for name in self.temperature.state_dict()}
+        saved = {name for name in tensors if not name.startswith("optimizer.")}
+        if own != saved:
+            raise RunError(
+                f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}"
+            )
+        for part, module in (("student.", self.student), ("temperature.", self.temperature)):
+            part_tensors = {
+                name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)
+            }
+            _copy_into(module.state_dict(), part_tensors)
+        for name, parameter in self._parameters():
+            prefix = f"optimizer.{name}."
+            found = {
+                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
+            }
+            if found:
+                # the moments live beside their parameter; fused AdamW keeps its step counter there as well
+                self.optimizer.state[parameter] = {
+                    key: value.to(parameter.device) for key, value in found.items()
+                }
+        self.progress = Progress(**numbers["progress"])
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(f"student.{name}", each) for name, each in self.student.named_parameters()] + [
+            (f"temperature.{name}", each) for name, each in self.temperature.named_parameters()
+        ]
+
+
+def make_optimizer(
+    student: nn.Module, temperature: nn.Module, config: OptimizerConfig, objective: ObjectiveConfig
+) -> torch.optim.AdamW:
+    """Fused AdamW (arXiv 1711.05101): decay on the matrices only, a rate of its own for the temperature.
+
+    Each group carries `peak`, its peak learning rate relative to `config.lr`.
+    """
+    embeddings = {id(each.weight) for each in student.modules() if isinstance(each, nn.Embedding)}
+    matrices, others = [], []
+    for parameter in student.parameters():
+        if parameter.requires_grad:
+            (matrices if parameter.ndim >= 2 and id(parameter) not in embeddings else others).append(
+                parameter
+            )
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay, "peak": 1.0},
+        {"params": others, "weight_decay": 0.0, "peak": 1.0},
+        {
+            "params": list(temperature.parameters()),
+            "weight_decay": 0.0,
+            "peak": objective.temperature_lr / config.lr,
+        },
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=True
+    )
+
+
+def seed_everything(seed: int, step: int) -> None:
+    """Seed Python, NumPy and torch from (seed, step), so that a resumed step draws what the first try drew."""
+    mixed = int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0] >> 1)
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed)
+
+
+def _once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`state` without the second name of a tied weight."""
+    seen: set[int] = set()
+    kept = {}
+    for name, tensor in state.items():
+        if tensor.data_ptr() not in seen or tensor.numel() == 0:
+            kept[name] = tensor
+        seen.add(tensor.data_ptr())
+    return kept
+
+
+def _copy_into(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in saved.items():
+            if own[name].shape != tensor.shape:
+                raise RunError(
+                    f"the checkpoint's {name} has shape {list(tensor.shape)}, the student's {list(own[name].shape)}"
+                )
+            own[name].copy_(tensor)

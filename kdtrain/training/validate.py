@@ -1,0 +1,76 @@
+"""Validation: the student against text and teacher, over a split read in order."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from einops import rearrange
+
+from kdtrain.cache.reader import CachedBatch
+from kdtrain.models.head import OutputHead
+from kdtrain.objective.metrics import Metrics, measure
+from kdtrain.training.source import Source
+
+
+def validate(
+    source: Source,
+    hidden: Callable[[CachedBatch], torch.Tensor],
+    head: OutputHead,
+    *,
+    vocab_size: int,
+    micro: int,
+    batches: int | None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Metrics | None:
+    """Sums over the first sequences of `source`, or None when `stop` said so in between.
+
+    Args:
+        source: the split.
+        hidden: micro-batch -> [B*T, D], the student's backbone.
+        head: the student's output head.
+        vocab_size: the vocabulary of the data.
+        micro: sequences in a forward; the last one is filled up with masked copies, so that its shape is the same.
+        batches: at most this many forwards; all of the split when None.
+    """
+    total = Metrics()
+    count = len(source) if batches is None else min(len(source), batches * micro)
+    with torch.no_grad():
+        for start in range(0, count, micro):
+            if stop():
+                return None
+            numbers = np.minimum(np.arange(start, start + micro), count - 1)
+            batch = source.read(numbers)
+            mask_BT = (
+                batch.loss_mask
+                & torch.as_tensor(np.arange(start, start + micro) < count, device=batch.loss_mask.device)[
+                    :, None
+                ]
+            )
+            total = total + measure(
+                hidden(batch),
+                head,
+                rearrange(batch.tokens[:, 1:], "B T -> (B T)"),
+                rearrange(mask_BT, "B T -> (B T)"),
+                batch.targets,
+                vocab_size=vocab_size,
+            )
+    return total
+
+
+def summary(metrics: Metrics) -> dict[str, float | None]:
+    """The means, by the names that logs and tables use; None for what the teacher's targets cannot tell.
+
+    loss, kl, teacher_loss: nats a token; agreement: share of tokens where student and teacher like the same entry
+    best; acceptance: sum of min(p, q), the share of draft tokens that speculative decoding would accept.
+    """
+    return {
+        "loss": metrics.mean("cross_entropy"),
+        "perplexity": metrics.perplexity(),
+        "accuracy": metrics.mean("correct"),
+        "ece": metrics.ece(),
+        "kl": metrics.mean("kl"),
+        "agreement": metrics.mean("agreement"),
+        "acceptance": metrics.mean("acceptance"),
+        "teacher_loss": metrics.mean("teacher_cross_entropy"),
+        "tokens": metrics.tokens,
+    }

@@ -1,0 +1,74 @@
+"""A small synthetic workshop: rows and a teacher that are pure functions of a seed, and caches built from them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.provenance import CacheSettings
+from kdtrain.cache.writer import write_cache
+
+SEQ_LEN = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    segments: np.ndarray
+
+
+class Workshop:
+    """What a test needs to build a cache."""
+
+    def rows(self, number: int, *, vocab_size: int = 64, seed: int = 0) -> Iterator[Row]:
+        random = np.random.RandomState(seed)
+        for _ in range(number):
+            tokens = random.randint(0, vocab_size, SEQ_LEN + 1).astype(np.int32)
+            mask = random.rand(SEQ_LEN) < 0.9
+            yield Row(tokens, mask, np.sort(random.randint(0, 3, SEQ_LEN)).astype(np.int32))
+
+    def teacher(self, vocab_size: int = 64) -> Callable[..., torch.Tensor]:
+        table = 3 * torch.randn(vocab_size, min(vocab_size, 512), generator=torch.Generator().manual_seed(1))
+
+        def logits(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> torch.Tensor:
+            logits_BTV = table[tokens_BT].repeat(1, 1, -(-vocab_size // table.shape[1]))[..., :vocab_size]
+            return logits_BTV if segments_BT is None else logits_BTV + segments_BT[..., None]
+
+        return logits
+
+    def settings(self, codec: CodecSpec, **changes: object) -> CacheSettings:
+        plain = {"codec": codec, "seq_len": SEQ_LEN, "tokenizer_size": codec.vocab_size, "seed": 3}
+        plain |= {"sequences_per_shard": 4, "data": {"source": "synthetic"}, "sequences": {"train": 10}}
+        return CacheSettings(**{**plain, **changes})  # type: ignore[arg-type]
+
+    def splits(self, vocab_size: int = 64, train: int = 10) -> dict[str, Iterator[Row]]:
+        both = {"train": (train, 0), "validation": (3, 1)}
+        return {name: self.rows(n, vocab_size=vocab_size, seed=s) for name, (n, s) in both.items()}
+
+    def build(self, folder: Path, codec: CodecSpec, **changes: object) -> Path:
+        teacher = None if codec.kind == "tokens" else self.teacher(codec.vocab_size)
+        splits = self.splits(codec.vocab_size)
+        write_cache(folder, self.settings(codec, **changes), splits, teacher=teacher, batch_size=3)
+        return folder
+
+
+@pytest.fixture(scope="session")
+def workshop() -> Workshop:
+    return Workshop()
+
+
+@pytest.fixture(scope="session")
+def codecs() -> dict[str, CodecSpec]:
+    return {
+        "head": CodecSpec(kind="sparse", vocab_size=64, head=6),
+        "draws": CodecSpec(kind="sparse", vocab_size=64, draws=12),
+        "both": CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8),
+        "whole": CodecSpec(kind="sparse", vocab_size=64, head=64),
+        "dense": CodecSpec(kind="dense", vocab_size=64),
+        "tokens": CodecSpec(kind="tokens", vocab_size=64),
+    }

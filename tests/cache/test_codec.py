@@ -1,0 +1,165 @@
+"""The codecs against the dense teacher in fp64."""
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.cache.codec import ABSENT, KNOTS, CodecSpec, decode, encode, encode_sequences, uniforms
+from kdtrain.errors import RunError
+from kdtrain.objective.targets import DenseTargets, SparseTargets
+
+
+def _logits(rows: int, vocab_size: int, scale: float = 3.0) -> torch.Tensor:
+    return scale * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(5))
+
+
+def _targets(logits: torch.Tensor, spec: CodecSpec, seed: int = 0) -> SparseTargets | DenseTargets:
+    labels = torch.arange(len(logits)) % logits.shape[1]
+    arrays = encode_sequences(logits[None], labels[None], spec, seed=seed, split="train", first=0)
+    found = decode(arrays, spec)
+    assert found is not None
+    return found
+
+
+def test_head_entries_are_the_most_likely_ones_in_order() -> None:
+    logits = _logits(50, 300)
+    targets = _targets(logits, CodecSpec(kind="sparse", vocab_size=300, head=12))
+    assert isinstance(targets, SparseTargets)
+    expected = logits.double().log_softmax(-1).topk(12)
+    assert torch.equal(targets.ids, expected.indices)
+    assert torch.allclose(targets.logprobs.double(), expected.values, rtol=6e-4, atol=1e-6)
+    labels = logits.double().log_softmax(-1).gather(1, (torch.arange(50) % 300)[:, None])[:, 0]
+    assert torch.allclose(targets.label_logprob.double(), labels, rtol=6e-4)
+
+
+@pytest.mark.parametrize("head", [0, 1, 12])
+@pytest.mark.parametrize("vocab_size", [40, 5000])
+def test_the_stored_tail_is_the_dense_tail(head: int, vocab_size: int) -> None:
+    spec = CodecSpec(kind="sparse", vocab_size=vocab_size, head=head, draws=0 if head else 3)
+    logits = _logits(20, vocab_size)
+    targets = _targets(logits, spec)
+    assert isinstance(targets, SparseTargets)
+    energy = logits.double().log_softmax(-1)
+    tail = energy.scatter(1, energy.topk(head).indices, -torch.inf)
+    for g, beta in enumerate(KNOTS):
+        weights = (beta * tail).softmax(-1)
+        slope = (weights * energy).sum(-1)
+        assert torch.allclose(targets.tail[:, g].double(), (beta * tail).logsumexp(-1), rtol=6e-4, atol=1e-3)
+        assert torch.allclose(targets.tail[:, len(KNOTS) + g].double(), slope, rtol=6e-4, atol=1e-3)
+    assert targets.log_partition(1.0).abs().max() < 5e-3
+
+
+def test_mean_and_deviation_are_those_of_the_log_probabilities() -> None:
+    logits = _logits(20, 500)
+    targets = _targets(logits, CodecSpec(kind="sparse", vocab_size=500, head=2))
+    assert isinstance(targets, SparseTargets)
+    energy = logits.double().log_softmax(-1)
+    assert torch.allclose(targets.logit_mean.double(), energy.mean(-1), rtol=1e-3)
+    assert torch.allclose(targets.logit_std.double(), energy.std(-1, correction=0), rtol=1e-3)
+
+
+def test_dense_keeps_every_log_probability() -> None:
+    logits = _logits(9, 40)
+    targets = _targets(logits, CodecSpec(kind="dense", vocab_size=40))
+    assert isinstance(targets, DenseTargets)
+    assert torch.allclose(targets.logprobs.double(), logits.double().log_softmax(-1), rtol=6e-4)
+
+
+@pytest.mark.parametrize("head", [0, 3])
+def test_draws_are_unbiased_and_outside_the_head(head: int) -> None:
+    """100,000 tokens of one distribution, 8 draws each: every frequency within 5 standard errors."""
+    logits = _logits(1, 12, scale=1.0).expand(100_000, 12)
+    spec = CodecSpec(kind="sparse", vocab_size=12, head=head, draws=8)
+    arrays = encode(logits, torch.zeros(len(logits), dtype=torch.int64), spec, uniforms(0, "train", 0, (100_000, 8)))
+    ids, counts = arrays["ids"][:, head:], arrays["draws"][:, head:].astype(np.int64)
+    assert (arrays["draws"][:, :head] == 0).all()
+    assert (counts.sum(1) == 8).all()
+    assert ((ids == 65_535) == (counts == 0)).all()
+    total = np.bincount(ids[counts > 0], weights=counts[counts > 0], minlength=12)
+    p = logits[0].double().softmax(-1)
+    p[logits[0].topk(head).indices] = 0
+    expected = (p / p.sum()).numpy()
+    error = np.sqrt(expected * (1 - expected) / 800_000)
+    assert (np.abs(total / 800_000 - expected) <= 5 * error).all()
+    assert (total[expected == 0] == 0).all()
+
+
+def test_a_draw_never_lands_on_what_cannot_be() -> None:
+    logits = torch.full((200, 50), -torch.inf)
+    logits[:, [3, 20, 21, 40]] = torch.tensor([5.0, 0.0, -1.0, -80.0])
+    spec = CodecSpec(kind="sparse", vocab_size=50, head=1, draws=20)
+    edges = np.random.RandomState(0).choice([0.0, 0.5, np.nextafter(1, 0)], (200, 20))
+    arrays = encode(logits, torch.full((200,), 3), spec, edges)
+    drawn = arrays["ids"][:, 1:][arrays["draws"][:, 1:] > 0]
+    assert set(np.unique(drawn)) <= {20, 21, 40}
+    assert np.isfinite(arrays["tail"]).all()
+    assert np.isfinite(arrays["logit_mean"]).all()
+    assert np.isfinite(arrays["logit_std"]).all()
+
+
+def test_a_teacher_that_is_certain_leaves_nothing_to_draw() -> None:
+    logits = torch.full((2, 50), -torch.inf)
+    logits[:, 7] = 0.0
+    spec = CodecSpec(kind="sparse", vocab_size=50, head=1, draws=4)
+    targets = decode({k: v[None] for k, v in encode(logits, torch.tensor([7, 8]), spec, np.zeros((2, 4))).items()}, spec)
+    assert isinstance(targets, SparseTargets)
+    assert (targets.ids[:, 1:] == ABSENT).all()
+    assert (targets.counts == 0).all()
+    assert targets.log_partition(0.5).abs().max() == 0
+    assert torch.isfinite(targets.label_logprob).all()
+
+
+def test_a_head_of_the_whole_vocabulary_has_an_empty_tail() -> None:
+    targets = _targets(_logits(5, 16), CodecSpec(kind="sparse", vocab_size=16, head=16))
+    assert isinstance(targets, SparseTargets)
+    assert (targets.tail[:, : len(KNOTS)] == -1e4).all()
+    assert (targets.tail[:, len(KNOTS) :] == 0).all()
+
+
+def test_the_same_sequence_gets_the_same_draws_in_any_batch() -> None:
+    spec = CodecSpec(kind="sparse", vocab_size=64, head=2, draws=6)
+    logits, labels = _logits(60, 64).reshape(3, 20, 64), torch.zeros(3, 20, dtype=torch.int64)
+    together = encode_sequences(logits, labels, spec, seed=1, split="train", first=10)
+    alone = encode_sequences(logits[2:], labels[2:], spec, seed=1, split="train", first=12)
+    other = encode_sequences(logits[2:], labels[2:], spec, seed=1, split="validation", first=12)
+    assert all(np.array_equal(together[name][2:], alone[name], equal_nan=True) for name in alone)
+    assert not np.array_equal(alone["ids"], other["ids"])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_logit_that_is_no_number_names_the_sequence(bad: float) -> None:
+    logits = _logits(8, 20).reshape(2, 4, 20)
+    logits[1, 2, 5] = bad
+    spec = CodecSpec(kind="sparse", vocab_size=20, head=2, draws=2)
+    with pytest.raises(RunError, match="sequence 31 of train"):
+        encode_sequences(logits, torch.zeros(2, 4, dtype=torch.int64), spec, seed=0, split="train", first=30)
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(65_535, np.uint16), (65_536, np.uint32), (151_936, np.uint32)])
+def test_the_largest_id_never_means_absent(vocab_size: int, dtype: type) -> None:
+    spec = CodecSpec(kind="sparse", vocab_size=vocab_size, head=1, draws=2)
+    logits = torch.zeros(1, vocab_size)
+    logits[0, -1] = 20.0
+    arrays = encode(logits, torch.tensor([vocab_size - 1]), spec, np.array([[0.0, 0.999999999]]))
+    assert arrays["ids"].dtype == dtype
+    targets = decode({name: values[None] for name, values in arrays.items()}, spec)
+    assert isinstance(targets, SparseTargets)
+    assert targets.ids.tolist() == [[vocab_size - 1, 0, vocab_size - 2]]
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"kind": "other"}, "codec 'other'"),
+        ({"kind": "sparse"}, "--head 0"),
+        ({"kind": "sparse", "head": 65}, "--head 65"),
+        ({"kind": "sparse", "draws": 256}, "--draws 256"),
+        ({"kind": "dense", "head": 3}, "codec 'dense'"),
+        ({"kind": "sparse", "head": 3, "knots": (1.0,)}, "knots"),
+        ({"kind": "sparse", "head": 3, "knots": (1.5, 0.5)}, "knots"),
+        ({"kind": "sparse", "head": 3, "knots": (0.5, 1.0)}, "knots"),
+    ],
+)
+def test_a_codec_that_cannot_be_is_refused(options: dict, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        CodecSpec(vocab_size=64, **options)

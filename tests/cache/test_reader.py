@@ -1,0 +1,136 @@
+"""What is read is what was said, in any order."""
+
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.cache import layout, reader
+from kdtrain.cache.codec import CodecSpec, encode_sequences
+from kdtrain.cache.reader import CacheReader
+from kdtrain.errors import RunError, UsageError
+from kdtrain.objective.targets import DenseTargets, SparseTargets
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory, workshop, codecs) -> Path:
+    return workshop.build(tmp_path_factory.mktemp("reader") / "cache", codecs["both"])
+
+
+@pytest.mark.parametrize("name", ["head", "draws", "both", "whole", "dense", "tokens"])
+def test_a_round_trip_gives_what_was_encoded(tmp_path: Path, workshop, codecs, name: str) -> None:
+    spec = codecs[name]
+    batch = CacheReader(workshop.build(tmp_path / "c", spec), "train").read(range(10))
+    rows = list(workshop.rows(10))
+    tokens = torch.tensor(np.stack([row.tokens for row in rows])).long()
+    assert torch.equal(batch.tokens, tokens)
+    assert torch.equal(batch.loss_mask, torch.tensor(np.stack([row.loss_mask for row in rows])))
+    assert torch.equal(batch.segments, torch.tensor(np.stack([row.segments for row in rows])).long())
+    if name == "tokens":
+        assert batch.targets is None
+        return
+    logits = workshop.teacher()(tokens[:, :-1], None)
+    arrays = encode_sequences(logits, tokens[:, 1:], spec, seed=3, split="train", first=0)
+    expected = reader.decode(arrays, spec)
+    assert type(batch.targets) is type(expected)
+    for field, value in vars(expected).items():
+        same = torch.equal(value, getattr(batch.targets, field)) if torch.is_tensor(value) else True
+        assert same, field
+
+
+@pytest.mark.parametrize("indices", [[9, 0, 5, 5, 2, 9], [7], [3, 4], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]])
+def test_sequences_come_in_the_order_asked_for(cache: Path, indices: list[int]) -> None:
+    shards = CacheReader(cache, "train")
+    whole, some = shards.read(range(len(shards))), shards.read(indices)
+    assert torch.equal(some.tokens, whole.tokens[indices])
+    assert isinstance(some.targets, SparseTargets)
+    assert isinstance(whole.targets, SparseTargets)
+    ids = whole.targets.ids.reshape(10, -1, some.targets.ids.shape[1])[indices]
+    assert torch.equal(some.targets.ids, ids.flatten(0, 1))
+
+
+@pytest.mark.parametrize("indices", [[], [10], [-1, 3]])
+def test_a_sequence_that_is_not_there_is_an_index_error(cache: Path, indices: list[int]) -> None:
+    with pytest.raises(IndexError):
+        CacheReader(cache, "train").read(indices)
+
+
+def test_a_split_that_is_not_there_is_named(cache: Path) -> None:
+    with pytest.raises(UsageError, match="no split 'test'; it has train, validation"):
+        CacheReader(cache, "test")
+
+
+def test_few_files_stay_open(cache: Path, monkeypatch) -> None:
+    monkeypatch.setattr(reader, "MAX_OPEN", 2)
+    shards = CacheReader(cache, "train")
+    expected = shards.read([0, 9, 5]).tokens
+    for index in (0, 9, 5, 0, 5, 9):
+        shards.read([index])
+        assert len(shards._files) <= 2
+    assert torch.equal(shards.read([0, 9, 5]).tokens, expected)
+
+
+def test_a_reader_goes_through_a_pickle(cache: Path) -> None:
+    shards = CacheReader(cache, "train")
+    expected = shards.read([3]).tokens
+    assert torch.equal(pickle.loads(pickle.dumps(shards)).read([3]).tokens, expected)
+
+
+def test_a_forked_reader_opens_its_own_files(cache: Path) -> None:
+    shards = CacheReader(cache, "train")
+    shards.read([0])
+    opened = shards._files[0]
+
+    def child(queue: multiprocessing.SimpleQueue) -> None:
+        tokens = shards.read([0]).tokens.tolist()
+        queue.put((shards._files[0] is opened, shards._process == os.getpid(), tokens))
+
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    assert queue.get() == (False, True, shards.read([0]).tokens.tolist())
+    process.join()
+
+
+def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path, workshop, codecs) -> None:
+    cache = workshop.build(tmp_path / "c", codecs["head"])
+    shards = CacheReader(cache, "train")
+    layout.shard_path(cache, "train-00001").unlink()
+    shards.read([0])
+    with pytest.raises(RunError, match=r"train-00001.h5 cannot be read .*verify"):
+        shards.read([4])
+
+
+def test_a_flipped_bit_in_a_chunk_is_an_error_and_no_data(tmp_path: Path, workshop, codecs) -> None:
+    cache = workshop.build(tmp_path / "c", codecs["head"])
+    path = layout.shard_path(cache, "train-00001")
+    with h5py.File(path) as file:
+        chunk = file["logprobs"].id.get_chunk_info(1)
+    data = bytearray(path.read_bytes())
+    data[chunk.byte_offset + chunk.size // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(RunError, match="train-00001"):
+        CacheReader(cache, "train").read([5])
+
+
+def test_targets_that_were_never_written_are_an_error(tmp_path: Path, workshop, codecs) -> None:
+    spec = codecs["head"]
+    with h5py.File(tmp_path / "empty.h5", "w") as file:
+        layout.create_shard(file, spec, 16, "train", 0, 2)
+        assert file["ids"][0, 0, 0] == 65_535
+        assert np.isnan(file["logprobs"][0, 0, 0])
+        with pytest.raises(ValueError, match="lacks targets"):
+            reader.read_arrays(file, np.arange(2))
+
+
+def test_dense_blocks_stay_small(tmp_path: Path) -> None:
+    for vocab_size in (2048, 151_936, 262_144):
+        entry = layout.datasets(CodecSpec(kind="dense", vocab_size=vocab_size), 512)["logprobs"]
+        assert 2**19 <= 2 * np.prod(entry.chunk) <= 2**22
+    assert DenseTargets

@@ -1,0 +1,28 @@
+"""A tokenizer of the 256 bytes and `<|endoftext|>`, so that tests can read tokens as text."""
+
+from collections.abc import Callable
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+
+def _byte_tokenizer(**others: str) -> PreTrainedTokenizerFast:
+    """A byte of the text is a token; the special tokens come after the bytes."""
+    special = {"eos_token": "<|endoftext|>", **others}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special.values()))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    return _byte_tokenizer
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return _byte_tokenizer()

@@ -1,0 +1,245 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets import Dataset
+
+from kdtrain.data.corpus import documents
+from kdtrain.errors import RunError, UsageError
+
+_TEXTS = [f"text {n}\nits second line é" for n in range(40)]
+_SPLITS = ("train", "validation", "test")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+def _txt(folder: Path, texts: list[str]) -> None:
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+
+
+def _jsonl(folder: Path, texts: list[str]) -> None:
+    lines = [json.dumps({"text": text, "number": n}) + "\n" for n, text in enumerate(texts)]
+    (folder / "a.jsonl").write_text("".join(lines[:20]))
+    (folder / "b.jsonl").write_text("".join(lines[20:]))
+
+
+def _parquet(folder: Path, texts: list[str]) -> None:
+    Dataset.from_dict({"text": texts}).to_parquet(folder / "a.parquet")
+
+
+def _arrow(folder: Path, texts: list[str]) -> None:
+    Dataset.from_dict({"text": texts}).save_to_disk(folder)
+
+
+def _read(source: Path | str, split: str, **options: object) -> list[str]:
+    return [document.text or "" for document in documents(str(source), split, **options)]  # type: ignore[arg-type]
+
+
+def _write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_standard_library_is_code_without_its_tests_and_without_installed_packages():
+    keys = [document.key for document in documents("stdlib", "train")]
+    assert len(keys) > 300
+    parts = {part for key in keys for part in key.split("/")[:-1]}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
+
+
+def test_the_standard_library_has_three_splits_without_a_common_document_in_a_fixed_shuffled_order():
+    keys = {split: [document.key for document in documents("stdlib", split)] for split in _SPLITS}
+    together = [key for split in _SPLITS for key in keys[split]]
+    assert len(set(together)) == len(together)
+    for split in _SPLITS:
+        assert keys[split] == [document.key for document in documents("stdlib", split)]
+        assert keys[split] != sorted(keys[split])
+    assert 0.85 < len(keys["train"]) / len(together) < 0.95
+
+
+@pytest.mark.parametrize("write", [_txt, _jsonl, _parquet, _arrow])
+def test_every_format_gives_every_text_to_exactly_one_split(
+    write: Callable[[Path, list[str]], None], tmp_path: Path
+):
+    write(tmp_path, _TEXTS)
+    found = {split: _read(tmp_path, split) for split in _SPLITS}
+    assert all(found.values())
+    assert sorted(found["train"] + found["validation"] + found["test"]) == sorted(_TEXTS)
+
+
+def test_equal_rows_stand_on_one_side(tmp_path: Path):
+    path = _write_rows(tmp_path / "a.jsonl", [{"text": text} for text in _TEXTS * 3])
+    found = {split: _read(path, split) for split in _SPLITS}
+    assert all(found[split].count(text) in (0, 3) for split in _SPLITS for text in _TEXTS)
+
+
+def test_rows_keep_their_split_when_others_are_added(tmp_path: Path):
+    rows = [{"text": f"text {n}"} for n in range(4000)]
+    few = _read(_write_rows(tmp_path / "few.jsonl", rows[:3000]), "validation")
+    many = _read(_write_rows(tmp_path / "many.jsonl", rows), "validation")
+    assert 100 < len(few) < len(many)
+    assert few == many[: len(few)]
+
+
+def test_streaming_reads_the_same_documents(tmp_path: Path):
+    path = _write_rows(tmp_path / "a.jsonl", [{"text": f"text {n}"} for n in range(2500)])
+    assert _read(path, "test", streaming=True) == _read(path, "test")
+
+
+def test_a_folder_whose_files_all_name_their_split_keeps_its_own_splits(tmp_path: Path):
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "val", "test"):
+        _write_rows(tmp_path / f"{name}.jsonl", [{"text": name}])
+    assert _read(tmp_path, "train") == ["train-00000-of-00002", "train-00001-of-00002"]
+    assert _read(tmp_path, "validation") == ["val"]
+    assert _read(tmp_path, "test") == ["test"]
+
+
+def test_own_splits_may_be_folders(tmp_path: Path):
+    for name in ("train/a", "train/b", "valid/a", "test/a"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).with_suffix(".txt").write_text(name)
+    assert sorted(_read(tmp_path, "train")) == ["train/a", "train/b"]
+    assert _read(tmp_path, "validation") == ["valid/a"]
+
+
+def test_a_split_that_the_source_lacks_is_withheld_from_its_train(tmp_path: Path):
+    _write_rows(tmp_path / "train.jsonl", [{"text": text} for text in _TEXTS])
+    _write_rows(tmp_path / "test.jsonl", [{"text": "own test"}])
+    assert _read(tmp_path, "test") == ["own test"]
+    validation = _read(tmp_path, "validation")
+    assert 0 < len(validation) < 10
+    assert sorted(validation + _read(tmp_path, "train")) == sorted(_TEXTS)
+
+
+def test_a_file_that_happens_to_be_called_test_is_not_a_split(tmp_path: Path):
+    for name in ("test", "how-to-train", "essay", "dev"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    found = [_read(tmp_path, split) for split in _SPLITS]
+    assert [len(texts) for texts in found] == [2, 1, 1]
+
+
+def test_a_single_text_is_cut_at_line_ends_into_all_three_splits(tmp_path: Path):
+    text = "".join(f"line {n}\n" for n in range(50)) + "no newline at the end"
+    (tmp_path / "a.txt").write_text(text)
+    found = ["".join(_read(tmp_path / "a.txt", split)) for split in _SPLITS]
+    assert "".join(found) == text
+    assert found[1].count("\n") == 3
+
+
+def test_three_lines_are_enough_for_three_splits(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree")
+    assert [_read(tmp_path / "a.txt", split) for split in _SPLITS] == [["one\n"], ["two\n"], ["three"]]
+
+
+def test_blank_documents_are_passed_over(tmp_path: Path):
+    rows = [{"text": text} for text in ("a", None, "", " \n", "b", "c")]
+    found = [_read(_write_rows(tmp_path / "a.jsonl", rows), split) for split in _SPLITS]
+    assert sorted(text for texts in found for text in texts) == ["a", "b", "c"]
+
+
+def test_another_column_can_be_read(tmp_path: Path):
+    path = _write_rows(tmp_path / "a.jsonl", [{"body": text, "other": [1]} for text in _TEXTS])
+    assert len(_read(path, "train", text_column="body")) >= 30
+
+
+def test_conversations_are_read_as_messages_and_those_without_assistant_left_out(tmp_path: Path):
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = [{"chat": talk}, {"chat": talk[:1]}, {"chat": []}, {"chat": None}]
+    found = list(documents(str(_write_rows(tmp_path / "a.jsonl", rows)), "train", messages_column="chat"))
+    assert [document.messages for document in found] == [talk]
+    assert found[0].text is None
+
+
+@pytest.mark.parametrize(
+    "name, content, options, message",
+    [
+        ("none.txt", None, {}, r"none\.txt: there is no such file or folder"),
+        ("a.pdf", "x", {}, r"a\.pdf: holds \.pdf files; give files of one kind out of \.txt, \.jsonl"),
+        ("a.txt", "", {}, r"a\.txt: is empty"),
+        ("a.txt", " \n\n\n\n", {}, r"a\.txt: holds no text for the train split"),
+        ("a.txt", b"caf\xe9", {}, r"a\.txt: byte 3 is not UTF-8"),
+        ("a.txt", "x", {"messages_column": "m"}, "text files have no columns"),
+        ("a.jsonl", '{"body": "x"}\n', {}, "has no column 'text'; name one of body with --text-column"),
+        ("a.jsonl", '{"body": "x"}\n', {"streaming": True}, "has no column 'text'; name one of body"),
+        ("a.jsonl", '{"text": 5}\n', {}, "row 0: holds int, not text"),
+        ("a.jsonl", '{"text": ""}\n', {}, "holds no text for the train split"),
+        ("a.jsonl", '{"text": "x"\n', {}, r"a\.jsonl: cannot be read: "),
+        ("a.jsonl", '{"text": "x"\n', {"streaming": True}, r"a\.jsonl: cannot be read: "),
+        ("a.parquet", "not parquet", {}, r"a\.parquet: cannot be read: "),
+        ("a.jsonl", '{"m": "x"}\n', {"messages_column": "m"}, "row 0: is no conversation"),
+        ("a.jsonl", '{"m": [{"from": "x"}]}\n', {"messages_column": "m"}, "row 0: is no conversation"),
+        (
+            "a.jsonl",
+            '{"m": [{"role": "user", "content": "x"}]}\n',
+            {"messages_column": "m"},
+            "holds no conversation in which the assistant speaks",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_that_says_why(
+    name: str, content: str | bytes | None, options: dict[str, object], message: str, tmp_path: Path
+):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError, match=message) as caught:
+        _read(tmp_path / name, "train", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_split_and_a_folder_of_two_kinds_are_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="split 'dev' is unknown"):
+        documents("stdlib", "dev")
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.jsonl").write_text("{}")
+    with pytest.raises(UsageError, match=r"holds \.jsonl, \.txt files; give files of one kind"):
+        documents(str(tmp_path), "train")
+
+
+def test_too_little_text_for_a_validation_split_is_an_error_of_the_call(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    assert _read(tmp_path / "a.txt", "train") == ["one\ntwo"]
+    with pytest.raises(UsageError, match="no text for the validation split; give at least 3 documents"):
+        documents(str(tmp_path / "a.txt"), "validation")
+
+
+def _fake_hub(monkeypatch: pytest.MonkeyPatch, splits: dict[str, list[str]]) -> list[tuple[object, ...]]:
+    asked: list[tuple[object, ...]] = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str, streaming: bool) -> object:
+        asked.append((name, subset, split))
+        rows = Dataset.from_dict({"text": splits[split]})
+        return rows.to_iterable_dataset() if streaming else rows
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, subset: list(splits))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_a_hub_data_set_keeps_its_own_splits(monkeypatch: pytest.MonkeyPatch):
+    asked = _fake_hub(monkeypatch, {"train": _TEXTS, "valid": ["own"], "unsupervised": ["x"]})
+    assert _read("hf:org/name:subset", "validation") == ["own"]
+    assert ("org/name", "subset", "train") in asked
+    train, test = (_read("hf:org/name:subset", split, streaming=True) for split in ("train", "test"))
+    assert sorted(train + test) == sorted(_TEXTS)
+
+
+def test_a_hub_data_set_without_train_is_refused_with_the_splits_it_has(monkeypatch: pytest.MonkeyPatch):
+    _fake_hub(monkeypatch, {"train_sft": _TEXTS, "test_sft": _TEXTS})
+    with pytest.raises(UsageError, match="none of its splits is called train; it has: train_sft, test_sft"):
+        documents("hf:org/name", "train")
+
+
+def test_a_hub_out_of_reach_is_a_run_that_failed(monkeypatch: pytest.MonkeyPatch):
+    def unreachable(name: str, subset: str | None) -> list[str]:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", unreachable)
+    with pytest.raises(RunError, match="hf:org/name: the hub cannot be reached: no route to host"):
+        documents("hf:org/name", "train")

@@ -1,0 +1,232 @@
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from kdtrain.data import packing
+from kdtrain.data.corpus import Document
+from kdtrain.data.packing import PackedRow, pack, tokens_digest
+from kdtrain.errors import UsageError
+
+_Make = Callable[..., PreTrainedTokenizerFast]
+_EOS = "<|endoftext|>"
+_TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo 漢"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "ok"},
+]
+_MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+_PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+_WITH_EOS = _PLAIN.replace(
+    "{{ m.content }}", "{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}"
+)
+_REWRITES = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content | upper }}{% endfor %}"
+)
+
+
+def _texts(*texts: str) -> list[Document]:
+    return [Document(str(number), text=text) for number, text in enumerate(texts)]
+
+
+def _numbered(count: int) -> list[Document]:
+    return _texts(*(f"document {n} " + "x" * (n * 7 % 50) for n in range(count)))
+
+
+def _stream(rows: list[PackedRow]) -> list[int]:
+    """The tokens that rows which overlap by one stand for."""
+    return [int(t) for row in rows for t in row.tokens[:-1]] + [int(t) for t in rows[-1].tokens[-1:]]
+
+
+def _learned(rows: list[PackedRow], tokenizer: PreTrainedTokenizerFast) -> bytes:
+    """The labels that count, as text; every other one is a `.`."""
+    pieces = []
+    for row in rows:
+        for token, counts in zip(row.tokens[1:], row.loss_mask, strict=True):
+            pieces.append(int(token) if counts else tokenizer.convert_tokens_to_ids("."))
+    return tokenizer.decode(pieces).encode()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=12), st.integers(1, 40)
+)
+def test_every_token_but_the_first_is_the_label_of_exactly_one_position(
+    make_tokenizer: _Make, texts: list[str], seq_len: int
+):
+    tokenizer = make_tokenizer()
+    expected = [
+        token for text in texts if text for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+    ]
+    rows = list(pack(_texts(*texts), tokenizer, seq_len))
+    assert len(rows) == max(0, len(expected) - 1) // seq_len
+    if rows:
+        stream = _stream(rows)
+        assert stream == expected[: len(stream)]
+        assert all(row.loss_mask.all() for row in rows)
+
+
+def test_rows_have_the_promised_types_and_shapes(tokenizer: PreTrainedTokenizerFast):
+    row = next(pack(_numbered(9), tokenizer, 16))
+    assert (row.tokens.dtype, row.tokens.shape) == (np.int32, (17,))
+    assert (row.loss_mask.dtype, row.loss_mask.shape) == (np.bool_, (16,))
+    assert (row.segments.dtype, row.segments.shape) == (np.int32, (16,))
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_the_rows_do_not_depend_on_the_number_of_workers(
+    num_workers: int, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(packing, "_BATCH_PIECES", 2)
+    tokenizer.chat_template = _MARKED
+    mixed = [*_numbered(60), *(Document(f"talk {n}", messages=_TALK) for n in range(20))]
+    expected = list(pack(mixed, tokenizer, 32))
+    found = list(pack(mixed, tokenizer, 32, num_workers=num_workers))
+    assert len(found) == len(expected) > 20
+    for row, same in zip(found, expected, strict=True):
+        assert np.array_equal(row.tokens, same.tokens)
+        assert np.array_equal(row.loss_mask, same.loss_mask)
+        assert np.array_equal(row.segments, same.segments)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_source_without_end_is_read_only_as_far_as_needed(
+    num_workers: int, tokenizer: PreTrainedTokenizerFast
+):
+    read = 0
+
+    def endless() -> Iterator[Document]:
+        nonlocal read
+        for number in itertools.count():
+            read += 1
+            yield Document(str(number), text="some text of a document " * 10)
+
+    rows = list(itertools.islice(pack(endless(), tokenizer, 64, num_workers=num_workers), 10))
+    assert len(rows) == 10
+    assert read <= 256 * 6
+
+
+def test_segments_number_the_documents_of_a_row_from_zero(tokenizer: PreTrainedTokenizerFast):
+    first, second = pack(_texts("abc", "de", "fghijkl"), tokenizer, 7)
+    assert first.segments.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert second.segments.tolist() == [0, 0, 0, 0, 0, 0, 0]
+
+
+def test_under_a_document_mask_the_first_token_of_a_document_is_not_learned(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    plain = list(pack(_texts("abc", "de", "fghijkl"), tokenizer, 7))
+    masked = list(pack(_texts("abc", "de", "fghijkl"), tokenizer, 7, document_mask=True))
+    assert _learned(plain, tokenizer) == f"bc{_EOS}de{_EOS}fghijkl{_EOS}".encode()
+    assert _learned(masked, tokenizer) == f"bc{_EOS}.e{_EOS}.ghijkl{_EOS}".encode()
+    assert _stream(masked) == _stream(plain)
+
+
+def test_bos_is_written_only_where_the_tokenizer_writes_it(make_tokenizer: _Make):
+    silent = make_tokenizer(bos_token="<s>")
+    writes = make_tokenizer(bos_token="<s>")
+    writes.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", writes.bos_token_id)]
+    )
+    assert silent.decode(_stream(list(pack(_texts("ab", "cd"), silent, 5)))) == f"ab{_EOS}cd{_EOS}"
+    assert writes.decode(_stream(list(pack(_texts("ab", "cd"), writes, 7)))) == f"<s>ab{_EOS}<s>cd{_EOS}"
+
+
+def test_truncation_and_padding_kept_in_the_tokenizer_file_cut_and_fill_nothing(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    expected = _stream(list(pack(_texts("x" * 99, "y"), tokenizer, 101)))
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=8)
+    assert _stream(list(pack(_texts("x" * 99, "y"), tokenizer, 101))) == expected
+    assert tokenizer.backend_tokenizer.truncation["max_length"] == 5
+
+
+def test_a_long_text_is_tokenized_in_pieces_and_stays_one_document(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+):
+    text = "one line\nanother\n" * 20 + "a line longer than a piece" * 10 + "\n\n"
+    monkeypatch.setattr(packing, "_PIECE_CHARACTERS", 64)
+    rows = list(pack(_texts(text), tokenizer, len(text)))
+    assert tokenizer.decode(_stream(rows)) == text + _EOS
+    assert set(rows[0].segments) == {0}
+
+
+@pytest.mark.parametrize("template", [_MARKED, _PLAIN])
+def test_only_what_the_assistant_says_is_learned_down_to_the_last_byte(
+    template: str, tokenizer: PreTrainedTokenizerFast
+):
+    tokenizer.chat_template = template
+    before, between = "<system>be kind<user>hi<assistant>", "<user>more<assistant>"
+    text = f"{before}yo 漢{between}ok{_EOS}"
+    length = len(tokenizer(text).input_ids) - 1
+    rows = list(pack([Document("talk", messages=_TALK)], tokenizer, length))
+    assert tokenizer.decode(_stream(rows)) == text
+    assert (
+        _learned(rows, tokenizer).decode()
+        == "." * (len(before) - 1) + "yo 漢" + "." * len(between) + f"ok{_EOS}"
+    )
+
+
+def test_eos_is_not_doubled_where_the_template_writes_it(tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = _WITH_EOS
+    rows = list(pack([Document("talk", messages=_TALK[3:])] * 2, tokenizer, 24))
+    assert tokenizer.decode(_stream(rows)[:25]) == f"<user>more<assistant>ok{_EOS}<"
+    assert _learned(rows, tokenizer).decode()[:25] == "." * 20 + "ok" + _EOS[:3]
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (None, "has no chat template"),
+        (_REWRITES, "talk: the chat template rewrites earlier turns"),
+        (
+            "{{ raise_exception('roles must\nalternate') }}",
+            "talk: the chat template refuses .* must alternate",
+        ),
+    ],
+)
+def test_a_conversation_that_cannot_be_told_apart_is_refused(
+    template: str | None, message: str, tokenizer: PreTrainedTokenizerFast
+):
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match=message) as caught:
+        list(pack([Document("talk", messages=_TALK)], tokenizer, 8))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_in_a_worker_reaches_the_reader(tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(UsageError, match="no chat template"):
+        list(pack([*_numbered(50), Document("talk", messages=_TALK)], tokenizer, 8, num_workers=2))
+
+
+def test_a_tokenizer_without_eos_or_without_fast_backend_is_refused_at_the_call(make_tokenizer: _Make):
+    eosless = make_tokenizer()
+    eosless.eos_token = None
+    with pytest.raises(UsageError, match="no end-of-sequence token"):
+        pack([], eosless, 8)
+    with pytest.raises(UsageError, match="no fast backend"):
+        pack([], object(), 8)  # type: ignore[arg-type]
+
+
+def test_the_digest_is_the_sha256_of_all_tokens_as_little_endian_uint32():
+    digest, same = tokens_digest(), tokens_digest()
+    digest.update(np.array([[1, 2], [3, 70000]], dtype=np.int64))
+    for token in (1, 2, 3, 70000):
+        same.update(np.array([token], dtype=">u4"))
+    expected = hashlib.sha256(b"\1\0\0\0\2\0\0\0\3\0\0\0\x70\x11\1\0").hexdigest()
+    assert digest.hexdigest() == same.hexdigest() == expected

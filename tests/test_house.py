@@ -1,0 +1,256 @@
+"""The house: who may import whom, what stays light, and what every file owes its reader.
+
+The rules are read off the syntax trees of all modules, so that an import inside a function or under
+TYPE_CHECKING counts as well. The rooms, top to bottom: cli, stages, training, the rooms beside each other,
+and what lies under all.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "kdtrain"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 400
+
+SIBLINGS = ("checkpoint", "parallel", "precision", "objective", "cache", "data", "models", "monitor")
+LEVELS = {"__main__": 5, "testing": 5, "cli": 4, "stages": 3, "training": 2}
+LEVELS |= dict.fromkeys(SIBLINGS, 1) | {"config": 0, "faults": -1, "errors": -1, "kdtrain": -1}
+EXCEPTIONS = {("cache", "kdtrain.objective.targets"), ("checkpoint", "kdtrain.parallel.world")}
+
+COMMANDS = ("cache-teacher", "distill", "evaluate", "inspect", "verify", "export")
+HEAVY = ("torch", "transformers", "datasets", "h5py", "matplotlib")
+
+# A finder that refuses, rather than None in sys.modules: libraries look there to see what is loaded already.
+WITHOUT_HEAVY = f"""
+import runpy, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {HEAVY}:
+            raise ModuleNotFoundError("refused: " + name)
+sys.meta_path.insert(0, Refuse())
+runpy.run_module("kdtrain", run_name="__main__", alter_sys=True)
+"""
+
+each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = frozenset(name_of(path) for path in MODULES)
+
+
+def room_of(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "kdtrain"
+
+
+def imported_names(tree: ast.AST, package: str) -> set[str]:
+    """Every dotted name that the module imports, in any way and at any depth."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {f"{source}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    return names
+
+
+def own_module(name: str, known: frozenset[str]) -> str:
+    """The module or room that an imported name lies in: `kdtrain.errors` for `kdtrain.errors.UsageError`."""
+    while name not in known and name.count(".") > 1:
+        name = name.rpartition(".")[0]
+    return name if name in known or room_of(name) in LEVELS else "kdtrain"
+
+
+def forbidden_imports(name: str, tree: ast.AST, is_package: bool, known: frozenset[str] = NAMES) -> list[str]:
+    """The imports of one module that go upward, or aside into a sibling."""
+    room, nowhere = room_of(name), 9
+    package = name if is_package else name.rpartition(".")[0]
+    imported = {each for each in imported_names(tree, package) if each.split(".")[0] == "kdtrain"}
+    wrong = []
+    for target in sorted({own_module(each, known) for each in imported}):
+        below = LEVELS.get(room_of(target), nowhere) < LEVELS.get(room, nowhere)
+        if not (below or room_of(target) in (room, "kdtrain") or (room, target) in EXCEPTIONS):
+            wrong.append(target)
+    return wrong
+
+
+@each_module
+def test_every_module_lies_in_a_room_of_the_house(path):
+    assert room_of(name_of(path)) in LEVELS
+    assert (path.parent / "__init__.py").exists(), f"{path.parent} is no package and would not be installed"
+
+
+@each_module
+def test_a_module_imports_from_rooms_below_its_own_and_never_from_a_sibling(path):
+    assert forbidden_imports(name_of(path), tree_of(path), path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    "importer, line",
+    [
+        ("kdtrain.data.corpus", "import kdtrain.models.spec"),
+        ("kdtrain.data.corpus", "from kdtrain.models import spec"),
+        ("kdtrain.data.corpus", "from kdtrain import models"),
+        ("kdtrain.data.corpus", "from ..models.spec import read_spec"),
+        ("kdtrain.data.corpus", "from ..models import spec"),
+        ("kdtrain.data.corpus", "def late():\n    from kdtrain.training.loop import train"),
+        ("kdtrain.data.corpus", "import importlib\nimportlib.import_module('kdtrain.models.spec')"),
+        ("kdtrain.objective.loss", "from kdtrain.cache.reader import CacheReader"),
+        ("kdtrain.cache.reader", "from kdtrain.objective.loss import kd_loss"),
+        ("kdtrain.training.loop", "from kdtrain.stages.distill import main"),
+        ("kdtrain.stages.distill", "from kdtrain.testing import tiny_model"),
+        ("kdtrain.stages.distill", "from kdtrain import cli"),
+        ("kdtrain.config", "from kdtrain.models.spec import ModelSpec"),
+        ("kdtrain.errors", "from kdtrain.config import DistillConfig"),
+    ],
+)
+def test_an_import_upward_or_aside_is_found(importer, line):
+    assert forbidden_imports(importer, ast.parse(line), False)
+
+
+@pytest.mark.parametrize(
+    "importer, line",
+    [
+        ("kdtrain.cache.reader", "from kdtrain.objective.targets import SparseTargets"),
+        ("kdtrain.cache.reader", "from kdtrain.objective import targets"),
+        ("kdtrain.checkpoint.store", "from kdtrain.parallel.world import World"),
+        ("kdtrain.data.corpus", "from kdtrain.data.order import batch"),
+        ("kdtrain.data.corpus", "from . import packing"),
+        ("kdtrain.data.corpus", "from kdtrain.errors import UsageError"),
+        ("kdtrain.data.corpus", "from kdtrain import __version__, faults"),
+        ("kdtrain.stages.distill", "from kdtrain.models.loading import load_student"),
+        ("kdtrain.config", "from kdtrain.errors import UsageError"),
+        ("kdtrain.testing", "from kdtrain.models.loading import load_student"),
+    ],
+)
+def test_an_import_downward_or_within_the_room_is_allowed(importer, line):
+    known = NAMES | {"kdtrain.objective.targets", "kdtrain.parallel.world", "kdtrain.data.packing"}
+    assert forbidden_imports(importer, ast.parse(line), False, known) == []
+
+
+@each_module
+def test_no_module_is_longer_than_a_reader_can_hold(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@each_module
+def test_every_module_and_every_public_function_and_class_has_a_docstring(path):
+    tree = tree_of(path)
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    assert ast.get_docstring(tree), "the module has no docstring"
+    assert [node.name for node in public if not ast.get_docstring(node)] == []
+
+
+def run_python(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_importing_the_command_loads_nothing_heavy():
+    code = f"import sys, kdtrain.cli; print(*(name for name in {HEAVY} if name in sys.modules))"
+    done = run_python(code)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("argv", [("--help",), *((command, "--help") for command in COMMANDS)], ids=" ".join)
+def test_help_works_where_nothing_heavy_can_be_imported(argv):
+    done = run_python(WITHOUT_HEAVY, *argv)
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in (COMMANDS if len(argv) == 1 else ("usage: kdtrain", argv[0])))
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_every_requirement_is_pinned_to_a_version_that_satisfies_it():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    extras = project()["optional-dependencies"].values()
+    for line in [*project()["dependencies"], *(line for extra in extras for line in extra)]:
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), line
+
+
+@each_module
+def test_whatever_a_module_imports_is_declared(path):
+    declared = {Requirement(line).name for line in project()["dependencies"]}
+    for extra in project()["optional-dependencies"].values():
+        declared |= {Requirement(line).name for line in extra}
+    package = name_of(path).rpartition(".")[0]
+    tops = {name.split(".")[0] for name in imported_names(tree_of(path), package)}
+    foreign = tops - sys.stdlib_module_names - {"kdtrain"}
+    assert {canonicalize_name(name) for name in foreign} <= {canonicalize_name(name) for name in declared}
+
+
+LEFT_OUT = {".git", ".venv", "runs", "build", "dist", "__pycache__"}
+BINARY = {".png", ".safetensors", ".h5", ".pyc", ".gz", ".parquet", ".arrow"}
+UNFINISHED = re.compile(r"\b(?:TO[D]O|FIX[M]E)\b")
+ABOUT_A_MACHINE = re.compile(r"(?<![\w.~$/}>)*-])/(?:home|root|Users|work|workspace|opt|mnt)/\w")
+
+
+def texts() -> list[Path]:
+    """Every text file of the repository; what git ignores is left out by its place."""
+    found = []
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(part.startswith(".") and part not in (".ci", ".gitignore") for part in parts)
+        if hidden or LEFT_OUT & set(parts) or path.suffix in BINARY or not path.is_file():
+            continue
+        if (parts[0] == "cache" and parts != ("cache", "README.md")) or parts[0].endswith(".egg-info"):
+            continue
+        found.append(path)
+    return sorted(found)
+
+
+def findings(text: str) -> list[str]:
+    """The lines that put something off, or that name a place on somebody's machine."""
+    rules = [UNFINISHED, ABOUT_A_MACHINE]
+    if len(ROOT.parts) > 2:
+        rules.append(re.compile(re.escape(str(ROOT)) + r"(?![\w-])"))
+    return [line for line in text.splitlines() if any(rule.search(line) for rule in rules)]
+
+
+def test_no_file_puts_work_off_or_names_a_place_on_somebodys_machine():
+    found = {str(path.relative_to(ROOT)): findings(path.read_text(encoding="utf-8")) for path in texts()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert {"Makefile", "pyproject.toml", "kdtrain/cli.py", "tests/test_house.py"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    "line, counts",
+    [
+        ("# TO" + "DO: later", True),
+        ("x = 1  # FIX" + "ME", True),
+        ('"spec": "/ho' + 'me/ada/teacher.toml"', True),
+        (f"see {ROOT}/README.md", True),
+        ("its todo list", False),
+        ("kdtrain/work/x and https://example.org/home/x and ~/opt/x", False),
+    ],
+)
+def test_what_counts_as_unfinished_or_as_a_place(line, counts):
+    assert bool(findings(line)) is counts
