@@ -52,6 +52,10 @@ def main(argv: list[str] | None = None) -> None:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
         _fail(1, "interrupted; the same command goes on from what was saved")
+    except BrokenPipeError:
+        # whoever read our output has seen enough; a second flush at exit must not complain either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except OSError as error:
         _fail(1, f"{error.strerror or error}: {error.filename or 'no file named'}")
     except RuntimeError as error:
@@ -85,7 +89,7 @@ def parse(command: str, argv: list[str]) -> Any:
     caught = io.StringIO()
     try:
         with contextlib.redirect_stderr(caught), _wide():
-            return tyro.cli(tyro.conf.OmitArgPrefixes[kind], prog=f"kdtrain {command}", args=argv)  # type: ignore[valid-type]
+            return tyro.cli(tyro.conf.OmitArgPrefixes[kind], prog=f"kdtrain {command}", args=argv)  # type: ignore[valid-type,misc]
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -144,9 +148,7 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
         for key, value in table.items():
             name = key.replace("-", "_")
             if name not in known[section] or name == "config":
-                raise UsageError(
-                    f"{path}: unknown key '{key}' in [{section}]; {_nearest(name, known[section])}"
-                )
+                raise UsageError(f"{path}: unknown key '{key}' in [{section}]; {_nearest(name, known[section])}")
             flags += _flag(name, value)
     return flags
 
@@ -188,8 +190,11 @@ def _nearest(word: str, known: list[str]) -> str:
 def _overview() -> str:
     lines = [f"  {name:<14} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in COMMANDS.items()]
     return "\n".join(
-        ["usage: kdtrain COMMAND [OPTIONS]", "", "Knowledge distillation of language models.", "", *lines]
-        + ["", "kdtrain COMMAND --help lists the options of a command."]
+        [
+            "usage: kdtrain COMMAND [OPTIONS]\n\nKnowledge distillation of language models.\n",
+            *lines,
+            "\nkdtrain COMMAND --help lists the options of a command.",
+        ]
     )
 
 

@@ -17,7 +17,7 @@ _calls: Counter[str] = Counter()
 def _wanted() -> dict[str, tuple[str, int]]:
     faults = {}
     for fault in filter(None, os.environ.get("KDTRAIN_FAULT", "").split(",")):
-        name, action, call = (fault.split(":") + ["1"])[:3]
+        name, action, call = [*fault.split(":"), "1"][:3]
         faults[name] = (action, int(call))
     return faults
 

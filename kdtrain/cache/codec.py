@@ -33,7 +33,7 @@ FLOOR = -1e4
 """The log-probability of what cannot be, and the tail numbers of an empty tail: finite, and 0 after exp."""
 ABSENT = 2**32 - 1
 """The id of an absent entry in memory, above every vocabulary; on disk it is the largest id of the dtype."""
-_CELLS = 2**22  # logits worked on at once: 16 MiB in fp32, a few times that with the temporaries
+_CELLS = {"cpu": 2**18, "cuda": 2**24}  # logits worked on at once: what stays in a core's cache, or fills a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,10 @@ class CodecSpec:
         if self.kind not in ("sparse", "dense", "tokens"):
             raise ValueError(f"codec '{self.kind}' is unknown; use sparse, dense or tokens")
         if not 2 <= self.vocab_size < ABSENT:
-            raise ValueError(
-                f"a vocabulary of {self.vocab_size} cannot be cached; it must be 2 to {ABSENT - 1}"
-            )
+            raise ValueError(f"a vocabulary of {self.vocab_size} cannot be cached; it must be 2 to {ABSENT - 1}")
         if self.kind != "sparse":
             if self.head or self.draws or self.knots:
-                raise ValueError(
-                    f"codec '{self.kind}' has no head, draws or knots; leave --head and --draws out"
-                )
+                raise ValueError(f"codec '{self.kind}' has no head, draws or knots; leave --head and --draws out")
             return
         object.__setattr__(self, "knots", tuple(float(knot) for knot in self.knots or KNOTS))
         self._check_sparse()
@@ -76,9 +72,7 @@ class CodecSpec:
             raise ValueError("--head 0 with --draws 0 keeps nothing; set one of them, or use --dense")
         descending = all(a > b > 0 for a, b in zip(self.knots, self.knots[1:], strict=False))
         if len(self.knots) < 2 or not descending or 1.0 not in self.knots:
-            raise ValueError(
-                f"knots {self.knots} must be at least two, descending, above 0, with 1.0 among them"
-            )
+            raise ValueError(f"knots {self.knots} must be at least two, descending, above 0, with 1.0 among them")
 
     @property
     def columns(self) -> int:
@@ -110,9 +104,7 @@ def _draw(weights_NV: Tensor, uniforms_ND: Tensor) -> Tensor:
     """Inverse-CDF samples [N, D]; V where a row has no weight at all. Never an entry of weight 0."""
     cdf_NV = weights_NV.cumsum(-1, dtype=torch.float64)
     total_N1 = cdf_NV[:, -1:]
-    drawn_ND = torch.searchsorted(cdf_NV, uniforms_ND * total_N1, right=True).clamp_(
-        max=weights_NV.shape[1] - 1
-    )
+    drawn_ND = torch.searchsorted(cdf_NV, uniforms_ND * total_N1, right=True).clamp_(max=weights_NV.shape[1] - 1)
     # A parallel sum may step up by rounding at an entry of weight 0: such a draw moves to a neighbour that
     # has some.
     bad_N = (weights_NV.gather(1, drawn_ND) == 0).any(-1)
@@ -158,8 +150,10 @@ def _tail(offset_NV: Tensor, largest_N: Tensor, knots: tuple[float, ...]) -> Ten
 def _moments(logprobs_NV: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of log p over the entries that can be."""
     if logprobs_NV.amin() > FLOOR:
-        std_N, mean_N = torch.std_mean(logprobs_NV, -1, correction=0)
-        return mean_N, std_N
+        # Three times as fast as torch.std_mean on a CPU.
+        mean_N1 = logprobs_NV.mean(-1, keepdim=True)
+        centred_NV = logprobs_NV - mean_N1
+        return mean_N1[:, 0], (torch.linalg.vecdot(centred_NV, centred_NV) / logprobs_NV.shape[1]).sqrt()
     alive_NV = logprobs_NV > FLOOR
     number_N = alive_NV.sum(-1).clamp_(min=1)
     mean_N = logprobs_NV.masked_fill(~alive_NV, 0).sum(-1) / number_N
@@ -223,7 +217,7 @@ def encode(
     1), needed when the spec draws. A row whose logits hold a NaN or +inf (or nothing but -inf) gets a NaN
     `label_logprob`.
     """
-    rows = max(1, _CELLS // spec.vocab_size)
+    rows = max(1, _CELLS.get(logits_NV.device.type, 2**20) // spec.vocab_size)
     blocks: dict[str, list[np.ndarray]] = {}
     for start in range(0, len(logits_NV), rows):
         part = slice(start, start + rows)
@@ -245,9 +239,7 @@ def encode_sequences(
     chance = None
     if spec.draws:
         chance = np.concatenate([uniforms(seed, split, first + b, (length, spec.draws)) for b in range(size)])
-    flat = encode(
-        rearrange(logits_BTV, "b t v -> (b t) v"), rearrange(labels_BT, "b t -> (b t)"), spec, chance
-    )
+    flat = encode(rearrange(logits_BTV, "b t v -> (b t) v"), rearrange(labels_BT, "b t -> (b t)"), spec, chance)
     arrays = {name: rearrange(values, "(b t) ... -> b t ...", b=size) for name, values in flat.items()}
     broken_B = np.isnan(arrays["label_logprob"]).any(1)
     if broken_B.any():

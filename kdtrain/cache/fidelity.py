@@ -27,7 +27,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.codec import ABSENT
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
@@ -49,9 +48,7 @@ def sample_size(sequences: int, seq_len: int, vocab_size: int) -> tuple[int, int
     return taken, min(seq_len, max(1, tokens // taken))
 
 
-def measure(
-    batch: CachedBatch, teacher: Teacher, *, document_mask: bool, positions: int
-) -> tuple[dict, dict]:
+def measure(batch: CachedBatch, teacher: Teacher, *, document_mask: bool, positions: int) -> tuple[dict, dict]:
     """(fidelity, temperature_range) of the stored sequences in `batch`, at `positions` positions of each.
 
     teacher: tokens [1,T] int64, segments [1,T] or None -> logits [1,T,V].
@@ -74,9 +71,7 @@ def measure(
     return {"sample": sample, "student": STUDENT, **at, "log_partition_error": grid}, span
 
 
-def _log_partition_errors(
-    targets: Targets, energy_NV: Tensor
-) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def _log_partition_errors(targets: Targets, energy_NV: Tensor) -> tuple[list[dict[str, float]], dict[str, Any]]:
     rows = []
     for temperature in GRID:
         full_N = torch.logsumexp(energy_NV / temperature, -1)
@@ -171,11 +166,7 @@ class _Block:
         return values_NV.scatter(1, self.ids_NH, 0).sum(-1, keepdim=True)
 
     def _kl(self, cached_NV: Tensor) -> float:
-        return (
-            (torch.special.xlogy(self.p_NV, self.p_NV) - torch.special.xlogy(self.p_NV, cached_NV))
-            .sum()
-            .item()
-        )
+        return (torch.special.xlogy(self.p_NV, self.p_NV) - torch.special.xlogy(self.p_NV, cached_NV)).sum().item()
 
     def kl_bucket(self) -> float:
         """Sum over rows of KL(full || cache) over head entries and one bucket."""
@@ -207,9 +198,9 @@ class _Block:
 
     def _sampled(self, targets: SparseTargets) -> Tensor:
         """The unbiased estimate of the teacher at beta: the head as it is, draws with their weights."""
-        known = targets.without_absent(self.p_NV.shape[1])
-        tail_at_one_N1 = targets.log_tail(1.0)[:, None]
-        logs_NK = (self.beta - 1) * known.logprobs + tail_at_one_N1 - self.partition_N1
-        weight_NK = known.counts / targets.draws * torch.where(known.counts > 0, logs_NK, -ABSENT).exp()
+        logs_NK = (self.beta - 1) * targets.logprobs + targets.log_tail(1.0)[:, None] - self.partition_N1
+        drawn_NK = targets.counts > 0
+        weight_NK = targets.counts / targets.draws * logs_NK.masked_fill(~drawn_NK, 0).exp()
         weight_NK[:, : targets.head] = self.head_NH
-        return torch.zeros_like(self.p_NV).scatter_add_(1, known.ids, weight_NK)
+        ids_NK = targets.ids.clamp(max=self.p_NV.shape[1] - 1)  # an absent entry weighs nothing anywhere
+        return torch.zeros_like(self.p_NV).scatter_add_(1, ids_NK, weight_NK)

@@ -10,10 +10,12 @@ What it gives up: a chunk a sequence costs a few per cent of size against larger
 sequence one read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
 import hdf5plugin
@@ -97,14 +99,78 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
     )
     add("logprobs", half, (length, columns), "teacher log p of ids at T = 1, nats; NaN where absent")
     if spec.draws:
-        add(
-            "draws", np.dtype(np.uint8), (length, columns), "times drawn from outside the head; 0 in the head"
-        )
+        add("draws", np.dtype(np.uint8), (length, columns), "times drawn from outside the head; 0 in the head")
     about = "log sum over all but the head of exp(beta log p) at each knot of beta, then its slopes in beta"
     add("tail", half, (length, 2 * len(spec.knots)), about)
     add("logit_mean", half, (length,), "mean over the vocabulary of log p, nats")
     add("logit_std", half, (length,), "standard deviation over the vocabulary of log p, nats")
     return found
+
+
+class _Sink(RawIOBase):
+    """A file for HDF5 that never refuses a write: HDF5 2.0 crashes the process that closes after a failed one.
+
+    The first error is kept for the caller; what could not be written from then on stays in memory.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self.raw, self.error, self.unwritten = raw, None, []  # type: tuple[BinaryIO, OSError | None, list]
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.raw.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.raw.tell()
+
+    def write(self, data: Any) -> int:
+        view, start = memoryview(data).cast("B"), self.tell()
+        done = 0
+        try:
+            while self.error is None and done < len(view):
+                done += self.raw.write(view[done:])
+        except OSError as error:
+            self.error = error
+        if done < len(view):
+            self.unwritten.append((start + done, bytes(view[done:])))
+        return len(view)
+
+    def readinto(self, buffer: Any) -> int:
+        view, start = memoryview(buffer).cast("B"), self.tell()
+        stored = self.raw.read(len(view))
+        view[:] = stored + bytes(len(view) - len(stored))
+        for offset, piece in self.unwritten:
+            low, high = max(offset, start), min(offset + len(piece), start + len(view))
+            if low < high:
+                view[low - start : high - start] = piece[low - offset : high - offset]
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            self.raw.truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+        return size or 0
+
+    def flush(self) -> None:
+        """Nothing is held back here."""
+
+    def check(self) -> None:
+        """Raise the first error that a write met."""
+        if self.error:
+            raise self.error
+
+
+@contextmanager
+def creating(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
+    """A new HDF5 file, and a function that raises the OSError a write met; so does leaving the block."""
+    with open(path, "wb+", buffering=0) as raw:
+        sink = _Sink(raw)
+        with h5py.File(sink, "w") as file:
+            yield file, sink.check
+        sink.check()
 
 
 def _describe(target: h5py.File | h5py.Group, spec: CodecSpec, seq_len: int, split: str) -> None:
@@ -131,15 +197,13 @@ def create_shard(file: h5py.File, spec: CodecSpec, seq_len: int, split: str, fir
         dataset.attrs["about"] = layout.about
 
 
-def write_index(
-    path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, Sequence[tuple[str, int]]]
-) -> None:
+def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, Sequence[tuple[str, int]]]) -> None:
     """Virtual data sets over the shards (name, number of sequences) of each split, in groups of that
     split's name.
 
     Shards are named relative to the index, so that the folder can move.
     """
-    with h5py.File(path, "w") as file:
+    with creating(path) as (file, _):
         for split, parts in shards.items():
             group = file.create_group(split)
             _describe(group, spec, seq_len, split)

@@ -116,12 +116,8 @@ def read_manifest(folder: Path | str) -> Manifest:
     path = folder / layout.MANIFEST
     if not path.is_file():
         if (folder / layout.SETTINGS).exists() or (folder / layout.SHARDS).exists():
-            raise UsageError(
-                f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it"
-            )
-        raise UsageError(
-            f"{folder} holds no cache (no {layout.MANIFEST}); make one with kdtrain cache-teacher"
-        )
+            raise UsageError(f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it")
+        raise UsageError(f"{folder} holds no cache (no {layout.MANIFEST}); make one with kdtrain cache-teacher")
     try:
         record = read_sealed(path)
         version = record.get("format_version")
@@ -132,9 +128,7 @@ def read_manifest(folder: Path | str) -> Manifest:
             f"{path} was altered or damaged ({error}): kdtrain verify {folder} --repair, then cache-teacher"
         ) from error
     known = layout.FORMAT_VERSION
-    raise UsageError(
-        f"{path} has format version {version}; this kdtrain reads {known}: use another version of it"
-    )
+    raise UsageError(f"{path} has format version {version}; this kdtrain reads {known}: use another version of it")
 
 
 class Problem(NamedTuple):

@@ -116,9 +116,7 @@ class CacheWriter:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        assert (teacher is None) == (settings.codec.kind == "tokens"), (
-            "only the codec 'tokens' has no teacher"
-        )
+        assert (teacher is None) == (settings.codec.kind == "tokens"), "only the codec 'tokens' has no teacher"
         self.folder, self.settings, self.teacher = Path(folder), settings, teacher
         self.batch_size, self.progress, self.rank, self.world = batch_size, progress, rank, world
         self._splits: dict[str, list[tuple[str, int, str]]] = {}  # name, sequences, digest of the rows
@@ -166,15 +164,15 @@ class CacheWriter:
             record = read_sidecar(self.folder, name)
         except (OSError, ValueError):
             return False
-        same = record["rows_sha256"] == digest and record["settings_sha256"] == self.settings.digest()
+        same = record["settings_sha256"] == self.settings.digest()
         return same and shard_problem(self.folder, record) is None
 
     def _build_shard(self, split: str, first: int, name: str, part: _Rows, digest: str) -> None:
         number, spec = len(part.tokens), self.settings.codec
         with published(layout.shard_path(self.folder, name), "cache.shard") as temporary:
-            with h5py.File(temporary, "w") as file:
+            with layout.creating(temporary) as (file, check):
                 layout.create_shard(file, spec, self.settings.seq_len, split, first, number)
-                self._fill(file, split, first, part)
+                self._fill(file, check, split, first, part)
                 file.flush()
                 stored = {key: dataset.id.get_storage_size() for key, dataset in file.items()}
                 faults.point("cache.shard.before-close")
@@ -189,7 +187,7 @@ class CacheWriter:
         record |= {"rows_sha256": digest, "settings_sha256": self.settings.digest()}
         publish_json(layout.sidecar_path(self.folder, name), record, "cache.sidecar")
 
-    def _fill(self, file: h5py.File, split: str, first: int, part: _Rows) -> None:
+    def _fill(self, file: h5py.File, check: Callable[[], None], split: str, first: int, part: _Rows) -> None:
         pending: Future[None] | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
             for start in range(0, len(part.tokens), self.batch_size):
@@ -197,6 +195,7 @@ class CacheWriter:
                 arrays = self._encode(split, first + start, part, batch)
                 if pending:
                     pending.result()
+                    check()
                 pending = thread.submit(_write, file, batch, arrays)
                 self._advance(batch.stop - batch.start)
             assert pending
@@ -212,9 +211,7 @@ class CacheWriter:
         spec, seed = self.settings.codec, self.settings.seed
         with torch.no_grad():
             logits_BTV = self.teacher(tokens_BT1[:, :-1], segments_BT)
-        assert logits_BTV.shape[-1] == spec.vocab_size, (
-            "the teacher's vocabulary is not the one of the settings"
-        )
+        assert logits_BTV.shape[-1] == spec.vocab_size, "the teacher's vocabulary is not the one of the settings"
         targets = encode_sequences(logits_BTV, tokens_BT1[:, 1:], spec, seed=seed, split=split, first=first)
         return {**arrays, **targets}
 
@@ -228,10 +225,9 @@ class CacheWriter:
     def finish(self) -> Manifest:
         """Measure the fidelity, write index and manifest. RunError: a shard of another rank is missing."""
         assert self.rank == 0 and self._splits
-        faults.point("cache.before-finish")
-        sidecars = {
-            split: [self._sidecar(*shard) for shard in shards] for split, shards in self._splits.items()
-        }
+        with writing(self.folder):
+            faults.point("cache.before-finish")
+        sidecars = {split: [self._sidecar(*shard) for shard in shards] for split, shards in self._splits.items()}
         self._remove_strays({record["name"] for records in sidecars.values() for record in records})
         measured, span = self._measure()
         index, spec, length = self.folder / layout.INDEX, self.settings.codec, self.settings.seq_len

@@ -58,9 +58,7 @@ class Store:
         try:
             _remove(hidden)
             hidden.mkdir(parents=True)
-            save_file(
-                {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, hidden / TENSORS
-            )
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, hidden / TENSORS)
             (hidden / STATE).write_text(json.dumps(state, indent=1))
             files = {name: _digest(hidden / name) for name in (TENSORS, STATE)}
             (hidden / MANIFEST).write_text(json.dumps({"version": 1, "files": files}, indent=1))
@@ -97,7 +95,7 @@ class Store:
 
     def newest_valid(self) -> tuple[str | None, list[str]]:
         """The newest checkpoint that verifies, and a line for each damaged one that was passed over."""
-        damaged = []
+        damaged: list[str] = []
         for name in reversed(self.names()):
             if (wrong := self.problem(name)) is None:
                 return name, damaged
@@ -124,9 +122,7 @@ class Store:
                         f"checkpoint {path} is damaged: {wrong}; choose another with --resume or --checkpoint"
                     )
                 return path.resolve()
-        known = ", ".join(
-            [*self.names(), *(link for link in ("latest", "best") if (self.folder / link).exists())]
-        )
+        known = ", ".join([*self.names(), *(link for link in ("latest", "best") if (self.folder / link).exists())])
         raise UsageError(f"no checkpoint '{wanted}' in {self.folder}; there are: {known or 'none'}")
 
     def prune(self) -> None:

@@ -156,9 +156,7 @@ def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
 def _stdlib(messages_column: str | None) -> dict[str, _Part]:
     """What the build wrote for this machine (`config-*`, `_sysconfigdata*`) is left out."""
     if messages_column is not None:
-        raise UsageError(
-            "stdlib has no column of conversations; leave out --messages-column or name other --data"
-        )
+        raise UsageError("stdlib has no column of conversations; leave out --messages-column or name other --data")
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [s for s in subfolders if s not in _STDLIB_LEFT_OUT and not s.startswith("config-")]
@@ -198,9 +196,7 @@ def _local_files(path: Path) -> tuple[Path, str, list[str]]:
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         names = [name for name in names if Path(name).suffix in _KINDS and not re.search(r"(^|/)\.", name)]
     else:
-        raise UsageError(
-            f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]"
-        )
+        raise UsageError(f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]")
     kinds = sorted({Path(name).suffix for name in names})
     if len(kinds) != 1 or kinds[0] not in _KINDS:
         found = f"holds {', '.join(kinds)} files" if kinds else "holds no text"
@@ -221,6 +217,8 @@ def _hub(source: str, text_column: str, messages_column: str | None, streaming: 
 
     datasets.disable_progress_bars()
     name, _, subset = source.removeprefix("hf:").partition(":")
+    if not name:
+        raise UsageError(f"{source}: names no data set; write hf:NAME or hf:NAME:SUBSET")
     with _readable(source):
         names = datasets.get_dataset_split_names(name, subset or None)
         own = {_ALIASES[split]: split for split in names if split in _ALIASES}
@@ -257,9 +255,7 @@ def _rows(source: str, rows: Any, text_column: str, messages_column: str | None)
         columns = rows.column_names or sorted(next(iter(rows), {}))
     if column not in columns:
         option = "--messages-column" if messages_column else "--text-column"
-        raise UsageError(
-            f"{source}: has no column '{column}'; name one of {', '.join(columns)} with {option}"
-        )
+        raise UsageError(f"{source}: has no column '{column}'; name one of {', '.join(columns)} with {option}")
     convert = _conversation if messages_column else _text
 
     def read() -> Iterator[Document]:
@@ -274,18 +270,14 @@ def _rows(source: str, rows: Any, text_column: str, messages_column: str | None)
 
 def _text(key: str, value: Any) -> Document | None:
     if value is not None and not isinstance(value, str):
-        raise UsageError(
-            f"{key}: holds {type(value).__name__}, not text; name another column with --text-column"
-        )
+        raise UsageError(f"{key}: holds {type(value).__name__}, not text; name another column with --text-column")
     return Document(key, text=value) if value and value.strip() else None
 
 
 def _conversation(key: str, value: Any) -> Document | None:
     """Keeps what is text in each message (role, content, name, ...)."""
     messages = [m if isinstance(m, dict) else {} for m in value] if isinstance(value, list) else [{}]
-    if value is not None and not all(
-        isinstance(m.get(k), str) for m in messages for k in ("role", "content")
-    ):
+    if value is not None and not all(isinstance(m.get(k), str) for m in messages for k in ("role", "content")):
         raise UsageError(f"{key}: is no conversation; --messages-column needs lists of role and content")
     if not any(m.get("role") == "assistant" and m["content"].strip() for m in messages):
         return None

@@ -111,9 +111,7 @@ def _rows(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterat
 def _row(part: _Array, document_mask: bool) -> PackedRow:
     label, start = part["label"][1:], part["start"]
     loss_mask = label & ~start[1:] if document_mask else label.copy()
-    return PackedRow(
-        part["token"].copy(), loss_mask, np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0])
-    )
+    return PackedRow(part["token"].copy(), loss_mask, np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0]))
 
 
 @dataclass(frozen=True)
@@ -187,9 +185,7 @@ class _Encoder:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise UsageError("the tokenizer has no fast backend; use one whose folder holds a tokenizer.json")
         if tokenizer.eos_token_id is None:
-            raise UsageError(
-                "the tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json"
-            )
+            raise UsageError("the tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json")
         self._tokenizer = tokenizer
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         # A tokenizer.json may carry the truncation it was once used with, which would silently cut every
@@ -233,28 +229,22 @@ class _Encoder:
         return stream
 
 
-def _render(
-    tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]
-) -> tuple[str, _Spans]:
+def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]) -> tuple[str, _Spans]:
     """The conversation as text, and the [start, stop) characters of it that the assistant says."""
-    import jinja2
-
     if not tokenizer.chat_template:
-        raise UsageError(
-            "the tokenizer has no chat template; use one that has, or --text-column for plain text"
-        )
+        raise UsageError("the tokenizer has no chat template; use one that has, or --text-column for plain text")
     try:
         if _GENERATION.search(tokenizer.get_chat_template()):
             return _render_marked(tokenizer, messages)
         return _render_prefixes(tokenizer, key, messages)
-    except (jinja2.TemplateError, TypeError) as error:
+    except UsageError:
+        raise
+    except Exception as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{key}: the chat template refuses this conversation: {reason}") from error
 
 
-def _render_marked(
-    tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str, str]]
-) -> tuple[str, _Spans]:
+def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str, str]]) -> tuple[str, _Spans]:
     # Not `return_assistant_tokens_mask`: it misses the last tokens of a turn that ends in a character of
     # several tokens, and marks all that follows a turn that ends in a character without a token.
     from transformers.utils import chat_template_utils

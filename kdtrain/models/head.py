@@ -12,11 +12,8 @@ too small to tell. Where no form can be proven the model stays whole, `fused` is
 why.
 
 Packed documents are kept apart (`segments`) by positions that restart at 0 and by block-diagonal causal
-attention. This is proven on the probe too. A model on sdpa is given an attention function of our own, which
-is given no mask at all for plain causal attention and hence runs the fast kernels under `torch.compile` as
-well (transformers builds a mask there); other attention implementations find the documents by their
-positions. The price: a split model ignores a padding mask. Packed rows have no padding, and an exported
-model is the plain one again.
+attention, and this is proven on the probe too. A model on sdpa gets the attention function of `attention.py`;
+one on another implementation is given the positions alone, by which transformers finds the documents.
 
 Shape suffixes: B batch, T time, V vocabulary, D model width.
 """
@@ -29,14 +26,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PreTrainedModel
 
 from kdtrain.errors import UsageError
-
-CAUSAL_SDPA = "kdtrain_causal_sdpa"
+from kdtrain.models.attention import CAUSAL_SDPA, document_mask, document_positions
 
 # Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -110,9 +104,7 @@ class SplitModel(nn.Module):
         attention and positions then stay within a document. None: plain causal attention.
         """
         if segments_BT is not None and not self.separates_documents:
-            raise UsageError(
-                f"{_name(self.model)} cannot keep packed documents apart; leave --document-mask out"
-            )
+            raise UsageError(f"{_name(self.model)} cannot keep packed documents apart; leave --document-mask out")
         return self._run(tokens_BT, segments_BT)
 
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
@@ -131,19 +123,6 @@ class SplitModel(nn.Module):
         if self.model.config._attn_implementation == CAUSAL_SDPA:
             keywords["attention_mask"] = document_mask(segments_BT)
         return keywords
-
-
-def document_positions(segments_BT: Tensor) -> Tensor:
-    """Return each token's position within its document, int64 [B, T]; neighbours of one number are one."""
-    here_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
-    starts_BT = F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0), value=True)
-    return here_T - torch.where(starts_BT, here_T, 0).cummax(dim=1).values
-
-
-def document_mask(segments_BT: Tensor) -> Tensor:
-    """Return which position (third axis) sees which (last), bool [B, 1, T, T]: its document, up to itself."""
-    same_BTT = rearrange(segments_BT, "b t -> b 1 t 1") == rearrange(segments_BT, "b t -> b 1 1 t")
-    return same_BTT & torch.ones(same_BTT.shape[-2:], dtype=torch.bool, device=segments_BT.device).tril()
 
 
 def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None) -> SplitModel:
@@ -169,31 +148,6 @@ def default_probe(model: PreTrainedModel) -> Tensor:
     vocab_size = model.config.get_text_config().vocab_size
     tokens_BT = torch.randint(vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
     return tokens_BT.to(model.device)
-
-
-def causal_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    sliding_window: int | None = None,
-    **keywords: Any,
-) -> tuple[Tensor, None]:
-    """Attend by scaled dot products, causally; the interface of `transformers.AttentionInterface`.
-
-    query, key, value: [B, heads, T, head width]. attention_mask: bool [B, 1, T, T], causal itself, or None.
-    sliding_window: how many tokens a position sees, itself included; None for all before it.
-    """
-    length = query.shape[2]
-    if sliding_window is not None and length > sliding_window:
-        everything_TT = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        window_TT = everything_TT.tril() & everything_TT.triu(1 - sliding_window)
-        attention_mask = window_TT[None, None] if attention_mask is None else attention_mask & window_TT
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
-
-
-AttentionInterface.register(CAUSAL_SDPA, causal_sdpa)
 
 
 class _Probe:
@@ -257,7 +211,7 @@ def _fuse(pieces: SplitModel, tokens_BT: Tensor) -> None:
 
 
 def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
-    """Set the first form that gives the probe's logits, plain and amplified; the configuration's own first."""
+    """Set the first form that gives the probe's logits, plain and amplified; the configuration's first."""
     linear = pieces.model.get_output_embeddings()
     if pieces.model.base_model is pieces.model or getattr(linear, "weight", None) is None:
         return False

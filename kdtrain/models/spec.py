@@ -90,9 +90,7 @@ def read_spec(spec: str) -> ModelSpec:
     if path.suffix == ".toml":
         return _from_toml(path)
     if path.is_file():
-        raise UsageError(
-            f"{spec}: a spec is a TOML file, a model folder or a hub id, and this is another file"
-        )
+        raise UsageError(f"{spec}: a spec is a TOML file, a model folder or a hub id, and this is another file")
     if not is_hub_id(spec):
         raise UsageError(f"{spec}: there is no such file or folder, and a hub id is of the form org/name")
     return ModelSpec(name=spec, source=spec)
@@ -108,9 +106,7 @@ def _from_folder(folder: Path) -> ModelSpec:
         if (candidate / "config.json").is_file():
             return ModelSpec(name=folder.resolve().name, source=os.path.normpath(candidate))
     if (folder / "config.toml").is_file():
-        raise UsageError(
-            f"{folder}: this run has no exported student; write one with 'kdtrain export {folder}'"
-        )
+        raise UsageError(f"{folder}: this run has no exported student; write one with 'kdtrain export {folder}'")
     raise UsageError(f"{folder}: no config.json in this folder; a model folder has one")
 
 
@@ -151,9 +147,7 @@ def _relative_to(folder: Path, source: str, where: str) -> str:
     if path.exists():
         return os.path.normpath(path)
     if not is_hub_id(source):
-        raise UsageError(
-            f"{where} = '{source}': no such path beside this file, and not a hub id of the form org/name"
-        )
+        raise UsageError(f"{where} = '{source}': no such path beside this file, and not a hub id of the form org/name")
     return source
 
 

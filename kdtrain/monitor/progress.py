@@ -49,9 +49,7 @@ class Bar:
         every: seconds between plain lines.
     """
 
-    def __init__(
-        self, what: str, total: int | None, done: int = 0, unit: str = "", every: float = 10.0
-    ) -> None:
+    def __init__(self, what: str, total: int | None, done: int = 0, unit: str = "", every: float = 10.0) -> None:
         self.what, self.total, self.unit, self.every = what, total, unit, every
         self.start_done, self.done = done, done
         self.started = self.spoke = time.monotonic()

@@ -23,15 +23,13 @@ class Writers:
 
     def __init__(self, folder: Path, resume_step: int, tensorboard: bool) -> None:
         self.events_path = folder / "events.jsonl"
-        _forget(folder / "metrics.jsonl", resume_step)
-        self.file = open(folder / "metrics.jsonl", "a", buffering=1)
+        _forget(folder / "metrics.jsonl", resume_step if resume_step else -1)
+        self.file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  # closed by close()
         self.board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else None
-            )
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
 
     def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of `step`; a number that is not finite is written as null."""

@@ -9,9 +9,9 @@ ghost        the head's entries and one bucket for all the rest: p_tail = exp(L(
              student's own mass outside the head. Forward KL of the bucketed distributions, a lower bound of
              the full one (the ghost token of Sparse Logit Sampling, ACL 2025, arXiv 2503.16870, with the mass
              right at every T). 0 with zero gradient for student = teacher.
-drop         the head's entries only, with true masses: sum_k p_k (log p_k - log q_k). 0 for student = teacher,
-             but that is no minimum: the gradient there is beta q_j P in the tail and beta q_j (P - 1) in the
-             head, P the head's mass. The student's tail starves, and the value falls to P log P < 0.
+drop         the head's entries only, with true masses: sum_k p_k (log p_k - log q_k). 0 for student =
+             teacher, but that is no minimum: with P the head's mass, the gradient there is beta q_j P in the
+             tail and beta q_j (P - 1) in the head. The tail starves, and the value falls to P log P < 0.
 renormalize  both sides divided by their mass in the head, as most others do: blind to what the student puts
              elsewhere. 0 with zero gradient for student = teacher.
 sampled      head entries with weight p_k, drawn entries with weight
@@ -83,7 +83,7 @@ def dense_events(logits_RV: Tensor, energies_RV: Tensor, beta: Tensor | float) -
 
 
 def sparse_events(tail: str, targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    """The events that tail rule `tail` (a resolved one) makes of `targets` without absent entries, at `beta`."""
+    """The events that the resolved tail rule makes of targets, absent entries weighing nothing, at `beta`."""
     return TAIL_RULES[tail].events(targets, statistics, beta)
 
 
@@ -102,9 +102,7 @@ def refuse(divergence: str, tail: str, *, head: int = 0, draws: int = 0, dense: 
         raise UsageError(f"--divergence {divergence} cannot be computed from {kind} targets; use {able}")
     if dense:
         if tail != "ghost":
-            raise UsageError(
-                f"--tail {tail} means nothing for dense targets, which have no tail; leave --tail out"
-            )
+            raise UsageError(f"--tail {tail} means nothing for dense targets, which have no tail; leave --tail out")
         return
     if draws and resolve_tail(tail, draws) != "sampled":
         raise UsageError(
@@ -112,9 +110,7 @@ def refuse(divergence: str, tail: str, *, head: int = 0, draws: int = 0, dense: 
             "or use a cache built with --draws 0"
         )
     if not draws and tail == "sampled":
-        raise UsageError(
-            "--tail sampled needs a cache with draws; use --tail ghost, or build one with --draws"
-        )
+        raise UsageError("--tail sampled needs a cache with draws; use --tail ghost, or build one with --draws")
     least = TAIL_RULES[resolve_tail(tail, draws)].least_head
     if head < least:
         raise UsageError(

@@ -1,20 +1,20 @@
 """The fused output head: loss and gradients from hidden states, without ever holding all logits.
 
-The engine walks the rows in chunks. For a chunk it makes the logits and their statistics (`statistics`); the loss
-is an ordinary small function of these, whose autograd gives one coefficient for each statistic, and with them
+The engine walks the rows in chunks. For a chunk it makes the logits and their statistics (`statistics`); the
+loss is an ordinary small function of these, whose autograd gives one coefficient a statistic, and with them
     dz = g_tail softmax_tail(z) + g_tail_beta beta softmax_tail(beta z) + scatter(g_kept, g_label),
     dHidden = dz W,   dW = dz^T h.
-Gradients are thus made in the forward pass, with three matrix products as in plain cross-entropy; the backward
-pass only multiplies them by the incoming scalar. A new sparse loss is a new small function.
+Gradients are thus made in the forward pass, with three matrix products as in plain cross-entropy; the
+backward pass only multiplies them by the incoming scalar. A new sparse loss is a new small function.
 
 Dense targets take another way through the same walk: the loss is a function of the whole chunk of logits, and
 autograd runs through that chunk.
 
-Given up: the loss can be differentiated once, and all gradients that are asked for are held from forward to backward
-(as large as the weight and the hidden states).
+Given up: the loss can be differentiated once, and all gradients that are asked for, as large as the weight
+and the hidden states, are held from forward to backward.
 
-Shape suffixes: N tokens, R rows of a chunk, D model width, V vocabulary (without padding), P rows of the weight
-(V and padding), K kept entries.
+Shape suffixes: N tokens, R rows of a chunk, D model width, V vocabulary (without padding), P rows of the
+weight (V and padding), K kept entries.
 """
 
 from __future__ import annotations
@@ -74,13 +74,15 @@ def fused_loss(
     """Sum over chunks of a loss of output-head statistics, differentiable in hidden, weight, bias and beta.
 
     Args:
-        hidden_ND: the student's last hidden states, or [N,P] logits when the head has no weight; any float
-        dtype. beta: scalar inverse temperature. rows: labels, mask and targets of the N rows; the losses get
-        a chunk of them, made harmless. sparse_loss: for sparse or absent targets. dense_loss: for dense
-        ones. sums: the length of the vector of sums that the losses return. vocab_size: V; weight rows from
-        V on are padding, take no part and get a zero gradient. compile: torch.compile the elementwise work
-        of a chunk (for sparse targets; a dense loss compiles itself). chunk: rows of a chunk, instead of
-        `chunk_rows`.
+        hidden_ND: the student's last hidden states, or [N,P] logits when the head has no weight; any float dtype.
+        beta: scalar inverse temperature.
+        rows: labels, mask and targets of the N rows; the losses get a chunk of them, made harmless.
+        sparse_loss: for sparse or absent targets.
+        dense_loss: for dense ones.
+        sums: the length of the vector of sums that the losses return.
+        vocab_size: V; weight rows from V on are padding, take no part and get a zero gradient.
+        compile: torch.compile the elementwise work of a chunk (of sparse targets; a dense loss compiles itself).
+        chunk: rows of a chunk, instead of `chunk_rows`.
     Returns:
         the loss (scalar, at least fp32) and the vector of sums, detached.
     """
@@ -172,9 +174,7 @@ def _accumulate(
         into[:size] += dz_RV.sum(0)
 
 
-def _chunk(
-    walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Loss, sums, gradient in u (if any is wanted) and in beta (if it is wanted) of one chunk."""
     if isinstance(rows.targets, DenseTargets):
         return _dense_chunk(walk, z_RV, beta, rows)
@@ -210,9 +210,7 @@ def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
     if walk.differentiates:
         g_beta_R = None if targets is None or g_beta_R is None else g_beta_R * beta
         spread = maybe_compiled(spread_gradients, walk.compile)
-        dz_RV = spread(
-            z_RV, beta, tail_R.detach(), tail_beta_R.detach(), g_tail_R, g_beta_R, walk.scale, walk.softcap
-        )
+        dz_RV = spread(z_RV, beta, tail_R.detach(), tail_beta_R.detach(), g_tail_R, g_beta_R, walk.scale, walk.softcap)
         for ids, g, z in ((ids_RK, g_kept_RK, kept_RK), (rows.labels[:, None], g_label_R, label_R)):
             if g is not None:
                 slope = walk.scale * cap_slope(z.detach(), walk.softcap)

@@ -66,7 +66,7 @@ def make_logits(
     softcap: float | None,
     size: int,
 ) -> Tensor:
-    """Logits [R,V] in the dtype of its inputs, which are cut to the V = `size` columns but for hidden logits."""
+    """Logits [R,V] in the dtype of the inputs; weight and bias are cut to V = `size` already."""
     if weight_VD is None:
         u_RV = hidden_RD[:, :size].clamp(min=NEVER)
     else:

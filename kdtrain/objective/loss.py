@@ -141,8 +141,7 @@ class _Recipe:
         """The loss of a chunk and its sums (CE, KD, KD at T = 1) from values a token."""
         nothing = torch.zeros_like(beta)
         cross_entropy, kd, at_one = (
-            nothing if x is None else x.masked_fill(~mask_R, 0.0).sum()
-            for x in (cross_entropy_R, kd_R, at_one_R)
+            nothing if x is None else x.masked_fill(~mask_R, 0.0).sum() for x in (cross_entropy_R, kd_R, at_one_R)
         )
         total = (1.0 - self.alpha) * cross_entropy + self.alpha / beta**2 * kd
         return per_token(total, self.normalizer), torch.stack([cross_entropy, kd, at_one])
@@ -167,8 +166,9 @@ def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int)
         refuse(divergence, tail, head=targets.head, draws=targets.draws)
     elif targets is not None:
         refuse(divergence, tail, dense=True)
-        if targets.logprobs.shape[1] != vocab_size:
+        columns = targets.logprobs.shape[1]
+        if columns != vocab_size:
             raise UsageError(
-                f"the dense targets have {targets.logprobs.shape[1]} columns and the vocabulary {vocab_size}; "
+                f"the dense targets have {columns} columns and the vocabulary has {vocab_size}; "
                 "use a teacher and a student of one tokenizer"
             )

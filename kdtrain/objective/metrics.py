@@ -1,12 +1,13 @@
-"""How good a student is on some tokens: sums that can be added over batches and ranks, and the figures made of them.
+"""How good a student is on some tokens: sums to be added over batches and ranks, and figures made of them.
 
 Everything is at T = 1, under `torch.no_grad()`, in chunks of rows. What is exact depends on the targets:
 
 KL(teacher || student)  exact for dense targets; for a head and its tail bucket a lower bound, off by what the
                         teacher and student differ inside the tail; with draws an unbiased estimate.
 top-1 agreement         needs the teacher's most likely token: dense targets, or a head.
-acceptance              sum_j min(p_j, q_j), the rate at which speculative decoding accepts the student's tokens
-                        (Leviathan et al. 2023, arXiv 2211.17192); with a tail bucket an upper bound; needs a head.
+acceptance              sum_j min(p_j, q_j), the rate at which speculative decoding accepts the student's
+                        tokens (Leviathan et al. 2023, arXiv 2211.17192); needs a head, and with its tail
+                        bucket is an upper bound.
 ECE                     expected calibration error over 15 equal bins of confidence (Guo et al. 2017).
 """
 
@@ -28,7 +29,7 @@ BINS = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Sums over unmasked tokens; nats where they are of log-probabilities. None: these targets cannot tell."""
+    """Sums over unmasked tokens, in nats where of log-probabilities. None: the targets cannot tell."""
 
     tokens: float = 0.0
     cross_entropy: float = 0.0
@@ -104,9 +105,7 @@ def measure(
     with torch.autocast(hidden_ND.device.type, enabled=False):
         for start in range(0, hidden_ND.shape[0], chunk):
             part = slice(start, start + chunk)
-            parts.append(
-                _chunk_sums(chunk_logits(hidden_ND[part], head, vocab_size), rows[part].harmless(vocab_size))
-            )
+            parts.append(_chunk_sums(chunk_logits(hidden_ND[part], head, vocab_size), rows[part].harmless(vocab_size)))
     if parts:
         total += torch.stack(parts).double().cpu().sum(0)
     return Metrics.from_vector(total.tolist())

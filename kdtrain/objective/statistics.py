@@ -1,11 +1,11 @@
 """Per-token statistics of a student's logits: all that a loss over sparse targets needs to know of them.
 
-They are the log sum exp of z and of beta z over the tail (everything but the head's ids), and z at the kept ids and
-at the label. Sums over the whole vocabulary are log-add-exps of tail and head; the tail's mass is a sum of its own,
-because 1 - sum q has lost all its digits in fp32 once the head is likely.
+They are the log sum exp of z and of beta z over the tail (everything but the head's ids), and z at the kept
+ids and at the label. Sums over the whole vocabulary are log-add-exps of tail and head; the tail's mass is a
+sum of its own, because 1 - sum q has lost all its digits in fp32 once the head is likely.
 
-`reduce_logits` makes the statistics of a chunk and `spread_gradients` carries a loss's gradients in the sums over the
-tail back to the logits; both are plain elementwise and row-wise functions that torch.compile can fuse.
+`reduce_logits` makes the statistics of a chunk and `spread_gradients` carries a loss's gradients in the sums
+over the tail back to the logits; both are plain elementwise and row-wise functions that torch.compile fuses.
 
 Shape suffixes: R rows of a chunk, V vocabulary, K kept entries, H head entries.
 """
@@ -85,7 +85,10 @@ def reduce_logits(
     distils: bool,
     moves: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Statistics of a chunk, and, if beta `moves`, E[z] under the tail's softmax; masks the head in `z_RV`."""
+    """Statistics of a chunk and, if beta `moves`, E[z] under the tail's softmax at beta.
+
+    The head's logits in `z_RV` are overwritten with `NEVER`.
+    """
     kept_RK = z_RV.gather(1, ids_RK).masked_fill(absent_RK, NEVER)
     label_R = z_RV.gather(1, labels_R[:, None]).squeeze(1)
     if head:
@@ -142,6 +145,4 @@ def safe_ids(targets: SparseTargets | None, z_RV: Tensor) -> tuple[Tensor, Tenso
 
 
 def _with_head(tail_R: Tensor, head_RH: Tensor) -> Tensor:
-    return (
-        torch.logsumexp(torch.cat([tail_R[:, None], head_RH], dim=1), dim=1) if head_RH.shape[1] else tail_R
-    )
+    return torch.logsumexp(torch.cat([tail_R[:, None], head_RH], dim=1), dim=1) if head_RH.shape[1] else tail_R

@@ -160,6 +160,14 @@ class DenseTargets(_Rows):
             values_N, slopes_N = _keep(values_N, keep_N, 0.0), _keep(slopes_N, keep_N, 0.0)
         return values_N + slopes_N * (beta - fixed)
 
+    def narrow(self, vocab_size: int) -> DenseTargets:
+        """The distribution over the first `vocab_size` entries, for a teacher's head padded beyond the student's."""
+        if self.logprobs.shape[1] <= vocab_size:
+            return self
+        kept_NV = self.logprobs[:, :vocab_size].float()
+        mass_N = torch.logsumexp(kept_NV, dim=-1)
+        return DenseTargets(kept_NV - mass_N[:, None], self.label_logprob - mass_N)
+
     def where(self, keep_N: Tensor) -> DenseTargets:
         """The same with rows outside `keep_N` made harmless (log p = 0 everywhere, finite)."""
         return self._map(lambda _, tensor: _keep(tensor, keep_N, 0.0))

@@ -5,8 +5,8 @@ A learnable temperature is one fp32 number theta with
 log-spaced, so that it cannot leave its bounds and moves as easily at either end. Three ways to learn it:
 
 likelihood   minimise over beta = 1/T the teacher's own cross-entropy with the labels, the mean of
-             log Z(beta) - beta e_label: convex in beta, one optimum, from the targets alone. It calibrates the
-             teacher (Guo et al. 2017, arXiv 1706.04599). The distillation loss sees T without a gradient.
+             log Z(beta) - beta e_label: convex in beta, one optimum, from the targets alone. It calibrates
+             the teacher (Guo et al. 2017, arXiv 1706.04599). The distillation loss sees T without a gradient.
 adversarial  ascend the distillation loss in T through a gradient reversal layer, whose strength rises from 0
              to 1 along a cosine (CTKD, Li et al., AAAI 2023, arXiv 2211.16231). T^2 KL has a hump inside.
 minimize     descend the distillation loss in T. Kept because people ask for it: T^2 KL falls on both sides of
@@ -44,16 +44,14 @@ class Temperature(nn.Module):
         self.register_buffer("_start", torch.tensor(start, dtype=torch.float32), persistent=False)
 
     def set_step(self, step: int) -> None:
-        """Tell which optimizer step, from 0, the next calls are for; everything scheduled is a function of it."""
+        """Tell which optimizer step, from 0, the next calls are for; all that is scheduled depends on it."""
         self.step = step
 
     def value(self) -> Tensor:
         """T for the distillation loss, scalar fp32, with the gradient that the mode wants (or none)."""
         return self._start  # type: ignore[return-value]
 
-    def auxiliary_loss(
-        self, targets: Targets | None, mask_N: Tensor, normalizer: Tensor | float
-    ) -> Tensor | None:
+    def auxiliary_loss(self, targets: Targets | None, mask_N: Tensor, normalizer: Tensor | float) -> Tensor | None:
         """A scalar to add to the loss, about the temperature alone; None where the mode has none."""
         return None
 
@@ -62,7 +60,7 @@ class Temperature(nn.Module):
         return None
 
     def log_gradient(self) -> Tensor | None:
-        """The gradient last left at theta, as one in log T; None where nothing is learned or nothing was left."""
+        """The gradient last left at theta, as one in log T; None where there is none."""
         return None
 
 
@@ -111,9 +109,7 @@ class LikelihoodTemperature(LearnedTemperature):
     def value(self) -> Tensor:
         return self.temperature().detach()
 
-    def auxiliary_loss(
-        self, targets: Targets | None, mask_N: Tensor, normalizer: Tensor | float
-    ) -> Tensor | None:
+    def auxiliary_loss(self, targets: Targets | None, mask_N: Tensor, normalizer: Tensor | float) -> Tensor | None:
         """Mean over unmasked tokens of log Z(beta) - beta e_label, in nats; None without targets.
 
         `normalizer` is the number of unmasked tokens of the whole step, as for the loss.
@@ -203,9 +199,7 @@ def build_temperature(
     if mode == "schedule":
         return ScheduledTemperature(start, start if end is None else end, total_steps, schedule)
     if mode == "adversarial":
-        return AdversarialTemperature(
-            start, minimum, maximum, total_steps // 10 if ramp_steps is None else ramp_steps
-        )
+        return AdversarialTemperature(start, minimum, maximum, total_steps // 10 if ramp_steps is None else ramp_steps)
     learned = {"likelihood": LikelihoodTemperature, "minimize": MinimizedTemperature}[mode]
     return learned(start, minimum, maximum)
 
@@ -219,6 +213,6 @@ def _check(mode: str, schedule: str, start: float, end: float, minimum: float, m
         raise UsageError(f"a temperature must be above 0, --temperature is {start:g} and its end {end:g}")
     if mode not in ("fixed", "schedule") and not 0 < minimum < maximum < math.inf:
         raise UsageError(
-            f"--temperature-min {minimum:g} and --temperature-max {maximum:g} leave no room to learn a temperature "
-            "in; set 0 < minimum < maximum"
+            f"--temperature-min {minimum:g} and --temperature-max {maximum:g} leave no room to learn a "
+            "temperature in; set 0 < minimum < maximum"
         )

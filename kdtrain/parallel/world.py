@@ -20,9 +20,7 @@ def pick_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device '{name}' is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"--device '{name}' is not on this machine; it has {torch.cuda.device_count()} CUDA devices"
-        )
+        raise UsageError(f"--device '{name}' is not on this machine; it has {torch.cuda.device_count()} CUDA devices")
     return device
 
 

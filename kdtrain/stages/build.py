@@ -23,7 +23,11 @@ def logit_width(model: SplitModel) -> int:
 
 
 def build_cache(
-    config: CacheTeacherConfig, spec: ModelSpec, teacher: SplitModel, asked: Teacher, tokenizer: PreTrainedTokenizerFast
+    config: CacheTeacherConfig,
+    spec: ModelSpec,
+    teacher: SplitModel,
+    asked: Teacher,
+    tokenizer: PreTrainedTokenizerFast,
 ) -> Manifest:
     """Build the cache of `config`, or what is missing of it.
 
@@ -35,7 +39,9 @@ def build_cache(
     width = logit_width(teacher)
     if not codec.dense and codec.head > width:
         raise UsageError(f"--head {codec.head} is more than the vocabulary of {width}; choose less, or --dense")
-    kept: dict[str, Any] = {"kind": "dense"} if codec.dense else {"kind": "sparse", "head": codec.head, "draws": codec.draws}
+    kept: dict[str, Any] = (
+        {"kind": "dense"} if codec.dense else {"kind": "sparse", "head": codec.head, "draws": codec.draws}
+    )
     facts = {
         "spec": spec.name,
         "weights_digest": model_digest(teacher),
@@ -45,7 +51,12 @@ def build_cache(
     }
     settings = _settings(config.data, tokenizer, CodecSpec(**kept, vocab_size=width), config.splits())
     settings = CacheSettings(
-        **{**vars(settings), "teacher": facts, "seed": config.seed, "sequences_per_shard": config.sequences_per_shard}
+        **{
+            **vars(settings),
+            "teacher": facts,
+            "seed": config.seed,
+            "sequences_per_shard": config.sequences_per_shard,
+        }
     )
     return _write(config.out, settings, config.data, tokenizer, asked, config.batch_size)
 
@@ -76,9 +87,15 @@ def _settings(
 ) -> CacheSettings:
     if codec.vocab_size < len(tokenizer):
         raise UsageError(
-            f"the tokenizer has {len(tokenizer)} entries and the model {codec.vocab_size} logits; give the model's own tokenizer"
+            f"the tokenizer has {len(tokenizer)} entries and the model {codec.vocab_size} logits; "
+            "give the model's own tokenizer"
         )
-    text = {"source": data.data, "split": data.split, "text_column": data.text_column, "messages_column": data.messages_column}
+    text = {
+        "source": data.data,
+        "split": data.split,
+        "text_column": data.text_column,
+        "messages_column": data.messages_column,
+    }
     return CacheSettings(
         codec=codec,
         seq_len=data.seq_len,
@@ -99,7 +116,10 @@ def _write(
     batch_size: int,
 ) -> Manifest:
     # the split asked for is called train in the cache, and validation stands beside it
-    sources = {"train": data.split, "validation": "validation" if "train" in settings.sequences else data.split}
+    sources = {
+        "train": data.split,
+        "validation": "validation" if "train" in settings.sequences else data.split,
+    }
     parts = {name: rows(data, sources[name], tokenizer, limit) for name, limit in settings.sequences.items()}
     with bar("cache" if asked else "tokens", None) as shown:
         return write_cache(

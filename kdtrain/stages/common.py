@@ -26,7 +26,9 @@ from kdtrain.precision.modes import autocast
 Teacher = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def rows(data: DataConfig, split_name: str, tokenizer: PreTrainedTokenizerFast, limit: int | None) -> Iterator[PackedRow]:
+def rows(
+    data: DataConfig, split_name: str, tokenizer: PreTrainedTokenizerFast, limit: int | None
+) -> Iterator[PackedRow]:
     """The first `limit` packed rows of a split."""
     assert data.data is not None
     texts = documents(

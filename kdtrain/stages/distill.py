@@ -4,13 +4,14 @@ Text that does not come from a cache is packed once into a cache of bare tokens 
 the same way, in the same order, in flat memory, and a resume never tokenises again.
 """
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kdtrain.cache.provenance import Manifest, check_student
+from kdtrain.cache.provenance import Manifest, check_student, check_tokenizer, tokenizer_digest
 from kdtrain.cache.reader import CacheReader
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.config import DistillConfig
@@ -26,7 +27,7 @@ from kdtrain.parallel.world import peak_memory_mb, pick_device
 from kdtrain.precision.modes import pick_mode, why_not_compile
 from kdtrain.stages.build import build_tokens, logit_width
 from kdtrain.stages.common import ask, check_length, open_teacher, show
-from kdtrain.stages.run_folder import claim, deciding, refuse_changes, write_description
+from kdtrain.stages.run_folder import claim, deciding, make, refuse_changes, write_description
 from kdtrain.training.loop import Run, train
 from kdtrain.training.source import CachedSource, OnlineSource, Source
 from kdtrain.training.state import Progress, TrainState, make_optimizer
@@ -46,13 +47,9 @@ def main(config: DistillConfig) -> int:
     if config.precision.deterministic:
         torch.use_deterministic_algorithms(True)
     spec = read_spec(config.student)
-    if config.cache is not None:
-        CacheReader(config.cache, "train").close()  # an unfinished cache is refused before the run's folder is made
-
     goes_on = claim(config)
-    setup_logging(config.out / "train.log")
     teacher = None if config.teacher is None else open_teacher(read_spec(config.teacher), device, mode)
-    folder = config.cache or _tokens(config, spec, teacher)
+    folder = config.cache or _tokens(config, spec, teacher, goes_on)
     readers = {name: CacheReader(folder, name) for name in ("train", "validation")}
     manifest = readers["train"].manifest
     student = _student(config, spec, manifest, device)
@@ -60,9 +57,10 @@ def main(config: DistillConfig) -> int:
     document_mask = manifest.settings.document_mask
     total = _total_steps(config, len(readers["train"]))
 
+    vocab_size = min(manifest.vocab_size, logit_width(student))
     sources: dict[str, Source] = {}
     for name, reader in readers.items():
-        cached = CachedSource(reader, device)
+        cached = CachedSource(reader, device, vocab_size)
         sources[name] = cached if teacher is None else OnlineSource(cached, ask(teacher, device, mode), document_mask)
     has_teacher = teacher is not None or manifest.codec.kind != "tokens"
     if has_teacher:
@@ -83,7 +81,7 @@ def main(config: DistillConfig) -> int:
             temperature,
             config.objective,
             config.precision,
-            vocab_size=min(manifest.vocab_size, logit_width(student)),
+            vocab_size=vocab_size,
             seq_len=manifest.settings.seq_len,
             has_teacher=has_teacher,
             mode=mode,
@@ -98,6 +96,8 @@ def main(config: DistillConfig) -> int:
         validation_source=sources["validation"],
         identity={"cache": manifest.digest, "options": deciding(config), "student": spec.name},
     )
+    make(config.out)
+    setup_logging(config.out / "train.log")
     if goes_on:
         _resume(run)
     run.writers = Writers(config.out, state.progress.step, config.monitor.tensorboard)
@@ -109,13 +109,18 @@ def main(config: DistillConfig) -> int:
     return _finish(run, folder)
 
 
-def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None) -> Path:
+def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, goes_on: bool) -> Path:
     """The run's own cache of bare tokens, by the teacher's tokenizer, or by the student's where there is no teacher."""
     tokenizer_of = spec if config.teacher is None else read_spec(config.teacher)
+    if teacher is not None:
+        check_length(teacher, tokenizer_of.name, config.data.seq_len)
     tokenizer = load_tokenizer(tokenizer_of)
     width = len(tokenizer) if teacher is None else logit_width(teacher)
-    build_tokens(config.out / "data", config.data, tokenizer, width)
-    return config.out / "data"
+    folder = config.out / "data"
+    if not goes_on and (folder / "manifest.json").exists():
+        shutil.rmtree(folder)  # of a try that was refused before it became a run
+    build_tokens(folder, config.data, tokenizer, width)
+    return folder
 
 
 def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device: torch.device) -> SplitModel:
@@ -125,6 +130,8 @@ def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device:
     student = split(model)
     check_student(manifest, logit_width(student))
     check_length(student, spec.name, manifest.settings.seq_len)
+    if spec.tokenizer is not None:
+        check_tokenizer(manifest, tokenizer_digest(load_tokenizer(spec)))
     if not student.fused:
         log.info("student %s: output head not split off: %s", spec.name, student.reason)
     return student
@@ -142,7 +149,7 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
     used += [low, high] if learnable else []
     if manifest.codec.kind != "tokens" and not all(valid["min"] <= each <= valid["max"] for each in used):
         raise UsageError(
-            f"temperatures {sorted(set(used))} leave {valid['min']:.3g} to {valid['max']:.3g}, where the cache is right; "
+            f"temperatures {sorted(set(used))} leave the cache's range of {valid['min']:.3g} to {valid['max']:.3g}; "
             "choose --temperature, --temperature-end, --temperature-min and --temperature-max inside"
         )
     if learnable and not low < objective.temperature < high:
@@ -217,7 +224,11 @@ def _announce(run: Run, spec: ModelSpec, mode: str, manifest: Manifest) -> None:
     config, settings = run.config, manifest.settings
     parameters = sum(each.numel() for each in run.state.student.parameters())
     facts: dict[str, Any] = {
-        "student": {"name": spec.name, "parameters": parameters, "vocab_size": logit_width(run.state.student)},
+        "student": {
+            "name": spec.name,
+            "parameters": parameters,
+            "vocab_size": logit_width(run.state.student),
+        },
         "cache": manifest.digest,
         "device": str(run.step.device),
         "mode": mode,
@@ -254,8 +265,8 @@ def _finish(run: Run, folder: Path) -> int:
         "steps": run.total,
         "stopped_by": run.stopped_by,
         "tokens": progress.tokens,
-        "seconds": round(progress.seconds, 1),
-        "tokens_per_second": round(progress.tokens / max(progress.seconds, 1e-9), 1),
+        "seconds": round(run.seconds, 1),
+        "tokens_per_second": round(run.tokens / run.seconds, 1) if run.seconds else None,
         "temperature": float(run.step.temperature.value().detach()) if run.step.has_teacher else None,
         "best_validation_loss": progress.best_loss,
         "best_step": progress.best_step,

@@ -40,7 +40,7 @@ def main(config: EvaluateConfig) -> int:
     mode = pick_mode(config.precision, device)
     student, tokenizer = open_student(config.student, device)
     student.eval()
-    with _source(config, tokenizer, device, mode) as (source, manifest):
+    with _source(config, tokenizer, device, mode, logit_width(student)) as (source, manifest):
         check_student(manifest, logit_width(student))
         check_length(student, config.student, manifest.settings.seq_len)
         if tokenizer is not None and config.cache is not None:
@@ -70,12 +70,12 @@ def main(config: EvaluateConfig) -> int:
 
 @contextmanager
 def _source(
-    config: EvaluateConfig, tokenizer: Path | str | None, device: torch.device, mode: str
+    config: EvaluateConfig, tokenizer: Path | str | None, device: torch.device, mode: str, vocab_size: int
 ) -> Iterator[tuple[Source, Manifest]]:
     """What the student is measured on: a split of a cache, or text packed into a folder that is gone afterwards."""
     if config.cache is not None:
         reader = CacheReader(config.cache, config.data.split)
-        yield CachedSource(reader, device), reader.manifest
+        yield CachedSource(reader, device, vocab_size), reader.manifest
         return
     teacher: SplitModel | None = None
     if config.teacher is not None:
@@ -90,6 +90,8 @@ def _source(
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         build_tokens(Path(folder) / "data", config.data, loaded, width, {"validation": config.data.num_sequences})
         reader = CacheReader(Path(folder) / "data", "validation")
-        cached = CachedSource(reader, device)
-        online = None if teacher is None else OnlineSource(cached, ask(teacher, device, mode), config.data.document_mask)
+        cached = CachedSource(reader, device, vocab_size)
+        online = (
+            None if teacher is None else OnlineSource(cached, ask(teacher, device, mode), config.data.document_mask)
+        )
         yield online or cached, reader.manifest

@@ -34,7 +34,11 @@ def main(config: ExportConfig) -> int:
     export_model(student, tokenizer, out)
     step = int(path.name.removeprefix("step-"))
     parameters = sum(each.numel() for each in student.parameters())
-    show(f"export {out}", {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}, config.json)
+    show(
+        f"export {out}",
+        {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters},
+        config.json,
+    )
     return 0
 
 
@@ -65,7 +69,11 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
     student = split(load_student(spec, vocab_size=facts["student"]["vocab_size"], seed=0, device="cpu"))
     checkpoint = load(path)
     own = student.state_dict()
-    weights = {name.removeprefix("student."): value for name, value in checkpoint.tensors.items() if name.startswith("student.")}
+    weights = {
+        name.removeprefix("student."): value
+        for name, value in checkpoint.tensors.items()
+        if name.startswith("student.")
+    }
     unknown = weights.keys() - own.keys()
     if unknown:
         raise RunError(f"checkpoint {path} does not fit student {spec.name}: {sorted(unknown)[0]} is unknown")

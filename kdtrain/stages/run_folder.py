@@ -23,35 +23,59 @@ FREE = {
 }
 """Options that may differ when a run goes on; every other one would make it another run."""
 
-LIBRARIES = ("kdtrain", "torch", "transformers", "datasets", "h5py", "hdf5plugin", "numpy", "safetensors", "torchao")
+LIBRARIES = (
+    "kdtrain",
+    "torch",
+    "transformers",
+    "datasets",
+    "h5py",
+    "hdf5plugin",
+    "numpy",
+    "safetensors",
+    "torchao",
+)
+
+
+OWN = {"config.toml", "environment.json", "train.log", "metrics.jsonl", "events.jsonl", "checkpoints", "tensorboard"}
+OWN |= {"student", "data"}
+"""What a run writes; a folder with anything else in it is not touched."""
 
 
 def claim(config: DistillConfig) -> bool:
-    """Make `config.out` ready for this run; whether an earlier run there is to be gone on with.
+    """Whether an earlier run in `config.out` is to be gone on with; nothing is written.
 
     Raises:
         UsageError: the folder holds something that is no run, or a run that `--resume never` would overwrite.
-        RunError: the folder cannot be written.
     """
     out = config.out
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; name a folder")
-    used = out.is_dir() and any(out.iterdir())
+    strange = sorted({path.name for path in out.iterdir()} - OWN) if out.is_dir() else []
     is_run = (out / "config.toml").exists()
-    if used and not is_run:
-        raise UsageError(f"--out {out} holds something that is no run; name another folder")
-    if is_run and config.checkpoint.resume == "never":
+    if strange and not is_run:
+        raise UsageError(f"--out {out} holds something that is no run ({strange[0]}); name another folder")
+    if not is_run:
+        return False
+    if config.checkpoint.resume == "never":
         if not config.checkpoint.overwrite:
             raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
         _move_aside(out)
-        is_run = False
+        return False
+    return _agreed(config)
+
+
+def make(out: Path) -> None:
+    """Make the folder of a run.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"--out {out} cannot be made: {error.strerror}") from None
     if not os.access(out, os.W_OK):
         raise RunError(f"--out {out} cannot be written: permission denied")
-    return is_run and _agreed(config)
 
 
 def _agreed(config: DistillConfig) -> bool:
@@ -117,7 +141,9 @@ def to_toml(tables: dict[str, dict[str, Any]]) -> str:
     for section, table in tables.items():
         lines.append(f"[{section}]")
         # a basic string of TOML is a string of JSON
-        lines += [f"{name} = {json.dumps(value)}" for name, value in table.items() if value is not None and name != "config"]
+        lines += [
+            f"{name} = {json.dumps(value)}" for name, value in table.items() if value is not None and name != "config"
+        ]
         lines.append("")
     return "\n".join(lines)
 

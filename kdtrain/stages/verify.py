@@ -22,7 +22,12 @@ def main(config: VerifyConfig) -> int:
     if config.repair and kind != "cache":
         raise UsageError(f"--repair is for caches; {config.path} is a {kind}")
     problems = _problems(config.path, kind)
-    result: dict[str, object] = {"path": str(config.path), "kind": kind, "ok": not problems, "problems": problems}
+    result: dict[str, object] = {
+        "path": str(config.path),
+        "kind": kind,
+        "ok": not problems,
+        "problems": problems,
+    }
     if config.repair and problems:
         result["dropped"] = repair(config.path)
         log.info("run the same cache-teacher command again to build what was dropped")

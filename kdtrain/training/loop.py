@@ -41,6 +41,7 @@ class Run:
         total: optimizer steps in all.
         micro: sequences in a micro-batch.
         identity: what the checkpoint says it belongs to (configuration, cache, student).
+        seconds, tokens: spent and trained on by this process; a clock is no part of the state.
     """
 
     config: DistillConfig
@@ -54,6 +55,8 @@ class Run:
     validation_source: Source
     identity: dict[str, object] = field(default_factory=dict)
     stopped_by: str | None = None
+    seconds: float = 0.0
+    tokens: int = 0
     checkpointed: int = -1
 
 
@@ -66,9 +69,9 @@ def train(run: Run) -> None:
     config, state, progress = run.config, run.state, run.state.progress
     averages = Averages(run.total)
     feed = Feed(run.train_source, lambda step: _indices(run, step), run.micro)
-    shown = Bar("distill", run.total, progress.step)
+    shown = Bar("distill", run.total, progress.step, every=math.inf)
     with StopRequest() as stop, shown.bar:
-        started, before = time.monotonic(), progress.seconds
+        started = time.monotonic()
         if progress.step == 0:
             _validate(run, stop)
         for number, batches in feed.steps(progress.step + 1, run.total):
@@ -82,17 +85,21 @@ def train(run: Run) -> None:
             if sums is None:
                 break
             norm = _clip(run, sums.tokens)
+            pull = run.step.temperature.log_gradient()
             state.optimizer.step()
             state.optimizer.zero_grad(set_to_none=True)
             faults.point("train.after-step")
 
             numbers = _numbers(run, sums, norm, rate)
+            if pull is not None:
+                numbers["dL/dlogT"] = float(pull)
             if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])):
                 raise RunError(_not_finite(run, number, numbers))
             progress.step = number
             progress.sequences += config.batch_size
             progress.tokens += int(numbers["tokens"])
-            progress.seconds = before + time.monotonic() - started
+            run.seconds = time.monotonic() - started
+            run.tokens += int(numbers["tokens"])
             numbers |= averages.add(number, numbers["loss"], int(numbers["tokens"]), time.monotonic())
             _report(run, shown, number, numbers)
 
@@ -105,7 +112,8 @@ def train(run: Run) -> None:
     if stop and progress.step < run.total:
         run.stopped_by = stop.name
         state.optimizer.zero_grad(set_to_none=True)
-        _checkpoint(run)
+        if progress.step > 0:
+            _checkpoint(run)
         log.info("stopped by %s after step %d; the same command goes on from there", stop.name, progress.step)
 
 
@@ -151,9 +159,7 @@ def _numbers(run: Run, sums: LossOutput, norm: torch.Tensor, rate: float) -> dic
     """The step's numbers as means over its tokens, read from the device in one go."""
     temperature = run.step.temperature.value().detach()
     tensors = [sums.cross_entropy, sums.kd, sums.kd_at_one, sums.tokens, norm, temperature]
-    ce, kd, kd_at_1, tokens, grad_norm, value = torch.stack(
-        [each.double().cpu() for each in tensors]
-    ).tolist()
+    ce, kd, kd_at_1, tokens, grad_norm, value = torch.stack([each.double().cpu() for each in tensors]).tolist()
     count = max(tokens, 1.0)
     if not run.step.has_teacher:
         return {"loss": ce / count, "lr": rate, "grad_norm": grad_norm, "tokens": tokens}
@@ -166,20 +172,25 @@ def _numbers(run: Run, sums: LossOutput, norm: torch.Tensor, rate: float) -> dic
 def _not_finite(run: Run, number: int, numbers: dict[str, float]) -> str:
     newest = run.store.newest_valid()[0]
     return (
-        f"step {number}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; the weights of this step are "
-        f"lost, the newest checkpoint is {newest or 'none'}; look at the data (kdtrain verify) or lower --lr"
+        f"step {number}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; this step is lost, "
+        f"the newest checkpoint is {newest or 'none'}; look at the data (kdtrain verify) or lower --lr"
     )
 
 
 def _report(run: Run, shown: Bar, number: int, numbers: dict[str, float]) -> None:
     run.writers.metrics(number, numbers)
-    names = [
-        name for name in ("loss", "loss_avg", "T", "lr", "grad_norm", "tok/s", "eta_h") if name in numbers
-    ]
+    names = [name for name in ("loss", "loss_avg", "T", "lr", "grad_norm", "tok/s", "eta_h") if name in numbers]
     shown.update(number, line({name: numbers[name] for name in names if name not in ("lr", "grad_norm")}))
     if number % run.config.monitor.log_freq == 0 or number == run.total or number == 1:
         memory = {"memory_mb": peak_memory_mb(run.step.device)}
         log.info("step %d/%d %s", number, run.total, line({name: numbers[name] for name in names} | memory))
+        if (bound := run.step.temperature.at_bound()) is not None:
+            log.warning(
+                "the learned temperature %.3f sits on its %s; --temperature-mode %s found nothing inside its bounds",
+                numbers["T"],
+                bound,
+                run.config.objective.temperature_mode,
+            )
 
 
 def _validate(run: Run, stop: StopRequest) -> None:

@@ -7,7 +7,7 @@ micro-batch ahead in a thread: HDF5 decompression and the copy to the device ove
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -27,32 +27,42 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: Sequence[int]) -> CachedBatch:
+    def read(self, indices: np.ndarray) -> CachedBatch:
         """The sequences `indices` and their targets, on the source's device."""
         ...
 
 
 class CachedSource:
-    """Sequences and targets of a cache (or tokens alone), copied to `device`."""
+    """Sequences and targets of a cache (or tokens alone), copied to `device`.
+
+    Args:
+        reader: one split of a cache.
+        device: where batches are wanted.
+        vocab_size: logits of the student; a dense teacher's padding beyond them is cut off.
+    """
 
     overlaps = True
 
-    def __init__(self, reader: CacheReader, device: torch.device) -> None:
+    def __init__(self, reader: CacheReader, device: torch.device, vocab_size: int) -> None:
         self.reader = reader
         self.device = device
+        self.vocab_size = vocab_size
 
     def __len__(self) -> int:
         return len(self.reader)
 
-    def read(self, indices: Sequence[int]) -> CachedBatch:
+    def read(self, indices: np.ndarray) -> CachedBatch:
         """The sequences `indices` on the device."""
-        batch = self.reader.read(indices)
+        batch = self.reader.read(indices.tolist())
+        targets = batch.targets
+        if isinstance(targets, DenseTargets):
+            targets = targets.narrow(self.vocab_size)
         return dataclasses.replace(
             batch,
             tokens=batch.tokens.to(self.device),
             loss_mask=batch.loss_mask.to(self.device),
             segments=batch.segments.to(self.device),
-            targets=None if batch.targets is None else batch.targets.to(self.device),
+            targets=None if targets is None else targets.to(self.device),
         )
 
 
@@ -80,13 +90,15 @@ class OnlineSource:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def read(self, indices: Sequence[int]) -> CachedBatch:
+    def read(self, indices: np.ndarray) -> CachedBatch:
         """The sequences `indices` with dense targets from the teacher."""
         batch = self.tokens.read(indices)
         with torch.no_grad():
             logits_BTV = self.teacher(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
             labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
-            targets = DenseTargets.from_logits(rearrange(logits_BTV, "B T V -> (B T) V"), labels_N)
+            targets = DenseTargets.from_logits(
+                rearrange(logits_BTV, "B T V -> (B T) V"), labels_N, self.tokens.vocab_size
+            )
         return dataclasses.replace(batch, targets=targets)
 
 
@@ -106,11 +118,7 @@ class Feed:
 
     def steps(self, first: int, last: int) -> Iterator[tuple[int, Iterator[CachedBatch]]]:
         """Steps `first` .. `last`, each with an iterator over its micro-batches."""
-        batches = (
-            self._ahead(first, last)
-            if self.source.overlaps
-            else map(self.source.read, self._jobs(first, last))
-        )
+        batches = self._ahead(first, last) if self.source.overlaps else map(self.source.read, self._jobs(first, last))
         for step in range(first, last + 1):
             yield step, itertools.islice(batches, len(self.indices(step)) // self.micro)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.errors import RunError
+from kdtrain.models.head import SplitModel
 
 
 @dataclass
@@ -26,8 +27,6 @@ class Progress:
     """Sequences consumed, over all epochs: the cursor."""
     tokens: int = 0
     """Unmasked tokens trained on."""
-    seconds: float = 0.0
-    """Time spent training, over all restarts."""
     best_loss: float | None = None
     """Lowest validation cross-entropy in nats."""
     best_step: int | None = None
@@ -38,7 +37,7 @@ class Progress:
 class TrainState:
     """The student, the temperature, the optimizer, and how far they are."""
 
-    student: nn.Module
+    student: SplitModel
     temperature: nn.Module
     optimizer: torch.optim.AdamW
     progress: Progress
@@ -66,24 +65,16 @@ class TrainState:
         own |= {f"temperature.{name}" for name in self.temperature.state_dict()}
         saved = {name for name in tensors if not name.startswith("optimizer.")}
         if own != saved:
-            raise RunError(
-                f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}"
-            )
+            raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
         for part, module in (("student.", self.student), ("temperature.", self.temperature)):
-            part_tensors = {
-                name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)
-            }
+            part_tensors = {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
             _copy_into(module.state_dict(), part_tensors)
         for name, parameter in self._parameters():
             prefix = f"optimizer.{name}."
-            found = {
-                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
-            }
+            found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if found:
                 # the moments live beside their parameter; fused AdamW keeps its step counter there as well
-                self.optimizer.state[parameter] = {
-                    key: value.to(parameter.device) for key, value in found.items()
-                }
+                self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
         self.progress = Progress(**numbers["progress"])
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -100,12 +91,11 @@ def make_optimizer(
     Each group carries `peak`, its peak learning rate relative to `config.lr`.
     """
     embeddings = {id(each.weight) for each in student.modules() if isinstance(each, nn.Embedding)}
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for parameter in student.parameters():
         if parameter.requires_grad:
-            (matrices if parameter.ndim >= 2 and id(parameter) not in embeddings else others).append(
-                parameter
-            )
+            (matrices if parameter.ndim >= 2 and id(parameter) not in embeddings else others).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay, "peak": 1.0},
         {"params": others, "weight_decay": 0.0, "peak": 1.0},

@@ -42,9 +42,7 @@ def validate(
             batch = source.read(numbers)
             mask_BT = (
                 batch.loss_mask
-                & torch.as_tensor(np.arange(start, start + micro) < count, device=batch.loss_mask.device)[
-                    :, None
-                ]
+                & torch.as_tensor(np.arange(start, start + micro) < count, device=batch.loss_mask.device)[:, None]
             )
             total = total + measure(
                 hidden(batch),

@@ -1,4 +1,4 @@
-"""Builds the cache of the workshop in a process of its own: FOLDER CODEC [RANK WORLD]. Tests start it with faults."""
+"""Builds the cache of the workshop in a process of its own: FOLDER CODEC [LIMIT OF A FILE IN BYTES]."""
 
 import importlib.util
 import resource

@@ -1,4 +1,4 @@
-"""A small synthetic workshop: rows and a teacher that are pure functions of a seed, and caches built from them."""
+"""A small workshop: rows and a teacher that are pure functions of a seed, and caches built from them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

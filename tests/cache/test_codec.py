@@ -101,7 +101,9 @@ def test_a_teacher_that_is_certain_leaves_nothing_to_draw() -> None:
     logits = torch.full((2, 50), -torch.inf)
     logits[:, 7] = 0.0
     spec = CodecSpec(kind="sparse", vocab_size=50, head=1, draws=4)
-    targets = decode({k: v[None] for k, v in encode(logits, torch.tensor([7, 8]), spec, np.zeros((2, 4))).items()}, spec)
+    targets = decode(
+        {k: v[None] for k, v in encode(logits, torch.tensor([7, 8]), spec, np.zeros((2, 4))).items()}, spec
+    )
     assert isinstance(targets, SparseTargets)
     assert (targets.ids[:, 1:] == ABSENT).all()
     assert (targets.counts == 0).all()

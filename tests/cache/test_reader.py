@@ -14,7 +14,7 @@ from kdtrain.cache import layout, reader
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.reader import CacheReader
 from kdtrain.errors import RunError, UsageError
-from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.objective.targets import SparseTargets
 
 
 @pytest.fixture(scope="module")
@@ -133,4 +133,3 @@ def test_dense_blocks_stay_small(tmp_path: Path) -> None:
     for vocab_size in (2048, 151_936, 262_144):
         entry = layout.datasets(CodecSpec(kind="dense", vocab_size=vocab_size), 512)["logprobs"]
         assert 2**19 <= 2 * np.prod(entry.chunk) <= 2**22
-    assert DenseTargets

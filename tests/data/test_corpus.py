@@ -65,9 +65,7 @@ def test_the_standard_library_has_three_splits_without_a_common_document_in_a_fi
 
 
 @pytest.mark.parametrize("write", [_txt, _jsonl, _parquet, _arrow])
-def test_every_format_gives_every_text_to_exactly_one_split(
-    write: Callable[[Path, list[str]], None], tmp_path: Path
-):
+def test_every_format_gives_every_text_to_exactly_one_split(write: Callable[[Path, list[str]], None], tmp_path: Path):
     write(tmp_path, _TEXTS)
     found = {split: _read(tmp_path, split) for split in _SPLITS}
     assert all(found.values())
@@ -119,10 +117,18 @@ def test_a_split_that_the_source_lacks_is_withheld_from_its_train(tmp_path: Path
 
 
 def test_a_file_that_happens_to_be_called_test_is_not_a_split(tmp_path: Path):
-    for name in ("test", "how-to-train", "essay", "dev"):
+    names = ["test", "dev", "how-to-train", *(f"essay on {n} things" for n in range(60))]
+    for name in names:
         (tmp_path / f"{name}.txt").write_text(name)
     found = [_read(tmp_path, split) for split in _SPLITS]
-    assert [len(texts) for texts in found] == [2, 1, 1]
+    assert sorted(found[0] + found[1] + found[2]) == sorted(names)
+    assert found[1] != ["dev"] and found[2] != ["test"]
+
+
+def test_a_folder_that_names_splits_but_not_train_is_split_by_hash(tmp_path: Path):
+    for name in ("test", "dev", "val"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert [len(_read(tmp_path, split)) for split in _SPLITS] == [1, 1, 1]
 
 
 def test_a_single_text_is_cut_at_line_ends_into_all_three_splits(tmp_path: Path):
@@ -131,6 +137,11 @@ def test_a_single_text_is_cut_at_line_ends_into_all_three_splits(tmp_path: Path)
     found = ["".join(_read(tmp_path / "a.txt", split)) for split in _SPLITS]
     assert "".join(found) == text
     assert found[1].count("\n") == 3
+
+
+def test_two_texts_are_each_cut_into_all_three_splits(tmp_path: Path):
+    path = _write_rows(tmp_path / "a.jsonl", [{"text": "a\nb\nc"}, {"text": "d\ne\nf"}])
+    assert [_read(path, split) for split in _SPLITS] == [["a\n", "d\n"], ["b\n", "e\n"], ["c", "f"]]
 
 
 def test_three_lines_are_enough_for_three_splits(tmp_path: Path):
@@ -196,6 +207,8 @@ def test_what_cannot_be_read_is_one_line_that_says_why(
 def test_an_unknown_split_and_a_folder_of_two_kinds_are_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="split 'dev' is unknown"):
         documents("stdlib", "dev")
+    with pytest.raises(UsageError, match="hf:: names no data set; write hf:NAME"):
+        documents("hf:", "train")
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.jsonl").write_text("{}")
     with pytest.raises(UsageError, match=r"holds \.jsonl, \.txt files; give files of one kind"):

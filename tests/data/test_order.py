@@ -22,9 +22,7 @@ def test_seeds_and_epochs_give_different_orders():
 
 
 @given(st.integers(0, 50), st.lists(st.integers(0, 40), max_size=8), st.integers(1, 17))
-def test_batches_of_any_size_follow_one_another_on_the_same_endless_stream(
-    start: int, sizes: list[int], n: int
-):
+def test_batches_of_any_size_follow_one_another_on_the_same_endless_stream(start: int, sizes: list[int], n: int):
     stop = start + sum(sizes)
     stream = np.concatenate([permutation(3, epoch, n) for epoch in range(stop // n + 1)])[start:stop]
     starts = np.cumsum([start, *sizes])

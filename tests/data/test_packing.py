@@ -31,11 +31,10 @@ _PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-_WITH_EOS = _PLAIN.replace(
-    "{{ m.content }}", "{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}"
-)
-_REWRITES = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content | upper }}{% endfor %}"
+_WITH_EOS = _PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}")
+_SHOUTS_EARLIER = _PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content | upper }}")
+_SIGNS_LAST = _PLAIN.replace(
+    "{{ m.content }}", "{{ m.content }}{{ 'me' if loop.last and m.role == 'assistant' else '' }}"
 )
 
 
@@ -62,16 +61,12 @@ def _learned(rows: list[PackedRow], tokenizer: PreTrainedTokenizerFast) -> bytes
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=12), st.integers(1, 40)
-)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=12), st.integers(1, 40))
 def test_every_token_but_the_first_is_the_label_of_exactly_one_position(
     make_tokenizer: _Make, texts: list[str], seq_len: int
 ):
     tokenizer = make_tokenizer()
-    expected = [
-        token for text in texts if text for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]
-    ]
+    expected = [token for text in texts if text for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]]
     rows = list(pack(_texts(*texts), tokenizer, seq_len))
     assert len(rows) == max(0, len(expected) - 1) // seq_len
     if rows:
@@ -104,9 +99,7 @@ def test_the_rows_do_not_depend_on_the_number_of_workers(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_source_without_end_is_read_only_as_far_as_needed(
-    num_workers: int, tokenizer: PreTrainedTokenizerFast
-):
+def test_a_source_without_end_is_read_only_as_far_as_needed(num_workers: int, tokenizer: PreTrainedTokenizerFast):
     read = 0
 
     def endless() -> Iterator[Document]:
@@ -176,10 +169,7 @@ def test_only_what_the_assistant_says_is_learned_down_to_the_last_byte(
     length = len(tokenizer(text).input_ids) - 1
     rows = list(pack([Document("talk", messages=_TALK)], tokenizer, length))
     assert tokenizer.decode(_stream(rows)) == text
-    assert (
-        _learned(rows, tokenizer).decode()
-        == "." * (len(before) - 1) + "yo 漢" + "." * len(between) + f"ok{_EOS}"
-    )
+    assert _learned(rows, tokenizer).decode() == "." * (len(before) - 1) + "yo 漢" + "." * len(between) + f"ok{_EOS}"
 
 
 def test_eos_is_not_doubled_where_the_template_writes_it(tokenizer: PreTrainedTokenizerFast):
@@ -193,7 +183,8 @@ def test_eos_is_not_doubled_where_the_template_writes_it(tokenizer: PreTrainedTo
     "template, message",
     [
         (None, "has no chat template"),
-        (_REWRITES, "talk: the chat template rewrites earlier turns"),
+        (_SHOUTS_EARLIER, "talk: the chat template rewrites earlier turns"),
+        (_SIGNS_LAST, "talk: the chat template rewrites earlier turns"),
         (
             "{{ raise_exception('roles must\nalternate') }}",
             "talk: the chat template refuses .* must alternate",

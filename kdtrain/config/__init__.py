@@ -1,0 +1,66 @@
+"""Every option of every command, as frozen dataclasses: one field is one flag, one TOML key and one line of `--help`.
+
+A command's configuration is a dataclass whose fields are either options or sections (dataclasses of options). Flags
+are flat: `--lr` is `optimizer.lr`, and in a TOML file it stands as `lr` under `[optimizer]`. What cannot be is
+refused in `__post_init__` by a `UsageError` that names the option; what needs the cache or a model to be judged is
+refused by the stage that opens them. Nothing heavy is imported here, so that `--help` is instant.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from kdtrain.config.commands import (
+    CacheTeacherConfig,
+    DistillConfig,
+    EvaluateConfig,
+    ExportConfig,
+    InspectConfig,
+    VerifyConfig,
+)
+from kdtrain.config.sections import (
+    CheckpointConfig,
+    CodecConfig,
+    DataConfig,
+    MonitorConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+)
+
+__all__ = [
+    "CacheTeacherConfig",
+    "CheckpointConfig",
+    "CodecConfig",
+    "DataConfig",
+    "DistillConfig",
+    "EvaluateConfig",
+    "ExportConfig",
+    "InspectConfig",
+    "MonitorConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "VerifyConfig",
+    "plain",
+    "sections",
+]
+
+
+def sections(config: Any) -> dict[str, dict[str, Any]]:
+    """The options of `config` by section, as plain values; options without a section stand under "run"."""
+    result: dict[str, dict[str, Any]] = {"run": {}}
+    for each in dataclasses.fields(config):
+        value = getattr(config, each.name)
+        if dataclasses.is_dataclass(value):
+            result[each.name] = {inner.name: plain(getattr(value, inner.name)) for inner in dataclasses.fields(value)}
+        else:
+            result["run"][each.name] = plain(value)
+    return result
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON and TOML know it: paths as text, tuples as lists."""
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value

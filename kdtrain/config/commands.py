@@ -1,0 +1,201 @@
+"""The configuration of each command: its own options, and the sections it takes."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from kdtrain.config.sections import (
+    CheckpointConfig,
+    CodecConfig,
+    DataConfig,
+    MonitorConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    refuse,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheTeacherConfig:
+    """Run a teacher once over a data set and keep what it says in an HDF5 cache.
+
+    The same command run again goes on where an interrupted one stopped.
+    """
+
+    teacher: str
+    """A TOML of teachers/, a model folder, or a hub id."""
+    out: Path
+    """The folder of the cache."""
+    config: Path | None = None
+    """TOML file with the same options, grouped in sections; a flag wins over it."""
+    batch_size: int = 16
+    """Sequences in one forward of the teacher."""
+    sequences_per_shard: int = 512
+    """Sequences in one file of the cache; at most one file is lost when the command is killed."""
+    precision: Literal["auto", "fp32", "bf16"] = "bf16"
+    """Number format of the teacher's forward."""
+    seed: int = 0
+    """Seed of the draws."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    json: bool = False
+    """Print one JSON object on stdout, logs on stderr."""
+    data: DataConfig = field(default_factory=DataConfig)
+    codec: CodecConfig = field(default_factory=CodecConfig)
+
+    def __post_init__(self) -> None:
+        refuse(self.data.data is None, "--data is missing; give stdlib, a file, a folder or hf:NAME")
+        refuse(self.batch_size < 1, "--batch-size must be at least 1")
+        refuse(self.sequences_per_shard < 1, "--sequences-per-shard must be at least 1")
+
+    def splits(self) -> dict[str, int | None]:
+        """How many sequences of which split are cached; None is all there are."""
+        return {"train": self.data.num_sequences, "validation": self.data.validation_sequences}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Train a student from a cache, from an online teacher, or (with neither) by plain cross-entropy on text.
+
+    The same command run again goes on from the newest valid checkpoint.
+    """
+
+    student: str
+    """A TOML of students/, a model folder, or a hub id."""
+    out: Path
+    """The folder of the run."""
+    cache: Path | None = None
+    """A finished cache: the teacher's distributions and the tokens they belong to."""
+    teacher: str | None = None
+    """An online teacher instead of a cache: a TOML of teachers/, a model folder, or a hub id."""
+    config: Path | None = None
+    """TOML file with the same options, grouped in sections; a flag wins over it."""
+    steps: int | None = None
+    """Optimizer steps; 2,000 when neither this nor --epochs is given."""
+    epochs: float | None = None
+    """Passes over the training split, instead of --steps."""
+    batch_size: int = 16
+    """Sequences in an optimizer step; decides the result."""
+    micro_batch_size: int | None = None
+    """Sequences in one forward; decides the memory. The batch size must be a multiple of it."""
+    seed: int = 0
+    """Seed of the student's weights, the order of the data and dropout."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    json: bool = False
+    """Print one JSON object on stdout, logs on stderr."""
+    data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+    def __post_init__(self) -> None:
+        refuse(
+            self.cache is not None and self.teacher is not None,
+            "--cache and --teacher exclude each other; give one",
+        )
+        refuse(
+            self.cache is not None and self.data.data is not None,
+            "--cache holds its own text; leave --data out",
+        )
+        refuse(
+            self.cache is None and self.data.data is None,
+            "nothing to train on; give --cache FOLDER or --data SOURCE",
+        )
+        refuse(
+            self.steps is not None and self.epochs is not None,
+            "--steps and --epochs exclude each other; give one",
+        )
+        refuse(self.steps is not None and self.steps < 1, "--steps must be at least 1")
+        refuse(self.epochs is not None and self.epochs <= 0, "--epochs must be above 0")
+        refuse(self.batch_size < 1, "--batch-size must be at least 1")
+        micro = self.micro_batch_size
+        refuse(micro is not None and micro < 1, "--micro-batch-size must be at least 1")
+        refuse(
+            micro is not None and self.batch_size % micro != 0,
+            f"--batch-size {self.batch_size} is no multiple of --micro-batch-size {micro}; choose one that is",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Measure a student: loss, perplexity, KL to the teacher, agreement, calibration, acceptance."""
+
+    student: str
+    """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
+    cache: Path | None = None
+    """A finished cache; its validation split is used unless --split says train."""
+    teacher: str | None = None
+    """An online teacher instead: a TOML of teachers/, a model folder, or a hub id."""
+    config: Path | None = None
+    """TOML file with the same options, grouped in sections; a flag wins over it."""
+    batch_size: int = 16
+    """Sequences in one forward."""
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    """Number format of the forwards."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    json: bool = False
+    """Print one JSON object on stdout, logs on stderr."""
+    data: DataConfig = field(default_factory=lambda: DataConfig(split="validation"))
+
+    def __post_init__(self) -> None:
+        refuse(
+            self.cache is not None and self.teacher is not None,
+            "--cache and --teacher exclude each other; give one",
+        )
+        refuse(
+            self.cache is not None and self.data.data is not None,
+            "--cache holds its own text; leave --data out",
+        )
+        refuse(
+            self.cache is None and self.data.data is None,
+            "nothing to evaluate on; give --cache FOLDER or --data SOURCE",
+        )
+        refuse(self.batch_size < 1, "--batch-size must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """Show a cache, a run or a checkpoint as a table, or what this machine can do."""
+
+    path: Path | None = None
+    """A cache, a run or a checkpoint."""
+    hardware: bool = False
+    """Show devices, number formats and compilers of this machine instead."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        refuse(self.path is None and not self.hardware, "nothing to inspect; give a PATH or --hardware")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Check every digest of a cache or a checkpoint; exit code 1 and the list of what is bad."""
+
+    path: Path
+    """A cache, a run or a checkpoint."""
+    repair: bool = False
+    """Drop the bad shards of a cache, so that cache-teacher builds them again."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write a trained student as a folder that transformers.AutoModelForCausalLM loads."""
+
+    run: Path
+    """The folder of the run."""
+    out: Path
+    """The folder to write."""
+    checkpoint: str = "best"
+    """best, latest, or the name of a checkpoint."""
+    overwrite: bool = False
+    """Replace a folder that is already there."""
+    json: bool = False
+    """Print one JSON object on stdout."""

@@ -1,0 +1,196 @@
+"""The sections of options that commands share or that belong together, one dataclass a section."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kdtrain.errors import UsageError
+
+
+def refuse(wrong: bool, message: str) -> None:
+    """Raise a `UsageError` of `message` where `wrong`."""
+    if wrong:
+        raise UsageError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where text comes from and how it becomes sequences."""
+
+    data: str | None = None
+    """`stdlib`, a file or folder of txt, jsonl, parquet or arrow, or hf:NAME[:SUBSET]."""
+    split: str = "train"
+    """Which split of the data to read: train, validation or test."""
+    seq_len: int = 512
+    """Tokens in a sequence."""
+    num_sequences: int | None = None
+    """At most this many sequences; all there are when not given."""
+    validation_sequences: int = 64
+    """At most this many sequences of the validation split are kept beside train."""
+    text_column: str = "text"
+    """Column of jsonl, parquet, arrow or hub data that holds the text."""
+    messages_column: str | None = None
+    """Column that holds chat messages; only assistant turns are then learned."""
+    document_mask: bool = False
+    """Keep documents packed into one sequence from attending to each other."""
+    streaming: bool = False
+    """Stream hub data instead of downloading it first."""
+    num_workers: int = 2
+    """Threads that tokenise."""
+
+    def __post_init__(self) -> None:
+        refuse(
+            self.split not in ("train", "validation", "test"),
+            f"--split '{self.split}' is unknown; use train, validation or test",
+        )
+        refuse(self.seq_len < 1, f"--seq-len {self.seq_len} is too short; it must be at least 1")
+        refuse(self.num_sequences is not None and self.num_sequences < 1, "--num-sequences must be at least 1")
+        refuse(self.validation_sequences < 1, "--validation-sequences must be at least 1")
+        refuse(self.num_workers < 0, "--num-workers must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecConfig:
+    """How a teacher's distribution is kept."""
+
+    head: int = 16
+    """The most likely entries of each distribution, kept exactly."""
+    draws: int = 0
+    """Samples from the rest of the vocabulary, kept with their counts (random-sampling distillation)."""
+    dense: bool = False
+    """Keep the whole distribution in fp16 instead; the reference, and large."""
+
+    def __post_init__(self) -> None:
+        refuse(self.head < 0 or self.draws < 0, "--head and --draws must be 0 or more")
+        refuse(
+            self.draws > 255,
+            f"--draws {self.draws} is too many; counts are kept in 8 bits, so use at most 255",
+        )
+        refuse(
+            not self.dense and self.head + self.draws == 0,
+            "--head 0 with --draws 0 keeps nothing; raise one of them or use --dense",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """loss = (1 - alpha) * cross-entropy + alpha * T^2 * divergence, means over all unmasked tokens of a step."""
+
+    alpha: float = 0.9
+    """Weight of the divergence from the teacher against cross-entropy on the text, 0 to 1."""
+    divergence: Literal["forward-kl"] = "forward-kl"
+    """What is minimised between teacher and student."""
+    tail: Literal["ghost", "drop", "renormalize"] = "ghost"
+    """What stands for the vocabulary outside the kept entries: one bucket, nothing, or the head scaled to 1."""
+    temperature: float = 2.0
+    """Temperature T of both distributions; where a learnable one starts."""
+    temperature_mode: Literal["fixed", "schedule", "adversarial", "likelihood", "minimize"] = "fixed"
+    """How T moves: not, by a schedule, or learned by one of three rules (docs/temperature.md)."""
+    temperature_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Shape of the schedule from --temperature to --temperature-end."""
+    temperature_end: float = 1.0
+    """Temperature at the end of the schedule."""
+    temperature_min: float | None = None
+    """Lower bound of a learnable T; the cache's own bound when not given."""
+    temperature_max: float | None = None
+    """Upper bound of a learnable T; the cache's own bound when not given."""
+    temperature_lr: float = 1e-2
+    """Peak learning rate of a learnable T; it follows the same schedule as --lr."""
+
+    def __post_init__(self) -> None:
+        refuse(not 0 <= self.alpha <= 1, f"--alpha {self.alpha} is outside 0 to 1")
+        for name in ("temperature", "temperature_end", "temperature_min", "temperature_max"):
+            value = getattr(self, name)
+            refuse(
+                value is not None and not 0 < value < float("inf"),
+                f"--{name.replace('_', '-')} {value} must be above 0",
+            )
+        low, high = self.temperature_min, self.temperature_max
+        refuse(
+            low is not None and high is not None and low >= high,
+            f"--temperature-min {low} must be below --temperature-max {high}",
+        )
+        refuse(self.temperature_lr <= 0, "--temperature-lr must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and the learning-rate schedule."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 1e-6
+    """Learning rate at the end of a decay."""
+    lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape after warm-up; wsd is constant until the last --decay-steps."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up from 0."""
+    decay_steps: int | None = None
+    """Steps of decay at the end of wsd; a fifth of all steps when not given."""
+    decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
+    """Shape of the decay of wsd."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; none on norms, biases, embeddings and the temperature."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        refuse(not 0 < self.lr < float("inf"), f"--lr {self.lr} must be above 0")
+        refuse(not 0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
+        refuse(self.warmup_steps < 0, "--warmup-steps must be 0 or more")
+        refuse(self.decay_steps is not None and self.decay_steps < 1, "--decay-steps must be at least 1")
+        refuse(not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)")
+        refuse(self.weight_decay < 0 or self.clip < 0, "--weight-decay and --clip must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats and compilation."""
+
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Format of the student's matrix products; auto is bf16 where the device has it. Weights stay fp32."""
+    compile: bool = True
+    """Compile the student and the objective with torch.compile."""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """Mode of torch.compile."""
+    deterministic: bool = False
+    """Refuse operations that are not bitwise repeatable on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and going on."""
+
+    checkpoint_freq: int = 250
+    """Steps between checkpoints."""
+    keep_rolling: int = 10
+    """Newest checkpoints kept; the best one is kept besides."""
+    resume: str = "auto"
+    """auto, never, latest, best, or the name or path of a checkpoint."""
+    auto_resume: bool = False
+    """Never ask before going on with an earlier run."""
+    overwrite: bool = False
+    """With --resume never: move an earlier run in --out aside and start anew."""
+
+    def __post_init__(self) -> None:
+        refuse(self.checkpoint_freq < 1, "--checkpoint-freq must be at least 1")
+        refuse(self.keep_rolling < 1, "--keep-rolling must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """What a run shows and writes about itself."""
+
+    eval_freq: int = 250
+    """Steps between validations."""
+    eval_batches: int = 50
+    """At most this many micro-batches in a validation."""
+    log_freq: int = 10
+    """Steps between plain lines in train.log."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("eval_freq", "eval_batches", "log_freq"):
+            refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")

@@ -1,0 +1,142 @@
+"""Models that start without weights of their own: from a configuration, or from some layers of a teacher.
+
+A configuration is written out in a spec's `[config]`; keys that its kind of model does not know are refused
+(transformers keeps them without a word). Initial weights are those that transformers gives the kind, drawn on
+the CPU from a seed, so that they are the same on every device. Layers of a teacher are copied by name: the
+layers are the one list of modules that is as long as the configuration says, and everything else, embeddings,
+norms and head, is copied as it is.
+"""
+
+import copy
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kdtrain.errors import UsageError
+from kdtrain.models.hub import ask, ask_tokenizer, attention_option, hub_options
+from kdtrain.models.spec import ModelSpec
+
+# Written by older configurations, and taken over into `rope_parameters` by transformers.
+_OLD_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+
+
+def model_from_config(spec: ModelSpec, vocab_size: int | None, seed: int) -> PreTrainedModel:
+    """Make a model of the architecture of a spec, float32, on initial weights drawn from `seed`.
+
+    vocab_size: the size of a `[config]` that leaves it out. Raises `UsageError` for what cannot be.
+    """
+    return _initialised(spec, _config(spec, vocab_size), seed)
+
+
+def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int | None) -> PreTrainedModel:
+    """Make a model of the layers `spec.layers` of a teacher, float32, of its own or the `[config]`'s shape.
+
+    Raises `UsageError` for a layer the teacher does not have, and for any weight of another shape.
+    """
+    list_name, count = _layer_list(teacher, spec)
+    if max(spec.layers) >= count:
+        raise UsageError(f"{spec.name}: layers = {list(spec.layers)}, and {spec.teacher} has layers 0 to {count - 1}")
+    config = _with_layers(teacher.config, spec.layers) if spec.config is None else _config(spec, vocab_size)
+    if config.num_hidden_layers != len(spec.layers):
+        raise UsageError(
+            f"{spec.name}: layers names {len(spec.layers)} and [config] asks for {config.num_hidden_layers}"
+        )
+    student = _initialised(spec, config, seed=0)
+    given, weights = teacher.state_dict(), {}
+    for name, tensor in student.state_dict().items():
+        source = _teacher_name(name, list_name, spec.layers)
+        if source not in given or given[source].shape != tensor.shape:
+            of = list(given[source].shape) if source in given else "no such weight"
+            raise UsageError(f"{spec.name}: {name} is {list(tensor.shape)}, the teacher has {of}; make [config] fit")
+        weights[name] = given[source]
+    student.load_state_dict(weights)
+    return student
+
+
+def _layer_list(model: PreTrainedModel, spec: ModelSpec) -> tuple[str, int]:
+    """Find the one outermost list of as many modules as there are layers: its name and its length."""
+    count = model.config.get_text_config().num_hidden_layers
+    modules = dict(model.named_modules())
+    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count]
+    outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    if len(outermost) != 1:
+        raise UsageError(
+            f"{spec.name}: teacher {spec.teacher} has {len(outermost)} lists of layers; use init = 'scratch'"
+        )
+    return outermost[0], count
+
+
+def _with_layers(teacher: PreTrainedConfig, layers: tuple[int, ...]) -> PreTrainedConfig:
+    config = copy.deepcopy(teacher)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in layers]
+    config.num_hidden_layers = len(layers)
+    return config
+
+
+def _teacher_name(name: str, list_name: str, layers: tuple[int, ...]) -> str:
+    match = re.match(rf"{re.escape(list_name)}\.(\d+)\.", name)
+    return name if match is None else f"{list_name}.{layers[int(match[1])]}.{name[match.end() :]}"
+
+
+def _initialised(spec: ModelSpec, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    make = AutoModelForCausalLM.from_config
+    options = {"attn_implementation": attention_option(spec), "trust_remote_code": spec.trust_remote_code}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = ask(spec.name, lambda: make(config, dtype=torch.float32, **options))
+    if model.generation_config is not None and model.generation_config.pad_token_id is None:
+        eos = config.eos_token_id
+        model.generation_config.pad_token_id = eos[0] if isinstance(eos, list) else eos
+    return model
+
+
+def _config(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
+    if spec.config is None:
+        source = cast(str, spec.source)
+        return ask(source, lambda: AutoConfig.from_pretrained(source, **hub_options(spec)))
+    table = dict(spec.config)
+    model_type = table.pop("model_type")
+    _refuse_unknown_keys(spec, model_type, table)
+    if vocab_size is not None:
+        table.setdefault("vocab_size", vocab_size)
+    if "vocab_size" not in table:
+        raise UsageError(f"{spec.name}: [config] has no vocab_size, and there is no cache to take it from; add it")
+    return ask(spec.name, lambda: AutoConfig.for_model(model_type, **_special_tokens(spec, table) | table))
+
+
+def _refuse_unknown_keys(spec: ModelSpec, model_type: str, table: dict[str, Any]) -> None:
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        hint = _nearest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise UsageError(f"{spec.name}: model_type '{model_type}' is no causal LM of transformers{hint}")
+    default = ask(spec.name, lambda: AutoConfig.for_model(model_type))
+    for key in table:
+        if not hasattr(default, key) and key not in _OLD_KEYS:
+            raise UsageError(f"{spec.name}: [config] {key} is unknown to {model_type}{_nearest(key, vars(default))}")
+
+
+def _special_tokens(spec: ModelSpec, table: dict[str, Any]) -> dict[str, int | None]:
+    """Return the tokenizer's ids, in place of defaults that may lie outside of the vocabulary.
+
+    None for padding: an embedding's padding row would start at zero and get no gradient.
+    """
+    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if spec.tokenizer is not None:
+        tokenizer = ask_tokenizer(spec.tokenizer, trust_remote_code=False)
+        eos = tokenizer.eos_token_id
+        ids |= {
+            "eos_token_id": eos,
+            "bos_token_id": eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id,
+        }
+    return {key: None if id is None or id >= table["vocab_size"] else id for key, id in ids.items()}
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

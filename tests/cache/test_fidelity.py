@@ -1,0 +1,114 @@
+"""The measured fidelity is what it says it is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.fidelity import GRID, TOLERANCE, measure, sample_size, temperature_range
+from kdtrain.cache.provenance import read_manifest
+from kdtrain.cache.reader import CachedBatch
+
+VOCAB = 500
+
+
+def _measured(spec: CodecSpec, rows: int = 4, length: int = 64) -> tuple[dict, dict]:
+    """Fidelity of a codec on Zipf-shaped distributions."""
+    order = torch.rand(rows, length, VOCAB, generator=torch.Generator().manual_seed(2)).argsort(-1)
+    logits = -1.3 * (1.0 + order).log()
+    tokens = torch.zeros(rows, length + 1, dtype=torch.int64)
+    tokens[:, 0] = torch.arange(rows)
+    arrays = encode_sequences(logits, tokens[:, 1:], spec, seed=0, split="validation", first=0)
+    mask, segments = torch.ones(rows, length, dtype=torch.bool), torch.zeros(rows, length, dtype=torch.int64)
+    batch = CachedBatch(tokens, mask, segments, decode(arrays, spec))
+
+    def teacher(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> torch.Tensor:
+        return logits[tokens_BT[:, 0]]
+
+    return measure(batch, teacher, document_mask=False, positions=length)
+
+
+def test_dense_is_the_full_distribution_at_every_temperature() -> None:
+    found, span = _measured(CodecSpec(kind="dense", vocab_size=VOCAB))
+    for temperature in ("T=1", "T=2", "T=4"):
+        assert found[temperature]["kl_spread"] < 1e-4
+        assert found[temperature]["gradient"]["dense"]["token_angle"] < 0.5
+        assert found[temperature]["gradient"]["dense"]["token_norm"] == pytest.approx(1, abs=2e-3)
+    assert (span["min"], span["max"]) == (GRID[0], GRID[-1])
+
+
+def test_the_head_and_its_bucket_are_right_at_every_temperature() -> None:
+    found, span = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=12))
+    for temperature in ("T=1", "T=2", "T=4"):
+        assert 0 <= found[temperature]["kl_bucket"] < 1e-4
+        assert found[temperature]["kl_spread"] > 1e-2
+    assert (span["min"], span["max"]) == (GRID[0], GRID[-1])
+    assert span["worst_error"] < 1e-2
+
+
+def test_a_wider_head_is_nearer_to_the_full_gradient() -> None:
+    angles = []
+    for head in (4, 32, 256):
+        found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=head))
+        angles.append(found["T=1"]["gradient"]["ghost"]["token_angle"])
+    assert angles[0] > angles[1] > angles[2]
+
+
+def test_a_head_of_everything_is_the_full_gradient() -> None:
+    found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=VOCAB))
+    assert found["T=2"]["gradient"]["ghost"]["token_angle"] < 0.5
+    assert found["T=2"]["kl_spread"] < 1e-4
+
+
+def test_more_draws_bring_the_sampled_gradient_nearer() -> None:
+    few, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, draws=10))
+    many, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, draws=250))
+    one, other = (found["T=1"]["gradient"]["sampled"] for found in (few, many))
+    assert one["token_angle"] > 2 * other["token_angle"]
+    assert other["token_norm"] == pytest.approx(1, abs=0.2)
+
+
+def test_sampled_gradients_converge_to_the_full_one() -> None:
+    """255 draws for 256 tokens of one distribution: the noise of 65,280 draws is left, 7 degrees at T = 2."""
+    spec = CodecSpec(kind="sparse", vocab_size=VOCAB, head=8, draws=255)
+    logits = (-1.3 * torch.arange(1.0, VOCAB + 1).log()).expand(4, 64, VOCAB)
+    tokens = torch.zeros(4, 65, dtype=torch.int64)
+    arrays = encode_sequences(logits, tokens[:, 1:], spec, seed=0, split="validation", first=0)
+    mask, segments = torch.ones(4, 64, dtype=torch.bool), torch.zeros(4, 64, dtype=torch.int64)
+    batch = CachedBatch(tokens, mask, segments, decode(arrays, spec))
+    found, _ = measure(batch, lambda *_: logits[:1], document_mask=False, positions=64)
+    for temperature, degrees in (("T=1", 5), ("T=2", 10)):
+        assert found[temperature]["gradient"]["sampled"]["mean_norm"] == pytest.approx(1, abs=0.02)
+        assert found[temperature]["gradient"]["sampled"]["mean_angle"] < degrees
+
+
+def test_the_range_ends_before_the_first_error_that_is_too_large() -> None:
+    errors = [{"T": t, "worst": 1e-3, "mean": 1e-4} for t in (0.7, 0.8, 0.9, 1, 2, 3, 4)]
+    assert temperature_range(errors)["max"] == 4
+    errors[5]["worst"] = TOLERANCE
+    errors[1]["worst"] = 1.0
+    found = temperature_range(errors)
+    assert (found["min"], found["max"], found["worst_error"]) == (0.9, 2, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "sequences, seq_len, vocab_size, expected",
+    [
+        (64, 512, 2048, (16, 512)),
+        (3, 16, 64, (3, 16)),
+        (64, 512, 262_144, (16, 8)),
+        (1, 4096, 151_936, (1, 220)),
+    ],
+)
+def test_the_held_sample_is_bounded(sequences: int, seq_len: int, vocab_size: int, expected: tuple) -> None:
+    assert sample_size(sequences, seq_len, vocab_size) == expected
+
+
+def test_the_manifest_holds_the_fidelity_of_the_validation_split(tmp_path: Path, workshop, codecs) -> None:
+    manifest = read_manifest(workshop.build(tmp_path / "c", codecs["both"]))
+    assert manifest.fidelity
+    assert manifest.fidelity["split"] == "validation"
+    assert manifest.fidelity["sample"] == {"sequences": 3, "tokens": 48}
+    assert set(manifest.fidelity["T=1"]["gradient"]) == {"ghost", "sampled"}
+    assert len(manifest.fidelity["log_partition_error"]) == len(GRID)

@@ -1,0 +1,222 @@
+"""Damage is found and named, and what does not belong together is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kdtrain.cache import layout
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.files import publish_json, read_sealed, sealed
+from kdtrain.cache.provenance import (
+    CacheSettings,
+    check_student,
+    check_tokenizer,
+    read_manifest,
+    repair,
+    tokenizer_digest,
+    verify_cache,
+)
+from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.writer import write_cache
+from kdtrain.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory, workshop, codecs) -> Path:
+    folder = tmp_path_factory.mktemp("provenance")
+    _tokenizer().save_pretrained(folder / "tokenizer")
+    settings, splits = workshop.settings(codecs["head"]), workshop.splits()
+    options = {"teacher": workshop.teacher(), "tokenizer": folder / "tokenizer", "batch_size": 3}
+    write_cache(folder / "cache", settings, splits, **options)
+    return folder / "cache"
+
+
+@pytest.fixture
+def cache(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "cache"))
+
+
+def _tokenizer(extra: str = "") -> PreTrainedTokenizerFast:
+    vocabulary = {character: number for number, character in enumerate("abcdefgh" + extra)}
+    backend = Tokenizer(models.BPE(vocab={**vocabulary, "ab": len(vocabulary)}, merges=[("a", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def _flip(path: Path, place: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1
+    path.write_bytes(data)
+
+
+def _mended(cache: Path, workshop, codecs, sound: Path) -> None:
+    """`repair`, then the same build, gives a sound cache again."""
+    assert repair(cache)
+    with pytest.raises(UsageError, match="unfinished"):
+        read_manifest(cache)
+    options = {"teacher": workshop.teacher(), "tokenizer": sound.parent / "tokenizer", "batch_size": 3}
+    write_cache(cache, workshop.settings(codecs["head"]), workshop.splits(), **options)
+    assert verify_cache(cache) == []
+
+
+def test_a_sound_cache_has_no_problems_and_repair_leaves_it_alone(sound: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in sound.rglob("*")}
+    assert verify_cache(sound) == []
+    assert repair(sound) == []
+    assert before == {path: path.stat().st_mtime_ns for path in sound.rglob("*")}
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize(
+    "name", ["shards/train-00001.h5", "shards/train-00001.json", "manifest.json", "settings.json", "index.h5"]
+)
+def test_one_flipped_bit_is_found_named_and_mended(
+    cache: Path, workshop, codecs, sound: Path, name: str, place: float
+) -> None:
+    data = bytearray((cache / name).read_bytes())
+    _flip(cache / name, place)
+    if name.endswith(".json") and place in (0.0, 1.0):
+        data[-3] ^= 1  # the outermost bytes are a brace and a line end
+        (cache / name).write_bytes(data)
+    problems = verify_cache(cache)
+    assert len(problems) == 1
+    assert str(cache / name) in problems[0]
+    _mended(cache, workshop, codecs, sound)
+
+
+def test_every_tokenizer_file_is_checked(cache: Path, workshop, codecs, sound: Path) -> None:
+    _flip(cache / "tokenizer" / "tokenizer.json")
+    assert [str(cache / "tokenizer" / "tokenizer.json") in line for line in verify_cache(cache)] == [True]
+    _mended(cache, workshop, codecs, sound)
+
+
+def test_a_truncated_a_missing_and_swapped_shards_are_named(cache: Path, workshop, codecs, sound: Path) -> None:
+    path = layout.shard_path(cache, "train-00000")
+    path.write_bytes(path.read_bytes()[:-1])
+    problem = next(iter(verify_cache(cache)))
+    assert "train-00000.h5: has" in problem
+    path.unlink()
+    assert verify_cache(cache) == [f"{path}: is missing"]
+    _mended(cache, workshop, codecs, sound)
+    other = layout.shard_path(cache, "train-00001")
+    path.rename(cache / "x")
+    other.rename(path)
+    (cache / "x").rename(other)
+    assert {line.split(":")[0] for line in verify_cache(cache)} == {str(path), str(other)}
+    _mended(cache, workshop, codecs, sound)
+
+
+def test_repair_drops_only_what_is_bad(cache: Path) -> None:
+    _flip(layout.shard_path(cache, "train-00001"))
+    repair(cache)
+    left = sorted(path.name for path in (cache / "shards").glob("*.h5"))
+    assert left == ["train-00000.h5", "train-00002.h5", "validation-00000.h5"]
+
+
+def test_an_edited_manifest_is_refused(cache: Path) -> None:
+    path = cache / layout.MANIFEST
+    record = json.loads(path.read_text())
+    record["codec"]["head"] = 5
+    path.write_text(json.dumps(record))
+    with pytest.raises(UsageError, match=r"altered or damaged .*--repair"):
+        CacheReader(cache, "train")
+
+
+def test_an_unfinished_or_missing_cache_is_refused(cache: Path, tmp_path: Path) -> None:
+    (cache / layout.MANIFEST).unlink()
+    with pytest.raises(UsageError, match="unfinished; run the same cache-teacher command"):
+        CacheReader(cache, "train")
+    assert len(verify_cache(cache)) == 1
+    with pytest.raises(UsageError, match="holds no cache"):
+        read_manifest(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="holds no cache"):
+        verify_cache(tmp_path / "nowhere")
+
+
+def test_a_format_of_the_future_is_refused_by_number(cache: Path) -> None:
+    path = cache / layout.MANIFEST
+    path.write_text(json.dumps(sealed({**read_sealed(path), "format_version": 2})))
+    with pytest.raises(UsageError, match="format version 2; this kdtrain reads 1"):
+        read_manifest(cache)
+
+
+def test_a_manifest_and_settings_go_through_json(sound: Path) -> None:
+    manifest = read_manifest(sound)
+    assert manifest.to_json() == read_sealed(sound / layout.MANIFEST)
+    assert CacheSettings.from_json(manifest.settings.to_json()) == manifest.settings
+    assert manifest.bytes_per_token["total"] == pytest.approx(
+        sum(path.stat().st_size for path in (sound / "shards").glob("*.h5")) / (13 * 16)
+    )
+    assert set(manifest.versions) >= {"kdtrain", "torch", "h5py", "hdf5plugin"}
+
+
+def _manifest(sound: Path, cached: int, used: int):
+    manifest = read_manifest(sound)
+    settings = CacheSettings(codec=CodecSpec(kind="sparse", vocab_size=cached, head=2), seq_len=16, tokenizer_size=used)
+    return type(manifest)(**{**vars(manifest), "settings": settings})
+
+
+@pytest.mark.parametrize(
+    "cached, used, student, fits",
+    [
+        (2048, 2048, 2048, True),
+        (2048, 2048, 4096, True),
+        (2048, 2048, 2047, False),
+        (152_064, 151_665, 151_936, True),
+        (151_936, 151_665, 152_064, True),
+        (152_064, 151_665, 151_664, False),
+        (3000, 1000, 1975, False),
+        (3000, 1000, 1976, True),
+        (262_144, 200_000, 259_523, True),
+        (262_144, 200_000, 259_522, False),
+    ],
+)
+def test_a_padded_vocabulary_fits_and_a_smaller_one_is_refused(
+    sound: Path, cached: int, used: int, student: int, fits: bool
+) -> None:
+    manifest = _manifest(sound, cached, used)
+    if fits:
+        check_student(manifest, student)
+        return
+    with pytest.raises(UsageError, match=f"vocabulary of {student}, the cache one of {cached}"):
+        check_student(manifest, student)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path, sound: Path) -> None:
+    manifest = read_manifest(sound)
+    stated = CacheSettings(**{**vars(manifest.settings), "tokenizer_digest": tokenizer_digest(_tokenizer())})
+    manifest = type(manifest)(**{**vars(manifest), "settings": stated})
+    check_tokenizer(manifest, tokenizer_digest(_tokenizer()))
+    check_tokenizer(manifest, None)
+    with pytest.raises(UsageError, match="another tokenizer"):
+        check_tokenizer(manifest, tokenizer_digest(_tokenizer("z")))
+
+
+def test_a_tokenizer_has_one_digest_in_a_folder_loaded_and_used(tmp_path: Path) -> None:
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(tmp_path / "t")
+    digest = tokenizer_digest(tmp_path / "t")
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path / "t")
+    loaded(["ab", "abc"], truncation=True, max_length=2)
+    assert tokenizer_digest(tokenizer) == tokenizer_digest(loaded) == digest
+    content = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
+    content["model"]["merges"] = ["a b"]
+    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(content))
+    assert tokenizer_digest(tmp_path / "t") == digest
+    content["model"]["merges"] = ["b c"]
+    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(content))
+    assert tokenizer_digest(tmp_path / "t") != digest
+    with pytest.raises(UsageError, match=r"tokenizer.json is missing"):
+        tokenizer_digest(tmp_path)
+
+
+def test_a_sealed_record_cannot_be_changed(tmp_path: Path) -> None:
+    publish_json(tmp_path / "a.json", {"x": 1}, "cache.settings")
+    assert read_sealed(tmp_path / "a.json")["x"] == 1
+    (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text().replace("1", "2", 1))
+    with pytest.raises(ValueError, match="digest"):
+        read_sealed(tmp_path / "a.json")

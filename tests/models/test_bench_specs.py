@@ -1,0 +1,52 @@
+"""The specs that ship, and the tiny models and tokenizers of `kdtrain.testing`."""
+
+from pathlib import Path
+
+import pytest
+
+from kdtrain.models.head import split
+from kdtrain.models.loading import load_student, max_positions
+from kdtrain.models.spec import read_spec
+from kdtrain.testing import END_OF_TEXT, tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+STUDENTS = sorted((ROOT / "students").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", STUDENTS, ids=lambda path: path.stem)
+def test_every_student_that_ships_is_made_and_split(path):
+    model = load_student(read_spec(str(path)), vocab_size=2048, seed=0, device="cpu")
+    pieces = split(model)
+    assert pieces.fused and pieces.separates_documents
+    assert (max_positions(model), model.config.vocab_size) == (1024, 2048)
+
+
+@pytest.mark.parametrize("name, millions", [("stdlib-1m", 1.05), ("stdlib-5m", 5.27)])
+def test_a_student_has_as_many_parameters_as_its_name_says(name, millions):
+    model = load_student(read_spec(str(ROOT / "students" / f"{name}.toml")), vocab_size=2048, seed=0, device="cpu")
+    assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.01)
+
+
+def test_the_teacher_that_ships_is_asked_in_bfloat16_from_its_folder():
+    spec = read_spec(str(ROOT / "teachers" / "stdlib-5m.toml"))
+    assert spec.source == str(ROOT / "teachers" / "stdlib-5m")
+    assert (spec.name, spec.dtype, spec.attention, spec.init) == ("stdlib-5m", "bfloat16", "sdpa", "pretrained")
+
+
+@pytest.mark.parametrize("size", [257, 300, 151_936])
+def test_a_tiny_tokenizer_has_the_size_asked_for_and_gives_every_text_back(size):
+    tokenizer = tiny_tokenizer(size)
+    text = "def f(x):\n\treturn 'zwölf 漢字 🙂' <|unused-256|>"
+    ids = tokenizer(text)["input_ids"]
+    assert len(tokenizer) == size and tokenizer.decode(ids) == text
+    assert len(ids) == len(text.encode()) and max(ids) < 256
+    assert tokenizer.eos_token_id == size - 1 and tokenizer.decode([size - 1]) == END_OF_TEXT
+
+
+def test_a_tiny_tokenizer_smaller_than_the_bytes_is_refused():
+    with pytest.raises(ValueError, match="the bytes and the end of text need 257"):
+        tiny_tokenizer(256)
+
+
+def test_a_tiny_model_takes_entries_over_its_shapes_own():
+    assert tiny_model("gpt2", n_layer=3).config.num_hidden_layers == 3

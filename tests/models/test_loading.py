@@ -1,0 +1,245 @@
+"""Loading and exporting: dtypes, ties, digests, the way there and back, and what is refused with which line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kdtrain.errors import UsageError
+from kdtrain.models.head import split
+from kdtrain.models.loading import (
+    export_model,
+    load_student,
+    load_teacher,
+    load_tokenizer,
+    max_positions,
+    model_digest,
+)
+from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
+
+TOKENS_BT = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(5))
+
+
+def student(source, vocab_size=None):
+    return load_student(read_spec(str(source)), vocab_size=vocab_size, seed=0, device="cpu")
+
+
+def is_tied(model):
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "gemma2", "phi"])
+def test_an_exported_student_is_loaded_by_transformers_and_gives_its_logits(tmp_path, shape):
+    pieces = split(tiny_model(shape).eval())
+    tiny_tokenizer(300).save_pretrained(tmp_path / "tokenizer")
+    export_model(pieces, tmp_path / "tokenizer", tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.eval()(TOKENS_BT).logits, pieces.model(TOKENS_BT).logits)
+    assert is_tied(loaded) == is_tied(pieces.model)
+    assert loaded.config._attn_implementation in ("sdpa", "eager")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"] == tiny_tokenizer()("ab")["input_ids"]
+    assert loaded.generation_config.eos_token_id == 299
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tokenizer"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tied_weights_stay_tied_after_load_and_export(tmp_path, dtype):
+    model = tiny_model("llama")
+    export_model(model, None, tmp_path / "a", dtype=dtype)
+    assert model.dtype == torch.float32 and is_tied(model)
+    again = student(tmp_path / "a")
+    assert is_tied(again) and is_tied(split(again).model)
+    assert len(list(again.parameters())) == len(list(model.parameters()))
+
+
+def test_a_student_stored_in_bfloat16_is_trained_in_float32_and_a_teacher_asked_in_its_dtype(tmp_path):
+    export_model(tiny_model(), None, tmp_path / "m", dtype="bfloat16")
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
+    made = student(tmp_path / "m")
+    assert made.training and {parameter.dtype for parameter in made.parameters()} == {torch.float32}
+    teacher = load_teacher(ModelSpec(name="t", source=str(tmp_path / "m"), dtype="bfloat16"), "cpu")
+    assert not teacher.training and {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
+    assert torch.equal(teacher.lm_head.weight.float(), made.lm_head.weight)
+
+
+def test_no_row_of_a_students_embedding_is_kept_from_learning(tmp_path):
+    model = tiny_model("llama", pad_token_id=7, tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "m")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "m").model.embed_tokens.padding_idx == 7
+    made = student(tmp_path / "m")
+    made(torch.tensor([[7, 8, 7]])).logits.sum().backward()
+    assert made.model.embed_tokens.weight.grad[7].abs().max() > 0
+
+
+def test_the_digest_tells_weights_dtypes_and_names_apart():
+    model = tiny_model("llama", seed=1)
+    digest = model_digest(model)
+    assert digest == model_digest(tiny_model("llama", seed=1)) and len(digest) == 64
+    assert digest != model_digest(tiny_model("llama", seed=2))
+    assert digest != model_digest(tiny_model("llama", seed=1).to(torch.bfloat16))
+    with torch.no_grad():
+        model.model.norm.weight[0] += 2**-20
+    assert digest != model_digest(model)
+
+
+def test_max_positions_is_what_the_configuration_allows():
+    assert [max_positions(tiny_model(shape)) for shape in ("llama", "gpt2")] == [128, 128]
+    assert max_positions(split(tiny_model("gpt2"))) == 128
+    assert max_positions(tiny_model("bloom")) is None
+
+
+def test_a_student_smaller_than_the_vocabulary_is_refused_and_a_padded_one_is_not(tmp_path):
+    write_model_folder(tmp_path / "m", tiny_model(vocab_size=300))
+    assert student(tmp_path / "m", vocab_size=290).config.vocab_size == 300
+    with pytest.raises(UsageError, match="student m has 300 tokens and needs 301"):
+        student(tmp_path / "m", vocab_size=301)
+
+
+def test_exporting_over_a_model_replaces_it_and_leaves_the_model_card(tmp_path):
+    write_model_folder(tmp_path / "m", tiny_model(seed=1), tiny_tokenizer())
+    (tmp_path / "m" / "README.md").write_text("card")
+    (tmp_path / "m" / "model-00001-of-00002.safetensors").write_text("of an older export")
+    export_model(tiny_model(seed=2), None, tmp_path / "m")
+    assert model_digest(student(tmp_path / "m")) == model_digest(tiny_model(seed=2))
+    assert (tmp_path / "m" / "README.md").read_text() == "card"
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) == 1
+
+
+def test_exporting_into_a_folder_of_something_else_is_refused_and_leaves_it_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="holds something else than a model"):
+        export_model(tiny_model(), None, tmp_path)
+    with pytest.raises(UsageError, match="holds something else than a model"):
+        export_model(tiny_model(), None, tmp_path / "notes.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_failed_export_leaves_the_earlier_one_and_no_debris(tmp_path, monkeypatch):
+    write_model_folder(tmp_path / "m", tiny_model(seed=1))
+    broken = tiny_model(seed=2)
+
+    def fail(folder):
+        (folder / "model.safetensors").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(broken, "save_pretrained", fail)
+    with pytest.raises(OSError, match="No space left"):
+        export_model(broken, None, tmp_path / "m")
+    assert model_digest(student(tmp_path / "m")) == model_digest(tiny_model(seed=1))
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_the_tokenizer_of_a_spec_is_its_own_or_its_sources_or_its_teachers(tmp_path):
+    write_model_folder(tmp_path / "m", tiny_model(vocab_size=310), tiny_tokenizer(310))
+    tiny_tokenizer(320).save_pretrained(tmp_path / "tokenizer")
+    folder = str(tmp_path / "m")
+    own = ModelSpec(name="s", source=folder, tokenizer=str(tmp_path / "tokenizer"))
+    teachers = ModelSpec(name="s", init="teacher-layers", teacher=folder, layers=(0,))
+    sizes = [len(load_tokenizer(each)) for each in (own, read_spec(folder), teachers, tmp_path / "tokenizer")]
+    assert sizes == [320, 310, 310, 320]
+    with pytest.raises(UsageError, match="s: this spec names no tokenizer"):
+        load_tokenizer(ModelSpec(name="s", config={"model_type": "llama"}, init="scratch"))
+
+
+def break_config(text):
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+def pickle_the_weights(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def cut_the_weights(folder):
+    os.truncate(folder / "model.safetensors", 5000)
+
+
+def drop_a_weight(folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_the_width(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+
+
+CUSTOM = json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}})
+
+
+@pytest.mark.parametrize(
+    "damage, line",
+    [
+        (break_config("{not json"), "its config.json is not valid JSON"),
+        (break_config("{}"), "its config.json has no model_type"),
+        (break_config('{"model_type": "lama"}'), "model type `lama`"),
+        (break_config('{"model_type": "vit"}'), "it is not a causal language model"),
+        (break_config(CUSTOM), "set trust_remote_code = true in a TOML"),
+        (pickle_the_weights, "no weights in safetensors there; other formats are not read"),
+        (cut_the_weights, "the weights are damaged"),
+        (drop_a_weight, "the weights lack model.norm.weight and 0 more"),
+        (change_the_width, "cannot be loaded"),
+    ],
+)
+def test_a_model_folder_that_cannot_be_loaded_is_refused_in_one_line_that_names_it(tmp_path, damage, line):
+    folder = write_model_folder(tmp_path / "m", tiny_model())
+    damage(folder)
+    with pytest.raises(UsageError) as caught:
+        load_teacher(read_spec(str(folder)), "cpu")
+    message = str(caught.value)
+    assert message.startswith(f"{folder}: ") and line in message
+    assert "\n" not in message and len(message) < 400
+
+
+def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path):
+    folder = write_model_folder(tmp_path / "m", tiny_model())
+    with pytest.raises(UsageError, match="m: no tokenizer.json there"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, lambda source: load_teacher(read_spec(source), "cpu")])
+def test_a_hub_id_that_cannot_be_reached_is_refused_in_one_line(load):
+    with pytest.raises(UsageError) as caught:
+        load("no-such-org/no-such-model")
+    expected = "no-such-org/no-such-model: no such folder, and the hub cannot be reached"
+    assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
+
+
+def test_flash_attention_that_is_not_installed_is_refused_in_one_line(tmp_path):
+    folder = write_model_folder(tmp_path / "m", tiny_model())
+    with pytest.raises(UsageError, match="flash_attention_2 is not installed here; take attention = 'sdpa'"):
+        load_teacher(ModelSpec(name="m", source=str(folder), attention="flash_attention_2"), "cpu")
+
+
+def test_a_model_without_sdpa_takes_eager_attention():
+    assert tiny_model("gemma2").config._attn_implementation == "eager"
+    assert tiny_model("llama").config._attn_implementation == "sdpa"
+
+
+def test_out_of_memory_is_not_taken_for_a_wrong_spec(tmp_path, monkeypatch):
+    folder = write_model_folder(tmp_path / "m", tiny_model())
+
+    def fail(*args, **keywords):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_teacher(read_spec(str(folder)), "cpu")
+
+
+def test_loading_prints_nothing(tmp_path):
+    write_model_folder(tmp_path / "m", tiny_model(), tiny_tokenizer())
+    code = (
+        "import sys; from kdtrain.models.loading import *; from kdtrain.models.spec import read_spec; "
+        "load_student(read_spec(sys.argv[1]), vocab_size=None, seed=0, device='cpu'); load_tokenizer(sys.argv[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

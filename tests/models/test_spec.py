@@ -1,0 +1,101 @@
+"""Specs: what names a model, where its paths point, and what is refused with which line."""
+
+import pytest
+
+from kdtrain.errors import UsageError
+from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.testing import tiny_model, write_model_folder
+
+CONFIG = "[config]\nmodel_type = 'llama'\n"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_toml_gives_its_values_and_defaults_for_the_rest(tmp_path):
+    spec = read_spec(write(tmp_path, "dtype = 'bfloat16'\nsource = 'org/name'\nrevision = 'v1'\n"))
+    assert spec == ModelSpec(name="spec", source="org/name", dtype="bfloat16", revision="v1")
+    assert (spec.attention, spec.init, spec.trust_remote_code) == ("sdpa", "pretrained", False)
+
+
+def test_paths_in_a_toml_are_relative_to_the_toml(tmp_path, monkeypatch):
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    (tmp_path / "specs" / "a.toml").write_text("source = '../models/m'\ntokenizer = '../models/m'\n")
+    monkeypatch.chdir(tmp_path)
+    spec = read_spec("specs/a.toml")
+    assert (spec.source, spec.tokenizer) == ("models/m", "models/m")
+
+
+def test_a_configuration_without_init_starts_from_scratch(tmp_path):
+    assert read_spec(write(tmp_path, CONFIG)).init == "scratch"
+
+
+def test_a_model_folder_and_a_run_with_an_exported_student_are_specs(tmp_path):
+    write_model_folder(tmp_path / "run" / "student", tiny_model())
+    assert read_spec(str(tmp_path / "run" / "student")).source == str(tmp_path / "run" / "student")
+    run = read_spec(str(tmp_path / "run"))
+    assert (run.name, run.source) == ("run", str(tmp_path / "run" / "student"))
+
+
+def test_a_hub_id_is_a_spec_and_is_not_looked_up():
+    assert read_spec("no-such-org/no-such-model").source == "no-such-org/no-such-model"
+
+
+@pytest.mark.parametrize(
+    "spec, line",
+    [
+        ("nowhere", "no such file or folder, and a hub id is of the form org/name"),
+        ("a/b/c", "no such file or folder"),
+        ("specs/missing.toml", "specs/missing.toml: there is no such file"),
+        ("specs/missing", "no such file or folder"),
+        ("specs/notes.txt", "this is another file"),
+        ("specs", "no config.json in this folder"),
+        ("unexported", "no exported student; write one with 'kdtrain export unexported'"),
+    ],
+)
+def test_what_is_neither_file_nor_folder_nor_hub_id_is_refused_in_one_line(tmp_path, monkeypatch, spec, line):
+    for folder in ("specs", "unexported"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "specs" / "notes.txt").write_text("")
+    (tmp_path / "unexported" / "config.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        read_spec(spec)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("sauce = 'org/name'", "unknown key 'sauce'; did you mean source?"),
+        ("zzz = 1", "unknown key 'zzz'; did you mean name, source"),
+        ("name = ", "not valid TOML"),
+        ("dtype = 'float64'", "dtype = 'float64' is unknown; use float32, bfloat16, float16"),
+        ("attention = 'flash'", "use sdpa, eager, flash_attention_2"),
+        ("init = 'random'", "use pretrained, scratch, teacher-layers"),
+        ("name = 'x'", "neither source nor [config]; give one of them"),
+        ("source = 'org/name'\n" + CONFIG, "both source and [config]; give one of them"),
+        ("source = 'missing'", "no such path beside this file"),
+        ("source = 7", "source = 7: write a string"),
+        ("name = ''\nsource = 'a/b'", "name = '': write a string that is not empty"),
+        ("config = 'llama'", "write [config] and its entries below it"),
+        ("[config]\nhidden_size = 8", "[config] has no model_type"),
+        ("init = 'pretrained'\n" + CONFIG, "[config] has no weights"),
+        ("layers = [0]\nsource = 'a/b'", "teacher and layers need init = 'teacher-layers'"),
+        ("init = 'teacher-layers'\nteacher = 'a/b'", "needs teacher (a spec) and layers"),
+        ("init = 'teacher-layers'\nteacher = 'a/b'\nlayers = [-1]", "counted from 0"),
+        ("init = 'teacher-layers'\nteacher = 'a/b'\nlayers = ['0']", "layers is a list of numbers"),
+        ("init = 'teacher-layers'\nteacher = 'a/b'\nlayers = [0]\nsource = 'c/d'", "take source out"),
+        ("source = 'a/b'\ntrust_remote_code = 'yes'", "trust_remote_code is true or false"),
+    ],
+)
+def test_a_wrong_toml_is_refused_in_one_line_that_names_file_and_key(tmp_path, text, line):
+    path = write(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        read_spec(path)
+    assert str(caught.value).startswith(path) and line in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,140 @@
+"""An independent fp64 reference of the objective: all logits at once, plain autograd, none of the engine."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdtrain.objective.targets import DenseTargets, SparseTargets
+
+KNOTS = (1.5, 1.0, 0.7, 0.5, 0.25)
+
+
+@dataclass
+class PlainHead:
+    weight: Tensor | None
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass
+class Problem:
+    """A small student and its teacher; `energies` [N,V] are the teacher's log p in fp64."""
+
+    hidden: Tensor
+    head: PlainHead
+    labels: Tensor
+    mask: Tensor
+    energies: Tensor
+    vocab_size: int
+
+    def cast(self, dtype: torch.dtype) -> "Problem":
+        """A copy in `dtype`, its tensors new leaves."""
+
+        def leaf(x):
+            return None if x is None else x.detach().to(dtype).clone().requires_grad_()
+
+        head = PlainHead(leaf(self.head.weight), leaf(self.head.bias), self.head.scale, self.head.softcap)
+        return Problem(leaf(self.hidden), head, self.labels, self.mask, self.energies, self.vocab_size)
+
+    def leaves(self) -> list[Tensor]:
+        return [x for x in (self.hidden, self.head.weight, self.head.bias) if x is not None]
+
+    def logits(self) -> Tensor:
+        u = self.hidden if self.head.weight is None else self.hidden @ self.head.weight.T
+        u = u if self.head.bias is None else u + self.head.bias
+        u = (u * self.head.scale)[:, : self.vocab_size]
+        return u if self.head.softcap is None else self.head.softcap * torch.tanh(u / self.head.softcap)
+
+
+def problem(n=24, d=6, vocab=23, padding=0, bias=False, scale=1.0, softcap=None, seed=0, peak=2.0, size=1.5) -> Problem:
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    # Rounded to fp32, so that fp32 and fp64 see the same numbers.
+    hidden, weight = (
+        normal(n, d).float().double(),
+        (size * normal(vocab + padding, d) / d**0.5).float().double(),
+    )
+    head = PlainHead(weight, normal(vocab + padding).float().double() if bias else None, scale, softcap)
+    energies = torch.log_softmax(peak * normal(n, vocab), -1)
+    labels = torch.randint(vocab, (n,), generator=g)
+    mask = torch.rand(n, generator=g) > 0.3
+    mask[0] = True
+    return Problem(hidden, head, labels, mask, energies, vocab)
+
+
+def sparse(energies, labels, head, draws=0, kept=None, knots=KNOTS, seed=0, dtype=torch.float64) -> SparseTargets:
+    """What a cache would hold of `energies` [N,V], without its rounding; absent entries carry id V + 7."""
+    n, vocab = energies.shape
+    order = energies.argsort(-1, descending=True)
+    ids = order[:, :head]
+    rest = energies.scatter(1, ids, -torch.inf)
+    values = torch.stack([torch.logsumexp(b * rest, -1) for b in knots], -1)
+    slopes = torch.stack([(torch.softmax(b * rest, -1) * energies).sum(-1) for b in knots], -1)
+    counts = torch.zeros(n, head, dtype=torch.float64)
+    if draws:
+        g = torch.Generator().manual_seed(seed)
+        drawn = torch.multinomial(torch.softmax(rest, -1), draws, replacement=True, generator=g)
+        all_counts = torch.zeros(n, vocab, dtype=torch.float64).scatter_add_(1, drawn, torch.ones_like(drawn).double())
+        width = min(draws, vocab) if kept is None else kept
+        top, where = all_counts.topk(width, dim=-1)
+        ids = torch.cat([ids, where.masked_fill(top == 0, vocab + 7)], -1)
+        counts = torch.cat([counts, top], -1)
+    logprobs = energies.gather(1, ids.clamp(max=vocab - 1)).masked_fill(ids >= vocab, 3.0)
+    return SparseTargets(
+        ids=ids,
+        logprobs=logprobs.to(dtype),
+        counts=counts.to(dtype),
+        tail=torch.cat([values, slopes], -1).to(dtype),
+        label_logprob=energies.gather(1, labels[:, None]).squeeze(1).to(dtype),
+        logit_mean=energies.mean(-1).to(dtype),
+        logit_std=energies.std(-1).to(dtype),
+        head=head,
+        draws=draws,
+        knots=knots,
+    )
+
+
+def dense(energies, labels, dtype=torch.float64) -> DenseTargets:
+    return DenseTargets(energies.to(dtype), energies.gather(1, labels[:, None]).squeeze(1).to(dtype))
+
+
+def reference_kd(logits, energies, beta, rule, targets=None) -> Tensor:
+    """KD a token [N] from all logits; the teacher's log Z is the exact one, differentiated in beta too."""
+    log_p, log_q = torch.log_softmax(beta * energies, -1), torch.log_softmax(beta * logits, -1)
+    if rule == "dense":
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    vocab = energies.shape[1]
+    if rule == "sampled":
+        weight = torch.zeros_like(energies)
+        in_head = torch.zeros_like(energies).scatter(1, targets.ids[:, : targets.head], 1.0)
+        tail_mass = (energies.exp() * (1 - in_head)).sum(-1, keepdim=True)
+        for k in range(targets.head, targets.ids.shape[1]):
+            share = targets.counts[:, k : k + 1].to(weight.dtype) / targets.draws
+            one = torch.nn.functional.one_hot(targets.ids[:, k].clamp(max=vocab - 1), vocab) * share
+            weight = weight + one * (targets.ids[:, k : k + 1] < vocab)
+        weight = weight * tail_mass * torch.exp(log_p - energies) + in_head * log_p.exp()
+        return (weight * (log_p - log_q)).sum(-1)
+    ids = targets.ids[:, : targets.head]
+    p, q = log_p.exp().gather(1, ids), log_q.exp().gather(1, ids)
+    if rule == "drop":
+        return (p * (p.log() - q.log())).sum(-1)
+    if rule == "renormalize":
+        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+        return (p * (p.log() - q.log())).sum(-1)
+    outside = torch.ones_like(energies).scatter(1, ids, 0.0)
+    p_tail, q_tail = (log_p.exp() * outside).sum(-1), (log_q.exp() * outside).sum(-1)
+    return (p * (p.log() - q.log())).sum(-1) + p_tail * (p_tail.log() - q_tail.log())
+
+
+def reference_loss(p: Problem, temperature, alpha, rule, targets, normalizer) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss and the sums of CE and of KD at T."""
+    logits = p.logits()
+    ce = -torch.log_softmax(logits, -1).gather(1, p.labels[:, None]).squeeze(1)
+    kd = reference_kd(logits, p.energies, 1 / temperature, rule, targets) if alpha else torch.zeros_like(ce)
+    ce, kd = ce[p.mask].sum(), kd[p.mask].sum()
+    return ((1 - alpha) * ce + alpha * temperature**2 * kd) / normalizer, ce, kd

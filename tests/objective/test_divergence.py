@@ -1,0 +1,110 @@
+import pytest
+import torch
+from objective_reference import problem, reference_kd, sparse
+
+from kdtrain.errors import UsageError
+from kdtrain.objective.divergence import forward_kl, refuse, resolve_tail, sparse_events
+from kdtrain.objective.statistics import row_statistics
+
+
+@pytest.mark.parametrize("head", [0, 4])
+@pytest.mark.parametrize("T", [1.0, 2.0, 4.0])
+def test_sampled_targets_estimate_the_full_kl_and_its_gradient_without_bias(head, T):
+    """The mean of 40,000 estimates is within 5 standard errors, 1 in 1.7 million by chance."""
+    n, d, vocab = 1, 5, 11
+    p = problem(n=n, d=d, vocab=vocab, peak=1.2)
+    logits = p.logits().repeat(40_000, 1)
+    energies = p.energies.repeat(40_000, 1)
+    labels = torch.zeros(40_000, dtype=torch.int64)
+    targets = sparse(energies, labels, head, draws=6, kept=6).without_absent(vocab)
+    beta = torch.tensor(1 / T, dtype=torch.float64)
+    leaf = logits.clone().requires_grad_()
+    events = sampled_events_by_hand(targets, leaf, beta)
+    values = forward_kl(events)
+    (gradients,) = torch.autograd.grad(values.sum(), leaf)
+    exact = p.logits().requires_grad_()
+    truth = reference_kd(exact, p.energies, beta, "dense")
+    (slope,) = torch.autograd.grad(truth.sum(), exact)
+    assert_within_five_standard_errors(values[:, None], truth)
+    assert_within_five_standard_errors(gradients, slope[0])
+
+
+def sampled_events_by_hand(targets, logits, beta):
+    """The rule under test, with statistics that autograd follows back to the logits."""
+    from kdtrain.objective.statistics import Statistics
+
+    ids = targets.ids.clamp(max=logits.shape[1] - 1)
+    rest = logits.scatter(1, ids[:, : targets.head], -1e30)
+    statistics = Statistics(
+        torch.logsumexp(rest, -1),
+        torch.logsumexp(beta * rest, -1),
+        logits.gather(1, ids),
+        logits[:, 0],
+        targets.head,
+    )
+    return sparse_events("sampled", targets, statistics, beta)
+
+
+def assert_within_five_standard_errors(samples, truth):
+    error = samples.std(0) / samples.shape[0] ** 0.5
+    assert ((samples.mean(0) - truth).abs() <= 5 * error + 1e-9).all()
+
+
+def test_ghost_is_a_lower_bound_of_the_full_kl():
+    p = problem(n=200)
+    targets = sparse(p.energies, p.labels, head=4)
+    one = torch.ones((), dtype=torch.float64)
+    ghost = forward_kl(sparse_events("ghost", targets, row_statistics(p.logits(), targets, p.labels), one))
+    full = reference_kd(p.logits(), p.energies, 1.0, "dense")
+    assert (ghost <= full + 1e-12).all() and (ghost >= 0).all()
+
+
+def test_the_tail_of_a_likely_head_keeps_its_digits():
+    """log(1 - sum q) is off by 40 % at a tail of e^-12 and gone at e^-17; the tail's own sum is not."""
+    vocab = 50
+    logits = torch.zeros(3, vocab)
+    logits[:, 0] = torch.tensor([12.0, 17.0, 40.0])
+    p = problem(n=3, vocab=vocab)
+    targets = sparse(torch.log_softmax(logits.double(), -1), p.labels, head=1, dtype=torch.float32)
+    statistics = row_statistics(logits.clone(), targets, p.labels)
+    expected = torch.log_softmax(logits.double(), -1)[:, 1:].logsumexp(-1)
+    torch.testing.assert_close((statistics.tail - statistics.lse).double(), expected, rtol=1e-6, atol=4e-6)
+
+
+def test_draws_are_never_thrown_away_in_silence():
+    assert resolve_tail("ghost", draws=8) == "sampled"
+    assert resolve_tail("ghost", draws=0) == "ghost"
+    for tail in ("drop", "renormalize"):
+        with pytest.raises(UsageError, match="throw away the 8 draws"):
+            refuse("forward-kl", tail, head=8, draws=8)
+
+
+@pytest.mark.parametrize(
+    "tail,kind,message",
+    [
+        ("renormalize", {"head": 0}, "head of at least 2"),
+        ("renormalize", {"head": 1}, "head of at least 2"),
+        ("ghost", {"head": 0}, "head of at least 1"),
+        ("drop", {"head": 0}, "head of at least 1"),
+        ("sampled", {"head": 8}, "needs a cache with draws"),
+        ("drop", {"dense": True}, "nothing for dense"),
+        ("gost", {"head": 8}, "did you mean ghost"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tail, kind, message):
+    with pytest.raises(UsageError, match=message) as raised:
+        refuse("forward-kl", tail, **kind)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_divergence_is_refused_with_the_known_ones():
+    with pytest.raises(UsageError, match="did you mean forward-kl"):
+        refuse("foward-kl", "ghost", head=8)
+
+
+def test_what_can_be_is_not_refused():
+    for kind in ({"head": 12}, {"head": 0, "draws": 50}, {"head": 8, "draws": 24}, {"dense": True}):
+        refuse("forward-kl", "ghost", **kind)
+    refuse("forward-kl", "sampled", head=0, draws=50)
+    refuse("forward-kl", "drop", head=1)
+    refuse("forward-kl", "renormalize", head=2)

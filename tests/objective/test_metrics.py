@@ -1,0 +1,119 @@
+import math
+
+import pytest
+import torch
+from objective_reference import dense, problem, reference_kd, sparse
+
+from kdtrain.objective.metrics import BINS, Metrics, measure
+
+
+def run(p, targets, part=slice(None), **more):
+    piece = None if targets is None else targets[part]
+    return measure(p.hidden[part], p.head, p.labels[part], p.mask[part], piece, vocab_size=p.vocab_size, **more)
+
+
+def exact(p):
+    """The true sums, straight from their definitions."""
+    log_q, log_p, m = torch.log_softmax(p.logits(), -1), p.energies, p.mask
+    rows = torch.arange(len(m))
+    return {
+        "tokens": m.sum(),
+        "cross_entropy": -log_q[rows, p.labels][m].sum(),
+        "correct": (log_q.argmax(-1) == p.labels)[m].sum(),
+        "kl": reference_kd(p.logits(), log_p, 1.0, "dense")[m].sum(),
+        "teacher_cross_entropy": -log_p[rows, p.labels][m].sum(),
+        "agreement": (log_q.argmax(-1) == log_p.argmax(-1))[m].sum(),
+        "acceptance": torch.minimum(log_p.exp(), log_q.exp()).sum(-1)[m].sum(),
+    }
+
+
+def reference_ece(p):
+    confidence, top = torch.softmax(p.logits(), -1)[p.mask].max(-1)
+    right = (top == p.labels[p.mask]).double()
+    total = 0.0
+    for b in range(BINS):
+        inside = (confidence >= b / BINS) & ((confidence < (b + 1) / BINS) | (b == BINS - 1))
+        if inside.any():
+            total += inside.sum() * abs(right[inside].mean() - confidence[inside].mean())
+    return (total / p.mask.sum()).item()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_dense_targets_give_the_exact_metrics(softcap):
+    p = problem(n=100, bias=True, padding=4, softcap=softcap, seed=5)
+    got = run(p, dense(p.energies, p.labels), chunk=13)
+    for name, want in exact(p).items():
+        assert getattr(got, name) == pytest.approx(want.item(), rel=1e-10), name
+    assert got.ece() == pytest.approx(reference_ece(p), rel=1e-10)
+    assert got.perplexity() == pytest.approx(math.exp(got.cross_entropy / got.tokens))
+    assert sum(got.bin_count) == got.tokens and sum(got.bin_correct) == got.correct
+
+
+def test_a_head_gives_bounds_and_the_rest_exactly():
+    p = problem(n=100)
+    truth, got = exact(p), run(p, sparse(p.energies, p.labels, head=4))
+    for name in ("tokens", "cross_entropy", "correct", "teacher_cross_entropy", "agreement"):
+        assert getattr(got, name) == pytest.approx(truth[name].item(), rel=1e-10), name
+    assert got.kl < truth["kl"] and got.acceptance > truth["acceptance"]
+    ghost = reference_kd(p.logits(), p.energies, 1.0, "ghost", sparse(p.energies, p.labels, head=4))
+    assert got.kl == pytest.approx(ghost[p.mask].sum().item(), rel=1e-10)
+
+
+def test_draws_give_an_estimate_of_kl_and_a_head_beside_them_the_rest():
+    p = problem(n=100)
+    for head in (0, 4):
+        targets = sparse(p.energies, p.labels, head=head, draws=30)
+        got = run(p, targets)
+        estimate = reference_kd(p.logits(), p.energies, 1.0, "sampled", targets)
+        assert got.kl == pytest.approx(estimate[p.mask].sum().item(), rel=1e-9)
+        assert (got.agreement is None) == (got.acceptance is None) == (head == 0)
+    assert got.agreement == pytest.approx(exact(p)["agreement"].item())
+
+
+def test_without_targets_only_the_student_is_measured():
+    p = problem(n=50)
+    got = run(p, None)
+    assert got.cross_entropy == pytest.approx(exact(p)["cross_entropy"].item())
+    assert (got.kl, got.agreement, got.acceptance, got.teacher_cross_entropy) == (None,) * 4
+    assert got.mean("kl") is None
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "headless", "none"])
+def test_parts_add_up_to_the_whole(kind):
+    p = problem(n=90)
+    targets = {
+        "dense": dense(p.energies, p.labels),
+        "sparse": sparse(p.energies, p.labels, head=4),
+        "headless": sparse(p.energies, p.labels, head=0, draws=9),
+        "none": None,
+    }[kind]
+    whole = run(p, targets)
+    parts = sum((run(p, targets, slice(i, i + 30), chunk=8) for i in range(0, 90, 30)), Metrics())
+    assert parts.vector() == pytest.approx(whole.vector(), rel=1e-10, nan_ok=True)
+    assert Metrics.from_vector(whole.vector()) == whole
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_masked_rows_do_not_count_whatever_they_hold(kind):
+    p = problem(n=60)
+    targets = dense(p.energies, p.labels) if kind == "dense" else sparse(p.energies, p.labels, head=4)
+    clean = run(p, targets)
+    p.labels = p.labels.masked_fill(~p.mask, -100)
+    spoiled = targets._map(
+        lambda name, x: torch.where(p.mask if x.ndim == 1 else p.mask[:, None], x, 999 if name == "ids" else math.nan)
+    )
+    assert run(p, spoiled) == clean
+    p.mask = torch.zeros_like(p.mask)
+    nothing = run(p, spoiled)
+    assert nothing.tokens == 0 and nothing.kl == 0 and math.isnan(nothing.ece())
+
+
+def test_a_student_equal_to_its_teacher_is_always_accepted():
+    p = problem(n=40)
+    p.energies = torch.log_softmax(p.logits(), -1)
+    for targets in (dense(p.energies, p.labels), sparse(p.energies, p.labels, head=4)):
+        got = run(p, targets)
+        assert got.mean("acceptance") == pytest.approx(1.0)
+        assert got.mean("agreement") == 1.0
+        assert got.mean("kl") == pytest.approx(0.0, abs=1e-10)
+        assert got.teacher_cross_entropy == pytest.approx(got.cross_entropy)
