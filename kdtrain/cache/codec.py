@@ -177,7 +177,7 @@ def _sparse(logprobs_NV: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None) ->
         parts["tail"] = _tail(offset_NV, largest_N, spec.knots)
     if spec.draws:
         assert uniforms_ND is not None
-        weights_NV = offset_NV.exp_().masked_fill_(logprobs_NV <= FLOOR, 0).scatter_(1, ids_NK, 0)
+        weights_NV = offset_NV.exp_().masked_fill_(logprobs_NV <= FLOOR, 0)
         drawn_ND, counts_ND = _count(_draw(weights_NV, uniforms_ND), vocab_size)
         drawn_logprobs_ND = logprobs_NV.gather(1, drawn_ND.clamp(max=vocab_size - 1))
         absent_ND = counts_ND == 0

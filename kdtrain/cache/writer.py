@@ -164,7 +164,7 @@ class CacheWriter:
             record = read_sidecar(self.folder, name)
         except (OSError, ValueError):
             return False
-        same = record["settings_sha256"] == self.settings.digest()
+        same = record["rows_sha256"] == digest and record["settings_sha256"] == self.settings.digest()
         return same and shard_problem(self.folder, record) is None
 
     def _build_shard(self, split: str, first: int, name: str, part: _Rows, digest: str) -> None:

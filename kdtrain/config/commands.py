@@ -195,6 +195,8 @@ class ExportConfig:
     """The folder to write."""
     checkpoint: str = "best"
     """best, latest, or the name of a checkpoint."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of the weights written."""
     overwrite: bool = False
     """Replace a folder that is already there."""
     json: bool = False

@@ -104,7 +104,7 @@ class SplitModel(nn.Module):
         attention and positions then stay within a document. None: plain causal attention.
         """
         if segments_BT is not None and not self.separates_documents:
-            raise UsageError(f"{_name(self.model)} cannot keep packed documents apart; leave --document-mask out")
+            raise UsageError(f"{_name(self.model)} cannot keep documents apart; leave --document-mask out")
         return self._run(tokens_BT, segments_BT)
 
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
@@ -151,24 +151,27 @@ def default_probe(model: PreTrainedModel) -> Tensor:
 
 
 class _Probe:
-    """Two halves of a probe batch, as one text and as two, and by how much the logits may differ from them.
+    """The logits of a probe batch of two halves, and by how much they may differ from themselves.
 
-    Rounding depends on the shapes and the dtype, so its bound is measured: a tenth of what the first half
-    does to the logits of the second.
+    Rounding depends on the shapes and the dtype, so its bound is measured: a tenth of what other tokens in the
+    first half do to the logits of the second.
     """
 
     def __init__(self, pieces: SplitModel, tokens_BT: Tensor) -> None:
         self.pieces, self.tokens_BT, self.cut = pieces, tokens_BT, tokens_BT.shape[1] // 2
-        halves = tokens_BT[:, : self.cut], tokens_BT[:, self.cut :]
-        self.whole_BTV = pieces._run(tokens_BT, None)
-        self.apart_BTV = torch.cat([pieces._run(half, None) for half in halves], dim=1)
-        effect = _largest(self.whole_BTV[:, self.cut :] - self.apart_BTV[:, self.cut :])
-        self.bound = max(effect / 10, 1e-5 * _largest(self.whole_BTV))
+        self.logits_BTV = pieces._run(tokens_BT, None)
+        effect = self._effect(of=slice(None, self.cut), on=slice(self.cut, None))
+        self.bound = max(effect / 10, 1e-5 * _largest(self.logits_BTV))
 
     def refuse_encoders(self) -> None:
-        if _largest(self.whole_BTV[:, : self.cut] - self.apart_BTV[:, : self.cut]) > self.bound:
+        if self._effect(of=slice(self.cut, None), on=slice(None, self.cut)) > self.bound:
             name = _name(self.pieces.model)
             raise UsageError(f"{name} looks at later tokens; take a causal language model")
+
+    def _effect(self, of: slice, on: slice) -> float:
+        others_BT = self.tokens_BT.clone()
+        others_BT[:, of] = (others_BT[:, of] + 1) % self.pieces.model.config.get_text_config().vocab_size
+        return _largest((self.pieces._run(others_BT, None) - self.logits_BTV)[:, on])
 
     def use_causal_sdpa(self) -> None:
         """Take our attention function if all layers are of the kinds it knows and the logits stay equal."""
@@ -178,14 +181,16 @@ class _Probe:
         if config._attn_implementation != "sdpa" or others or chunked:
             return
         model.set_attn_implementation(CAUSAL_SDPA)
-        if not self._gives(self.whole_BTV, None):
+        if not self._gives(self.logits_BTV, None):
             model.set_attn_implementation("sdpa")
 
     def documents_are_separate(self) -> bool:
         if getattr(self.pieces.model, "_is_stateful", False):
             return False
+        halves = self.tokens_BT[:, : self.cut], self.tokens_BT[:, self.cut :]
+        apart_BTV = torch.cat([self.pieces._run(half, None) for half in halves], dim=1)
         second_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device) >= self.cut
-        return self._gives(self.apart_BTV, second_T.long().expand_as(self.tokens_BT))
+        return self._gives(apart_BTV, second_T.long().expand_as(self.tokens_BT))
 
     def _gives(self, expected_BTV: Tensor, segments_BT: Tensor | None) -> bool:
         try:

@@ -82,19 +82,25 @@ def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
         print(json.dumps(_finite(dict(table))))
         return
     shown = Table(title=title, show_header=False, title_justify="left")
+    shown.add_column()
+    shown.add_column(overflow="fold")
     for name, value in table.items():
         shown.add_row(name, _text(value))
     Console(soft_wrap=True).print(shown)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4f}" if abs(value) < 1e5 else f"{value:,.0f}"
+def _text(value: Any, inner: bool = False) -> str:
+    """`value` for a cell: one line an entry at the outer level, all on one line inside."""
     if isinstance(value, Mapping):
-        return "\n".join(f"{name}: {_text(inner)}" for name, inner in value.items())
+        entries = [f"{name}{' ' if inner else ': '}{_text(each, True)}" for name, each in value.items()]
+        return f"({', '.join(entries)})" if inner else "\n".join(entries)
     if isinstance(value, list | tuple):
-        return "\n".join(_text(inner) for inner in value)
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+        return (", " if inner else "\n").join(_text(each, True) for each in value) or "none"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e-3 else f"{value:,.4f}" if abs(value) < 1e5 else f"{value:,.0f}"
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _finite(value: Any) -> Any:

@@ -26,7 +26,7 @@ from kdtrain.stages.build import build_tokens, logit_width
 from kdtrain.stages.common import ask, check_length, open_teacher, show
 from kdtrain.stages.export import open_student
 from kdtrain.training.source import CachedSource, OnlineSource, Source
-from kdtrain.training.validate import summary, validate
+from kdtrain.training.validate import calibration, summary, validate
 
 
 def main(config: EvaluateConfig) -> int:
@@ -64,6 +64,8 @@ def main(config: EvaluateConfig) -> int:
             )
         assert metrics is not None
         result: dict[str, Any] = {"student": config.student, "sequences": len(source), **summary(metrics)}
+    if config.json:
+        result["calibration"] = calibration(metrics)  # 45 numbers are for programs
     show(f"evaluate {config.student}", result, config.json)
     return 0
 

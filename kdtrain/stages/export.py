@@ -31,7 +31,7 @@ def main(config: ExportConfig) -> int:
     path = _checkpoint(config.run, config.checkpoint)
     student = student_at(path, torch.device("cpu"))
     tokenizer = tokenizer_of_run(_run_of(path))
-    export_model(student, tokenizer, out)
+    export_model(student, tokenizer, out, dtype=config.dtype)
     step = int(path.name.removeprefix("step-"))
     parameters = sum(each.numel() for each in student.parameters())
     show(

@@ -64,7 +64,7 @@ def _cache(path: Path) -> dict[str, Any]:
         "vocabulary": settings.vocab_size,
         "tokenizer": f"{settings.tokenizer_size:,} entries, digest {(settings.tokenizer_digest or '-')[:12]}",
         "seq_len": settings.seq_len,
-        "document_mask": str(settings.document_mask),
+        "document_mask": settings.document_mask,
         "sequences": {name: split["sequences"] for name, split in manifest.splits.items()},
         "tokens": {name: split["sequences"] * settings.seq_len for name, split in manifest.splits.items()},
         "shards": {name: len(split["shards"]) for name, split in manifest.splits.items()},

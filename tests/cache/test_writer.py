@@ -156,6 +156,17 @@ def test_a_resume_runs_the_teacher_only_for_what_is_missing(tmp_path: Path, work
     assert all(np.array_equal(before[name], after[name], equal_nan=True) for name in before if "ids" in name)
 
 
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:700] + b"x" + data[701:]])
+def test_a_resume_builds_a_damaged_shard_again(tmp_path: Path, workshop, codecs, damage) -> None:
+    folder, whole = (workshop.build(tmp_path / name, codecs["head"]) for name in "ab")
+    (folder / layout.MANIFEST).unlink()
+    path = layout.shard_path(folder, "train-00001")
+    path.write_bytes(damage(path.read_bytes()))
+    workshop.build(folder, codecs["head"])
+    assert verify_cache(folder) == []
+    assert_equal(folder, whole)
+
+
 def test_a_shard_of_other_text_is_built_again(tmp_path: Path, workshop, codecs) -> None:
     folder, spec = tmp_path / "c", codecs["head"]
     workshop.build(folder, spec)

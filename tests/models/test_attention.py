@@ -30,7 +30,7 @@ def test_a_position_sees_its_document_up_to_itself():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("shape", sorted(SHAPES.keys() - {"bloom"}))
 def test_a_packed_row_has_the_logits_of_each_document_alone(shape, attention):
     model = tiny_model(shape).eval()
     model.set_attn_implementation("eager" if shape == "gemma2" else attention)
@@ -101,6 +101,6 @@ def test_a_split_model_compiles_to_one_graph_with_and_without_documents(shape):
 def test_a_model_that_cannot_keep_documents_apart_says_so_instead_of_mixing_them():
     pieces = split(tiny_model("bloom").eval())
     assert pieces.fused and not pieces.separates_documents
-    with pytest.raises(UsageError, match=r"BloomForCausalLM cannot keep packed documents apart"):
+    with pytest.raises(UsageError, match=r"BloomForCausalLM cannot keep documents apart"):
         pieces(*packed_row())
     pieces(packed_row()[0])

@@ -201,7 +201,7 @@ def test_a_model_folder_that_cannot_be_loaded_is_refused_in_one_line_that_names_
 
 def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path):
     folder = write_model_folder(tmp_path / "m", tiny_model())
-    with pytest.raises(UsageError, match="m: no tokenizer.json there"):
+    with pytest.raises(UsageError, match=r"m: no tokenizer\.json there"):
         load_tokenizer(folder)
 
 

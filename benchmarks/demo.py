@@ -1,0 +1,295 @@
+"""The demonstration: the shipped teacher into a student of a fifth of its size, with and without distillation.
+
+It runs the real command, as a user would: `kdtrain cache-teacher` once; then, for each seed, `kdtrain distill` twice on
+the same cache, tokens, steps and learning rate, by cross-entropy (`--alpha 0`) and by distillation; and `kdtrain
+evaluate` for both students, on the test split, against the teacher itself. Stopped at any point, the same command goes
+on, because each of the commands resumes by itself.
+
+Only a demo of the default settings with at least as many seeds as the published one is published, in
+`benchmarks/results` and `benchmarks/figures`; any other stays in its own folder. Paths are relative to the repository,
+from wherever it is called.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import plot_demo
+import report_demo
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = Path("benchmarks/results/demo.json")
+FIGURES = Path("benchmarks/figures")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides the result of a demo. The defaults are made for ten minutes on two cores."""
+
+    teacher: str = "teachers/stdlib-5m.toml"
+    """Spec of the teacher."""
+    student: str = "students/stdlib-1m.toml"
+    """Spec of the student."""
+    seq_len: int = 256
+    """Tokens in a sequence."""
+    sequences: int = 6000
+    """Sequences of the train split that the teacher is cached over."""
+    validation_sequences: int = 64
+    """Sequences of the validation split beside them."""
+    test_sequences: int = 1000
+    """Sequences of the test split that both students are measured on."""
+    head: int = 16
+    """Entries of each distribution that the cache keeps exactly."""
+    steps: int = 600
+    """Optimizer steps of each student."""
+    batch_size: int = 16
+    """Sequences in an optimizer step."""
+    lr: float = 3e-3
+    """Peak learning rate of both students."""
+    alpha: float = 0.9
+    """Weight of the teacher in the distilled student's loss."""
+    temperature: float = 1.0
+    """Temperature of the distilled student's loss."""
+    temperature_mode: str = "fixed"
+    """How that temperature moves."""
+    eval_freq: int = 50
+    """Steps between validations."""
+    compile: bool = True
+    """Compile the students."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Distil the shipped teacher into a small student, and show what it gained over cross-entropy."""
+
+    seeds: int = 1
+    """Pairs of students, one of each kind, that differ in their seed."""
+    out: Path = Path("runs/demo")
+    """The folder of the demo: cache, runs, and what is not published."""
+    write_readme: bool = False
+    """Run nothing; put the published result into README.md."""
+    settings: tyro.conf.OmitArgPrefixes[Settings] = dataclasses.field(default_factory=Settings)
+
+
+def main(demo: Demo) -> None:
+    """Run the demo, or what is left of it, and show the table and where the pictures are."""
+    os.chdir(ROOT)
+    if demo.write_readme:
+        write_readme(Path("README.md"))
+        return
+    if demo.seeds < 1:
+        stop(2, f"--seeds {demo.seeds} makes no student; give at least 1")
+    started = time.monotonic()
+    claim(demo.out, demo.settings)
+    with Kdtrain() as kdtrain:
+        result = run(demo, kdtrain)
+    file, figures = places(demo)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    pictures = plot_demo.draw(result, figures)
+    report_demo.show(result)
+    print(f"result: {file}\npictures: {', '.join(map(str, pictures))}")
+    print(f"took {(time.monotonic() - started) / 60:.1f} minutes", file=sys.stderr)
+
+
+def run(demo: Demo, kdtrain: "Kdtrain") -> dict[str, Any]:
+    """The record of the whole demo, as it stands in the JSON file."""
+    cache = kdtrain(*cache_command(demo.settings, demo.out))
+    runs = []
+    for seed in range(demo.seeds):
+        for kind in report_demo.KINDS:
+            folder = demo.out / f"{kind}-{seed}"
+            trained = kdtrain(*distill_command(demo.settings, demo.out, kind, seed))
+            measured = kdtrain(*evaluate_command(demo.settings, folder))
+            runs.append(record(kind, seed, folder, trained, measured))
+    return {
+        "settings": dataclasses.asdict(demo.settings),
+        "environment": environment(folder),
+        "cache": {name: cache[name] for name in ("sequences", "tokens", "bytes_per_token")},
+        "runs": runs,
+    }
+
+
+def cache_command(settings: Settings, out: Path) -> list[str]:
+    """The command that keeps what the teacher says."""
+    return [
+        *("cache-teacher", "--teacher", settings.teacher, "--data", "stdlib", "--out", f"{out}/cache"),
+        *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.sequences}"),
+        *("--validation-sequences", f"{settings.validation_sequences}", "--head", f"{settings.head}"),
+    ]
+
+
+def distill_command(settings: Settings, out: Path, kind: str, seed: int) -> list[str]:
+    """The command that trains one student; the two kinds differ in what their loss is made of and in nothing else."""
+    objective = {
+        "cross-entropy": ("--alpha", "0"),
+        "distilled": (
+            *("--alpha", f"{settings.alpha}", "--temperature", f"{settings.temperature}"),
+            *("--temperature-mode", settings.temperature_mode),
+        ),
+    }
+    return [
+        *("distill", "--cache", f"{out}/cache", "--student", settings.student, "--out", f"{out}/{kind}-{seed}"),
+        *("--steps", f"{settings.steps}", "--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}"),
+        *("--eval-freq", f"{settings.eval_freq}", "--seed", f"{seed}", *objective[kind]),
+        *([] if settings.compile else ["--no-compile"]),
+    ]
+
+
+def evaluate_command(settings: Settings, folder: Path) -> list[str]:
+    """The command that measures one student against the teacher itself, on text that neither has learned from."""
+    return [
+        *("evaluate", "--student", f"{folder}", "--teacher", settings.teacher, "--data", "stdlib", "--split", "test"),
+        *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.test_sequences}"),
+    ]
+
+
+def record(kind: str, seed: int, folder: Path, trained: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """One student: how it was trained, its learning curves, and what the test split says."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    validations = [line for line in lines if "validation/loss" in line]
+    rates = [line["tok/s"] for line in lines if line.get("tok/s")]
+    own = ("student", "sequences", "calibration")
+    return {
+        "student": kind,
+        "seed": seed,
+        **{name: trained[name] for name in ("step", "tokens", "seconds")},
+        # the later half: the first steps wait for the compiler
+        "tokens_per_second": statistics.median(rates[len(rates) // 2 :]) if rates else None,
+        "temperature": trained["temperature"] if kind == "distilled" else None,
+        "validation": {
+            "step": [line["step"] for line in validations],
+            **{name: [line[f"validation/{name}"] for line in validations] for name in ("loss", "kl", "teacher_loss")},
+        },
+        "test": {name: value for name, value in measured.items() if name not in own},
+        "calibration": measured["calibration"],
+    }
+
+
+def environment(folder: Path) -> dict[str, Any]:
+    """What the figures were measured with; nothing that names a machine or a person."""
+    of_run = json.loads((folder / "environment.json").read_text())
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "cpu": cpu_model(),
+        "threads": of_run["threads"],
+        "device": of_run["device"],
+        "precision": of_run["mode"],
+    }
+
+
+def cpu_model() -> str:
+    """The processor as it calls itself, where the system says so."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def write_readme(readme: Path) -> None:
+    """Put the published result between the markers of `readme`."""
+    if not RESULT.exists():
+        stop(2, f"{RESULT} does not exist; make it with benchmarks/demo.py --seeds 3")
+    block = report_demo.markdown(json.loads(RESULT.read_text()), str(RESULT), str(FIGURES))
+    try:
+        readme.write_text(report_demo.fill(readme.read_text(), block))
+    except ValueError as error:
+        stop(2, f"{readme} {error}")
+
+
+def claim(out: Path, settings: Settings) -> None:
+    """Begin a demo in `out`, or go on with the one there; one of other settings is refused."""
+    file, now = out / "settings.json", dataclasses.asdict(settings)
+    if file.exists():
+        before = json.loads(file.read_text())
+        changed = [
+            f"--{name.replace('_', '-')} was {before.get(name)}" for name in now if before.get(name) != now[name]
+        ]
+        if changed:
+            stop(2, f"{out} holds a demo with other settings ({', '.join(changed)}); remove it or name another --out")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        stop(2, f"{out} holds something that is no demo; name another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(now, indent=1) + "\n")
+
+
+def places(demo: Demo, result: Path = RESULT, figures: Path = FIGURES) -> tuple[Path, Path]:
+    """The file of the result and the folder of the pictures: the published ones, or those of this demo alone."""
+    published = {run["seed"] for run in json.loads(result.read_text())["runs"]} if result.exists() else set()
+    if demo.settings == Settings() and demo.seeds >= len(published):
+        return result, figures
+    return demo.out / "demo.json", demo.out
+
+
+class Kdtrain:
+    """Calls the command `kdtrain` and reads the JSON object it prints; what it logs goes to the terminal.
+
+    The command runs in a process group of its own and gets each signal from here, exactly once: a second one would make
+    it leave without saving.
+    """
+
+    def __init__(self) -> None:
+        self.child: subprocess.Popen[str] | None = None
+        self.stopped = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Kdtrain":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        if self.child is not None:
+            self.child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def __call__(self, *argv: str) -> dict[str, Any]:
+        """Run one command. Leaves with its exit code where that is not 0, and with 1 where the demo was stopped."""
+        print(f"$ kdtrain {shlex.join(argv)}", file=sys.stderr, flush=True)
+        answer, code = "", 0
+        if not self.stopped:
+            command = [sys.executable, "-m", "kdtrain", *argv, "--json"]
+            self.child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, process_group=0
+            )
+            if self.stopped:
+                self.child.send_signal(signal.SIGTERM)
+            answer, _ = self.child.communicate()
+            code, self.child = self.child.returncode, None
+        if self.stopped:
+            stop(1, "stopped; the same command goes on from here")
+        if code:
+            stop(code if code > 0 else 128 - code, f"kdtrain {argv[0]} failed, see above")
+        return json.loads(answer)
+
+
+def stop(code: int, message: str) -> NoReturn:
+    """Leave with one line on stderr."""
+    print(f"demo: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Demo))
