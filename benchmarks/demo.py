@@ -47,7 +47,7 @@ class Settings:
     """Tokens in a sequence."""
     sequences: int = 6000
     """Sequences of the train split that the teacher is cached over."""
-    validation_sequences: int = 64
+    validation_sequences: int = 128
     """Sequences of the validation split beside them."""
     test_sequences: int = 1000
     """Sequences of the test split that both students are measured on."""

@@ -97,9 +97,16 @@ def parse(command: str, argv: list[str]) -> Any:
 
 
 def _named(command: str, argv: list[str]) -> list[str]:
-    """`argv` with a leading positional argument given its name."""
-    if command in POSITIONAL and argv and not argv[0].startswith("-"):
-        return [f"--{POSITIONAL[command]}", *argv]
+    """`argv` with its positional argument, the first word that is no flag and no flag's value, given its name."""
+    if command not in POSITIONAL:
+        return argv
+    hints = typing.get_type_hints(COMMANDS[command])
+    switches = {f"--{no}{name}" for name, kind in hints.items() if kind is bool for no in ("", "no-")}
+    for position, word in enumerate(argv):
+        before = argv[position - 1] if position else ""
+        takes_word = before.startswith("-") and before not in switches and "=" not in before
+        if not word.startswith("-") and not takes_word:
+            return [*argv[:position], f"--{POSITIONAL[command]}", *argv[position:]]
     return argv
 
 

@@ -1,7 +1,7 @@
 """Tiny models and tokenizers for tests: kdtrain's own, and those of people who build on it.
 
 The models are random, two layers deep and 32 wide, in the shapes of real ones: grouped queries, soft-capped or
-scaled logits, learned positions, sliding windows. They are made in milliseconds and teach nothing. The
+scaled logits, learned positions, sliding windows, recurrent layers. They are made in milliseconds and teach nothing. The
 tokenizer is byte-level: every text has an encoding, and its vocabulary is filled up with entries that no text
 uses, to any size a test wants.
 """
@@ -48,6 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "cohere": _LLAMA | {"model_type": "cohere", "logit_scale": 0.0625},
     "phi": _LLAMA | {"model_type": "phi", "num_key_value_heads": 4, "tie_word_embeddings": False},
     "gpt2": _GPT2,
+    "falcon_h1": _LLAMA | {"model_type": "falcon_h1", "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "bloom": {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4},
 }
 

@@ -23,7 +23,7 @@ CAUSAL_SDPA = "kdtrain_causal_sdpa"
 def document_positions(segments_BT: Tensor) -> Tensor:
     """Return each token's position within its document, int64 [B, T]; neighbours of one number are one."""
     here_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
-    starts_BT = F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0), value=True)
+    starts_BT = F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
     return here_T - torch.where(starts_BT, here_T, 0).cummax(dim=1).values
 
 

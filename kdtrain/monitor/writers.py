@@ -17,13 +17,14 @@ class Writers:
 
     Args:
         folder: the run.
-        resume_step: the step the run goes on from; what was written after it is removed.
+        resume_step: the step the run goes on from; what was written of later ones is removed.
+        validated_step: the last step whose validation the run remembers; of later ones it is removed as well.
         tensorboard: whether TensorBoard events are written.
     """
 
-    def __init__(self, folder: Path, resume_step: int, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, resume_step: int, validated_step: int | None, tensorboard: bool) -> None:
         self.events_path = folder / "events.jsonl"
-        _forget(folder / "metrics.jsonl", resume_step if resume_step else -1)
+        _forget(folder / "metrics.jsonl", resume_step, -1 if validated_step is None else validated_step)
         self.file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  # closed by close()
         self.board: Any = None
         if tensorboard:
@@ -55,14 +56,15 @@ class Writers:
             self.board.close()
 
 
-def _forget(path: Path, after: int) -> None:
-    """Remove the lines of steps later than `after`, and a last line that a kill cut short."""
+def _forget(path: Path, trained: int, validated: int) -> None:
+    """Remove the lines of later steps, of training and of validation, and a last line that a kill cut short."""
     if not path.exists():
         return
     kept = []
     for text in path.read_text().splitlines():
         try:
-            if json.loads(text)["step"] <= after:
+            numbers = json.loads(text)
+            if numbers["step"] <= (validated if "validation/loss" in numbers else trained):
                 kept.append(text)
         except (ValueError, KeyError, TypeError):
             break

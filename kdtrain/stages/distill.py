@@ -100,7 +100,8 @@ def main(config: DistillConfig) -> int:
     setup_logging(config.out / "train.log")
     if goes_on:
         _resume(run)
-    run.writers = Writers(config.out, state.progress.step, config.monitor.tensorboard)
+    at = state.progress
+    run.writers = Writers(config.out, at.step, at.validated_step, config.monitor.tensorboard)
     _announce(run, spec, mode, manifest)
     try:
         train(run)
@@ -217,6 +218,9 @@ def _resume(run: Run) -> None:
     if run.state.progress.step > run.total:
         raise UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out")
     run.checkpointed = run.state.progress.step
+    best = f"step-{run.state.progress.best_step or 0:08d}"
+    if run.store.problem(best) is None:
+        run.store.link("best", best)  # a kill may have come between the checkpoint and its link
     log.info("going on from %s", path)
 
 

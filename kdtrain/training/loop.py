@@ -72,9 +72,11 @@ def train(run: Run) -> None:
     shown = Bar("distill", run.total, progress.step, every=math.inf)
     with StopRequest() as stop, shown.bar:
         started = time.monotonic()
-        if progress.step == 0:
+        if _validation_due(run):
             _validate(run, stop)
         for number, batches in feed.steps(progress.step + 1, run.total):
+            if stop:
+                break
             seed_everything(config.seed, number)
             rate = learning_rate(number, run.total, config.optimizer)
             _set_rate(state.optimizer, rate, config.optimizer.lr)
@@ -103,13 +105,11 @@ def train(run: Run) -> None:
             numbers |= averages.add(number, numbers["loss"], int(numbers["tokens"]), time.monotonic())
             _report(run, shown, number, numbers)
 
-            if number % config.monitor.eval_freq == 0 or number == run.total:
+            if _validation_due(run):
                 _validate(run, stop)
             if number % config.checkpoint.checkpoint_freq == 0 or number == run.total:
                 _checkpoint(run)
-            if stop:
-                break
-    if stop and progress.step < run.total:
+    if stop and (progress.step < run.total or _validation_due(run)):
         run.stopped_by = stop.name
         state.optimizer.zero_grad(set_to_none=True)
         if progress.step > 0:
@@ -193,6 +193,13 @@ def _report(run: Run, shown: Bar, number: int, numbers: dict[str, float]) -> Non
             )
 
 
+def _validation_due(run: Run) -> bool:
+    """Whether the last finished step is to be measured and was not, which a stop request may have prevented."""
+    progress = run.state.progress
+    wanted = progress.step % run.config.monitor.eval_freq == 0 or progress.step == run.total
+    return wanted and progress.validated_step != progress.step
+
+
 def _validate(run: Run, stop: StopRequest) -> None:
     """Measure the validation split; the lowest cross-entropy marks the best student.
 
@@ -214,7 +221,10 @@ def _validate(run: Run, stop: StopRequest) -> None:
     numbers = {f"validation/{name}": value for name, value in summary(metrics).items() if value is not None}
     run.writers.metrics(progress.step, numbers)
     log.info("validation at step %d %s", progress.step, line(numbers))
+    progress.validated_step = progress.step
     loss = numbers["validation/loss"]
+    if metrics.tokens and not math.isfinite(loss):
+        raise RunError(f"validation at step {progress.step}: loss {loss}; look at the student's weights or lower --lr")
     if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
         progress.best_loss, progress.best_step = loss, progress.step
         if progress.step > 0:

@@ -31,6 +31,8 @@ class Progress:
     """Lowest validation cross-entropy in nats."""
     best_step: int | None = None
     """The step it was measured at."""
+    validated_step: int | None = None
+    """The last step that was measured."""
 
 
 @dataclass

@@ -82,6 +82,10 @@ def test_the_digest_tells_weights_dtypes_and_names_apart():
     assert digest == model_digest(tiny_model("llama", seed=1)) and len(digest) == 64
     assert digest != model_digest(tiny_model("llama", seed=2))
     assert digest != model_digest(tiny_model("llama", seed=1).to(torch.bfloat16))
+    zeros = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32)]
+    modules = [torch.nn.ParameterDict({"a": torch.nn.Parameter(each, False)}) for each in zeros]
+    modules.append(torch.nn.ParameterDict({"b": zeros[0]}))
+    assert len({model_digest(module) for module in modules}) == 4
     with torch.no_grad():
         model.model.norm.weight[0] += 2**-20
     assert digest != model_digest(model)

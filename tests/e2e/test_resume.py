@@ -1,0 +1,134 @@
+"""A run that was killed, stopped or damaged goes on as if nothing had happened: the same bits, each step once."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+RUNS = {
+    "fixed": ("--student", "student.toml", "--lr-schedule", "constant", "--warmup-steps", 0),
+    "learnable": ("--student", "dropout.toml", "--temperature-mode", "adversarial", "--micro-batch-size", 2),
+}
+STEPS = 9
+TIMING = ("tok/s", "eta_h", "loss_avg")
+
+
+def start(bench, kind, out, *more, fault=None, steps=STEPS):
+    # 40 sequences in steps of 6: the second epoch begins inside step 7
+    argv = ("distill", "--cache", "cache", *RUNS[kind], "--out", out, "--steps", steps, "--batch-size", 6)
+    every = ("--checkpoint-freq", 2, "--eval-freq", 3, "--lr", 1e-2)
+    return bench.run(*argv, *bench.eager, *every, *more, fault=fault)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(bench, cached):
+    """The runs that nothing happened to, by kind."""
+    for kind in RUNS:
+        start(bench, kind, f"whole-{kind}").ok()
+    return {kind: f"whole-{kind}" for kind in RUNS}
+
+
+def assert_same(bench, run, whole, validations=True):
+    """The newest checkpoints are equal bit by bit, and each step was reported once, with equal numbers."""
+    assert bench.newest(run).name == bench.newest(whole).name
+    ours, theirs = bench.tensors(run), bench.tensors(whole)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert untimed(bench.metrics(run)) == untimed(bench.metrics(whole))
+    if validations:
+        assert untimed(bench.lines(run)) == untimed(bench.lines(whole))
+        assert progress(bench, run) == progress(bench, whole)
+        best = [(bench.root / each / "checkpoints/best").resolve().name for each in (run, whole)]
+        assert best[0] == best[1]
+
+
+def untimed(lines):
+    """Lines without what a clock decides, and without the average over the steps of one process."""
+    return [{name: value for name, value in line.items() if name not in TIMING} for line in lines]
+
+
+def progress(bench, run):
+    return json.loads((bench.newest(run) / "state.json").read_text())["progress"]
+
+
+def test_the_uninterrupted_runs_trained_and_are_not_trivial(bench, uninterrupted):
+    temperatures = [line["T"] for line in bench.metrics(uninterrupted["learnable"])]
+    assert len(set(temperatures)) > 2
+    for whole in uninterrupted.values():
+        assert progress(bench, whole)["step"] == STEPS
+        assert any(name.endswith("exp_avg") for name in bench.tensors(whole))
+        assert [line["step"] for line in bench.metrics(whole)] == list(range(1, STEPS + 1))
+        assert [line["step"] for line in bench.lines(whole) if "loss" not in line] == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    "kind, faults",
+    [
+        ("fixed", ("train.after-step:kill:5", "checkpoint.after-rename:kill:2")),
+        ("learnable", ("train.after-micro-batch:kill:8", "train.after-micro-batch:term:11")),
+        ("fixed", ("checkpoint.before-rename:kill:1", "train.after-step:term:6")),
+    ],
+    ids=["fixed", "learnable-accumulated", "before-the-first-checkpoint"],
+)
+def test_a_run_interrupted_twice_ends_with_the_same_bits(bench, uninterrupted, kind, faults):
+    run = "-".join([kind, *(fault.split(":")[0] for fault in faults)])
+    for fault in faults:
+        done = start(bench, kind, run, fault=fault)
+        if ":kill:" in fault:
+            assert done.code == -9
+            assert not (bench.root / run / "student").exists()
+        else:
+            assert "stopped by SIGTERM after step" in done.ok().stderr
+            assert "goes on from there" in done.stderr
+    start(bench, kind, run).ok()
+    assert_same(bench, run, uninterrupted[kind])
+    exported = [(bench.root / each / "student/model.safetensors").read_bytes() for each in (run, uninterrupted[kind])]
+    assert exported[0] == exported[1]
+
+
+def test_a_stop_between_micro_batches_leaves_no_trace_of_the_unfinished_step(bench, uninterrupted):
+    done = start(bench, "learnable", "stopped", "--json", fault="train.after-micro-batch:term:5")
+    assert done.json["stopped_by"] == "SIGTERM"
+    assert done.json["step"] == progress(bench, "stopped")["step"] == 1
+    assert [line["step"] for line in bench.metrics("stopped")] == [1]
+    assert untimed(bench.metrics("stopped")) == untimed(bench.metrics(uninterrupted["learnable"])[:1])
+
+
+def test_a_stop_during_a_validation_is_made_up_for_when_the_run_goes_on(bench, uninterrupted):
+    done = start(bench, "fixed", "unvalidated", fault="train.after-step:term:3")
+    assert "after step 3" in done.ok().stderr
+    assert [line["step"] for line in bench.lines("unvalidated")] == [0, 1, 2, 3]
+    start(bench, "fixed", "unvalidated").ok()
+    assert_same(bench, "unvalidated", uninterrupted["fixed"])
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(bench, uninterrupted):
+    whole = uninterrupted["fixed"]
+    shutil.copytree(bench.root / whole, bench.root / "damaged", symlinks=True)
+    path = bench.newest("damaged") / "tensors.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    refused = bench.run("verify", "damaged", "--json")
+    assert refused.code == 1
+    assert json.loads(refused.stdout)["problems"] == ["step-00000009: tensors.safetensors does not match its SHA-256"]
+    done = start(bench, "fixed", "damaged").ok()
+    assert "step-00000009 is damaged and passed over: tensors.safetensors does not match its SHA-256" in done.stderr
+    assert "going on from damaged/checkpoints/step-00000008" in done.stderr
+    assert_same(bench, "damaged", whole)
+
+
+def test_more_steps_continue_a_finished_run(bench, uninterrupted):
+    start(bench, "fixed", "longer", steps=5).ok()
+    done = start(bench, "fixed", "longer", "--json")
+    assert done.json["step"] == STEPS
+    assert_same(bench, "longer", uninterrupted["fixed"], validations=False)
+
+
+def test_a_run_moved_aside_by_overwrite_is_kept_and_a_new_one_begins(bench, uninterrupted):
+    whole = uninterrupted["fixed"]
+    shutil.copytree(bench.root / whole, bench.root / "again", symlinks=True)
+    start(bench, "fixed", "again", "--resume", "never", "--overwrite", steps=1).ok()
+    assert bench.newest("again").name == "step-00000001"
+    assert bench.newest("again.old-1").name == bench.newest(whole).name

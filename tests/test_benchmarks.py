@@ -1,0 +1,278 @@
+"""The demo: what its commands, its table, its pictures and its record promise, and one small run of all of it."""
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdtrain.objective.metrics import Metrics
+from kdtrain.training.validate import calibration
+
+ROOT = Path(__file__).resolve().parents[1]
+TEACHER = ROOT / "teachers" / "stdlib-5m"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def benchmarks():
+    """The folder of the scripts on the path, as when one of them is started."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def demo():
+    return importlib.import_module("demo")
+
+
+@pytest.fixture
+def report():
+    return importlib.import_module("report_demo")
+
+
+@pytest.fixture
+def plot():
+    return importlib.import_module("plot_demo")
+
+
+def run_of(kind: str, seed: int, loss: float, kl: float) -> dict:
+    return {
+        "student": kind,
+        "seed": seed,
+        "step": 100,
+        "tokens": 409_600,
+        "seconds": 20.0,
+        "tokens_per_second": 25_000.0,
+        "temperature": 1.5 if kind == "distilled" else None,
+        "validation": {
+            "step": [0, 50, 100],
+            "loss": [7.5, loss + 0.5, loss],
+            "kl": [5.0, kl + 0.5, kl],
+            "teacher_loss": [2.5, 2.5, 2.5],
+        },
+        "test": {
+            "loss": loss,
+            "perplexity": 30.0,
+            "accuracy": 0.4,
+            "ece": 0.02,
+            "kl": kl,
+            "agreement": 0.6,
+            "acceptance": 0.7,
+            "teacher_loss": 2.5,
+            "tokens": 1000.0,
+        },
+        "calibration": [{"tokens": 10.0 * i, "confidence": (i + 0.5) / 15, "accuracy": i / 15} for i in range(15)],
+    }
+
+
+def result_of(seeds: int = 1) -> dict:
+    runs = [run_of("cross-entropy", seed, 3.5 + seed / 10, 1.0) for seed in range(seeds)]
+    runs += [run_of("distilled", seed, 3.3 + seed / 10, 0.7) for seed in range(seeds)]
+    environment = {"date": "2026-01-01", "python": "3.11.7", "torch": "2.13.0", "cpu": "a processor", "threads": 2}
+    return {
+        "settings": {"student": "students/stdlib-1m.toml", "steps": 100, "temperature_mode": "fixed"},
+        "environment": {**environment, "device": "cpu", "precision": "bf16"},
+        "cache": {"bytes_per_token": 45.9, "sequences": {"train": 100}, "tokens": {"train": 25_600}},
+        "runs": runs,
+    }
+
+
+def cells(report, result: dict) -> dict[str, list[str]]:
+    return {name: rest for name, *rest in report.rows(result)}
+
+
+def test_the_two_students_differ_in_the_objective_and_in_nothing_else(demo):
+    def without_objective(kind):
+        words = demo.distill_command(demo.Settings(), Path("out"), kind, 3)
+        taken = [
+            at for at, word in enumerate(words) if word in ("--alpha", "--temperature", "--temperature-mode", "--out")
+        ]
+        return [word for at, word in enumerate(words) if at not in taken and at - 1 not in taken]
+
+    assert without_objective("cross-entropy") == without_objective("distilled")
+    assert "--seed 3" in " ".join(without_objective("distilled"))
+
+
+def test_the_commands_of_the_demo_are_commands_of_kdtrain(demo):
+    from kdtrain.cli import parse
+
+    settings, out = demo.Settings(), Path("out")
+    assert parse("cache-teacher", demo.cache_command(settings, out)[1:]).data.num_sequences == settings.sequences
+    assert parse("distill", demo.distill_command(settings, out, "cross-entropy", 0)[1:]).objective.alpha == 0
+    assert parse("distill", demo.distill_command(settings, out, "distilled", 0)[1:]).objective.alpha == settings.alpha
+    assert parse("evaluate", demo.evaluate_command(settings, out)[1:]).data.split == "test"
+
+
+def test_one_seed_is_shown_as_it_is_and_several_as_mean_and_deviation(report):
+    assert cells(report, result_of(1))["test loss"] == ["3.5000", "3.3000", "2.5000"]
+    assert cells(report, result_of(3))["test loss"] == ["3.6000 ± 0.1000", "3.4000 ± 0.1000", "2.5000"]
+
+
+def test_the_table_shows_the_cache_and_the_temperature_of_the_distilled_student_alone(report):
+    shown = cells(report, result_of())
+    assert shown["bytes a token of the cache"][:2] == ["-", "45.9"]
+    assert shown["final T (fixed)"][:2] == ["-", "1.500"]
+
+
+def test_validation_figures_are_those_of_the_step_with_the_lowest_loss(report):
+    result = result_of()
+    result["runs"][0]["validation"] |= {"loss": [7.5, 3.1, 3.4], "kl": [5.0, 0.9, 0.8]}
+    shown = cells(report, result)
+    assert shown["validation loss (nats a token)"][0] == "3.1000"
+    assert shown["validation KL to the teacher"][0] == "0.9000"
+
+
+def test_the_verdict_counts_a_seed_only_if_loss_and_kl_are_both_better(report):
+    result = result_of(3)
+    assert "better in both at 3 of 3 seeds" in report.verdict(result)
+    assert "validation loss -0.2000, KL to the teacher -0.3000" in report.verdict(result)
+    result["runs"][-1]["validation"]["kl"][-1] = 1.2
+    assert "better in both at 2 of 3 seeds" in report.verdict(result)
+
+
+def test_filling_the_readme_changes_what_is_between_the_markers_and_nothing_else(report):
+    page = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    filled = report.fill(page, report.markdown(result_of(3), "results/demo.json", "figures"))
+    assert filled.startswith(f"before\n{report.BEGIN}\n| |") and filled.endswith(f"{report.END}\nafter\n")
+    assert "old" not in filled and "(figures/demo-calibration.png)" in filled
+    assert report.fill(filled, "new") == page.replace("old", "new")
+    with pytest.raises(ValueError, match="demo-table"):
+        report.fill("a page without markers", "new")
+
+
+def test_the_readme_shows_the_published_result_and_no_other(demo, report):
+    page = (ROOT / "README.md").read_text()
+    if (ROOT / demo.RESULT).exists():
+        result = json.loads((ROOT / demo.RESULT).read_text())
+        assert page == report.fill(page, report.markdown(result, str(demo.RESULT), str(demo.FIGURES)))
+    else:
+        assert f"{report.BEGIN}\n{report.END}" in page
+
+
+def test_the_terminal_shows_table_and_verdict(report, capsys):
+    report.show(result_of())
+    shown = capsys.readouterr().out
+    assert "test KL to the teacher" in shown and "better in both at 1 of 1 seed." in shown
+
+
+def test_the_pictures_are_drawn_from_the_record_alone(plot, tmp_path):
+    record = json.loads(json.dumps(result_of(3)))
+    pictures = plot.draw(record, tmp_path / "figures")
+    assert [picture.name for picture in pictures] == ["demo-learning-curves.png", "demo-calibration.png"]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_the_learning_curve_is_the_mean_over_seeds_without_the_untrained_student(plot):
+    axes = plot.learning_curves(result_of(3)).axes[0]
+    strong = {line.get_label(): line for line in axes.lines}
+    assert list(strong["distilled"].get_xdata()) == [50, 100]
+    assert strong["distilled"].get_ydata() == pytest.approx([3.9, 3.4])
+    assert len(axes.lines) == 2 * (3 + 1) + 1
+
+
+def test_calibration_over_seeds_is_weighted_by_tokens(plot):
+    one = [{"tokens": 1.0, "confidence": 0.0, "accuracy": 1.0}]
+    three = [{"tokens": 3.0, "confidence": 0.4, "accuracy": 0.0}]
+    assert plot.pooled([one, three]) == [{"tokens": 4.0, "confidence": pytest.approx(0.3), "accuracy": 0.25}]
+    empty = [{"tokens": 0.0, "confidence": 0.0, "accuracy": 0.0}]
+    assert plot.pooled([empty, empty]) == empty
+
+
+def test_the_bins_of_an_evaluation_give_back_its_calibration_error():
+    metrics = Metrics(
+        tokens=10.0,
+        bin_count=(4.0, 6.0, *[0.0] * 13),
+        bin_confidence=(0.2, 0.6, *[0.0] * 13),
+        bin_correct=(1.0, 0.0, *[0.0] * 13),
+    )
+    bins = calibration(metrics)
+    gaps = sum(each["tokens"] * abs(each["accuracy"] - each["confidence"]) for each in bins) / metrics.tokens
+    assert len(bins) == 15 and gaps == pytest.approx(metrics.ece())
+
+
+def test_a_result_is_published_only_by_the_default_settings_with_no_fewer_seeds(demo, tmp_path):
+    out, result, figures = tmp_path / "run", tmp_path / "demo.json", tmp_path / "figures"
+
+    def place(**changes):
+        return demo.places(demo.Demo(out=out, **changes), result, figures)
+
+    assert place() == (result, figures)
+    result.write_text(json.dumps(result_of(3)))
+    assert place(seeds=3) == (result, figures)
+    assert place(seeds=2) == (out / "demo.json", out)
+    assert place(seeds=3, settings=demo.Settings(steps=7)) == (out / "demo.json", out)
+
+
+def test_a_demo_goes_on_in_its_own_folder_and_in_no_other(demo, tmp_path, capsys):
+    demo.claim(tmp_path / "demo", demo.Settings())
+    demo.claim(tmp_path / "demo", demo.Settings())
+    with pytest.raises(SystemExit) as other_settings:
+        demo.claim(tmp_path / "demo", demo.Settings(steps=7))
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("mine")
+    with pytest.raises(SystemExit) as foreign:
+        demo.claim(tmp_path / "letters", demo.Settings())
+    assert (other_settings.value.code, foreign.value.code) == (2, 2)
+    assert f"--steps was {demo.Settings().steps}" in capsys.readouterr().err
+
+
+def test_a_command_that_fails_ends_the_demo_with_its_exit_code(demo):
+    with demo.Kdtrain() as kdtrain, pytest.raises(SystemExit) as ended:
+        kdtrain("no-such-command")
+    assert ended.value.code == 2
+
+
+def test_a_record_names_no_place_on_this_machine(demo, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "environment.json").write_text(
+        '{"threads": 2, "device": "cpu", "mode": "bf16", "platform": "Linux-of-ours"}'
+    )
+    assert set(demo.environment(run)) == {"date", "python", "torch", "cpu", "threads", "device", "precision"}
+
+
+def teacher(folder: Path) -> str:
+    """The shipped teacher where it is, else a random one with its tokenizer."""
+    if (TEACHER / "model.safetensors").exists():
+        return "teachers/stdlib-5m.toml"
+    from kdtrain.models.loading import load_tokenizer
+    from kdtrain.testing import tiny_model, write_model_folder
+
+    return str(write_model_folder(folder / "teacher", tiny_model(vocab_size=2048), load_tokenizer(TEACHER)))
+
+
+@pytest.mark.slow
+def test_a_demo_that_is_interrupted_goes_on_and_shows_its_table_and_pictures(tmp_path, demo):
+    out = tmp_path / "demo"
+    sizes = ["--sequences", "48", "--validation-sequences", "8", "--test-sequences", "8", "--seq-len", "64"]
+    argv = [*sizes, "--steps", "40", "--eval-freq", "20", "--no-compile"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "demo.py"), "--out", str(out), *argv]
+    command += ["--teacher", teacher(tmp_path)]
+    published = {
+        path: path.read_bytes() for path in (ROOT / "benchmarks").rglob("*") if path.suffix in (".json", ".png")
+    }
+
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as first:
+        before = []
+        for line in first.stderr:
+            before.append(line)
+            if "step 1/40" in line:
+                first.send_signal(signal.SIGINT)
+                break
+        after = first.stderr.read()
+    assert first.returncode == 1, "".join(before) + after
+    assert "stopped by SIGINT" in after and "goes on from here" in after
+
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stderr and "test KL to the teacher" in done.stdout
+    result = json.loads((out / "demo.json").read_text())
+    assert [(run["student"], run["step"]) for run in result["runs"]] == [("cross-entropy", 40), ("distilled", 40)]
+    assert all(run["validation"]["step"] == [0, 20, 40] for run in result["runs"])
+    assert all(sum(bin["tokens"] for bin in run["calibration"]) == run["test"]["tokens"] for run in result["runs"])
+    assert {path.name for path in out.glob("*.png")} == {"demo-learning-curves.png", "demo-calibration.png"}
+    assert all(path.read_bytes() == content for path, content in published.items())
