@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kdtrain import faults
@@ -71,11 +72,10 @@ class Store:
             sync(self.folder)
             faults.point("checkpoint.after-rename")
             self.link("latest", final.name)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
             shutil.rmtree(hidden, ignore_errors=True)
-            raise RunError(
-                f"checkpoint {final} could not be written: {error.strerror}; earlier ones are intact"
-            ) from None
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise RunError(f"checkpoint {final} could not be written: {reason}; earlier ones are intact") from None
         return final
 
     def link(self, name: str, target: str) -> None:

@@ -66,9 +66,9 @@ class SparseTargets(_Rows):
     label_logprob: Tensor
     """[N] fp32, nats. Teacher's log p of the label at T = 1."""
     logit_mean: Tensor
-    """[N] fp32. Mean over the vocabulary of the teacher's logits."""
+    """[N] fp32, nats. Mean over the vocabulary of log p: the mean logit, less log Z."""
     logit_std: Tensor
-    """[N] fp32. Standard deviation over the vocabulary of the teacher's logits."""
+    """[N] fp32, nats. Standard deviation over the vocabulary of log p, and so of the logits."""
     head: int
     """Number of head columns, 0 for purely sampled targets."""
     draws: int

@@ -105,8 +105,10 @@ def main(config: DistillConfig) -> int:
     _announce(run, spec, mode, manifest)
     try:
         train(run)
-    finally:
         run.writers.close()
+    except OSError as error:
+        where = error.filename or config.out
+        raise RunError(f"{where}: {error.strerror or error}; published checkpoints are intact") from None
     return _finish(run, folder)
 
 
@@ -217,7 +219,7 @@ def _resume(run: Run) -> None:
     run.state.load(checkpoint.tensors, checkpoint.state)
     if run.state.progress.step > run.total:
         raise UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out")
-    run.checkpointed = run.state.progress.step
+    run.checkpointed = (run.state.progress.step, run.state.progress.validated_step)
     best = f"step-{run.state.progress.best_step or 0:08d}"
     if run.store.problem(best) is None:
         run.store.link("best", best)  # a kill may have come between the checkpoint and its link

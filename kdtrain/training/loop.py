@@ -57,7 +57,7 @@ class Run:
     stopped_by: str | None = None
     seconds: float = 0.0
     tokens: int = 0
-    checkpointed: int = -1
+    checkpointed: tuple[int, int | None] | None = None
 
 
 def train(run: Run) -> None:
@@ -234,10 +234,10 @@ def _validate(run: Run, stop: StopRequest) -> None:
 
 def _checkpoint(run: Run) -> None:
     """Publish the state of the last finished step, once."""
-    step = run.state.progress.step
-    if step == run.checkpointed:
+    step, now = run.state.progress.step, (run.state.progress.step, run.state.progress.validated_step)
+    if now == run.checkpointed:
         return
     run.store.save(step, run.state.tensors(), {**run.identity, **run.state.numbers()})
-    run.checkpointed = step
+    run.checkpointed = now
     run.store.prune()
     run.writers.event("checkpoint", step)

@@ -1,0 +1,205 @@
+"""Bad input gets one line that names what is wrong and exit code 2, what fails while running gets one and exit 1.
+
+Nothing that was published before is touched by either.
+"""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
+
+DISTILL = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "new")
+TEXT = ("distill", "--student", "student.toml", "--out", "new", "--seq-len", 32, "--data")
+TEACHER = ("cache-teacher", "--teacher", "teacher", "--out", "new-cache", "--seq-len", 32, "--num-workers", 0)
+ONLINE = ("distill", "--teacher", "teacher", "--student", "student.toml", "--out", "new", "--data", "corpus")
+
+COMMAND_LINE = {
+    "unknown command": (("destill", "--cache", "cache"), ["destill", "'distill'"]),
+    "unknown flag": ((*DISTILL, "--learning-rate", 1), ["--learning-rate"]),
+    "mistyped flag": ((*DISTILL, "--stepz", 1), ["--stepz", "--steps"]),
+    "missing flag": (("distill", "--cache", "cache", "--out", "new"), ["--student"]),
+    "no number": ((*DISTILL, "--steps", "many"), ["--steps", "many"]),
+    "unknown choice": ((*DISTILL, "--tail", "ghoul"), ["--tail", "ghoul", "ghost"]),
+    "out of range": ((*DISTILL, "--alpha", 1.5), ["--alpha 1.5", "0 to 1"]),
+    "rate that is no number": ((*DISTILL, "--lr", "nan"), ["--lr nan"]),
+    "uneven micro-batches": ((*DISTILL, "--batch-size", 8, "--micro-batch-size", 3), ["--micro-batch-size 3", "8"]),
+    "cache and data": ((*DISTILL, "--data", "corpus"), ["--cache", "--data"]),
+    "cache and teacher": ((*DISTILL, "--teacher", "teacher"), ["--cache", "--teacher"]),
+    "steps and epochs": ((*DISTILL, "--steps", 3, "--epochs", 1), ["--steps", "--epochs"]),
+    "nothing to train on": (("distill", "--student", "student.toml", "--out", "new"), ["--cache", "--data"]),
+    "nothing kept": ((*TEACHER, "--data", "corpus", "--head", 0), ["--head 0", "--draws"]),
+    "unknown key in the file": ((*DISTILL, "--config", "key.toml"), ["key.toml", "'learning_rate'", "[optimizer]"]),
+    "unknown section in the file": (
+        (*DISTILL, "--config", "section.toml"),
+        ["section.toml", "[optimiser]", "optimizer"],
+    ),
+    "wrong value in the file": ((*DISTILL, "--config", "value.toml"), ["--steps", "many"]),
+    "file that is no TOML": ((*DISTILL, "--config", "broken.toml"), ["broken.toml", "line 1"]),
+    "file that is missing": ((*DISTILL, "--config", "nowhere.toml"), ["nowhere.toml", "No such file"]),
+}
+
+WORLD = {
+    "spec that is nothing": ((*DISTILL, "--student", "no such"), ["no such", "org/name"]),
+    "missing spec": ((*DISTILL, "--student", "nowhere.toml"), ["nowhere.toml", "no such file"]),
+    "unknown key in a spec": ((*DISTILL, "--student", "mistyped.toml"), ["mistyped.toml", "'tokeniser'", "tokenizer"]),
+    "hub id without the hub": ((*DISTILL, "--student", "some/model"), ["some/model", "hub cannot be reached"]),
+    "truncated config.json": ((*DISTILL, "--student", "truncated"), ["truncated", "config.json", "not valid JSON"]),
+    "vocabulary too small": ((*DISTILL, "--student", "small.toml"), ["200", "300"]),
+    "other tokenizer": (("evaluate", "--student", "other", "--cache", "cache"), ["another tokenizer"]),
+    "other tokenizer to train": ((*DISTILL, "--student", "other"), ["another tokenizer"]),
+    "unfinished cache": ((*DISTILL, "--cache", "unfinished"), ["unfinished", "cache-teacher"]),
+    "edited manifest": ((*DISTILL, "--cache", "edited"), ["edited/manifest.json", "altered"]),
+    "no cache": ((*DISTILL, "--cache", "corpus"), ["corpus", "no cache"]),
+    "missing cache": ((*DISTILL, "--cache", "nowhere"), ["nowhere", "no cache"]),
+    "empty file": ((*TEXT, "empty.txt"), ["empty.txt", "empty"]),
+    "empty folder": ((*TEXT, "empty"), ["empty", "no text"]),
+    "missing text": ((*TEXT, "nowhere.txt"), ["nowhere.txt", "no such file"]),
+    "missing column": ((*TEXT, "chat.jsonl"), ["chat.jsonl", "'text'", "messages"]),
+    "too little text": ((*TEXT, "little.txt"), ["32 tokens", "--seq-len"]),
+    "too long for the student": ((*TEXT, "corpus", "--seq-len", 129), ["--seq-len 129", "128"]),
+    "too long for the teacher": ((*TEACHER, "--data", "corpus", "--seq-len", 129), ["--seq-len 129", "128"]),
+    "too long online": ((*ONLINE, "--teacher", "short", "--seq-len", 32), ["--seq-len 32", "16"]),
+    "head too large": ((*TEACHER, "--data", "corpus", "--head", 301), ["--head 301", "300"]),
+    "temperature outside the cache": ((*DISTILL, "--temperature", 9), ["9.0", "0.667", "--temperature"]),
+    "bounds outside the cache": (
+        (*DISTILL, "--temperature-mode", "likelihood", "--temperature-max", 50),
+        ["50", "--temperature-max"],
+    ),
+    "folder of something else": ((*DISTILL, "--out", "corpus"), ["corpus", "no run"]),
+    "folder that is a file": ((*DISTILL, "--out", "chat.jsonl"), ["chat.jsonl", "is a file"]),
+    "folder of a run": ((*DISTILL, "--out", "run", "--resume", "never"), ["run", "--overwrite"]),
+    "other options than the run's": ((*DISTILL, "--out", "run", "--lr", 0.5), ["--lr (was 0.01, now 0.5)"]),
+    "cache over another": ((*TEACHER, "--data", "corpus", "--out", "cache"), ["cache", "num", "--out"]),
+    "cache over something else": ((*TEACHER, "--data", "corpus", "--out", "corpus"), ["corpus", "no cache"]),
+    "unknown checkpoint": (("export", "run", "--out", "x", "--checkpoint", "step-9"), ["step-9", "step-00000008"]),
+    "export of no run": (("export", "corpus", "--out", "x"), ["corpus", "no run"]),
+    "inspect of nothing": (("inspect", "corpus"), ["corpus", "neither"]),
+    "missing split": (
+        ("evaluate", "--student", "run", "--cache", "cache", "--split", "test"),
+        ["'test'", "validation"],
+    ),
+    "unknown device": ((*DISTILL, "--device", "abacus"), ["abacus", "cuda"]),
+}
+
+
+@pytest.fixture(scope="module")
+def broken(bench, distilled):
+    """Everything that the table names, beside a finished cache and a finished run."""
+    root = bench.root
+    files = {
+        "key.toml": "[optimizer]\nlearning_rate = 1\n",
+        "section.toml": "[optimiser]\nlr = 1\n",
+        "value.toml": "[run]\nsteps = 'many'\n",
+        "broken.toml": "[run\n",
+        "mistyped.toml": "tokeniser = 'teacher'\nsource = 'teacher'\n",
+        "empty.txt": "",
+        "little.txt": "a\nb\nc\n",
+    }
+    for name, text in files.items():
+        (root / name).write_text(text)
+    (root / "empty").mkdir()
+    bench.student("small", vocab_size=200, tokenizer="teacher")
+    write_model_folder(root / "other", tiny_model("llama", 301), tiny_tokenizer(301))
+    write_model_folder(root / "short", tiny_model("llama", 300, max_position_embeddings=16), tiny_tokenizer(300))
+    write_model_folder(root / "truncated", tiny_model("llama", 300), tiny_tokenizer(300))
+    text = (root / "truncated/config.json").read_text()
+    (root / "truncated/config.json").write_text(text[: len(text) // 2])
+    for name in ("unfinished", "edited"):
+        shutil.copytree(root / "cache", root / name)
+    (root / "unfinished/manifest.json").unlink()
+    manifest = json.loads((root / "edited/manifest.json").read_text())
+    manifest["temperature_range"]["max"] = 100.0
+    (root / "edited/manifest.json").write_text(json.dumps(manifest))
+    return bench
+
+
+def digests(folder):
+    """SHA-256 of every file below a folder, by name."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def assert_refused(bench, argv, words):
+    before = {name: digests(bench.root / name) for name in ("cache", "run", "corpus")}
+    done = bench.run(*argv)
+    assert done.code == 2, done.stderr
+    message = done.refusal()
+    assert [word for word in words if word not in message] == [], message
+    assert done.stdout == ""
+    assert {name: digests(bench.root / name) for name in before} == before
+    assert not (bench.root / "new" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("argv, words", COMMAND_LINE.values(), ids=COMMAND_LINE)
+def test_what_the_command_line_cannot_mean_is_one_line_and_exit_code_2(broken, argv, words):
+    assert_refused(broken, argv, words)
+
+
+@pytest.mark.parametrize("argv, words", WORLD.values(), ids=WORLD)
+def test_what_does_not_go_together_is_one_line_and_exit_code_2(broken, argv, words):
+    assert_refused(broken, argv, words)
+
+
+def test_after_a_refusal_the_right_command_runs_in_the_same_folder(broken):
+    argv = ("distill", "--cache", "cache", "--out", "second-try", "--steps", 1, *broken.eager, *broken.fast)
+    assert broken.run(*argv, "--student", "small.toml").code == 2
+    assert broken.run(*argv, "--student", "student.toml").ok()
+
+
+def test_a_full_disk_in_a_checkpoint_keeps_the_earlier_ones_and_the_run_goes_on(bench, cached):
+    argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "full", "--steps", 3)
+    argv += ("--checkpoint-freq", 1, *bench.eager, *bench.fast)
+    done = bench.run(*argv, fault="checkpoint.before-rename:enospc:2")
+    assert done.code == 1
+    message = done.refusal()
+    assert "full/checkpoints/step-00000002" in message and "No space left on device" in message
+    assert bench.newest("full").name == "step-00000001"
+    assert bench.run("verify", "full").code == 0
+    assert not list((bench.root / "full/checkpoints").glob(".*.tmp"))
+    bench.run(*argv).ok()
+    assert [line["step"] for line in bench.metrics("full")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("point", ["cache.shard.before-fsync:enospc:2", "cache.manifest.before-rename:enospc:1"])
+def test_a_full_disk_in_a_cache_keeps_its_shards_and_the_build_goes_on(bench, point):
+    out = point.split(":")[0]
+    argv = ("cache-teacher", "--teacher", "teacher", "--out", out, *bench.small, "--sequences-per-shard", 16)
+    done = bench.run(*argv, fault=point)
+    assert done.code == 1
+    assert out in done.refusal() and "No space left on device" in done.refusal()
+    kept = digests(bench.root / out / "shards")
+    assert "train-00000.h5" in kept
+    bench.run(*argv).ok()
+    assert digests(bench.root / out / "shards").items() >= kept.items()
+
+
+def test_a_training_that_leaves_the_finite_numbers_fails_and_says_so(bench, cached):
+    argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "wild", *bench.eager)
+    argv += ("--lr", 1e30, "--clip", 0, "--warmup-steps", 0, "--batch-size", 4, "--json")
+    done = bench.run(*argv, "--steps", 20)
+    assert (done.code, done.stdout) == (1, "")
+    assert "step" in done.refusal() and "--lr" in done.refusal()
+    assert not (bench.root / "wild/student").exists()
+
+
+def test_a_training_whose_last_step_leaves_the_finite_numbers_fails_too(bench, cached):
+    argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "last", *bench.eager)
+    done = bench.run(*argv, "--lr", 1e30, "--clip", 0, "--warmup-steps", 0, "--batch-size", 4, "--steps", 1)
+    assert done.code == 1
+    assert "validation at step 1" in done.refusal()
+
+
+def test_weights_that_are_not_finite_fail_before_the_first_step(bench, cached):
+    write_model_folder(bench.root / "nan", spoiled(tiny_model("llama", 300)), tiny_tokenizer(300))
+    argv = ("distill", "--cache", "cache", "--student", "nan", "--out", "from-nan", "--steps", 2)
+    done = bench.run(*argv, *bench.eager)
+    assert done.code == 1
+    assert "nan" in done.refusal()
+
+
+def spoiled(model):
+    next(model.parameters()).data.fill_(float("nan"))
+    return model
