@@ -194,17 +194,13 @@ def test_the_bins_of_an_evaluation_give_back_its_calibration_error():
     assert len(bins) == 15 and gaps == pytest.approx(metrics.ece())
 
 
-def test_a_result_is_published_only_by_the_default_settings_with_no_fewer_seeds(demo, tmp_path):
-    out, result, figures = tmp_path / "run", tmp_path / "demo.json", tmp_path / "figures"
-
+def test_a_result_is_published_only_by_the_default_settings_at_three_seeds(demo):
     def place(**changes):
-        return demo.places(demo.Demo(out=out, **changes), result, figures)
+        return demo.places(demo.Demo(out=Path("mine"), **changes))
 
-    assert place() == (result, figures)
-    result.write_text(json.dumps(result_of(3)))
-    assert place(seeds=3) == (result, figures)
-    assert place(seeds=2) == (out / "demo.json", out)
-    assert place(seeds=3, settings=demo.Settings(steps=7)) == (out / "demo.json", out)
+    assert place(seeds=3) == place(seeds=4) == (demo.RESULT, demo.FIGURES)
+    assert place() == place(seeds=2) == (Path("mine/demo.json"), Path("mine"))
+    assert place(seeds=3, settings=demo.Settings(steps=7)) == (Path("mine/demo.json"), Path("mine"))
 
 
 def test_a_demo_goes_on_in_its_own_folder_and_in_no_other(demo, tmp_path, capsys):

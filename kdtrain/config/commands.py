@@ -110,7 +110,7 @@ class DistillConfig:
             "--steps and --epochs exclude each other; give one",
         )
         refuse(self.steps is not None and self.steps < 1, "--steps must be at least 1")
-        refuse(self.epochs is not None and self.epochs <= 0, "--epochs must be above 0")
+        refuse(self.epochs is not None and not 0 < self.epochs < float("inf"), "--epochs must be above 0")
         refuse(self.batch_size < 1, "--batch-size must be at least 1")
         micro = self.micro_batch_size
         refuse(micro is not None and micro < 1, "--micro-batch-size must be at least 1")

@@ -109,7 +109,7 @@ class ObjectiveConfig:
             low is not None and high is not None and low >= high,
             f"--temperature-min {low} must be below --temperature-max {high}",
         )
-        refuse(self.temperature_lr <= 0, "--temperature-lr must be above 0")
+        refuse(not 0 < self.temperature_lr < float("inf"), "--temperature-lr must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,8 @@ class OptimizerConfig:
         refuse(self.warmup_steps < 0, "--warmup-steps must be 0 or more")
         refuse(self.decay_steps is not None and self.decay_steps < 1, "--decay-steps must be at least 1")
         refuse(not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)")
-        refuse(self.weight_decay < 0 or self.clip < 0, "--weight-decay and --clip must be 0 or more")
+        refuse(not 0 <= self.weight_decay < float("inf"), f"--weight-decay {self.weight_decay} must be 0 or more")
+        refuse(not self.clip >= 0, f"--clip {self.clip} must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

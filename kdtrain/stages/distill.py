@@ -120,9 +120,13 @@ def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, 
     tokenizer = load_tokenizer(tokenizer_of)
     width = len(tokenizer) if teacher is None else logit_width(teacher)
     folder = config.out / "data"
-    if not goes_on and (folder / "manifest.json").exists():
-        shutil.rmtree(folder)  # of a try that was refused before it became a run
-    build_tokens(folder, config.data, tokenizer, width)
+    try:
+        build_tokens(folder, config.data, tokenizer, width)
+    except UsageError:
+        if goes_on or not folder.exists():
+            raise
+        shutil.rmtree(folder)  # other tokens, of a try that was refused before it became a run
+        build_tokens(folder, config.data, tokenizer, width)
     return folder
 
 
@@ -241,7 +245,8 @@ def _announce(run: Run, spec: ModelSpec, mode: str, manifest: Manifest) -> None:
         "compiled": run.step.compile_objective,
     }
     write_description(config, facts)
-    kind = "cross-entropy" if not run.step.has_teacher else f"distillation from {_teacher_name(config, manifest)}"
+    distils = run.step.has_teacher and config.objective.alpha > 0
+    kind = f"distillation from {_teacher_name(config, manifest)}" if distils else "cross-entropy"
     log.info(
         "%s: %s of %s (%s parameters), %d steps of %d x %d tokens, %s on %s",
         config.out,
@@ -265,6 +270,7 @@ def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
 def _finish(run: Run, folder: Path) -> int:
     """Export the best student and print what became of the run."""
     progress, config = run.state.progress, run.config
+    distils = run.step.has_teacher and config.objective.alpha > 0
     result: dict[str, Any] = {
         "run": str(config.out),
         "step": progress.step,
@@ -273,7 +279,7 @@ def _finish(run: Run, folder: Path) -> int:
         "tokens": progress.tokens,
         "seconds": round(run.seconds, 1),
         "tokens_per_second": round(run.tokens / run.seconds, 1) if run.seconds else None,
-        "temperature": float(run.step.temperature.value().detach()) if run.step.has_teacher else None,
+        "temperature": float(run.step.temperature.value().detach()) if distils else None,
         "best_validation_loss": progress.best_loss,
         "best_step": progress.best_step,
         "peak_memory_mb": round(peak_memory_mb(run.step.device), 1),

@@ -1,0 +1,73 @@
+"""What a run says: averages, plain lines, and a log beside it."""
+
+import logging
+
+import pytest
+
+from kdtrain.monitor import progress
+from kdtrain.monitor.progress import Averages, Bar, bar, line, log, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Leave the logger as it was."""
+    yield
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+
+
+def test_the_loss_is_averaged_over_the_window_and_no_further():
+    averages = Averages(total=10, window=3)
+    found = [averages.add(step, float(step), 1, float(step))["loss_avg"] for step in range(1, 6)]
+    assert found == [1.0, 1.5, 2.0, 3.0, 4.0]
+
+
+def test_the_rate_counts_tokens_between_the_first_and_the_last_step_of_the_window():
+    averages = Averages(total=10, window=3)
+    assert averages.add(1, 0.0, 1000, 0.0) == {"loss_avg": 0.0, "tok/s": 0.0, "eta_h": 0.0}
+    assert averages.add(2, 0.0, 100, 2.0)["tok/s"] == 50.0
+    assert averages.add(3, 0.0, 300, 4.0)["tok/s"] == 100.0
+    last = averages.add(4, 0.0, 500, 6.0)
+    assert last["tok/s"] == 200.0
+    assert last["eta_h"] == pytest.approx(6 * 2.0 / 3600)
+
+
+def test_numbers_are_rounded_for_reading_by_their_kind():
+    numbers = {"loss": 1.23456, "T": 2.0, "lr": 3e-4, "tok/s": 12345.6, "grad_norm": 0.98765}
+    assert line(numbers) == "loss=1.2346 T=2.000 lr=3.00e-04 tok/s=12,346 grad_norm=0.988"
+
+
+def test_lines_go_to_stderr_and_to_the_end_of_the_file(tmp_path, capsys):
+    path = tmp_path / "train.log"
+    path.write_text("before\n")
+    setup_logging(path)
+    log.info("once")
+    setup_logging(path)
+    log.warning("twice")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [text.split(" ", 2)[-1] for text in captured.err.splitlines()] == ["once", "twice"]
+    assert [text.split(" ", 2)[-1] for text in path.read_text().splitlines()] == ["before", "once", "twice"]
+
+
+def test_elsewhere_than_on_a_terminal_a_bar_is_a_plain_line_now_and_then(monkeypatch, caplog):
+    clock = iter(float(second) for second in range(100))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    log.propagate = True
+    caplog.set_level(logging.INFO, "kdtrain")
+    with bar("cache", 20, unit="sequences") as shown:
+        shown.every = 5.0
+        for done in range(1, 13):
+            shown.update(done)
+    log.propagate = False
+    assert 1 <= len(caplog.messages) < 12
+    assert all(text.startswith("cache ") and "/20 " in text and "sequences/s=" in text for text in caplog.messages)
+
+
+def test_a_rate_counts_only_what_this_process_did(monkeypatch):
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    shown = Bar("distill", 200, done=100, unit="steps")
+    shown.done = 120
+    assert shown.rate() == "steps/s=2.0 eta_min=0.7"

@@ -1,0 +1,48 @@
+"""Which number format a forward runs in, and what a machine lacks for a compiled one."""
+
+import shutil
+
+import pytest
+import torch
+
+from kdtrain.precision import modes
+from kdtrain.precision.modes import autocast, has_bf16, pick_mode, why_not_compile
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("has, auto", [(True, "bf16"), (False, "fp32")])
+def test_auto_is_bf16_where_the_device_computes_in_it(monkeypatch, has, auto):
+    monkeypatch.setattr(modes, "has_bf16", lambda device: has)
+    assert pick_mode("auto", CPU) == auto
+    assert pick_mode("fp32", CPU) == "fp32"
+    assert pick_mode("bf16", CPU) == "bf16"
+
+
+def test_a_cpu_without_bf16_instructions_does_not_claim_it(monkeypatch):
+    monkeypatch.setattr(modes, "_avx512_bf16", lambda: False)
+    assert not has_bf16(CPU)
+
+
+def test_bf16_is_a_matter_of_products_and_not_of_weights():
+    layer = torch.nn.Linear(4, 4)
+    with autocast("bf16", CPU):
+        assert layer(torch.ones(2, 4)).dtype == torch.bfloat16
+    assert layer.weight.dtype == torch.float32
+    with autocast("fp32", CPU):
+        assert layer(torch.ones(2, 4)).dtype == torch.float32
+
+
+def test_what_is_missing_for_a_compiled_run_is_named(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "C++ compiler" in str(why_not_compile(CPU))
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "which", lambda name: shutil.os.path.join("/", "bin", "false"))
+    assert "cannot build" in str(why_not_compile(CPU))
+    monkeypatch.undo()
+    monkeypatch.setattr(modes.sysconfig, "get_paths", lambda: {"include": "nowhere"})
+    assert why_not_compile(CPU) is not None
+
+
+def test_a_gpu_brings_its_own_compiler():
+    assert why_not_compile(torch.device("cuda")) is None

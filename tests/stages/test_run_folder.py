@@ -1,0 +1,133 @@
+"""The folder of a run: whose it is, what may change when it goes on, and what is written beside the checkpoints."""
+
+import json
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdtrain import cli
+from kdtrain.config import CheckpointConfig, DistillConfig, ObjectiveConfig, OptimizerConfig, sections
+from kdtrain.errors import UsageError
+from kdtrain.stages.run_folder import FREE, claim, deciding, make, refuse_changes, to_toml, write_description
+
+
+def config_of(out, **changes):
+    return DistillConfig(**{"student": "s.toml", "out": Path(out), "cache": Path("c"), **changes})
+
+
+def never(overwrite=False):
+    return CheckpointConfig(resume="never", overwrite=overwrite)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder with a run in it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_description(config_of(folder), {})
+    return folder
+
+
+def test_a_folder_that_is_missing_or_empty_is_free_and_nothing_is_made_yet(tmp_path):
+    assert claim(config_of(tmp_path / "a" / "b")) is False
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "empty").mkdir()
+    assert claim(config_of(tmp_path / "empty")) is False
+    make(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_an_earlier_run_is_gone_on_with(run):
+    assert claim(config_of(run)) is True
+
+
+def test_what_a_run_left_before_it_began_does_not_bar_the_way(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "train.log").write_text("")
+    assert claim(config_of(tmp_path)) is False
+
+
+def test_something_else_is_refused_by_name(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match=r"thesis\\.tex".replace("\\\\", "\\")):
+        claim(config_of(tmp_path))
+    with pytest.raises(UsageError, match="is a file"):
+        claim(config_of(tmp_path / "thesis.tex"))
+
+
+def test_a_run_is_replaced_only_when_told_twice_and_is_then_moved_aside(run):
+    with pytest.raises(UsageError, match="--overwrite"):
+        claim(config_of(run, checkpoint=never()))
+    for number in (1, 2):
+        assert claim(config_of(run, checkpoint=never(overwrite=True))) is False
+        assert (run.parent / f"run.old-{number}" / "config.toml").exists()
+        run.mkdir()
+        write_description(config_of(run), {})
+
+
+@pytest.mark.parametrize("answer, goes_on", [("\n", True), ("y\n", True), ("Yes\n", True), ("n\n", False), ("", True)])
+def test_on_a_terminal_one_is_asked_before_an_earlier_run_goes_on(run, monkeypatch, capsys, answer, goes_on):
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdin, "readline", lambda: answer, raising=False)
+    if goes_on:
+        assert claim(config_of(run)) is True
+    else:
+        with pytest.raises(UsageError, match="name another folder"):
+            claim(config_of(run))
+    assert "Go on with it?" in capsys.readouterr().err
+    assert claim(config_of(run, checkpoint=CheckpointConfig(auto_resume=True))) is True
+    assert capsys.readouterr().err == ""
+
+
+def test_every_option_that_is_free_to_change_exists():
+    table = sections(config_of("o"))
+    for section, names in FREE.items():
+        assert names <= set(table[section]), section
+
+
+def test_an_option_that_decides_the_result_may_not_change_and_is_named():
+    saved = json.loads(json.dumps(deciding(config_of("o"))))
+    refuse_changes(saved, config_of("elsewhere", steps=9, micro_batch_size=4))
+    changed = config_of("o", optimizer=OptimizerConfig(lr=0.5), objective=ObjectiveConfig(alpha=0.25), seed=3)
+    with pytest.raises(UsageError) as caught:
+        refuse_changes(saved, changed)
+    message = str(caught.value)
+    assert "--lr (was 0.0003, now 0.5)" in message
+    assert "--alpha (was 0.9, now 0.25)" in message
+    assert "--seed (was 0, now 3)" in message
+    assert "--betas" not in message
+
+
+def test_an_option_that_the_checkpoint_does_not_know_counts_as_changed():
+    saved = deciding(config_of("o"))
+    del saved["optimizer"]["clip"]
+    with pytest.raises(UsageError, match="--clip"):
+        refuse_changes(saved, config_of("o"))
+
+
+def test_the_written_configuration_is_read_back_by_the_command(tmp_path):
+    config = config_of(tmp_path, steps=7, optimizer=OptimizerConfig(betas=(0.5, 0.25), lr=1e-6))
+    config = replace(config, student='odd "name"\\with\n\u00e9 and \U0001f600')
+    write_description(config, {"device": "cpu"})
+    read = cli.parse("distill", ["--config", str(tmp_path / "config.toml")])
+    assert replace(read, config=None) == config
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["device"] == "cpu"
+    assert environment["libraries"]["torch"]
+
+
+values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text()
+values |= st.floats(allow_nan=False, allow_infinity=False) | st.lists(st.text(), max_size=3)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]+", fullmatch=True), values, max_size=4))
+def test_whatever_options_hold_is_read_back_from_toml(table):
+    table.pop("config", None)
+    kept = {name: value for name, value in table.items() if value is not None}
+    assert tomllib.loads(to_toml({"section": table})) == {"section": kept}

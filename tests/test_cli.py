@@ -1,0 +1,171 @@
+"""The command line: flags and TOML become one configuration, and every error one line with its exit code."""
+
+import errno
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from kdtrain import cli
+from kdtrain.errors import RunError, UsageError
+
+REQUIRED = ["--student", "s", "--out", "o"]
+DISTILL = [*REQUIRED, "--cache", "c"]
+
+
+def parsed(tmp_path, text, *argv):
+    path = tmp_path / "options.toml"
+    path.write_text(text)
+    return cli.parse("distill", [*DISTILL, "--config", str(path), *argv])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["runs/a", "--json"], ["--json", "runs/a"], ["--path", "runs/a", "--json"], ["--no-hardware", "runs/a", "--json"]],
+)
+def test_a_path_may_stand_anywhere_among_the_flags(argv):
+    config = cli.parse("inspect", argv)
+    assert (config.path, config.json) == (Path("runs/a"), True)
+
+
+@pytest.mark.parametrize("argv", [["runs/a", "--out", "b"], ["--out", "b", "runs/a"], ["--out=b", "runs/a"]])
+def test_the_value_of_a_flag_is_not_taken_for_the_path(argv):
+    config = cli.parse("export", argv)
+    assert (config.run, config.out) == (Path("runs/a"), Path("b"))
+
+
+def test_a_second_path_is_refused():
+    with pytest.raises(UsageError, match="b"):
+        cli.parse("verify", ["a", "b"])
+
+
+def test_options_of_sections_are_flat_flags():
+    config = cli.parse(
+        "distill", [*DISTILL, "--lr", "1e-2", "--temperature", "3", "--no-compile", "--betas", "0.8", "0.9"]
+    )
+    assert (config.optimizer.lr, config.objective.temperature, config.precision.compile) == (0.01, 3.0, False)
+    assert config.optimizer.betas == (0.8, 0.9)
+
+
+def test_the_file_stands_below_the_flags_and_above_the_defaults(tmp_path):
+    text = "[run]\nsteps = 7\n[optimizer]\nlr = 0.5\nbetas = [0.1, 0.2]\n[precision]\ncompile = false\n[monitor]\n"
+    config = parsed(tmp_path, text + "log-freq = 3\n", "--lr", "0.25", "--compile")
+    assert (config.steps, config.optimizer.lr, config.optimizer.betas) == (7, 0.25, (0.1, 0.2))
+    assert (config.precision.compile, config.monitor.log_freq, config.optimizer.clip) == (True, 3, 1.0)
+
+
+def test_the_file_alone_may_hold_what_is_required(tmp_path):
+    path = tmp_path / "all.toml"
+    path.write_text("[run]\nstudent = 's'\nout = 'o'\ncache = 'c'\n")
+    assert cli.parse("distill", [f"--config={path}"]).cache == Path("c")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[optimizer]\nlearning_rate = 1\n", ["'learning_rate'", "[optimizer]"]),
+        ("[optimizer]\nwarmup = 1\n", ["'warmup'", "warmup_steps"]),
+        ("[optimiser]\nlr = 1\n", ["[optimiser]", "'optimizer'"]),
+        ("steps = 3\n", ["[steps]"]),
+        ("[run]\nconfig = 'x'\n", ["'config'"]),
+        ("[run]\nlr = 1\n", ["'lr'", "[run]"]),
+        ("[run]\nsteps = 'many'\n", ["--steps", "many"]),
+        ("[run]\nsteps = 1.5\n", ["--steps", "1.5"]),
+        ("[run\n", ["not TOML"]),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
+    with pytest.raises(UsageError) as caught:
+        parsed(tmp_path, text)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([*DISTILL, "--alpha", "2"], ["--alpha 2.0"]),
+        ([*DISTILL, "--stepz", "2"], ["--stepz", "--steps"]),
+        ([*DISTILL, "--tail", "x"], ["--tail", "ghost"]),
+        ([*DISTILL, "--steps"], ["--steps"]),
+        ([*DISTILL, "--steps", "x"], ["--steps", "x"]),
+        (["--cache", "c", "--out", "o"], ["--student"]),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
+    with pytest.raises(UsageError) as caught:
+        cli.parse("distill", argv)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
+    assert not set("\n╭│╰─\x1b") & set(message)
+
+
+def test_the_width_of_the_terminal_is_left_as_it_was(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "77")
+    cli.parse("distill", DISTILL)
+    assert os.environ["COLUMNS"] == "77"
+    monkeypatch.delenv("COLUMNS")
+    with pytest.raises(UsageError):
+        cli.parse("distill", [])
+    assert "COLUMNS" not in os.environ
+
+
+def ended(monkeypatch, capsys, action, argv=("inspect", "x")):
+    """The exit code and stderr of a command whose stage is `action`."""
+    stage = types.ModuleType("kdtrain.stages.inspect")
+    stage.main = action
+    monkeypatch.setitem(sys.modules, "kdtrain.stages.inspect", stage)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(argv))
+    return stop.value.code, capsys.readouterr().err
+
+
+def raising(error):
+    def stage(config):
+        raise error
+
+    return stage
+
+
+@pytest.mark.parametrize(
+    "error, code, words",
+    [
+        (UsageError("no such\ncache"), 2, "no such cache"),
+        (RunError("it broke"), 1, "it broke"),
+        (MemoryError(), 1, "out of memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate"), 1, "--micro-batch-size"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, "out of memory"),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/x/log"), 1, "No space left on device: runs/x/log"),
+        (KeyboardInterrupt(), 1, "interrupted"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_stage_raises_becomes_one_line_and_its_exit_code(monkeypatch, capsys, error, code, words):
+    ended_with, stderr = ended(monkeypatch, capsys, raising(error))
+    assert ended_with == code
+    assert stderr.startswith("kdtrain: ") and words in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+def test_an_error_of_our_own_keeps_its_traceback(monkeypatch, capsys):
+    stage = types.ModuleType("kdtrain.stages.inspect")
+    stage.main = raising(RuntimeError("a mistake in the program"))
+    monkeypatch.setitem(sys.modules, "kdtrain.stages.inspect", stage)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        cli.main(["inspect", "x"])
+
+
+@pytest.mark.parametrize("returned, code", [(0, 0), (None, 0), (1, 1)])
+def test_a_stage_decides_the_exit_code(monkeypatch, capsys, returned, code):
+    assert ended(monkeypatch, capsys, lambda config: returned) == (code, "")
+
+
+def test_without_a_command_the_overview_is_shown(capsys):
+    for argv, code in (([], 2), (["--help"], 0)):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(argv)
+        assert stop.value.code == code
+        shown = capsys.readouterr().out
+        assert all(command in shown for command in cli.COMMANDS)

@@ -1,0 +1,156 @@
+"""The options: their defaults, their sections, and what each refuses."""
+
+import ast
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+
+from kdtrain import cli
+from kdtrain import config as options
+from kdtrain.config import sections
+from kdtrain.errors import UsageError
+
+PACKAGE = Path(options.__file__).parent
+CLASSES = [getattr(options, name) for name in options.__all__ if isinstance(getattr(options, name), type)]
+
+
+def distill(**changes):
+    return options.DistillConfig(**{"student": "s", "out": Path("o"), "cache": Path("c"), **changes})
+
+
+def flags(kind):
+    """Every option of a command with its section."""
+    found = []
+    for each in dataclasses.fields(kind):
+        inner = typing.get_type_hints(kind)[each.name]
+        if dataclasses.is_dataclass(inner):
+            found += [(option.name, each.name) for option in dataclasses.fields(inner)]
+        else:
+            found.append((each.name, "run"))
+    return found
+
+
+@pytest.mark.parametrize("kind", cli.COMMANDS.values(), ids=cli.COMMANDS)
+def test_no_flag_of_a_command_stands_for_two_options(kind):
+    names = [name for name, _ in flags(kind)]
+    assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_every_option_says_what_it_is(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            following = [*node.body[1:], None]
+            for this, after in zip(node.body, following, strict=True):
+                if isinstance(this, ast.AnnAssign) and not ast.unparse(this.annotation).endswith("Config"):
+                    text = after.value.value if isinstance(after, ast.Expr) else ""
+                    assert text and "\n" not in text, f"{node.name}.{ast.unparse(this.target)}"
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_an_option_cannot_be_changed_or_given_by_position(kind):
+    parameters = kind.__dataclass_params__
+    assert parameters.frozen
+    assert all(field.kw_only for field in dataclasses.fields(kind))
+
+
+def test_the_defaults_are_those_of_the_design():
+    config = distill()
+    assert (config.batch_size, config.micro_batch_size, config.steps, config.seed) == (16, None, None, 0)
+    assert dataclasses.asdict(config.optimizer) == {
+        "lr": 3e-4,
+        "min_lr": 1e-6,
+        "lr_schedule": "cosine",
+        "warmup_steps": 50,
+        "decay_steps": None,
+        "decay_shape": "cosine",
+        "betas": (0.9, 0.95),
+        "weight_decay": 0.1,
+        "clip": 1.0,
+    }
+    objective = config.objective
+    assert (objective.alpha, objective.divergence, objective.tail) == (0.9, "forward-kl", "ghost")
+    assert (objective.temperature, objective.temperature_mode) == (2.0, "fixed")
+    assert (config.monitor.eval_freq, config.monitor.eval_batches) == (250, 50)
+    assert (config.checkpoint.checkpoint_freq, config.checkpoint.keep_rolling) == (250, 10)
+    cache = options.CacheTeacherConfig(teacher="t", out=Path("o"), data=options.DataConfig(data="stdlib"))
+    assert (cache.batch_size, cache.sequences_per_shard, cache.precision) == (16, 512, "bf16")
+    assert (cache.codec.head, cache.codec.draws, cache.codec.dense) == (16, 0, False)
+    assert (cache.data.seq_len, cache.data.validation_sequences, cache.data.num_workers) == (512, 64, 2)
+
+
+TEXT = options.DataConfig(data="stdlib")
+REFUSED = [
+    (lambda: distill(cache=None), "--cache FOLDER or --data SOURCE"),
+    (lambda: distill(data=TEXT), "--data"),
+    (lambda: distill(teacher="t"), "--teacher"),
+    (lambda: distill(cache=None, teacher="t"), "--data"),
+    (lambda: distill(steps=1, epochs=1.0), "--epochs"),
+    (lambda: distill(steps=0), "--steps"),
+    (lambda: distill(epochs=0.0), "--epochs"),
+    (lambda: distill(batch_size=0), "--batch-size"),
+    (lambda: distill(micro_batch_size=0), "--micro-batch-size"),
+    (lambda: distill(batch_size=8, micro_batch_size=3), "--batch-size 8 is no multiple of --micro-batch-size 3"),
+    (lambda: options.CacheTeacherConfig(teacher="t", out=Path("o")), "--data"),
+    (lambda: options.CacheTeacherConfig(teacher="t", out=Path("o"), data=TEXT, batch_size=0), "--batch-size"),
+    (
+        lambda: options.CacheTeacherConfig(teacher="t", out=Path("o"), data=TEXT, sequences_per_shard=0),
+        "--sequences-per-shard",
+    ),
+    (lambda: options.EvaluateConfig(student="s"), "--cache"),
+    (lambda: options.EvaluateConfig(student="s", cache=Path("c"), teacher="t"), "--teacher"),
+    (lambda: options.EvaluateConfig(student="s", cache=Path("c"), data=TEXT), "--data"),
+    (lambda: options.InspectConfig(), "--hardware"),
+    (lambda: options.DataConfig(split="dev"), "--split 'dev'"),
+    (lambda: options.DataConfig(seq_len=0), "--seq-len"),
+    (lambda: options.DataConfig(num_sequences=0), "--num-sequences"),
+    (lambda: options.DataConfig(validation_sequences=0), "--validation-sequences"),
+    (lambda: options.DataConfig(num_workers=-1), "--num-workers"),
+    (lambda: options.CodecConfig(head=-1), "--head"),
+    (lambda: options.CodecConfig(draws=256), "--draws 256"),
+    (lambda: options.CodecConfig(head=0, draws=0), "--dense"),
+    (lambda: options.ObjectiveConfig(alpha=-0.1), "--alpha"),
+    (lambda: options.ObjectiveConfig(alpha=float("nan")), "--alpha"),
+    (lambda: options.ObjectiveConfig(temperature=0.0), "--temperature 0.0"),
+    (lambda: options.ObjectiveConfig(temperature=float("nan")), "--temperature nan"),
+    (lambda: options.ObjectiveConfig(temperature_end=float("inf")), "--temperature-end"),
+    (lambda: options.ObjectiveConfig(temperature_min=2.0, temperature_max=2.0), "--temperature-min"),
+    (lambda: options.ObjectiveConfig(temperature_lr=0.0), "--temperature-lr"),
+    (lambda: options.OptimizerConfig(lr=0.0), "--lr"),
+    (lambda: options.OptimizerConfig(lr=float("nan")), "--lr"),
+    (lambda: options.OptimizerConfig(lr=1e-7), "--min-lr"),
+    (lambda: options.OptimizerConfig(warmup_steps=-1), "--warmup-steps"),
+    (lambda: options.OptimizerConfig(decay_steps=0), "--decay-steps"),
+    (lambda: options.OptimizerConfig(betas=(0.9, 1.0)), "--betas"),
+    (lambda: options.OptimizerConfig(weight_decay=-1.0), "--weight-decay"),
+    (lambda: options.OptimizerConfig(clip=-1.0), "--clip"),
+    (lambda: options.OptimizerConfig(clip=float("nan")), "--clip"),
+    (lambda: options.OptimizerConfig(weight_decay=float("nan")), "--weight-decay"),
+    (lambda: options.ObjectiveConfig(temperature_lr=float("nan")), "--temperature-lr"),
+    (lambda: distill(epochs=float("nan")), "--epochs"),
+    (lambda: distill(epochs=float("inf")), "--epochs"),
+    (lambda: options.CheckpointConfig(checkpoint_freq=0), "--checkpoint-freq"),
+    (lambda: options.CheckpointConfig(keep_rolling=0), "--keep-rolling"),
+    (lambda: options.MonitorConfig(log_freq=0), "--log-freq"),
+    (lambda: options.MonitorConfig(eval_freq=0), "--eval-freq"),
+    (lambda: options.MonitorConfig(eval_batches=0), "--eval-batches"),
+]
+
+
+@pytest.mark.parametrize("make, words", REFUSED)
+def test_what_cannot_be_is_refused_by_the_name_of_the_option(make, words):
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sections_are_plain_values_by_section():
+    table = sections(distill(micro_batch_size=4, batch_size=8))
+    assert list(table) == ["run", "data", "objective", "optimizer", "precision", "checkpoint", "monitor"]
+    assert table["run"]["out"] == "o"
+    assert table["run"]["epochs"] is None
+    assert table["optimizer"]["betas"] == [0.9, 0.95]
+    assert {(name, section) for section, inner in table.items() for name in inner} == set(flags(options.DistillConfig))

@@ -1,0 +1,63 @@
+"""The learning rate at every step."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdtrain.config import OptimizerConfig
+from kdtrain.training.schedule import decay_steps, learning_rate
+
+SCHEDULES = ("cosine", "wsd", "constant")
+
+
+def rates(total, **options):
+    config = OptimizerConfig(**{"lr": 1.0, "min_lr": 0.0, "warmup_steps": 0, **options})
+    return [learning_rate(step, total, config) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warm_up_is_linear_from_zero_to_the_peak(schedule):
+    assert rates(100, lr_schedule=schedule, warmup_steps=4)[:4] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_cosine_is_halfway_down_in_the_middle_and_at_the_smallest_rate_at_the_end():
+    found = rates(12, lr_schedule="cosine", warmup_steps=2, min_lr=0.2)
+    assert found[1] == 1.0
+    assert found[6] == pytest.approx(0.6)
+    assert found[-1] == pytest.approx(0.2)
+
+
+def test_constant_stays_at_the_peak():
+    assert rates(9, lr_schedule="constant") == [1.0] * 9
+
+
+@pytest.mark.parametrize("shape, middle", [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - 0.5**0.5)])
+def test_wsd_is_stable_until_its_decay_and_then_has_its_shape(shape, middle):
+    found = rates(20, lr_schedule="wsd", decay_steps=4, decay_shape=shape)
+    assert found[:16] == [1.0] * 16
+    assert found[17] == pytest.approx(middle)
+    assert found[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_decay_of_wsd_is_a_fifth_of_all_steps_unless_given():
+    assert decay_steps(100, OptimizerConfig()) == 20
+    assert decay_steps(3, OptimizerConfig()) == 1
+    assert decay_steps(100, OptimizerConfig(decay_steps=7)) == 7
+    assert decay_steps(5, OptimizerConfig(decay_steps=7)) == 5
+
+
+@given(
+    st.sampled_from(SCHEDULES),
+    st.sampled_from(["cosine", "linear", "1-sqrt"]),
+    st.integers(1, 60),
+    st.integers(0, 70),
+    st.none() | st.integers(1, 70),
+)
+def test_the_rate_rises_then_never_rises_again_and_stays_within_its_bounds(schedule, shape, total, warmup, decay):
+    found = rates(total, lr_schedule=schedule, decay_shape=shape, warmup_steps=warmup, decay_steps=decay, min_lr=0.1)
+    peak = min(warmup, total)
+    after = found[max(peak - 1, 0) :]
+    assert found[:peak] == sorted(found[:peak])
+    assert after == sorted(after, reverse=True)
+    assert all(0 < rate <= 1 for rate in found)
+    assert all(rate >= 0.1 - 1e-9 for rate in after)

@@ -1,0 +1,38 @@
+"""A first signal asks for a stop, a second one ends the process."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kdtrain.training.stopping import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_is_remembered_by_name(number):
+    with StopRequest() as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop
+        assert stop.name == signal.Signals(number).name
+
+
+def test_afterwards_signals_do_again_what_they_did_before():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    stop = StopRequest()
+    with pytest.raises(ZeroDivisionError), stop:
+        raise ZeroDivisionError
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    program = (
+        "import os, signal\nfrom kdtrain.training.stopping import StopRequest\n"
+        "with StopRequest():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    print('first', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    print('second', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "first\n")
