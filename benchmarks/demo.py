@@ -6,7 +6,8 @@ evaluate` for both students, on the test split, against the teacher itself. Stop
 on, because each of the commands resumes by itself.
 
 Three seeds of the default settings are the published result: `benchmarks/results`, `benchmarks/figures` and the table
-in README.md. A plain `make demo` draws into `benchmarks/figures/local`; any other demo stays in its own folder. Paths are relative to the repository, from wherever it is called.
+in README.md. A plain `make demo` draws into `benchmarks/figures/local`, any other demo into its own folder. Paths are
+relative to the repository, from wherever it is called.
 """
 
 import dataclasses

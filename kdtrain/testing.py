@@ -1,8 +1,8 @@
 """Tiny models and tokenizers for tests: kdtrain's own, and those of people who build on it.
 
 The models are random, two layers deep and 32 wide, in the shapes of real ones: grouped queries, soft-capped or
-scaled logits, learned positions, sliding windows, recurrent layers. They are made in milliseconds and teach nothing. The
-tokenizer is byte-level: every text has an encoding, and its vocabulary is filled up with entries that no text
+scaled logits, learned positions, sliding windows, recurrent layers. They are made in milliseconds and teach nothing.
+The tokenizer is byte-level: every text has an encoding, and its vocabulary is filled up with entries that no text
 uses, to any size a test wants.
 """
 

@@ -10,7 +10,6 @@ import pytest
 
 from kdtrain import faults
 
-
 PROGRAM = """
 from kdtrain import faults
 for n in range({calls}):

@@ -146,7 +146,8 @@ def problem(path: Path, digests: bool = True) -> str | None:
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        for name, (size, digest) in manifest["files"].items():
+        for name in (TENSORS, STATE):
+            size, digest = manifest["files"][name]
             if not (path / name).is_file():
                 return f"{name} is missing"
             if (path / name).stat().st_size != size:

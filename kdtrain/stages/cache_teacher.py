@@ -9,7 +9,7 @@ from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel.world import peak_memory_mb, pick_device
 from kdtrain.precision.modes import pick_mode
 from kdtrain.stages.build import build_cache
-from kdtrain.stages.common import ask, check_length, open_teacher, show
+from kdtrain.stages.common import ask, check_fits, open_teacher, show
 
 
 def main(config: CacheTeacherConfig) -> int:
@@ -25,7 +25,7 @@ def main(config: CacheTeacherConfig) -> int:
     spec = read_spec(config.teacher)
     tokenizer = load_tokenizer(spec)
     teacher = open_teacher(spec, device, mode)
-    check_length(teacher, spec.name, config.data.seq_len)
+    check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
     log.info("caching %s over %s into %s (%s on %s)", spec.name, config.data.data, config.out, mode, device)
     started = time.monotonic()
     manifest = build_cache(config, spec, teacher, ask(teacher, device, mode), tokenizer)

@@ -69,11 +69,13 @@ def ask(teacher: SplitModel, device: torch.device, mode: str) -> Teacher:
     return forward
 
 
-def check_length(model: torch.nn.Module, name: str, seq_len: int) -> None:
-    """Refuse sequences longer than the positions of a model."""
+def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) -> None:
+    """Refuse sequences longer than a model's positions, and a document mask that it cannot follow."""
     longest = max_positions(model)
     if longest is not None and seq_len > longest:
         raise UsageError(f"--seq-len {seq_len} is beyond the {longest} positions of {name}; choose at most {longest}")
+    if document_mask and not model.separates_documents:
+        raise UsageError(f"{name} cannot keep packed documents apart; leave --document-mask out")
 
 
 def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:

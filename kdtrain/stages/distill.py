@@ -26,7 +26,7 @@ from kdtrain.objective.temperature import Temperature, build_temperature
 from kdtrain.parallel.world import peak_memory_mb, pick_device
 from kdtrain.precision.modes import pick_mode, why_not_compile
 from kdtrain.stages.build import build_tokens, logit_width
-from kdtrain.stages.common import ask, check_length, open_teacher, show
+from kdtrain.stages.common import ask, check_fits, open_teacher, show
 from kdtrain.stages.run_folder import claim, deciding, make, refuse_changes, write_description
 from kdtrain.training.loop import Run, train
 from kdtrain.training.source import CachedSource, OnlineSource, Source
@@ -116,7 +116,7 @@ def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, 
     """The run's own cache of bare tokens, by the teacher's tokenizer, or by the student's where there is no teacher."""
     tokenizer_of = spec if config.teacher is None else read_spec(config.teacher)
     if teacher is not None:
-        check_length(teacher, tokenizer_of.name, config.data.seq_len)
+        check_fits(teacher, tokenizer_of.name, config.data.seq_len, config.data.document_mask)
     tokenizer = load_tokenizer(tokenizer_of)
     width = len(tokenizer) if teacher is None else logit_width(teacher)
     folder = config.out / "data"
@@ -136,7 +136,7 @@ def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device:
     model = load_student(spec, vocab_size=None if named else manifest.vocab_size, seed=config.seed, device=str(device))
     student = split(model)
     check_student(manifest, logit_width(student))
-    check_length(student, spec.name, manifest.settings.seq_len)
+    check_fits(student, spec.name, manifest.settings.seq_len, manifest.settings.document_mask)
     if spec.tokenizer is not None:
         check_tokenizer(manifest, tokenizer_digest(load_tokenizer(spec)))
     if not student.fused:

@@ -23,7 +23,7 @@ from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.parallel.world import pick_device
 from kdtrain.precision.modes import autocast, pick_mode
 from kdtrain.stages.build import build_tokens, logit_width
-from kdtrain.stages.common import ask, check_length, open_teacher, show
+from kdtrain.stages.common import ask, check_fits, open_teacher, show
 from kdtrain.stages.export import open_student
 from kdtrain.training.source import CachedSource, OnlineSource, Source
 from kdtrain.training.validate import calibration, summary, validate
@@ -42,7 +42,7 @@ def main(config: EvaluateConfig) -> int:
     student.eval()
     with _source(config, tokenizer, device, mode, logit_width(student)) as (source, manifest):
         check_student(manifest, logit_width(student))
-        check_length(student, config.student, manifest.settings.seq_len)
+        check_fits(student, config.student, manifest.settings.seq_len, manifest.settings.document_mask)
         if tokenizer is not None and config.cache is not None:
             check_tokenizer(manifest, tokenizer_digest(tokenizer))
         with bar("evaluate", len(source)) as shown:
@@ -83,7 +83,7 @@ def _source(
     if config.teacher is not None:
         spec = read_spec(config.teacher)
         teacher = open_teacher(spec, device, mode)
-        check_length(teacher, spec.name, config.data.seq_len)
+        check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
         tokenizer = tokenizer or spec.tokenizer or spec.source
     if tokenizer is None:
         raise UsageError(f"--student {config.student} comes without a tokenizer; give --teacher, or --cache")

@@ -123,7 +123,7 @@ def refuse_changes(saved: dict[str, Any], config: DistillConfig) -> None:
 
 def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
     """Write `config.toml` (as `--config` reads it) and `environment.json` into the run."""
-    (config.out / "config.toml").write_text(to_toml(sections(config)))
+    (config.out / "config.toml").write_text(to_toml(sections(config)), encoding="utf-8")
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -140,12 +140,14 @@ def to_toml(tables: dict[str, dict[str, Any]]) -> str:
     lines = []
     for section, table in tables.items():
         lines.append(f"[{section}]")
-        # a basic string of TOML is a string of JSON
-        lines += [
-            f"{name} = {json.dumps(value)}" for name, value in table.items() if value is not None and name != "config"
-        ]
+        lines += [f"{name} = {_toml(value)}" for name, value in table.items() if value is not None and name != "config"]
         lines.append("")
     return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML, whose strings are JSON's but for surrogate pairs, which it has not, and DEL, which it escapes."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _version(name: str) -> str | None:

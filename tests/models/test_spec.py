@@ -28,6 +28,9 @@ def test_paths_in_a_toml_are_relative_to_the_toml(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = read_spec("specs/a.toml")
     assert (spec.source, spec.tokenizer) == ("models/m", "models/m")
+    layers = "init = 'teacher-layers'\nlayers = [1, 0]\nteacher = 'a.toml'\n"
+    (tmp_path / "specs" / "b.toml").write_text(layers)
+    assert (read_spec("specs/b.toml").teacher, read_spec("specs/b.toml").layers) == ("specs/a.toml", (1, 0))
 
 
 def test_a_configuration_without_init_starts_from_scratch(tmp_path):
