@@ -29,6 +29,9 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 """Default knots of beta: T from 2/3 to 4."""
+FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
+"""The default below `SMALL_HEAD` kept entries: what is likely is then in the tail, whose log-partition bends sharply."""
+SMALL_HEAD = 4
 FLOOR = -1e4
 """The log-probability of what cannot be, and the tail numbers of an empty tail: finite, and 0 after exp."""
 ABSENT = 2**32 - 1
@@ -60,7 +63,7 @@ class CodecSpec:
             if self.head or self.draws or self.knots:
                 raise ValueError(f"codec '{self.kind}' has no head, draws or knots; leave --head and --draws out")
             return
-        object.__setattr__(self, "knots", tuple(float(knot) for knot in self.knots or KNOTS))
+        object.__setattr__(self, "knots", tuple(float(knot) for knot in self.knots or default_knots(self.head)))
         self._check_sparse()
 
     def _check_sparse(self) -> None:
@@ -92,6 +95,11 @@ class CodecSpec:
     def from_json(cls, record: dict[str, Any]) -> "CodecSpec":
         """The inverse of `to_json`."""
         return cls(**{**record, "knots": tuple(record["knots"])})
+
+
+def default_knots(head: int) -> tuple[float, ...]:
+    """The knots of beta that a codec with `head` kept entries takes if none are named."""
+    return FINE_KNOTS if head < SMALL_HEAD else KNOTS
 
 
 def uniforms(seed: int, split: str, sequence: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -146,7 +146,7 @@ def to_toml(tables: dict[str, dict[str, Any]]) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML, whose strings are JSON's but for surrogate pairs, which it has not, and DEL, which it escapes."""
+    """`value` as TOML: JSON, but for surrogate pairs, which TOML does not know, and DEL, which it escapes."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -41,11 +41,11 @@ def test_the_stored_tail_is_the_dense_tail(head: int, vocab_size: int) -> None:
     assert isinstance(targets, SparseTargets)
     energy = logits.double().log_softmax(-1)
     tail = energy.scatter(1, energy.topk(head).indices, -torch.inf)
-    for g, beta in enumerate(KNOTS):
+    for g, beta in enumerate(spec.knots):
         weights = (beta * tail).softmax(-1)
         slope = (weights * energy).sum(-1)
         assert torch.allclose(targets.tail[:, g].double(), (beta * tail).logsumexp(-1), rtol=6e-4, atol=1e-3)
-        assert torch.allclose(targets.tail[:, len(KNOTS) + g].double(), slope, rtol=6e-4, atol=1e-3)
+        assert torch.allclose(targets.tail[:, len(spec.knots) + g].double(), slope, rtol=6e-4, atol=1e-3)
     assert targets.log_partition(1.0).abs().max() < 5e-3
 
 
@@ -165,3 +165,14 @@ def test_the_largest_id_never_means_absent(vocab_size: int, dtype: type) -> None
 def test_a_codec_that_cannot_be_is_refused(options: dict, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         CodecSpec(vocab_size=64, **options)
+
+
+@pytest.mark.parametrize("head", [0, 1, 4, 12])
+def test_log_z_is_right_over_all_of_two_thirds_to_four_with_the_default_knots(head: int) -> None:
+    logits = 2.5 * torch.randn(256, 512, generator=torch.Generator().manual_seed(0)) + torch.linspace(6, 0, 512)
+    targets = _targets(logits, CodecSpec(kind="sparse", vocab_size=512, head=head, draws=8))
+    assert isinstance(targets, SparseTargets)
+    energies = logits.double().log_softmax(-1)
+    for temperature in torch.linspace(2 / 3, 4, 40).tolist():
+        error = targets.log_partition(1 / temperature) - torch.logsumexp(energies / temperature, -1)
+        assert error.abs().max() < 2e-2, f"T = {temperature:.2f}"

@@ -1,0 +1,133 @@
+"""A training without a disk: a tiny student, and a source of random sequences with a random teacher."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.cache.reader import CachedBatch
+from kdtrain.checkpoint.store import Store
+from kdtrain.config import (
+    CheckpointConfig,
+    DistillConfig,
+    MonitorConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+)
+from kdtrain.models.head import split
+from kdtrain.monitor.writers import Writers
+from kdtrain.objective.targets import DenseTargets
+from kdtrain.objective.temperature import build_temperature
+from kdtrain.testing import tiny_model
+from kdtrain.training.loop import Run
+from kdtrain.training.state import Progress, TrainState, make_optimizer
+from kdtrain.training.step import DistillStep
+
+VOCABULARY, SEQ_LEN = 300, 8
+CPU = torch.device("cpu")
+
+
+class RandomSource:
+    """`size` random sequences with dense targets; `masked` of them count no token, `broken` says nan."""
+
+    overlaps = False
+    vocab_size = VOCABULARY
+
+    def __init__(self, size: int, seed: int = 0, masked: tuple[int, ...] = (), broken: tuple[int, ...] = ()) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = torch.randint(0, VOCABULARY, (size, SEQ_LEN + 1), generator=generator)
+        self.loss_mask = torch.rand(size, SEQ_LEN, generator=generator) < 0.7
+        self.loss_mask[list(masked)] = False
+        self.logits = 2 * torch.randn(size, SEQ_LEN, VOCABULARY, generator=generator)
+        self.logits[list(broken)] = float("nan")
+        self.reads: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, indices: np.ndarray) -> CachedBatch:
+        """The sequences `indices`; which were asked for is remembered."""
+        self.reads.append(indices.tolist())
+        rows = torch.as_tensor(indices)
+        targets = DenseTargets.from_logits(self.logits[rows].flatten(0, 1), self.tokens[rows, 1:].flatten())
+        segments = torch.zeros(len(rows), SEQ_LEN, dtype=torch.int64)
+        return CachedBatch(self.tokens[rows], self.loss_mask[rows], segments, targets)
+
+
+class Workshop:
+    """Makes runs in a folder."""
+
+    source = RandomSource
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @contextmanager
+    def run(
+        self, name: str = "run", train: Any = None, validation: Any = None, steps: int = 4, **options: Any
+    ) -> Iterator[Run]:
+        """A run of `steps` steps of 4 sequences, with the options of all sections given flat."""
+        out = self.folder / name
+        out.mkdir(exist_ok=True)
+        config = _config(out, steps, {"lr": 1e-2, "warmup_steps": 0, "batch_size": 4, **options})
+        student = split(tiny_model("llama", VOCABULARY, seed=3))
+        temperature = _temperature(config.objective, steps)
+        state = TrainState(
+            student, temperature, make_optimizer(student, temperature, config.optimizer, config.objective), Progress()
+        )
+        step = DistillStep(
+            student,
+            temperature,
+            config.objective,
+            config.precision,
+            vocab_size=VOCABULARY,
+            seq_len=SEQ_LEN,
+            has_teacher=True,
+            mode="fp32",
+            device=CPU,
+            document_mask=False,
+            compile=False,
+        )
+        writers = Writers(out, 0, None, tensorboard=False)
+        yield Run(
+            config=config,
+            total=steps,
+            micro=config.micro_batch_size or config.batch_size,
+            step=step,
+            state=state,
+            store=Store(out / "checkpoints", config.checkpoint.keep_rolling),
+            writers=writers,
+            train_source=train or RandomSource(10),
+            validation_source=validation or RandomSource(5, seed=1),
+        )
+        writers.close()
+
+
+def _config(out: Path, steps: int, options: dict[str, Any]) -> DistillConfig:
+    kinds = {
+        "objective": ObjectiveConfig,
+        "optimizer": OptimizerConfig,
+        "precision": PrecisionConfig,
+        "checkpoint": CheckpointConfig,
+        "monitor": MonitorConfig,
+    }
+    taken = {name: {k: v for k, v in options.items() if k in kind.__annotations__} for name, kind in kinds.items()}
+    left = {k: v for k, v in options.items() if not any(k in inner for inner in taken.values())}
+    parts = {name: kind(**taken[name]) for name, kind in kinds.items()}
+    return DistillConfig(student="tiny", out=out, cache=Path("none"), steps=steps, **left, **parts)
+
+
+def _temperature(objective: ObjectiveConfig, steps: int) -> Any:
+    return build_temperature(
+        objective.temperature_mode, start=objective.temperature, minimum=0.5, maximum=8.0, total_steps=steps
+    )
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    return Workshop(tmp_path)

@@ -1,0 +1,210 @@
+"""The training loop: what a step is, what ends a run, and what marks the best student."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain import faults
+from kdtrain.data import order
+from kdtrain.errors import RunError
+from kdtrain.training.loop import train
+
+
+def metrics(run):
+    lines = [json.loads(text) for text in (run.config.out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line], [line for line in lines if "loss" not in line]
+
+
+def weights(run):
+    return {name: tensor.clone() for name, tensor in run.state.student.state_dict().items()}
+
+
+def test_a_run_trains_to_its_last_step_and_its_loss_falls(workshop):
+    with workshop.run(steps=12, eval_freq=4, checkpoint_freq=5) as run:
+        train(run)
+    training, validation = metrics(run)
+    assert [line["step"] for line in training] == list(range(1, 13))
+    assert [line["step"] for line in validation] == [0, 4, 8, 12]
+    assert training[-1]["loss"] < training[0]["loss"]
+    assert (run.state.progress.step, run.state.progress.sequences) == (12, 48)
+    assert run.state.progress.tokens == sum(line["tokens"] for line in training)
+    assert run.stopped_by is None
+    assert run.store.newest_valid()[0] == "step-00000012"
+    assert {"step-00000005", "step-00000010"} <= set(run.store.names())
+
+
+def test_a_step_reads_the_sequences_that_the_order_names(workshop):
+    source = workshop.source(10)
+    with workshop.run(train=source, steps=4, micro_batch_size=2, seed=5) as run:
+        train(run)
+    read = [number for micro in source.reads for number in micro]
+    assert read == order.batch(5, 0, 16, 10).tolist()
+    assert all(len(micro) == 2 for micro in source.reads)
+
+
+def test_a_step_is_the_mean_over_its_unmasked_tokens_however_it_is_cut(workshop):
+    found = {}
+    for micro in (4, 2, 1):
+        source = workshop.source(10, masked=(1, 4, 7))
+        with workshop.run(f"micro-{micro}", train=source, micro_batch_size=micro, clip=0.0) as run:
+            train(run)
+        found[micro] = metrics(run)[0], weights(run)
+    for micro in (2, 1):
+        for ours, theirs in zip(found[micro][0], found[4][0], strict=True):
+            assert ours["tokens"] == theirs["tokens"]
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        for name, tensor in found[4][1].items():
+            torch.testing.assert_close(found[micro][1][name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_the_loss_that_is_reported_is_the_weighted_sum_of_its_parts(workshop):
+    with workshop.run(alpha=0.25, temperature=3.0) as run:
+        train(run)
+    for line in metrics(run)[0]:
+        assert line["loss"] == pytest.approx(0.75 * line["ce"] + 0.25 * 9 * line["kd"], rel=1e-6)
+        assert line["T"] == 3.0
+
+
+def test_a_step_without_an_unmasked_token_changes_nothing_but_decay_and_is_not_an_error(workshop):
+    with workshop.run(train=workshop.source(4, masked=(0, 1, 2, 3)), steps=2, weight_decay=0.0) as run:
+        before = weights(run)
+        train(run)
+    assert [(line["loss"], line["tokens"], line["grad_norm"]) for line in metrics(run)[0]] == [(0.0, 0.0, 0.0)] * 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
+
+
+@pytest.mark.parametrize("micro", [4, 1])
+def test_a_broken_teacher_ends_the_run_and_nothing_broken_is_saved(workshop, micro):
+    first = order.batch(0, 0, 16, 10).tolist()
+    broken = next(number for number in first[4:] if number not in first[:4])
+    source = workshop.source(10, broken=(broken,))
+    with (
+        workshop.run(train=source, micro_batch_size=micro, checkpoint_freq=1) as run,
+        pytest.raises(RunError) as caught,
+    ):
+        train(run)
+    names = run.store.names()
+    assert f"newest checkpoint is {names[-1]}" in str(caught.value)
+    assert 1 <= len(names) < 4
+    for name in names:
+        assert run.store.problem(name) is None
+
+
+def test_the_best_student_is_the_one_of_the_lowest_validation_loss(workshop):
+    with workshop.run(steps=8, eval_freq=1, lr=0.3, alpha=1.0) as run:
+        train(run)
+    losses = {line["step"]: line["validation/loss"] for line in metrics(run)[1]}
+    best = min(losses, key=losses.__getitem__)
+    assert (run.state.progress.best_step, run.state.progress.best_loss) == (best, losses[best])
+    best_saved = min((step for step in losses if step > 0), key=losses.__getitem__)
+    if best > 0:
+        assert os.readlink(run.store.folder / "best") == f"step-{best_saved:08d}"
+
+
+def test_old_checkpoints_are_pruned_and_the_best_is_kept(workshop):
+    with workshop.run(steps=6, checkpoint_freq=1, eval_freq=3, keep_rolling=2) as run:
+        train(run)
+    kept = set(run.store.names())
+    assert {"step-00000005", "step-00000006"} <= kept
+    assert len(kept) <= 3
+    assert (run.store.folder / "best").exists()
+
+
+def test_the_temperatures_gradient_is_not_clipped_and_does_not_count(workshop):
+    def final(clip, mode):
+        with workshop.run(f"{clip}-{mode}", steps=3, clip=clip, temperature_mode=mode, temperature_lr=0.1) as run:
+            train(run)
+        return metrics(run)[0]
+
+    clipped, free = final(1e-6, "likelihood"), final(0.0, "likelihood")
+    # the likelihood's gradient knows the teacher alone: T must not notice how the student is clipped
+    assert [line["T"] for line in clipped] == [line["T"] for line in free]
+    assert len({line["T"] for line in free}) == 3
+    assert clipped[0]["grad_norm"] == free[0]["grad_norm"] == final(0.0, "fixed")[0]["grad_norm"]
+
+
+def test_clipping_bounds_the_gradient_that_the_optimizer_sees(workshop):
+    with workshop.run(steps=1, clip=1e-3, betas=(0.0, 0.0)) as run:
+        train(run)
+    moments = [state["exp_avg"].square().sum() for state in run.state.optimizer.state.values()]
+    assert math.sqrt(sum(moments)) == pytest.approx(1e-3, rel=1e-4)
+    assert metrics(run)[0][0]["grad_norm"] > 1e-3
+
+
+@pytest.fixture
+def term_at(monkeypatch):
+    """Send SIGTERM at the `call`-th time that a point is passed."""
+
+    def ask(point, call):
+        monkeypatch.setattr(faults, "_faults", {point: ("term", call)})
+        monkeypatch.setattr(faults, "_calls", type(faults._calls)())
+        return faults._calls
+
+    return ask
+
+
+@pytest.mark.parametrize("call, finished", [(1, 0), (2, 0), (4, 1), (5, 2)])
+def test_a_stop_saves_the_last_finished_step_and_nothing_of_the_unfinished_one(workshop, term_at, call, finished):
+    with workshop.run("whole", steps=finished or 1, micro_batch_size=2, lr_schedule="constant") as whole:
+        start = weights(whole)
+        train(whole)
+    calls = term_at("train.after-micro-batch", call)
+    with workshop.run("stopped", steps=4, micro_batch_size=2, lr_schedule="constant") as run:
+        train(run)
+    assert calls["train.after-micro-batch"] == call
+    assert (run.stopped_by, run.state.progress.step) == ("SIGTERM", finished)
+    expected = weights(whole) if finished else start
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run).items())
+    assert all(parameter.grad is None for parameter in run.step.parameters())
+    assert run.store.newest_valid()[0] == (f"step-{finished:08d}" if finished else None)
+
+
+def test_a_stop_in_the_first_validation_trains_nothing(workshop):
+    class Stopping(workshop.source):
+        def read(self, indices):
+            os.kill(os.getpid(), 15)
+            return super().read(indices)
+
+    source = workshop.source(10)
+    with workshop.run(train=source, validation=Stopping(9), steps=3) as run:
+        train(run)
+    assert (run.stopped_by, run.state.progress.step, source.reads) == ("SIGTERM", 0, [])
+
+
+def test_a_stop_in_the_last_validation_leaves_it_to_the_next_start(workshop):
+    class Stopping(workshop.source):
+        def read(self, indices):
+            if len(self.reads) >= 3:
+                os.kill(os.getpid(), 15)
+            return super().read(indices)
+
+    with workshop.run(validation=Stopping(9), steps=2, eval_freq=100) as run:
+        train(run)
+    assert (run.stopped_by, run.state.progress.step, run.state.progress.validated_step) == ("SIGTERM", 2, 0)
+    assert run.store.newest_valid()[0] == "step-00000002"
+    run.stopped_by, run.validation_source = None, workshop.source(9)
+    with workshop.run(steps=2, eval_freq=100) as later:
+        run.writers = later.writers
+        train(run)
+    assert (run.stopped_by, run.state.progress.validated_step) == (None, 2)
+
+
+def test_each_step_draws_from_its_own_seed(workshop):
+    drawn = []
+
+    class Drawing(workshop.source):
+        def read(self, indices):
+            drawn.append(np.random.rand())
+            return super().read(indices)
+
+    for name in ("first", "second"):
+        with workshop.run(name, train=Drawing(10), steps=3) as run:
+            np.random.rand(len(drawn))
+            train(run)
+    assert drawn[:3] == drawn[3:]
+    assert len(set(drawn)) == 3

@@ -1,0 +1,94 @@
+"""Where micro-batches come from: the order asked for, one ahead, and an online teacher through the same door."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.objective.targets import DenseTargets
+from kdtrain.training.source import Feed, OnlineSource
+
+
+def indices(step):
+    return np.arange(step * 6, step * 6 + 6)
+
+
+class Numbers:
+    """A source whose batches are the numbers asked for."""
+
+    def __init__(self, overlaps, fails_at=None):
+        self.overlaps, self.fails_at = overlaps, fails_at
+        self.reads, self.threads = [], set()
+
+    def __len__(self):
+        return 1000
+
+    def read(self, numbers):
+        self.reads.append(numbers.tolist())
+        self.threads.add(threading.current_thread())
+        if self.fails_at in numbers:
+            raise OSError("a shard is gone")
+        return numbers.tolist()
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("micro", [1, 2, 3, 6])
+def test_each_step_gets_its_sequences_in_order(overlaps, micro):
+    feed = Feed(Numbers(overlaps), indices, micro)
+    found = {step: list(batches) for step, batches in feed.steps(2, 4)}
+    assert list(found) == [2, 3, 4]
+    for step, batches in found.items():
+        assert len(batches) == 6 // micro
+        assert [number for batch in batches for number in batch] == indices(step).tolist()
+
+
+def test_reading_runs_in_another_thread_and_no_further_than_one_micro_batch_ahead():
+    source = Numbers(overlaps=True)
+    steps = Feed(source, indices, 3).steps(0, 100)
+    _, batches = next(steps)
+    next(batches)
+    next(batches)
+    assert len(source.reads) <= 3
+    assert threading.current_thread() not in source.threads
+
+
+def test_an_online_teacher_is_asked_in_the_thread_of_the_student_and_not_ahead():
+    source = Numbers(overlaps=False)
+    _, batches = next(Feed(source, indices, 3).steps(0, 100))
+    next(batches)
+    assert source.reads == [[0, 1, 2]]
+    assert source.threads == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_an_error_of_the_reader_arrives_at_its_step(overlaps):
+    feed = Feed(Numbers(overlaps, fails_at=7), indices, 6).steps(0, 3)
+    assert list(next(feed)[1]) == [indices(0).tolist()]
+    with pytest.raises(OSError, match="a shard is gone"):
+        list(next(feed)[1])
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(workshop, document_mask):
+    tokens, asked = workshop.source(6), []
+    # its output head is padded beyond the vocabulary of the student
+    table = torch.nn.Parameter(torch.randn(300, 310, generator=torch.Generator().manual_seed(0)))
+
+    def teacher(tokens_BT, segments_BT):
+        asked.append((tokens_BT, segments_BT))
+        return table[tokens_BT]
+
+    source = OnlineSource(tokens, teacher, document_mask)
+    batch, plain = source.read(np.array([4, 1])), tokens.read(np.array([4, 1]))
+    assert torch.equal(batch.tokens, plain.tokens)
+    assert torch.equal(asked[0][0], plain.tokens[:, :-1])
+    assert (asked[0][1] is None) != document_mask
+    assert isinstance(batch.targets, DenseTargets)
+    expected = torch.log_softmax(table[plain.tokens[:, :-1]].flatten(0, 1)[:, :300], -1)
+    torch.testing.assert_close(batch.targets.logprobs, expected)
+    labels = plain.tokens[:, 1:].reshape(-1, 1)
+    torch.testing.assert_close(batch.targets.label_logprob, expected.gather(1, labels)[:, 0])
+    # tensors made in inference mode could not meet a learnable temperature
+    assert not batch.targets.logprobs.requires_grad
+    assert not batch.targets.logprobs.is_inference()

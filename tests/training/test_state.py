@@ -1,0 +1,112 @@
+"""The state of a run: complete, restored into the same parameters, and seeded by the step alone."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.errors import RunError
+from kdtrain.models.head import split
+from kdtrain.objective.temperature import build_temperature
+from kdtrain.testing import tiny_model
+from kdtrain.training.state import Progress, TrainState, make_optimizer, seed_everything
+
+
+def made(seed=0, shape="llama", **config):
+    student = split(tiny_model(shape, 300, seed=seed, **config))
+    temperature = build_temperature("likelihood", start=2.0, minimum=1.0, maximum=4.0)
+    optimizer = make_optimizer(student, temperature, OptimizerConfig(lr=0.1), ObjectiveConfig())
+    return TrainState(student, temperature, optimizer, Progress())
+
+
+def stepped(state, seed):
+    """`state` after an optimizer step on random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.progress.step += 1
+    return state
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "qwen3"])
+def test_what_is_restored_goes_on_bit_by_bit(shape):
+    whole = stepped(stepped(made(1, shape), seed=1), seed=2)
+    half = stepped(made(1, shape), seed=1)
+    saved = {name: tensor.clone() for name, tensor in half.tensors().items()}
+    other = made(2, shape)
+    parameters = list(other.student.parameters())
+    other.load(saved, half.numbers())
+    assert all(a is b for a, b in zip(parameters, other.student.parameters(), strict=True))
+    stepped(other, seed=2)
+    assert other.progress == whole.progress
+    ours, theirs = other.tensors(), whole.tensors()
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_the_state_holds_weights_moments_counters_and_the_temperature():
+    names = set(stepped(made(), seed=0).tensors())
+    assert "temperature.theta" in names
+    assert {"optimizer.temperature.theta.exp_avg", "optimizer.temperature.theta.step"} <= names
+    weights = {name.removeprefix("student.") for name in names if name.startswith("student.")}
+    moments = {name for name in names if name.startswith("optimizer.student.") and name.endswith("exp_avg_sq")}
+    assert len(moments) == len(weights)
+
+
+def test_tied_weights_are_saved_once_and_stay_tied():
+    state = made()
+    assert len([name for name in state.tensors() if "embed_tokens" in name or "lm_head" in name]) == 1
+    other = made(5)
+    other.load(state.tensors(), state.numbers())
+    model = other.student.model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert torch.equal(model.get_output_embeddings().weight, state.student.model.get_output_embeddings().weight)
+
+
+def test_a_checkpoint_of_another_student_is_refused_by_the_name_of_what_differs():
+    saved = made().tensors()
+    with pytest.raises(RunError, match=r"layers\.2\."):
+        made(num_hidden_layers=3).load(saved, made().numbers())
+    with pytest.raises(RunError, match=r"shape \[64, 32\], the student's \[48, 32\]"):
+        made(intermediate_size=48).load(saved, made().numbers())
+
+
+def test_only_matrices_decay_and_the_temperature_has_a_rate_of_its_own():
+    state = made(shape="qwen3")
+    named = dict(state.student.named_parameters()) | dict(state.temperature.named_parameters())
+    group_of = {id(p): group for group in state.optimizer.param_groups for p in group["params"]}
+    assert len(group_of) == len(named)
+    for name, parameter in named.items():
+        group = group_of[id(parameter)]
+        decays = parameter.ndim == 2 and "embed" not in name
+        assert group["weight_decay"] == (0.1 if decays else 0.0), name
+        assert group["peak"] == (pytest.approx(0.1) if name == "theta" else 1.0), name
+
+
+def test_a_tied_head_is_an_embedding_and_does_not_decay():
+    state = made()
+    tied = state.student.model.get_output_embeddings().weight
+    group = next(g for g in state.optimizer.param_groups if any(p is tied for p in g["params"]))
+    assert group["weight_decay"] == 0.0
+
+
+def drawn():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_a_step_draws_the_same_numbers_whatever_was_drawn_before():
+    seed_everything(3, 7)
+    first = drawn()
+    drawn()
+    seed_everything(3, 7)
+    assert drawn() == first
+    others = []
+    for seed, step in ((3, 8), (4, 7), (7, 3), (0, 0)):
+        seed_everything(seed, step)
+        others.append(drawn())
+    assert len({first, *others}) == 5

@@ -1,0 +1,78 @@
+"""Validation: the whole split counts once, however it is cut, and a stop ends it."""
+
+import pytest
+import torch
+
+from kdtrain.training.validate import calibration, summary, validate
+
+
+@pytest.fixture
+def measured(workshop):
+    """Validate the tiny student on 7 sequences."""
+    with workshop.run() as run:
+
+        def measure(source=None, **options):
+            source = source or workshop.source(7, seed=2)
+            options = {"vocab_size": 300, "micro": 7, "batches": None, **options}
+            return validate(source, run.step.eval().hidden_eager, run.state.student.head, **options)
+
+        yield measure
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3, 5, 16])
+def test_the_result_does_not_depend_on_the_size_of_a_forward(measured, micro):
+    whole, cut = summary(measured()), summary(measured(micro=micro))
+    assert cut["tokens"] == whole["tokens"]
+    assert cut == pytest.approx(whole, rel=1e-5)
+
+
+def test_every_forward_has_the_same_shape(measured, workshop):
+    source = workshop.source(7, seed=2)
+    measured(source, micro=3)
+    assert source.reads == [[0, 1, 2], [3, 4, 5], [6, 6, 6]]
+
+
+def test_a_limit_counts_forwards_from_the_start(measured, workshop):
+    source = workshop.source(7, seed=2)
+    metrics = measured(source, micro=3, batches=2)
+    assert source.reads == [[0, 1, 2], [3, 4, 5]]
+    assert metrics.tokens == source.loss_mask[:6].sum().item()
+
+
+def test_a_stop_ends_it_within_one_forward_and_there_is_no_result(measured, workshop):
+    source = workshop.source(7, seed=2)
+    assert measured(source, micro=1, stop=lambda: len(source.reads) == 2) is None
+    assert len(source.reads) == 2
+
+
+def test_nothing_keeps_a_gradient(measured, workshop):
+    with workshop.run("other") as run:
+        hidden = []
+
+        def remembering(batch):
+            hidden.append(run.step.hidden_eager(batch))
+            return hidden[-1]
+
+        validate(workshop.source(2), remembering, run.state.student.head, vocab_size=300, micro=2, batches=None)
+    assert not hidden[0].requires_grad
+
+
+def test_the_loss_is_the_cross_entropy_with_the_labels(measured, workshop):
+    source = workshop.source(7, seed=2)
+    with workshop.run("other") as run, torch.no_grad():
+        logits_BTV = run.state.student.model.eval()(source.tokens[:, :-1]).logits
+        losses_N = torch.nn.functional.cross_entropy(
+            logits_BTV.flatten(0, 1), source.tokens[:, 1:].flatten(), reduction="none"
+        )
+    expected = losses_N[source.loss_mask.flatten()].mean().item()
+    assert summary(measured(source))["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_diagram_holds_every_token_once(measured):
+    metrics = measured()
+    bins = calibration(metrics)
+    assert len(bins) == 15
+    assert sum(each["tokens"] for each in bins) == metrics.tokens
+    assert summary(metrics)["ece"] == pytest.approx(
+        sum(each["tokens"] * abs(each["confidence"] - each["accuracy"]) for each in bins) / metrics.tokens
+    )
