@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerFast
 
+from kdtrain.cache.provenance import tokenizer_digest
 from kdtrain.config import DataConfig
 from kdtrain.data.corpus import documents
 from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import load_teacher, max_positions
+from kdtrain.models.loading import load_teacher, load_tokenizer, max_positions
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import log
 from kdtrain.precision.modes import autocast
@@ -76,6 +77,13 @@ def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) 
         raise UsageError(f"--seq-len {seq_len} is beyond the {longest} positions of {name}; choose at most {longest}")
     if document_mask and not model.separates_documents:
         raise UsageError(f"{name} cannot keep packed documents apart; leave --document-mask out")
+
+
+def digest_of(tokenizer: Path | str | None) -> str | None:
+    """The digest of the tokenizer in a folder or on the hub; None for a folder that holds a model alone."""
+    if tokenizer is None or (Path(tokenizer).is_dir() and not (Path(tokenizer) / "tokenizer.json").is_file()):
+        return None
+    return tokenizer_digest(load_tokenizer(tokenizer))
 
 
 def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:

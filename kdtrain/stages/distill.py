@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.provenance import Manifest, check_student, check_tokenizer, tokenizer_digest
+from kdtrain.cache.provenance import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.config import DistillConfig
@@ -26,7 +26,7 @@ from kdtrain.objective.temperature import Temperature, build_temperature
 from kdtrain.parallel.world import peak_memory_mb, pick_device
 from kdtrain.precision.modes import pick_mode, why_not_compile
 from kdtrain.stages.build import build_tokens, logit_width
-from kdtrain.stages.common import ask, check_fits, open_teacher, show
+from kdtrain.stages.common import ask, check_fits, digest_of, open_teacher, show
 from kdtrain.stages.run_folder import claim, deciding, make, refuse_changes, write_description
 from kdtrain.training.loop import Run, train
 from kdtrain.training.source import CachedSource, OnlineSource, Source
@@ -137,8 +137,7 @@ def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device:
     student = split(model)
     check_student(manifest, logit_width(student))
     check_fits(student, spec.name, manifest.settings.seq_len, manifest.settings.document_mask)
-    if spec.tokenizer is not None:
-        check_tokenizer(manifest, tokenizer_digest(load_tokenizer(spec)))
+    check_tokenizer(manifest, digest_of(spec.tokenizer or (spec.source if spec.init == "pretrained" else None)))
     if not student.fused:
         log.info("student %s: output head not split off: %s", spec.name, student.reason)
     return student

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.provenance import Manifest, check_student, check_tokenizer, tokenizer_digest
+from kdtrain.cache.provenance import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.config import EvaluateConfig
 from kdtrain.errors import UsageError
@@ -23,7 +23,7 @@ from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.parallel.world import pick_device
 from kdtrain.precision.modes import autocast, pick_mode
 from kdtrain.stages.build import build_tokens, logit_width
-from kdtrain.stages.common import ask, check_fits, open_teacher, show
+from kdtrain.stages.common import ask, check_fits, digest_of, open_teacher, show
 from kdtrain.stages.export import open_student
 from kdtrain.training.source import CachedSource, OnlineSource, Source
 from kdtrain.training.validate import calibration, summary, validate
@@ -43,8 +43,8 @@ def main(config: EvaluateConfig) -> int:
     with _source(config, tokenizer, device, mode, logit_width(student)) as (source, manifest):
         check_student(manifest, logit_width(student))
         check_fits(student, config.student, manifest.settings.seq_len, manifest.settings.document_mask)
-        if tokenizer is not None and config.cache is not None:
-            check_tokenizer(manifest, tokenizer_digest(tokenizer))
+        if config.cache is not None:
+            check_tokenizer(manifest, digest_of(tokenizer))
         with bar("evaluate", len(source)) as shown:
 
             def hidden(batch: CachedBatch) -> torch.Tensor:

@@ -85,7 +85,12 @@ class Bench:
         )
         if fault:
             assert log.exists() and log.read_text() == fault.split(":")[0] + "\n", f"{fault} fired not once"
-        return Done(f"kdtrain {' '.join(words)}", ended.returncode, ended.stdout, ended.stderr)
+        return self.done(words, ended.returncode, ended.stdout, ended.stderr)
+
+    @staticmethod
+    def done(words: list[str], code: int, stdout: str, stderr: str) -> Done:
+        """What `kdtrain WORDS` was when it ended."""
+        return Done(f"kdtrain {' '.join(words)}", code, stdout, stderr)
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
         """The lines of a run's metrics.jsonl that are about training steps."""

@@ -13,7 +13,7 @@ SEQ_LEN = 128
 
 
 def write(bench, name, sequences):
-    """A cache of random tokens; 160 bytes a token, so that 3,000 sequences are 60 MB."""
+    """A cache of random tokens; 3,000 sequences are 20 MB on the disk and five times that once decoded."""
     random = np.random.RandomState(0)
 
     def rows(number):
@@ -40,6 +40,5 @@ def test_peak_memory_does_not_grow_with_the_number_of_sequences(bench):
         done = bench.run("distill", *argv, "--steps", 190, "--batch-size", 16, "--micro-batch-size", 4, "--json")
         peaks[sequences] = done.json["peak_memory_mb"]
     size = sum(path.stat().st_size for path in (bench.root / "of-3000/shards").iterdir()) / 2**20
-    assert size > 40
-    assert peaks[3000] < peaks[300] + 0.25 * size
-    assert peaks[3000] < 1.05 * peaks[300]
+    assert size > 15
+    assert peaks[3000] < 1.02 * peaks[300]

@@ -62,6 +62,21 @@ def test_a_step_is_the_mean_over_its_unmasked_tokens_however_it_is_cut(workshop)
             torch.testing.assert_close(found[micro][1][name], tensor, rtol=1e-3, atol=1e-5)
 
 
+def test_the_gradient_is_that_of_the_mean_over_the_unmasked_tokens(workshop):
+    source = workshop.source(4, masked=(2,))
+    with workshop.run(train=source, steps=1, alpha=0.0, clip=0.0, micro_batch_size=2) as run:
+        logits_BTV = run.state.student.model(source.tokens[:, :-1]).logits
+        losses_N = torch.nn.functional.cross_entropy(
+            logits_BTV.flatten(0, 1), source.tokens[:, 1:].flatten(), reduction="none"
+        )
+        losses_N[source.loss_mask.flatten()].mean().backward()
+        parameters = list(run.state.student.parameters())
+        norm = torch.stack([parameter.grad.square().sum() for parameter in parameters]).sum().sqrt().item()
+        run.state.optimizer.zero_grad()
+        train(run)
+    assert metrics(run)[0][0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
 def test_the_loss_that_is_reported_is_the_weighted_sum_of_its_parts(workshop):
     with workshop.run(alpha=0.25, temperature=3.0) as run:
         train(run)
@@ -192,6 +207,15 @@ def test_a_stop_in_the_last_validation_leaves_it_to_the_next_start(workshop):
         run.writers = later.writers
         train(run)
     assert (run.stopped_by, run.state.progress.validated_step) == (None, 2)
+
+
+def test_a_finished_run_that_is_started_again_measures_and_saves_nothing_again(workshop):
+    validation = workshop.source(5)
+    with workshop.run(validation=validation, steps=2) as run:
+        train(run)
+        reads, saved = len(validation.reads), run.store.names()
+        train(run)
+    assert (len(validation.reads), run.store.names()) == (reads, saved)
 
 
 def test_each_step_draws_from_its_own_seed(workshop):

@@ -39,6 +39,11 @@ def test_wsd_is_stable_until_its_decay_and_then_has_its_shape(shape, middle):
     assert found[-1] == pytest.approx(0.0, abs=1e-12)
 
 
+def test_a_warm_up_that_reaches_into_the_decay_is_finished_first():
+    found = rates(10, lr_schedule="wsd", warmup_steps=6, decay_steps=8, decay_shape="linear")
+    assert found[5:] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+
+
 def test_the_decay_of_wsd_is_a_fifth_of_all_steps_unless_given():
     assert decay_steps(100, OptimizerConfig()) == 20
     assert decay_steps(3, OptimizerConfig()) == 1
