@@ -77,8 +77,14 @@ class ObjectiveConfig:
 
     alpha: float = 0.9
     """Weight of the divergence from the teacher against cross-entropy on the text, 0 to 1."""
-    divergence: Literal["forward-kl"] = "forward-kl"
-    """What is minimised between teacher and student."""
+    divergence: Literal["forward-kl", "reverse-kl", "jsd", "skew-kl", "skew-reverse-kl", "tvd", "logit-mse"] = (
+        "forward-kl"
+    )
+    """What is minimised between teacher and student (docs/objective.md)."""
+    jsd_beta: float = 0.5
+    """The teacher's share in the mixture of --divergence jsd: like forward KL near 0, like reverse KL near 1."""
+    skew_alpha: float = 0.1
+    """What is mixed of the teacher into the student by --divergence skew-kl, and the reverse by skew-reverse-kl."""
     tail: Literal["ghost", "drop", "renormalize"] = "ghost"
     """What stands for the vocabulary outside the kept entries: one bucket, nothing, or the head scaled to 1."""
     temperature: float = 2.0
@@ -98,6 +104,9 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         refuse(not 0 <= self.alpha <= 1, f"--alpha {self.alpha} is outside 0 to 1")
+        for name in ("jsd_beta", "skew_alpha"):
+            value = getattr(self, name)
+            refuse(not 0 < value < 1, f"--{name.replace('_', '-')} {value} must lie between 0 and 1, both excluded")
         for name in ("temperature", "temperature_end", "temperature_min", "temperature_max"):
             value = getattr(self, name)
             refuse(

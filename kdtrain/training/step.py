@@ -96,6 +96,8 @@ class DistillStep(nn.Module):
             alpha=self.objective.alpha,
             divergence=self.objective.divergence,
             tail=self.objective.tail,
+            jsd_beta=self.objective.jsd_beta,
+            skew_alpha=self.objective.skew_alpha,
             vocab_size=self.vocab_size,
             normalizer=normalizer,
             compile=self.compile_objective,
