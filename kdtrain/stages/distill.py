@@ -159,7 +159,7 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
 
 def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
     objective, codec = config.objective, manifest.codec
-    if objective.alpha > 0:
+    if objective.distils:
         dense = codec.kind != "sparse"
         refuse(objective.divergence, objective.tail, head=codec.head, draws=codec.draws, dense=dense)
 
