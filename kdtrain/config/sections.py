@@ -77,8 +77,18 @@ class ObjectiveConfig:
 
     alpha: float = 0.9
     """Weight of the divergence from the teacher against cross-entropy on the text, 0 to 1."""
-    divergence: Literal["forward-kl"] = "forward-kl"
-    """What is minimised between teacher and student."""
+    alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How alpha moves from --alpha at the first step to --alpha-end after the last."""
+    alpha_end: float = 0.0
+    """Alpha at the end of its schedule."""
+    divergence: Literal["forward-kl", "reverse-kl", "jsd", "skew-kl", "skew-reverse-kl", "tvd", "logit-mse"] = (
+        "forward-kl"
+    )
+    """What is minimised between teacher and student (docs/objective.md)."""
+    jsd_beta: float = 0.5
+    """The teacher's share in the mixture of --divergence jsd: like forward KL near 0, like reverse KL near 1."""
+    skew_alpha: float = 0.1
+    """What is mixed of the teacher into the student by --divergence skew-kl, and the reverse by skew-reverse-kl."""
     tail: Literal["ghost", "drop", "renormalize"] = "ghost"
     """What stands for the vocabulary outside the kept entries: one bucket, nothing, or the head scaled to 1."""
     temperature: float = 2.0
@@ -97,7 +107,12 @@ class ObjectiveConfig:
     """Peak learning rate of a learnable T; it follows the same schedule as --lr."""
 
     def __post_init__(self) -> None:
-        refuse(not 0 <= self.alpha <= 1, f"--alpha {self.alpha} is outside 0 to 1")
+        for name in ("alpha", "alpha_end"):
+            value = getattr(self, name)
+            refuse(not 0 <= value <= 1, f"--{name.replace('_', '-')} {value} is outside 0 to 1")
+        for name in ("jsd_beta", "skew_alpha"):
+            value = getattr(self, name)
+            refuse(not 0 < value < 1, f"--{name.replace('_', '-')} {value} must lie between 0 and 1, both excluded")
         for name in ("temperature", "temperature_end", "temperature_min", "temperature_max"):
             value = getattr(self, name)
             refuse(
@@ -110,6 +125,11 @@ class ObjectiveConfig:
             f"--temperature-min {low} must be below --temperature-max {high}",
         )
         refuse(not 0 < self.temperature_lr < float("inf"), "--temperature-lr must be above 0")
+
+    @property
+    def distils(self) -> bool:
+        """Whether the divergence has a weight at any step."""
+        return self.alpha > 0 or (self.alpha_schedule != "constant" and self.alpha_end > 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,35 +1,29 @@
-"""How far a student's distribution is from its teacher's: divergences, and what they do with the tail.
+"""How far a student's distribution q is from its teacher's p: divergences over common events.
 
-A divergence is a function of log-probabilities of the same events under teacher and student, both at the same
-inverse temperature beta = 1/T. For dense targets the events are the V tokens. For sparse ones a tail rule
-says what they are; with p_k, q_k the true probabilities at beta (the teacher's from the cached
-log-partition):
+    forward-kl       sum p log(p/q)                       Hinton et al. 2015, arXiv 1503.02531
+    reverse-kl       sum q log(q/p)                       MiniLLM, arXiv 2306.08543, eq. 1
+    jsd              b KL(p || m) + (1 - b) KL(q || m),   generalised Jensen-Shannon: GKD, arXiv 2306.13649, eq. 1,
+                     m = b p + (1 - b) q                  with b = --jsd-beta
+    skew-kl          KL(p || a p + (1 - a) q)             DistiLLM, arXiv 2402.03898, eq. 4, a = --skew-alpha
+    skew-reverse-kl  KL(q || (1 - a) p + a q)             the same, eq. 5
+    tvd              1/2 sum |p - q|                      f-DISTILL, arXiv 2307.15190, section 3.2
+    logit-mse        mean over V of squared differences   Ba & Caruana 2014, arXiv 1312.6184; arXiv 2105.08919
+                     of beta times the centred logits
 
-ghost        the head's entries and one bucket for all the rest: p_tail = exp(L(beta)) / Z(beta) against the
-             student's own mass outside the head. Forward KL of the bucketed distributions, a lower bound of
-             the full one (the ghost token of Sparse Logit Sampling, ACL 2025, arXiv 2503.16870, with the mass
-             right at every T). 0 with zero gradient for student = teacher.
-drop         the head's entries only, with true masses: sum_k p_k (log p_k - log q_k). 0 for student =
-             teacher, but that is no minimum: with P the head's mass, the gradient there is beta q_j P in the
-             tail and beta q_j (P - 1) in the head. The tail starves, and the value falls to P log P < 0.
-renormalize  both sides divided by their mass in the head, as most others do: blind to what the student puts
-             elsewhere. 0 with zero gradient for student = teacher.
-sampled      head entries with weight p_k, drawn entries with weight
-                 w_k = p_tail(1) (c_k / n) p_k(1)^(beta - 1) / Z(beta),
-             the importance weight of c_k of n draws from the tail at T = 1 (at head 0, p_tail(1) = 1 and the
-             tail is everything: random-sampling KD, arXiv 2503.16870). sum w (log p - log q) estimates the
-             full forward KL without bias at every T, value and gradient, up to the interpolation of Z(beta);
-             0 for student = teacher, because each term is.
+All are in nats (tvd is in 0 to 1, logit-mse in squared nats), 0 where p = q, and taken at the temperature of both
+sides. All but tvd shrink as 1/T^2 when T grows, and the factor T^2 of the loss gives that back; T^2 tvd grows with
+T. T^2 logit-mse does not depend on T. tvd has a kink at p = q: its gradient there is of the size of q, and its
+sign is rounding.
 
-Targets with draws are always read by `sampled`: the default `ghost` stands for it there, and a rule that
-would throw the draws away is refused. No value is clamped.
+`events` says what the events are; `refuse` what goes together. No value is clamped.
 
-Shape suffixes: R rows, E events, K kept entries, H head entries, V vocabulary.
+Shape suffixes: R rows, E events.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,38 +31,25 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
-from kdtrain.objective.statistics import Statistics
-from kdtrain.objective.targets import EMPTY, SparseTargets
+from kdtrain.objective.events import TAIL_RULES, Events, resolve_tail
 
-
-@dataclass(frozen=True)
-class Events:
-    """Log-probabilities of the same events, in nats, under teacher and student, each [R,E]."""
-
-    teacher: Tensor
-    student: Tensor
-    weight: Tensor | None = None
-    """[R,E] What stands for the teacher's probabilities in an estimate; None for exp(teacher)."""
+_IMPOSSIBLE = -1e3
+"""Log-probability below which a token counts as excluded (-inf padding); no squared difference is made of it."""
 
 
 @dataclass(frozen=True)
 class Divergence:
     """A divergence, and the kinds of targets it can be computed from: sparse, dense, sampled."""
 
-    of: Callable[[Events], Tensor]
+    of: Callable[[Events, float], Tensor]
+    """Events [R,E] and its parameter (ignored where it has none) -> [R]."""
     accepts: frozenset[str]
+    parameter: str | None = None
+    """The name of its parameter in options and arguments, in (0, 1)."""
 
 
-@dataclass(frozen=True)
-class TailRule:
-    """What becomes of the tail of sparse targets, and the smallest head with which that means anything."""
-
-    events: Callable[[SparseTargets, Statistics, Tensor], Events]
-    least_head: int
-
-
-def forward_kl(events: Events) -> Tensor:
-    """KL(p || q) = sum_e p_e (log p_e - log q_e), [R] in nats (Hinton et al. 2015, arXiv 1503.02531).
+def forward_kl(events: Events, parameter: float = 0.0) -> Tensor:
+    """KL(p || q) = sum_e p_e (log p_e - log q_e), [R] in nats.
 
     Events of weight 0 add nothing, whatever their finite log-probabilities.
     """
@@ -76,20 +57,45 @@ def forward_kl(events: Events) -> Tensor:
     return (weight_RE * (events.teacher - events.student)).sum(-1)
 
 
-def dense_events(logits_RV: Tensor, energies_RV: Tensor, beta: Tensor | float) -> Events:
-    """All V tokens as events, teacher and student at inverse temperature `beta`."""
-    teacher_RV = torch.log_softmax(beta * energies_RV, dim=-1)
-    return Events(teacher_RV, torch.log_softmax(beta * logits_RV, dim=-1))
+def reverse_kl(events: Events, parameter: float = 0.0) -> Tensor:
+    """KL(q || p) = sum_e q_e (log q_e - log p_e), [R] in nats."""
+    return _kl(events.student, events.teacher)
 
 
-def sparse_events(tail: str, targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    """The events that the resolved tail rule makes of targets, absent entries weighing nothing, at `beta`."""
-    return TAIL_RULES[tail].events(targets, statistics, beta)
+def jsd(events: Events, parameter: float) -> Tensor:
+    """b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q and b = `parameter`, [R] in nats.
+
+    As b goes to 0 (1) it falls to 0, and divided by b (1 - b) it goes to forward (reverse) KL.
+    """
+    mixed_RE = _mixture(events.teacher, events.student, parameter)
+    return parameter * _kl(events.teacher, mixed_RE) + (1 - parameter) * _kl(events.student, mixed_RE)
 
 
-def resolve_tail(tail: str, draws: int) -> str:
-    """The tail rule that is meant: with draws, the default `ghost` stands for `sampled`."""
-    return "sampled" if draws and tail == "ghost" else tail
+def skew_kl(events: Events, parameter: float) -> Tensor:
+    """KL(p || a p + (1 - a) q) with a = `parameter`, [R] in nats; at most -log a, wherever q is 0."""
+    return _kl(events.teacher, _mixture(events.teacher, events.student, parameter))
+
+
+def skew_reverse_kl(events: Events, parameter: float) -> Tensor:
+    """KL(q || (1 - a) p + a q) with a = `parameter`, [R] in nats; at most -log a, wherever p is 0."""
+    return _kl(events.student, _mixture(events.student, events.teacher, parameter))
+
+
+def tvd(events: Events, parameter: float = 0.0) -> Tensor:
+    """Total variation distance 1/2 sum_e |p_e - q_e|, [R] in 0 to 1."""
+    return 0.5 * (events.teacher.exp() - events.student.exp()).abs().sum(-1)
+
+
+def logit_mse(events: Events, parameter: float = 0.0) -> Tensor:
+    """Mean over tokens of (x_e - mean x)^2 with x = log q - log p, [R] in squared nats.
+
+    A log-probability is a scaled logit up to a constant of its row, which no distribution shows and centring removes.
+    """
+    counts_RE = (events.teacher > _IMPOSSIBLE) & (events.student > _IMPOSSIBLE)
+    number_R1 = counts_RE.sum(-1, keepdim=True).clamp(min=1)
+    gap_RE = (events.student - events.teacher).masked_fill(~counts_RE, 0.0)
+    centred_RE = (gap_RE - gap_RE.sum(-1, keepdim=True) / number_R1).masked_fill(~counts_RE, 0.0)
+    return (centred_RE**2 / number_R1).sum(-1)
 
 
 def refuse(divergence: str, tail: str, *, head: int = 0, draws: int = 0, dense: bool = False) -> None:
@@ -98,8 +104,7 @@ def refuse(divergence: str, tail: str, *, head: int = 0, draws: int = 0, dense: 
     _refuse_unknown("--tail", tail, list(TAIL_RULES))
     kind = "dense" if dense else "sampled" if draws else "sparse"
     if kind not in DIVERGENCES[divergence].accepts:
-        able = ", ".join(name for name, entry in DIVERGENCES.items() if kind in entry.accepts)
-        raise UsageError(f"--divergence {divergence} cannot be computed from {kind} targets; use {able}")
+        raise UsageError(_refusal(divergence, kind))
     if dense:
         if tail != "ghost":
             raise UsageError(f"--tail {tail} means nothing for dense targets, which have no tail; leave --tail out")
@@ -119,6 +124,31 @@ def refuse(divergence: str, tail: str, *, head: int = 0, draws: int = 0, dense: 
         )
 
 
+def parameter_of(divergence: str, **given: float) -> float:
+    """The parameter of `divergence` out of all that were given by name; 0 where it has none.
+
+    Raises:
+        UsageError: it does not lie between 0 and 1.
+    """
+    _refuse_unknown("--divergence", divergence, list(DIVERGENCES))
+    name = DIVERGENCES[divergence].parameter
+    if name is None:
+        return 0.0
+    if not 0 < given[name] < 1:
+        raise UsageError(f"--{name.replace('_', '-')} {given[name]:g} must lie between 0 and 1, both excluded")
+    return given[name]
+
+
+def _refusal(divergence: str, kind: str) -> str:
+    able = ", ".join(name for name, entry in DIVERGENCES.items() if kind in entry.accepts)
+    sources = {
+        "sparse": "a cache built with --draws 0",
+        "dense": "a dense cache (cache-teacher --dense) or an online --teacher",
+    }
+    others = " or ".join(text for each, text in sources.items() if each in DIVERGENCES[divergence].accepts)
+    return f"--divergence {divergence} cannot be computed from {kind} targets; use {able}, or {others}"
+
+
 def _refuse_unknown(option: str, name: str, known: list[str]) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
@@ -126,46 +156,24 @@ def _refuse_unknown(option: str, name: str, known: list[str]) -> None:
         raise UsageError(f"{option} {name} is unknown, there are {', '.join(known)}{hint}")
 
 
-def _head_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    student_RH = beta * statistics.kept[:, : targets.head] - statistics.lse_beta(beta)[:, None]
-    return Events(targets.head_logprobs(beta), student_RH)
+def _kl(from_RE: Tensor, to_RE: Tensor) -> Tensor:
+    return (from_RE.exp() * (from_RE - to_RE)).sum(-1)
 
 
-def _ghost_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    head = _head_events(targets, statistics, beta)
-    teacher_R = targets.log_tail(beta) - targets.log_partition(beta)
-    student_R = statistics.tail_beta - statistics.lse_beta(beta)
-    return Events(
-        torch.cat([head.teacher, teacher_R[:, None]], dim=-1),
-        torch.cat([head.student, student_R[:, None]], dim=-1),
-    )
+def _mixture(first_RE: Tensor, second_RE: Tensor, share: float) -> Tensor:
+    """log(share * exp(first) + (1 - share) * exp(second))."""
+    return torch.logaddexp(first_RE + math.log(share), second_RE + math.log1p(-share))
 
 
-def _renormalized_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    teacher_RH = torch.log_softmax(beta * targets.logprobs[:, : targets.head], dim=-1)
-    return Events(teacher_RH, torch.log_softmax(beta * statistics.kept[:, : targets.head], dim=-1))
+_PLAIN = frozenset({"sparse", "dense"})
 
-
-def _sampled_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    log_partition_R1 = targets.log_partition(beta)[:, None]
-    teacher_RK = beta * targets.logprobs - log_partition_R1
-    student_RK = beta * statistics.kept - statistics.lse_beta(beta)[:, None]
-    counts_RD, energies_RD = targets.counts[:, targets.head :], targets.logprobs[:, targets.head :]
-    # With nothing in a head the draws came from the whole distribution, whose mass at T = 1 is exactly 1.
-    log_mass_R1 = targets.log_tail(1.0)[:, None] if targets.head else 0.0
-    exponent_RD = (beta - 1) * energies_RD - log_partition_R1 + log_mass_R1
-    # An absent entry has energy EMPTY, and exp((beta - 1) EMPTY) is infinite above T = 1.
-    drawn_RD = counts_RD / targets.draws * exponent_RD.masked_fill(counts_RD == 0, EMPTY).exp()
-    return Events(teacher_RK, student_RK, torch.cat([teacher_RK[:, : targets.head].exp(), drawn_RD], dim=-1))
-
-
-DIVERGENCES = {"forward-kl": Divergence(forward_kl, frozenset({"sparse", "dense", "sampled"}))}
-"""By the name that `--divergence` takes."""
-
-TAIL_RULES = {
-    "ghost": TailRule(_ghost_events, least_head=1),
-    "drop": TailRule(_head_events, least_head=1),
-    "renormalize": TailRule(_renormalized_events, least_head=2),
-    "sampled": TailRule(_sampled_events, least_head=0),
+DIVERGENCES = {
+    "forward-kl": Divergence(forward_kl, _PLAIN | {"sampled"}),
+    "reverse-kl": Divergence(reverse_kl, _PLAIN),
+    "jsd": Divergence(jsd, _PLAIN, "jsd_beta"),
+    "skew-kl": Divergence(skew_kl, _PLAIN, "skew_alpha"),
+    "skew-reverse-kl": Divergence(skew_reverse_kl, _PLAIN, "skew_alpha"),
+    "tvd": Divergence(tvd, _PLAIN),
+    "logit-mse": Divergence(logit_mse, frozenset({"dense"})),
 }
-"""By the name that `--tail` takes."""
+"""By the name that `--divergence` takes."""

@@ -1,11 +1,13 @@
 """The fused output head: loss and gradients from hidden states, without ever holding all logits.
 
-The engine walks the rows in chunks. For a chunk it makes the logits and their statistics (`statistics`); the
-loss is an ordinary small function of these, whose autograd gives one coefficient a statistic, and with them
+The engine walks the rows in chunks. For a chunk it makes the logits, and sums over the tail of exp(z) and of
+exp(beta z) (`statistics`); the loss is an ordinary small function of the logs of these sums and of z at the kept ids
+and the label, whose autograd gives one coefficient for each, and with them
     dz = g_tail softmax_tail(z) + g_tail_beta beta softmax_tail(beta z) + scatter(g_kept, g_label),
-    dHidden = dz W,   dW = dz^T h.
-Gradients are thus made in the forward pass, with three matrix products as in plain cross-entropy; the
-backward pass only multiplies them by the incoming scalar. A new sparse loss is a new small function.
+    dHidden = dz W,   dW += dz^T h,
+written over the logits. Gradients are thus made in the forward pass, with three matrix products as in plain
+cross-entropy (`products`); the backward pass only multiplies them by the incoming scalar. A new sparse loss is a new
+small function.
 
 Dense targets take another way through the same walk: the loss is a function of the whole chunk of logits, and
 autograd runs through that chunk.
@@ -27,8 +29,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdtrain.objective.logits import Head, cap_slope, chunk_rows, make_logits
-from kdtrain.objective.statistics import Rows, Statistics, reduce_logits, safe_ids, spread_gradients
+from kdtrain.objective.logits import Head, bare_logits, bounded_bias, cap_slope, chunk_rows, shape_logits
+from kdtrain.objective.products import Products
+from kdtrain.objective.statistics import (
+    Rows,
+    Statistics,
+    TailSums,
+    reduce_logits,
+    safe_ids,
+    spread_gradients,
+    take_head,
+)
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 SparseLoss = Callable[[Statistics, Tensor, Rows], tuple[Tensor, Tensor]]
@@ -122,56 +133,59 @@ class _Fused(torch.autograd.Function):
 
 def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor | None, beta: Tensor) -> Any:
     """Value, sums and the four gradients (None where not wanted)."""
+    rows, size = hidden_ND.shape[0], walk.vocab_size
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-    weight_VD = None if weight_PD is None else weight_PD[: walk.vocab_size].to(dtype)
-    bias_V = None if bias_P is None else bias_P[: walk.vocab_size].to(dtype)
-    beta = beta.detach().to(dtype)
-    # fp16 hidden gradients wait in fp32 for the loss scale that keeps them from underflowing.
-    stored = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
-    into = {
-        "hidden": (hidden_ND, stored),
-        "weight": (weight_PD, dtype),
-        "bias": (bias_P, dtype),
-        "beta": (beta, dtype),
-    }
-    grads = {
-        k: torch.zeros(x.shape, dtype=d, device=x.device) if x is not None and walk.wanted[k] else None
-        for k, (x, d) in into.items()
-    }
+    products = None if weight_PD is None else Products(hidden_ND, weight_PD[:size])
+    bias_V = bounded_bias(bias_P, size, dtype)
+    beta = beta.detach().double()
+    grads = _empty_gradients(walk, hidden_ND, weight_PD, bias_P, beta)
     loss, sums = beta.new_zeros(()), beta.new_zeros(walk.sums)
-    for start in range(0, hidden_ND.shape[0], walk.chunk):
+    # One buffer for the logits of every chunk and their gradient: fresh memory costs as much as a product.
+    buffer_RV = torch.empty(min(walk.chunk, rows), size, dtype=dtype, device=hidden_ND.device)
+    for start in range(0, rows, walk.chunk):
         part = slice(start, start + walk.chunk)
-        hidden_RD = hidden_ND[part].to(dtype)
-        z_RV = make_logits(hidden_RD, weight_VD, bias_V, walk.scale, walk.softcap, walk.vocab_size)
-        rows = walk.rows[part].harmless(walk.vocab_size)
-        chunk_loss, chunk_sums, dz_RV, dbeta = _chunk(walk, z_RV, beta, rows)
+        hidden_RD = hidden_ND[part]
+        u_RV = (
+            bare_logits(hidden_RD.to(dtype), size)
+            if products is None
+            else products.logits(hidden_RD, buffer_RV[: len(hidden_RD)])
+        )
+        z_RV = shape_logits(u_RV, bias_V, walk.scale, walk.softcap)
+        chunk_loss, chunk_sums, dz_RV, dbeta = _chunk(walk, z_RV, beta, walk.rows[part].harmless(size))
         loss += chunk_loss
         sums += chunk_sums
         if dz_RV is not None:
-            _accumulate(grads, part, dz_RV, hidden_RD, weight_VD, walk.vocab_size)
+            _accumulate(grads, part, dz_RV, hidden_RD, products, size)
         if dbeta is not None and grads["beta"] is not None:
             grads["beta"] += dbeta
-    return loss, sums, list(grads.values())
+    return loss.to(dtype), sums, list(grads.values())
+
+
+def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> dict[str, Any]:
+    """Zeros for the gradients that are wanted."""
+    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+    # fp16 hidden gradients wait in fp32 for the loss scale that keeps them from underflowing.
+    stored = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
+    inputs = {"hidden": hidden_ND, "weight": weight_PD, "bias": bias_P, "beta": beta}
+    dtypes = {"hidden": stored, "weight": wide, "bias": wide, "beta": beta.dtype}
+    return {k: torch.zeros_like(x, dtype=dtypes[k]) if walk.wanted[k] else None for k, x in inputs.items()}
 
 
 def _accumulate(
-    grads: dict[str, Tensor | None],
-    part: slice,
-    dz_RV: Tensor,
-    hidden_RD: Tensor,
-    weight_VD: Tensor | None,
-    size: int,
+    grads: dict[str, Any], part: slice, dz_RV: Tensor, hidden_RD: Tensor, products: Products | None, size: int
 ) -> None:
     """Carry a chunk's gradient in u = h W^T + b on to hidden, weight and bias."""
-    if (into := grads["hidden"]) is not None:
-        if weight_VD is None:
-            into[part, :size] = dz_RV.to(into.dtype)
-        else:
-            into[part] = (dz_RV @ weight_VD).to(into.dtype)
-    if (into := grads["weight"]) is not None:
-        into[:size].addmm_(dz_RV.T, hidden_RD)
-    if (into := grads["bias"]) is not None:
-        into[:size] += dz_RV.sum(0)
+    if grads["bias"] is not None:
+        grads["bias"][:size] += dz_RV.sum(0)
+    if products is None:
+        if grads["hidden"] is not None:
+            grads["hidden"][part, :size] = dz_RV.to(grads["hidden"].dtype)
+        return
+    dz_RV = products.rounded(dz_RV)
+    if grads["hidden"] is not None:
+        products.into_hidden(dz_RV, grads["hidden"][part])
+    if grads["weight"] is not None:
+        products.into_weight(dz_RV, hidden_RD, grads["weight"][:size])
 
 
 def _chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -182,12 +196,12 @@ def _chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, 
 
 
 def _dense_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
-    leaves = [z_RV.requires_grad_(walk.differentiates), beta.detach().requires_grad_(walk.wanted["beta"])]
+    leaves = [z_RV.detach().requires_grad_(walk.differentiates), beta.detach().requires_grad_(walk.wanted["beta"])]
     with torch.set_grad_enabled(walk.differentiates):
         loss, sums = walk.dense_loss(leaves[0], leaves[1], rows)
     dz_RV, dbeta = _gradients(loss, leaves)
     if dz_RV is not None:
-        dz_RV = dz_RV.mul_(walk.scale * cap_slope(z_RV.detach(), walk.softcap))
+        dz_RV = dz_RV.mul_(walk.scale * cap_slope(z_RV, walk.softcap))
     return loss.detach(), sums.detach(), dz_RV, dbeta
 
 
@@ -195,27 +209,30 @@ def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
     targets = rows.targets if isinstance(rows.targets, SparseTargets) else None
     head = 0 if targets is None else targets.head
     ids_RK, absent_RK = safe_ids(targets, z_RV)
-    reduce = maybe_compiled(reduce_logits, walk.compile)
-    tail_R, tail_beta_R, mean_R, kept_RK, label_R = reduce(
-        z_RV, beta, ids_RK, absent_RK, rows.labels, head, targets is not None, walk.wanted["beta"]
-    )
-    leaves = [x.requires_grad_(walk.differentiates) for x in (tail_R, tail_beta_R, kept_RK, label_R)]
+    kept_RK, label_R = take_head(z_RV, ids_RK, absent_RK, rows.labels, head)
+    heat = beta.to(z_RV.dtype)
+    tail = TailSums(*maybe_compiled(reduce_logits, walk.compile)(z_RV, heat, targets is not None))
+    tail_R, tail_beta_R, mean_R = tail.log_sums(beta)
+
+    leaves = [x.double().requires_grad_(walk.differentiates) for x in (tail_R, tail_beta_R, kept_RK, label_R)]
     leaves.append(beta.detach().requires_grad_(walk.wanted["beta"]))
     with torch.set_grad_enabled(walk.differentiates):
-        moving = leaves[1] if mean_R is None else leaves[1] + mean_R * (leaves[4] - beta)
-        statistics = Statistics(leaves[0], moving, leaves[2], leaves[3], head)
-        loss, sums = walk.sparse_loss(statistics, leaves[4], rows)
+        moving_R = leaves[1] + mean_R * (leaves[4] - beta) if walk.wanted["beta"] else leaves[1]
+        statistics = Statistics(leaves[0], moving_R, leaves[2], leaves[3], head)
+        loss, sums = walk.sparse_loss(statistics, leaves[4], rows.double())
     g_tail_R, g_beta_R, g_kept_RK, g_label_R, dbeta = _gradients(loss, leaves)
-    dz_RV = None
-    if walk.differentiates:
-        g_beta_R = None if targets is None or g_beta_R is None else g_beta_R * beta
-        spread = maybe_compiled(spread_gradients, walk.compile)
-        dz_RV = spread(z_RV, beta, tail_R.detach(), tail_beta_R.detach(), g_tail_R, g_beta_R, walk.scale, walk.softcap)
-        for ids, g, z in ((ids_RK, g_kept_RK, kept_RK), (rows.labels[:, None], g_label_R, label_R)):
-            if g is not None:
-                slope = walk.scale * cap_slope(z.detach(), walk.softcap)
-                dz_RV.scatter_add_(1, ids, (g * slope).reshape(ids.shape))
-    return loss.detach(), sums.detach(), dz_RV, dbeta
+    if not walk.differentiates:
+        return loss, sums, None, None
+
+    share_R = None if g_tail_R is None else (g_tail_R / tail.mass).to(z_RV.dtype)
+    share_beta_R = None if g_beta_R is None or targets is None else (beta * g_beta_R / tail.mass_beta).to(z_RV.dtype)
+    spread = maybe_compiled(spread_gradients, walk.compile)
+    spread(z_RV, heat, tail.top, share_R, share_beta_R, walk.scale, walk.softcap)
+    for ids, g, z in ((ids_RK, g_kept_RK, kept_RK), (rows.labels[:, None], g_label_R, label_R)):
+        if g is not None:
+            slope = walk.scale * cap_slope(z, walk.softcap)
+            z_RV.scatter_add_(1, ids, (g * slope).reshape(ids.shape).to(z_RV.dtype))
+    return loss.detach(), sums.detach(), z_RV, dbeta
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:

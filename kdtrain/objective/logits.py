@@ -1,8 +1,7 @@
 """Logits of a few rows: what an output head is to the objective, and how many rows are worked on at a time.
 
-Hidden states and weight are multiplied in fp32 whatever their dtype, because logits rounded to bf16 before
-the softmax put 4 to 23 % of error into the gradient (Liger-Kernel #1432). What this gives up is the speed of
-16-bit products.
+Logits are in at least fp32 whatever the dtype of hidden states and weight, because logits rounded to bf16 before
+the softmax put 4 to 23 % of error into the gradient (Liger-Kernel #1432); `products` says how they are made fast.
 
 Shape suffixes: R rows of a chunk, D model width, V vocabulary (without padding), P rows of the weight (V and
 padding).
@@ -18,7 +17,7 @@ from torch import Tensor
 NEVER = -1e30
 """Logit of what is masked out. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""
 
-_CHUNK_ELEMENTS = 1 << 24
+_CHUNK_ELEMENTS = 1 << 25
 
 
 class Head(Protocol):
@@ -42,7 +41,7 @@ class Head(Protocol):
 
 
 def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype) -> int:
-    """Rows of a chunk: a power of two, at most 16 M numbers in fp32 or 1,024 rows.
+    """Rows of a chunk: a power of two, at most 32 M numbers in fp32 or 1,024 rows.
 
     A pure function of its arguments, because the order of summation, and so a resumed run, depends on it.
     """
@@ -54,23 +53,25 @@ def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype) -> int:
 def chunk_logits(hidden_RD: Tensor, head: Head, vocab_size: int) -> Tensor:
     """Logits [R,V] of some rows, in at least fp32 and never rounded below it; a tensor of its own."""
     dtype = torch.promote_types(hidden_RD.dtype, torch.float32)
-    weight_VD, bias_V = (None if x is None else x[:vocab_size].to(dtype) for x in (head.weight, head.bias))
-    return make_logits(hidden_RD.to(dtype), weight_VD, bias_V, head.scale, head.softcap, vocab_size)
-
-
-def make_logits(
-    hidden_RD: Tensor,
-    weight_VD: Tensor | None,
-    bias_V: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    size: int,
-) -> Tensor:
-    """Logits [R,V] in the dtype of the inputs; weight and bias are cut to V = `size` already."""
-    if weight_VD is None:
-        u_RV = hidden_RD[:, :size].clamp(min=NEVER)
+    if head.weight is None:
+        u_RV = bare_logits(hidden_RD.to(dtype), vocab_size)
     else:
-        u_RV = hidden_RD @ weight_VD.T
+        u_RV = hidden_RD.to(dtype) @ head.weight[:vocab_size].to(dtype).T
+    return shape_logits(u_RV, bounded_bias(head.bias, vocab_size, dtype), head.scale, head.softcap)
+
+
+def bare_logits(logits_RP: Tensor, vocab_size: int) -> Tensor:
+    """A copy [R,V] of logits that came without a head, -inf bounded by `NEVER`."""
+    return logits_RP[:, :vocab_size].clamp(min=NEVER)
+
+
+def bounded_bias(bias_P: Tensor | None, vocab_size: int, dtype: torch.dtype) -> Tensor | None:
+    """The bias [V] without padding, -inf bounded by `NEVER`."""
+    return None if bias_P is None else bias_P[:vocab_size].to(dtype).clamp(min=NEVER)
+
+
+def shape_logits(u_RV: Tensor, bias_V: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Bias, scale and soft cap, in place."""
     if bias_V is not None:
         u_RV += bias_V
     if scale != 1.0:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
-from kdtrain.objective.divergence import DIVERGENCES, dense_events, refuse, resolve_tail, sparse_events
+from kdtrain.objective.divergence import DIVERGENCES, parameter_of, refuse
+from kdtrain.objective.events import dense_events, resolve_tail, sparse_events
 from kdtrain.objective.fused import fused_loss, maybe_compiled
 from kdtrain.objective.logits import Head
 from kdtrain.objective.statistics import Rows, Statistics
@@ -53,6 +54,8 @@ def distillation_loss(
     alpha: float,
     divergence: str = "forward-kl",
     tail: str = "ghost",
+    jsd_beta: float = 0.5,
+    skew_alpha: float = 0.1,
     vocab_size: int,
     normalizer: Tensor | float,
     compile: bool = False,
@@ -68,7 +71,8 @@ def distillation_loss(
         targets: the teacher's N rows, on hidden's device.
         temperature: scalar T > 0.
         alpha: weight of the distillation term, 0 to 1.
-        divergence, tail: names in `divergence.DIVERGENCES` and `divergence.TAIL_RULES`.
+        divergence, tail: names in `divergence.DIVERGENCES` and `events.TAIL_RULES`.
+        jsd_beta, skew_alpha: what `jsd` and the skew divergences mix with, between 0 and 1.
         vocab_size: V; columns of the head from V on are padding.
         normalizer: unmasked tokens of the whole step.
         compile: torch.compile the elementwise work.
@@ -82,6 +86,7 @@ def distillation_loss(
     recipe = _Recipe(
         alpha=alpha if targets is not None else 0.0,
         divergence=divergence,
+        parameter=parameter_of(divergence, jsd_beta=jsd_beta, skew_alpha=skew_alpha),
         tail=resolve_tail(tail, targets.draws) if isinstance(targets, SparseTargets) else tail,
         normalizer=torch.as_tensor(normalizer, device=hidden_ND.device),
         compile=compile,
@@ -108,6 +113,7 @@ class _Recipe:
 
     alpha: float
     divergence: str
+    parameter: float
     tail: str
     normalizer: Tensor
     compile: bool
@@ -118,16 +124,16 @@ class _Recipe:
             return self._joined(cross_entropy_R, None, None, beta, rows.mask)
         assert isinstance(rows.targets, SparseTargets)
         measure = DIVERGENCES[self.divergence].of
-        kd_R = measure(sparse_events(self.tail, rows.targets, statistics, beta))
+        kd_R = measure(sparse_events(self.tail, rows.targets, statistics, beta), self.parameter)
         with torch.no_grad():
             one = torch.ones_like(beta)
-            at_one_R = measure(sparse_events(self.tail, rows.targets, statistics.at_one(), one))
+            at_one_R = measure(sparse_events(self.tail, rows.targets, statistics.at_one(), one), self.parameter)
         return self._joined(cross_entropy_R, kd_R, at_one_R, beta, rows.mask)
 
     def dense(self, logits_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         assert isinstance(rows.targets, DenseTargets)
         compute = maybe_compiled(_dense_terms, self.compile)
-        values = compute(logits_RV, rows.targets.logprobs, rows.labels, beta, self.divergence)
+        values = compute(logits_RV, rows.targets.logprobs, rows.labels, beta, self.divergence, self.parameter)
         return self._joined(values[0], values[1], values[2], beta, rows.mask)
 
     def _joined(
@@ -148,16 +154,16 @@ class _Recipe:
 
 
 def _dense_terms(
-    logits_RV: Tensor, logprobs_RV: Tensor, labels_R: Tensor, beta: Tensor, divergence: str
+    logits_RV: Tensor, logprobs_RV: Tensor, labels_R: Tensor, beta: Tensor, divergence: str, parameter: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy, divergence at beta, and divergence at 1 (not differentiated), each [R]."""
     measure = DIVERGENCES[divergence].of
     energies_RV = DenseTargets(logprobs_RV, logprobs_RV).energies()
     label_R = logits_RV.gather(1, labels_R[:, None]).squeeze(1)
     cross_entropy_R = torch.logsumexp(logits_RV, dim=-1) - label_R
-    kd_R = measure(dense_events(logits_RV, energies_RV, beta))
+    kd_R = measure(dense_events(logits_RV, energies_RV, beta), parameter)
     with torch.no_grad():
-        at_one_R = measure(dense_events(logits_RV, energies_RV, 1.0))
+        at_one_R = measure(dense_events(logits_RV, energies_RV, 1.0), parameter)
     return cross_entropy_R, kd_R, at_one_R
 
 

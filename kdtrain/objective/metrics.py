@@ -19,7 +19,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kdtrain.objective.divergence import dense_events, forward_kl, sparse_events
+from kdtrain.objective.divergence import forward_kl
+from kdtrain.objective.events import dense_events, sparse_events
 from kdtrain.objective.logits import Head, chunk_logits, chunk_rows
 from kdtrain.objective.statistics import Rows, row_statistics
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets

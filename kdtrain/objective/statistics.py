@@ -4,8 +4,9 @@ They are the log sum exp of z and of beta z over the tail (everything but the he
 ids and at the label. Sums over the whole vocabulary are log-add-exps of tail and head; the tail's mass is a
 sum of its own, because 1 - sum q has lost all its digits in fp32 once the head is likely.
 
-`reduce_logits` makes the statistics of a chunk and `spread_gradients` carries a loss's gradients in the sums
-over the tail back to the logits; both are plain elementwise and row-wise functions that torch.compile fuses.
+`reduce_logits` makes the sums of a chunk and `spread_gradients` carries a loss's gradients in them back to the
+logits, in place; both are plain elementwise and row-wise functions that torch.compile fuses. Everything a row has few
+of is in fp64: it costs nothing, and the gradient in the temperature is a small difference of large numbers.
 
 Shape suffixes: R rows of a chunk, V vocabulary, K kept entries, H head entries.
 """
@@ -43,6 +44,11 @@ class Rows:
             targets = targets.without_absent(vocab_size)
         return Rows(self.labels.masked_fill(~self.mask, 0), self.mask, targets)
 
+    def double(self) -> Rows:
+        """The same with sparse targets in fp64."""
+        targets = self.targets
+        return Rows(self.labels, self.mask, targets.double() if isinstance(targets, SparseTargets) else targets)
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -75,59 +81,72 @@ class Statistics:
         return Statistics(self.tail, self.tail, self.kept, self.label, self.head)
 
 
-def reduce_logits(
-    z_RV: Tensor,
-    beta: Tensor,
-    ids_RK: Tensor,
-    absent_RK: Tensor,
-    labels_R: Tensor,
-    head: int,
-    distils: bool,
-    moves: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Statistics of a chunk and, if beta `moves`, E[z] under the tail's softmax at beta.
+@dataclass(frozen=True)
+class TailSums:
+    """Sums over the tail of a chunk, as the passes over its logits leave them: shifted by the largest logit."""
 
-    The head's logits in `z_RV` are overwritten with `NEVER`.
-    """
+    top: Tensor
+    """[R] the largest z outside the head."""
+    mass: Tensor
+    """[R] sum exp(z - top)."""
+    mass_beta: Tensor
+    """[R] sum exp(beta (z - top))."""
+    moment: Tensor
+    """[R] sum exp(beta (z - top)) (z - top)."""
+
+    def log_sums(self, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """log sum exp(z), log sum exp(beta z) and its slope in beta, the mean of z; each [R] in beta's dtype."""
+        top_R, mass_R, mass_beta_R, moment_R = (x.to(beta.dtype) for x in vars(self).values())
+        return top_R + mass_R.log(), beta * top_R + mass_beta_R.log(), top_R + moment_R / mass_beta_R
+
+
+def take_head(z_RV: Tensor, ids_RK: Tensor, absent_RK: Tensor, labels_R: Tensor, head: int) -> tuple[Tensor, Tensor]:
+    """z at the kept ids [R,K] and at the label [R]; the head's logits in `z_RV` become `NEVER`."""
     kept_RK = z_RV.gather(1, ids_RK).masked_fill(absent_RK, NEVER)
     label_R = z_RV.gather(1, labels_R[:, None]).squeeze(1)
     if head:
         z_RV.scatter_(1, ids_RK[:, :head], NEVER)
-    tail_R = torch.logsumexp(z_RV, dim=1)
+    return kept_RK, label_R
+
+
+def reduce_logits(z_RV: Tensor, beta: Tensor, distils: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `TailSums` in two passes; without a teacher the last two are the first two."""
+    top_R = z_RV.amax(dim=1)
+    shifted_RV = z_RV - top_R[:, None]
+    mass_R = shifted_RV.exp().sum(1)
     if not distils:
-        return tail_R, tail_R.clone(), None, kept_RK, label_R
-    tail_beta_R = torch.logsumexp(beta * z_RV, dim=1)
-    if not moves:
-        return tail_R, tail_beta_R, None, kept_RK, label_R
-    mean_R = (torch.exp(beta * z_RV - tail_beta_R[:, None]) * z_RV).sum(1)
-    return tail_R, tail_beta_R, mean_R, kept_RK, label_R
+        return top_R, mass_R, mass_R.clone(), mass_R.clone()
+    heated_RV = (beta * shifted_RV).exp()
+    return top_R, mass_R, heated_RV.sum(1), (heated_RV * shifted_RV).sum(1)
 
 
 def spread_gradients(
     z_RV: Tensor,
     beta: Tensor,
-    tail_R: Tensor,
-    tail_beta_R: Tensor,
-    g_tail_R: Tensor | None,
-    g_beta_R: Tensor | None,
+    top_R: Tensor,
+    share_R: Tensor | None,
+    share_beta_R: Tensor | None,
     scale: float,
     softcap: float | None,
-) -> Tensor:
-    """Gradient in u of the two sums over the tail; 0 at the head, which is masked in `z_RV`."""
+) -> None:
+    """Overwrite `z_RV` with the gradient in u of the two sums over the tail; 0 at the head, which is masked.
+
+    The shares are gradients in the log of the sums, divided by the sums.
+    """
+    shifted_RV = z_RV - top_R[:, None]
     dz_RV = torch.zeros_like(z_RV)
-    if g_tail_R is not None:
-        dz_RV = dz_RV + g_tail_R[:, None] * torch.exp(z_RV - tail_R[:, None])
-    if g_beta_R is not None:
-        dz_RV = dz_RV + g_beta_R[:, None] * torch.exp(beta * z_RV - tail_beta_R[:, None])
-    return dz_RV * (scale * cap_slope(z_RV, softcap))
+    if share_R is not None:
+        dz_RV = dz_RV + share_R[:, None] * shifted_RV.exp()
+    if share_beta_R is not None:
+        dz_RV = dz_RV + share_beta_R[:, None] * (beta * shifted_RV).exp()
+    z_RV.copy_(dz_RV * (scale * cap_slope(z_RV, softcap)))
 
 
 def row_statistics(z_RV: Tensor, targets: SparseTargets, labels_R: Tensor) -> Statistics:
     """Statistics of some rows at beta = 1, without gradients; the head's logits in `z_RV` are overwritten."""
     ids_RK, absent_RK = safe_ids(targets, z_RV)
-    tail_R, _, _, kept_RK, label_R = reduce_logits(
-        z_RV, torch.ones_like(z_RV[0, 0]), ids_RK, absent_RK, labels_R, targets.head, False, False
-    )
+    kept_RK, label_R = take_head(z_RV, ids_RK, absent_RK, labels_R, targets.head)
+    tail_R = torch.logsumexp(z_RV, dim=1)
     return Statistics(tail_R, tail_R, kept_RK, label_R, targets.head)
 
 

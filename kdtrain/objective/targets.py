@@ -113,6 +113,10 @@ class SparseTargets(_Rows):
         logprobs_NK = self.logprobs.masked_fill(absent_NK, EMPTY)
         return replace(self, logprobs=logprobs_NK, counts=self.counts.masked_fill(absent_NK, 0.0))
 
+    def double(self) -> SparseTargets:
+        """The same in fp64."""
+        return self._map(lambda name, tensor: tensor if name == "ids" else tensor.double())
+
     def where(self, keep_N: Tensor) -> SparseTargets:
         """The same with rows outside `keep_N` made harmless, whatever they held (NaN, inf)."""
         blank = {"ids": 0, "logprobs": EMPTY, "tail": 0.0}

@@ -165,7 +165,7 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
 
 def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
     objective, codec = config.objective, manifest.codec
-    if objective.alpha > 0:
+    if objective.distils:
         dense = codec.kind != "sparse"
         refuse(objective.divergence, objective.tail, head=codec.head, draws=codec.draws, dense=dense)
 
@@ -244,7 +244,7 @@ def _announce(run: Run, spec: ModelSpec, mode: str, manifest: Manifest) -> None:
         "compiled": run.step.compile_objective,
     }
     write_description(config, facts)
-    distils = run.step.has_teacher and config.objective.alpha > 0
+    distils = run.step.has_teacher and config.objective.distils
     kind = f"distillation from {_teacher_name(config, manifest)}" if distils else "cross-entropy"
     log.info(
         "%s: %s of %s (%s parameters), %d steps of %d x %d tokens, %s on %s",
@@ -269,7 +269,7 @@ def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
 def _finish(run: Run, folder: Path) -> int:
     """Export the best student and print what became of the run."""
     progress, config = run.state.progress, run.config
-    distils = run.step.has_teacher and config.objective.alpha > 0
+    distils = run.step.has_teacher and config.objective.distils
     result: dict[str, Any] = {
         "run": str(config.out),
         "step": progress.step,

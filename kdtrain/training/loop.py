@@ -24,7 +24,7 @@ from kdtrain.monitor.progress import Averages, Bar, line, log
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.world import peak_memory_mb
-from kdtrain.training.schedule import learning_rate
+from kdtrain.training.schedule import alpha, learning_rate
 from kdtrain.training.source import Feed, Source
 from kdtrain.training.state import TrainState, seed_everything
 from kdtrain.training.step import DistillStep
@@ -81,6 +81,7 @@ def train(run: Run) -> None:
             rate = learning_rate(number, run.total, config.optimizer)
             _set_rate(state.optimizer, rate, config.optimizer.lr)
             run.step.temperature.set_step(number - 1)
+            run.step.alpha = alpha(number, run.total, config.objective)
             run.step.train()
 
             sums = _accumulate(run, batches, stop)
@@ -161,11 +162,13 @@ def _numbers(run: Run, sums: LossOutput, norm: torch.Tensor, rate: float) -> dic
     tensors = [sums.cross_entropy, sums.kd, sums.kd_at_one, sums.tokens, norm, temperature]
     ce, kd, kd_at_1, tokens, grad_norm, value = torch.stack([each.double().cpu() for each in tensors]).tolist()
     count = max(tokens, 1.0)
-    if not run.step.has_teacher:
+    weight = run.step.alpha
+    if not (run.step.has_teacher and weight):
         return {"loss": ce / count, "lr": rate, "grad_norm": grad_norm, "tokens": tokens}
-    alpha = run.config.objective.alpha
-    loss = ((1 - alpha) * ce + alpha * value**2 * kd) / count
+    loss = ((1 - weight) * ce + weight * value**2 * kd) / count
     teacher = {"ce": ce / count, "kd": kd / count, "kd_T1": kd_at_1 / count, "T": value}
+    if run.config.objective.alpha_schedule != "constant":
+        teacher["alpha"] = weight
     return {"loss": loss, **teacher, "lr": rate, "grad_norm": grad_norm, "tokens": tokens}
 
 

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step.
+"""The learning rate, and the weight of the divergence, as pure functions of the step.
 
 Warm-up is linear from 0. After it: `cosine` falls to the smallest rate at the last step (SGDR, arXiv 1608.03983,
 one period), `constant` stays, and `wsd` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395) stays until the last
@@ -7,7 +7,8 @@ one period), `constant` stays, and `wsd` (warm-up, stable, decay: MiniCPM, arXiv
 
 import math
 
-from kdtrain.config import OptimizerConfig
+from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.objective.temperature import scheduled
 
 
 def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
@@ -16,6 +17,11 @@ def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
     if step <= warmup:
         return config.lr * step / max(warmup, 1)
     return config.min_lr + (config.lr - config.min_lr) * _share(step, total, warmup, config)
+
+
+def alpha(step: int, total: int, config: ObjectiveConfig) -> float:
+    """The weight of the divergence at optimizer step `step` (1 .. total); `--alpha` at the first."""
+    return scheduled(config.alpha_schedule, config.alpha, config.alpha_end, step - 1, total)
 
 
 def decay_steps(total: int, config: OptimizerConfig) -> int:

@@ -52,6 +52,7 @@ class DistillStep(nn.Module):
         self.student = student
         self.temperature = temperature
         self.objective = objective
+        self.alpha = objective.alpha
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self.has_teacher = has_teacher
@@ -93,9 +94,11 @@ class DistillStep(nn.Module):
             mask_N,
             batch.targets,
             temperature=self.temperature.value(),
-            alpha=self.objective.alpha,
+            alpha=self.alpha,
             divergence=self.objective.divergence,
             tail=self.objective.tail,
+            jsd_beta=self.objective.jsd_beta,
+            skew_alpha=self.objective.skew_alpha,
             vocab_size=self.vocab_size,
             normalizer=normalizer,
             compile=self.compile_objective,

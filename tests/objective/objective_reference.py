@@ -103,38 +103,65 @@ def dense(energies, labels, dtype=torch.float64) -> DenseTargets:
     return DenseTargets(energies.to(dtype), energies.gather(1, labels[:, None]).squeeze(1).to(dtype))
 
 
-def reference_kd(logits, energies, beta, rule, targets=None) -> Tensor:
+DISTANCES = {
+    "forward-kl": lambda p, q, _: (p * (p / q).log()).sum(-1),
+    "reverse-kl": lambda p, q, _: (q * (q / p).log()).sum(-1),
+    "jsd": lambda p, q, b: _jsd(p, q, b),
+    "skew-kl": lambda p, q, a: (p * (p / (a * p + (1 - a) * q)).log()).sum(-1),
+    "skew-reverse-kl": lambda p, q, a: (q * (q / ((1 - a) * p + a * q)).log()).sum(-1),
+    "tvd": lambda p, q, _: (p - q).abs().sum(-1) / 2,
+    "logit-mse": lambda p, q, _: (p.log() - q.log()).var(-1, correction=0),
+}
+"""Each divergence a row, of probabilities [N,E] and its parameter, as its source writes it."""
+
+
+def _jsd(p, q, b):
+    m = b * p + (1 - b) * q
+    return b * (p * (p / m).log()).sum(-1) + (1 - b) * (q * (q / m).log()).sum(-1)
+
+
+def reference_kd(logits, energies, beta, rule, targets=None, divergence="forward-kl", parameter=0.3) -> Tensor:
     """KD a token [N] from all logits; the teacher's log Z is the exact one, differentiated in beta too."""
     log_p, log_q = torch.log_softmax(beta * energies, -1), torch.log_softmax(beta * logits, -1)
-    if rule == "dense":
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-    vocab = energies.shape[1]
     if rule == "sampled":
-        weight = torch.zeros_like(energies)
-        in_head = torch.zeros_like(energies).scatter(1, targets.ids[:, : targets.head], 1.0)
-        tail_mass = (energies.exp() * (1 - in_head)).sum(-1, keepdim=True)
-        for k in range(targets.head, targets.ids.shape[1]):
-            share = targets.counts[:, k : k + 1].to(weight.dtype) / targets.draws
-            one = torch.nn.functional.one_hot(targets.ids[:, k].clamp(max=vocab - 1), vocab) * share
-            weight = weight + one * (targets.ids[:, k : k + 1] < vocab)
-        weight = weight * tail_mass * torch.exp(log_p - energies) + in_head * log_p.exp()
-        return (weight * (log_p - log_q)).sum(-1)
+        assert divergence == "forward-kl"
+        return (_sampled_weights(energies, log_p, targets) * (log_p - log_q)).sum(-1)
+    return DISTANCES[divergence](*_events(log_p.exp(), log_q.exp(), rule, targets), parameter)
+
+
+def _events(p, q, rule, targets):
+    """Probabilities of the same events under both sides."""
+    if rule == "dense":
+        return p, q
     ids = targets.ids[:, : targets.head]
-    p, q = log_p.exp().gather(1, ids), log_q.exp().gather(1, ids)
-    if rule == "drop":
-        return (p * (p.log() - q.log())).sum(-1)
+    outside = torch.ones_like(p).scatter(1, ids, 0.0)
+    p_tail, q_tail = ((x * outside).sum(-1, keepdim=True) for x in (p, q))
+    p, q = p.gather(1, ids), q.gather(1, ids)
     if rule == "renormalize":
-        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-        return (p * (p.log() - q.log())).sum(-1)
-    outside = torch.ones_like(energies).scatter(1, ids, 0.0)
-    p_tail, q_tail = (log_p.exp() * outside).sum(-1), (log_q.exp() * outside).sum(-1)
-    return (p * (p.log() - q.log())).sum(-1) + p_tail * (p_tail.log() - q_tail.log())
+        return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    return (p, q) if rule == "drop" else (torch.cat([p, p_tail], -1), torch.cat([q, q_tail], -1))
 
 
-def reference_loss(p: Problem, temperature, alpha, rule, targets, normalizer) -> tuple[Tensor, Tensor, Tensor]:
+def _sampled_weights(energies, log_p, targets):
+    vocab = energies.shape[1]
+    weight = torch.zeros_like(energies)
+    in_head = torch.zeros_like(energies).scatter(1, targets.ids[:, : targets.head], 1.0)
+    tail_mass = (energies.exp() * (1 - in_head)).sum(-1, keepdim=True)
+    for k in range(targets.head, targets.ids.shape[1]):
+        share = targets.counts[:, k : k + 1].to(weight.dtype) / targets.draws
+        one = torch.nn.functional.one_hot(targets.ids[:, k].clamp(max=vocab - 1), vocab) * share
+        weight = weight + one * (targets.ids[:, k : k + 1] < vocab)
+    return weight * tail_mass * torch.exp(log_p - energies) + in_head * log_p.exp()
+
+
+def reference_loss(
+    p: Problem, temperature, alpha, rule, targets, normalizer, divergence="forward-kl", parameter=0.3
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and the sums of CE and of KD at T."""
     logits = p.logits()
     ce = -torch.log_softmax(logits, -1).gather(1, p.labels[:, None]).squeeze(1)
-    kd = reference_kd(logits, p.energies, 1 / temperature, rule, targets) if alpha else torch.zeros_like(ce)
+    kd = torch.zeros_like(ce)
+    if alpha:
+        kd = reference_kd(logits, p.energies, 1 / temperature, rule, targets, divergence, parameter)
     ce, kd = ce[p.mask].sum(), kd[p.mask].sum()
     return ((1 - alpha) * ce + alpha * temperature**2 * kd) / normalizer, ce, kd

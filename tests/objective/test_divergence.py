@@ -3,7 +3,16 @@ import torch
 from objective_reference import problem, reference_kd, sparse
 
 from kdtrain.errors import UsageError
-from kdtrain.objective.divergence import forward_kl, refuse, resolve_tail, sparse_events
+from kdtrain.objective.divergence import (
+    DIVERGENCES,
+    forward_kl,
+    jsd,
+    logit_mse,
+    parameter_of,
+    refuse,
+    reverse_kl,
+)
+from kdtrain.objective.events import dense_events, resolve_tail, sparse_events
 from kdtrain.objective.statistics import row_statistics
 
 
@@ -108,3 +117,49 @@ def test_what_can_be_is_not_refused():
     refuse("forward-kl", "sampled", head=0, draws=50)
     refuse("forward-kl", "drop", head=1)
     refuse("forward-kl", "renormalize", head=2)
+
+
+@pytest.mark.parametrize("divergence", [name for name in DIVERGENCES if name != "forward-kl"])
+def test_draws_estimate_forward_kl_alone(divergence):
+    with pytest.raises(UsageError, match=f"{divergence} cannot be computed from sampled targets; use forward-kl"):
+        refuse(divergence, "ghost", head=8, draws=24)
+
+
+def test_logit_mse_needs_all_logits():
+    refuse("logit-mse", "ghost", dense=True)
+    with pytest.raises(UsageError, match=r"use .*tvd, or a dense cache \(cache-teacher --dense\) or an online"):
+        refuse("logit-mse", "ghost", head=8)
+
+
+def test_a_parameter_lies_between_0_and_1():
+    assert parameter_of("jsd", jsd_beta=0.3, skew_alpha=0.1) == 0.3
+    assert parameter_of("skew-kl", jsd_beta=0.3, skew_alpha=0.1) == 0.1
+    assert parameter_of("forward-kl", jsd_beta=7.0) == 0.0
+    for outside in (0.0, 1.0, -0.1, float("nan")):
+        with pytest.raises(UsageError, match=r"--jsd-beta .* must lie between 0 and 1"):
+            parameter_of("jsd", jsd_beta=outside)
+
+
+def test_jsd_goes_to_forward_and_reverse_kl_at_its_ends():
+    p = problem().cast(torch.float64)
+    events = dense_events(p.logits().detach(), p.energies, 0.5)
+    torch.testing.assert_close(jsd(events, 1e-5) / 1e-5, forward_kl(events), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(jsd(events, 1 - 1e-5) / 1e-5, reverse_kl(events), rtol=1e-3, atol=1e-4)
+
+
+def test_logit_mse_is_that_of_centred_logits_and_the_loss_does_not_depend_on_t():
+    """T^2 KL goes to half of it as T grows (Hinton et al. 2015, section 2.1)."""
+    p = problem().cast(torch.float64)
+    z, e = p.logits().detach(), p.energies
+    centred = (z - z.mean(-1, keepdim=True)) - (e - e.mean(-1, keepdim=True))
+    for T in (1.0, 3.0):
+        torch.testing.assert_close(T**2 * logit_mse(dense_events(z, e, 1 / T)), (centred**2).mean(-1))
+    torch.testing.assert_close(1e6 * forward_kl(dense_events(z, e, 1e-3)), (centred**2).mean(-1) / 2, rtol=2e-2, atol=0)
+
+
+def test_logit_mse_leaves_out_tokens_that_either_side_excludes():
+    p = problem().cast(torch.float64)
+    z, e = p.logits().detach(), p.energies.clone()
+    expected = logit_mse(dense_events(z[:, :20], e[:, :20], 1.0))
+    z[:, 20], e[:, 21:] = -1e30, -1e4
+    torch.testing.assert_close(logit_mse(dense_events(z, e, 1.0)), expected)

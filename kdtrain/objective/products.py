@@ -1,0 +1,111 @@
+"""The three matrix products of an output head, each in the fastest way that is right on a device.
+
+    u = h W^T            never rounded below fp32: logits rounded to bf16 before the softmax put 4 to 23 % of
+                         error into the gradient (Liger-Kernel #1432)
+    dHidden = dz W       rounded like the hidden states
+    dWeight += dz^T h    summed over chunks in fp32
+
+Inputs in bf16 are multiplied as 16-bit numbers with an fp32 result where the back end can: by `out_dtype` on a
+GPU. A CPU has no `out_dtype`; there it is oneDNN's fp32 product, told that bf16 inputs will do. It rounds its inputs
+to bf16 on a CPU with AMX and is exact elsewhere, and for bf16 both are right. The gradients' products take dz rounded
+to bf16, which costs as much as rounding their results. fp16 has too few exponents for dz, so that only its logits are
+16-bit products.
+
+oneDNN's fp32 product is also faster than MKL's on some CPUs (2.3 times on an AMD EPYC with AVX-512). Without AMX it
+rounds nothing, and takes fp32 inputs as well; a probe proves that before it is used.
+
+Given up: on a CPU the part of dWeight from one chunk is rounded to bf16 before it is added to the rest.
+
+Shape suffixes: R rows of a chunk, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Products:
+    """The products of hidden states with the weight of an output head.
+
+    Args:
+        hidden_ND: any float dtype, which decides how products are made.
+        weight_VD: any float dtype, without padding.
+    """
+
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor) -> None:
+        device, kind = hidden_ND.device.type, hidden_ND.dtype
+        self.dtype = torch.promote_types(kind, torch.float32)
+        self.out_dtype = device == "cuda" and kind in (torch.bfloat16, torch.float16)
+        self.narrow_gradient = kind == torch.bfloat16 and (device == "cuda" or (device == "cpu" and _has_bf16()))
+        exact = self.dtype == torch.float32 and device == "cpu" and _onednn_is_exact()
+        self.onednn = exact or (device == "cpu" and self.narrow_gradient)
+        self.narrow_VD = weight_VD.to(kind) if self.out_dtype or self.narrow_gradient else weight_VD
+        both = self.out_dtype and self.narrow_gradient
+        self.wide_VD = weight_VD if both else weight_VD.to(self.dtype)
+
+    def logits(self, hidden_RD: Tensor, out_RV: Tensor) -> Tensor:
+        """h W^T in `self.dtype`; in `out_RV` where the back end can."""
+        if self.out_dtype:
+            return torch.mm(hidden_RD, self.narrow_VD.T, out_dtype=self.dtype)
+        with _onednn(self.onednn):
+            return torch.mm(hidden_RD.to(self.dtype), self.wide_VD.T, out=out_RV)
+
+    def rounded(self, dz_RV: Tensor) -> Tensor:
+        """dz in the dtype that the two products below take, made once for both."""
+        return dz_RV.to(torch.bfloat16) if self.narrow_gradient else dz_RV
+
+    def into_hidden(self, dz_RV: Tensor, into_RD: Tensor) -> None:
+        """dz W, rounded to the dtype of `into_RD`; dz as `rounded` gave it."""
+        with _onednn(self.onednn and not self.narrow_gradient):
+            into_RD.copy_(torch.mm(dz_RV, self.narrow_VD if self.narrow_gradient else self.wide_VD))
+
+    def into_weight(self, dz_RV: Tensor, hidden_RD: Tensor, into_VD: Tensor) -> None:
+        """Add dz^T h to `into_VD`, which is in `self.dtype`; dz as `rounded` gave it."""
+        if not self.narrow_gradient:
+            with _onednn(self.onednn):
+                into_VD.addmm_(dz_RV.T, hidden_RD.to(self.dtype))
+        elif self.out_dtype:
+            into_VD.add_(torch.mm(dz_RV.T, hidden_RD, out_dtype=self.dtype))
+        else:
+            into_VD.add_(torch.mm(dz_RV.T, hidden_RD))
+
+
+@contextlib.contextmanager
+def _onednn(wanted: bool) -> Iterator[None]:
+    """Let fp32 products on a CPU be made by oneDNN, which may take their inputs as bf16.
+
+    The setting belongs to the whole process, and torch.compile refuses to work under it: it is held for one product.
+    """
+    if not wanted:
+        yield
+        return
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def _has_bf16() -> bool:
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@functools.cache
+def _onednn_is_exact() -> bool:
+    """Whether oneDNN, allowed to round its inputs to bf16, multiplies in full fp32 on this CPU."""
+    if not _has_bf16() or torch.cpu._is_amx_tile_supported():
+        return False
+    # 1 + 2^-12 is 1 in bf16: a product that had rounded its inputs would give 64 exactly.
+    value = 1 + 2.0**-12
+    ones = torch.full((64, 64), value)
+    with _onednn(True):
+        product = torch.mm(ones, ones)
+    return bool((product - 64 * value**2).abs().max() < 1e-4)

@@ -1,0 +1,90 @@
+import pytest
+import torch
+
+from kdtrain.objective import products
+from kdtrain.objective.products import Products
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
+KINDS = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+]
+
+
+def tensors(kind, weight_kind, device, rows=96, width=64, vocab=300):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(rows, width, generator=g), torch.randn(vocab, width, generator=g)
+    dz = torch.softmax(torch.randn(rows, vocab, generator=g), -1) - torch.eye(rows, vocab)
+    return (
+        hidden.to(device, kind),
+        weight.to(device, weight_kind),
+        dz.to(device, torch.promote_types(kind, torch.float32)),
+    )
+
+
+def relative(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.fixture(params=["as it is", "without bf16", "without a fast product"])
+def machine(request, monkeypatch):
+    """This machine, and what it would be with less."""
+    if request.param != "as it is":
+        monkeypatch.setattr(products, "_onednn_is_exact", lambda: False)
+    if request.param == "without bf16":
+        monkeypatch.setattr(products, "_has_bf16", lambda: False)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind,weight_kind", KINDS)
+def test_logits_are_never_rounded_below_fp32(kind, weight_kind, device):
+    hidden, weight, _ = tensors(kind, weight_kind, device)
+    made = Products(hidden, weight)
+    logits = made.logits(hidden, torch.empty(96, 300, dtype=made.dtype, device=device))
+    weight = weight.to(kind) if device == "cuda" or torch.cpu._is_amx_tile_supported() else weight
+    assert logits.dtype == torch.promote_types(kind, torch.float32)
+    assert relative(logits, hidden.double() @ weight.double().T) < (1e-14 if kind == torch.float64 else 5e-7)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind,weight_kind", KINDS)
+def test_gradients_cost_only_the_rounding_of_what_is_multiplied(kind, weight_kind, device):
+    hidden, weight, dz = tensors(kind, weight_kind, device)
+    made = Products(hidden, weight)
+    into_hidden = torch.empty_like(hidden)
+    into_weight = torch.ones(300, 64, dtype=made.dtype, device=device)
+    rounded = made.rounded(dz)
+    made.into_hidden(rounded, into_hidden)
+    for _ in range(2):
+        made.into_weight(rounded, hidden, into_weight)
+    bound = {torch.float64: 1e-14, torch.float32: 1e-6}.get(kind, 2**-8)
+    assert relative(into_hidden, dz.double() @ weight.double()) < bound
+    assert relative(into_weight - 1, 2 * dz.double().T @ hidden.double()) < max(
+        bound, 1e-6 if made.dtype != torch.float64 else 0
+    )
+
+
+def test_the_setting_that_oneDNN_needs_is_put_back_even_after_an_error():
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    hidden, weight, _ = tensors(torch.bfloat16, torch.bfloat16, "cpu")
+    with pytest.raises(RuntimeError):
+        Products(hidden, weight).logits(hidden[:, :-1], torch.empty(96, 300))
+    assert settings.fp32_precision == before
+    torch.get_float32_matmul_precision()
+
+
+def test_a_product_that_rounds_its_inputs_is_found_out(monkeypatch):
+    monkeypatch.setattr(products, "_has_bf16", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    exact = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: exact(a.bfloat16().float(), b.bfloat16().float()))
+    assert not products._onednn_is_exact.__wrapped__()
