@@ -30,7 +30,7 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets
 KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 """Default knots of beta: T from 2/3 to 4."""
 FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
-"""The default below `SMALL_HEAD` kept entries: what is likely is then in the tail, whose log-partition bends sharply."""
+"""The default below `SMALL_HEAD` kept entries: what is likely is then in the tail, whose curve bends sharply."""
 SMALL_HEAD = 4
 FLOOR = -1e4
 """The log-probability of what cannot be, and the tail numbers of an empty tail: finite, and 0 after exp."""
