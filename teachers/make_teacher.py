@@ -19,7 +19,7 @@ TEACHER = ROOT / "teachers" / "stdlib-5m"
 RUN = ROOT / "teachers" / "build" / "stdlib-5m"
 SEQ_LEN = 512
 RECIPE = {
-    "--steps": "5000",
+    "--steps": "4200",
     "--batch-size": "8",
     "--seq-len": str(SEQ_LEN),
     "--validation-sequences": "200",
