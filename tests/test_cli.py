@@ -50,10 +50,10 @@ def test_options_of_sections_are_flat_flags():
 
 
 def test_the_file_stands_below_the_flags_and_above_the_defaults(tmp_path):
-    text = "[run]\nsteps = 7\nseed = -1\n[optimizer]\nlr = 0.5\nbetas = [0.1, 0.2]\n"
+    text = "[run]\nsteps = 7\nseed = 1\n[optimizer]\nlr = 0.5\nbetas = [0.1, 0.2]\n"
     text += "[precision]\ncompile = false\n[monitor]\nlog-freq = 3\n"
     config = parsed(tmp_path, text, "--lr", "0.25", "--compile")
-    assert config.seed == -1
+    assert config.seed == 1
     assert (config.steps, config.optimizer.lr, config.optimizer.betas) == (7, 0.25, (0.1, 0.2))
     assert (config.precision.compile, config.monitor.log_freq, config.optimizer.clip) == (True, 3, 1.0)
 

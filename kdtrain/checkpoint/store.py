@@ -67,9 +67,12 @@ class Store:
                 sync(hidden / name)
             sync(hidden)
             faults.point("checkpoint.before-rename")
-            _remove(final)
+            replaced = self.folder / f".{final.name}.replaced"
+            if final.exists():
+                os.rename(final, replaced)
             os.rename(hidden, final)
             sync(self.folder)
+            _remove(replaced)
             faults.point("checkpoint.after-rename")
             self.link("latest", final.name)
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
@@ -116,7 +119,7 @@ class Store:
                 raise kind("; ".join(damaged) or f"{self.folder} holds no checkpoint")
             return self.folder / name
         for path in (self.folder / wanted, Path(wanted)):
-            if path.is_dir() and (path / MANIFEST).parent.is_dir():
+            if wanted and path.is_dir() and ((path / MANIFEST).is_file() or NAME.match(path.name)):
                 if (wrong := problem(path)) is not None:
                     raise RunError(
                         f"checkpoint {path} is damaged: {wrong}; choose another with --resume or --checkpoint"
@@ -126,12 +129,22 @@ class Store:
         raise UsageError(f"no checkpoint '{wanted}' in {self.folder}; there are: {known or 'none'}")
 
     def prune(self) -> None:
-        """Remove all but the newest `keep_rolling` valid checkpoints and the best; damaged ones are not counted."""
-        best = os.path.basename(os.path.realpath(self.folder / "best"))
+        """Remove all but the newest `keep_rolling` valid checkpoints, the best and the latest; damaged ones stay."""
+        linked = {os.path.basename(os.path.realpath(self.folder / link)) for link in ("best", "latest")}
         valid = [name for name in self.names() if problem(self.folder / name, digests=False) is None]
         for name in valid[: -self.keep_rolling]:
-            if name != best:
+            if name not in linked:
                 shutil.rmtree(self.folder / name)
+
+    def set_aside_after(self, step: int) -> list[str]:
+        """Rename the checkpoints later than `step`, which a run that goes on from there has left; their old names."""
+        later = [name for name in self.names() if name > f"step-{step:08d}"]
+        for name in later:
+            number = 1
+            while (aside := self.folder / f"{name}.left-{number}").exists():
+                number += 1
+            os.rename(self.folder / name, aside)
+        return later
 
 
 def load(path: Path) -> Checkpoint:

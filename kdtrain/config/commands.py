@@ -13,6 +13,7 @@ from kdtrain.config.sections import (
     OptimizerConfig,
     PrecisionConfig,
     refuse,
+    refuse_bad_seed,
 )
 
 
@@ -46,6 +47,8 @@ class CacheTeacherConfig:
 
     def __post_init__(self) -> None:
         refuse(self.data.data is None, "--data is missing; give stdlib, a file, a folder or hf:NAME")
+        refuse_bad_seed(self.seed)
+        self.data.refuse_training_on_validation()
         refuse(self.batch_size < 1, "--batch-size must be at least 1")
         refuse(self.sequences_per_shard < 1, "--sequences-per-shard must be at least 1")
 
@@ -105,6 +108,10 @@ class DistillConfig:
             self.cache is None and self.data.data is None,
             "nothing to train on; give --cache FOLDER or --data SOURCE",
         )
+        refuse_bad_seed(self.seed)
+        self.data.refuse_training_on_validation()
+        if self.cache is not None:
+            self.data.refuse_changes()
         refuse(
             self.steps is not None and self.epochs is not None,
             "--steps and --epochs exclude each other; give one",
@@ -155,6 +162,8 @@ class EvaluateConfig:
             self.cache is None and self.data.data is None,
             "nothing to evaluate on; give --cache FOLDER or --data SOURCE",
         )
+        if self.cache is not None:
+            self.data.refuse_changes(but="split")
         refuse(self.batch_size < 1, "--batch-size must be at least 1")
 
 

@@ -1,5 +1,6 @@
 """The sections of options that commands share or that belong together, one dataclass a section."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,11 @@ def refuse(wrong: bool, message: str) -> None:
     """Raise a `UsageError` of `message` where `wrong`."""
     if wrong:
         raise UsageError(message)
+
+
+def refuse_bad_seed(seed: int) -> None:
+    """Raise a `UsageError` for a seed that a generator cannot take."""
+    refuse(not 0 <= seed < 2**63, f"--seed {seed} must lie between 0 and 2^63 - 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,19 @@ class DataConfig:
         refuse(self.validation_sequences < 1, "--validation-sequences must be at least 1")
         refuse(self.num_workers < 0, "--num-workers must be 0 or more")
 
+    def refuse_training_on_validation(self) -> None:
+        """Raise a `UsageError` where what is trained on would be what is validated on."""
+        refuse(self.split == "validation", "--split validation would validate on what is trained on; use train or test")
+
+    def refuse_changes(self, but: str = "") -> None:
+        """Raise a `UsageError` for any option of the text that was given although a cache decides it, except `but`."""
+        for each in dataclasses.fields(self):
+            changed = getattr(self, each.name) != each.default and each.name not in (but, "num_workers")
+            refuse(
+                changed,
+                f"--{each.name.replace('_', '-')} has no effect with --cache, which holds its text; leave it out",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class CodecConfig:
@@ -78,7 +97,7 @@ class ObjectiveConfig:
     alpha: float = 0.9
     """Weight of the divergence from the teacher against cross-entropy on the text, 0 to 1."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How alpha moves from --alpha at the first step to --alpha-end after the last."""
+    """How alpha moves from --alpha at the first step to --alpha-end at the last."""
     alpha_end: float = 0.0
     """Alpha at the end of its schedule."""
     divergence: Literal["forward-kl", "reverse-kl", "jsd", "skew-kl", "skew-reverse-kl", "tvd", "logit-mse"] = (

@@ -19,6 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 CAUSAL_SDPA = "kdtrain_causal_sdpa"
 
+seen_windows: set[int | None] = set()
+"""The sliding windows that models have asked for; what a probe shorter than the window cannot show."""
+
 
 def document_positions(segments_BT: Tensor) -> Tensor:
     """Return each token's position within its document, int64 [B, T]; neighbours of one number are one."""
@@ -48,6 +51,8 @@ def causal_sdpa(
     sliding_window: how many tokens a position sees, itself included; None for all before it.
     """
     length = query.shape[2]
+    if not torch.compiler.is_compiling():
+        seen_windows.add(sliding_window)
     if sliding_window is not None and length > sliding_window:
         everything_TT = torch.ones(length, length, dtype=torch.bool, device=query.device)
         window_TT = everything_TT.tril() & everything_TT.triu(1 - sliding_window)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kdtrain.errors import UsageError
-from kdtrain.models.attention import CAUSAL_SDPA, document_mask, document_positions
+from kdtrain.models.attention import CAUSAL_SDPA, document_mask, document_positions, seen_windows
 
 # Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -181,7 +181,10 @@ class _Probe:
         if config._attn_implementation != "sdpa" or others or chunked:
             return
         model.set_attn_implementation(CAUSAL_SDPA)
-        if not self._gives(self.logits_BTV, None):
+        seen_windows.clear()
+        equal, window = self._gives(self.logits_BTV, None), _window(config)
+        # some models pass their window through the mask alone, which ours does not read
+        if not equal or (window is not None and window not in seen_windows):
             model.set_attn_implementation("sdpa")
 
     def documents_are_separate(self) -> bool:
@@ -199,6 +202,15 @@ class _Probe:
             raise
         except _FAILURES:
             return False
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window of a model's configuration, None if it has none or does not use it."""
+    used = getattr(config, "use_sliding_window", True)
+    types = getattr(config, "layer_types", None)
+    if not used or (types is not None and "sliding_attention" not in types):
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 def _fuse(pieces: SplitModel, tokens_BT: Tensor) -> None:

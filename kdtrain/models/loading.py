@@ -12,6 +12,7 @@ warning; here that is refused.
 
 import copy
 import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.hub import ask, ask_tokenizer, attention_option, hub_options, one_line
@@ -69,6 +70,23 @@ def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: 
     return model.to(device).train()
 
 
+def architecture(model: nn.Module) -> dict[str, Any]:
+    """What decides the shape and the forward of a model, as plain JSON values: its configuration, without weights."""
+    whole: Any = model if isinstance(model, PreTrainedModel) else model.model
+    kept = json.loads(whole.config.to_json_string())
+    return {key: value for key, value in kept.items() if key not in ("transformers_version", "dtype", "_name_or_path")}
+
+
+def model_of(kept: dict[str, Any], attention: str) -> PreTrainedModel:
+    """A float32 model of an `architecture`, its weights to be filled in. `UsageError`: transformers lacks its kind."""
+    if kept.get("model_type") not in CONFIG_MAPPING:
+        raise UsageError(f"this transformers knows no model_type '{kept.get('model_type')}'")
+    config = AutoConfig.for_model(**kept)
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    return cast(PreTrainedModel, model)
+
+
 def model_digest(model: nn.Module) -> str:
     """Return the SHA-256 of the state dict: names in order, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
@@ -87,6 +105,7 @@ def export_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, *, 
     text. Raises `UsageError` for a folder of anything else.
     """
     holds_model = any((out / name).is_file() for name in ("config.json", "tokenizer.json"))
+    out = out.resolve()
     if out.exists() and not holds_model and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out}: holds something else than a model; choose another folder")
     partial = out.with_name(out.name + ".tmp")

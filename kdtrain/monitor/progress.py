@@ -31,7 +31,16 @@ def setup_logging(file: Path | None = None) -> None:
     else:
         log.addHandler(_plain(logging.StreamHandler(sys.stderr)))
     if file is not None:
-        log.addHandler(_plain(logging.FileHandler(file)))
+        log.addHandler(_plain(_LogFile(file)))
+
+
+class _LogFile(logging.FileHandler):
+    """A log file whose errors, a full disk say, are errors of the run, and not lines on stderr."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        assert error is not None
+        raise OSError(getattr(error, "errno", None), str(error), self.baseFilename) from error
 
 
 def _plain(handler: logging.Handler) -> logging.Handler:

@@ -46,8 +46,12 @@ class Writers:
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Write an intervention (start, resume, stop, best, ...) with its time in seconds since 1970."""
-        with open(self.events_path, "a") as file:
-            file.write(json.dumps({"time": time.time(), "event": kind, "step": step, **details}) + "\n")
+        text = json.dumps({"time": time.time(), "event": kind, "step": step, **details})
+        try:
+            with open(self.events_path, "a") as file:
+                file.write(text + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.events_path)) from None
 
     def close(self) -> None:
         """Flush and close everything."""

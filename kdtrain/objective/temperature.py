@@ -135,6 +135,11 @@ class AdversarialTemperature(LearnedTemperature):
     def value(self) -> Tensor:
         return _Reverse.apply(self.temperature(), self.strength())  # type: ignore[no-any-return]
 
+    def log_gradient(self) -> Tensor | None:
+        """As everywhere the loss's own gradient: not reversed, not ramped; None while the strength is 0."""
+        reversed_gradient = super().log_gradient()
+        return None if reversed_gradient is None or not self.strength() else -reversed_gradient / self.strength()
+
 
 class MinimizedTemperature(LearnedTemperature):
     """The temperature that makes the distillation loss small; it runs to a bound."""

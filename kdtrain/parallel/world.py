@@ -1,5 +1,7 @@
 """Which device a process computes on, and what a device can do."""
 
+import os
+
 import torch
 
 from kdtrain.errors import UsageError
@@ -22,6 +24,16 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device '{name}' is not on this machine; it has {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def refuse_many_processes() -> None:
+    """Refuse to be one of several processes: they would write into one folder.
+
+    Raises:
+        UsageError: torchrun or another launcher says that there are more.
+    """
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise UsageError("started as one of several processes, and only one is supported; leave torchrun out")
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -1,5 +1,6 @@
 """Building caches: a teacher's, and the caches of bare tokens that runs and evaluations make for themselves."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def build_cache(
     spec: ModelSpec,
     teacher: SplitModel,
     asked: Teacher,
+    mode: str,
     tokenizer: PreTrainedTokenizerFast,
 ) -> Manifest:
     """Build the cache of `config`, or what is missing of it.
@@ -46,7 +48,7 @@ def build_cache(
         "spec": spec.name,
         "weights_digest": model_digest(teacher),
         "dtype": spec.dtype,
-        "precision": config.precision,
+        "precision": mode,
         "attention": spec.attention,
     }
     settings = _settings(config.data, tokenizer, CodecSpec(**kept, vocab_size=width), config.splits())
@@ -80,6 +82,16 @@ def build_tokens(
     limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
     return _write(folder, settings, data, tokenizer, None, batch_size=64)
+
+
+def holds_tokens(folder: Path) -> bool:
+    """Whether `folder` is a cache of bare tokens, finished or begun, or empty: it can be made again at any time."""
+    if not any(path.is_file() for path in folder.rglob("*")):
+        return True
+    try:
+        return bool(json.loads((folder / "settings.json").read_text())["codec"]["kind"] == "tokens")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _settings(

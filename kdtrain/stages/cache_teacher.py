@@ -6,7 +6,7 @@ from kdtrain.config import CacheTeacherConfig
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.parallel.world import peak_memory_mb, pick_device
+from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_processes
 from kdtrain.precision.modes import pick_mode
 from kdtrain.stages.build import build_cache
 from kdtrain.stages.common import ask, check_fits, open_teacher, show
@@ -20,6 +20,7 @@ def main(config: CacheTeacherConfig) -> int:
         RunError: the disk is full or cannot be written; what was published stays.
     """
     setup_logging()
+    refuse_many_processes()
     device = pick_device(config.device)
     mode = pick_mode(config.precision, device)
     spec = read_spec(config.teacher)
@@ -28,7 +29,7 @@ def main(config: CacheTeacherConfig) -> int:
     check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
     log.info("caching %s over %s into %s (%s on %s)", spec.name, config.data.data, config.out, mode, device)
     started = time.monotonic()
-    manifest = build_cache(config, spec, teacher, ask(teacher, device, mode), tokenizer)
+    manifest = build_cache(config, spec, teacher, ask(teacher, device, mode), mode, tokenizer)
     sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
     result = {
         "cache": str(config.out),

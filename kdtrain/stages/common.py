@@ -79,11 +79,12 @@ def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) 
         raise UsageError(f"{name} cannot keep packed documents apart; leave --document-mask out")
 
 
-def digest_of(tokenizer: Path | str | None) -> str | None:
-    """The digest of the tokenizer in a folder or on the hub; None for a folder that holds a model alone."""
-    if tokenizer is None or (Path(tokenizer).is_dir() and not (Path(tokenizer) / "tokenizer.json").is_file()):
+def digest_of(tokenizer: ModelSpec | Path | str | None) -> str | None:
+    """The digest of the tokenizer of a spec, in a folder or on the hub; None where there is a model alone."""
+    where = tokenizer.tokenizer or tokenizer.source if isinstance(tokenizer, ModelSpec) else tokenizer
+    if where is None or (Path(where).is_dir() and not (Path(where) / "tokenizer.json").is_file()):
         return None
-    return tokenizer_digest(load_tokenizer(tokenizer))
+    return tokenizer_digest(load_tokenizer(tokenizer or where))
 
 
 def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:

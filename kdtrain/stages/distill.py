@@ -4,6 +4,7 @@ Text that does not come from a cache is packed once into a cache of bare tokens 
 the same way, in the same order, in flat memory, and a resume never tokenises again.
 """
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,21 +18,22 @@ from kdtrain.checkpoint.store import Store, load
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import export_model, load_student, load_tokenizer
+from kdtrain.models.loading import architecture, export_model, load_student, load_tokenizer, model_digest
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.divergence import refuse
 from kdtrain.objective.temperature import Temperature, build_temperature
-from kdtrain.parallel.world import peak_memory_mb, pick_device
+from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_processes
 from kdtrain.precision.modes import pick_mode, why_not_compile
-from kdtrain.stages.build import build_tokens, logit_width
+from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
 from kdtrain.stages.common import ask, check_fits, digest_of, open_teacher, show
 from kdtrain.stages.run_folder import claim, deciding, make, refuse_changes, write_description
 from kdtrain.training.loop import Run, train
 from kdtrain.training.source import CachedSource, OnlineSource, Source
 from kdtrain.training.state import Progress, TrainState, make_optimizer
 from kdtrain.training.step import DistillStep
+from kdtrain.training.stopping import interruptible
 
 
 def main(config: DistillConfig) -> int:
@@ -41,10 +43,22 @@ def main(config: DistillConfig) -> int:
         UsageError: data, cache, student or options do not go together.
         RunError: the training failed.
     """
+    try:
+        with interruptible():
+            return _distill(config)
+    except KeyboardInterrupt:
+        log.info("stopped while not training; the same command goes on")
+        show(f"distill {config.out}", {"run": str(config.out), "stopped_by": "signal"}, config.json)
+        return 0
+
+
+def _distill(config: DistillConfig) -> int:
     setup_logging()
     device = pick_device(config.device)
     mode = pick_mode(config.precision.precision, device)
+    refuse_many_processes()
     if config.precision.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
         torch.use_deterministic_algorithms(True)
     spec = read_spec(config.student)
     goes_on = claim(config)
@@ -94,16 +108,22 @@ def main(config: DistillConfig) -> int:
         writers=None,  # type: ignore[arg-type]  # opened below, once the step to go on from is known
         train_source=sources["train"],
         validation_source=sources["validation"],
-        identity={"cache": manifest.digest, "options": deciding(config), "student": spec.name},
+        identity={
+            "cache": manifest.digest,
+            "options": deciding(config),
+            "student": {"name": spec.name, "architecture": architecture(student), "attention": spec.attention},
+            "teacher": None if teacher is None else model_digest(teacher),
+        },
     )
     make(config.out)
+    write_description(config, _facts(run, spec, manifest))
     setup_logging(config.out / "train.log")
-    if goes_on:
+    if goes_on or config.checkpoint.resume not in ("auto", "never"):
         _resume(run)
     at = state.progress
-    run.writers = Writers(config.out, at.step, at.validated_step, config.monitor.tensorboard)
-    _announce(run, spec, mode, manifest)
     try:
+        run.writers = Writers(config.out, at.step, at.validated_step, config.monitor.tensorboard)
+        _announce(run, spec, manifest)
         train(run)
         run.writers.close()
     except OSError as error:
@@ -123,7 +143,7 @@ def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, 
     try:
         build_tokens(folder, config.data, tokenizer, width)
     except UsageError:
-        if goes_on or not folder.exists():
+        if goes_on or not holds_tokens(folder):
             raise
         shutil.rmtree(folder)  # other tokens, of a try that was refused before it became a run
         build_tokens(folder, config.data, tokenizer, width)
@@ -137,7 +157,7 @@ def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device:
     student = split(model)
     check_student(manifest, logit_width(student))
     check_fits(student, spec.name, manifest.settings.seq_len, manifest.settings.document_mask)
-    check_tokenizer(manifest, digest_of(spec.tokenizer or (spec.source if spec.init == "pretrained" else None)))
+    check_tokenizer(manifest, digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None))
     if not student.fused:
         log.info("student %s: output head not split off: %s", spec.name, student.reason)
     return student
@@ -180,7 +200,7 @@ def _temperature(config: DistillConfig, total: int) -> Temperature:
         maximum=objective.temperature_max,
         end=objective.temperature_end,
         schedule=objective.temperature_schedule,
-        total_steps=total,
+        total_steps=max(total - 1, 1),  # the last step is number total - 1 and stands at the end of a schedule
     )
 
 
@@ -209,41 +229,43 @@ def _resume(run: Run) -> None:
         if name is None:
             log.warning("no valid checkpoint in %s; starting anew", run.store.folder)
             return
-        path = run.store.folder / name
+        path = (run.store.folder / name).resolve()
     else:
         path = run.store.choose(wanted)
     checkpoint = load(path)
     refuse_changes(checkpoint.state["options"], run.config)
-    if checkpoint.state["cache"] != run.identity["cache"]:
-        raise UsageError(
-            f"{run.config.out} was trained from another cache (digest {checkpoint.state['cache'][:12]}, now "
-            f"{str(run.identity['cache'])[:12]}); give that one, or name another --out"
-        )
+    for what in ("cache", "student", "teacher"):
+        if checkpoint.state[what] != run.identity[what]:
+            raise UsageError(f"{path} was trained with another {what}; give that one, or name another --out")
     run.state.load(checkpoint.tensors, checkpoint.state)
+    run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
     if run.state.progress.step > run.total:
         raise UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out")
     run.checkpointed = (run.state.progress.step, run.state.progress.validated_step)
     best = f"step-{run.state.progress.best_step or 0:08d}"
     if run.store.problem(best) is None:
         run.store.link("best", best)  # a kill may have come between the checkpoint and its link
+    left = run.store.set_aside_after(run.state.progress.step) if path.parent == run.store.folder.resolve() else []
+    if left:
+        log.info("set aside %s, which this run goes back behind", ", ".join(left))
     log.info("going on from %s", path)
 
 
-def _announce(run: Run, spec: ModelSpec, mode: str, manifest: Manifest) -> None:
-    config, settings = run.config, manifest.settings
+def _facts(run: Run, spec: ModelSpec, manifest: Manifest) -> dict[str, Any]:
+    """What environment.json says beside the libraries."""
     parameters = sum(each.numel() for each in run.state.student.parameters())
-    facts: dict[str, Any] = {
-        "student": {
-            "name": spec.name,
-            "parameters": parameters,
-            "vocab_size": logit_width(run.state.student),
-        },
+    return {
+        "student": {"name": spec.name, "parameters": parameters, "vocab_size": logit_width(run.state.student)},
         "cache": manifest.digest,
         "device": str(run.step.device),
-        "mode": mode,
+        "mode": run.step.mode,
         "compiled": run.step.compile_objective,
     }
-    write_description(config, facts)
+
+
+def _announce(run: Run, spec: ModelSpec, manifest: Manifest) -> None:
+    config, settings = run.config, manifest.settings
+    parameters = sum(each.numel() for each in run.state.student.parameters())
     distils = run.step.has_teacher and config.objective.distils
     kind = f"distillation from {_teacher_name(config, manifest)}" if distils else "cross-entropy"
     log.info(
@@ -255,7 +277,7 @@ def _announce(run: Run, spec: ModelSpec, mode: str, manifest: Manifest) -> None:
         run.total,
         config.batch_size,
         settings.seq_len,
-        mode,
+        run.step.mode,
         run.step.device,
     )
     event = "resume" if run.state.progress.step else "start"
@@ -294,7 +316,9 @@ def _finish(run: Run, folder: Path) -> int:
 
 def _best(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     try:
-        checkpoint = load(run.store.choose("best"))
-    except UsageError as error:
-        raise RunError(str(error)) from None
+        path = run.store.choose("best")
+    except (UsageError, RunError) as error:
+        log.warning("%s; taking the newest instead", error)
+        path = run.store.choose("latest")
+    checkpoint = load(path)
     return checkpoint.tensors, checkpoint.state

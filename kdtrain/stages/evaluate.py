@@ -84,6 +84,9 @@ def _source(
         spec = read_spec(config.teacher)
         teacher = open_teacher(spec, device, mode)
         check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
+        own, asked = digest_of(tokenizer), digest_of(spec)
+        if own is not None and asked is not None and own != asked:
+            raise UsageError(f"--student {config.student} and --teacher {spec.name} have different tokenizers")
         tokenizer = tokenizer or spec.tokenizer or spec.source
     if tokenizer is None:
         raise UsageError(f"--student {config.student} comes without a tokenizer; give --teacher, or --cache")

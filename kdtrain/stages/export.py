@@ -1,9 +1,7 @@
 """`kdtrain export`: a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
 
-import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,10 +9,11 @@ from kdtrain.checkpoint.store import MANIFEST, Store, load, problem
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import export_model, load_student
+from kdtrain.models.loading import export_model, load_student, model_of
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
+from kdtrain.stages.run_folder import is_run
 
 
 def main(config: ExportConfig) -> int:
@@ -32,7 +31,7 @@ def main(config: ExportConfig) -> int:
     student = student_at(path, torch.device("cpu"))
     tokenizer = tokenizer_of_run(_run_of(path))
     export_model(student, tokenizer, out, dtype=config.dtype)
-    step = int(path.name.removeprefix("step-"))
+    step = load(path).state["progress"]["step"]
     parameters = sum(each.numel() for each in student.parameters())
     show(
         f"export {out}",
@@ -54,20 +53,17 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
         if (wrong := problem(path)) is not None:
             raise RunError(f"checkpoint {path} is damaged: {wrong}")
         return student_at(path.resolve(), device), tokenizer_of_run(_run_of(path.resolve()))
-    if (path / "config.toml").exists():
+    if is_run(path):
         return student_at(_checkpoint(path, "best"), device), tokenizer_of_run(path)
     spec = read_spec(name)
     return split(load_student(spec, vocab_size=None, seed=0, device=str(device))), spec.tokenizer or spec.source
 
 
 def student_at(path: Path, device: torch.device) -> SplitModel:
-    """The student of a checkpoint folder, built from the run's own specification."""
-    run = _run_of(path)
-    options = _toml(run / "config.toml")
-    facts = json.loads((run / "environment.json").read_text())
-    spec = read_spec(options["run"]["student"])
-    student = split(load_student(spec, vocab_size=facts["student"]["vocab_size"], seed=0, device="cpu"))
+    """The student of a checkpoint folder, built from what the checkpoint says of it."""
     checkpoint = load(path)
+    described = checkpoint.state["student"]
+    student = split(model_of(described["architecture"], described["attention"]))
     own = student.state_dict()
     weights = {
         name.removeprefix("student."): value
@@ -76,7 +72,7 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
     }
     unknown = weights.keys() - own.keys()
     if unknown:
-        raise RunError(f"checkpoint {path} does not fit student {spec.name}: {sorted(unknown)[0]} is unknown")
+        raise RunError(f"checkpoint {path} does not fit student {described['name']}: {sorted(unknown)[0]} is unknown")
     with torch.no_grad():
         for entry, value in weights.items():
             own[entry].copy_(value)
@@ -85,8 +81,9 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
 
 def tokenizer_of_run(run: Path) -> Path | None:
     """The tokenizer folder that a run's tokens were made with: its cache's, or its own."""
-    options = _toml(run / "config.toml")
-    cache = options["run"].get("cache")
+    if not is_run(run):
+        return None
+    cache = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["run"].get("cache")
     folder = (Path(cache) if cache else run / "data") / "tokenizer"
     if folder.is_dir():
         return folder
@@ -96,7 +93,7 @@ def tokenizer_of_run(run: Path) -> Path | None:
 
 def _checkpoint(run: Path, wanted: str) -> Path:
     """The folder of a run's checkpoint; `best` falls back to the newest where validation never marked one."""
-    if not (run / "config.toml").exists():
+    if not is_run(run):
         raise UsageError(f"{run} is no run; give a folder that kdtrain distill wrote")
     store = Store(run / "checkpoints")
     if wanted == "best" and not (store.folder / "best").exists():
@@ -107,10 +104,3 @@ def _checkpoint(run: Path, wanted: str) -> Path:
 
 def _run_of(checkpoint: Path) -> Path:
     return checkpoint.resolve().parent.parent
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None

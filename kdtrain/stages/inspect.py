@@ -80,11 +80,18 @@ def _run(path: Path) -> dict[str, Any]:
     environment = path / "environment.json"
     links = {name: os.path.basename(os.path.realpath(store.folder / name)) for name in ("latest", "best")}
     return {
-        "student": json.loads(environment.read_text())["student"] if environment.exists() else None,
+        "student": _student(environment),
         "exported": str(path / "student") if (path / "student").is_dir() else None,
         **{name: target for name, target in links.items() if (store.folder / name).exists()},
         "checkpoints": {name: _verdict(store, name) for name in store.names()},
     }
+
+
+def _student(environment: Path) -> Any:
+    try:
+        return json.loads(environment.read_text())["student"]
+    except (OSError, ValueError, KeyError):
+        return f"{environment.name} cannot be read"
 
 
 def _verdict(store: Store, name: str) -> str:

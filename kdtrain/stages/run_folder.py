@@ -4,15 +4,18 @@ import json
 import os
 import platform
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kdtrain.checkpoint.store import sync
 from kdtrain.config import DistillConfig, sections
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log
+from kdtrain.stages.build import holds_tokens
 
 FREE = {
     "run": {"out", "config", "json", "steps", "epochs", "device", "micro_batch_size"},
@@ -36,11 +39,6 @@ LIBRARIES = (
 )
 
 
-OWN = {"config.toml", "environment.json", "train.log", "metrics.jsonl", "events.jsonl", "checkpoints", "tensorboard"}
-OWN |= {"student", "data"}
-"""What a run writes; a folder with anything else in it is not touched."""
-
-
 def claim(config: DistillConfig) -> bool:
     """Whether an earlier run in `config.out` is to be gone on with; nothing is written.
 
@@ -50,11 +48,8 @@ def claim(config: DistillConfig) -> bool:
     out = config.out
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; name a folder")
-    strange = sorted({path.name for path in out.iterdir()} - OWN) if out.is_dir() else []
-    is_run = (out / "config.toml").exists()
-    if strange and not is_run:
-        raise UsageError(f"--out {out} holds something that is no run ({strange[0]}); name another folder")
-    if not is_run:
+    if not is_run(out):
+        refuse_strange(out)
         return False
     if config.checkpoint.resume == "never":
         if not config.checkpoint.overwrite:
@@ -62,6 +57,23 @@ def claim(config: DistillConfig) -> bool:
         _move_aside(out)
         return False
     return _agreed(config)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether `folder` was written by `kdtrain distill`: its config.toml names a student and a folder of a run."""
+    try:
+        return {"student", "out"} <= tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["run"].keys()
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def refuse_strange(out: Path) -> None:
+    """Refuse a folder with anything in it but the tokens that a refused try of `distill` left."""
+    strange = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if "data" in strange and holds_tokens(out / "data"):
+        strange.remove("data")
+    if strange:
+        raise UsageError(f"--out {out} holds something that is no run ({strange[0]}); name another folder")
 
 
 def make(out: Path) -> None:
@@ -90,7 +102,7 @@ def _agreed(config: DistillConfig) -> bool:
 
 
 def _move_aside(out: Path) -> None:
-    number = 1
+    out, number = out.resolve(), 1
     while (aside := out.with_name(f"{out.name}.old-{number}")).exists():
         number += 1
     out.rename(aside)
@@ -123,7 +135,7 @@ def refuse_changes(saved: dict[str, Any], config: DistillConfig) -> None:
 
 def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
     """Write `config.toml` (as `--config` reads it) and `environment.json` into the run."""
-    (config.out / "config.toml").write_text(to_toml(sections(config)), encoding="utf-8")
+    _write(config.out / "config.toml", to_toml(sections(config)))
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -132,7 +144,15 @@ def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
         "libraries": {name: _version(name) for name in LIBRARIES},
         **facts,
     }
-    (config.out / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+    _write(config.out / "environment.json", json.dumps(environment, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file by `text` whole: what was there stays until all of it is on the disk."""
+    hidden = path.with_name(f".{path.name}.tmp")
+    hidden.write_text(text, encoding="utf-8")
+    sync(hidden)
+    os.replace(hidden, path)
 
 
 def to_toml(tables: dict[str, dict[str, Any]]) -> str:

@@ -8,7 +8,9 @@ from kdtrain.checkpoint.store import MANIFEST, Store, problem
 from kdtrain.config import VerifyConfig
 from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.stages.build import holds_tokens
 from kdtrain.stages.common import show
+from kdtrain.stages.run_folder import is_run
 
 
 def main(config: VerifyConfig) -> int:
@@ -39,7 +41,7 @@ def kind_of(path: Path) -> str:
     """`cache`, `run` or `checkpoint`."""
     if not path.exists():
         raise UsageError(f"{path} does not exist")
-    if (path / "config.toml").exists():
+    if is_run(path):
         return "run"
     if path.resolve().name.startswith("step-") and ((path / MANIFEST).exists() or (path / "state.json").exists()):
         return "checkpoint"
@@ -54,4 +56,5 @@ def _problems(path: Path, kind: str) -> list[str]:
     if kind == "checkpoint":
         return [wrong] if (wrong := problem(path)) else []
     store = Store(path / "checkpoints")
-    return [f"{name}: {wrong}" for name in store.names() if (wrong := store.problem(name))]
+    tokens = verify_cache(path / "data") if holds_tokens(path / "data") else []
+    return tokens + [f"{name}: {wrong}" for name in store.names() if (wrong := store.problem(name))]

@@ -74,6 +74,8 @@ def train(run: Run) -> None:
         started = time.monotonic()
         if _validation_due(run):
             _validate(run, stop)
+            if progress.step > 0:
+                _checkpoint(run)
         for number, batches in feed.steps(progress.step + 1, run.total):
             if stop:
                 break
@@ -88,12 +90,13 @@ def train(run: Run) -> None:
             if sums is None:
                 break
             norm = _clip(run, sums.tokens)
+            temperature = run.step.temperature.value().detach().clone()
             pull = run.step.temperature.log_gradient()
             state.optimizer.step()
             state.optimizer.zero_grad(set_to_none=True)
             faults.point("train.after-step")
 
-            numbers = _numbers(run, sums, norm, rate)
+            numbers = _numbers(run, sums, norm, temperature, rate)
             if pull is not None:
                 numbers["dL/dlogT"] = float(pull)
             if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])):
@@ -115,6 +118,7 @@ def train(run: Run) -> None:
         state.optimizer.zero_grad(set_to_none=True)
         if progress.step > 0:
             _checkpoint(run)
+        run.writers.event("stop", progress.step, signal=stop.name)
         log.info("stopped by %s after step %d; the same command goes on from there", stop.name, progress.step)
 
 
@@ -156,9 +160,10 @@ def _clip(run: Run, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.utils.clip_grad_norm_(run.state.student.parameters(), run.config.optimizer.clip or float("inf"))
 
 
-def _numbers(run: Run, sums: LossOutput, norm: torch.Tensor, rate: float) -> dict[str, float]:
-    """The step's numbers as means over its tokens, read from the device in one go."""
-    temperature = run.step.temperature.value().detach()
+def _numbers(
+    run: Run, sums: LossOutput, norm: torch.Tensor, temperature: torch.Tensor, rate: float
+) -> dict[str, float]:
+    """The step's numbers as means over its tokens, read from the device in one go; T as the loss saw it."""
     tensors = [sums.cross_entropy, sums.kd, sums.kd_at_one, sums.tokens, norm, temperature]
     ce, kd, kd_at_1, tokens, grad_norm, value = torch.stack([each.double().cpu() for each in tensors]).tolist()
     count = max(tokens, 1.0)
@@ -228,19 +233,19 @@ def _validate(run: Run, stop: StopRequest) -> None:
     loss = numbers["validation/loss"]
     if metrics.tokens and not math.isfinite(loss):
         raise RunError(f"validation at step {progress.step}: loss {loss}; look at the student's weights or lower --lr")
-    if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
+    if progress.step > 0 and (progress.best_loss is None or loss < progress.best_loss):
         progress.best_loss, progress.best_step = loss, progress.step
-        if progress.step > 0:
-            _checkpoint(run)
-            run.store.link("best", f"step-{progress.step:08d}")
+        _checkpoint(run)
 
 
 def _checkpoint(run: Run) -> None:
-    """Publish the state of the last finished step, once."""
+    """Publish the state of the last finished step, once, and mark it if it is the best."""
     step, now = run.state.progress.step, (run.state.progress.step, run.state.progress.validated_step)
     if now == run.checkpointed:
         return
     run.store.save(step, run.state.tensors(), {**run.identity, **run.state.numbers()})
     run.checkpointed = now
+    if run.state.progress.best_step == step:
+        run.store.link("best", f"step-{step:08d}")
     run.store.prune()
     run.writers.event("checkpoint", step)

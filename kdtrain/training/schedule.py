@@ -20,8 +20,8 @@ def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
 
 
 def alpha(step: int, total: int, config: ObjectiveConfig) -> float:
-    """The weight of the divergence at optimizer step `step` (1 .. total); `--alpha` at the first."""
-    return scheduled(config.alpha_schedule, config.alpha, config.alpha_end, step - 1, total)
+    """The weight of the divergence at optimizer step `step` (1 .. total); its end at the last."""
+    return scheduled(config.alpha_schedule, config.alpha, config.alpha_end, step - 1, max(total - 1, 1))
 
 
 def decay_steps(total: int, config: OptimizerConfig) -> int:

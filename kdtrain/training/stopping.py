@@ -1,9 +1,25 @@
 """Stopping when asked: SIGINT and SIGTERM end a run at the next micro-batch, a second signal at once."""
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Outside of training there is no step to finish: SIGTERM ends the block at once, by KeyboardInterrupt as Ctrl-C."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class StopRequest:

@@ -48,8 +48,19 @@ def test_an_earlier_run_is_gone_on_with(run):
 
 def test_what_a_run_left_before_it_began_does_not_bar_the_way(tmp_path):
     (tmp_path / "data").mkdir()
-    (tmp_path / "train.log").write_text("")
     assert claim(config_of(tmp_path)) is False
+    (tmp_path / "data" / "settings.json").write_text('{"codec": {"kind": "tokens"}}')
+    assert claim(config_of(tmp_path)) is False
+
+
+@pytest.mark.parametrize(
+    "name", ["data/notes.txt", "student/config.json", "checkpoints/step-00000001/x", "config.toml"]
+)
+def test_a_folder_that_only_looks_like_a_run_is_refused(tmp_path, name):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("")
+    with pytest.raises(UsageError, match=f"no run .{name.split('/')[0]}"):
+        claim(config_of(tmp_path))
 
 
 def test_something_else_is_refused_by_name(tmp_path):

@@ -113,7 +113,7 @@ def test_a_broken_teacher_ends_the_run_and_nothing_broken_is_saved(workshop, mic
 def test_the_best_student_is_the_one_of_the_lowest_validation_loss(workshop):
     with workshop.run(steps=8, eval_freq=1, lr=0.3, alpha=1.0) as run:
         train(run)
-    losses = {line["step"]: line["validation/loss"] for line in metrics(run)[1]}
+    losses = {line["step"]: line["validation/loss"] for line in metrics(run)[1] if line["step"]}
     best = min(losses, key=losses.__getitem__)
     assert (run.state.progress.best_step, run.state.progress.best_loss) == (best, losses[best])
     best_saved = min((step for step in losses if step > 0), key=losses.__getitem__)

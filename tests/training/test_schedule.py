@@ -70,11 +70,11 @@ def test_the_rate_rises_then_never_rises_again_and_stays_within_its_bounds(sched
 
 
 @pytest.mark.parametrize("shape,quarter", [("constant", 0.8), ("linear", 0.65), ("cosine", 0.8 - 0.6 * 0.14644661)])
-def test_alpha_goes_from_its_start_at_the_first_step_to_its_end_after_the_last(shape, quarter):
+def test_alpha_goes_from_its_start_at_the_first_step_to_its_end_at_the_last(shape, quarter):
     config = ObjectiveConfig(alpha=0.8, alpha_end=0.2, alpha_schedule=shape)
-    assert alpha(1, 100, config) == 0.8
-    assert alpha(26, 100, config) == pytest.approx(quarter)
-    assert alpha(101, 100, config) == pytest.approx(0.8 if shape == "constant" else 0.2)
+    assert alpha(1, 101, config) == 0.8
+    assert alpha(26, 101, config) == pytest.approx(quarter)
+    assert alpha(101, 101, config) == pytest.approx(0.8 if shape == "constant" else 0.2)
 
 
 def test_an_objective_distils_if_alpha_is_above_0_at_any_step():

@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from kdtrain.training.stopping import StopRequest
+from kdtrain.training.stopping import StopRequest, interruptible
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -36,3 +37,11 @@ def test_a_second_signal_ends_the_process_at_once():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "first\n")
+
+
+def test_sigterm_outside_of_training_is_an_interrupt_and_the_handler_comes_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    assert signal.getsignal(signal.SIGTERM) is before
