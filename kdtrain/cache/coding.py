@@ -9,7 +9,8 @@ see `moments`. Lists and weights are made from a shard's first sequences and sto
 Stored arrays have positions last, [n, K, T]: bits of one kind then lie together, which saves a tenth.
 Everything is numpy and works on whole batches; `unpack` is what a training step waits for.
 
-Shapes: n sequences, T positions, K kept entries, H head, D draws, M numbers of the tail.
+Shapes: n sequences, T positions, K kept entries, H head, D draws, M numbers of the tail (stored with the
+label's as one more), N = n*T.
 """
 
 from dataclasses import dataclass
@@ -75,49 +76,20 @@ class Coding:
         entry_codes_nKT = _entry_codes(kept["logprobs"])
         moment_codes = self.predictor.encode(_features(entry_codes_nKT, spec), _numbers(kept, spec))
         in_head_nT = (kept["ids"][..., : spec.head] == tokens_nT1[:, 1:, None]).any(-1)
+        label_nT = np.where(in_head_nT, 0, logprob_codes(kept["label_logprob"])).astype(np.uint16)
+        tail_nMT = rearrange(moment_codes, "m (n t) -> n m t", t=length)
         stored = {
             "ids": rearrange(id_codes, "(n t) k -> n k t", t=length).astype(spec.code_dtype),
             "logprobs": np.diff(entry_codes_nKT, axis=1, prepend=0).astype(np.uint16),
-            "tail": rearrange(moment_codes, "m (n t) -> n m t", t=length),
-            "label_logprob": np.where(in_head_nT, 0, logprob_codes(kept["label_logprob"])).astype(np.uint16),
+            "tail": np.concatenate([tail_nMT, label_nT[:, None]], 1),
         }
         if spec.draws:
             stored["draws"] = rearrange(kept["draws"][..., spec.head :], "n t d -> n d t")
         return stored
 
     def unpack(self, tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
-        """What was kept, [n, T, ...], as the reader sees it; the inverse of `pack` up to its stated errors."""
-        spec, length = self.spec, tokens_nT1.shape[1] - 1
-        ids_nKT = self.dictionary.decode(tokens_nT1[:, :-1], stored["ids"])
-        logprobs_nKT = logprobs_of(np.cumsum(stored["logprobs"], axis=1, dtype=np.uint16))
-        head_HN = rearrange(logprobs_nKT[:, : spec.head], "n h t -> h (n t)")
-        moments_MN = rearrange(stored["tail"], "n m t -> m (n t)")
-        numbers_MN = self.predictor.decode(features(head_HN), moments_MN)
-        places = np.argsort(order(spec.knots))
-        numbers_nTM = rearrange(numbers_MN[places], "m (n t) -> n t m", t=length)
-        kept = {
-            "ids": rearrange(ids_nKT, "n k t -> n t k"),
-            "logprobs": rearrange(logprobs_nKT, "n k t -> n t k"),
-            "tail": numbers_nTM[..., :-2],
-            "logit_mean": numbers_nTM[..., -2],
-            "logit_std": numbers_nTM[..., -1],
-            "label_logprob": self._label(tokens_nT1, ids_nKT, logprobs_nKT, stored["label_logprob"]),
-        }
-        if spec.draws:
-            counts_nTD = rearrange(stored["draws"], "n d t -> n t d")
-            kept["draws"] = np.pad(counts_nTD, ((0, 0), (0, 0), (spec.head, 0)))
-        return kept
-
-    def _label(
-        self, tokens_nT1: np.ndarray, ids_nKT: np.ndarray, logprobs_nKT: np.ndarray, codes_nT: np.ndarray
-    ) -> np.ndarray:
-        label_nT = logprobs_of(codes_nT)
-        if not self.spec.head:
-            return label_nT
-        match_nHT = ids_nKT[:, : self.spec.head] == tokens_nT1[:, None, 1:]
-        n, k, t = np.nonzero(match_nHT)
-        label_nT[n, t] = logprobs_nKT[n, k, t]
-        return label_nT
+        """What was kept, as the reader sees it; the inverse of `pack` up to its stated errors."""
+        return unpack([(self, len(tokens_nT1))], tokens_nT1, stored)
 
     def to_arrays(self) -> Arrays:
         """The data sets of the group `dictionary` of a shard."""
@@ -134,6 +106,43 @@ class Coding:
         """The inverse of `to_arrays`. KeyError: one is missing."""
         lists = Dictionary(arrays["context_row"], arrays["candidates"], arrays["common"], spec.absent)
         return cls(spec, lists, Predictor(arrays["tail_weights"], spec.knots))
+
+
+def unpack(parts: list[tuple[Coding, int]], tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
+    """What was kept of sequences [n, T, ...] that come from several shards: the first so many from the first
+    part's, and so on. A batch is unpacked as one as far as that goes: that is what makes reading fast."""
+    spec, length = parts[0][0].spec, tokens_nT1.shape[1] - 1
+    logprobs_nKT = logprobs_of(np.cumsum(stored["logprobs"], axis=1, dtype=np.uint16))
+    features_FN = features(rearrange(logprobs_nKT[:, : spec.head], "n h t -> h (n t)"))
+    moments_MN = rearrange(stored["tail"][:, :-1], "n m t -> m (n t)")
+    ids, numbers, start = [], [], 0
+    for coding, number in parts:
+        rows, places = slice(start, start + number), slice(start * length, (start + number) * length)
+        ids.append(coding.dictionary.decode(tokens_nT1[rows, :-1], stored["ids"][rows]))
+        numbers.append(coding.predictor.decode(features_FN[:, places], moments_MN[:, places]))
+        start += number
+    ids_nKT = np.concatenate(ids)
+    numbers_MN = np.concatenate(numbers, 1)[np.argsort(order(spec.knots))]
+    numbers_nTM = rearrange(numbers_MN, "m (n t) -> n t m", t=length)
+    kept = {
+        "ids": rearrange(ids_nKT, "n k t -> n t k"),
+        "logprobs": rearrange(logprobs_nKT, "n k t -> n t k"),
+        "tail": numbers_nTM[..., :-2],
+        "logit_mean": numbers_nTM[..., -2],
+        "logit_std": numbers_nTM[..., -1],
+        "label_logprob": _labels(tokens_nT1, ids_nKT[:, : spec.head], logprobs_nKT, stored["tail"][:, -1]),
+    }
+    if spec.draws:
+        counts_nTD = rearrange(stored["draws"], "n d t -> n t d")
+        kept["draws"] = np.pad(counts_nTD, ((0, 0), (0, 0), (spec.head, 0)))
+    return kept
+
+
+def _labels(tokens_nT1: np.ndarray, ids_nHT: np.ndarray, logprobs_nKT: np.ndarray, codes_nT: np.ndarray) -> np.ndarray:
+    label_nT = logprobs_of(codes_nT)
+    n, k, t = np.nonzero(ids_nHT == tokens_nT1[:, None, 1:])
+    label_nT[n, t] = logprobs_nKT[n, k, t]
+    return label_nT
 
 
 def _entry_codes(logprobs_nTK: np.ndarray) -> np.ndarray:

@@ -90,6 +90,11 @@ class Dictionary:
         spelled = np.arange(len(self.context_row))
         return np.concatenate([rows.ravel(), self.common.astype(np.int64), spelled])
 
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """[V] int32: where the candidates of a token start in `_lists`, less one."""
+        return self.context_row.astype(np.int32) * (WIDTH + 1)
+
     def encode(self, context_N: np.ndarray, ids_NK: np.ndarray) -> np.ndarray:
         """Codes [N, K] int64 of `ids_NK`."""
         here_NK = ids_NK != self.absent
@@ -104,11 +109,9 @@ class Dictionary:
 
     def decode(self, context_nT: np.ndarray, codes_nKT: np.ndarray) -> np.ndarray:
         """Ids [n, K, T] int64. IndexError: a code that this dictionary does not have."""
-        rows_nT = self.context_row[context_nT].astype(np.int32) * (WIDTH + 1)
         beyond = np.int32(self.candidates.shape[0] * (WIDTH + 1) - self.common_base)
-        codes_nKT = codes_nKT.astype(np.int32)
-        start_nKT = np.where(codes_nKT <= WIDTH, rows_nT[:, None], beyond)
-        return np.take(self._lists, np.add(start_nKT, codes_nKT, out=start_nKT))
+        start_nKT = np.where(codes_nKT <= WIDTH, self._starts[context_nT][:, None], beyond)
+        return np.take(self._lists, np.add(start_nKT, codes_nKT, out=start_nKT, casting="unsafe"))
 
 
 def _ranked(pairs: np.ndarray, counts: np.ndarray, vocab_size: int, absent: int) -> tuple[np.ndarray, np.ndarray]:

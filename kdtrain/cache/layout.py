@@ -1,11 +1,11 @@
 """The HDF5 format, version 1: which data sets a shard holds, and the index that shows all shards as one.
 
 A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
-(`dense`: a block of positions a chunk), shuffled by bytes or bits, compressed with zstd and checksummed
-(fletcher32). The lists and weights that decode a sparse shard stand in its group `dictionary`. What was
-never written reads as NaN or as the largest value of its dtype, never as 0. `index.h5` holds virtual data
-sets over all shards of a split, and links to their dictionaries. Written for the earliest HDF5 that can,
-without variable-length types; cache/README.md is the specification.
+(`dense`: a block of positions; masks: many sequences), shuffled by bytes or bits, compressed with zstd and
+checksummed (fletcher32). The lists and weights that decode a sparse shard stand in its group `dictionary`.
+What was never written reads as NaN or as the largest value of its dtype, never as 0. `index.h5` holds
+virtual data sets over all shards of a split, and links to their dictionaries. Written for the earliest HDF5
+that can, without variable-length types; cache/README.md is the specification.
 
 What it gives up: a chunk a sequence costs a few per cent of size against larger chunks; it makes one
 sequence one read.
@@ -36,6 +36,7 @@ BROKEN = 2
 """`loss_mask` of a sequence that the teacher had no numbers for."""
 _DENSE_CHUNK_BYTES = 2**21
 _LEVEL = 9
+_FLAGS = 2**15  # positions in a chunk of loss_mask and segments, which take a few bytes a sequence
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,11 @@ class DatasetLayout:
     """Without n."""
     dtype: np.dtype
     chunk: tuple[int, ...]
-    """Without the leading 1."""
+    """Without its sequences."""
     about: str
     """What it holds; stands in the file as the attribute `about`."""
+    sequences: int = 1
+    """Sequences a chunk."""
     bits: bool = True
     """Shuffled by bits; else by bytes, which suits numbers that use all of their low byte."""
 
@@ -84,12 +87,14 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
     length, half, code = seq_len, np.dtype(np.float16), np.dtype(np.uint16)
     found: dict[str, DatasetLayout] = {}
 
-    def add(name: str, dtype: np.dtype, shape: tuple[int, ...], about: str, bits: bool = True) -> None:
-        found[name] = DatasetLayout(shape, dtype, shape, about, bits)
+    def add(name: str, dtype: np.dtype, shape: tuple[int, ...], about: str, **more: Any) -> None:
+        found[name] = DatasetLayout(shape, dtype, shape, about, **more)
 
     add("tokens", spec.id_dtype, (length + 1,), "tokens[t + 1] is the label of position t", bits=False)
-    add("loss_mask", np.dtype(np.uint8), (length,), "1: the label of this position counts in the loss; 2: no numbers")
-    add("segments", segment_dtype(seq_len), (length,), "number of the document within its sequence")
+    flags = {"sequences": max(1, _FLAGS // length)}
+    about = "1: the label of this position counts in the loss; 2: the teacher had no numbers"
+    add("loss_mask", np.dtype(np.uint8), (length,), about, **flags)
+    add("segments", segment_dtype(seq_len), (length,), "number of the document within its sequence", **flags)
     if spec.kind == "tokens":
         return found
     if spec.kind == "dense":
@@ -98,14 +103,13 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
         whole, about = (length, spec.vocab_size), "teacher log p of every entry at T = 1, nats"
         found["logprobs"] = DatasetLayout(whole, half, (block, spec.vocab_size), about)
         return found
-    add("label_logprob", code, (length,), "code of log p of a label outside the head; 0 inside", bits=False)
     about = "places in the dictionary of the head, most likely first, and of drawn entries; 0: absent"
     add("ids", spec.code_dtype, (spec.columns, length), about, bits=False)
     add("logprobs", code, (spec.columns, length), "code of log p of ids, less that of the entry before")
     if spec.draws:
         add("draws", np.dtype(np.uint8), (spec.draws, length), "how often the drawn entries were drawn; 0: absent")
-    about = "tail and spread: distance from the prediction, in steps; 0, -1, 1, -2 as 0, 1, 2, 3"
-    add("tail", code, (2 * len(spec.knots) + 2, length), about)
+    about = "tail and spread, distance from the prediction in steps; then code of log p of the label, 0 in the head"
+    add("tail", code, (2 * len(spec.knots) + 3, length), about)
     return found
 
 
@@ -190,7 +194,7 @@ def create_shard(file: h5py.File, spec: CodecSpec, seq_len: int, split: str, fir
             name,
             (number, *layout.shape),
             layout.dtype,
-            chunks=(1, *layout.chunk),
+            chunks=(min(number, layout.sequences), *layout.chunk),
             fillvalue=layout.fill,
             fletcher32=True,
             track_times=False,

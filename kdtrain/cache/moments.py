@@ -16,6 +16,7 @@ Shapes: N tokens, H head, G knots, M = 2G + 2 numbers, F features.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -99,17 +100,21 @@ class Predictor:
         codes_MN[0, empty_N] = MARK
         return codes_MN
 
+    @cached_property
+    def _solved(self) -> np.ndarray:
+        """[M, F + M] fp32: the numbers are this times (features, distances in steps)."""
+        width = self.weights.shape[1] - len(self.weights)
+        weights = self.weights.astype(np.float64)
+        inverse = np.linalg.inv(np.eye(len(weights)) - weights[:, width:])
+        return np.hstack([inverse @ weights[:, :width], inverse * steps(self.knots)]).astype(np.float32)
+
     def decode(self, features_FN: np.ndarray, codes_MN: np.ndarray) -> np.ndarray:
         """The numbers [M, N] fp32, in the order they are stored in."""
-        width = len(features_FN)
         empty_N = codes_MN[0] == MARK
         codes_MN = codes_MN.astype(np.int32)
         codes_MN[0, empty_N] = 0
-        distances_MN = (codes_MN >> 1) ^ -(codes_MN & 1)
-        inverse = np.linalg.inv(np.eye(len(codes_MN)) - self.weights[:, width:].astype(np.float64))
-        from_features = (inverse @ self.weights[:, :width]).astype(np.float32)
-        from_codes = (inverse * steps(self.knots)).astype(np.float32)
-        numbers_MN = from_features @ features_FN + from_codes @ distances_MN.astype(np.float32)
+        distances_MN = ((codes_MN >> 1) ^ -(codes_MN & 1)).astype(np.float32)
+        numbers_MN = self._solved @ np.concatenate([features_FN, distances_MN])
         if empty_N.any():
             number = len(self.knots)
             numbers_MN[:number, empty_N] = EMPTY_TAIL

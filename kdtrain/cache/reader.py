@@ -21,11 +21,12 @@ import h5py
 import hdf5plugin  # noqa: F401  (registers the decompressor)
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec, decode
-from kdtrain.cache.coding import Coding
+from kdtrain.cache.coding import Coding, unpack
 from kdtrain.cache.files import file_digest
 from kdtrain.cache.provenance import Manifest, read_manifest
 from kdtrain.errors import RunError, UsageError
@@ -47,6 +48,21 @@ class CachedBatch:
     """[B, T] int64, document number within the sequence."""
     targets: SparseTargets | DenseTargets | None
     """N = B*T rows, sequence by sequence; None for the codec `tokens`."""
+
+    def take(self, places: np.ndarray) -> "CachedBatch":
+        """The sequences at `places` of this batch, in that order."""
+        chosen, length = torch.from_numpy(places), self.loss_mask.shape[1]
+        rows = rearrange(chosen[:, None] * length + torch.arange(length), "b t -> (b t)")
+        targets = None if self.targets is None else self.targets[rows]  # type: ignore[index]
+        return CachedBatch(self.tokens[chosen], self.loss_mask[chosen], self.segments[chosen], targets)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Sequences of one shard as they are stored, and what decodes them (None for `dense` and `tokens`)."""
+
+    arrays: dict[str, np.ndarray]
+    coding: Coding | None
 
 
 class CacheReader:
@@ -80,14 +96,13 @@ class CacheReader:
         if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
             raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
         per_shard = self.manifest.settings.sequences_per_shard
-        parts = []
-        for shard in np.unique(wanted // per_shard):
-            rows = wanted[wanted // per_shard == shard] - shard * per_shard
-            parts.append(self._read_shard(int(shard), rows))
-        arrays = {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
-        return batch_of(arrays, self.manifest.codec)
+        shards, first = np.unique(wanted // per_shard, return_index=True)
+        rows = np.split(wanted - (wanted // per_shard) * per_shard, first[1:])
+        parts = [self._read_shard(int(shard), part) for shard, part in zip(shards, rows, strict=True)]
+        batch = batch_of(parts, self.manifest.codec)
+        return batch if np.array_equal(place, np.arange(len(wanted))) else batch.take(place)
 
-    def _read_shard(self, number: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def _read_shard(self, number: int, rows: np.ndarray) -> "Stored":
         path = layout.shard_path(self.folder, self._shards[number]["name"])
         try:
             return self._shard(number, path).read(rows)
@@ -135,24 +150,24 @@ class Shard:
         self._file = h5py.File(path, "r")
         self._coding = Coding.from_arrays(layout.read_dictionary(self._file), spec) if spec.kind == "sparse" else None
         sets = {name: each for name, each in self._file.items() if isinstance(each, h5py.Dataset)}
-        # The plain h5py way costs four times as much a read.
+        self._length = len(sets["tokens"])
+        # Masks are few bytes in few chunks: read once. The plain h5py way costs four times as much a read.
+        self._flags = {name: sets.pop(name)[()] for name in ("loss_mask", "segments")}
         self._sets = {name: (each.id, each.shape[1:], each.dtype) for name, each in sets.items()}
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """The given sequences, every array [len(rows), ...], targets as `codec.encode` kept them; `rows`
-        ascending.
+    def read(self, rows: np.ndarray) -> Stored:
+        """The given sequences, every array [len(rows), ...]; `rows` ascending.
 
-        ValueError: a target that was never written. OSError: a checksum fails.
+        ValueError: a target that was never written. OSError: a checksum fails. IndexError: too few sequences.
         """
-        if rows[-1] >= self._file["tokens"].shape[0]:
+        if rows[-1] >= self._length:
             raise IndexError(f"it has no sequence {rows[-1]}")
         runs = np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows) != 1) + 1)
-        stored = {name: self._read(name, rows, runs) for name in self._sets}
-        if _unwritten(stored.get("label_logprob")):
+        arrays = {name: self._read(name, rows, runs) for name in self._sets}
+        arrays |= {name: values[rows] for name, values in self._flags.items()}
+        if _unwritten(arrays):
             raise ValueError("it lacks targets")
-        if self._coding is None:
-            return stored
-        return stored | self._coding.unpack(stored["tokens"], stored)
+        return Stored(arrays, self._coding)
 
     def _read(self, name: str, rows: np.ndarray, runs: list[np.ndarray]) -> np.ndarray:
         handle, shape, dtype = self._sets[name]
@@ -170,16 +185,20 @@ class Shard:
         self._file.close()
 
 
-def _unwritten(labels: np.ndarray | None) -> bool:
-    if labels is None:
-        return False
-    return bool(np.isnan(labels).any() if labels.dtype.kind == "f" else (labels == np.iinfo(labels.dtype).max).any())
+def _unwritten(arrays: dict[str, np.ndarray]) -> bool:
+    if "tail" in arrays:
+        return bool((arrays["tail"][:, -1] == np.iinfo(np.uint16).max).any())
+    return "label_logprob" in arrays and bool(np.isnan(arrays["label_logprob"]).any())
 
 
-def batch_of(arrays: dict[str, np.ndarray], spec: CodecSpec) -> CachedBatch:
-    """A batch of stored arrays."""
+def batch_of(parts: Sequence[Stored], spec: CodecSpec) -> CachedBatch:
+    """One batch of the sequences of all `parts`, in order."""
+    arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+    tokens_BT1 = arrays["tokens"]
+    if codings := [(part.coding, len(part.arrays["tokens"])) for part in parts if part.coding]:
+        arrays |= unpack(codings, tokens_BT1, arrays)
     return CachedBatch(
-        tokens=torch.from_numpy(arrays["tokens"].astype(np.int64)),
+        tokens=torch.from_numpy(tokens_BT1.astype(np.int64)),
         loss_mask=torch.from_numpy(arrays["loss_mask"] == 1),
         segments=torch.from_numpy(arrays["segments"].astype(np.int64)),
         targets=decode(arrays, spec),

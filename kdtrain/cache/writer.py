@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kdtrain import __version__, faults
 from kdtrain.cache import fidelity, layout
-from kdtrain.cache.claim import begin, claim, make_folder
+from kdtrain.cache.claim import Lock, begin, claim, make_folder
 from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.files import (
     PUBLISH_POINTS,
@@ -101,9 +101,10 @@ class CacheWriter:
     """Builds or goes on with the cache in `folder`; `write_cache` drives it for one process.
 
     settings: what to build; a folder that was begun or finished with others is refused (UsageError that
-    names them). teacher: None exactly for the codec `tokens`; called under no_grad with at most
-    `batch_size` sequences. tokenizer: a folder, or anything with `save_pretrained(folder)`; its files are
-    copied into the cache. rank, world: this process builds the shards s with s % world == rank; rank 0
+    names them), and so is one that another process builds in. teacher: None exactly for the codec `tokens`;
+    called under no_grad with at most `batch_size` sequences. tokenizer: a folder, or anything with
+    `save_pretrained(folder)`; its files are copied into the cache. rank, world: this process builds the
+    shards s with s % world == rank and then calls `close`; rank 0
     alone calls `finish`, after all.
     """
 
@@ -128,10 +129,18 @@ class CacheWriter:
         self._broken: list[str] = []
         self.manifest = claim(self.folder, settings)
         """The manifest if the cache is finished already: there is nothing to do."""
+        self._lock: Lock | None = None
+        if self.manifest is None:
+            make_folder(self.folder)
+            self._lock = Lock(self.folder, rank)
+            self.manifest = claim(self.folder, settings)  # another may have begun or finished it meanwhile
         if self.manifest is None and rank == 0:
             begin(self.folder, settings, tokenizer)
-        elif self.manifest is None:
-            make_folder(self.folder)
+
+    def close(self) -> None:
+        """Let other builders in; nothing can be built after it."""
+        if self._lock:
+            self._lock.release()
 
     def build(self, split: str, rows: Iterable[Row]) -> None:
         """Build what is missing of a split. UsageError: no row. RunError: full disk, broken teacher."""
@@ -280,6 +289,7 @@ class CacheWriter:
         )
         publish_json(self.folder / layout.MANIFEST, self.manifest.to_json(), "cache.manifest")
         self.manifest = read_manifest(self.folder)
+        self.close()
         return self.manifest
 
     def _sidecar(self, name: str, sequences: int, digest: str) -> dict[str, Any]:
@@ -316,7 +326,7 @@ class CacheWriter:
         spec, length = self.settings.codec, self.settings.seq_len
         number, positions = fidelity.sample_size(sequences, length, spec.vocab_size)
         shard = Shard(layout.shard_path(self.folder, name), spec)
-        batch = batch_of(shard.read(np.arange(number)), spec)
+        batch = batch_of([shard.read(np.arange(number))], spec)
         shard.close()
         masked = self.settings.document_mask
         found, span = fidelity.measure(batch, self.teacher, document_mask=masked, positions=positions)
@@ -328,10 +338,13 @@ def write_cache(
 ) -> Manifest:
     """Build all `splits` and finish, in one process; a finished cache of these settings stays untouched."""
     writer = CacheWriter(folder, settings, **options)
-    if writer.manifest is None:
-        for split, rows in splits.items():
-            writer.build(split, rows)
-        writer.finish()
+    try:
+        if writer.manifest is None:
+            for split, rows in splits.items():
+                writer.build(split, rows)
+            writer.finish()
+    finally:
+        writer.close()
     assert writer.manifest
     return writer.manifest
 
