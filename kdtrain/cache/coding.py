@@ -7,12 +7,13 @@ label is stored only where the label is not in the head. Ids: see `dictionary`. 
 see `moments`. Lists and weights are made from a shard's first sequences and stored with it.
 
 Stored arrays have positions last, [n, K, T]: bits of one kind then lie together, which saves a tenth.
-Everything is numpy and works on whole batches; `unpack` is what a training step waits for.
+Everything is numpy; `unpack` is what a training step waits for.
 
 Shapes: n sequences, T positions, K kept entries, H head, D draws, M numbers of the tail (stored with the
 label's as one more), N = n*T.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -89,7 +90,22 @@ class Coding:
 
     def unpack(self, tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
         """What was kept, as the reader sees it; the inverse of `pack` up to its stated errors."""
-        return unpack([(self, len(tokens_nT1))], tokens_nT1, stored)
+        return unpack([self] * len(tokens_nT1), tokens_nT1, stored)
+
+    def unpack_one(self, tokens_T1: np.ndarray, stored: Arrays, kept: Arrays) -> None:
+        """Write what was kept of one sequence into the arrays [T, ...] of `kept`."""
+        spec, number = self.spec, len(self.spec.knots)
+        ids_KT = self.dictionary.decode(tokens_T1[:-1], stored["ids"])
+        logprobs_KT = logprobs_of(np.cumsum(stored["logprobs"], axis=0, dtype=np.uint16))
+        numbers_MT = self.predictor.decode(features(logprobs_KT[: spec.head]), stored["tail"][:-1])
+        kept["ids"][:], kept["logprobs"][:] = ids_KT.T, logprobs_KT.T
+        kept["tail"][:] = numbers_MT[self.predictor.places[: 2 * number]].T
+        kept["logit_mean"][:], kept["logit_std"][:] = numbers_MT[2 * number :]
+        kept["label_logprob"][:] = logprobs_of(stored["tail"][-1])
+        place, position = np.nonzero(ids_KT[: spec.head] == tokens_T1[1:])
+        kept["label_logprob"][position] = logprobs_KT[place, position]
+        if spec.draws:
+            kept["draws"][:, : spec.head], kept["draws"][:, spec.head :] = 0, stored["draws"].T
 
     def to_arrays(self) -> Arrays:
         """The data sets of the group `dictionary` of a shard."""
@@ -108,41 +124,28 @@ class Coding:
         return cls(spec, lists, Predictor(arrays["tail_weights"], spec.knots))
 
 
-def unpack(parts: list[tuple[Coding, int]], tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
-    """What was kept of sequences [n, T, ...] that come from several shards: the first so many from the first
-    part's, and so on. A batch is unpacked as one as far as that goes: that is what makes reading fast."""
-    spec, length = parts[0][0].spec, tokens_nT1.shape[1] - 1
-    logprobs_nKT = logprobs_of(np.cumsum(stored["logprobs"], axis=1, dtype=np.uint16))
-    features_FN = features(rearrange(logprobs_nKT[:, : spec.head], "n h t -> h (n t)"))
-    moments_MN = rearrange(stored["tail"][:, :-1], "n m t -> m (n t)")
-    ids, numbers, start = [], [], 0
-    for coding, number in parts:
-        rows, places = slice(start, start + number), slice(start * length, (start + number) * length)
-        ids.append(coding.dictionary.decode(tokens_nT1[rows, :-1], stored["ids"][rows]))
-        numbers.append(coding.predictor.decode(features_FN[:, places], moments_MN[:, places]))
-        start += number
-    ids_nKT = np.concatenate(ids)
-    numbers_MN = np.concatenate(numbers, 1)[np.argsort(order(spec.knots))]
-    numbers_nTM = rearrange(numbers_MN, "m (n t) -> n t m", t=length)
-    kept = {
-        "ids": rearrange(ids_nKT, "n k t -> n t k"),
-        "logprobs": rearrange(logprobs_nKT, "n k t -> n t k"),
-        "tail": numbers_nTM[..., :-2],
-        "logit_mean": numbers_nTM[..., -2],
-        "logit_std": numbers_nTM[..., -1],
-        "label_logprob": _labels(tokens_nT1, ids_nKT[:, : spec.head], logprobs_nKT, stored["tail"][:, -1]),
-    }
-    if spec.draws:
-        counts_nTD = rearrange(stored["draws"], "n d t -> n t d")
-        kept["draws"] = np.pad(counts_nTD, ((0, 0), (0, 0), (spec.head, 0)))
+def unpack(codings: Sequence[Coding], tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
+    """What was kept of sequences [n, T, ...], which may come from several shards: one coding each.
+
+    One sequence at a time: what it needs stays in a core's cache, and no large array is made but the result.
+    """
+    spec, n, length = codings[0].spec, len(tokens_nT1), tokens_nT1.shape[1] - 1
+    kept = {name: np.empty((n, length, *shape), dtype) for name, (shape, dtype) in _kept_layout(spec).items()}
+    tokens_nT1 = tokens_nT1.astype(np.int64)
+    for i, coding in enumerate(codings):
+        one = {name: values[i] for name, values in stored.items()}
+        coding.unpack_one(tokens_nT1[i], one, {name: values[i] for name, values in kept.items()})
     return kept
 
 
-def _labels(tokens_nT1: np.ndarray, ids_nHT: np.ndarray, logprobs_nKT: np.ndarray, codes_nT: np.ndarray) -> np.ndarray:
-    label_nT = logprobs_of(codes_nT)
-    n, k, t = np.nonzero(ids_nHT == tokens_nT1[:, None, 1:])
-    label_nT[n, t] = logprobs_nKT[n, k, t]
-    return label_nT
+def _kept_layout(spec: CodecSpec) -> dict[str, tuple[tuple[int, ...], str]]:
+    found = {
+        "ids": ((spec.columns,), "i8"),
+        "logprobs": ((spec.columns,), "f4"),
+        "tail": ((2 * len(spec.knots),), "f4"),
+    }
+    found |= dict.fromkeys(("label_logprob", "logit_mean", "logit_std"), ((), "f4"))
+    return found | ({"draws": ((spec.columns,), "u1")} if spec.draws else {})
 
 
 def _entry_codes(logprobs_nTK: np.ndarray) -> np.ndarray:

@@ -107,11 +107,11 @@ class Dictionary:
             codes_NK = np.where(pairs[found_NK] == wanted_NK, places[found_NK], codes_NK)
         return np.where(here_NK, codes_NK, 0)
 
-    def decode(self, context_nT: np.ndarray, codes_nKT: np.ndarray) -> np.ndarray:
-        """Ids [n, K, T] int64. IndexError: a code that this dictionary does not have."""
+    def decode(self, context_T: np.ndarray, codes_KT: np.ndarray) -> np.ndarray:
+        """Ids [K, T] int64 of one sequence. IndexError: a code that this dictionary does not have."""
         beyond = np.int32(self.candidates.shape[0] * (WIDTH + 1) - self.common_base)
-        start_nKT = np.where(codes_nKT <= WIDTH, self._starts[context_nT][:, None], beyond)
-        return np.take(self._lists, np.add(start_nKT, codes_nKT, out=start_nKT, casting="unsafe"))
+        place_KT = np.where(codes_KT <= WIDTH, self._starts[context_T], beyond)
+        return np.take(self._lists, np.add(place_KT, codes_KT, out=place_KT, casting="unsafe"))
 
 
 def _ranked(pairs: np.ndarray, counts: np.ndarray, vocab_size: int, absent: int) -> tuple[np.ndarray, np.ndarray]:

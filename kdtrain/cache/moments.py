@@ -56,11 +56,13 @@ def features(head_logprobs_HN: np.ndarray) -> np.ndarray:
     head = len(head_logprobs_HN)
     if not head:
         return ones_N[None]
-    mass_N = np.exp(head_logprobs_HN).sum(0)
+    mass_N = np.add.reduce(np.exp(head_logprobs_HN))
     rest_N = np.log(np.maximum(1 - mass_N, np.float32(1e-3)))
     # An entry that cannot be would drown the others.
     seen_HN = np.maximum(head_logprobs_HN, np.float32(-50))
-    return np.stack([ones_N, seen_HN[0], seen_HN[head // 2], seen_HN[-1], seen_HN.mean(0), mass_N, rest_N])
+    return np.stack(
+        [ones_N, seen_HN[0], seen_HN[head // 2], seen_HN[-1], np.add.reduce(seen_HN) / np.float32(head), mass_N, rest_N]
+    )
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,11 @@ class Predictor:
         weights = self.weights.astype(np.float64)
         inverse = np.linalg.inv(np.eye(len(weights)) - weights[:, width:])
         return np.hstack([inverse @ weights[:, :width], inverse * steps(self.knots)]).astype(np.float32)
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[M] where L at the knots, slopes, mean and deviation stand among the numbers."""
+        return np.argsort(order(self.knots))
 
     def decode(self, features_FN: np.ndarray, codes_MN: np.ndarray) -> np.ndarray:
         """The numbers [M, N] fp32, in the order they are stored in."""

@@ -21,7 +21,6 @@ import h5py
 import hdf5plugin  # noqa: F401  (registers the decompressor)
 import numpy as np
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from kdtrain.cache import layout
@@ -48,13 +47,6 @@ class CachedBatch:
     """[B, T] int64, document number within the sequence."""
     targets: SparseTargets | DenseTargets | None
     """N = B*T rows, sequence by sequence; None for the codec `tokens`."""
-
-    def take(self, places: np.ndarray) -> "CachedBatch":
-        """The sequences at `places` of this batch, in that order."""
-        chosen, length = torch.from_numpy(places), self.loss_mask.shape[1]
-        rows = rearrange(chosen[:, None] * length + torch.arange(length), "b t -> (b t)")
-        targets = None if self.targets is None else self.targets[rows]  # type: ignore[index]
-        return CachedBatch(self.tokens[chosen], self.loss_mask[chosen], self.segments[chosen], targets)
 
 
 @dataclass(frozen=True)
@@ -99,8 +91,7 @@ class CacheReader:
         shards, first = np.unique(wanted // per_shard, return_index=True)
         rows = np.split(wanted - (wanted // per_shard) * per_shard, first[1:])
         parts = [self._read_shard(int(shard), part) for shard, part in zip(shards, rows, strict=True)]
-        batch = batch_of(parts, self.manifest.codec)
-        return batch if np.array_equal(place, np.arange(len(wanted))) else batch.take(place)
+        return batch_of(parts, self.manifest.codec, place)
 
     def _read_shard(self, number: int, rows: np.ndarray) -> "Stored":
         path = layout.shard_path(self.folder, self._shards[number]["name"])
@@ -191,14 +182,17 @@ def _unwritten(arrays: dict[str, np.ndarray]) -> bool:
     return "label_logprob" in arrays and bool(np.isnan(arrays["label_logprob"]).any())
 
 
-def batch_of(parts: Sequence[Stored], spec: CodecSpec) -> CachedBatch:
-    """One batch of the sequences of all `parts`, in order."""
+def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None = None) -> CachedBatch:
+    """One batch of the sequences of all `parts`: those at `places`, or all of them, in order."""
     arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
-    tokens_BT1 = arrays["tokens"]
-    if codings := [(part.coding, len(part.arrays["tokens"])) for part in parts if part.coding]:
-        arrays |= unpack(codings, tokens_BT1, arrays)
+    codings = [part.coding for part in parts for _ in part.arrays["tokens"]]
+    if places is not None and not np.array_equal(places, np.arange(len(codings))):
+        arrays = {name: values[places] for name, values in arrays.items()}
+        codings = [codings[place] for place in places]
+    if spec.kind == "sparse":
+        arrays |= unpack([coding for coding in codings if coding], arrays["tokens"], arrays)
     return CachedBatch(
-        tokens=torch.from_numpy(tokens_BT1.astype(np.int64)),
+        tokens=torch.from_numpy(arrays["tokens"].astype(np.int64)),
         loss_mask=torch.from_numpy(arrays["loss_mask"] == 1),
         segments=torch.from_numpy(arrays["segments"].astype(np.int64)),
         targets=decode(arrays, spec),
