@@ -8,7 +8,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench teacher clean
+.PHONY: help venv demo test lint bench torture teacher clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -37,6 +37,9 @@ lint: venv ## ruff and mypy
 
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
 	$(PY) benchmarks/demo.py --seeds 3
+
+torture: venv ## kill builders 100 times, flip 200 bits; writes benchmarks/results/torture-cache.json
+	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_cache.py
 
 teacher: venv ## make the shipped teacher and its tokenizer again (hours)
 	$(PY) teachers/make_teacher.py

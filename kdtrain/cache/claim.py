@@ -1,8 +1,13 @@
 """May this folder be built in, and what stands in it before the first shard.
 
-A folder that holds something else, or a cache of other settings, is refused with what differs.
+A folder that holds something else, or a cache of other settings, is refused with what differs, and so is one
+that another process builds in at this moment: a builder holds a lock on the file `.building-RANK` (one a
+rank), which the system lets go of when the process ends, however it ends. What it gives up: on a file system
+without locks two builders are not kept apart; their files are the same, but one may stop with an error.
 """
 
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +19,7 @@ from kdtrain.cache.files import fsync, publish_json, read_sealed, writing
 from kdtrain.cache.provenance import CacheSettings, Manifest, read_manifest
 from kdtrain.errors import UsageError
 
+_LOCK = ".building-"
 _TOKENIZER_FILES = (
     "token*.json",
     "special_tokens_map.json",
@@ -33,7 +39,7 @@ def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; --out must be a folder")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or all(path.name.startswith(_LOCK) for path in folder.iterdir()):
         return None
     if (folder / layout.MANIFEST).exists():
         manifest = read_manifest(folder)
@@ -47,8 +53,7 @@ def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
 
 
 def begin(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
-    """Make the folder, settings.json and the tokenizer files. RunError: it cannot be written."""
-    make_folder(folder)
+    """Make settings.json and the tokenizer files in a folder that exists. RunError: it cannot be written."""
     if not (folder / layout.SETTINGS).exists():
         publish_json(folder / layout.SETTINGS, settings.to_json(), "cache.settings")
     if tokenizer is not None:
@@ -60,6 +65,39 @@ def make_folder(folder: Path) -> None:
     """Make the folder of the shards, and those above it. RunError: it cannot be written."""
     with writing(folder):
         (folder / layout.SHARDS).mkdir(parents=True, exist_ok=True)
+
+
+class Lock:
+    """Keeps others out of a folder that exists, from now until `release` or the end of the process.
+
+    UsageError: another process builds there.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"{_LOCK}{rank}"
+        with writing(self._path):
+            while not self._take():
+                continue
+
+    def _take(self) -> bool:
+        """False: the last builder has just removed the file that was locked; there is to be a new one."""
+        self._file = open(self._path, "w")  # noqa: SIM115  (held open: the lock lives as long as it)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            folder = self._path.parent
+            raise UsageError(
+                f"another process is building {folder} now; wait for it, or choose another --out"
+            ) from None
+        except OSError:
+            return True
+        return self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+
+    def release(self) -> None:
+        """Let others in, and remove the file."""
+        if not self._file.closed:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
 
 
 def _stored_settings(folder: Path) -> dict[str, Any]:

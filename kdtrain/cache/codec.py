@@ -9,8 +9,9 @@ cached teacher.
 
 The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums that draws come from), a block
 of rows at a time, so that memory does not follow N x V. Draws come from uniforms made on the CPU from
-(seed, split, sequence): they do not depend on batch size, ranks or restarts. What it gives up: fp16
-log-probabilities, 4e-3 nats at log p = -10.
+(seed, split, sequence): they do not depend on batch size, ranks or restarts. How the numbers of `sparse`
+become few bytes is the matter of `coding`. What it gives up: `dense` in fp16 errs by 4e-3 nats at
+log p = -10.
 
 Shapes: B sequences, T positions, N = B*T tokens, V vocabulary, H head, D draws, K = H + D, G knots.
 """
@@ -24,7 +25,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.errors import RunError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
@@ -35,7 +35,7 @@ SMALL_HEAD = 4
 FLOOR = -1e4
 """The log-probability of what cannot be, and the tail numbers of an empty tail: finite, and 0 after exp."""
 ABSENT = 2**32 - 1
-"""The id of an absent entry in memory, above every vocabulary; on disk it is the largest id of the dtype."""
+"""The id of an absent entry in targets, above every vocabulary; before that the largest id of the dtype."""
 _CELLS = {"cpu": 2**18, "cuda": 2**24}  # logits worked on at once: what stays in a core's cache, or fills a GPU
 
 
@@ -87,6 +87,17 @@ class CodecSpec:
         """uint16 while its largest value, which marks an absent entry, is no id; else uint32."""
         return np.dtype(np.uint16 if self.vocab_size <= 65_535 else np.uint32)
 
+    @property
+    def code_dtype(self) -> np.dtype:
+        """Of the stored ids, see `dictionary`: places in its lists, and every id spelled out, stay below its
+        largest."""
+        return np.dtype(np.uint16 if 2 * self.vocab_size + 256 < 2**16 else np.uint32)
+
+    @property
+    def absent(self) -> int:
+        """The id of an absent entry outside targets."""
+        return int(np.iinfo(self.id_dtype).max)
+
     def to_json(self) -> dict[str, Any]:
         """A plain record of the fields."""
         return {**asdict(self), "knots": list(self.knots)}
@@ -130,15 +141,25 @@ def _nearest_with_weight(weights_NV: Tensor, drawn_ND: Tensor) -> Tensor:
 
 
 def _count(drawn_ND: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Unique ids and counts, both [N, D]: most frequent first, then by id; V and 0 where none is left."""
+    """Unique ids, ascending, and counts, both [N, D]; V and 0 where none is left."""
     drawn_ND = drawn_ND.sort(-1).values
     new_ND = torch.ones_like(drawn_ND)
     new_ND[:, 1:] = drawn_ND[:, 1:] != drawn_ND[:, :-1]
     group_ND = new_ND.cumsum(-1) - 1
     ids_ND = torch.full_like(drawn_ND, vocab_size).scatter_(1, group_ND, drawn_ND)
     counts_ND = torch.zeros_like(drawn_ND).scatter_add_(1, group_ND, (drawn_ND < vocab_size).long())
-    order_ND = (ids_ND - counts_ND * (vocab_size + 1)).argsort(-1)
-    return ids_ND.gather(1, order_ND), counts_ND.gather(1, order_ND)
+    return ids_ND, counts_ND
+
+
+def _sampled(logprobs_NV: Tensor, weights_NV: Tensor, uniforms_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Distinct drawn ids, log p and counts [N, D], most likely first; then ABSENT, NaN and 0."""
+    vocab_size = logprobs_NV.shape[1]
+    ids_ND, counts_ND = _count(_draw(weights_NV, uniforms_ND), vocab_size)
+    kept_ND = logprobs_NV.gather(1, ids_ND.clamp(max=vocab_size - 1)).masked_fill_(counts_ND == 0, -torch.inf)
+    order_ND = kept_ND.argsort(dim=-1, descending=True, stable=True)
+    counts_ND, absent_ND = counts_ND.gather(1, order_ND), kept_ND.gather(1, order_ND).isneginf()
+    ids_ND = ids_ND.gather(1, order_ND).masked_fill_(absent_ND, ABSENT)
+    return ids_ND, kept_ND.gather(1, order_ND).masked_fill_(absent_ND, torch.nan), counts_ND
 
 
 def _tail(offset_NV: Tensor, largest_N: Tensor, knots: tuple[float, ...]) -> Tensor:
@@ -186,11 +207,8 @@ def _sparse(logprobs_NV: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None) ->
     if spec.draws:
         assert uniforms_ND is not None
         weights_NV = offset_NV.exp_().masked_fill_(logprobs_NV <= FLOOR, 0)
-        drawn_ND, counts_ND = _count(_draw(weights_NV, uniforms_ND), vocab_size)
-        drawn_logprobs_ND = logprobs_NV.gather(1, drawn_ND.clamp(max=vocab_size - 1))
-        absent_ND = counts_ND == 0
-        ids_NK = torch.cat([ids_NK, drawn_ND.masked_fill(absent_ND, ABSENT)], -1)
-        kept_NK = torch.cat([kept_NK, drawn_logprobs_ND.masked_fill(absent_ND, torch.nan)], -1)
+        drawn_ND, drawn_logprobs_ND, counts_ND = _sampled(logprobs_NV, weights_NV, uniforms_ND)
+        ids_NK, kept_NK = torch.cat([ids_NK, drawn_ND], -1), torch.cat([kept_NK, drawn_logprobs_ND], -1)
         parts["draws"] = torch.nn.functional.pad(counts_ND, (head, 0))
     return {**parts, "ids": ids_NK, "logprobs": kept_NK}
 
@@ -201,29 +219,29 @@ def _encode_block(
     logits_NV = logits_NV.float()
     partition_N1 = logits_NV.logsumexp(-1, keepdim=True)
     logprobs_NV = (logits_NV - partition_N1).clamp_(min=FLOOR)
-    label_N = logprobs_NV.gather(1, labels_N[:, None]).masked_fill(~partition_N1.isfinite(), torch.nan)[:, 0]
+    label_N = logprobs_NV.gather(1, labels_N[:, None])[:, 0]
     kept = {"logprobs": logprobs_NV} if spec.kind == "dense" else _sparse(logprobs_NV, spec, uniforms_ND)
     return {**kept, "label_logprob": label_N}
 
 
-def _to_disk(name: str, values: Tensor, spec: CodecSpec) -> np.ndarray:
+def _to_numpy(name: str, values: Tensor, spec: CodecSpec) -> np.ndarray:
     if name == "ids":
         # ABSENT wraps to the largest value of either dtype.
         return values.cpu().numpy().astype(spec.id_dtype)
     if name == "draws":
         return values.to(torch.uint8).cpu().numpy()
-    return values.clamp(-6e4, 6e4).to(torch.float16).cpu().numpy()
+    return values.to(torch.float16 if spec.kind == "dense" else torch.float32).cpu().numpy()
 
 
 @torch.no_grad()
 def encode(
     logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """The data sets of the format for N tokens, without their leading [n, T]: see `layout.datasets`.
+    """What is kept of N tokens: label_logprob [N]; logprobs [N, K] or, dense, [N, V]; ids, draws [N, K];
+    tail [N, 2G]; logit_mean, logit_std [N]. fp32 (`dense`: fp16), ids of the spec's dtype, uint8 draws.
 
-    logits_NV: any float dtype and device; labels_N: int64, the true next tokens; uniforms_ND: fp64 in [0,
-    1), needed when the spec draws. A row whose logits hold a NaN or +inf (or nothing but -inf) gets a NaN
-    `label_logprob`.
+    logits_NV: any float dtype and device, each row with a finite log-partition; labels_N: int64, the true
+    next tokens; uniforms_ND: fp64 in [0, 1), needed when the spec draws.
     """
     rows = max(1, _CELLS.get(logits_NV.device.type, 2**20) // spec.vocab_size)
     blocks: dict[str, list[np.ndarray]] = {}
@@ -232,7 +250,7 @@ def encode(
         chance = None if uniforms_ND is None else torch.from_numpy(uniforms_ND[part]).to(logits_NV.device)
         block = _encode_block(logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance)
         for name, values in block.items():
-            blocks.setdefault(name, []).append(_to_disk(name, values, spec))
+            blocks.setdefault(name, []).append(_to_numpy(name, values, spec))
     return {name: np.concatenate(parts) for name, parts in blocks.items()}
 
 
@@ -241,27 +259,32 @@ def encode_sequences(
 ) -> dict[str, np.ndarray]:
     """The same for whole sequences, number `first` of `split` and those after it: arrays [B, T, ...].
 
-    RunError: a sequence whose logits are not numbers, named.
+    `broken` [B] says which sequences had a logit that is no number (NaN, +inf, or nothing but -inf): they
+    are encoded as if the teacher had found every token equally likely, and are to be masked out.
     """
     size, length = labels_BT.shape
     chance = None
     if spec.draws:
         chance = np.concatenate([uniforms(seed, split, first + b, (length, spec.draws)) for b in range(size)])
+    broken_B = broken(logits_BTV)
+    if broken_B.any():
+        logits_BTV = logits_BTV.masked_fill(broken_B[:, None, None], 0.0)
     flat = encode(rearrange(logits_BTV, "b t v -> (b t) v"), rearrange(labels_BT, "b t -> (b t)"), spec, chance)
     arrays = {name: rearrange(values, "(b t) ... -> b t ...", b=size) for name, values in flat.items()}
-    broken_B = np.isnan(arrays["label_logprob"]).any(1)
-    if broken_B.any():
-        raise RunError(
-            f"the teacher gave logits that are not numbers for sequence {first + int(broken_B.argmax())} of "
-            f"{split}; load it in another dtype (bfloat16 or float32) or look at that text"
-        )
-    return arrays
+    return {**arrays, "broken": broken_B.cpu().numpy()}
+
+
+def broken(logits_BTV: Tensor) -> Tensor:
+    """bool [B]: sequences where some position has no distribution, because of NaN, +inf or nothing but -inf."""
+    # The largest logit is NaN or infinite exactly then; it costs one pass over the logits.
+    return ~logits_BTV.amax(-1).isfinite().all(-1)
 
 
 def decode(
     arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device | str = "cpu"
 ) -> SparseTargets | DenseTargets | None:
-    """Targets of the stored arrays [n, T, ...], flattened to N = n*T rows; None for the codec `tokens`."""
+    """Targets of what was kept (arrays [n, T, ...] of `encode_sequences`, or as `coding` gives them back),
+    flattened to N = n*T rows; None for the codec `tokens`."""
     if spec.kind == "tokens":
         return None
 
@@ -273,10 +296,13 @@ def decode(
     if spec.kind == "dense":
         flat_NV = torch.from_numpy(rearrange(arrays["logprobs"], "n t v -> (n t) v")).to(device)
         return DenseTargets(logprobs=flat_NV, label_logprob=rows("label_logprob"))
-    stored = arrays["ids"]
-    ids = np.where(stored == np.iinfo(stored.dtype).max, ABSENT, stored.astype(np.int64))
-    ids_NK = torch.from_numpy(rearrange(ids, "n t k -> (n t) k")).to(device)
-    logprobs_NK = rows("logprobs").masked_fill_(ids_NK == ABSENT, FLOOR)
+    flat_NK = rearrange(arrays["ids"], "n t k -> (n t) k")
+    ids_NK = torch.from_numpy(np.ascontiguousarray(flat_NK, dtype=np.int64)).to(device)
+    logprobs_NK = rows("logprobs")
+    if spec.draws:
+        absent_NK = ids_NK == spec.absent
+        ids_NK.masked_fill_(absent_NK, ABSENT)
+        logprobs_NK.masked_fill_(absent_NK, FLOOR)
     return SparseTargets(
         ids=ids_NK,
         logprobs=logprobs_NK,

@@ -27,7 +27,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from kdtrain.cache.codec import broken
 from kdtrain.cache.reader import CachedBatch
+from kdtrain.errors import RunError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 Targets = SparseTargets | DenseTargets
@@ -60,14 +62,18 @@ def measure(batch: CachedBatch, teacher: Teacher, *, document_mask: bool, positi
         segments = batch.segments[b : b + 1] if document_mask else None
         with torch.no_grad():
             logits_NV = rearrange(teacher(batch.tokens[b : b + 1, :-1], segments), "1 t v -> t v")
+        if broken(logits_NV[None]).any():
+            continue
         energies.append(logits_NV[chosen.to(logits_NV.device)].float().log_softmax(-1).clamp(min=-1e4).cpu())
         kept.append(b * length + chosen)
+    if not kept:
+        raise RunError("the teacher gave logits that are not numbers for every sequence of the held sample")
     assert batch.targets is not None
     targets = batch.targets[torch.cat(kept)]  # type: ignore[index]
     energy_NV = torch.cat(energies)
     grid, span = _log_partition_errors(targets, energy_NV)
     at = {f"T={t:g}": _at_temperature(targets, energy_NV, 1 / t) for t in TEMPERATURES}
-    sample = {"sequences": len(batch.tokens), "tokens": len(energy_NV)}
+    sample = {"sequences": len(kept), "tokens": len(energy_NV)}
     return {"sample": sample, "student": STUDENT, **at, "log_partition_error": grid}, span
 
 

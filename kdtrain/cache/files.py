@@ -41,10 +41,16 @@ def sealed(record: dict[str, Any]) -> dict[str, Any]:
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """The record in `path`. ValueError: not JSON, or its seal does not match; OSError: no such file."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(record, dict) or sealed(record) != record:
+    text = path.read_text(encoding="utf-8")
+    record = json.loads(text)
+    # The text is compared too: two spellings of a number can be one value, and a flipped bit is to be seen.
+    if not isinstance(record, dict) or sealed(record) != record or _spelled(record) != text:
         raise ValueError("its content does not match its own digest")
     return record
+
+
+def _spelled(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 
 def file_digest(path: Path) -> str:
@@ -117,5 +123,5 @@ def publish_json(path: Path, record: dict[str, Any], label: str) -> dict[str, An
     """Seal `record`, write it to `path`, and give back the sealed record."""
     record = sealed(record)
     with published(path, label) as temporary:
-        temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(_spelled(record), encoding="utf-8")
     return record

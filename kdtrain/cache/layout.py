@@ -1,10 +1,11 @@
 """The HDF5 format, version 1: which data sets a shard holds, and the index that shows all shards as one.
 
 A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
-(`dense`: a block of positions a chunk), bitshuffled, compressed with zstd and checksummed (fletcher32).
+(`dense`: a block of positions; masks: many sequences), shuffled by bytes or bits, compressed with zstd and
+checksummed (fletcher32). The lists and weights that decode a sparse shard stand in its group `dictionary`.
 What was never written reads as NaN or as the largest value of its dtype, never as 0. `index.h5` holds
-virtual data sets over all shards of a split. Written for the earliest HDF5 that can, without
-variable-length types; cache/README.md is the specification.
+virtual data sets over all shards of a split, and links to their dictionaries. Written for the earliest HDF5
+that can, without variable-length types; cache/README.md is the specification.
 
 What it gives up: a chunk a sequence costs a few per cent of size against larger chunks; it makes one
 sequence one read.
@@ -30,7 +31,12 @@ SETTINGS = "settings.json"
 INDEX = "index.h5"
 SHARDS = "shards"
 TOKENIZER = "tokenizer"
+DICTIONARY = "dictionary"
+BROKEN = 2
+"""`loss_mask` of a sequence that the teacher had no numbers for."""
 _DENSE_CHUNK_BYTES = 2**21
+_LEVEL = 9
+_FLAGS = 2**15  # positions in a chunk of loss_mask and segments, which take a few bytes a sequence
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,13 @@ class DatasetLayout:
     """Without n."""
     dtype: np.dtype
     chunk: tuple[int, ...]
-    """Without the leading 1."""
+    """Without its sequences."""
     about: str
     """What it holds; stands in the file as the attribute `about`."""
+    sequences: int = 1
+    """Sequences a chunk."""
+    bits: bool = True
+    """Shuffled by bits; else by bytes, which suits numbers that use all of their low byte."""
 
     @property
     def fill(self) -> Any:
@@ -74,36 +84,32 @@ def segment_dtype(seq_len: int) -> np.dtype:
 
 def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
     """Every data set of a shard by name."""
-    length, columns, half = seq_len, spec.columns, np.dtype(np.float16)
+    length, half, code = seq_len, np.dtype(np.float16), np.dtype(np.uint16)
     found: dict[str, DatasetLayout] = {}
 
-    def add(name: str, dtype: np.dtype, shape: tuple[int, ...], about: str) -> None:
-        found[name] = DatasetLayout(shape, dtype, shape, about)
+    def add(name: str, dtype: np.dtype, shape: tuple[int, ...], about: str, **more: Any) -> None:
+        found[name] = DatasetLayout(shape, dtype, shape, about, **more)
 
-    add("tokens", spec.id_dtype, (length + 1,), "tokens[t + 1] is the label of position t")
-    add("loss_mask", np.dtype(np.uint8), (length,), "1: the label of this position counts in the loss")
-    add("segments", segment_dtype(seq_len), (length,), "number of the document within its sequence")
+    add("tokens", spec.id_dtype, (length + 1,), "tokens[t + 1] is the label of position t", bits=False)
+    flags = {"sequences": max(1, _FLAGS // length)}
+    about = "1: the label of this position counts in the loss; 2: the teacher had no numbers"
+    add("loss_mask", np.dtype(np.uint8), (length,), about, **flags)
+    add("segments", segment_dtype(seq_len), (length,), "number of the document within its sequence", **flags)
     if spec.kind == "tokens":
         return found
-    add("label_logprob", half, (length,), "teacher log p of the label at T = 1, nats")
     if spec.kind == "dense":
+        add("label_logprob", half, (length,), "teacher log p of the label at T = 1, nats")
         block = max(1, min(length, _DENSE_CHUNK_BYTES // (2 * spec.vocab_size)))
         whole, about = (length, spec.vocab_size), "teacher log p of every entry at T = 1, nats"
         found["logprobs"] = DatasetLayout(whole, half, (block, spec.vocab_size), about)
         return found
-    add(
-        "ids",
-        spec.id_dtype,
-        (length, columns),
-        "head, most likely first; drawn entries; absent (largest value)",
-    )
-    add("logprobs", half, (length, columns), "teacher log p of ids at T = 1, nats; NaN where absent")
+    about = "places in the dictionary of the head, most likely first, and of drawn entries; 0: absent"
+    add("ids", spec.code_dtype, (spec.columns, length), about, bits=False)
+    add("logprobs", code, (spec.columns, length), "code of log p of ids, less that of the entry before")
     if spec.draws:
-        add("draws", np.dtype(np.uint8), (length, columns), "times drawn from outside the head; 0 in the head")
-    about = "log sum over all but the head of exp(beta log p) at each knot of beta, then its slopes in beta"
-    add("tail", half, (length, 2 * len(spec.knots)), about)
-    add("logit_mean", half, (length,), "mean over the vocabulary of log p, nats")
-    add("logit_std", half, (length,), "standard deviation over the vocabulary of log p, nats")
+        add("draws", np.dtype(np.uint8), (spec.draws, length), "how often the drawn entries were drawn; 0: absent")
+    about = "tail and spread, distance from the prediction in steps; then code of log p of the label, 0 in the head"
+    add("tail", code, (2 * len(spec.knots) + 3, length), about)
     return found
 
 
@@ -188,18 +194,37 @@ def create_shard(file: h5py.File, spec: CodecSpec, seq_len: int, split: str, fir
             name,
             (number, *layout.shape),
             layout.dtype,
-            chunks=(1, *layout.chunk),
+            chunks=(min(number, layout.sequences), *layout.chunk),
             fillvalue=layout.fill,
             fletcher32=True,
             track_times=False,
-            compression=hdf5plugin.Bitshuffle(cname="zstd", clevel=3),
+            **_compression(layout.bits),
         )
         dataset.attrs["about"] = layout.about
 
 
+def _compression(bits: bool) -> dict[str, Any]:
+    if bits:
+        return {"compression": hdf5plugin.Bitshuffle(cname="zstd", clevel=_LEVEL)}
+    return {"shuffle": True, "compression": hdf5plugin.Zstd(clevel=_LEVEL)}
+
+
+def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
+    """The arrays of `Coding.to_arrays`, one chunk each."""
+    group = file.create_group(DICTIONARY)
+    for name, values in arrays.items():
+        options = {"chunks": values.shape, "fletcher32": True, "track_times": False, **_compression(bits=False)}
+        group.create_dataset(name, data=values, **options)
+
+
+def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
+    """The inverse of `write_dictionary`. KeyError: there is none."""
+    return {name: dataset[()] for name, dataset in file[DICTIONARY].items()}
+
+
 def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, Sequence[tuple[str, int]]]) -> None:
     """Virtual data sets over the shards (name, number of sequences) of each split, in groups of that
-    split's name.
+    split's name, and in SPLIT/dictionary links to the dictionaries of the shards.
 
     Shards are named relative to the index, so that the folder can move.
     """
@@ -207,7 +232,12 @@ def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, 
         for split, parts in shards.items():
             group = file.create_group(split)
             _describe(group, spec, seq_len, split)
+            group.attrs["sequences_per_shard"] = parts[0][1]
             total = sum(number for _, number in parts)
+            if spec.kind == "sparse":
+                links = group.create_group(DICTIONARY)
+                for shard, _ in parts:
+                    links[shard] = h5py.ExternalLink(f"{SHARDS}/{shard}.h5", f"/{DICTIONARY}")
             for name, layout in datasets(spec, seq_len).items():
                 virtual = h5py.VirtualLayout((total, *layout.shape), layout.dtype)
                 start = 0

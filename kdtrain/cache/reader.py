@@ -1,10 +1,13 @@
 """Reading a cache: sequences in any order, as tokens, masks and targets.
 
 Shards are opened when first needed, in the process that needs them (an HDF5 handle survives neither a fork
-nor a pickle), and at most `MAX_OPEN` stay open. A read goes through the sequences in the order of the file,
-each once. Only shards are read, never `index.h5`: a virtual data set whose shard is gone reads as fill
-values. A shard whose size differs from the manifest's, a chunk whose checksum fails and a missing target
-are errors that name the shard.
+nor a pickle), and at most `MAX_OPEN` stay open. A shard's SHA-256 is compared with the manifest's before it
+is opened for the first time, and again when the file has changed since. A read goes through the sequences
+in the order of the file, each once. Only shards are read, never `index.h5`: a virtual data set whose shard
+is gone reads as fill values. A shard that is not the one of the manifest, a chunk whose checksum fails and
+a missing target are errors that name the shard.
+
+What it gives up: the first read from a shard reads all of it, once a reader.
 """
 
 import os
@@ -22,6 +25,8 @@ from torch import Tensor
 
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec, decode
+from kdtrain.cache.coding import Coding, unpack
+from kdtrain.cache.files import file_digest
 from kdtrain.cache.provenance import Manifest, read_manifest
 from kdtrain.errors import RunError, UsageError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
@@ -44,6 +49,14 @@ class CachedBatch:
     """N = B*T rows, sequence by sequence; None for the codec `tokens`."""
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Sequences of one shard as they are stored, and what decodes them (None for `dense` and `tokens`)."""
+
+    arrays: dict[str, np.ndarray]
+    coding: Coding | None
+
+
 class CacheReader:
     """One split of a finished cache. UsageError: no finished cache there, or no such split."""
 
@@ -55,7 +68,8 @@ class CacheReader:
             raise UsageError(f"the cache {folder} has no split '{split}'; it has {there}")
         self.split = split
         self._shards: list[dict[str, Any]] = self.manifest.splits[split]["shards"]
-        self._files: OrderedDict[int, h5py.File] = OrderedDict()
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._sound: dict[int, tuple[int, int, int]] = {}
         self._process = os.getpid()
 
     def __len__(self) -> int:
@@ -63,7 +77,7 @@ class CacheReader:
         return self.manifest.splits[self.split]["sequences"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": OrderedDict(), "_process": None}
+        return {**self.__dict__, "_open": OrderedDict(), "_process": None}
 
     def read(self, indices: Sequence[int]) -> CachedBatch:
         """The sequences `indices` (0 .. len - 1, any order, repeats allowed), in that order.
@@ -74,17 +88,15 @@ class CacheReader:
         if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
             raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
         per_shard = self.manifest.settings.sequences_per_shard
-        parts = []
-        for shard in np.unique(wanted // per_shard):
-            rows = wanted[wanted // per_shard == shard] - shard * per_shard
-            parts.append(self._read_shard(int(shard), rows))
-        arrays = {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
-        return batch_of(arrays, self.manifest.codec)
+        shards, first = np.unique(wanted // per_shard, return_index=True)
+        rows = np.split(wanted - (wanted // per_shard) * per_shard, first[1:])
+        parts = [self._read_shard(int(shard), part) for shard, part in zip(shards, rows, strict=True)]
+        return batch_of(parts, self.manifest.codec, place)
 
-    def _read_shard(self, number: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def _read_shard(self, number: int, rows: np.ndarray) -> "Stored":
         path = layout.shard_path(self.folder, self._shards[number]["name"])
         try:
-            return read_arrays(self._open(number, path), rows)
+            return self._shard(number, path).read(rows)
         except (OSError, KeyError, ValueError, IndexError) as error:
             reason = str(error).splitlines()[0]
             raise RunError(
@@ -92,44 +104,93 @@ class CacheReader:
                 "then the same cache-teacher command again"
             ) from error
 
-    def _open(self, number: int, path: Path) -> h5py.File:
+    def _shard(self, number: int, path: Path) -> "Shard":
         if self._process != os.getpid():
             # A parent's handles share its file offsets and locks: read-only ones may be dropped, not used.
-            self._files, self._process = OrderedDict(), os.getpid()
-        if number not in self._files:
-            if path.stat().st_size != self._shards[number]["bytes"]:
-                raise OSError("its size differs from the manifest's")
-            self._files[number] = h5py.File(path, "r")
-            if len(self._files) > MAX_OPEN:
-                self._files.popitem(last=False)[1].close()
-        self._files.move_to_end(number)
-        return self._files[number]
+            self._open, self._process = OrderedDict(), os.getpid()
+        if number not in self._open:
+            self._prove(number, path)
+            self._open[number] = Shard(path, self.manifest.codec)
+            if len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def _prove(self, number: int, path: Path) -> None:
+        """OSError: the file is not the one of the manifest."""
+        found = path.stat()
+        seen = (found.st_size, found.st_mtime_ns, found.st_ino)
+        if self._sound.get(number) == seen:
+            return
+        if found.st_size != self._shards[number]["bytes"]:
+            raise OSError("its size differs from the manifest's")
+        if file_digest(path) != self._shards[number]["sha256"]:
+            raise OSError("its content changed: its SHA-256 differs from the manifest's")
+        self._sound[number] = seen
 
     def close(self) -> None:
         """Close every open shard; a later read opens them again."""
-        while self._files:
-            self._files.popitem()[1].close()
+        while self._open:
+            self._open.popitem()[1].close()
 
 
-def read_arrays(file: h5py.File, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """The given sequences of an open shard, every data set [len(rows), ...], as stored; `rows` ascending.
+class Shard:
+    """An open shard. KeyError or OSError: it is not one."""
 
-    ValueError: a target that was never written.
-    """
-    adjacent = len(rows) == rows[-1] - rows[0] + 1
-    arrays = {}
-    for name, dataset in file.items():
-        if adjacent:
-            arrays[name] = dataset[rows[0] : rows[-1] + 1]
-        else:
-            arrays[name] = np.stack([dataset[row] for row in rows])
-    if np.isnan(arrays.get("label_logprob", 0.0)).any():
-        raise ValueError("it lacks targets")
-    return arrays
+    def __init__(self, path: Path, spec: CodecSpec) -> None:
+        self._file = h5py.File(path, "r")
+        self._coding = Coding.from_arrays(layout.read_dictionary(self._file), spec) if spec.kind == "sparse" else None
+        sets = {name: each for name, each in self._file.items() if isinstance(each, h5py.Dataset)}
+        self._length = len(sets["tokens"])
+        # Masks are few bytes in few chunks: read once. The plain h5py way costs four times as much a read.
+        self._flags = {name: sets.pop(name)[()] for name in ("loss_mask", "segments")}
+        self._sets = {name: (each.id, each.shape[1:], each.dtype) for name, each in sets.items()}
+
+    def read(self, rows: np.ndarray) -> Stored:
+        """The given sequences, every array [len(rows), ...]; `rows` ascending.
+
+        ValueError: a target that was never written. OSError: a checksum fails. IndexError: too few sequences.
+        """
+        if rows[-1] >= self._length:
+            raise IndexError(f"it has no sequence {rows[-1]}")
+        runs = np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows) != 1) + 1)
+        arrays = {name: self._read(name, rows, runs) for name in self._sets}
+        arrays |= {name: values[rows] for name, values in self._flags.items()}
+        if _unwritten(arrays):
+            raise ValueError("it lacks targets")
+        return Stored(arrays, self._coding)
+
+    def _read(self, name: str, rows: np.ndarray, runs: list[np.ndarray]) -> np.ndarray:
+        handle, shape, dtype = self._sets[name]
+        values = np.empty((len(rows), *shape), dtype)
+        space = handle.get_space()
+        rest = (0,) * len(shape)
+        for run in runs:
+            part = values[run[0] : run[-1] + 1]
+            space.select_hyperslab((int(rows[run[0]]), *rest), part.shape)
+            handle.read(h5py.h5s.create_simple(part.shape), space, part)
+        return values
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
-def batch_of(arrays: dict[str, np.ndarray], spec: CodecSpec) -> CachedBatch:
-    """A batch of stored arrays."""
+def _unwritten(arrays: dict[str, np.ndarray]) -> bool:
+    if "tail" in arrays:
+        return bool((arrays["tail"][:, -1] == np.iinfo(np.uint16).max).any())
+    return "label_logprob" in arrays and bool(np.isnan(arrays["label_logprob"]).any())
+
+
+def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None = None) -> CachedBatch:
+    """One batch of the sequences of all `parts`: those at `places`, or all of them, in order."""
+    arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+    codings = [part.coding for part in parts for _ in part.arrays["tokens"]]
+    if places is not None and not np.array_equal(places, np.arange(len(codings))):
+        arrays = {name: values[places] for name, values in arrays.items()}
+        codings = [codings[place] for place in places]
+    if spec.kind == "sparse":
+        arrays |= unpack([coding for coding in codings if coding], arrays["tokens"], arrays)
     return CachedBatch(
         tokens=torch.from_numpy(arrays["tokens"].astype(np.int64)),
         loss_mask=torch.from_numpy(arrays["loss_mask"] == 1),

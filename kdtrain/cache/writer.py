@@ -3,11 +3,13 @@
 A cache is built in this order: settings.json; per shard the HDF5 file, then its sidecar; at the end
 index.h5 and the manifest. Each is written as .tmp, flushed, renamed. A killed build loses the shard in
 work: started again, it passes over each shard whose sidecar, size and digest are right and whose tokens are
-those of today's rows. Encoding runs between two forwards of the teacher; a thread writes one batch while
-the teacher works on the next.
+those of today's rows. A thread encodes and writes one batch while the teacher works on the next.
 
-What it gives up: the rows of a shard (tokens, not targets) are held in memory, and shards that other ranks
-build are read from the data by every rank.
+A sequence for which the teacher gives a logit that is no number is kept with its loss masked out, and
+counted; more than one in a thousand of them stop the build.
+
+What it gives up: the rows of a shard, and what is kept of its first sequences, are held in memory; the
+logits of two batches live at once; shards that other ranks build are read from the data by every rank.
 """
 
 import hashlib
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from kdtrain import __version__, faults
 from kdtrain.cache import fidelity, layout
-from kdtrain.cache.claim import begin, claim, make_folder
+from kdtrain.cache.claim import Lock, begin, claim, make_folder
 from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.files import (
     PUBLISH_POINTS,
@@ -42,7 +44,8 @@ from kdtrain.cache.provenance import (
     read_sidecar,
     shard_problem,
 )
-from kdtrain.cache.reader import batch_of, read_arrays
+from kdtrain.cache.reader import Shard, batch_of
+from kdtrain.cache.shard import ShardWriter
 from kdtrain.errors import RunError, UsageError
 
 Teacher = Callable[[Tensor, Tensor | None], Tensor]
@@ -98,9 +101,10 @@ class CacheWriter:
     """Builds or goes on with the cache in `folder`; `write_cache` drives it for one process.
 
     settings: what to build; a folder that was begun or finished with others is refused (UsageError that
-    names them). teacher: None exactly for the codec `tokens`; called under no_grad with at most
-    `batch_size` sequences. tokenizer: a folder, or anything with `save_pretrained(folder)`; its files are
-    copied into the cache. rank, world: this process builds the shards s with s % world == rank; rank 0
+    names them), and so is one that another process builds in. teacher: None exactly for the codec `tokens`;
+    called under no_grad with at most `batch_size` sequences. tokenizer: a folder, or anything with
+    `save_pretrained(folder)`; its files are copied into the cache. rank, world: this process builds the
+    shards s with s % world == rank and then calls `close`; rank 0
     alone calls `finish`, after all.
     """
 
@@ -122,12 +126,21 @@ class CacheWriter:
         self._splits: dict[str, list[tuple[str, int, str]]] = {}  # name, sequences, digest of the rows
         self._tokens: dict[str, Any] = {}
         self._done = 0
+        self._broken: list[str] = []
         self.manifest = claim(self.folder, settings)
         """The manifest if the cache is finished already: there is nothing to do."""
+        self._lock: Lock | None = None
+        if self.manifest is None:
+            make_folder(self.folder)
+            self._lock = Lock(self.folder, rank)
+            self.manifest = claim(self.folder, settings)  # another may have begun or finished it meanwhile
         if self.manifest is None and rank == 0:
             begin(self.folder, settings, tokenizer)
-        elif self.manifest is None:
-            make_folder(self.folder)
+
+    def close(self) -> None:
+        """Let other builders in; nothing can be built after it."""
+        if self._lock:
+            self._lock.release()
 
     def build(self, split: str, rows: Iterable[Row]) -> None:
         """Build what is missing of a split. UsageError: no row. RunError: full disk, broken teacher."""
@@ -140,10 +153,13 @@ class CacheWriter:
             name, digest = layout.shard_name(split, number), part.digest()
             shards.append((name, len(part.tokens), digest))
             self._tokens[split].update(np.ascontiguousarray(part.tokens, dtype="<u4").tobytes())
-            if number % self.world == self.rank and not self._is_built(name, digest):
-                self._build_shard(split, number * size, name, part, digest)
-            else:
+            if number % self.world != self.rank:
                 self._advance(len(part.tokens))
+            elif record := self._built(name, digest):
+                self._broken += record["broken"]
+                self._advance(len(part.tokens))
+            else:
+                self._build_shard(split, number * size, name, part, digest)
         if not shards:
             raise UsageError(
                 f"the {split} data give no whole sequence of {self.settings.seq_len} tokens; "
@@ -159,22 +175,22 @@ class CacheWriter:
                 f"{self.settings.vocab_size}: use the teacher's own tokenizer"
             )
 
-    def _is_built(self, name: str, digest: str) -> bool:
+    def _built(self, name: str, digest: str) -> dict[str, Any] | None:
         try:
             record = read_sidecar(self.folder, name)
         except (OSError, ValueError):
-            return False
+            return None
         same = record["rows_sha256"] == digest and record["settings_sha256"] == self.settings.digest()
-        return same and shard_problem(self.folder, record) is None
+        return record if same and shard_problem(self.folder, record) is None else None
 
     def _build_shard(self, split: str, first: int, name: str, part: _Rows, digest: str) -> None:
         number, spec = len(part.tokens), self.settings.codec
         with published(layout.shard_path(self.folder, name), "cache.shard") as temporary:
             with layout.creating(temporary) as (file, check):
                 layout.create_shard(file, spec, self.settings.seq_len, split, first, number)
-                self._fill(file, check, split, first, part)
-                file.flush()
-                stored = {key: dataset.id.get_storage_size() for key, dataset in file.items()}
+                shard = ShardWriter(file, check, spec, self.settings.seq_len, split, first)
+                self._fill(shard, split, first, part)
+                stored = shard.finish()
                 faults.point("cache.shard.before-close")
             record = {"sha256": file_digest(temporary), "bytes": temporary.stat().st_size}
         record |= {
@@ -183,37 +199,60 @@ class CacheWriter:
             "first_sequence": first,
             "sequences": number,
             "stored": stored,
+            "broken": shard.broken,
         }
         record |= {"rows_sha256": digest, "settings_sha256": self.settings.digest()}
         publish_json(layout.sidecar_path(self.folder, name), record, "cache.sidecar")
 
-    def _fill(self, file: h5py.File, check: Callable[[], None], split: str, first: int, part: _Rows) -> None:
+    def _fill(self, shard: ShardWriter, split: str, first: int, part: _Rows) -> None:
         pending: Future[None] | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
             for start in range(0, len(part.tokens), self.batch_size):
                 batch = slice(start, min(start + self.batch_size, len(part.tokens)))
-                arrays = self._encode(split, first + start, part, batch)
+                rows = {name: getattr(part, name)[batch] for name in ("tokens", "loss_mask", "segments")}
+                logits_BTV = self._ask(rows)
                 if pending:
                     pending.result()
-                    check()
-                pending = thread.submit(_write, file, batch, arrays)
+                pending = thread.submit(self._take, shard, rows, logits_BTV, split, first + start)
+                del logits_BTV
                 self._advance(batch.stop - batch.start)
+                self._stop_if_broken(self._broken + shard.broken)
             assert pending
             pending.result()
+        self._broken += shard.broken
 
-    def _encode(self, split: str, first: int, part: _Rows, batch: slice) -> dict[str, np.ndarray]:
-        tokens, segments = part.tokens[batch], part.segments[batch]
-        arrays = {"tokens": tokens, "loss_mask": part.loss_mask[batch], "segments": segments}
+    def _ask(self, rows: dict[str, np.ndarray]) -> Tensor | None:
         if self.teacher is None:
-            return arrays
-        tokens_BT1 = torch.from_numpy(tokens.astype(np.int64))
-        segments_BT = torch.from_numpy(segments.astype(np.int64)) if self.settings.document_mask else None
-        spec, seed = self.settings.codec, self.settings.seed
+            return None
+        tokens_BT = torch.from_numpy(rows["tokens"][:, :-1].astype(np.int64))
+        segments_BT = torch.from_numpy(rows["segments"].astype(np.int64)) if self.settings.document_mask else None
         with torch.no_grad():
-            logits_BTV = self.teacher(tokens_BT1[:, :-1], segments_BT)
-        assert logits_BTV.shape[-1] == spec.vocab_size, "the teacher's vocabulary is not the one of the settings"
-        targets = encode_sequences(logits_BTV, tokens_BT1[:, 1:], spec, seed=seed, split=split, first=first)
-        return {**arrays, **targets}
+            logits_BTV = self.teacher(tokens_BT, segments_BT)
+        width = self.settings.vocab_size
+        assert logits_BTV.shape[-1] == width, "the teacher's vocabulary is not the one of the settings"
+        return logits_BTV
+
+    def _take(
+        self, shard: ShardWriter, rows: dict[str, np.ndarray], logits_BTV: Tensor | None, split: str, first: int
+    ) -> None:
+        kept = {}
+        if logits_BTV is not None:
+            labels_BT = torch.from_numpy(rows["tokens"][:, 1:].astype(np.int64))
+            spec, seed = self.settings.codec, self.settings.seed
+            kept = encode_sequences(logits_BTV, labels_BT, spec, seed=seed, split=split, first=first)
+        shard.add(rows, kept)
+
+    def _stop_if_broken(self, broken: list[str], finished: bool = False) -> None:
+        """RunError: more than one in a thousand sequences have no numbers; before the end only where the
+        rest cannot change that."""
+        limits = list(self.settings.sequences.values())
+        known = None not in limits and len(limits) >= len(self._splits)
+        total = max(self._done, sum(n or 0 for n in limits) if known else 10_000)
+        if len(broken) * 1000 > (self._done if finished else total):
+            raise RunError(
+                f"the teacher gave logits that are not numbers for {len(broken)} of {self._done} sequences (the first "
+                f"is {broken[0]}), more than one in a thousand: load it in another dtype (bfloat16 or float32)"
+            )
 
     def _advance(self, sequences: int) -> None:
         self._done += sequences
@@ -228,6 +267,8 @@ class CacheWriter:
         with writing(self.folder):
             faults.point("cache.before-finish")
         sidecars = {split: [self._sidecar(*shard) for shard in shards] for split, shards in self._splits.items()}
+        broken = [name for records in sidecars.values() for record in records for name in record["broken"]]
+        self._stop_if_broken(broken, finished=True)
         self._remove_strays({record["name"] for records in sidecars.values() for record in records})
         measured, span = self._measure()
         index, spec, length = self.folder / layout.INDEX, self.settings.codec, self.settings.seq_len
@@ -248,6 +289,7 @@ class CacheWriter:
         )
         publish_json(self.folder / layout.MANIFEST, self.manifest.to_json(), "cache.manifest")
         self.manifest = read_manifest(self.folder)
+        self.close()
         return self.manifest
 
     def _sidecar(self, name: str, sequences: int, digest: str) -> dict[str, Any]:
@@ -271,6 +313,7 @@ class CacheWriter:
         keys = ("name", "sequences", "sha256", "bytes")
         return {
             "sequences": sum(record["sequences"] for record in records),
+            "broken": sum(len(record["broken"]) for record in records),
             "tokens_sha256": self._tokens[split].hexdigest(),
             "shards": [{key: record[key] for key in keys} for record in records],
         }
@@ -282,8 +325,9 @@ class CacheWriter:
         name, sequences, _ = self._splits[split][0]
         spec, length = self.settings.codec, self.settings.seq_len
         number, positions = fidelity.sample_size(sequences, length, spec.vocab_size)
-        with h5py.File(layout.shard_path(self.folder, name), "r") as file:
-            batch = batch_of(read_arrays(file, np.arange(number)), spec)
+        shard = Shard(layout.shard_path(self.folder, name), spec)
+        batch = batch_of([shard.read(np.arange(number))], spec)
+        shard.close()
         masked = self.settings.document_mask
         found, span = fidelity.measure(batch, self.teacher, document_mask=masked, positions=positions)
         return {"split": split, **found}, span
@@ -294,18 +338,15 @@ def write_cache(
 ) -> Manifest:
     """Build all `splits` and finish, in one process; a finished cache of these settings stays untouched."""
     writer = CacheWriter(folder, settings, **options)
-    if writer.manifest is None:
-        for split, rows in splits.items():
-            writer.build(split, rows)
-        writer.finish()
+    try:
+        if writer.manifest is None:
+            for split, rows in splits.items():
+                writer.build(split, rows)
+            writer.finish()
+    finally:
+        writer.close()
     assert writer.manifest
     return writer.manifest
-
-
-def _write(file: h5py.File, batch: slice, arrays: dict[str, np.ndarray]) -> None:
-    for name, values in arrays.items():
-        file[name][batch] = values
-    faults.point("cache.shard.after-batch")
 
 
 def _bytes_per_token(records: list[dict[str, Any]], seq_len: int) -> dict[str, float]:

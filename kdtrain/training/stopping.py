@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Outside of training there is no step to finish: SIGTERM ends the block at once, by KeyboardInterrupt as Ctrl-C."""
+    """Outside of training there is no step to finish: SIGTERM ends the block at once, as Ctrl-C does."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

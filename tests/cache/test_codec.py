@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from kdtrain.cache.codec import ABSENT, KNOTS, CodecSpec, decode, encode, encode_sequences, uniforms
-from kdtrain.errors import RunError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 
@@ -101,9 +100,8 @@ def test_a_teacher_that_is_certain_leaves_nothing_to_draw() -> None:
     logits = torch.full((2, 50), -torch.inf)
     logits[:, 7] = 0.0
     spec = CodecSpec(kind="sparse", vocab_size=50, head=1, draws=4)
-    targets = decode(
-        {k: v[None] for k, v in encode(logits, torch.tensor([7, 8]), spec, np.zeros((2, 4))).items()}, spec
-    )
+    arrays = encode(logits, torch.tensor([7, 8]), spec, np.zeros((2, 4)))
+    targets = decode({k: v[None] for k, v in arrays.items()}, spec)
     assert isinstance(targets, SparseTargets)
     assert (targets.ids[:, 1:] == ABSENT).all()
     assert (targets.counts == 0).all()
@@ -128,13 +126,22 @@ def test_the_same_sequence_gets_the_same_draws_in_any_batch() -> None:
     assert not np.array_equal(alone["ids"], other["ids"])
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_logit_that_is_no_number_names_the_sequence(bad: float) -> None:
-    logits = _logits(8, 20).reshape(2, 4, 20)
-    logits[1, 2, 5] = bad
-    spec = CodecSpec(kind="sparse", vocab_size=20, head=2, draws=2)
-    with pytest.raises(RunError, match="sequence 31 of train"):
-        encode_sequences(logits, torch.zeros(2, 4, dtype=torch.int64), spec, seed=0, split="train", first=30)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kind", [{"kind": "sparse", "head": 2, "draws": 2}, {"kind": "dense"}])
+def test_a_logit_that_is_no_number_marks_its_sequence_and_no_other(bad: float, kind: dict) -> None:
+    logits = _logits(12, 20).reshape(3, 4, 20)
+    sound = logits.clone()
+    logits[1, 2, slice(None) if bad == -torch.inf else 5] = bad
+    spec = CodecSpec(vocab_size=20, **kind)
+    options = {"seed": 0, "split": "train", "first": 30}
+    labels = torch.zeros(3, 4, dtype=torch.int64)
+    found = encode_sequences(logits, labels, spec, **options)
+    expected = encode_sequences(sound, labels, spec, **options)
+    assert found.pop("broken").tolist() == [False, True, False]
+    for name, values in found.items():
+        assert np.array_equal(values[[0, 2]], expected[name][[0, 2]], equal_nan=True)
+        assert np.isfinite(np.nan_to_num(values, nan=0.0, posinf=np.inf)).all()
+    assert np.isfinite(found["label_logprob"]).all()
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65_535, np.uint16), (65_536, np.uint32), (151_936, np.uint32)])

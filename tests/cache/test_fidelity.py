@@ -6,11 +6,20 @@ import pytest
 import torch
 
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.coding import Coding
 from kdtrain.cache.fidelity import GRID, TOLERANCE, measure, sample_size, temperature_range
 from kdtrain.cache.provenance import read_manifest
 from kdtrain.cache.reader import CachedBatch
 
 VOCAB = 500
+
+
+def _stored(arrays: dict, tokens: torch.Tensor, spec: CodecSpec) -> dict:
+    """The arrays as they come back from a shard."""
+    if spec.kind == "dense":
+        return arrays
+    coding = Coding.fit(tokens.numpy(), arrays, spec)
+    return coding.unpack(tokens.numpy(), coding.pack(tokens.numpy(), arrays))
 
 
 def _measured(spec: CodecSpec, rows: int = 4, length: int = 64) -> tuple[dict, dict]:
@@ -19,7 +28,7 @@ def _measured(spec: CodecSpec, rows: int = 4, length: int = 64) -> tuple[dict, d
     logits = -1.3 * (1.0 + order).log()
     tokens = torch.zeros(rows, length + 1, dtype=torch.int64)
     tokens[:, 0] = torch.arange(rows)
-    arrays = encode_sequences(logits, tokens[:, 1:], spec, seed=0, split="validation", first=0)
+    arrays = _stored(encode_sequences(logits, tokens[:, 1:], spec, seed=0, split="validation", first=0), tokens, spec)
     mask, segments = torch.ones(rows, length, dtype=torch.bool), torch.zeros(rows, length, dtype=torch.int64)
     batch = CachedBatch(tokens, mask, segments, decode(arrays, spec))
 
@@ -74,7 +83,7 @@ def test_sampled_gradients_converge_to_the_full_one() -> None:
     spec = CodecSpec(kind="sparse", vocab_size=VOCAB, head=8, draws=255)
     logits = (-1.3 * torch.arange(1.0, VOCAB + 1).log()).expand(4, 64, VOCAB)
     tokens = torch.zeros(4, 65, dtype=torch.int64)
-    arrays = encode_sequences(logits, tokens[:, 1:], spec, seed=0, split="validation", first=0)
+    arrays = _stored(encode_sequences(logits, tokens[:, 1:], spec, seed=0, split="validation", first=0), tokens, spec)
     mask, segments = torch.ones(4, 64, dtype=torch.bool), torch.zeros(4, 64, dtype=torch.int64)
     batch = CachedBatch(tokens, mask, segments, decode(arrays, spec))
     found, _ = measure(batch, lambda *_: logits[:1], document_mask=False, positions=64)

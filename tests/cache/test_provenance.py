@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.files import publish_json, read_sealed, sealed
+from kdtrain.cache.files import publish_json, read_sealed
 from kdtrain.cache.provenance import (
     CacheSettings,
     check_student,
@@ -139,7 +139,7 @@ def test_an_unfinished_or_missing_cache_is_refused(cache: Path, tmp_path: Path) 
 
 def test_a_format_of_the_future_is_refused_by_number(cache: Path) -> None:
     path = cache / layout.MANIFEST
-    path.write_text(json.dumps(sealed({**read_sealed(path), "format_version": 2})))
+    publish_json(path, {**read_sealed(path), "format_version": 2}, "cache.manifest")
     with pytest.raises(UsageError, match="format version 2; this kdtrain reads 1"):
         read_manifest(cache)
 
@@ -220,3 +220,12 @@ def test_a_sealed_record_cannot_be_changed(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text().replace("1", "2", 1))
     with pytest.raises(ValueError, match="digest"):
         read_sealed(tmp_path / "a.json")
+
+
+def test_another_spelling_of_the_same_value_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    publish_json(path, {"x": 0.1 + 0.2}, "cache.settings")
+    path.write_text(path.read_text().replace("0.30000000000000004", "0.30000000000000005"))
+    assert json.loads(path.read_text())["x"] == 0.1 + 0.2
+    with pytest.raises(ValueError, match="digest"):
+        read_sealed(path)

@@ -3,20 +3,26 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+import torch
 
 from kdtrain import faults
 from kdtrain.cache import layout
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.claim import Lock
+from kdtrain.cache.codec import ABSENT, CodecSpec
 from kdtrain.cache.provenance import read_manifest, verify_cache
+from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import FAULT_POINTS, CacheWriter, write_cache
 from kdtrain.errors import RunError, UsageError
+from kdtrain.objective.targets import SparseTargets
 
 REPEATED = [point for point in FAULT_POINTS if point.startswith(("cache.shard", "cache.sidecar"))]
 KILLS = [(point, 1) for point in FAULT_POINTS] + [(point, 3) for point in REPEATED]
@@ -39,7 +45,10 @@ def content(folder: Path) -> dict[str, np.ndarray]:
     found = {}
     for path in sorted((folder / layout.SHARDS).glob("*.h5")):
         with h5py.File(path) as file:
-            found |= {f"{path.name}/{name}": dataset[:] for name, dataset in file.items()}
+            parts = {name: file[name] for name in file if name != layout.DICTIONARY}
+            if layout.DICTIONARY in file:
+                parts |= {f"{layout.DICTIONARY}/{name}": each for name, each in file[layout.DICTIONARY].items()}
+            found |= {f"{path.name}/{name}": dataset[:] for name, dataset in parts.items()}
     return found
 
 
@@ -250,15 +259,20 @@ def test_the_index_is_read_without_kdtrain(whole: Path, tmp_path: Path) -> None:
         "import sys, h5py, hdf5plugin, json, numpy as np\n"
         "file = h5py.File(sys.argv[1])\n"
         "total = lambda values: np.nan_to_num(values.astype(float)).sum()\n"
-        "sums = {f'{s}/{n}': total(d[:]) for s in file for n, d in file[s].items()}\n"
+        "sums = {f'{s}/{n}': total(d[:]) for s in file for n, d in file[s].items() if n != 'dictionary'}\n"
         "assert 'kdtrain' not in sys.modules\n"
         "head, shape = int(file['train'].attrs['head']), file['train/ids'].shape\n"
-        "print(json.dumps({'sums': sums, 'shape': shape, 'head': head}))"
+        "groups = {f'{s}/{n}': group for s in file for n, group in file[s]['dictionary'].items()}\n"
+        "lists = {f'{n}/{d}': total(v[:]) for n, group in groups.items() for d, v in group.items()}\n"
+        "print(json.dumps({'sums': sums, 'lists': lists, 'shape': shape, 'head': head}))"
     )
     command = [sys.executable, "-c", code, str(moved / "index.h5")]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout)
-    assert found["shape"] == [10, 16, 12]
+    assert found["shape"] == [10, 12, 16]
     assert found["head"] == 4
+    names = {f"train/train-0000{number}" for number in range(3)} | {"validation/validation-00000"}
+    assert {name.rsplit("/", 1)[0] for name in found["lists"]} == names
+    assert len(found["lists"]) == 4 * len(names)
     for split in ("train", "validation"):
         for name in layout.datasets(CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8), 16):
             parts = [v for key, v in content(moved).items() if key.startswith(split) and key.endswith(f"/{name}")]
@@ -271,9 +285,10 @@ def test_an_index_whose_shard_is_gone_reads_as_fill_values(tmp_path: Path, works
     layout.shard_path(folder, "train-00000").unlink()
     with h5py.File(folder / "index.h5") as file:
         assert (file["train/ids"][0] == 65_535).all()
-        assert np.isnan(file["train/logprobs"][0]).all()
+        assert (file["train/logprobs"][0] == 65_535).all()
+        assert file["train/dictionary"].get("train-00000") is None
         assert (file["train/tokens"][0] == 65_535).all()
-        assert np.isfinite(file["train/label_logprob"][4]).all()
+        assert (file["train/tail"][4] < 65_535).all()
 
 
 @pytest.mark.parametrize("kind", [{"kind": "sparse", "head": 4, "draws": 4}, {"kind": "dense"}])
@@ -294,7 +309,101 @@ def test_a_vocabulary_of_151936_is_cached_with_wide_ids(tmp_path: Path, workshop
 
 def test_every_data_set_is_checksummed_and_compressed(whole: Path) -> None:
     with h5py.File(layout.shard_path(whole, "train-00000")) as file:
-        for name, dataset in file.items():
+        for name, dataset in file["dictionary"].items():
             assert dataset.fletcher32, name
-            assert "32008" in dataset._filters, name
-            assert dataset.chunks == (1, *dataset.shape[1:]), name
+        for name, dataset in file.items():
+            if name == "dictionary":
+                continue
+            assert dataset.fletcher32, name
+            assert {"32008", "32015"} & dataset._filters.keys(), name
+            number = len(dataset) if name in ("loss_mask", "segments") else 1
+            assert dataset.chunks == (number, *dataset.shape[1:]), name
+
+
+def test_the_recipe_of_the_format_page_reads_what_the_reader_reads(whole: Path, monkeypatch, capsys) -> None:
+    page = (Path(__file__).parents[2] / "cache" / "README.md").read_text()
+    recipe = page.split("```python\n")[1].split("```")[0].replace("cache/NAME", str(whole))
+    found: dict[str, Any] = {}
+    for row in (0, 5, 9):
+        exec(recipe.replace("row = 0", f"row = {row}"), found)
+        targets = CacheReader(whole, "train").read([row]).targets
+        assert isinstance(targets, SparseTargets)
+        absent = targets.ids.numpy() == ABSENT
+        assert np.array_equal(found["absent"].T, absent)
+        assert np.array_equal(found["ids"].T[~absent], targets.ids.numpy()[~absent])
+        assert np.allclose(found["logprobs"].T[~absent], targets.logprobs.numpy()[~absent], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["both", "dense"])
+def test_a_sequence_without_numbers_is_masked_out_and_counted(tmp_path: Path, workshop, codecs, kind: str) -> None:
+    """One of 1,200 sequences: its loss is masked, all others are as they were."""
+    sound, spec = workshop.teacher(), codecs[kind]
+
+    def broken(tokens, segments):
+        logits = sound(tokens, segments)
+        hit = (tokens == bad_row).all(1)
+        return logits.masked_fill(hit[:, None, None], float("nan"))
+
+    bad_row = torch.from_numpy(list(workshop.rows(6))[5].tokens[:-1].astype(np.int64))
+    manifests = []
+    for name, teacher in (("sound", sound), ("broken", broken)):
+        splits = {"train": workshop.rows(1200), "validation": workshop.rows(3, seed=1)}
+        settings = workshop.settings(spec, sequences_per_shard=400, sequences={"train": 1200, "validation": 3})
+        manifests.append(write_cache(tmp_path / name, settings, splits, teacher=teacher, batch_size=64))
+    assert [manifest.splits["train"]["broken"] for manifest in manifests] == [0, 1]
+    assert manifests[0].fidelity == manifests[1].fidelity
+    one, other = (CacheReader(tmp_path / name, "train").read([4, 5, 6]) for name in ("sound", "broken"))
+    assert not other.loss_mask[1].any()
+    assert torch.equal(one.loss_mask[::2], other.loss_mask[::2])
+    assert other.targets is not None
+    for value in vars(other.targets).values():
+        assert not torch.is_tensor(value) or torch.isfinite(value).all()
+    assert verify_cache(tmp_path / "broken") == []
+
+
+def test_more_than_one_broken_sequence_in_a_thousand_stops_the_build(tmp_path: Path, workshop, codecs) -> None:
+    calls = []
+
+    def teacher(tokens, segments):
+        calls.append(len(tokens))
+        return workshop.teacher()(tokens, segments) * float("nan")
+
+    settings = workshop.settings(codecs["head"], sequences={"train": 4000, "validation": 3})
+    splits = {"train": workshop.rows(4000), "validation": workshop.rows(3)}
+    with pytest.raises(RunError, match=r"not numbers for .* more than one in a thousand"):
+        write_cache(tmp_path / "c", settings, splits, teacher=teacher, batch_size=3)
+    assert sum(calls) < 20
+    once = lambda tokens, segments: (  # noqa: E731
+        workshop.teacher()(tokens, segments).index_fill(0, torch.tensor(0), float("inf"))
+    )
+    with pytest.raises(RunError, match=r"for [12] of .*the first is train 0"):
+        write_cache(tmp_path / "d", workshop.settings(codecs["head"]), workshop.splits(), teacher=once, batch_size=10)
+
+
+def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path: Path, workshop, codecs) -> None:
+    folder, settings = tmp_path / "c", workshop.settings(codecs["head"])
+    holds, release = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        writer = CacheWriter(folder, settings, teacher=workshop.teacher(), batch_size=3)
+        os.write(holds[1], b"x")
+        os.read(release[0], 1)
+        writer.build("train", workshop.rows(10))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.read(holds[0], 1)
+    with pytest.raises(UsageError, match=r"another process is building .* now; wait for it") as caught:
+        workshop.build(folder, codecs["head"])
+    assert "\n" not in str(caught.value)
+    CacheWriter(folder, settings, teacher=workshop.teacher(), rank=1, world=2).close()
+    os.write(release[1], b"x")
+    os.waitpid(pid, 0)
+    workshop.build(folder, codecs["head"])
+    assert verify_cache(folder) == []
+    assert not list(folder.glob(".building-*"))
+
+
+def test_a_finished_cache_needs_no_lock(tmp_path: Path, workshop, codecs) -> None:
+    folder = workshop.build(tmp_path / "c", codecs["head"])
+    lock = Lock(folder, 0)
+    workshop.build(folder, codecs["head"])
+    lock.release()

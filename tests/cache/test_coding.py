@@ -1,0 +1,153 @@
+"""What is stored is what was kept, to the stated errors, in few bytes."""
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.cache.codec import FLOOR, CodecSpec, decode, encode_sequences
+from kdtrain.cache.coding import Arrays, Coding, logprob_codes, logprobs_of
+from kdtrain.cache.dictionary import WIDTH, Dictionary
+from kdtrain.cache.moments import EMPTY_TAIL, MARK, Predictor, order, steps
+from kdtrain.objective.targets import SparseTargets
+
+TEMPERATURES = np.geomspace(1, 4, 25)
+
+
+def _zipf(rows: int, vocab_size: int, slope: float, peak: float = 0.0) -> torch.Tensor:
+    """Zipf-shaped logits in an order of their own, the most likely entry raised by `peak` nats."""
+    generator = torch.Generator().manual_seed(3)
+    rank = torch.rand(rows, vocab_size, generator=generator).argsort(-1)
+    noise = 0.3 * torch.randn(rows, vocab_size, generator=generator)
+    return -slope * (1.0 + rank).log() + noise + peak * (rank == 0)
+
+
+def _kept(logits: torch.Tensor, spec: CodecSpec) -> tuple[np.ndarray, Arrays]:
+    tokens = np.random.RandomState(0).randint(0, spec.vocab_size, (1, len(logits) + 1))
+    labels = torch.from_numpy(tokens[:, 1:]).long()
+    kept = encode_sequences(logits[None], labels, spec, seed=0, split="train", first=0)
+    del kept["broken"]
+    return tokens, kept
+
+
+def _through(tokens: np.ndarray, kept: Arrays, spec: CodecSpec) -> Arrays:
+    """What is read, with lists and weights that went through their arrays too."""
+    coding = Coding.fit(tokens, kept, spec)
+    stored = coding.pack(tokens, kept)
+    assert all(values.dtype.kind == "u" for values in stored.values())
+    return Coding.from_arrays(coding.to_arrays(), spec).unpack(tokens, stored)
+
+
+@pytest.mark.parametrize("logprob", [0.0, -1e-4, -0.1, -0.7, -2.3, -9.0, -40.0, -900.0, FLOOR])
+def test_a_log_probability_errs_by_at_most_its_stated_bound(logprob: float) -> None:
+    around = np.linspace(logprob - 0.02, min(0.0, logprob + 0.02), 500)
+    found = logprobs_of(logprob_codes(around).astype(np.uint16))
+    expected = np.maximum(around, FLOOR)
+    assert (np.abs(found - expected) <= (1 - expected) / 383).all()
+
+
+def test_what_cannot_be_stays_impossible_and_certainty_certain() -> None:
+    codes = logprob_codes(np.array([FLOOR, -np.inf, np.nan, 0.0, 1e-7]))
+    assert logprobs_of(codes.astype(np.uint16)).tolist() == [FLOOR, FLOOR, FLOOR, 0.0, 0.0]
+    assert np.isnan(logprobs_of(np.uint16(2**16 - 1)))
+
+
+@pytest.mark.parametrize("vocab_size", [50, 3000, 70_000])
+def test_every_id_comes_back_listed_or_not(vocab_size: int) -> None:
+    random = np.random.RandomState(1)
+    absent = int(np.iinfo(CodecSpec(kind="sparse", vocab_size=vocab_size, head=1).id_dtype).max)
+    seen, unseen = (random.zipf(1.5, (2, 3000, 5)) - 1) % vocab_size
+    context = random.randint(0, 20, 3000)
+    seen[::7, 3:] = absent
+    lists = Dictionary.fit(context, seen, vocab_size, absent)
+    for ids in (seen, unseen, random.randint(0, vocab_size, (3000, 5))):
+        codes = lists.encode(context, ids)
+        assert ((codes == 0) == (ids == absent)).all()
+        assert np.array_equal(lists.decode(context, codes.T).T, ids)
+    assert (lists.encode(context, seen) <= WIDTH).mean() > 0.6
+
+
+def test_an_empty_tail_stays_empty_and_the_others_are_right_to_half_a_step() -> None:
+    knots = (1.5, 1.0, 0.25)
+    random = np.random.RandomState(2)
+    numbers = random.randn(8, 400).astype(np.float32).cumsum(0)
+    numbers[0, ::10] = EMPTY_TAIL
+    features = np.stack([np.ones(400), random.randn(400)]).astype(np.float32)
+    predictor = Predictor.fit(features, numbers, knots)
+    codes = predictor.encode(features, numbers)
+    assert ((codes[0] == MARK) == (numbers[0] == EMPTY_TAIL)).all()
+    found = predictor.decode(features, codes)
+    full = numbers[0] > EMPTY_TAIL
+    assert (np.abs(found - numbers)[:, full] <= 0.501 * steps(knots)[:, None]).all()
+    assert (found[:3, ~full] == EMPTY_TAIL).all()
+    assert (found[3:6, ~full] == 0).all()
+    assert order(knots) == [1, 2, 0, 4, 5, 3, 6, 7]
+
+
+@pytest.mark.parametrize("head", [8, 12, 50])
+@pytest.mark.parametrize("slope, peak", [(1.0, 0.0), (1.3, 2.0), (1.6, 0.0), (2.0, 4.0)])
+def test_masses_and_weights_are_exact_to_a_hundredth_of_a_nat(head: int, slope: float, peak: float) -> None:
+    """log of head mass, tail mass and Z at every T in [1, 4] against the dense teacher in fp64."""
+    spec = CodecSpec(kind="sparse", vocab_size=2048, head=head)
+    logits = _zipf(256, 2048, slope, peak)
+    tokens, kept = _kept(logits, spec)
+    targets = decode(_through(tokens, kept, spec), spec)
+    assert isinstance(targets, SparseTargets)
+    energy = logits.double().log_softmax(-1)
+    top = energy.topk(head)
+    tail = energy.scatter(1, top.indices, -torch.inf)
+    for temperature in TEMPERATURES:
+        beta = 1 / temperature
+        whole = (beta * energy).logsumexp(-1)
+        partition = targets.log_partition(beta).double()
+        assert (partition - whole).abs().max() < 1e-2, temperature
+        for found, expected in (
+            (targets.head_logprobs(beta).logsumexp(-1), (beta * top.values).logsumexp(-1) - whole),
+            (targets.log_tail(beta) - partition, (beta * tail).logsumexp(-1) - whole),
+        ):
+            assert (found - expected).abs().max() < 1e-2, temperature
+
+
+@pytest.mark.parametrize("options", [{"head": 3}, {"draws": 9}, {"head": 5, "draws": 20}, {"head": 40}])
+def test_extreme_teachers_come_through(options: dict) -> None:
+    """Certain ones, ones that rule most entries out, flat ones and wild ones, side by side."""
+    spec = CodecSpec(kind="sparse", vocab_size=40, **options)
+    logits = torch.randn(60, 40, generator=torch.Generator().manual_seed(0))
+    logits[10:20] *= 1000.0
+    logits[20:30, 4:] = -torch.inf
+    logits[30:40, 1:] = -torch.inf
+    logits[40:50] = 0.0
+    tokens, kept = _kept(logits, spec)
+    found = _through(tokens, kept, spec)
+    assert np.array_equal(found["ids"], kept["ids"])
+    here = found["ids"] != spec.absent
+    error = np.abs(found["logprobs"] - kept["logprobs"])[here]
+    assert (error <= (1 - kept["logprobs"][here]) / 383).all()
+    if spec.draws:
+        assert np.array_equal(found["draws"], kept["draws"])
+    targets = decode(found, spec)
+    assert isinstance(targets, SparseTargets)
+    for temperature in (1.0, 2.0, 4.0):
+        expected = (logits.double().log_softmax(-1).clamp(min=FLOOR) / temperature).logsumexp(-1)
+        found_partition = targets.log_partition(1 / temperature)
+        assert torch.isfinite(found_partition).all()
+        calm = torch.arange(60) // 10 != 1
+        assert (found_partition - expected)[calm].abs().max() < 0.03
+
+
+def test_sampled_weights_are_unbiased_at_every_temperature() -> None:
+    """200,000 tokens of one distribution, 8 draws each: the mean of w_k = (c_k / n) p_k^(beta - 1) P / Z(beta),
+    over its entries, within 5 standard errors plus the stated error of the stored numbers."""
+    number, size, spec = 200_000, 40, CodecSpec(kind="sparse", vocab_size=40, draws=8)
+    energy = _zipf(1, size, 1.2).log_softmax(-1)
+    tokens, kept = _kept(energy.expand(number, size), spec)
+    targets = decode(_through(tokens, kept, spec), spec)
+    assert isinstance(targets, SparseTargets)
+    for beta in (1.0, 0.5, 0.25):
+        scale = (targets.log_tail(1.0) - targets.log_partition(beta))[:, None]
+        weight = targets.counts / targets.draws * ((beta - 1) * targets.logprobs + scale).exp()
+        place = targets.ids.clamp(max=size)
+        zeros = torch.zeros(number, size + 1, dtype=torch.float64)
+        estimate = zeros.scatter(1, place, weight.double())[:, :size]
+        expected = (beta * energy.double()).softmax(-1)[0]
+        error = 5 * estimate.std(0) / number**0.5 + 0.02 * expected
+        assert ((estimate.mean(0) - expected).abs() <= error).all(), beta
