@@ -86,6 +86,8 @@ def build_tokens(
 
 def holds_tokens(folder: Path) -> bool:
     """Whether `folder` is a cache of bare tokens, finished or begun, or empty: it can be made again at any time."""
+    if not folder.is_dir():
+        return False
     if not any(path.is_file() for path in folder.rglob("*")):
         return True
     try:

@@ -116,10 +116,10 @@ def _distill(config: DistillConfig) -> int:
         },
     )
     make(config.out)
+    if goes_on or config.checkpoint.resume not in ("auto", "never"):
+        _resume(run)  # before anything is written: a run with other options is refused and stays as it was
     write_description(config, _facts(run, spec, manifest))
     setup_logging(config.out / "train.log")
-    if goes_on or config.checkpoint.resume not in ("auto", "never"):
-        _resume(run)
     at = state.progress
     try:
         run.writers = Writers(config.out, at.step, at.validated_step, config.monitor.tensorboard)
@@ -248,7 +248,6 @@ def _resume(run: Run) -> None:
     left = run.store.set_aside_after(run.state.progress.step) if path.parent == run.store.folder.resolve() else []
     if left:
         log.info("set aside %s, which this run goes back behind", ", ".join(left))
-    log.info("going on from %s", path)
 
 
 def _facts(run: Run, spec: ModelSpec, manifest: Manifest) -> dict[str, Any]:
@@ -280,6 +279,8 @@ def _announce(run: Run, spec: ModelSpec, manifest: Manifest) -> None:
         run.step.mode,
         run.step.device,
     )
+    if run.state.progress.step:
+        log.info("going on from step %d", run.state.progress.step)
     event = "resume" if run.state.progress.step else "start"
     run.writers.event(event, run.state.progress.step)
 
