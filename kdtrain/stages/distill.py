@@ -116,14 +116,15 @@ def _distill(config: DistillConfig) -> int:
         },
     )
     make(config.out)
+    resumed = None
     if goes_on or config.checkpoint.resume not in ("auto", "never"):
-        _resume(run)  # before anything is written: a run with other options is refused and stays as it was
+        resumed = _resume(run)  # before anything is written: a run with other options is refused and stays as it was
     write_description(config, _facts(run, spec, manifest))
     setup_logging(config.out / "train.log")
     at = state.progress
     try:
         run.writers = Writers(config.out, at.step, at.validated_step, config.monitor.tensorboard)
-        _announce(run, spec, manifest)
+        _announce(run, spec, manifest, resumed)
         train(run)
         run.writers.close()
     except OSError as error:
@@ -219,8 +220,8 @@ def _compiles(config: DistillConfig, device: torch.device) -> bool:
     return reason is None
 
 
-def _resume(run: Run) -> None:
-    """Take over the checkpoint that `--resume` names; start anew where `auto` finds none."""
+def _resume(run: Run) -> Path | None:
+    """Take over the checkpoint that `--resume` names, and say which; None and anew where `auto` finds none."""
     wanted = run.config.checkpoint.resume
     if wanted == "auto":
         name, damaged = run.store.newest_valid()
@@ -228,7 +229,7 @@ def _resume(run: Run) -> None:
             log.warning(text)
         if name is None:
             log.warning("no valid checkpoint in %s; starting anew", run.store.folder)
-            return
+            return None
         path = (run.store.folder / name).resolve()
     else:
         path = run.store.choose(wanted)
@@ -248,6 +249,7 @@ def _resume(run: Run) -> None:
     left = run.store.set_aside_after(run.state.progress.step) if path.parent == run.store.folder.resolve() else []
     if left:
         log.info("set aside %s, which this run goes back behind", ", ".join(left))
+    return path
 
 
 def _facts(run: Run, spec: ModelSpec, manifest: Manifest) -> dict[str, Any]:
@@ -262,7 +264,7 @@ def _facts(run: Run, spec: ModelSpec, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _announce(run: Run, spec: ModelSpec, manifest: Manifest) -> None:
+def _announce(run: Run, spec: ModelSpec, manifest: Manifest, resumed: Path | None) -> None:
     config, settings = run.config, manifest.settings
     parameters = sum(each.numel() for each in run.state.student.parameters())
     distils = run.step.has_teacher and config.objective.distils
@@ -279,9 +281,9 @@ def _announce(run: Run, spec: ModelSpec, manifest: Manifest) -> None:
         run.step.mode,
         run.step.device,
     )
-    if run.state.progress.step:
-        log.info("going on from step %d", run.state.progress.step)
-    event = "resume" if run.state.progress.step else "start"
+    if resumed is not None:
+        log.info("going on from %s", resumed)
+    event = "start" if resumed is None else "resume"
     run.writers.event(event, run.state.progress.step)
 
 
