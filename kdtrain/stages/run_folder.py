@@ -15,7 +15,7 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log
 
 FREE = {
-    "run": {"out", "config", "json", "steps", "epochs", "device", "micro_batch_size"},
+    "run": {"out", "config", "json", "steps", "epochs", "device", "micro_batch_size", "activation_checkpointing"},
     "data": {"num_workers", "streaming"},
     "precision": {"compile", "compile_mode"},
     "checkpoint": {"checkpoint_freq", "keep_rolling", "resume", "auto_resume", "overwrite"},
