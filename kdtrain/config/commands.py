@@ -82,6 +82,8 @@ class DistillConfig:
     """Sequences in an optimizer step; decides the result."""
     micro_batch_size: int | None = None
     """Sequences in one forward; decides the memory. The batch size must be a multiple of it."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of the student's layers and compute the rest again: less memory, a third more time."""
     seed: int = 0
     """Seed of the student's weights, the order of the data and dropout."""
     device: str = "auto"

@@ -87,6 +87,24 @@ def model_of(kept: dict[str, Any], attention: str) -> PreTrainedModel:
     return cast(PreTrainedModel, model)
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Make the layers of a model keep only their inputs in training, and compute the rest again in the backward.
+
+    Values and gradients stay the same to the last bit, dropout included (arXiv 1604.06174).
+
+    Raises:
+        UsageError: the model's layers do not know how.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise UsageError(f"{type(model).__name__} cannot recompute its layers; leave --activation-checkpointing out")
+    # The reentrant kind needs inputs that want gradients, and embeddings of tokens do not compile with it.
+    how = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(how)
+    else:
+        model.gradient_checkpointing_enable(how)
+
+
 def model_digest(model: nn.Module) -> str:
     """Return the SHA-256 of the state dict: names in order, dtypes, shapes and bytes."""
     digest = hashlib.sha256()

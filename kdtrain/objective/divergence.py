@@ -23,7 +23,6 @@ Shape suffixes: R rows, E events.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -161,8 +160,12 @@ def _kl(from_RE: Tensor, to_RE: Tensor) -> Tensor:
 
 
 def _mixture(first_RE: Tensor, second_RE: Tensor, share: float) -> Tensor:
-    """log(share * exp(first) + (1 - share) * exp(second))."""
-    return torch.logaddexp(first_RE + math.log(share), second_RE + math.log1p(-share))
+    """log(share * exp(first) + (1 - share) * exp(second)), bounded where both are as good as 0.
+
+    A log-add-exp would need two more exponentials of what is exponentiated anyway.
+    """
+    mixed_RE = share * first_RE.exp() + (1 - share) * second_RE.exp()
+    return mixed_RE.clamp_min(torch.finfo(mixed_RE.dtype).tiny).log()
 
 
 _PLAIN = frozenset({"sparse", "dense"})

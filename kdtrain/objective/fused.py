@@ -9,8 +9,7 @@ written over the logits. Gradients are thus made in the forward pass, with three
 cross-entropy (`products`); the backward pass only multiplies them by the incoming scalar. A new sparse loss is a new
 small function.
 
-Dense targets take another way through the same walk: the loss is a function of the whole chunk of logits, and
-autograd runs through that chunk.
+Dense targets take another way through the same walk (`dense`): the divergence of a row is one of its statistics.
 
 Given up: the loss can be differentiated once, and all gradients that are asked for, as large as the weight
 and the hidden states, are held from forward to backward.
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdtrain.objective.dense import DenseStatistics, Shift, measure_dense, spread_dense, sum_dense, value_dense
 from kdtrain.objective.logits import Head, bare_logits, bounded_bias, cap_slope, chunk_rows, shape_logits
 from kdtrain.objective.products import Products
 from kdtrain.objective.statistics import (
@@ -44,8 +44,8 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 SparseLoss = Callable[[Statistics, Tensor, Rows], tuple[Tensor, Tensor]]
 """(statistics, beta, rows) -> (loss, a scalar that is differentiated; sums, a vector that is not)."""
-DenseLoss = Callable[[Tensor, Tensor, Rows], tuple[Tensor, Tensor]]
-"""(logits_RV, beta, rows) -> the same pair."""
+DenseLoss = Callable[[DenseStatistics, Tensor, Rows], tuple[Tensor, Tensor]]
+"""(statistics, beta, rows) -> the same pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,7 @@ class Walk:
     rows: Rows
     sparse_loss: SparseLoss
     dense_loss: DenseLoss
+    divergence: tuple[str, float]
     sums: int
     scale: float
     softcap: float | None
@@ -77,6 +78,7 @@ def fused_loss(
     *,
     sparse_loss: SparseLoss,
     dense_loss: DenseLoss,
+    divergence: tuple[str, float],
     sums: int,
     vocab_size: int,
     compile: bool = False,
@@ -90,9 +92,10 @@ def fused_loss(
         rows: labels, mask and targets of the N rows; the losses get a chunk of them, made harmless.
         sparse_loss: for sparse or absent targets.
         dense_loss: for dense ones.
+        divergence: name and parameter of what is computed from dense targets.
         sums: the length of the vector of sums that the losses return.
         vocab_size: V; weight rows from V on are padding, take no part and get a zero gradient.
-        compile: torch.compile the elementwise work of a chunk (of sparse targets; a dense loss compiles itself).
+        compile: torch.compile the elementwise work of a chunk.
         chunk: rows of a chunk, instead of `chunk_rows`.
     Returns:
         the loss (scalar, at least fp32) and the vector of sums, detached.
@@ -102,6 +105,7 @@ def fused_loss(
         rows=rows,
         sparse_loss=sparse_loss,
         dense_loss=dense_loss,
+        divergence=divergence,
         sums=sums,
         scale=head.scale,
         softcap=head.softcap,
@@ -196,13 +200,37 @@ def _chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, 
 
 
 def _dense_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
-    leaves = [z_RV.detach().requires_grad_(walk.differentiates), beta.detach().requires_grad_(walk.wanted["beta"])]
+    assert isinstance(rows.targets, DenseTargets)
+    logprobs_RV, heat = rows.targets.logprobs, beta.to(z_RV.dtype)
+    label_R = z_RV.gather(1, rows.labels[:, None]).squeeze(1)
+    sums_R = maybe_compiled(sum_dense, walk.compile)(z_RV, logprobs_RV, heat)
+    top_z, top_e, mass_z, mass_e, heated_z, heated_e, mean_z, mean_e = sums_R
+    one, teacher_one = Shift(top_z, mass_z.double().log()), Shift(top_e, mass_e.double().log())
+    student, teacher = Shift(top_z, heated_z.double().log()), Shift(top_e, heated_e.double().log())
+    measure, at_one = (maybe_compiled(each, walk.compile) for each in (measure_dense, value_dense))
+    found = measure(z_RV, logprobs_RV, heat, student, teacher, *walk.divergence)
+    value_R, g_R, h_R, moment_q_R, moment_p_R = (each.double() for each in found)
+    value_R += student.rounding(z_RV.dtype) * g_R + teacher.rounding(z_RV.dtype) * h_R
+    slope_R = moment_q_R - g_R * mean_z + moment_p_R - h_R * mean_e
+    at_one_R = at_one(z_RV, logprobs_RV, one, teacher_one, *walk.divergence).double()
+
+    leaves = [one.top + one.log_mass, label_R.double(), value_R]
+    leaves = [each.detach().requires_grad_(walk.differentiates) for each in leaves]
+    leaves.append(beta.detach().requires_grad_(walk.wanted["beta"]))
     with torch.set_grad_enabled(walk.differentiates):
-        loss, sums = walk.dense_loss(leaves[0], leaves[1], rows)
-    dz_RV, dbeta = _gradients(loss, leaves)
-    if dz_RV is not None:
-        dz_RV = dz_RV.mul_(walk.scale * cap_slope(z_RV, walk.softcap))
-    return loss.detach(), sums.detach(), dz_RV, dbeta
+        moving_R = leaves[2] + slope_R * (leaves[3] - beta) if walk.wanted["beta"] else leaves[2]
+        loss, sums = walk.dense_loss(DenseStatistics(leaves[0], leaves[1], moving_R, at_one_R), leaves[3], rows)
+    g_lse_R, g_label_R, weight_R, dbeta = _gradients(loss, leaves)
+    if not walk.differentiates:
+        return loss, sums, None, None
+
+    assert g_lse_R is not None and g_label_R is not None and weight_R is not None
+    spread = maybe_compiled(spread_dense, walk.compile)
+    rest = (g_R, weight_R, g_lse_R / mass_z)
+    shares = (each.to(z_RV.dtype) for each in rest)
+    spread(z_RV, logprobs_RV, heat, student, teacher, *shares, *walk.divergence, walk.scale, walk.softcap)
+    _add_at(z_RV, rows.labels[:, None], g_label_R[:, None], label_R[:, None], walk)
+    return loss.detach(), sums.detach(), z_RV, dbeta
 
 
 def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
@@ -230,9 +258,14 @@ def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
     spread(z_RV, heat, tail.top, share_R, share_beta_R, walk.scale, walk.softcap)
     for ids, g, z in ((ids_RK, g_kept_RK, kept_RK), (rows.labels[:, None], g_label_R, label_R)):
         if g is not None:
-            slope = walk.scale * cap_slope(z, walk.softcap)
-            z_RV.scatter_add_(1, ids, (g * slope).reshape(ids.shape).to(z_RV.dtype))
+            _add_at(z_RV, ids, g.reshape(ids.shape), z.reshape(ids.shape), walk)
     return loss.detach(), sums.detach(), z_RV, dbeta
+
+
+def _add_at(dz_RV: Tensor, ids_RK: Tensor, g_RK: Tensor, z_RK: Tensor, walk: Walk) -> None:
+    """Add gradients in single logits, which are `z_RK`, to the gradient in u."""
+    slope_RK = walk.scale * cap_slope(z_RK, walk.softcap)
+    dz_RV.scatter_add_(1, ids_RK, (g_RK * slope_RK).to(dz_RV.dtype))
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:

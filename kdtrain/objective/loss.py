@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
+from kdtrain.objective.dense import DenseStatistics
 from kdtrain.objective.divergence import DIVERGENCES, parameter_of, refuse
-from kdtrain.objective.events import dense_events, resolve_tail, sparse_events
-from kdtrain.objective.fused import fused_loss, maybe_compiled
+from kdtrain.objective.events import resolve_tail, sparse_events
+from kdtrain.objective.fused import fused_loss
 from kdtrain.objective.logits import Head
 from kdtrain.objective.statistics import Rows, Statistics
-from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets, per_token
+from kdtrain.objective.targets import SparseTargets, Targets, per_token
 
 
 class LossOutput(NamedTuple):
@@ -89,7 +90,6 @@ def distillation_loss(
         parameter=parameter_of(divergence, jsd_beta=jsd_beta, skew_alpha=skew_alpha),
         tail=resolve_tail(tail, targets.draws) if isinstance(targets, SparseTargets) else tail,
         normalizer=torch.as_tensor(normalizer, device=hidden_ND.device),
-        compile=compile,
     )
     temperature = torch.as_tensor(temperature, device=hidden_ND.device)
     loss, sums = fused_loss(
@@ -99,6 +99,7 @@ def distillation_loss(
         Rows(labels_N, mask_N, targets),
         sparse_loss=recipe.sparse,
         dense_loss=recipe.dense,
+        divergence=(divergence, recipe.parameter),
         sums=3,
         vocab_size=vocab_size,
         compile=compile,
@@ -116,7 +117,6 @@ class _Recipe:
     parameter: float
     tail: str
     normalizer: Tensor
-    compile: bool
 
     def sparse(self, statistics: Statistics, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
@@ -130,11 +130,9 @@ class _Recipe:
             at_one_R = measure(sparse_events(self.tail, rows.targets, statistics.at_one(), one), self.parameter)
         return self._joined(cross_entropy_R, kd_R, at_one_R, beta, rows.mask)
 
-    def dense(self, logits_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        assert isinstance(rows.targets, DenseTargets)
-        compute = maybe_compiled(_dense_terms, self.compile)
-        values = compute(logits_RV, rows.targets.logprobs, rows.labels, beta, self.divergence, self.parameter)
-        return self._joined(values[0], values[1], values[2], beta, rows.mask)
+    def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        cross_entropy_R = statistics.lse - statistics.label
+        return self._joined(cross_entropy_R, statistics.divergence, statistics.divergence_at_one, beta, rows.mask)
 
     def _joined(
         self,
@@ -151,20 +149,6 @@ class _Recipe:
         )
         total = (1.0 - self.alpha) * cross_entropy + self.alpha / beta**2 * kd
         return per_token(total, self.normalizer), torch.stack([cross_entropy, kd, at_one])
-
-
-def _dense_terms(
-    logits_RV: Tensor, logprobs_RV: Tensor, labels_R: Tensor, beta: Tensor, divergence: str, parameter: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy, divergence at beta, and divergence at 1 (not differentiated), each [R]."""
-    measure = DIVERGENCES[divergence].of
-    energies_RV = DenseTargets(logprobs_RV, logprobs_RV).energies()
-    label_R = logits_RV.gather(1, labels_R[:, None]).squeeze(1)
-    cross_entropy_R = torch.logsumexp(logits_RV, dim=-1) - label_R
-    kd_R = measure(dense_events(logits_RV, energies_RV, beta), parameter)
-    with torch.no_grad():
-        at_one_R = measure(dense_events(logits_RV, energies_RV, 1.0), parameter)
-    return cross_entropy_R, kd_R, at_one_R
 
 
 def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int) -> None:

@@ -37,6 +37,11 @@ def autocast(mode: str, device: torch.device) -> contextlib.AbstractContextManag
     return contextlib.nullcontext()
 
 
+def head_dtype(mode: str) -> torch.dtype | None:
+    """What autocast in `mode` would round the inputs of an output head to; None where it rounds nothing."""
+    return torch.bfloat16 if mode == "bf16" else None
+
+
 def why_not_compile(device: torch.device) -> str | None:
     """What torch.compile lacks here, or None: on a CPU its compiler needs a C++ compiler and Python.h."""
     if device.type == "cuda":

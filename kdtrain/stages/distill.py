@@ -18,7 +18,14 @@ from kdtrain.checkpoint.store import Store, load
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import architecture, export_model, load_student, load_tokenizer, model_digest
+from kdtrain.models.loading import (
+    architecture,
+    checkpoint_activations,
+    export_model,
+    load_student,
+    load_tokenizer,
+    model_digest,
+)
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import Writers
@@ -155,6 +162,8 @@ def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device:
     """The student, its weights in fp32, proven to split into backbone and head, and to hold the vocabulary."""
     named = spec.config is None or "vocab_size" in spec.config
     model = load_student(spec, vocab_size=None if named else manifest.vocab_size, seed=config.seed, device=str(device))
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
     student = split(model)
     check_student(manifest, logit_width(student))
     check_fits(student, spec.name, manifest.settings.seq_len, manifest.settings.document_mask)

@@ -18,7 +18,7 @@ from kdtrain.monitor.progress import log
 from kdtrain.stages.build import holds_tokens
 
 FREE = {
-    "run": {"out", "config", "json", "steps", "epochs", "device", "micro_batch_size"},
+    "run": {"out", "config", "json", "steps", "epochs", "device", "micro_batch_size", "activation_checkpointing"},
     "data": {"num_workers", "streaming"},
     "precision": {"compile", "compile_mode"},
     "checkpoint": {"checkpoint_freq", "keep_rolling", "resume", "auto_resume", "overwrite"},

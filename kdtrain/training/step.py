@@ -15,7 +15,7 @@ from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import ObjectiveConfig, PrecisionConfig
 from kdtrain.models.head import SplitModel
 from kdtrain.objective.loss import LossOutput, distillation_loss
-from kdtrain.precision.modes import autocast
+from kdtrain.precision.modes import autocast, head_dtype
 
 
 class DistillStep(nn.Module):
@@ -76,6 +76,9 @@ class DistillStep(nn.Module):
     def _hidden(self, backbone: Callable[..., torch.Tensor], batch: CachedBatch) -> torch.Tensor:
         with autocast(self.mode, self.device):
             hidden_BTD = backbone(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
+        if self.student.fused:
+            # Many models end in a norm that gives fp32 under autocast; the head's products are the mode's all the same.
+            hidden_BTD = hidden_BTD.to(head_dtype(self.mode) or hidden_BTD.dtype)
         return rearrange(hidden_BTD, "B T D -> (B T) D")
 
     def forward(self, batch: CachedBatch, normalizer: float) -> tuple[torch.Tensor, LossOutput]:

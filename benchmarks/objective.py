@@ -1,0 +1,197 @@
+"""Time and memory of the objective: kdtrain's engine beside plain cross-entropy, TRL, Liger and plain PyTorch.
+
+`python benchmarks/objective.py` writes `benchmarks/results/objective.json`; `--quick` takes small shapes and three
+repetitions, to see that it works. For each shape and dtype one process runs all sides in turn, again and again, so that
+whatever else the machine does falls on all of them; the median counts. Memory is the high-water mark of a process of
+its own for each side, after a first run has compiled what is to be compiled, less what its inputs take. A side that
+does not fit into --memory is written down as such, and so is a library that is not installed.
+
+What it gives up: times hold for this machine and this number of threads; the record says which.
+"""
+
+import gc
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import objective_sides as sides
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = ((8192, 256, 2048), (4096, 256, 32_000), (2048, 1024, 32_000), (2048, 256, 151_936))
+ALONE = (8192, 256, 151_936)
+"""Tokens, width, vocabulary; at the last one only kdtrain's sparse sides run."""
+QUICK = ((256, 64, 2048), (128, 64, 8000))
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Time and memory of the objective, beside others."""
+
+    out: Path = ROOT / "benchmarks" / "results" / "objective.json"
+    """Where the record is written."""
+    quick: bool = False
+    """Small shapes and three repetitions."""
+    repetitions: int = 7
+    """Timed runs of each side."""
+    threads: int = 1
+    """Threads of torch."""
+    memory: float = 0.0
+    """GiB that a process may allocate; 80 % of what is free when 0."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one process measures: a shape, a dtype, and all its sides in turn (or one side's memory)."""
+
+    kind: str
+    shape: tuple[int, int, int]
+    dtype: str
+    sides: list[str]
+    repetitions: int
+    threads: int
+    memory: float
+
+
+def main(settings: Settings) -> None:
+    """Measure every shape in both dtypes and write the record after each."""
+    shapes = QUICK if settings.quick else (*SHAPES, ALONE)
+    record: dict[str, Any] = {"machine": _machine(settings), "rows": []}
+    for shape in shapes:
+        for dtype in DTYPES:
+            record["rows"].append(_row(settings, shape, dtype))
+            settings.out.parent.mkdir(parents=True, exist_ok=True)
+            settings.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {settings.out}")
+
+
+def _row(settings: Settings, shape: tuple[int, int, int], dtype: str) -> dict[str, Any]:
+    wanted = ["kdtrain-sparse-12", "kdtrain-sparse-50"] if shape == ALONE else sides.names()
+    missing = {name: reason for name in wanted if (reason := sides.available(name)) is not None}
+    present = [name for name in wanted if name not in missing]
+    found = {name: {"missing": reason} for name, reason in missing.items()}
+    common = (3 if settings.quick else settings.repetitions, settings.threads, settings.memory or _free() * 0.8)
+    for name in present:
+        found[name] = _start(Work("memory", shape, dtype, [name], *common))
+    fitting = [name for name in present if "does_not_fit" not in found[name]]
+    times = _start(Work("time", shape, dtype, fitting, *common))
+    for name in fitting:
+        found[name] |= times.get(name, times)
+    row = {"tokens": shape[0], "width": shape[1], "vocabulary": shape[2], "dtype": dtype, "sides": found}
+    print(_table(row), flush=True)
+    return row
+
+
+def _start(work: Work) -> dict[str, Any]:
+    """The result of `work` in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--work", json.dumps(vars(work))],
+        env={**os.environ, "OMP_NUM_THREADS": str(work.threads)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        return {"does_not_fit": f"ended with {done.returncode} below {work.memory:.1f} GiB"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _work(work: Work) -> dict[str, Any]:
+    torch.set_num_threads(work.threads)
+    limit = int(work.memory * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        student = sides.make_student(*work.shape, getattr(torch, work.dtype))
+        runs = {name: sides.side(name, student) for name in work.sides}
+        return _memory(student, runs[work.sides[0]]) if work.kind == "memory" else _times(student, runs, work)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        return {"does_not_fit": f"more than {work.memory:.1f} GiB"}
+
+
+def _times(student: sides.Student, runs: dict[str, Any], work: Work) -> dict[str, Any]:
+    """Seconds of each side, in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repetition in range(work.repetitions + 1):
+        for name, run in runs.items():
+            student.hidden_ND.grad = student.weight_VD.grad = None
+            started = time.perf_counter()
+            run()
+            if repetition:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: {"seconds": statistics.median(each), "all_seconds": each} for name, each in seconds.items()}
+
+
+def _memory(student: sides.Student, run: Any) -> dict[str, Any]:
+    """MiB at the highest point of a run beyond what was there before it, and its loss."""
+    value = run()
+    student.hidden_ND.grad = student.weight_VD.grad = None
+    gc.collect()
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is there now
+    run()
+    peak = _status("VmHWM")
+    loss = None if value is None else float(value)
+    return {"peak_mib": round(peak - before, 1), "process_mib": round(peak, 1), "loss": loss}
+
+
+def _status(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name + ":"))
+
+
+def _free() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _machine(settings: Settings) -> dict[str, Any]:
+    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "processor": model[0].split(":")[1].strip() if model else platform.processor(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": settings.threads,
+        "load_average": os.getloadavg(),
+        "repetitions": 3 if settings.quick else settings.repetitions,
+        "libraries": {name: _version(name) for name in ("kdtrain", "torch", "trl", "liger-kernel")},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _table(row: dict[str, Any]) -> str:
+    """A row as text: milliseconds, and time and memory relative to cross-entropy."""
+    base = row["sides"].get("cross-entropy", {})
+    lines = [f"N {row['tokens']:,}  D {row['width']:,}  V {row['vocabulary']:,}  {row['dtype']}"]
+    for name, found in row["sides"].items():
+        if "seconds" not in found:
+            lines.append(f"  {name:<24} {found.get('missing') or found.get('does_not_fit')}")
+            continue
+        relative = f"{found['seconds'] / base['seconds']:5.2f} x" if "seconds" in base else ""
+        memory = f"{found['peak_mib'] / base['peak_mib']:5.2f} x" if base.get("peak_mib") else ""
+        lines.append(f"  {name:<24} {1e3 * found['seconds']:9.1f} ms {relative}  {found['peak_mib']:9.1f} MiB {memory}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        print(json.dumps(_work(Work(**json.loads(sys.argv[2])))))
+    else:
+        main(tyro.cli(Settings, description=__doc__))

@@ -1,0 +1,137 @@
+"""The engine's work on a chunk of logits whose targets are dense: row sums, divergence, and gradient in the logits.
+
+A divergence D(log p, log q) of p = softmax(beta e) and q = softmax(beta z) has, with g = dD/dlog q and h = dD/dlog p
+as if these were free, the gradients
+    dD/dz    = beta (g - q sum g),
+    dD/dbeta = sum g (z - E_q z) + sum h (e - E_p e).
+Three functions walk the chunk: the sums of exponentials, the divergence and its sums of g and h, and the gradient,
+written over the logits. Each takes g again from the logits instead of keeping it. torch.compile fuses each into one or
+two passes, and autograd of the divergence alone gives g and h, so that a new divergence is still a few lines.
+
+Everything is shifted by the largest entry of its row; what rounding log-sums to fp32 does to the divergence is put
+right in fp64.
+
+Shape suffixes: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdtrain.objective.divergence import DIVERGENCES
+from kdtrain.objective.events import Events
+from kdtrain.objective.logits import cap_slope
+from kdtrain.objective.targets import EMPTY
+
+
+@dataclass(frozen=True)
+class DenseStatistics:
+    """What a loss over dense targets may know of a chunk; each [R], in fp64 and differentiable."""
+
+    lse: Tensor
+    """log sum exp(z)."""
+    label: Tensor
+    """z at the label."""
+    divergence: Tensor
+    """At beta, nats; differentiable in beta too."""
+    divergence_at_one: Tensor
+    """At beta = 1, nats; not differentiable."""
+
+
+@dataclass(frozen=True)
+class Shift:
+    """One side of a comparison: its largest entry and the log of its shifted sum of exponentials, each [R]."""
+
+    top: Tensor
+    log_mass: Tensor
+    """fp64."""
+
+    def log_softmax(self, values_RV: Tensor, beta: Tensor | float) -> Tensor:
+        """log softmax(beta * values), in the dtype of the values."""
+        return beta * (values_RV - self.top[:, None]) - self.log_mass.to(values_RV.dtype)[:, None]
+
+    def rounding(self, dtype: torch.dtype) -> Tensor:
+        """[R] by how much `log_softmax` is too low because the log of the mass was rounded."""
+        return self.log_mass.to(dtype).double() - self.log_mass
+
+
+def sum_dense(z_RV: Tensor, logprobs_RV: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    """Largest z and e, sums of exp(z), exp(beta z), exp(e), exp(beta e), and the means of z and e at beta; each [R].
+
+    All but the first two are of values shifted by the largest.
+    """
+    energies_RV = _energies(z_RV, logprobs_RV)
+    results = []
+    for values_RV in (z_RV, energies_RV):
+        top_R = values_RV.amax(1)
+        shifted_RV = values_RV - top_R[:, None]
+        heated_RV = (beta * shifted_RV).exp()
+        mass_beta_R = heated_RV.sum(1)
+        mean_R = (heated_RV * shifted_RV).sum(1) / mass_beta_R
+        results.append((top_R, shifted_RV.exp().sum(1), mass_beta_R, mean_R))
+    return tuple(each for pair in zip(*results, strict=True) for each in pair)
+
+
+def measure_dense(
+    z_RV: Tensor,
+    logprobs_RV: Tensor,
+    beta: Tensor,
+    student: Shift,
+    teacher: Shift,
+    divergence: str,
+    parameter: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The divergence [R], sum g, sum h, and the sums of g z and h e (shifted), which make its slope in beta."""
+    energies_RV = _energies(z_RV, logprobs_RV)
+    log_q_RV, log_p_RV = student.log_softmax(z_RV, beta), teacher.log_softmax(energies_RV, beta)
+
+    def total(log_q_RV: Tensor, log_p_RV: Tensor) -> tuple[Tensor, Tensor]:
+        values_R = DIVERGENCES[divergence].of(Events(log_p_RV, log_q_RV), parameter)
+        return values_R.sum(), values_R
+
+    (g_RV, h_RV), values_R = torch.func.grad(total, argnums=(0, 1), has_aux=True)(log_q_RV, log_p_RV)
+    moment_q_R = (g_RV * (z_RV - student.top[:, None])).sum(1)
+    moment_p_R = (h_RV * (energies_RV - teacher.top[:, None])).sum(1)
+    return values_R, g_RV.sum(1), h_RV.sum(1), moment_q_R, moment_p_R
+
+
+def value_dense(
+    z_RV: Tensor, logprobs_RV: Tensor, student: Shift, teacher: Shift, divergence: str, parameter: float
+) -> Tensor:
+    """The divergence [R] at beta = 1."""
+    log_p_RV = teacher.log_softmax(_energies(z_RV, logprobs_RV), 1.0)
+    return DIVERGENCES[divergence].of(Events(log_p_RV, student.log_softmax(z_RV, 1.0)), parameter)
+
+
+def spread_dense(
+    z_RV: Tensor,
+    logprobs_RV: Tensor,
+    beta: Tensor,
+    student: Shift,
+    teacher: Shift,
+    sum_g_R: Tensor,
+    weight_R: Tensor,
+    share_R: Tensor,
+    divergence: str,
+    parameter: float,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Overwrite `z_RV` with the gradient in u of weight * divergence + log sum exp(z) times what `share_R` says.
+
+    The share is the gradient in log sum exp(z) divided by the shifted sum of exp(z).
+    """
+    log_q_RV = student.log_softmax(z_RV, beta)
+    log_p_RV = teacher.log_softmax(_energies(z_RV, logprobs_RV), beta)
+    g_RV = torch.func.grad(lambda log_q: DIVERGENCES[divergence].of(Events(log_p_RV, log_q), parameter).sum())(log_q_RV)
+    dz_RV = (beta * weight_R)[:, None] * (g_RV - log_q_RV.exp() * sum_g_R[:, None])
+    dz_RV = dz_RV + share_R[:, None] * (z_RV - student.top[:, None]).exp()
+    z_RV.copy_(dz_RV * (scale * cap_slope(z_RV, softcap)))
+
+
+def _energies(z_RV: Tensor, logprobs_RV: Tensor) -> Tensor:
+    """log p in the dtype of the logits, bounded below: p log p is then 0 and not NaN at p = 0."""
+    return logprobs_RV.to(z_RV.dtype).clamp_min(EMPTY)
