@@ -5,9 +5,11 @@ the same way, in the same order, in flat memory, and a resume never tokenises ag
 """
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,7 +29,7 @@ from kdtrain.parallel.world import peak_memory_mb, pick_device
 from kdtrain.precision.modes import pick_mode, why_not_compile
 from kdtrain.stages.build import build_tokens, logit_width
 from kdtrain.stages.common import ask, check_length, open_teacher, show
-from kdtrain.stages.run_folder import claim, deciding, make, refuse_changes, write_description
+from kdtrain.stages.run_folder import claim, deciding, make, refuse_changes, write_description, write_origin
 from kdtrain.training.loop import Run, train
 from kdtrain.training.source import CachedSource, OnlineSource, Source
 from kdtrain.training.state import Progress, TrainState, make_optimizer
@@ -132,7 +134,8 @@ def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device:
     check_student(manifest, logit_width(student))
     check_length(student, spec.name, manifest.settings.seq_len)
     if spec.tokenizer is not None:
-        check_tokenizer(manifest, tokenizer_digest(load_tokenizer(spec)))
+        with _allowing("tokenizer", config):
+            check_tokenizer(manifest, tokenizer_digest(load_tokenizer(spec)))
     if not student.fused:
         log.info("student %s: output head not split off: %s", spec.name, student.reason)
     return student
@@ -155,6 +158,8 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
         )
     if learnable and not low < objective.temperature < high:
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
+    if low == high:
+        return config  # a cache that is right at one T only, and a T that stays there: nothing is to be bounded
     return replace(config, objective=replace(objective, temperature_min=low, temperature_max=high))
 
 
@@ -167,12 +172,12 @@ def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
 
 def _temperature(config: DistillConfig, total: int) -> Temperature:
     objective = config.objective
-    assert objective.temperature_min is not None and objective.temperature_max is not None
+    low, high = objective.temperature_min, objective.temperature_max
     return build_temperature(
         objective.temperature_mode,
         start=objective.temperature,
-        minimum=objective.temperature_min,
-        maximum=objective.temperature_max,
+        minimum=objective.temperature if low is None else low,
+        maximum=objective.temperature if high is None else high,
         end=objective.temperature_end,
         schedule=objective.temperature_schedule,
         total_steps=total,
@@ -209,11 +214,12 @@ def _resume(run: Run) -> None:
         path = run.store.choose(wanted)
     checkpoint = load(path)
     refuse_changes(checkpoint.state["options"], run.config)
-    if checkpoint.state["cache"] != run.identity["cache"]:
-        raise UsageError(
-            f"{run.config.out} was trained from another cache (digest {checkpoint.state['cache'][:12]}, now "
-            f"{str(run.identity['cache'])[:12]}); give that one, or name another --out"
-        )
+    with _allowing("cache", run.config):
+        if checkpoint.state["cache"] != run.identity["cache"]:
+            raise UsageError(
+                f"{run.config.out} was trained from another cache (digest {checkpoint.state['cache'][:12]}, now "
+                f"{str(run.identity['cache'])[:12]}); give that one, or name another --out"
+            )
     run.state.load(checkpoint.tensors, checkpoint.state)
     if run.state.progress.step > run.total:
         raise UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out")
@@ -222,6 +228,17 @@ def _resume(run: Run) -> None:
     if run.store.problem(best) is None:
         run.store.link("best", best)  # a kill may have come between the checkpoint and its link
     log.info("going on from %s", path)
+
+
+@contextmanager
+def _allowing(name: Literal["tokenizer", "cache"], config: DistillConfig) -> Iterator[None]:
+    """Turn a refusal inside into a warning where `--allow-mismatch NAME` was given, and say so where it was not."""
+    try:
+        yield
+    except UsageError as error:
+        if name not in config.allow_mismatch:
+            raise UsageError(f"{error}; or add --allow-mismatch {name}") from None
+        log.warning("--allow-mismatch %s: %s", name, error)
 
 
 def _announce(run: Run, spec: ModelSpec, mode: str, manifest: Manifest) -> None:
@@ -280,6 +297,7 @@ def _finish(run: Run, folder: Path) -> int:
         if progress.best_step:
             run.state.load(*_best(run))
         export_model(run.state.student, folder / "tokenizer", config.out / "student")
+        write_origin(config.out / "student", str(run.identity["cache"]), progress.step)
         result["student"] = str(config.out / "student")
     show(f"distill {config.out}", result, config.json)
     return 0

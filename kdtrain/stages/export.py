@@ -15,6 +15,7 @@ from kdtrain.models.loading import export_model, load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
+from kdtrain.stages.run_folder import write_origin
 
 
 def main(config: ExportConfig) -> int:
@@ -33,6 +34,7 @@ def main(config: ExportConfig) -> int:
     tokenizer = tokenizer_of_run(_run_of(path))
     export_model(student, tokenizer, out, dtype=config.dtype)
     step = int(path.name.removeprefix("step-"))
+    write_origin(out, json.loads((path / "state.json").read_text())["cache"], step)
     parameters = sum(each.numel() for each in student.parameters())
     show(
         f"export {out}",
