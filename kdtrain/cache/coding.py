@@ -139,13 +139,11 @@ def unpack(codings: Sequence[Coding], tokens_nT1: np.ndarray, stored: Arrays) ->
 
 
 def _kept_layout(spec: CodecSpec) -> dict[str, tuple[tuple[int, ...], str]]:
-    found: dict[str, tuple[tuple[int, ...], str]] = {
-        "ids": ((spec.columns,), "i8"),
-        "logprobs": ((spec.columns,), "f4"),
-        "tail": ((2 * len(spec.knots),), "f4"),
-    }
-    found |= dict.fromkeys(("label_logprob", "logit_mean", "logit_std"), ((), "f4"))
-    return found | ({"draws": ((spec.columns,), "u1")} if spec.draws else {})
+    columns, numbers = (spec.columns,), (2 * len(spec.knots),)
+    single: tuple[tuple[int, ...], str] = ((), "f4")
+    found = dict.fromkeys(("label_logprob", "logit_mean", "logit_std"), single)
+    found |= {"ids": (columns, "i8"), "logprobs": (columns, "f4"), "tail": (numbers, "f4")}
+    return found | ({"draws": (columns, "u1")} if spec.draws else {})
 
 
 def _entry_codes(logprobs_nTK: np.ndarray) -> np.ndarray:

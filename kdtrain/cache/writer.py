@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kdtrain import __version__, faults
-from kdtrain.cache import fidelity, layout
+from kdtrain.cache import fidelity, layout, topk
 from kdtrain.cache.claim import Lock, begin, claim, make_folder
 from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.files import (
@@ -82,6 +82,8 @@ class _Rows:
     tokens: np.ndarray
     loss_mask: np.ndarray
     segments: np.ndarray
+    kept: dict[str, np.ndarray]
+    """What is kept of them, [n, T, ...], where that is known already; else empty."""
 
     def digest(self) -> str:
         """SHA-256 over all three, so that a shard of other rows is noticed."""
@@ -93,18 +95,24 @@ class _Rows:
 
 def _shards_of(rows: Iterator[Row], number: int) -> Iterator[_Rows]:
     while part := list(islice(rows, number)):
-        names = ("tokens", "loss_mask", "segments")
-        yield _Rows(*(np.stack([getattr(row, name) for row in part]) for name in names))
+        known = [getattr(row, "kept", {}) for row in part]
+        yield _Rows(
+            tokens=np.stack([row.tokens for row in part]),
+            loss_mask=np.stack([row.loss_mask for row in part]),
+            segments=np.stack([row.segments for row in part]),
+            kept={name: np.stack([each[name] for each in known]) for name in known[0]},
+        )
 
 
 class CacheWriter:
     """Builds or goes on with the cache in `folder`; `write_cache` drives it for one process.
 
     settings: what to build; a folder that was begun or finished with others is refused (UsageError that
-    names them), and so is one that another process builds in. teacher: None exactly for the codec `tokens`;
-    called under no_grad with at most `batch_size` sequences. tokenizer: a folder, or anything with
-    `save_pretrained(folder)`; its files are copied into the cache. rank, world: this process builds the
-    shards s with s % world == rank and then calls `close`; rank 0
+    names them), and so is one that another process builds in. teacher: called under no_grad with at most
+    `batch_size` sequences; None for the codec `tokens`, and where rows bring what is kept of them in an
+    attribute `kept` (`topk.keep`). tokenizer: a folder, or anything with `save_pretrained(folder)`; its files
+    are copied into the cache. rank, world: this process builds the shards s with s % world == rank and then
+    calls `close`; rank 0
     alone calls `finish`, after all.
     """
 
@@ -120,7 +128,7 @@ class CacheWriter:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        assert (teacher is None) == (settings.codec.kind == "tokens"), "only the codec 'tokens' has no teacher"
+        assert teacher is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
         self.folder, self.settings, self.teacher = Path(folder), settings, teacher
         self.batch_size, self.progress, self.rank, self.world = batch_size, progress, rank, world
         self._splits: dict[str, list[tuple[str, int, str]]] = {}  # name, sequences, digest of the rows
@@ -213,7 +221,8 @@ class CacheWriter:
                 logits_BTV = self._ask(rows)
                 if pending:
                     pending.result()
-                pending = thread.submit(self._take, shard, rows, logits_BTV, split, first + start)
+                known = {name: values[batch] for name, values in part.kept.items()}
+                pending = thread.submit(self._take, shard, rows, known, logits_BTV, split, first + start)
                 del logits_BTV
                 self._advance(batch.stop - batch.start)
                 self._stop_if_broken(self._broken + shard.broken)
@@ -233,9 +242,15 @@ class CacheWriter:
         return logits_BTV
 
     def _take(
-        self, shard: ShardWriter, rows: dict[str, np.ndarray], logits_BTV: Tensor | None, split: str, first: int
+        self,
+        shard: ShardWriter,
+        rows: dict[str, np.ndarray],
+        kept: dict[str, np.ndarray],
+        logits_BTV: Tensor | None,
+        split: str,
+        first: int,
     ) -> None:
-        kept = {}
+        assert kept or logits_BTV is not None or self.settings.codec.kind == "tokens", "no teacher and no targets"
         if logits_BTV is not None:
             labels_BT = torch.from_numpy(rows["tokens"][:, 1:].astype(np.int64))
             spec, seed = self.settings.codec, self.settings.seed
@@ -320,7 +335,7 @@ class CacheWriter:
 
     def _measure(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         if self.teacher is None:
-            return None, None
+            return None, None if self.settings.codec.kind == "tokens" else topk.RANGE
         split = "validation" if "validation" in self._splits else next(iter(self._splits))
         name, sequences, _ = self._splits[split][0]
         spec, length = self.settings.codec, self.settings.seq_len

@@ -28,6 +28,9 @@ class CacheTeacherConfig:
     """A TOML of teachers/, a model folder, or a hub id."""
     out: Path
     """The folder of the cache."""
+    from_logprobs: Path | None = None
+    """Instead of --data: jsonl or parquet with the top log-probabilities that a server gave (docs/data.md); no
+    weights are loaded, and the cache is good at T = 1 only."""
     config: Path | None = None
     """TOML file with the same options, grouped in sections; a flag wins over it."""
     batch_size: int = 16
@@ -46,9 +49,20 @@ class CacheTeacherConfig:
     codec: CodecConfig = field(default_factory=CodecConfig)
 
     def __post_init__(self) -> None:
-        refuse(self.data.data is None, "--data is missing; give stdlib, a file, a folder or hf:NAME")
         refuse_bad_seed(self.seed)
         self.data.refuse_training_on_validation()
+        refuse(
+            self.data.data is None and self.from_logprobs is None,
+            "--data is missing; give stdlib, a file, a folder or hf:NAME",
+        )
+        refuse(
+            self.from_logprobs is not None and self.data.data is not None,
+            "--from-logprobs holds its own text; leave --data out",
+        )
+        refuse(
+            self.from_logprobs is not None and (self.codec.dense or self.codec.draws > 0 or self.codec.head < 1),
+            "--from-logprobs has the most likely entries only; use --head, without --draws and --dense",
+        )
         refuse(self.batch_size < 1, "--batch-size must be at least 1")
         refuse(self.sequences_per_shard < 1, "--sequences-per-shard must be at least 1")
 
@@ -84,6 +98,9 @@ class DistillConfig:
     """Sequences in one forward; decides the memory. The batch size must be a multiple of it."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the student's layers and compute the rest again: less memory, a third more time."""
+    allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = ()
+    """Go on although a digest differs: of the student's tokenizer from the cache's, or of the cache from the one
+    that the run to go on with was trained from."""
     seed: int = 0
     """Seed of the student's weights, the order of the data and dropout."""
     device: str = "auto"

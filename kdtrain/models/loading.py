@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.hub import ask, ask_tokenizer, attention_option, hub_options, one_line
-from kdtrain.models.scratch import model_from_config, model_from_layers
+from kdtrain.models.scratch import configuration, model_from_config, model_from_layers
 from kdtrain.models.spec import ModelSpec, read_spec
 
 _TOKENIZER_FILES = ("*token*", "vocab.*", "merges.txt", "chat_template*", "*.model")
@@ -50,6 +50,11 @@ def load_teacher(spec: ModelSpec, device: str, seed: int = 0) -> PreTrainedModel
     """
     model: Any = _build(spec, getattr(torch, spec.dtype), None, seed)
     return model.to(device).eval().requires_grad_(False)
+
+
+def vocabulary(spec: ModelSpec) -> int:
+    """Rows of the output head that a spec's configuration states, without loading a weight."""
+    return int(configuration(spec, None).get_text_config().vocab_size)
 
 
 def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: str) -> PreTrainedModel:

@@ -31,7 +31,7 @@ def model_from_config(spec: ModelSpec, vocab_size: int | None, seed: int) -> Pre
 
     vocab_size: the size of a `[config]` that leaves it out. Raises `UsageError` for what cannot be.
     """
-    return _initialised(spec, _config(spec, vocab_size), seed)
+    return _initialised(spec, configuration(spec, vocab_size), seed)
 
 
 def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int | None) -> PreTrainedModel:
@@ -42,7 +42,7 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
     list_name, count = _layer_list(teacher, spec)
     if max(spec.layers) >= count:
         raise UsageError(f"{spec.name}: layers = {list(spec.layers)}, and {spec.teacher} has layers 0 to {count - 1}")
-    config = _with_layers(teacher.config, spec.layers) if spec.config is None else _config(spec, vocab_size)
+    config = _with_layers(teacher.config, spec.layers) if spec.config is None else configuration(spec, vocab_size)
     if config.num_hidden_layers != len(spec.layers):
         raise UsageError(
             f"{spec.name}: layers names {len(spec.layers)} and [config] asks for {config.num_hidden_layers}"
@@ -97,7 +97,8 @@ def _initialised(spec: ModelSpec, config: PreTrainedConfig, seed: int) -> PreTra
     return model
 
 
-def _config(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
+def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
+    """The transformers configuration of a spec; `vocab_size` where its `[config]` leaves that out."""
     if spec.config is None:
         source = cast(str, spec.source)
         return ask(source, lambda: AutoConfig.from_pretrained(source, **hub_options(spec)))

@@ -1,15 +1,21 @@
 """Building caches: a teacher's, and the caches of bare tokens that runs and evaluations make for themselves."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.files import file_digest
 from kdtrain.cache.provenance import CacheSettings, Manifest, tokenizer_digest
+from kdtrain.cache.topk import keep
 from kdtrain.cache.writer import write_cache
 from kdtrain.config import CacheTeacherConfig, DataConfig
+from kdtrain.data.logprobs import logprob_rows
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import model_digest
@@ -61,6 +67,52 @@ def build_cache(
         }
     )
     return _write(config.out, settings, config.data, tokenizer, asked, config.batch_size)
+
+
+@dataclass(frozen=True)
+class _KeptRow:
+    """A row with what is kept of it."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    segments: np.ndarray
+    kept: dict[str, np.ndarray]
+
+
+def build_from_logprobs(
+    config: CacheTeacherConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerFast, vocab_size: int
+) -> Manifest:
+    """Build the cache of the log-probabilities in `config.from_logprobs`, good at T = 1 only.
+
+    Raises:
+        UsageError: the file cannot be read or does not fit the vocabulary, or the folder holds another cache.
+        RunError: the disk is full or cannot be written.
+    """
+    path, data = config.from_logprobs, config.data
+    assert path is not None
+    codec = CodecSpec(kind="sparse", head=config.codec.head, vocab_size=vocab_size)
+
+    def kept(split: str) -> Iterator[_KeptRow]:
+        for row in logprob_rows(path, split, data.seq_len, codec.head):
+            found = keep(row.top_ids, row.top_logprobs, row.label_logprob, codec)
+            yield _KeptRow(row.tokens, row.loss_mask, row.segments, found)
+
+    if not path.is_file():
+        raise UsageError(f"--from-logprobs {path} does not exist")
+    settings = replace(
+        _settings(data, tokenizer, codec, config.splits()),
+        teacher={"spec": spec.name, "logprobs": path.name},
+        data={"logprobs": path.name, "sha256": file_digest(path)},
+        sequences_per_shard=config.sequences_per_shard,
+    )
+    return write_cache(
+        config.out,
+        settings,
+        {split: kept(split) for split in config.splits()},
+        teacher=None,
+        tokenizer=tokenizer,
+        batch_size=config.batch_size,
+    )
 
 
 def build_tokens(

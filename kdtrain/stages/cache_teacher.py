@@ -3,12 +3,12 @@
 import time
 
 from kdtrain.config import CacheTeacherConfig
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.loading import load_tokenizer, vocabulary
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_processes
 from kdtrain.precision.modes import pick_mode
-from kdtrain.stages.build import build_cache
+from kdtrain.stages.build import build_cache, build_from_logprobs
 from kdtrain.stages.common import ask, check_fits, open_teacher, show
 
 
@@ -22,14 +22,18 @@ def main(config: CacheTeacherConfig) -> int:
     setup_logging()
     refuse_many_processes()
     device = pick_device(config.device)
-    mode = pick_mode(config.precision, device)
     spec = read_spec(config.teacher)
     tokenizer = load_tokenizer(spec)
-    teacher = open_teacher(spec, device, mode)
-    check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
-    log.info("caching %s over %s into %s (%s on %s)", spec.name, config.data.data, config.out, mode, device)
     started = time.monotonic()
-    manifest = build_cache(config, spec, teacher, ask(teacher, device, mode), mode, tokenizer)
+    if config.from_logprobs is not None:
+        log.info("caching what %s says of %s into %s", config.from_logprobs, spec.name, config.out)
+        manifest = build_from_logprobs(config, spec, tokenizer, vocabulary(spec))
+    else:
+        mode = pick_mode(config.precision, device)
+        teacher = open_teacher(spec, device, mode)
+        check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
+        log.info("caching %s over %s into %s (%s on %s)", spec.name, config.data.data, config.out, mode, device)
+        manifest = build_cache(config, spec, teacher, ask(teacher, device, mode), mode, tokenizer)
     sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
     result = {
         "cache": str(config.out),

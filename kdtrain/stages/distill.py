@@ -6,6 +6,8 @@ the same way, in the same order, in flat memory, and a resume never tokenises ag
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_proc
 from kdtrain.precision.modes import pick_mode, why_not_compile
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
 from kdtrain.stages.common import ask, check_fits, digest_of, open_teacher, show
-from kdtrain.stages.run_folder import claim, deciding, make, refuse_changes, write_description
+from kdtrain.stages.run_folder import claim, deciding, make, refuse_changes, write_description, write_origin
 from kdtrain.training.loop import Run, train
 from kdtrain.training.source import CachedSource, OnlineSource, Source
 from kdtrain.training.state import Progress, TrainState, make_optimizer
@@ -167,7 +169,8 @@ def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device:
     student = split(model)
     check_student(manifest, logit_width(student))
     check_fits(student, spec.name, manifest.settings.seq_len, manifest.settings.document_mask)
-    check_tokenizer(manifest, digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None))
+    with _allowing("tokenizer", config):
+        check_tokenizer(manifest, digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None))
     if not student.fused:
         log.info("student %s: output head not split off: %s", spec.name, student.reason)
     return student
@@ -190,6 +193,8 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
         )
     if learnable and not low < objective.temperature < high:
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
+    if low == high:
+        return config  # a cache that is right at one T only, and a T that stays there: nothing is to be bounded
     return replace(config, objective=replace(objective, temperature_min=low, temperature_max=high))
 
 
@@ -202,12 +207,12 @@ def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
 
 def _temperature(config: DistillConfig, total: int) -> Temperature:
     objective = config.objective
-    assert objective.temperature_min is not None and objective.temperature_max is not None
+    low, high = objective.temperature_min, objective.temperature_max
     return build_temperature(
         objective.temperature_mode,
         start=objective.temperature,
-        minimum=objective.temperature_min,
-        maximum=objective.temperature_max,
+        minimum=objective.temperature if low is None else low,
+        maximum=objective.temperature if high is None else high,
         end=objective.temperature_end,
         schedule=objective.temperature_schedule,
         total_steps=max(total - 1, 1),  # the last step is number total - 1 and stands at the end of a schedule
@@ -245,8 +250,9 @@ def _resume(run: Run) -> Path | None:
     checkpoint = load(path)
     refuse_changes(checkpoint.state["options"], run.config)
     for what in ("cache", "student", "teacher"):
-        if checkpoint.state[what] != run.identity[what]:
-            raise UsageError(f"{path} was trained with another {what}; give that one, or name another --out")
+        with _allowing(what, run.config):
+            if checkpoint.state[what] != run.identity[what]:
+                raise UsageError(f"{path} was trained with another {what}; give that one, or name another --out")
     run.state.load(checkpoint.tensors, checkpoint.state)
     run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
     if run.state.progress.step > run.total:
@@ -255,10 +261,25 @@ def _resume(run: Run) -> Path | None:
     best = f"step-{run.state.progress.best_step or 0:08d}"
     if run.store.problem(best) is None:
         run.store.link("best", best)  # a kill may have come between the checkpoint and its link
-    left = run.store.set_aside_after(run.state.progress.step) if path.parent == run.store.folder.resolve() else []
-    if left:
+    if path.parent != run.store.folder.resolve():
+        return path
+    if left := run.store.set_aside_after(run.state.progress.step):
         log.info("set aside %s, which this run goes back behind", ", ".join(left))
-    return path
+    return run.store.folder / path.name
+
+
+@contextmanager
+def _allowing(name: str, config: DistillConfig) -> Iterator[None]:
+    """Turn a refusal inside into a warning where `--allow-mismatch NAME` was given, and say so where it was not."""
+    try:
+        yield
+    except UsageError as error:
+        if name in config.allow_mismatch:
+            log.warning("--allow-mismatch %s: %s", name, error)
+        elif name in ("tokenizer", "cache"):
+            raise UsageError(f"{error}; or add --allow-mismatch {name}") from None
+        else:
+            raise
 
 
 def _facts(run: Run, spec: ModelSpec, manifest: Manifest) -> dict[str, Any]:
@@ -321,6 +342,7 @@ def _finish(run: Run, folder: Path) -> int:
         if progress.best_step:
             run.state.load(*_best(run))
         export_model(run.state.student, folder / "tokenizer", config.out / "student")
+        write_origin(config.out / "student", str(run.identity["cache"]), progress.step)
         result["student"] = str(config.out / "student")
     show(f"distill {config.out}", result, config.json)
     return 0

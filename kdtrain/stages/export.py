@@ -13,7 +13,7 @@ from kdtrain.models.loading import export_model, load_student, model_of
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
-from kdtrain.stages.run_folder import is_run
+from kdtrain.stages.run_folder import is_run, write_origin
 
 
 def main(config: ExportConfig) -> int:
@@ -31,7 +31,9 @@ def main(config: ExportConfig) -> int:
     student = student_at(path, torch.device("cpu"))
     tokenizer = tokenizer_of_run(_run_of(path))
     export_model(student, tokenizer, out, dtype=config.dtype)
-    step = load(path).state["progress"]["step"]
+    state = load(path).state
+    step = state["progress"]["step"]
+    write_origin(out, state["cache"], step)
     parameters = sum(each.numel() for each in student.parameters())
     show(
         f"export {out}",

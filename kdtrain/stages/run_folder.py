@@ -18,7 +18,10 @@ from kdtrain.monitor.progress import log
 from kdtrain.stages.build import holds_tokens
 
 FREE = {
-    "run": {"out", "config", "json", "steps", "epochs", "device", "micro_batch_size", "activation_checkpointing"},
+    "run": {
+        *("out", "config", "json", "steps", "epochs", "device", "micro_batch_size"),
+        *("activation_checkpointing", "allow_mismatch"),
+    },
     "data": {"num_workers", "streaming"},
     "precision": {"compile", "compile_mode"},
     "checkpoint": {"checkpoint_freq", "keep_rolling", "resume", "auto_resume", "overwrite"},
@@ -88,6 +91,11 @@ def make(out: Path) -> None:
         raise RunError(f"--out {out} cannot be made: {error.strerror}") from None
     if not os.access(out, os.W_OK):
         raise RunError(f"--out {out} cannot be written: permission denied")
+
+
+def write_origin(student: Path, cache: str, step: int) -> None:
+    """Write beside an exported student which cache (its digest) it learned from, in how many steps."""
+    (student / "kdtrain.json").write_text(json.dumps({"cache": cache, "step": step}, indent=1) + "\n")
 
 
 def _agreed(config: DistillConfig) -> bool:

@@ -1,0 +1,140 @@
+"""Top-k log-probabilities that an inference server wrote, as packed rows.
+
+One record a text, in jsonl (or jsonl-like columns of parquet):
+
+    {"tokens": [5, 17, 9], "top_ids": [null, [17, 3], [9, 4]], "top_logprobs": [null, [-0.2, -2.1], [-0.7, -0.9]]}
+
+Entry i of `top_ids` and `top_logprobs` is about token i given the tokens before it, natural logarithms at
+temperature 1; it is null where nothing was said, as for the first token. That is what vLLM gives as
+`prompt_logprobs` and an OpenAI-compatible server as the logprobs of an echoed prompt. Records are joined to
+one stream and cut into rows that overlap by one token, as `packing` does; a label that nothing was said about
+is masked out. A position may list more entries than are wanted; the most likely ones are taken.
+
+Every twentieth record is withheld for validation, or the last one where there are fewer. What it gives up: the
+teacher saw each record alone, whatever it is packed with here.
+
+Shapes: T positions, K entries wanted.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdtrain.errors import UsageError
+
+_WITHHELD = 20
+_COLUMNS = ("tokens", "top_ids", "top_logprobs")
+
+
+@dataclass(frozen=True)
+class LogprobRow:
+    """A packed row with what was said about its labels."""
+
+    tokens: np.ndarray
+    """int32 [T+1]."""
+    loss_mask: np.ndarray
+    """bool [T]: false where nothing was said."""
+    segments: np.ndarray
+    """int32 [T], number of the record within the row."""
+    top_ids: np.ndarray
+    """int64 [T, K], most likely first; 0 .. K-1 where nothing was said."""
+    top_logprobs: np.ndarray
+    """float64 [T, K]; NaN where nothing was said."""
+    label_logprob: np.ndarray
+    """float64 [T]; NaN where the label is in no list."""
+
+
+def logprob_rows(path: Path, split: str, seq_len: int, entries: int) -> Iterator[LogprobRow]:
+    """The rows of `split` (train or validation) with `entries` entries a position.
+
+    UsageError: the file, the line and what is wrong with it.
+    """
+    count = sum(1 for _ in _records(path))
+    if count < 2:
+        raise UsageError(f"{path} has {count} records; it needs two, one of them for validation")
+    stream: list[tuple[Any, ...]] = []
+    for number, record in enumerate(_records(path)):
+        withheld = number % _WITHHELD == _WITHHELD - 1 or (count < _WITHHELD and number == count - 1)
+        if withheld != (split == "validation"):
+            continue
+        stream += _positions(record, f"{path}, record {number + 1}", entries)
+        while len(stream) > seq_len:
+            yield _row(stream[: seq_len + 1], entries)
+            del stream[:seq_len]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        raise UsageError(f"--from-logprobs {path} does not exist")
+    if path.suffix == ".parquet":
+        yield from _parquet(path)
+        return
+    if path.suffix not in (".jsonl", ".json"):
+        raise UsageError(f"--from-logprobs {path}: give a .jsonl or .parquet file")
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise UsageError(f"{path}, line {number}: no JSON: {error}") from None
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        yield from rows
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        raise UsageError(f"{path}: cannot be read: {reason}") from error
+
+
+def _positions(record: Any, where: str, entries: int) -> Iterator[tuple[Any, ...]]:
+    """One (token, starts a record, ids, logprobs, log p of the token) for each token."""
+    if not isinstance(record, dict) or any(not isinstance(record.get(name), list) for name in _COLUMNS):
+        raise UsageError(f"{where}: needs the lists {', '.join(_COLUMNS)}")
+    tokens, ids, logprobs = (record[name] for name in _COLUMNS)
+    if not len(tokens) == len(ids) == len(logprobs):
+        raise UsageError(f"{where}: {len(tokens)} tokens, {len(ids)} top_ids, {len(logprobs)} top_logprobs")
+    for i, token in enumerate(tokens):
+        at = f"{where}, position {i}"
+        if not isinstance(token, int) or token < 0:
+            raise UsageError(f"{at}: '{token}' is no token id")
+        yield (token, i == 0, *_top(ids[i], logprobs[i], token, at, entries))
+
+
+def _top(ids: Any, logprobs: Any, token: int, at: str, entries: int) -> tuple[Any, Any, float]:
+    if ids is None or logprobs is None:
+        return None, None, np.nan
+    try:
+        ids_K, logprobs_K = np.asarray(ids, np.int64), np.asarray(logprobs, np.float64)
+    except (ValueError, TypeError, OverflowError):
+        raise UsageError(f"{at}: top_ids must be whole numbers and top_logprobs numbers") from None
+    if ids_K.ndim != 1 or ids_K.shape != logprobs_K.shape or len(ids_K) != len(np.unique(ids_K)):
+        raise UsageError(f"{at}: needs as many top_logprobs as top_ids, and each id once")
+    if len(ids_K) < entries:
+        raise UsageError(f"{at}: has {len(ids_K)} entries; use --head {len(ids_K)}, or ask the server for more")
+    if np.isnan(logprobs_K).any() or (logprobs_K > 1e-3).any() or np.exp(logprobs_K).sum() > 1.01:
+        raise UsageError(f"{at}: top_logprobs are no natural logarithms of probabilities")
+    own = logprobs_K[ids_K == token]
+    order = np.argsort(-logprobs_K, kind="stable")[:entries]
+    return ids_K[order], logprobs_K[order], float(own[0]) if len(own) else np.nan
+
+
+def _row(stream: list[tuple[Any, ...]], entries: int) -> LogprobRow:
+    labels = stream[1:]
+    return LogprobRow(
+        tokens=np.array([each[0] for each in stream], np.int32),
+        loss_mask=np.array([each[2] is not None for each in labels]),
+        segments=np.cumsum([False, *(each[1] for each in stream[1:-1])], dtype=np.int32),
+        top_ids=np.stack([np.arange(entries) if each[2] is None else each[2] for each in labels]),
+        top_logprobs=np.stack([np.full(entries, np.nan) if each[3] is None else each[3] for each in labels]),
+        label_logprob=np.array([each[4] for each in labels]),
+    )

@@ -1,0 +1,30 @@
+"""A cache from what an inference server wrote: it trains a student at T = 1 and is refused at any other."""
+
+import json
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def test_a_student_learns_from_a_servers_log_probabilities(bench) -> None:
+    model = AutoModelForCausalLM.from_pretrained(bench.root / "teacher").eval()
+    tokenizer = AutoTokenizer.from_pretrained(bench.root / "teacher")
+    records = []
+    for path in sorted((bench.root / "corpus").iterdir()):
+        tokens = tokenizer(path.read_text()[:100])["input_ids"]
+        with torch.no_grad():
+            top = model(torch.tensor([tokens])).logits[0].log_softmax(-1).topk(8)
+        ids, logprobs = top.indices[:-1].tolist(), top.values[:-1].tolist()
+        records.append({"tokens": tokens, "top_ids": [None, *ids], "top_logprobs": [None, *logprobs]})
+    (bench.root / "said.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = ("--teacher", "teacher", "--from-logprobs", "said.jsonl", "--seq-len", 32, "--head", 8)
+    made = bench.run("cache-teacher", *options, "--out", "said", "--json").json
+    assert (made["temperature_range"]["min"], made["temperature_range"]["max"]) == (1, 1)
+    train = ("distill", "--cache", "said", "--student", "student.toml", "--steps", 2, *bench.fast, *bench.eager)
+    refused = bench.run(*train, "--out", "said-run")
+    assert refused.code == 2
+    assert "leave the cache's range of 1 to 1" in refused.refusal()
+    assert bench.run(*train, "--out", "said-run", "--temperature", 1, "--json").json["steps"] == 2
+    fewer = bench.run("cache-teacher", *options[:-1], 9, "--out", "said-9")
+    assert fewer.code == 2
+    assert "has 8 entries; use --head 8" in fewer.refusal()
