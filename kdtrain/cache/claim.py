@@ -47,7 +47,9 @@ def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
         return manifest
     if (folder / layout.SETTINGS).exists():
         _refuse_others(folder, _stored_settings(folder), settings, "holds an unfinished cache")
-    elif not (folder / layout.SHARDS).is_dir():
+    elif not (folder / layout.SHARDS).is_dir() or any(
+        not layout.is_shard_file(path.name) for path in (folder / layout.SHARDS).iterdir()
+    ):
         raise UsageError(f"{folder} holds files that are no cache; choose another --out")
     return None
 

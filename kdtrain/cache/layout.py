@@ -11,6 +11,7 @@ What it gives up: a chunk a sequence costs a few per cent of size against larger
 sequence one read.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,16 @@ class DatasetLayout:
     def fill(self) -> Any:
         """What reads where nothing was written: NaN, or the largest value."""
         return np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).max
+
+
+SHARD_NAME = re.compile(r"[a-z]+-[0-9]{5,}")
+"""What a shard may be called: names of a manifest become paths, and what is called otherwise is never deleted."""
+
+
+def is_shard_file(name: str) -> bool:
+    """Whether a file of this name in `shards/` is a shard or a sidecar, published or half-written."""
+    stem, _, suffix = name.partition(".")
+    return SHARD_NAME.fullmatch(stem) is not None and suffix in ("h5", "json", "h5.tmp", "json.tmp")
 
 
 def shard_name(split: str, number: int) -> str:

@@ -107,6 +107,9 @@ class Manifest:
     def from_json(cls, record: dict[str, Any]) -> Manifest:
         """The inverse of `to_json`."""
         own = {f.name: record[f.name] for f in fields(cls) if f.name != "settings"}
+        for shard in (shard for split in own["splits"].values() for shard in split["shards"]):
+            if not layout.SHARD_NAME.fullmatch(shard["name"]):
+                raise ValueError(f"'{shard['name']}' is no name of a shard")
         return cls(settings=CacheSettings.from_json(record), **own)
 
 

@@ -321,7 +321,8 @@ class CacheWriter:
         """Shards beyond the last, from data that was longer once, and half-written files."""
         with writing(self.folder / layout.SHARDS):
             for path in (self.folder / layout.SHARDS).iterdir():
-                if path.suffix == ".tmp" or (path.suffix in (".h5", ".json") and path.stem not in names):
+                left = path.suffix == ".tmp" or path.stem not in names
+                if left and layout.is_shard_file(path.name):
                     path.unlink()
 
     def _summary(self, split: str, records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -407,3 +407,19 @@ def test_a_finished_cache_needs_no_lock(tmp_path: Path, workshop, codecs) -> Non
     lock = Lock(folder, 0)
     workshop.build(folder, codecs["head"])
     lock.release()
+
+
+def test_files_of_others_in_a_folder_of_shards_are_neither_built_among_nor_deleted(
+    tmp_path: Path, workshop, codecs
+) -> None:
+    settings, teacher = workshop.settings(codecs["head"]), workshop.teacher()
+    write_cache(tmp_path / "c", settings, workshop.splits(), teacher=teacher)
+    precious = tmp_path / "c" / "shards" / "precious.json"
+    precious.write_text("{}")
+    (tmp_path / "c" / "manifest.json").unlink()
+    write_cache(tmp_path / "c", settings, workshop.splits(), teacher=teacher)
+    assert precious.exists()
+    (tmp_path / "d" / "shards").mkdir(parents=True)
+    (tmp_path / "d" / "shards" / "precious.json").write_text("{}")
+    with pytest.raises(UsageError, match="no cache"):
+        write_cache(tmp_path / "d", settings, workshop.splits(), teacher=teacher)
