@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kdtrain import faults
 from kdtrain.cache import layout
 from kdtrain.cache.files import fsync, publish_json, read_sealed, writing
 from kdtrain.cache.provenance import CacheSettings, Manifest, read_manifest
-from kdtrain.errors import UsageError
+from kdtrain.errors import RunError, UsageError
 
 _LOCK = ".building-"
 _TOKENIZER_FILES = (
@@ -100,6 +101,13 @@ class Lock:
         if not self._file.closed:
             self._path.unlink(missing_ok=True)
             self._file.close()
+
+
+def remove_stale_lock(folder: Path, rank: int) -> None:
+    """Remove what a builder left that was killed after the manifest; a folder that cannot be written keeps it."""
+    if (folder / f"{_LOCK}{rank}").exists():
+        with suppress(UsageError, RunError):
+            Lock(folder, rank).release()
 
 
 def _stored_settings(folder: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kdtrain import __version__, faults
 from kdtrain.cache import fidelity, layout, topk
-from kdtrain.cache.claim import Lock, begin, claim, make_folder
+from kdtrain.cache.claim import Lock, begin, claim, make_folder, remove_stale_lock
 from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.files import (
     PUBLISH_POINTS,
@@ -138,7 +138,9 @@ class CacheWriter:
         self.manifest = claim(self.folder, settings)
         """The manifest if the cache is finished already: there is nothing to do."""
         self._lock: Lock | None = None
-        if self.manifest is None:
+        if self.manifest is not None:
+            remove_stale_lock(self.folder, rank)
+        else:
             make_folder(self.folder)
             self._lock = Lock(self.folder, rank)
             self.manifest = claim(self.folder, settings)  # another may have begun or finished it meanwhile

@@ -116,6 +116,7 @@ def test_a_killed_writer_run_again_gives_the_uninterrupted_cache(
     assert verify_cache(folder) == []
     assert_equal(folder, whole)
     assert not list(folder.rglob("*.tmp"))
+    assert not list(folder.glob(".building-*"))
 
 
 @pytest.mark.parametrize("point", [p for p in FAULT_POINTS if not p.endswith(("rename", "folder-fsync"))])
