@@ -29,8 +29,7 @@ class CacheTeacherConfig:
     out: Path
     """The folder of the cache."""
     from_logprobs: Path | None = None
-    """Instead of --data: jsonl or parquet with the top log-probabilities that a server gave (docs/data.md); no
-    weights are loaded, and the cache is good at T = 1 only."""
+    """Instead of --data: jsonl or parquet with a server's top log-probabilities (docs/data.md); good at T = 1 only."""
     config: Path | None = None
     """TOML file with the same options, grouped in sections; a flag wins over it."""
     batch_size: int = 16
@@ -99,8 +98,7 @@ class DistillConfig:
     activation_checkpointing: bool = False
     """Keep only the inputs of the student's layers and compute the rest again: less memory, a third more time."""
     allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = ()
-    """Go on although a digest differs: of the student's tokenizer from the cache's, or of the cache from the one
-    that the run to go on with was trained from."""
+    """Go on although the student's tokenizer is not the cache's, or the cache not the one the run began with."""
     seed: int = 0
     """Seed of the student's weights, the order of the data and dropout."""
     device: str = "auto"

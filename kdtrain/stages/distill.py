@@ -263,6 +263,8 @@ def _resume(run: Run) -> Path | None:
         run.store.link("best", best)  # a kill may have come between the checkpoint and its link
     if path.parent != run.store.folder.resolve():
         return path
+    if wanted == "auto":
+        return run.store.folder / path.name  # what is later is damaged, and stays to be looked at
     if left := run.store.set_aside_after(run.state.progress.step):
         log.info("set aside %s, which this run goes back behind", ", ".join(left))
     return run.store.folder / path.name
