@@ -23,7 +23,10 @@ def write(bench, name, sequences):
 
     table = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
     settings = CacheSettings(
-        codec=CodecSpec(kind="sparse", vocab_size=300, head=12), seq_len=SEQ_LEN, tokenizer_size=300
+        codec=CodecSpec(kind="sparse", vocab_size=300, head=12),
+        seq_len=SEQ_LEN,
+        tokenizer_size=300,
+        sequences_per_shard=18,  # as many shards as are ever kept open, and ten times as many
     )
     splits = {"train": rows(sequences), "validation": rows(4)}
     tokenizer = bench.root / "teacher"
