@@ -17,7 +17,6 @@ time.
 """
 
 import copy
-import hashlib
 import re
 import threading
 from collections import deque
@@ -75,27 +74,6 @@ def pack(
     if seq_len < 1 or num_workers < 0:
         raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
     return _rows(_in_order(_Encoder(tokenizer), _batches(documents), num_workers), seq_len, document_mask)
-
-
-class TokensDigest:
-    """SHA-256 over all tokens of all rows, in order, as little-endian uint32; how they are split over calls
-    is the same."""
-
-    def __init__(self) -> None:
-        self._sha256 = hashlib.sha256()
-
-    def update(self, tokens: _Array) -> None:
-        """Add `tokens`, of any integer type and shape, row-major."""
-        self._sha256.update(np.ascontiguousarray(tokens, dtype="<u4").tobytes())
-
-    def hexdigest(self) -> str:
-        """The digest of what was added so far, 64 hexadecimal digits."""
-        return self._sha256.hexdigest()
-
-
-def tokens_digest() -> TokensDigest:
-    """An empty digest."""
-    return TokensDigest()
 
 
 def _rows(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterator[PackedRow]:

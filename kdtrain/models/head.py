@@ -19,7 +19,6 @@ Shape suffixes: B batch, T time, V vocabulary, D model width.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -63,13 +62,6 @@ class OutputHead:
         """Apply scale and soft cap to the product with the weight."""
         logits_BTV = product_BTV if self.scale == 1.0 else product_BTV * self.scale
         return logits_BTV if self.softcap is None else self.softcap * torch.tanh(logits_BTV / self.softcap)
-
-    def narrow(self, vocab_size: int) -> "OutputHead":
-        """Return the head over the first `vocab_size` entries, for a head padded beyond the tokenizer."""
-        if self.weight is None:
-            return self
-        bias = None if self.bias is None else self.bias[:vocab_size]
-        return dataclasses.replace(self, weight=self.weight[:vocab_size], bias=bias)
 
 
 class SplitModel(nn.Module):

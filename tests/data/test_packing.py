@@ -1,4 +1,3 @@
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -11,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.data import packing
 from kdtrain.data.corpus import Document
-from kdtrain.data.packing import PackedRow, pack, tokens_digest
+from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import UsageError
 
 _Make = Callable[..., PreTrainedTokenizerFast]
@@ -212,12 +211,3 @@ def test_a_tokenizer_without_eos_or_without_fast_backend_is_refused_at_the_call(
         pack([], eosless, 8)
     with pytest.raises(UsageError, match="no fast backend"):
         pack([], object(), 8)  # type: ignore[arg-type]
-
-
-def test_the_digest_is_the_sha256_of_all_tokens_as_little_endian_uint32():
-    digest, same = tokens_digest(), tokens_digest()
-    digest.update(np.array([[1, 2], [3, 70000]], dtype=np.int64))
-    for token in (1, 2, 3, 70000):
-        same.update(np.array([token], dtype=">u4"))
-    expected = hashlib.sha256(b"\1\0\0\0\2\0\0\0\3\0\0\0\x70\x11\1\0").hexdigest()
-    assert digest.hexdigest() == same.hexdigest() == expected
