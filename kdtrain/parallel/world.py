@@ -1,6 +1,8 @@
 """Which device a process computes on, and what a device can do."""
 
 import os
+import re
+from pathlib import Path
 
 import torch
 
@@ -40,6 +42,10 @@ def peak_memory_mb(device: torch.device) -> float:
     """The high-water mark in MiB: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
+    status = Path("/proc/self/status")
+    if status.exists():
+        # not ru_maxrss: that one survives an exec, so that it may be the peak of the process we were started by
+        return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 1024  # type: ignore[index]
     import resource
     import sys
 
