@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from kdtrain.errors import UsageError
@@ -212,10 +213,18 @@ class CheckpointConfig:
     """Never ask before going on with an earlier run."""
     overwrite: bool = False
     """With --resume never: move an earlier run in --out aside and start anew."""
+    load: Path | None = None
+    """A checkpoint of another run to begin with: its weights, moments, temperature and place in the data."""
+    override_opt_param_scheduler: bool = False
+    """With --load: start this run's learning-rate schedule at its step 0 instead of going on with the loaded one."""
 
     def __post_init__(self) -> None:
         refuse(self.checkpoint_freq < 1, "--checkpoint-freq must be at least 1")
         refuse(self.keep_rolling < 1, "--keep-rolling must be at least 1")
+        refuse(
+            self.override_opt_param_scheduler and self.load is None,
+            "--override-opt-param-scheduler is about the schedule of a run that is begun with --load; add that",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,11 +103,11 @@ class OnlineSource:
 
 
 class Feed:
-    """Micro-batches of one step after another, read one ahead.
+    """The micro-batches of one step after another, without end, read one ahead.
 
     Args:
         source: where they are read.
-        indices: step -> the numbers of the sequences of that step, in order.
+        indices: 0, 1, 2, ... -> the numbers of the sequences of that step, in order.
         micro: sequences in a micro-batch.
     """
 
@@ -116,22 +116,20 @@ class Feed:
         self.indices = indices
         self.micro = micro
 
-    def steps(self, first: int, last: int) -> Iterator[tuple[int, Iterator[CachedBatch]]]:
-        """Steps `first` .. `last`, each with an iterator over its micro-batches."""
-        batches = self._ahead(first, last) if self.source.overlaps else map(self.source.read, self._jobs(first, last))
-        for step in range(first, last + 1):
-            yield step, itertools.islice(batches, len(self.indices(step)) // self.micro)
+    def steps(self) -> Iterator[Iterator[CachedBatch]]:
+        """For each step an iterator over its micro-batches; all of them are to be taken."""
+        batches = self._ahead() if self.source.overlaps else map(self.source.read, self._jobs())
+        for step in itertools.count():
+            yield itertools.islice(batches, len(self.indices(step)) // self.micro)
 
-    def _ahead(self, first: int, last: int) -> Iterator[CachedBatch]:
+    def _ahead(self) -> Iterator[CachedBatch]:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed") as reader:
             waiting: deque[Future[CachedBatch]] = deque()
-            for job in self._jobs(first, last):
+            for job in self._jobs():
                 waiting.append(reader.submit(self.source.read, job))
                 if len(waiting) > 1:
                     yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
 
-    def _jobs(self, first: int, last: int) -> Iterator[np.ndarray]:
-        for step in range(first, last + 1):
+    def _jobs(self) -> Iterator[np.ndarray]:
+        for step in itertools.count():
             yield from rearrange(self.indices(step), "(a m) -> a m", m=self.micro)

@@ -5,8 +5,8 @@ Random numbers need no memory, because each step seeds its generators from (seed
 """
 
 import random
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,32 +17,58 @@ from kdtrain.errors import RunError
 from kdtrain.models.head import SplitModel
 
 
+class Stateful(Protocol):
+    """What remembers something over steps, in plain numbers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass
 class Progress:
-    """How far a run is."""
+    """How far a run is, and what happened to it."""
 
     step: int = 0
-    """Finished optimizer steps."""
+    """Optimizer steps taken."""
     sequences: int = 0
-    """Sequences consumed, over all epochs: the cursor."""
+    """The cursor: sequences of the endless stream of epochs that lie behind, trained on or skipped."""
     tokens: int = 0
     """Unmasked tokens trained on."""
+    loss: float | None = None
+    """Loss of the last step."""
     best_loss: float | None = None
     """Lowest validation cross-entropy in nats."""
     best_step: int | None = None
     """The step it was measured at."""
     validated_step: int | None = None
     """The last step that was measured."""
+    skips: int = 0
+    """Steps that were not taken because loss or gradient were not finite."""
+    skips_in_a_row: int = 0
+    """Those since the last step that was taken."""
+    rollbacks: int = 0
+    """How often the run went back behind a loss spike."""
+    lr_factor: float = 1.0
+    """What rollbacks have multiplied the learning rate by."""
+    skipped_data: list[list[int]] = field(default_factory=list)
+    """[first, last) sequences of the stream that a rollback left out."""
+    stopped: str | None = None
+    """Why the run was stopped early; None while it goes on."""
 
 
 @dataclass
 class TrainState:
-    """The student, the temperature, the optimizer, and how far they are."""
+    """The student, the temperature, the optimizer, how far they are, and what watches them.
+
+    `watchers` are the guards that remember something, by the name their numbers have in a checkpoint.
+    """
 
     student: SplitModel
     temperature: nn.Module
     optimizer: torch.optim.AdamW
     progress: Progress
+    watchers: dict[str, Stateful] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors of the complete state; tied weights appear once."""
@@ -55,14 +81,24 @@ class TrainState:
 
     def numbers(self) -> dict[str, Any]:
         """What is no tensor."""
-        return {"progress": asdict(self.progress)}
+        return {
+            "progress": asdict(self.progress),
+            "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},
+        }
 
-    def load(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+    def load(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any], *, temperature: bool = True) -> None:
         """Take over a checkpoint, into the same parameter objects.
+
+        Args:
+            temperature: whether the temperature is taken over as well; one of another kind has other entries.
 
         Raises:
             RunError: an entry is missing, unknown, or of another shape.
         """
+        if not temperature:
+            own_temperature = {f"temperature.{name}": value for name, value in self.temperature.state_dict().items()}
+            other = ("temperature.", "optimizer.temperature.")
+            tensors = {name: value for name, value in tensors.items() if not name.startswith(other)} | own_temperature
         own = {f"student.{name}" for name in _once(self.student.state_dict())}
         own |= {f"temperature.{name}" for name in self.temperature.state_dict()}
         saved = {name for name in tensors if not name.startswith("optimizer.")}
@@ -78,6 +114,9 @@ class TrainState:
                 # the moments live beside their parameter; fused AdamW keeps its step counter there as well
                 self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
         self.progress = Progress(**numbers["progress"])
+        for name, watcher in self.watchers.items():
+            if name in numbers["watchers"]:
+                watcher.load_state_dict(numbers["watchers"][name])
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"student.{name}", each) for name, each in self.student.named_parameters()] + [
