@@ -8,10 +8,12 @@ from kdtrain.config.sections import (
     CheckpointConfig,
     CodecConfig,
     DataConfig,
+    GuardsConfig,
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
     PrecisionConfig,
+    StoppingConfig,
     refuse,
     refuse_bad_seed,
 )
@@ -109,6 +111,8 @@ class DistillConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    stopping: StoppingConfig = field(default_factory=StoppingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
 

@@ -243,3 +243,62 @@ class MonitorConfig:
     def __post_init__(self) -> None:
         for name in ("eval_freq", "eval_batches", "log_freq"):
             refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardsConfig:
+    """What a run does about steps that go wrong: numbers that are not finite, and losses that jump."""
+
+    max_skips: int = 10
+    """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
+    nan_hooks: Literal["first", "always", "off"] = "first"
+    """Name the module where a step went bad: run the first one again with hooks, keep hooks on (slow), or do not."""
+    spike_rule: Literal["factor", "mad", "none"] = "factor"
+    """A loss is a spike above --spike-factor times its average, or above median + 6 * 1.4826 * MAD of clean losses."""
+    spike_factor: float = 3.0
+    """How many times its moving average a loss must be for --spike-rule factor."""
+    spike_patience: int = 3
+    """Spiky steps in a row after which the run goes back behind them."""
+    spike_lr_factor: float = 0.5
+    """What the learning rate is multiplied by at each rollback."""
+    max_rollbacks: int = 3
+    """Rollbacks in a run; 0 never goes back."""
+
+    def __post_init__(self) -> None:
+        refuse(self.max_skips < 0, "--max-skips must be 0 or more")
+        refuse(not 1 < self.spike_factor < float("inf"), f"--spike-factor {self.spike_factor} must be above 1")
+        refuse(
+            self.spike_rule != "factor" and self.spike_factor != GuardsConfig.spike_factor,
+            f"--spike-factor has no effect with --spike-rule {self.spike_rule}; leave it out",
+        )
+        refuse(self.spike_patience < 1, "--spike-patience must be at least 1")
+        refuse(not 0 < self.spike_lr_factor <= 1, f"--spike-lr-factor {self.spike_lr_factor} must lie in (0, 1]")
+        refuse(self.max_rollbacks < 0, "--max-rollbacks must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppingConfig:
+    """When a run ends before its last step because nothing is to be won."""
+
+    early_stopping: bool = True
+    """Stop when the training loss no longer falls, or gradients stay huge."""
+    early_stopping_patience: int = 5
+    """Looks in a row, one every 50 steps, without a better 50-step average of the training loss."""
+    early_stopping_min_delta: float = 0.01
+    """Nats by which the average must fall below the best one to be better."""
+    early_stopping_warmup: int = 50
+    """First steps, in which nothing is looked at."""
+    grad_spike_threshold: float = 1000.0
+    """Gradient norm before clipping above which a step counts as a gradient spike."""
+    grad_spike_patience: int = 3
+    """Gradient spikes in a row after which the run stops."""
+
+    def __post_init__(self) -> None:
+        refuse(self.early_stopping_patience < 1, "--early-stopping-patience must be at least 1")
+        refuse(
+            not 0 <= self.early_stopping_min_delta < float("inf"),
+            f"--early-stopping-min-delta {self.early_stopping_min_delta} must be 0 or more",
+        )
+        refuse(self.early_stopping_warmup < 0, "--early-stopping-warmup must be 0 or more")
+        refuse(not self.grad_spike_threshold > 0, f"--grad-spike-threshold {self.grad_spike_threshold} must be above 0")
+        refuse(self.grad_spike_patience < 1, "--grad-spike-patience must be at least 1")

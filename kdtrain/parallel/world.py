@@ -1,10 +1,11 @@
-"""Which device a process computes on, and what a device can do."""
+"""Which device a process computes on, what a device can do, and what the ranks of a run agree on."""
 
 import os
 import re
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from kdtrain.errors import UsageError
 
@@ -36,6 +37,18 @@ def refuse_many_processes() -> None:
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UsageError("started as one of several processes, and only one is supported; leave torchrun out")
+
+
+def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest value of `tensor` over all ranks, entry by entry; the tensor itself where there is one process.
+
+    Nothing waits for it on the host. Every rank must call it, in the same order as its other collectives.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensor
+    agreed = tensor.clone()
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    return agreed
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -87,7 +87,9 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     if has_teacher:
         _refuse_objective(config, manifest)
     temperature = _temperature(config, total).to(device)
-    spikes, stopping = SpikeDetector.of(config.guards), EarlyStopping(config.stopping)
+    watch = config.guards
+    spikes = SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience)
+    stopping = EarlyStopping(config.stopping)
     state = TrainState(
         student,
         temperature,

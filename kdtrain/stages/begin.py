@@ -91,13 +91,12 @@ def _start_from(run: Run, path: Path) -> Path:
             "or add --override-opt-param-scheduler to start a new one"
         )
     same_temperature = saved["objective"]["temperature_mode"] == run.config.objective.temperature_mode
-    run.state.load(checkpoint.tensors, checkpoint.state, temperature=same_temperature)
+    anew = wanted.override_opt_param_scheduler
+    run.state.load(checkpoint.tensors, checkpoint.state, temperature=same_temperature, memory=not anew)
     progress, same_data = run.state.progress, checkpoint.state["cache"] == run.identity["cache"]
     cursor = progress.sequences if same_data and _same_order(checkpoint, run.config) else 0
-    if wanted.override_opt_param_scheduler:
+    if anew:
         run.state.progress = Progress(sequences=cursor)
-        for watcher in run.state.watchers.values():
-            watcher.reset()
     else:
         progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
         progress.sequences = cursor

@@ -26,12 +26,15 @@ FREE = {
     },
     "data": {"num_workers", "streaming"},
     "precision": {"compile", "compile_mode"},
+    "guards": {"max_skips", "nan_hooks", "max_rollbacks"},
+    "stopping": {
+        *("early_stopping", "early_stopping_patience", "early_stopping_min_delta", "early_stopping_warmup"),
+        *("grad_spike_threshold", "grad_spike_patience"),
+    },
     "checkpoint": {
         *("checkpoint_freq", "keep_rolling", "keep_epochs", "keep_special", "async_save"),
         *("resume", "auto_resume", "overwrite"),
     },
-    "guards": {"max_skips", "nan_hooks", "max_rollbacks"},
-    "stopping": {"early_stopping"},
     "monitor": {"eval_freq", "eval_batches", "log_freq", "tensorboard"},
 }
 """Options that may differ when a run goes on; every other one would make it another run."""

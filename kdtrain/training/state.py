@@ -86,11 +86,14 @@ class TrainState:
             "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},
         }
 
-    def load(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any], *, temperature: bool = True) -> None:
+    def load(
+        self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any], *, temperature: bool = True, memory: bool = True
+    ) -> None:
         """Take over a checkpoint, into the same parameter objects.
 
         Args:
             temperature: whether the temperature is taken over as well; one of another kind has other entries.
+            memory: whether the watchers take over what they remembered.
 
         Raises:
             RunError: an entry is missing, unknown, or of another shape.
@@ -115,7 +118,7 @@ class TrainState:
                 self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
         self.progress = Progress(**numbers["progress"])
         for name, watcher in self.watchers.items():
-            if name in numbers["watchers"]:
+            if memory and name in numbers["watchers"]:
                 watcher.load_state_dict(numbers["watchers"][name])
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -82,7 +82,9 @@ class Workshop:
         config = _config(out, steps, {"lr": 1e-2, "warmup_steps": 0, "batch_size": 4, **options})
         student = split(tiny_model("llama", VOCABULARY, seed=3))
         temperature = _temperature(config.objective, steps)
-        spikes, stopping = SpikeDetector.of(config.guards), EarlyStopping(config.stopping)
+        watch = config.guards
+        spikes = SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience)
+        stopping = EarlyStopping(config.stopping)
         state = TrainState(
             student,
             temperature,
