@@ -22,20 +22,23 @@ _calls: Counter[str] = Counter()
 _changed: set[str] = set()
 
 
-_faults: dict[str, tuple[str, str]] = {}
+def _wanted() -> dict[str, tuple[str, str]]:
+    faults = {}
+    for fault in filter(None, os.environ.get("KDTRAIN_FAULT", "").split(",")):
+        name, action, when = [*fault.split(":"), "1"][:3]
+        faults[name] = (action, when)
+    return faults
+
+
+_faults = _wanted()
 
 
 def read() -> None:
-    """Take over what `KDTRAIN_FAULT` asks for, with no call counted yet: once at import, and again in a fork."""
-    _faults.clear()
+    """Take over what `KDTRAIN_FAULT` asks for now, with no call counted yet: for a fork, after its import."""
+    global _faults
+    _faults = _wanted()
     _calls.clear()
     _changed.clear()
-    for fault in filter(None, os.environ.get("KDTRAIN_FAULT", "").split(",")):
-        name, action, when = [*fault.split(":"), "1"][:3]
-        _faults[name] = (action, when)
-
-
-read()
 
 
 def point(name: str, count: int = 1) -> None:

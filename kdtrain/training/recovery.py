@@ -95,7 +95,7 @@ def roll_back(run: Run, first: int) -> bool:
     if name is None:
         log.warning("no checkpoint is from before it: going on; a lower --checkpoint-freq would have kept one")
         run.writers.event("spike", bad.step, first=first)
-        run.spikes.reset()
+        run.spikes.forget()
         return False
     checkpoint = load(run.store.folder / name)
     run.store.set_aside_after(checkpoint.state["progress"]["step"])
