@@ -132,7 +132,7 @@ def _distill(config: DistillConfig) -> int:
     setup_logging(config.out / "train.log")
     at = state.progress
     try:
-        run.writers = Writers(config.out, at.step, at.validated_step, config.monitor.tensorboard)
+        run.writers = Writers(config.out, at.step, at.validated_step, config.monitor)
         _announce(run, spec, manifest, resumed)
         train(run)
         run.writers.close()

@@ -93,7 +93,7 @@ class Workshop:
             document_mask=False,
             compile=False,
         )
-        writers = Writers(out, 0, None, tensorboard=False)
+        writers = Writers(out, 0, None, MonitorConfig(tensorboard=False))
         yield Run(
             config=config,
             total=steps,
