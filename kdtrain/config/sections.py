@@ -239,10 +239,25 @@ class MonitorConfig:
     """Steps between plain lines in train.log."""
     tensorboard: bool = True
     """Write TensorBoard events into the run."""
+    histogram_freq: int = 250
+    """Steps between histograms of parameters and gradients on the boards; 0 for none."""
+    sample_freq: int = 250
+    """Steps between texts that the student writes; 0 for none."""
+    wandb_project: str | None = None
+    """Write to this project of Weights & Biases too; needs the package wandb."""
+    wandb_name: str | None = None
+    """The run's name there; that of --out when not given."""
 
     def __post_init__(self) -> None:
         for name in ("eval_freq", "eval_batches", "log_freq"):
             refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
+        for name in ("histogram_freq", "sample_freq"):
+            refuse(getattr(self, name) < 0, f"--{name.replace('_', '-')} must be 0 or more")
+        refuse(self.wandb_project == "", "--wandb-project is empty; give a project, or leave it out")
+        refuse(
+            self.wandb_name is not None and self.wandb_project is None,
+            "--wandb-name needs --wandb-project",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ import torch
 
 from kdtrain.cache.provenance import Manifest
 from kdtrain.checkpoint.store import load
-from kdtrain.config import DistillConfig
+from kdtrain.config import DistillConfig, sections
 from kdtrain.errors import RunError, UsageError
-from kdtrain.models.loading import export_model
+from kdtrain.models.loading import export_model, load_tokenizer
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import Writers
 from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_processes
@@ -21,6 +21,7 @@ from kdtrain.stages.run_folder import claim, make, write_description, write_orig
 from kdtrain.training.loop import train
 from kdtrain.training.run import Run
 from kdtrain.training.stopping import interruptible
+from kdtrain.training.watch import Watch
 
 
 def main(config: DistillConfig) -> int:
@@ -52,7 +53,13 @@ def _distill(config: DistillConfig) -> int:
     setup_logging(config.out / "train.log")
     at = run.state.progress
     try:
-        run.writers = Writers(config.out, at.step, at.validated_step, config.monitor.tensorboard)
+        run.writers = Writers(config.out, at.step, at.validated_step, config.monitor)
+        run.writers.hyperparameters(sections(config))
+        run.watch = Watch(
+            *(config, run.step, run.writers, run.validation_source, load_tokenizer(made.folder / "tokenizer")),
+            init=made.spec.init,
+            finished=at.step,
+        )
         _announce(made, begun_at)
         train(run)
         run.writers.close()

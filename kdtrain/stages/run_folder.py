@@ -35,7 +35,10 @@ FREE = {
         *("checkpoint_freq", "keep_rolling", "keep_epochs", "keep_special", "async_save"),
         *("resume", "auto_resume", "overwrite"),
     },
-    "monitor": {"eval_freq", "eval_batches", "log_freq", "tensorboard"},
+    "monitor": {
+        *("eval_freq", "eval_batches", "log_freq", "tensorboard"),
+        *("histogram_freq", "sample_freq", "wandb_project", "wandb_name"),
+    },
 }
 """Options that may differ when a run goes on; every other one would make it another run."""
 

@@ -10,7 +10,6 @@ import time
 
 from kdtrain.checkpoint import tiers
 from kdtrain.monitor.progress import Bar, Rate, line, log
-from kdtrain.parallel.world import peak_memory_mb
 from kdtrain.training.recovery import is_finite, roll_back, sequences, skip
 from kdtrain.training.run import Run
 from kdtrain.training.saving import is_saved, save, save_if_due
@@ -87,11 +86,10 @@ def _end(run: Run, stop: StopRequest) -> None:
 def _report(run: Run, shown: Bar, numbers: dict[str, float]) -> None:
     number = run.state.progress.step
     run.writers.metrics(number, numbers)
-    names = [name for name in ("loss", "loss_avg", "T", "lr", "grad_norm", "tok/s", "eta_h") if name in numbers]
-    shown.update(number, line({name: numbers[name] for name in names if name not in ("lr", "grad_norm")}))
-    if number % run.config.monitor.log_freq == 0 or number == run.total or number == 1:
-        memory = {"memory_mb": peak_memory_mb(run.step.device)}
-        log.info("step %d/%d %s", number, run.total, line({name: numbers[name] for name in names} | memory))
+    text = run.watch.finished(number, numbers, checkpoint=0 if run.published is None else run.published[0])
+    shown.update(number, text)
+    if number % run.config.monitor.log_freq == 0 or run.finished() or number == 1:
+        log.info("step %d/%d %s", number, run.total, text)
         if (bound := run.step.temperature.at_bound()) is not None:
             log.warning(
                 "the learned temperature %.3f sits on its %s; --temperature-mode %s found nothing inside its bounds",
@@ -132,6 +130,8 @@ def _validate(run: Run, stop: StopRequest) -> bool:
     log.info("validation at step %d %s", progress.step, line(numbers))
     progress.validated_step = progress.step
     loss = numbers["validation/loss"]
+    if progress.step == 0:
+        run.watch.initial(loss)
     if metrics.tokens and not math.isfinite(loss):
         log.warning("validation at step %d is not finite; this student will not be the best", progress.step)
         return False

@@ -11,6 +11,7 @@ from kdtrain.training.source import Source
 from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import TrainState
 from kdtrain.training.step import DistillStep
+from kdtrain.training.watch import Watch
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Run:
         micro: sequences in a micro-batch.
         spikes, stopping: the guards that look at each step's loss; their memory is in `state.watchers`.
         identity: what the checkpoint says it belongs to (configuration, cache, student).
-        writers: opened once the step to begin at is known.
+        writers, watch: opened once the step to begin at is known.
         stopped_by: the signal that ended training, if one did.
         seconds, tokens: spent and trained on by this process; a clock is no part of the state.
         published: the step, and the step that was validated, of the newest checkpoint.
@@ -42,6 +43,7 @@ class Run:
     stopping: EarlyStopping
     identity: dict[str, object] = field(default_factory=dict)
     writers: Writers = field(init=False)
+    watch: Watch = field(init=False)
     stopped_by: str | None = None
     seconds: float = 0.0
     tokens: int = 0

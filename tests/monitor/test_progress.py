@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kdtrain.monitor import progress
-from kdtrain.monitor.progress import Averages, Bar, bar, line, log, setup_logging
+from kdtrain.monitor.progress import STATUS, Averages, Bar, bar, line, log, setup_logging, status
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +36,16 @@ def test_the_rate_counts_tokens_between_the_first_and_the_last_step_of_the_windo
 def test_numbers_are_rounded_for_reading_by_their_kind():
     numbers = {"loss": 1.23456, "T": 2.0, "lr": 3e-4, "tok/s": 12345.6, "grad_norm": 0.98765}
     assert line(numbers) == "loss=1.2346 T=2.000 lr=3.00e-04 tok/s=12,346 grad_norm=0.988"
+
+
+def test_the_line_of_a_step_has_all_names_in_their_order_and_leaves_out_what_is_not_known():
+    numbers = {"mode": "bf16", "loss": 1.0, "tokens": 5.0, "ckpt": -150, "memory_mb": 1234.5, "mem_delta": -3.2}
+    assert status(numbers) == "loss=1.0000 ckpt=-150 memory_mb=1,234 mem_delta=-3 mode=bf16"
+    full = dict.fromkeys(STATUS, 1.0) | {"ckpt": 0, "mode": "fp32"}
+    assert [text.split("=")[0] for text in status(full).split()] == [
+        *("loss", "loss_avg", "lr", "T", "grad_norm", "tok/s", "eta_h"),
+        *("ckpt", "memory_mb", "mem_delta", "mode"),
+    ]
 
 
 def test_lines_go_to_stderr_and_to_the_end_of_the_file(tmp_path, capsys):

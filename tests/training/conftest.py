@@ -32,6 +32,7 @@ from kdtrain.training.run import Run
 from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import Progress, TrainState, make_optimizer
 from kdtrain.training.step import DistillStep
+from kdtrain.training.watch import Watch
 
 VOCABULARY, SEQ_LEN = 300, 8
 CPU = torch.device("cpu")
@@ -125,7 +126,8 @@ class Workshop:
             spikes=spikes,
             stopping=stopping,
         )
-        run.writers = Writers(out, 0, None, tensorboard=False)
+        run.writers = Writers(out, 0, None, MonitorConfig(tensorboard=False))
+        run.watch = Watch(config, step, run.writers, run.validation_source, None, init="scratch", finished=0)
         yield run
         run.writers.close()
 
