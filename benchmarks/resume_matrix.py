@@ -58,7 +58,17 @@ def argv(options: tuple[int, str, bool], out: str, asynchronous: bool = True) ->
     accumulation, temperature, _ = options
     words = ["distill", "--cache", "cache", "--student", "student.toml", "--out", out, "--steps", str(STEPS)]
     words += ["--batch-size", str(BATCH), "--micro-batch-size", str(BATCH // accumulation), "--lr", "1e-2"]
-    words += ["--warmup-steps", "0", "--checkpoint-freq", "4", "--eval-freq", "3", "--no-compile", "--precision", "fp32"]
+    words += [
+        "--warmup-steps",
+        "0",
+        "--checkpoint-freq",
+        "4",
+        "--eval-freq",
+        "3",
+        "--no-compile",
+        "--precision",
+        "fp32",
+    ]
     words += ["--no-tensorboard", "--temperature-mode", temperature]
     return words + ([] if asynchronous else ["--no-async-save"])
 

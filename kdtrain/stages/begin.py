@@ -79,7 +79,9 @@ def _start_from(run: Run, path: Path) -> Path:
     """
     wanted = run.config.checkpoint
     if not path.is_dir():
-        raise UsageError(f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000")
+        raise UsageError(
+            f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000"
+        )
     path = run.store.choose(str(path.resolve()))
     checkpoint = load(path)
     _refuse_strange(run, checkpoint, path, ("student",))

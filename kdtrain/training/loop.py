@@ -8,7 +8,6 @@ request is honoured after the micro-batch in work: the unfinished step leaves no
 import math
 import time
 
-from kdtrain.checkpoint import tiers
 from kdtrain.monitor.progress import Bar, Rate, line, log
 from kdtrain.training.recovery import is_finite, roll_back, sequences, skip
 from kdtrain.training.run import Run
@@ -36,7 +35,9 @@ def train(run: Run) -> None:
                 save_if_due(run, improved=improved, before=state.progress.sequences)
         while not (run.finished() or stop):
             cursor = state.progress.sequences
-            feed = Feed(run.train_source, lambda step, at=cursor: sequences(run, at + step * run.config.batch_size), run.micro)
+            feed = Feed(
+                run.train_source, lambda step, at=cursor: sequences(run, at + step * run.config.batch_size), run.micro
+            )
             for batches in feed.steps():
                 numbers = take_step(run, batches, stop)
                 if numbers is None:
@@ -57,7 +58,9 @@ def train(run: Run) -> None:
                 if first_of_spike is not None and roll_back(run, first_of_spike):
                     break
                 progress.stopped = run.stopping.update(progress.step, numbers["loss"], numbers["grad_norm"])
-                numbers |= {"loss_avg": run.stopping.average} | rate.add(progress.step, int(numbers["tokens"]), run.seconds)
+                numbers |= {"loss_avg": run.stopping.average} | rate.add(
+                    progress.step, int(numbers["tokens"]), run.seconds
+                )
                 _report(run, shown, numbers)
 
                 improved = _validation_due(run) and _validate(run, stop)
@@ -78,7 +81,7 @@ def _end(run: Run, stop: StopRequest) -> None:
         run.stopped_by = stop.name
         run.state.optimizer.zero_grad(set_to_none=True)
         if progress.step > 0 and not is_saved(run):
-            save(run, tiers.interrupted(progress.step))
+            save(run, f"interrupted-{progress.step:08d}")
         run.writers.event("stop", progress.step, signal=stop.name)
         log.info("stopped by %s after step %d; the same command goes on from there", stop.name, progress.step)
 

@@ -18,10 +18,10 @@ def save_if_due(run: Run, *, improved: bool, before: int) -> None:
     """
     progress = run.state.progress
     due = progress.step % run.config.checkpoint.checkpoint_freq == 0 or run.finished()
-    names = [tiers.rolling(progress.step)] if due or improved else []
+    names = [tiers.rolling_name(progress.step)] if due or improved else []
     epoch = progress.sequences // len(run.train_source)
     if epoch > before // len(run.train_source):
-        names.append(tiers.epoch(epoch))
+        names.append(tiers.epoch_name(epoch))
     if names:
         save(run, *names)
 
@@ -70,6 +70,6 @@ def _rollback_target(run: Run) -> list[str]:
 
 def relink_best(run: Run) -> None:
     """Point `best` at the checkpoint the state calls so, where it is whole."""
-    name = tiers.rolling(run.state.progress.best_step or 0)
+    name = tiers.rolling_name(run.state.progress.best_step or 0)
     if run.store.problem(name) is None:
         run.store.link("best", name)

@@ -87,7 +87,12 @@ class TrainState:
         }
 
     def load(
-        self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any], *, temperature: bool = True, memory: bool = True
+        self,
+        tensors: dict[str, torch.Tensor],
+        numbers: dict[str, Any],
+        *,
+        temperature: bool = True,
+        memory: bool = True,
     ) -> None:
         """Take over a checkpoint, into the same parameter objects.
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kdtrain.monitor import progress
-from kdtrain.monitor.progress import STATUS, Averages, Bar, bar, line, log, setup_logging, status
+from kdtrain.monitor.progress import STATUS, Bar, Rate, bar, line, log, setup_logging, status
 
 
 @pytest.fixture(autouse=True)
@@ -17,18 +17,12 @@ def quiet():
         handler.close()
 
 
-def test_the_loss_is_averaged_over_the_window_and_no_further():
-    averages = Averages(total=10, window=3)
-    found = [averages.add(step, float(step), 1, float(step))["loss_avg"] for step in range(1, 6)]
-    assert found == [1.0, 1.5, 2.0, 3.0, 4.0]
-
-
 def test_the_rate_counts_tokens_between_the_first_and_the_last_step_of_the_window():
-    averages = Averages(total=10, window=3)
-    assert averages.add(1, 0.0, 1000, 0.0) == {"loss_avg": 0.0, "tok/s": 0.0, "eta_h": 0.0}
-    assert averages.add(2, 0.0, 100, 2.0)["tok/s"] == 50.0
-    assert averages.add(3, 0.0, 300, 4.0)["tok/s"] == 100.0
-    last = averages.add(4, 0.0, 500, 6.0)
+    rate = Rate(total=10, window=3)
+    assert rate.add(1, 1000, 0.0) == {"tok/s": 0.0, "eta_h": 0.0}
+    assert rate.add(2, 100, 2.0)["tok/s"] == 50.0
+    assert rate.add(3, 300, 4.0)["tok/s"] == 100.0
+    last = rate.add(4, 500, 6.0)
     assert last["tok/s"] == 200.0
     assert last["eta_h"] == pytest.approx(6 * 2.0 / 3600)
 

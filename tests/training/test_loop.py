@@ -105,9 +105,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_and_its_data_are_passed_over(
     with workshop.run("sound", steps=1, lr_schedule="constant") as sound:
         train(sound)
     source = workshop.source(10, broken=(broken,))
-    with workshop.run(
-        train=source, micro_batch_size=micro, steps=1, lr_schedule="constant", checkpoint_freq=1
-    ) as run:
+    with workshop.run(train=source, micro_batch_size=micro, steps=1, lr_schedule="constant", checkpoint_freq=1) as run:
         train(run)
         before, moments = weights(run), copy.deepcopy(run.state.optimizer.state_dict()["state"])
         bad = next(Feed(source, lambda _: sequences(run, run.state.progress.sequences), micro).steps())
