@@ -34,11 +34,7 @@ def train(run: Run) -> None:
             if state.progress.step > 0:
                 save_if_due(run, improved=improved, before=state.progress.sequences)
         while not (run.finished() or stop):
-            cursor = state.progress.sequences
-            feed = Feed(
-                run.train_source, lambda step, at=cursor: sequences(run, at + step * run.config.batch_size), run.micro
-            )
-            for batches in feed.steps():
+            for batches in _feed(run).steps():
                 numbers = take_step(run, batches, stop)
                 if numbers is None:
                     break
@@ -69,6 +65,12 @@ def train(run: Run) -> None:
                     break
         _end(run, stop)
     run.saver.close()
+
+
+def _feed(run: Run) -> Feed:
+    """The data from the cursor on."""
+    cursor, size = run.state.progress.sequences, run.config.batch_size
+    return Feed(run.train_source, lambda step: sequences(run, cursor + step * size), run.micro)
 
 
 def _end(run: Run, stop: StopRequest) -> None:

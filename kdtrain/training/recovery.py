@@ -55,7 +55,8 @@ def skip(run: Run, numbers: dict[str, float]) -> None:
         newest = run.store.newest_valid()[0]
         raise RunError(
             f"{progress.skips_in_a_row} steps in a row, the last one {where}, had no finite loss or gradient "
-            f"(--max-skips {limit}); the newest checkpoint is {newest or 'none'}; look at the data (kdtrain verify) or lower --lr"
+            f"(--max-skips {limit}); the newest checkpoint is {newest or 'none'}; "
+            "look at the data (kdtrain verify) or lower --lr"
         )
 
 
@@ -89,8 +90,8 @@ def roll_back(run: Run, first: int) -> bool:
     name, _ = run.store.newest_valid(before=first)
     if bad.rollbacks >= guards.max_rollbacks:
         raise RunError(
-            f"a loss spike at step {first} after {bad.rollbacks} rollbacks (--max-rollbacks); the newest checkpoint from before it "
-            f"is {name or 'none'}; lower --lr or look at the data"
+            f"a loss spike at step {first} after {bad.rollbacks} rollbacks (--max-rollbacks); the newest checkpoint "
+            f"from before it is {name or 'none'}; lower --lr or look at the data"
         )
     if name is None:
         log.warning("no checkpoint is from before it: going on; a lower --checkpoint-freq would have kept one")
