@@ -123,7 +123,7 @@ class Rate:
 
 
 STATUS = (
-    *("loss", "loss_avg", "lr", "T", "grad_norm", "tok/s", "eta_h"),
+    *("loss", "loss_avg", "kd_T1", "hidden", "T", "dL/dlogT", "lr", "grad_norm", "tok/s", "eta_h"),
     *("ckpt", "memory_mb", "mem_delta", "mode"),
 )
 """What a step's line and the bar show, in this order; docs/monitoring.md says what each means."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from kdtrain.cache.provenance import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
@@ -27,14 +28,18 @@ from kdtrain.parallel.world import pick_device
 from kdtrain.precision.modes import pick_mode, why_not_compile
 from kdtrain.stages.begin import allowing
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
-from kdtrain.stages.common import ask, check_fits, digest_of, open_teacher
+from kdtrain.stages.common import ask, ask_layers, check_fits, digest_of, open_teacher
 from kdtrain.stages.run_folder import deciding
 from kdtrain.training.early import EarlyStopping
+from kdtrain.training.hidden import HiddenPlan, plan_hidden_loss
 from kdtrain.training.run import Run
-from kdtrain.training.source import CachedSource, OnlineSource, Source
+from kdtrain.training.source import CachedSource, OnlineLayersSource, OnlineSource, Source
 from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import Progress, TrainState, make_optimizer
 from kdtrain.training.step import DistillStep
+
+LEARNED_RANGE = (2 / 3, 4.0)
+"""Bounds of a learnable T that were left open: far above them T^2 KL rises again, and has no top."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,14 @@ class Assembled:
         spec: the student.
         manifest: the cache (or the run's own cache of tokens) it reads.
         folder: where that cache lies.
+        hidden: the losses between hidden states, where they are asked for.
     """
 
     run: Run
     spec: ModelSpec
     manifest: Manifest
     folder: Path
+    hidden: HiddenPlan | None = None
 
 
 def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
@@ -74,6 +81,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     readers = {name: CacheReader(folder, name) for name in ("train", "validation")}
     manifest = readers["train"].manifest
     student = _student(config, spec, manifest, device)
+    hidden = plan_hidden_loss(config.objective, student, teacher, config.seed)
     config = _with_temperature_bounds(config, manifest)
     document_mask = manifest.settings.document_mask
     total = _total_steps(config, len(readers["train"]))
@@ -83,6 +91,9 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     for name, reader in readers.items():
         cached = CachedSource(reader, device, vocab_size)
         sources[name] = cached if teacher is None else OnlineSource(cached, ask(teacher, device, mode), document_mask)
+        if hidden is not None and teacher is not None and name == "train":
+            with_layers = ask_layers(teacher, device, mode, hidden.teacher_layers)
+            sources[name] = OnlineLayersSource(cached, with_layers, document_mask)
     has_teacher = teacher is not None or manifest.codec.kind != "tokens"
     if has_teacher:
         _refuse_objective(config, manifest)
@@ -93,8 +104,9 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     state = TrainState(
         student,
         temperature,
-        make_optimizer(student, temperature, config.optimizer, config.objective),
+        make_optimizer(student, temperature, config.optimizer, config.objective, hidden.loss if hidden else None),
         Progress(),
+        hidden.loss if hidden else nn.Module(),
         {"spikes": spikes, "stopping": stopping},
     )
     step = DistillStep(
@@ -109,6 +121,8 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         device=device,
         document_mask=document_mask,
         compile=_compiles(config, device),
+        hidden_loss=hidden.loss if hidden else None,
+        layers=hidden.student_layers if hidden else (),
     )
     store = _store(config)
     run = Run(
@@ -130,7 +144,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
             "teacher": None if teacher is None else model_digest(teacher),
         },
     )
-    return Assembled(run, spec, manifest, folder)
+    return Assembled(run, spec, manifest, folder, hidden)
 
 
 def _store(config: DistillConfig) -> Store:
@@ -181,11 +195,11 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
     """`config` with the bounds of T that were left open, and a T that the cache is right at."""
     objective = config.objective
     valid = manifest.temperature_range or {"min": 0.25, "max": 20.0}
-    low = objective.temperature_min or valid["min"]
-    high = objective.temperature_max or valid["max"]
+    low = objective.temperature_min or max(valid["min"], LEARNED_RANGE[0])
+    high = objective.temperature_max or min(valid["max"], LEARNED_RANGE[1])
     used = [objective.temperature]
     used += [objective.temperature_end] if objective.temperature_mode == "schedule" else []
-    learnable = objective.temperature_mode not in ("fixed", "schedule")
+    learnable = objective.learns_temperature
     used += [low, high] if learnable else []
     if manifest.codec.kind != "tokens" and not all(valid["min"] <= each <= valid["max"] for each in used):
         raise UsageError(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.config import DistillConfig
@@ -12,6 +13,9 @@ from kdtrain.stages.run_folder import changes, refuse_changes
 from kdtrain.training.run import Run
 from kdtrain.training.saving import relink_best
 from kdtrain.training.state import Progress
+
+_KINDS = {"temperature": ("temperature_mode",), "hidden": ("hidden_loss", "hidden_layers")}
+"""Parts of the state that other options give other entries."""
 
 
 def begin(run: Run, goes_on: bool) -> Path | None:
@@ -92,9 +96,9 @@ def _start_from(run: Run, path: Path) -> Path:
             f"{path} was trained with another schedule: {', '.join(different)}; give the same, "
             "or add --override-opt-param-scheduler to start a new one"
         )
-    same_temperature = saved["objective"]["temperature_mode"] == run.config.objective.temperature_mode
+    leave = [part for part, names in _KINDS.items() if _differ(saved, run.config, names)]
     anew = wanted.override_opt_param_scheduler
-    run.state.load(checkpoint.tensors, checkpoint.state, temperature=same_temperature, memory=not anew)
+    run.state.load(checkpoint.tensors, checkpoint.state, leave=leave, memory=not anew)
     progress, same_data = run.state.progress, checkpoint.state["cache"] == run.identity["cache"]
     cursor = progress.sequences if same_data and _same_order(checkpoint, run.config) else 0
     if anew:
@@ -107,6 +111,11 @@ def _start_from(run: Run, path: Path) -> Path:
     run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
     log.info("weights and moments are those of %s; the data goes on at sequence %d", path, cursor)
     return path
+
+
+def _differ(saved: dict[str, Any], config: DistillConfig, names: tuple[str, ...]) -> bool:
+    changed = changes(saved, config, only="objective")
+    return any(each.startswith(f"--{name.replace('_', '-')} ") for name in names for each in changed)
 
 
 def _same_order(checkpoint: Checkpoint, config: DistillConfig) -> bool:

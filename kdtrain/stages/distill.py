@@ -100,6 +100,8 @@ def _announce(made: Assembled, begun_at: Path | None) -> None:
         run.step.mode,
         run.step.device,
     )
+    if made.hidden is not None:
+        log.info(made.hidden.describe())
     if begun_at is not None:
         log.info("going on from %s", begun_at)
     event = "start" if begun_at is None else "resume"

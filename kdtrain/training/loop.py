@@ -95,13 +95,7 @@ def _report(run: Run, shown: Bar, numbers: dict[str, float]) -> None:
     shown.update(number, text)
     if number % run.config.monitor.log_freq == 0 or run.finished() or number == 1:
         log.info("step %d/%d %s", number, run.total, text)
-        if (bound := run.step.temperature.at_bound()) is not None:
-            log.warning(
-                "the learned temperature %.3f sits on its %s; --temperature-mode %s found nothing inside its bounds",
-                numbers["T"],
-                bound,
-                run.config.objective.temperature_mode,
-            )
+        run.bounds.look(run.step.temperature, run.config.objective.temperature_mode, number, run.writers)
 
 
 def _validation_due(run: Run) -> bool:

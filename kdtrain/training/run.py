@@ -6,6 +6,7 @@ from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.monitor.writers import Writers
+from kdtrain.training.bounds import BoundWatch
 from kdtrain.training.early import EarlyStopping
 from kdtrain.training.source import Source
 from kdtrain.training.spike import SpikeDetector
@@ -48,6 +49,7 @@ class Run:
     seconds: float = 0.0
     tokens: int = 0
     published: tuple[int, int | None] | None = None
+    bounds: BoundWatch = field(default_factory=BoundWatch)
 
     def finished(self) -> bool:
         """Whether there is no step left to take: the last one is taken, or the run was stopped early."""

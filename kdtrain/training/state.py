@@ -5,6 +5,7 @@ Random numbers need no memory, because each step seeds its generators from (seed
 """
 
 import random
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -59,7 +60,7 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """The student, the temperature, the optimizer, how far they are, and what watches them.
+    """The student, the temperature, the optimizer, how far they are, what a hidden-state loss learns, and what watches.
 
     `watchers` are the guards that remember something, by the name their numbers have in a checkpoint.
     """
@@ -68,12 +69,14 @@ class TrainState:
     temperature: nn.Module
     optimizer: torch.optim.AdamW
     progress: Progress
+    hidden: nn.Module = field(default_factory=nn.Module)
     watchers: dict[str, Stateful] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors of the complete state; tied weights appear once."""
         named = {f"student.{name}": tensor for name, tensor in _once(self.student.state_dict()).items()}
-        named |= {f"temperature.{name}": tensor for name, tensor in self.temperature.state_dict().items()}
+        for part, module in self._parts()[1:]:
+            named |= {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
         for name, parameter in self._parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 named[f"optimizer.{name}.{key}"] = value
@@ -91,30 +94,30 @@ class TrainState:
         tensors: dict[str, torch.Tensor],
         numbers: dict[str, Any],
         *,
-        temperature: bool = True,
+        leave: Collection[str] = (),
         memory: bool = True,
     ) -> None:
         """Take over a checkpoint, into the same parameter objects.
 
         Args:
-            temperature: whether the temperature is taken over as well; one of another kind has other entries.
+            leave: parts that stay as they are (`temperature`, `hidden`), because the checkpoint's are of another kind.
             memory: whether the watchers take over what they remembered.
 
         Raises:
             RunError: an entry is missing, unknown, or of another shape.
         """
-        if not temperature:
-            own_temperature = {f"temperature.{name}": value for name, value in self.temperature.state_dict().items()}
-            other = ("temperature.", "optimizer.temperature.")
-            tensors = {name: value for name, value in tensors.items() if not name.startswith(other)} | own_temperature
-        own = {f"student.{name}" for name in _once(self.student.state_dict())}
-        own |= {f"temperature.{name}" for name in self.temperature.state_dict()}
+        for part, module in self._parts():
+            if part in leave:
+                tensors = {name: each for name, each in tensors.items() if part not in name.split(".")[:2]}
+                tensors |= {f"{part}.{name}": each for name, each in module.state_dict().items()}
+        own = {f"{part}.{name}" for part, module in self._parts() for name in _once(module.state_dict())}
         saved = {name for name in tensors if not name.startswith("optimizer.")}
         if own != saved:
             raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
-        for part, module in (("student.", self.student), ("temperature.", self.temperature)):
-            part_tensors = {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
-            _copy_into(module.state_dict(), part_tensors)
+        for part, module in self._parts():
+            start = f"{part}."
+            saved_part = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+            _copy_into(module.state_dict(), saved_part)
         for name, parameter in self._parameters():
             prefix = f"optimizer.{name}."
             found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -126,16 +129,21 @@ class TrainState:
             if memory and name in numbers["watchers"]:
                 watcher.load_state_dict(numbers["watchers"][name])
 
+    def _parts(self) -> list[tuple[str, nn.Module]]:
+        return [("student", self.student), ("temperature", self.temperature), ("hidden", self.hidden)]
+
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(f"student.{name}", each) for name, each in self.student.named_parameters()] + [
-            (f"temperature.{name}", each) for name, each in self.temperature.named_parameters()
-        ]
+        return [(f"{part}.{name}", each) for part, module in self._parts() for name, each in module.named_parameters()]
 
 
 def make_optimizer(
-    student: nn.Module, temperature: nn.Module, config: OptimizerConfig, objective: ObjectiveConfig
+    student: nn.Module,
+    temperature: nn.Module,
+    config: OptimizerConfig,
+    objective: ObjectiveConfig,
+    hidden: nn.Module | None = None,
 ) -> torch.optim.AdamW:
-    """Fused AdamW (arXiv 1711.05101): decay on the matrices only, a rate of its own for the temperature.
+    """Fused AdamW (arXiv 1711.05101): decay on the student's matrices only, a rate of its own for the temperature.
 
     Each group carries `peak`, its peak learning rate relative to `config.lr`.
     """
@@ -153,6 +161,7 @@ def make_optimizer(
             "weight_decay": 0.0,
             "peak": objective.temperature_lr / config.lr,
         },
+        {"params": [] if hidden is None else list(hidden.parameters()), "weight_decay": 0.0, "peak": 1.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=True

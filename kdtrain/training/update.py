@@ -91,22 +91,27 @@ def _clip(run: Run, tokens: torch.Tensor) -> torch.Tensor:
 
 def _loss(run: Run, sums: LossOutput, temperature: torch.Tensor) -> torch.Tensor:
     """The step's loss as a mean over its tokens."""
-    weight, count = run.step.alpha, sums.tokens.double().clamp(min=1)
-    if not (run.step.has_teacher and weight):
-        return sums.cross_entropy.double() / count
-    return ((1 - weight) * sums.cross_entropy.double() + weight * temperature.double() ** 2 * sums.kd.double()) / count
+    weight = run.step.alpha if run.step.has_teacher else 0.0
+    loss = (1 - weight) * sums.cross_entropy.double()
+    if weight:
+        loss = loss + weight * temperature.double() ** 2 * sums.kd.double()
+    if run.step.hidden_loss is not None:
+        loss = loss + run.config.objective.hidden_weight * sums.hidden.double()
+    return loss / sums.tokens.double().clamp(min=1)
 
 
 def _numbers(
     run: Run, sums: LossOutput, loss: torch.Tensor, norm: torch.Tensor, temperature: torch.Tensor, rate: float
 ) -> dict[str, float]:
     """The step's numbers as means over its tokens, read from the device in one go; T as the loss saw it."""
-    tensors = [loss, sums.cross_entropy, sums.kd, sums.kd_at_one, sums.tokens, norm, temperature]
-    mean, ce, kd, kd_at_1, tokens, grad_norm, value = torch.stack([each.double() for each in tensors]).tolist()
+    tensors = [loss, sums.cross_entropy, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
+    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value = torch.stack([each.double() for each in tensors]).tolist()
     count = max(tokens, 1.0)
-    numbers = {"loss": mean}
+    parts: dict[str, float] = {}
     if run.step.has_teacher and run.step.alpha:
-        numbers |= {"ce": ce / count, "kd": kd / count, "kd_T1": kd_at_1 / count, "T": value}
+        parts = {"ce": ce / count, "kd": kd / count, "kd_T1": kd_at_1 / count, "T": value}
         if run.config.objective.alpha_schedule != "constant":
-            numbers["alpha"] = run.step.alpha
-    return numbers | {"lr": rate, "grad_norm": grad_norm, "tokens": tokens}
+            parts["alpha"] = run.step.alpha
+    if run.step.hidden_loss is not None:
+        parts |= {"ce": ce / count, "hidden": hidden / count}
+    return {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens}
