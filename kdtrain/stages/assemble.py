@@ -107,7 +107,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         make_optimizer(student, temperature, config.optimizer, config.objective, hidden.loss if hidden else None),
         Progress(),
         hidden.loss if hidden else nn.Module(),
-        {"spikes": spikes, "stopping": stopping},
+        watchers={"spikes": spikes, "stopping": stopping},
     )
     step = DistillStep(
         student,

@@ -91,7 +91,7 @@ class Workshop:
             temperature,
             make_optimizer(student, temperature, config.optimizer, config.objective),
             Progress(),
-            {"spikes": spikes, "stopping": stopping},
+            watchers={"spikes": spikes, "stopping": stopping},
         )
         step = DistillStep(
             student,
