@@ -4,7 +4,8 @@ Backbone and output head are called inside one `forward`, so that a wrapper arou
 parameter that takes part. The backbone is compiled; the objective's engine compiles its own elementwise work.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,6 +81,16 @@ class DistillStep(nn.Module):
         if self.layers:
             return self.student.with_layers(tokens_BT, segments_BT, self.layers)
         return self.student(tokens_BT, segments_BT), []
+
+    @contextlib.contextmanager
+    def eager(self) -> Iterator[None]:
+        """No compiled graph inside: hooks are not called in one."""
+        before = self.backbone, self.compile_objective
+        self.backbone, self.compile_objective = self._backbone, False
+        try:
+            yield
+        finally:
+            self.backbone, self.compile_objective = before
 
     def hidden_eager(self, batch: CachedBatch) -> torch.Tensor:
         """The backbone's output for a micro-batch, [B*T, D], without a compiled graph.

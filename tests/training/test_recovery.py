@@ -39,7 +39,7 @@ def losses(run):
 
 def test_a_run_goes_back_behind_a_spike_leaves_its_data_out_and_halves_the_rate(workshop, spikes):
     fired = spikes("26-28")
-    with workshop.run(**SPIKE) as run:
+    with workshop.run(train=workshop.source(400), **SPIKE) as run:
         train(run)
     assert fired == {"train.loss"}
     progress = run.state.progress
@@ -55,7 +55,7 @@ def test_a_run_goes_back_behind_a_spike_leaves_its_data_out_and_halves_the_rate(
 
 def test_the_weights_after_a_rollback_are_those_of_the_checkpoint_from_before_the_spike(workshop, spikes):
     spikes("26-28")
-    with workshop.run(**SPIKE) as run:
+    with workshop.run(train=workshop.source(400), **SPIKE) as run:
         train(run)
     before, after = (load(run.store.folder / name) for name in ("step-00000024", "rollback_1_iter24"))
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
@@ -64,7 +64,7 @@ def test_the_weights_after_a_rollback_are_those_of_the_checkpoint_from_before_th
 
 def test_two_bad_batches_are_no_spike(workshop, spikes):
     fired = spikes("26-27")
-    with workshop.run(**SPIKE) as run:
+    with workshop.run(train=workshop.source(400), **SPIKE) as run:
         train(run)
     assert fired == {"train.loss"}
     assert (run.state.progress.step, run.state.progress.rollbacks, run.state.progress.sequences) == (40, 0, 160)
@@ -73,7 +73,7 @@ def test_two_bad_batches_are_no_spike(workshop, spikes):
 def test_a_rollback_too_many_ends_the_run_and_the_checkpoints_stay(workshop, spikes):
     spikes("26-60")
     with (
-        workshop.run(max_rollbacks=1, **SPIKE | {"steps": 80}) as run,
+        workshop.run(train=workshop.source(400), max_rollbacks=1, **SPIKE | {"steps": 80}) as run,
         pytest.raises(RunError, match="after 1 rollbacks"),
     ):
         train(run)
@@ -82,7 +82,7 @@ def test_a_rollback_too_many_ends_the_run_and_the_checkpoints_stay(workshop, spi
 
 def test_without_a_checkpoint_from_before_it_a_run_goes_on(workshop, spikes):
     spikes("26-28")
-    with workshop.run(**SPIKE | {"checkpoint_freq": 100}) as run:
+    with workshop.run(train=workshop.source(400), **SPIKE | {"checkpoint_freq": 100}) as run:
         train(run)
     assert (run.state.progress.step, run.state.progress.rollbacks) == (40, 0)
     assert events(run, "spike")[0]["first"] == 26
@@ -91,7 +91,7 @@ def test_without_a_checkpoint_from_before_it_a_run_goes_on(workshop, spikes):
 def test_the_checkpoint_that_a_rollback_needs_outlives_pruning(workshop, spikes):
     spikes("25-30")
     options = SPIKE | {"checkpoint_freq": 1, "keep_rolling": 1, "spike_patience": 5}
-    with workshop.run(**options) as run:
+    with workshop.run(train=workshop.source(400), **options) as run:
         train(run)
     assert run.state.progress.rollbacks == 1
     assert events(run, "rollback")[0]["step"] == 24

@@ -117,10 +117,18 @@ def test_the_rule_none_never_finds_anything():
     assert confirmed(SpikeDetector("none"), with_spike(falling(0), 1000, 200)) is None
 
 
-def test_after_a_reset_it_learns_anew():
+def test_a_reset_forgets_the_spike_and_keeps_what_is_clean():
     detector = SpikeDetector("factor")
     confirmed(detector, with_spike(falling(0), 30, 200))
+    threshold = detector.threshold()
     detector.reset()
+    assert (detector.suspicious_since, detector.threshold()) == (None, threshold)
+
+
+def test_what_is_forgotten_is_learned_anew():
+    detector = SpikeDetector("factor")
+    confirmed(detector, with_spike(falling(0), 30, 200))
+    detector.forget()
     assert (detector.suspicious_since, detector.threshold()) == (None, math.inf)
 
 
