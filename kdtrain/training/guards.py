@@ -4,15 +4,10 @@
 it to fused AdamW, which then leaves weights, moments and its own step counters bitwise as they are. That is the
 optimizer's own way with overflows of mixed precision (`found_inf`, what `torch.amp.GradScaler` sets): the decision is
 made in the kernel, so that the host never waits for it, and no NaN is multiplied by zero on its way to a weight.
-
-`Skips` counts on the host, from numbers that are read once a step anyway.
 """
-
-from typing import Any
 
 import torch
 
-from kdtrain.errors import RunError
 from kdtrain.parallel.world import agreed_max
 
 
@@ -37,39 +32,3 @@ def guarded_step(optimizer: torch.optim.AdamW, found_inf: torch.Tensor) -> None:
         optimizer.step()
     finally:
         del optimizer.found_inf  # type: ignore[attr-defined]
-
-
-class Skips:
-    """Counts skipped steps, and ends a run that skips too many in a row.
-
-    most: skipped steps in a row that are let pass.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.total = 0
-        """Skipped steps of the run."""
-        self.in_a_row = 0
-        """Skipped steps since the last one that was taken."""
-
-    def update(self, step: int, skipped: bool) -> None:
-        """Count a step.
-
-        Raises:
-            RunError: it is one skip in a row too many.
-        """
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        self.total += skipped
-        if self.in_a_row > self.most:
-            raise RunError(
-                f"step {step}: loss or gradient not finite, {self.in_a_row} steps in a row (--max-skips {self.most}); "
-                "look at the teacher and the data (kdtrain verify), or lower --lr"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The two counts."""
-        return {"total": self.total, "in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the counts of another one."""
-        self.total, self.in_a_row = state["total"], state["in_a_row"]
