@@ -52,12 +52,12 @@ def asked(monkeypatch, tmp_path):
     def ask(text):
         monkeypatch.setenv("KDTRAIN_FAULT", text)
         monkeypatch.setenv("KDTRAIN_FAULT_LOG", str(tmp_path / "log"))
-        monkeypatch.setattr(faults, "_faults", faults._wanted())
-        monkeypatch.setattr(faults, "_calls", type(faults._calls)())
-        monkeypatch.setattr(faults, "_changed", set())
+        faults.read()
         return tmp_path / "log"
 
-    return ask
+    yield ask
+    monkeypatch.undo()
+    faults.read()
 
 
 def test_a_full_disk_and_an_error_are_raised_once(asked):

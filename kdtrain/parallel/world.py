@@ -51,6 +51,14 @@ def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
     return agreed
 
 
+def memory_mb(device: torch.device) -> float:
+    """What this process holds now in MiB: of a GPU's memory (cached blocks too), or resident on a CPU; 0 if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device) / 2**20
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if pages.exists() else 0.0
+
+
 def peak_memory_mb(device: torch.device) -> float:
     """The high-water mark in MiB: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":

@@ -75,9 +75,13 @@ class SpikeDetector:
         return self.factor * mean if mean > 0 else math.inf
 
     def reset(self) -> None:
-        """Forget every loss, as after going back to an earlier step."""
-        self._clean.clear()
+        """Forget the spike; the clean losses before it stay, and judge what follows."""
         self.suspicious_since, self._spiky = None, 0
+
+    def forget(self) -> None:
+        """Forget every loss: a level that nothing could be done about is the new one."""
+        self._clean.clear()
+        self.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """What is remembered, as numbers that JSON keeps to the last bit."""
