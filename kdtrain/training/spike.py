@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from kdtrain.config import GuardsConfig
+
 MAD_FACTOR = 6 * 1.4826
 _LEAST_MAD = 1e-3
 """Of the median: losses that hardly vary must not make any rise a spike."""
@@ -42,6 +44,11 @@ class SpikeDetector:
         """The step of the first of the spiky losses that came last; None after a clean one."""
         self._spiky = 0
         self._clean: deque[float] = deque(maxlen=window)
+
+    @classmethod
+    def of(cls, config: GuardsConfig) -> "SpikeDetector":
+        """The detector that the options ask for."""
+        return cls(config.spike_rule, config.spike_factor, config.spike_patience)
 
     def update(self, step: int, loss: float) -> int | None:
         """Take the loss of a step; the first step of a spike that it confirms, or that has not ended since."""

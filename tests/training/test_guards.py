@@ -1,4 +1,4 @@
-"""The non-finite guard: a step that is skipped leaves no trace, and too many of them end the run."""
+"""The non-finite guard: a step that is skipped leaves no trace."""
 
 import math
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kdtrain.config import GuardsConfig
 from kdtrain.training.spike import SpikeDetector
 
 STEPS, SPIKE = 600, 400
@@ -111,6 +112,12 @@ def test_losses_that_hardly_vary_do_not_make_a_small_rise_a_spike():
 @each_rule
 def test_steps_without_a_token_have_a_loss_of_zero_and_make_no_later_loss_a_spike(rule):
     assert confirmed(SpikeDetector(rule), [0.0] * 40 + [1.0, 0.0] * 40) is None
+
+
+def test_the_options_make_the_detector():
+    detector = SpikeDetector.of(GuardsConfig(spike_factor=2.0, spike_patience=2))
+    assert confirmed(detector, with_spike(falling(0, noise=0.01), 2.5, 200)) == (SPIKE + 1, SPIKE)
+    assert SpikeDetector.of(GuardsConfig(spike_rule="mad")).rule == "mad"
 
 
 def test_the_rule_none_never_finds_anything():
