@@ -87,11 +87,11 @@ class Writers:
         for board in self.boards:
             board.hyperparameters(flat)
 
-    def rewind(self, step: int, validated_step: int | None) -> None:
-        """Forget what was written of later steps than `step`, and of validations after `validated_step`."""
+    def rewind(self, step: int) -> None:
+        """Forget what was written of later steps than `step`."""
         self.file.close()
         for name in ("metrics.jsonl", "samples.jsonl"):
-            _forget(self.folder / name, step, -1 if validated_step is None else validated_step)
+            _forget(self.folder / name, step, step)
         self.file = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  # closed by close()
         for board in self.boards:
             board.rewind(step)

@@ -131,7 +131,7 @@ def test_a_rollback_is_forgotten_in_files_and_in_tensorboard_and_events_stay(tmp
         writers.samples(step, [{"prompt": "a", "greedy": str(step)}])
     writers.metrics(4, {"validation/loss": 1.0})
     writers.event("spike", 6)
-    writers.rewind(3, None)
+    writers.rewind(3)
     writers.event("rollback", 3, spike=6)
     for step in (4, 5):
         writers.metrics(step, {"loss": 10.0 * step})

@@ -1,4 +1,4 @@
-"""The eye on a run: it sees, says, and changes nothing."""
+"""What says how a run is doing: it looks, says, and changes nothing."""
 
 import json
 
@@ -9,8 +9,8 @@ from kdtrain.config import MonitorConfig
 from kdtrain.monitor.progress import log
 from kdtrain.monitor.writers import Writers
 from kdtrain.testing import tiny_tokenizer
+from kdtrain.training.reporter import Reporter
 from kdtrain.training.samples import Sampler
-from kdtrain.training.watch import Watch
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def said(monkeypatch):
     return texts
 
 
-def watch_of(run, tokenizer=None, init="scratch"):
-    return Watch(run.config, run.step, run.writers, run.validation_source, tokenizer, init=init, finished=0)
+def reporter_of(run, tokenizer=None, init="scratch"):
+    return Reporter(run.config, run.step, run.writers, run.validation_source, tokenizer, init=init, finished=0)
 
 
 def backward(run):
@@ -31,7 +31,7 @@ def backward(run):
 
 def test_a_line_holds_what_the_step_knows_and_what_the_process_holds(workshop):
     with workshop.run() as run:
-        text = watch_of(run).finished(7, {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5}, checkpoint=4)
+        text = reporter_of(run).finished(7, {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5}, checkpoint=4)
     assert text.startswith("loss=2.0000 lr=1.00e-03 grad_norm=0.500 ckpt=-3 memory_mb=")
     assert text.endswith(" mem_delta=+0 mode=fp32")
 
@@ -40,24 +40,24 @@ def test_parameters_without_a_gradient_are_named_once(workshop, said):
     with workshop.run() as run:
         run.state.student.register_parameter("orphan", torch.nn.Parameter(torch.ones(1)))
         backward(run)
-        watch = watch_of(run)
-        watch.backward()
-        watch.backward()
+        reporter = reporter_of(run)
+        reporter.backward()
+        reporter.backward()
     assert len(said) == 1 and "orphan" in said[0] and "no gradient" in said[0]
 
 
 def test_a_sound_student_is_no_news(workshop, said):
     with workshop.run() as run:
         backward(run)
-        watch = watch_of(run)
-        watch.backward()
-        watch.initial(5.7)
+        reporter = reporter_of(run)
+        reporter.backward()
+        reporter.initial(5.7)
     assert said == []
 
 
 def test_an_initial_loss_far_from_ln_v_is_said(workshop, said):
     with workshop.run() as run:
-        watch_of(run).initial(9.0)
+        reporter_of(run).initial(9.0)
     assert len(said) == 1 and "ln V is 5.704" in said[0]
 
 
@@ -65,12 +65,12 @@ def test_samples_and_histograms_come_when_they_are_due_and_leave_the_training_as
     shown = []
     monkeypatch.setattr(Writers, "histograms", lambda self, step, module: shown.append(step))
     with workshop.run(histogram_freq=2, sample_freq=3) as run:
-        watch = watch_of(run, tiny_tokenizer(300))
+        reporter = reporter_of(run, tiny_tokenizer(300))
         run.step.train()
         state = torch.get_rng_state()
         for number in range(1, 7):
-            watch.gradients(number)
-            watch.finished(number, {"loss": 1.0}, 0)
+            reporter.gradients(number)
+            reporter.finished(number, {"loss": 1.0}, 0)
         assert run.step.training and torch.equal(torch.get_rng_state(), state)
     samples = [json.loads(text) for text in (run.config.out / "samples.jsonl").read_text().splitlines()]
     assert shown == [2, 4, 6]
@@ -81,9 +81,9 @@ def test_samples_and_histograms_come_when_they_are_due_and_leave_the_training_as
 def test_nothing_is_written_where_it_is_turned_off(workshop, monkeypatch):
     monkeypatch.setattr(Writers, "histograms", lambda self, step, module: pytest.fail("shown"))
     with workshop.run(histogram_freq=0, sample_freq=0) as run:
-        watch = watch_of(run, tiny_tokenizer(300))
-        watch.gradients(250)
-        watch.finished(250, {"loss": 1.0}, 0)
+        reporter = reporter_of(run, tiny_tokenizer(300))
+        reporter.gradients(250)
+        reporter.finished(250, {"loss": 1.0}, 0)
     assert not (run.config.out / "samples.jsonl").exists()
 
 

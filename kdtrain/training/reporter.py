@@ -19,8 +19,8 @@ from kdtrain.training.source import Source
 from kdtrain.training.step import DistillStep
 
 
-class Watch:
-    """The eye on one run.
+class Reporter:
+    """What says how one run is doing.
 
     Args:
         config: every option.
