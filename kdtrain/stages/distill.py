@@ -19,9 +19,9 @@ from kdtrain.stages.build import logit_width
 from kdtrain.stages.common import show
 from kdtrain.stages.run_folder import claim, make, write_description, write_origin
 from kdtrain.training.loop import train
+from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
 from kdtrain.training.stopping import interruptible
-from kdtrain.training.watch import Watch
 
 
 def main(config: DistillConfig) -> int:
@@ -55,7 +55,7 @@ def _distill(config: DistillConfig) -> int:
     try:
         run.writers = Writers(config.out, at.step, at.validated_step, config.monitor)
         run.writers.hyperparameters(sections(config))
-        run.watch = Watch(
+        run.reporter = Reporter(
             *(config, run.step, run.writers, run.validation_source, load_tokenizer(made.folder / "tokenizer")),
             init=made.spec.init,
             finished=at.step,

@@ -91,7 +91,7 @@ def _end(run: Run, stop: StopRequest) -> None:
 def _report(run: Run, shown: Bar, numbers: dict[str, float]) -> None:
     number = run.state.progress.step
     run.writers.metrics(number, numbers)
-    text = run.watch.finished(number, numbers, checkpoint=0 if run.published is None else run.published[0])
+    text = run.reporter.finished(number, numbers, checkpoint=0 if run.published is None else run.published[0])
     shown.update(number, text)
     if number % run.config.monitor.log_freq == 0 or run.finished() or number == 1:
         log.info("step %d/%d %s", number, run.total, text)
@@ -130,7 +130,7 @@ def _validate(run: Run, stop: StopRequest) -> bool:
     progress.validated_step = progress.step
     loss = numbers["validation/loss"]
     if progress.step == 0:
-        run.watch.initial(loss)
+        run.reporter.initial(loss)
     if metrics.tokens and not math.isfinite(loss):
         log.warning("validation at step %d is not finite; this student will not be the best", progress.step)
         return False

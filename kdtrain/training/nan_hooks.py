@@ -10,8 +10,6 @@ the compiled graph gets wrong is not found; masks (arguments with `mask` in thei
 looked at.
 """
 
-import contextlib
-import dataclasses
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -30,7 +27,6 @@ from kdtrain import __version__
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import DistillConfig, sections
 from kdtrain.objective.loss import LossOutput
-from kdtrain.objective.targets import EMPTY, DenseTargets
 from kdtrain.training.step import DistillStep
 
 _PREFIX = "student.model."
@@ -174,7 +170,7 @@ def find_first(step: DistillStep, batches: Sequence[CachedBatch], normalizer: fl
     step.zero_grad(set_to_none=True)
     hooks = NanHooks(step)
     try:
-        with _eager(step):
+        with step.eager():
             for batch in batches:
                 loss, _ = step(batch, normalizer=normalizer)
                 if hooks._first is None:
@@ -219,28 +215,6 @@ def _norm(step: DistillStep, micro_batch: int) -> Finding | None:
     return Finding(
         module, f"the norm of all gradients, with that of {what} as the largest,", "backward", (), 1, (), micro_batch
     )
-
-
-@contextlib.contextmanager
-def _eager(step: DistillStep) -> Iterator[None]:
-    """No compiled graph inside: hooks are not called in one."""
-    before = step.backbone, step.compile_objective
-    step.backbone, step.compile_objective = step.student.forward, False
-    try:
-        yield
-    finally:
-        step.backbone, step.compile_objective = before
-
-
-def _said(batch: CachedBatch) -> Iterator[tuple[str, Tensor]]:
-    """The teacher's numbers for the tokens that count, by name; log 0, which a whole distribution may hold, is fine."""
-    if batch.targets is None:
-        return
-    targets = batch.targets.where(rearrange(batch.loss_mask, "B T -> (B T)"))
-    for field in dataclasses.fields(targets):
-        value = getattr(targets, field.name)
-        if isinstance(value, Tensor):
-            yield field.name, value.clamp_min(EMPTY) if isinstance(targets, DenseTargets) else value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -110,7 +110,7 @@ def roll_back(run: Run, first: int) -> bool:
     progress.sequences = bad.sequences
     run.spikes.reset()
     relink_best(run)
-    run.writers.rewind(progress.step, progress.validated_step)
+    run.writers.rewind(progress.step)
     save(run, f"rollback_{progress.rollbacks}_iter{progress.step}")
     run.writers.event(
         "rollback", progress.step, first=first, skipped=progress.skipped_data[-1], lr_factor=progress.lr_factor

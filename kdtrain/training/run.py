@@ -8,11 +8,11 @@ from kdtrain.config import DistillConfig
 from kdtrain.monitor.writers import Writers
 from kdtrain.training.bounds import BoundWatch
 from kdtrain.training.early import EarlyStopping
+from kdtrain.training.reporter import Reporter
 from kdtrain.training.source import Source
 from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import TrainState
 from kdtrain.training.step import DistillStep
-from kdtrain.training.watch import Watch
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Run:
         micro: sequences in a micro-batch.
         spikes, stopping: the guards that look at each step's loss; their memory is in `state.watchers`.
         identity: what the checkpoint says it belongs to (configuration, cache, student).
-        writers, watch: opened once the step to begin at is known.
+        writers, reporter: opened once the step to begin at is known.
         stopped_by: the signal that ended training, if one did.
         seconds, tokens: spent and trained on by this process; a clock is no part of the state.
         published: the step, and the step that was validated, of the newest checkpoint.
@@ -44,7 +44,7 @@ class Run:
     stopping: EarlyStopping
     identity: dict[str, object] = field(default_factory=dict)
     writers: Writers = field(init=False)
-    watch: Watch = field(init=False)
+    reporter: Reporter = field(init=False)
     stopped_by: str | None = None
     seconds: float = 0.0
     tokens: int = 0

@@ -30,9 +30,9 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
     sums = accumulate(run, batches, stop)
     if sums is None:
         return None
-    run.watch.backward()
+    run.reporter.backward()
     norm = _clip(run, sums.tokens)
-    run.watch.gradients(number)
+    run.reporter.gradients(number)
     temperature = run.step.temperature.value().detach().clone()
     pull = run.step.temperature.log_gradient()
     loss = faults.changed("train.loss", _loss(run, sums, temperature), batch_number(run))

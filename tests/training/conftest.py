@@ -28,11 +28,11 @@ from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
 from kdtrain.training.early import EarlyStopping
+from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
 from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import Progress, TrainState, make_optimizer
 from kdtrain.training.step import DistillStep
-from kdtrain.training.watch import Watch
 
 VOCABULARY, SEQ_LEN = 300, 8
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ class Workshop:
             stopping=stopping,
         )
         run.writers = Writers(out, 0, None, MonitorConfig(tensorboard=False))
-        run.watch = Watch(config, step, run.writers, run.validation_source, None, init="scratch", finished=0)
+        run.reporter = Reporter(config, step, run.writers, run.validation_source, None, init="scratch", finished=0)
         yield run
         run.writers.close()
 
