@@ -217,6 +217,17 @@ def _norm(step: DistillStep, micro_batch: int) -> Finding | None:
     )
 
 
+def _said(batch: CachedBatch) -> Iterator[tuple[str, Tensor]]:
+    """The teacher's numbers for the tokens that count, by name; log 0, which a whole distribution may hold, is fine."""
+    if batch.targets is None:
+        return
+    targets = batch.targets.where(rearrange(batch.loss_mask, "B T -> (B T)"))
+    for field in dataclasses.fields(targets):
+        value = getattr(targets, field.name)
+        if isinstance(value, Tensor):
+            yield field.name, value.clamp_min(EMPTY) if isinstance(targets, DenseTargets) else value
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a module's arguments or results, however they are packed."""
     if isinstance(value, Tensor):
