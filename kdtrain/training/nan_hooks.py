@@ -10,6 +10,7 @@ the compiled graph gets wrong is not found; masks (arguments with `mask` in thei
 looked at.
 """
 
+import dataclasses
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -27,6 +29,7 @@ from kdtrain import __version__
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import DistillConfig, sections
 from kdtrain.objective.loss import LossOutput
+from kdtrain.objective.targets import EMPTY, DenseTargets
 from kdtrain.training.step import DistillStep
 
 _PREFIX = "student.model."
