@@ -61,7 +61,8 @@ def _distill(config: DistillConfig) -> int:
             finished=at.step,
         )
         _announce(made, begun_at)
-        train(run)
+        with run.saver:
+            train(run)
         run.writers.close()
     except OSError as error:
         where = error.filename or config.out
