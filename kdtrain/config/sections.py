@@ -108,8 +108,9 @@ class ObjectiveConfig:
     """The teacher's share in the mixture of --divergence jsd: like forward KL near 0, like reverse KL near 1."""
     skew_alpha: float = 0.1
     """What is mixed of the teacher into the student by --divergence skew-kl, and the reverse by skew-reverse-kl."""
-    tail: Literal["ghost", "drop", "renormalize"] = "ghost"
-    """What stands for the vocabulary outside the kept entries: one bucket, nothing, or the head scaled to 1."""
+    tail: Literal["ghost", "drop", "renormalize", "control-variate"] = "ghost"
+    """What stands for the vocabulary outside the kept entries: one bucket, nothing, the head scaled to 1, or the bucket
+    with its inside estimated from draws (docs/objective.md)."""
     temperature: float = 2.0
     """Temperature T of both distributions; where a learnable one starts."""
     temperature_mode: Literal["fixed", "schedule", "adversarial", "likelihood", "minimize"] = "fixed"

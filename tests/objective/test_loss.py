@@ -9,7 +9,8 @@ from kdtrain.errors import UsageError
 from kdtrain.objective.divergence import DIVERGENCES
 from kdtrain.objective.loss import distillation_loss
 
-RULES = ["dense", "ghost", "drop", "renormalize", "sampled", "sampled-headless"]
+SAMPLED = ["sampled", "sampled-headless", "control-variate", "control-variate-headless"]
+RULES = ["dense", "ghost", "drop", "renormalize", *SAMPLED]
 OTHERS = [
     (name, rule)
     for name, entry in DIVERGENCES.items()
@@ -21,15 +22,14 @@ OTHERS = [
 def targets_for(p, rule, dtype=torch.float64):
     if rule == "dense":
         return dense(p.energies, p.labels, dtype)
-    if rule == "sampled":
-        return sparse(p.energies, p.labels, head=3, draws=20, dtype=dtype)
-    if rule == "sampled-headless":
-        return sparse(p.energies, p.labels, head=0, draws=20, dtype=dtype)
+    if rule in SAMPLED:
+        return sparse(p.energies, p.labels, head=0 if "headless" in rule else 3, draws=20, dtype=dtype)
     return sparse(p.energies, p.labels, head=5, dtype=dtype)
 
 
 def tail_of(rule):
-    return rule if rule in ("drop", "renormalize") else "ghost"
+    rule = rule.removesuffix("-headless")
+    return rule if rule in ("drop", "renormalize", "control-variate") else "ghost"
 
 
 def run(p, targets, temperature, rule, alpha=0.7, normalizer=11.0, **more):
@@ -57,7 +57,7 @@ def assert_agrees(p64, rule, dtype, T, rtol, alpha=0.7, divergence="forward-kl",
     reference, ours = p64.cast(torch.float64), p64.cast(dtype)
     t_reference = torch.tensor(T, dtype=torch.float64, requires_grad=True)
     t = torch.tensor(T, dtype=dtype, requires_grad=True)
-    rule_name, parameter = rule.split("-")[0], 0.3
+    rule_name, parameter = rule.removesuffix("-headless"), 0.3
     expected, ce, kd = reference_loss(
         reference, t_reference, alpha, rule_name, targets_for(p64, rule), 11.0, divergence, parameter
     )
@@ -187,7 +187,7 @@ def test_kd_is_zero_when_student_and_teacher_are_equal(rule, T):
     assert abs(out.kd.item()) < 2e-6 * p.mask.sum().item()
     assert abs(out.kd_at_one.item()) < 2e-6 * p.mask.sum().item()
     hidden = torch.autograd.grad(out.loss, p.hidden)[0].abs().max().item()
-    if rule in ("dense", "ghost", "renormalize"):
+    if rule in ("dense", "ghost", "renormalize") or rule.startswith("control-variate"):
         assert hidden < 1e-5
     elif rule == "drop":
         assert hidden > 1e-2, "drop is zero in value at the teacher, and yet no minimum"
