@@ -20,7 +20,7 @@ SHADES = ("#999999", "#56B4E9", "#000000")
 def draw(record: dict[str, Any], folder: Path) -> Path:
     """Write `temperature.png` into `folder`; where it is. Curves, then paths beside a still and a learning student."""
     folder.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(13, 4.4), layout="constrained")
+    figure = Figure(figsize=(13, 4.8), layout="constrained")
     curves, frozen, training = figure.subplots(1, 3)
     _curves(curves, record)
     for axes, name, title in (
@@ -46,7 +46,7 @@ def _curves(axes: Axes, record: dict[str, Any]) -> None:
     axes.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["¼", "½", "1", "2", "4", "8", "16"], minor=False)
     axes.minorticks_off()
     axes.set_title("the hump that T climbs or flees", loc="left", fontsize=10)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 def _paths(axes: Axes, paths: list[dict[str, Any]], bounds: list[float]) -> None:
@@ -59,7 +59,7 @@ def _paths(axes: Axes, paths: list[dict[str, Any]], bounds: list[float]) -> None
     axes.set(yscale="log", xlabel="step", ylabel="T")
     axes.set_yticks([bounds[0], 1, 1.5, 2, 3, 4], ["2/3", "1", "1.5", "2", "3", "4"], minor=False)
     axes.minorticks_off()
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 if __name__ == "__main__":
