@@ -157,18 +157,14 @@ class ObjectiveConfig:
     def _refuse_idle_options(self) -> None:
         """Raise a `UsageError` for a T that cannot be learned, and for options that nothing would follow."""
         mode = f"--temperature-mode {self.temperature_mode}"
-        instead = "use --temperature-mode fixed, or another --divergence"
         refuse(
             self.learns_temperature and not self.distils,
             f"{mode} has nothing to learn from at --alpha 0, where no divergence is taken; raise --alpha",
         )
         refuse(
             self.learns_temperature and self.divergence == "logit-mse",
-            f"{mode} cannot be used with --divergence logit-mse, whose loss does not depend on T; {instead}",
-        )
-        refuse(
-            self.temperature_mode == "adversarial" and self.divergence == "tvd",
-            f"{mode} cannot be used with --divergence tvd, whose loss grows with T without end; {instead}",
+            f"{mode} cannot be used with --divergence logit-mse, whose loss does not depend on T; "
+            "use --temperature-mode fixed, or another --divergence",
         )
         refuse(not 0 < self.hidden_weight < float("inf"), f"--hidden-weight {self.hidden_weight} must be above 0")
         for name in ("hidden_weight", "hidden_layers"):

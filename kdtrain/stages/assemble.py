@@ -220,6 +220,11 @@ def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
     if objective.distils:
         dense = codec.kind != "sparse"
         refuse(objective.divergence, objective.tail, head=codec.head, draws=codec.draws, dense=dense)
+        if dense and (objective.divergence, objective.temperature_mode) == ("tvd", "adversarial"):
+            raise UsageError(
+                "--temperature-mode adversarial cannot be used with --divergence tvd over whole distributions, whose "
+                "loss grows with T without end; use --temperature-mode fixed, another --divergence, or a sparse cache"
+            )
 
 
 def _temperature(config: DistillConfig, total: int) -> Temperature:

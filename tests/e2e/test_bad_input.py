@@ -80,6 +80,10 @@ WORLD = {
         (*DISTILL, "--temperature-mode", "likelihood", "--temperature-max", 50),
         ["50", "--temperature-max"],
     ),
+    "temperature without a top": (
+        (*ONLINE, "--seq-len", 32, "--divergence", "tvd", "--temperature-mode", "adversarial"),
+        ["--temperature-mode adversarial", "--divergence tvd", "grows with T"],
+    ),
     "folder of something else": ((*DISTILL, "--out", "corpus"), ["corpus", "no run"]),
     "folder that is a file": ((*DISTILL, "--out", "chat.jsonl"), ["chat.jsonl", "is a file"]),
     "folder of a run": ((*DISTILL, "--out", "run", "--resume", "never"), ["run", "--overwrite"]),
