@@ -1,4 +1,4 @@
-"""Teachers and text for benchmarks/cache.py: the shipped teacher, and synthetic ones of any vocabulary that are like it.
+"""Teachers and text for benchmarks/cache.py: the shipped teacher, and synthetic ones like it of any vocabulary.
 
 A synthetic teacher takes the probability of each rank, position by position, from the shipped teacher over a real
 sequence; ranks beyond that teacher's vocabulary fall on as 1 / rank. So the mass of its 12 most likely entries, its
@@ -133,8 +133,8 @@ class Synthetic:
 
     def order(self, token: int, number: int, position: int) -> np.ndarray:
         """The moved entries, most likely first."""
-        seeds = (token, 7919 * number + position + 2**24)
-        first, second = (np.random.Generator(np.random.SFC64(seed)).standard_normal(self._moved, "f4") for seed in seeds)
+        chance = [np.random.Generator(np.random.SFC64(seed)) for seed in (token, 7919 * number + position + 2**24)]
+        first, second = (each.standard_normal(self._moved, "f4") for each in chance)
         score = np.log(np.arange(1, self._moved + 1, dtype="f4"))
         return np.argsort(score + np.float32(self.of_token) * first + np.float32(self.of_position) * second)
 

@@ -43,7 +43,7 @@ class Dictionary:
     _lists: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # All lists end to end, which is what `decode` looks ids up in; the two are views of it, so that it is held once.
+        # All lists end to end, where `decode` looks ids up; the two become views of it, so that it is held once.
         rows = np.pad(self.candidates, ((0, 0), (1, 0)), constant_values=self.absent)
         lists = np.concatenate([rows.ravel(), self.common])
         object.__setattr__(self, "_lists", lists)
