@@ -96,17 +96,21 @@ def _repetition(tokens_nT1: np.ndarray, heads_nTK: np.ndarray) -> Facts:
 class Synthetic:
     """A teacher over `vocab_size` entries that is like `model`, with the repetition of `model.facts`."""
 
-    def __init__(self, vocab_size: int, model: Material) -> None:
+    def __init__(self, vocab_size: int, model: Material, known: Facts | None = None) -> None:
         self.vocab_size, self.length, self._model = vocab_size, model.seq_len, model
         self._real = [row for part in model.rows.values() for row in part]
         self._moved = min(MOVED, vocab_size)
+        if known is not None:
+            self.facts, self.of_token, self.of_position = known, known["noise_of_token"], known["noise_of_position"]
+            return
         self.of_token, self.of_position = 1.0, 1.0
         shapes = [self.shape(number) for number in range(max(1, _SAMPLE // self.length))]
         short = [shape_TV[:, : self._moved] for shape_TV in shapes]  # a thousandth of the mass is beyond
         for _ in range(3):
             self._solve("of_token", "token_repetition", short)
             self._solve("of_position", "head_repetition", short)
-        self.facts = self._found(shapes)
+        noises = {"noise_of_token": self.of_token, "noise_of_position": self.of_position}
+        self.facts = {**self._found(shapes), **noises}
 
     def _solve(self, name: str, fact: str, shapes: list[np.ndarray]) -> None:
         low, high = 0.0, 8.0
@@ -158,9 +162,9 @@ class Synthetic:
         return torch.from_numpy(logits_TV)
 
 
-def synthetic(vocab_size: int, number: int, model: Material) -> Material:
-    """A teacher of another vocabulary like that of `model`, and its text."""
-    made, start = Synthetic(vocab_size, model), 0
+def synthetic(vocab_size: int, number: int, model: Material, known: Facts | None = None) -> Material:
+    """A teacher of another vocabulary like that of `model`, and its text; `known`: its facts, found before."""
+    made, start = Synthetic(vocab_size, model, known), 0
     parts: dict[str, list[Row]] = {}
     numbers: dict[bytes, int] = {}
     for split, count in wanted(number).items():

@@ -32,8 +32,9 @@ from kdtrain.cache.provenance import Manifest, read_manifest
 from kdtrain.errors import RunError, UsageError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
-MAX_OPEN = 64
-"""Shards kept open at once, at about 0.25 MiB each (V = 2,048; 2 MiB at V = 151,936): mostly the lists."""
+MAX_OPEN = 16
+"""Shards kept open at once. Each holds 0.6 MiB of HDF5's own, which no setting lowers, and its lists: 0.25 MiB at
+V = 2,048, 2 MiB at V = 151,936."""
 
 
 @dataclass(frozen=True)
