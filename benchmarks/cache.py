@@ -41,7 +41,7 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 SECTIONS = ("bytes", "build", "build-100m", "read", "step")
 # Sequences to train on, by vocabulary: of the codec of the goal, of the other sparse ones, of `dense`.
-SIZES = {2_048: (512, 256, 32), 32_000: (256, 64, 4), 151_936: (256, 32, 2)}
+SIZES = {2_048: (512, 128, 16), 32_000: (128, 32, 4), 151_936: (96, 16, 2)}
 SEQ_LEN = 512
 
 
