@@ -37,6 +37,8 @@ lint: venv ## ruff and mypy
 
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
 	$(PY) benchmarks/demo.py --seeds 3
+	$(PY) benchmarks/cache.py --again
+	$(PY) benchmarks/plot_cache.py
 
 torture: venv ## kill builders 100 times, flip 200 bits; writes benchmarks/results/torture-cache.json
 	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_cache.py

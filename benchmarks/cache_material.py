@@ -104,13 +104,18 @@ class Synthetic:
             self.facts, self.of_token, self.of_position = known, known["noise_of_token"], known["noise_of_position"]
             return
         self.of_token, self.of_position = 1.0, 1.0
-        shapes = [self.shape(number) for number in range(max(1, _SAMPLE // self.length))]
-        short = [shape_TV[:, : self._moved] for shape_TV in shapes]  # a thousandth of the mass is beyond
+        shapes, whole = [], []
+        for number in range(max(1, _SAMPLE // self.length)):
+            shape_TV = self.shape(number)
+            p_TV = np.exp(shape_TV)
+            whole.append((p_TV[:, :HEAD].sum(1).mean(), -(p_TV * shape_TV).sum(1).mean()))
+            shapes.append(shape_TV[:, : self._moved].copy())  # a thousandth of the mass is beyond
         for _ in range(3):
-            self._solve("of_token", "token_repetition", short)
-            self._solve("of_position", "head_repetition", short)
+            self._solve("of_token", "token_repetition", shapes)
+            self._solve("of_position", "head_repetition", shapes)
         noises = {"noise_of_token": self.of_token, "noise_of_position": self.of_position}
-        self.facts = {**self._found(shapes), **noises}
+        mass, entropy = np.mean(whole, 0).tolist()
+        self.facts = {"top_12_mass": mass, "entropy": entropy, **self._found(shapes), **noises}
 
     def _solve(self, name: str, fact: str, shapes: list[np.ndarray]) -> None:
         low, high = 0.0, 8.0
@@ -122,9 +127,7 @@ class Synthetic:
     def _found(self, shapes: list[np.ndarray]) -> Facts:
         made = [self.sequence(number, shape) for number, shape in enumerate(shapes)]
         tokens, heads = (np.stack(each) for each in zip(*made, strict=True))
-        p = np.exp(np.concatenate(shapes).astype(np.float64))
-        whole = {"top_12_mass": float(p[:, :HEAD].sum(1).mean()), "entropy": float(-(p * np.log(p)).sum(1).mean())}
-        return {**whole, **_repetition(tokens, heads)}
+        return _repetition(tokens, heads)
 
     def shape(self, number: int) -> np.ndarray:
         """[T, V] fp32 log p by rank, from the real sequence `number`."""
@@ -145,11 +148,13 @@ class Synthetic:
     def sequence(self, number: int, shape_TV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [T+1] drawn from the teacher, and the heads [T, 12] at each position."""
         chance = np.random.Generator(np.random.SFC64(number)).random(self.length)
-        cdf_TV = np.cumsum(np.exp(shape_TV), -1, dtype=np.float64)
+        cdf_TM = np.cumsum(np.exp(shape_TV[:, : self._moved]), -1, dtype=np.float64)
         tokens, heads = [number % 1000], []
         for t in range(self.length):
-            order, cdf = self.order(tokens[-1], number, t), cdf_TV[t]
-            rank = int(np.searchsorted(cdf, chance[t] * cdf[-1]))
+            order, rank = self.order(tokens[-1], number, t), int(np.searchsorted(cdf_TM[t], chance[t]))
+            if rank >= self._moved:
+                rest = cdf_TM[t, -1] + np.cumsum(np.exp(shape_TV[t, self._moved :]), dtype=np.float64)
+                rank = min(rank + int(np.searchsorted(rest, chance[t])), shape_TV.shape[1] - 1)
             tokens.append(int(order[rank]) if rank < self._moved else rank)
             heads.append(order[:HEAD])
         return np.array(tokens, np.int32), np.stack(heads)
