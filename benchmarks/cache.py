@@ -41,7 +41,7 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 SECTIONS = ("bytes", "build", "build-100m", "read", "step")
 # Sequences to train on, by vocabulary: of the codec of the goal, of the other sparse ones, of `dense`.
-SIZES = {2_048: (512, 128, 16), 32_000: (128, 32, 4), 151_936: (96, 16, 2)}
+SIZES = {2_048: (512, 128, 16), 32_000: (128, 32, 4), 151_936: (64, 12, 2)}
 SEQ_LEN = 512
 
 
@@ -73,9 +73,9 @@ class Bench:
             self._keep(section, self._timed(section, number, Path(scratch)))
 
     def _timed(self, section: str, number: int, scratch: Path) -> dict[str, Any]:
-        codec, turns = CODECS["head 12"], 1 if self.quick else 3
+        codec, turns = CODECS["head 12"], 1 if self.quick else 2
         if section == "build":
-            return cache_speed.building(self.shipped(number // 2), codec, 16, turns)
+            return cache_speed.building(self.shipped(number // 4), codec, 16, turns)
         if section == "build-100m":
             large, size = cache_speed.large_teacher(self.shipped(16))
             return {"parameters": size, **cache_speed.building(large, codec, 4, turns)}
