@@ -78,6 +78,7 @@ class CacheReader:
             raise UsageError(f"the cache {folder} has no split '{split}'; it has {there}")
         self.split = split
         self._shards: list[dict[str, Any]] = self.manifest.splits[split]["shards"]
+        self._paths = [layout.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._sound: dict[int, tuple[int, int, int]] = {}
         self._process = os.getpid()
@@ -99,12 +100,15 @@ class CacheReader:
             raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
         per_shard = self.manifest.settings.sequences_per_shard
         shards, first = np.unique(wanted // per_shard, return_index=True)
-        rows = np.split(wanted - (wanted // per_shard) * per_shard, first[1:])
-        parts = [self._read_shard(int(shard), part) for shard, part in zip(shards, rows, strict=True)]
+        bounds = [*first.tolist(), len(wanted)]
+        parts = [
+            self._read_shard(shard, wanted[start:stop] - shard * per_shard)
+            for shard, start, stop in zip(shards.tolist(), bounds, bounds[1:], strict=False)
+        ]
         return batch_of(parts, self.manifest.codec, place)
 
     def _read_shard(self, number: int, rows: np.ndarray) -> "Stored":
-        path = layout.shard_path(self.folder, self._shards[number]["name"])
+        path = self._paths[number]
         try:
             return self._shard(number, path).read(rows)
         except (OSError, KeyError, ValueError, IndexError) as error:
@@ -182,15 +186,17 @@ class _Set:
         self._handle, self._dtype = dataset.id, dataset.dtype
         self._type, self._space = h5py.h5t.py_create(dataset.dtype), dataset.id.get_space()
         self._shape, self._rest = dataset.shape[1:], (0,) * len(dataset.shape[1:])
+        self._one = h5py.h5s.create_simple((1, *self._shape))
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """The rows, ascending, one call for each run of neighbours."""
         values = np.empty((len(rows), *self._shape), self._dtype)
-        runs = np.flatnonzero(np.diff(rows) != 1) + 1
-        for start, stop in zip([0, *runs.tolist()], [*runs.tolist(), len(rows)], strict=True):
+        breaks = [start for start in range(1, len(rows)) if rows[start] != rows[start - 1] + 1]
+        for start, stop in zip([0, *breaks], [*breaks, len(rows)], strict=True):
             part = values[start:stop]
             self._space.select_hyperslab((int(rows[start]), *self._rest), part.shape)
-            self._handle.read(h5py.h5s.create_simple(part.shape), self._space, part, self._type)
+            memory = self._one if len(part) == 1 else h5py.h5s.create_simple(part.shape)
+            self._handle.read(memory, self._space, part, self._type)
         return values
 
 
@@ -208,9 +214,11 @@ class Runs:
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """The rows [len(rows), T]."""
-        parts = [slice(self._first[row], self._first[row + 1]) for row in rows]
-        values, lengths = (np.concatenate([each[part] for part in parts]) for each in (self._values, self._lengths))
-        return np.repeat(values, lengths).reshape(len(rows), self._length)
+        found = np.empty((len(rows), self._length), self._values.dtype)
+        for row, out in zip(rows, found, strict=True):
+            runs = slice(self._first[row], self._first[row + 1])
+            out[:] = np.repeat(self._values[runs], self._lengths[runs])
+        return found
 
 
 def _unwritten(arrays: dict[str, np.ndarray]) -> bool:
