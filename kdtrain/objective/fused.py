@@ -185,11 +185,8 @@ def _accumulate(
         if grads["hidden"] is not None:
             grads["hidden"][part, :size] = dz_RV.to(grads["hidden"].dtype)
         return
-    dz_RV = products.rounded(dz_RV)
-    if grads["hidden"] is not None:
-        products.into_hidden(dz_RV, grads["hidden"][part])
-    if grads["weight"] is not None:
-        products.into_weight(dz_RV, hidden_RD, grads["weight"][:size])
+    into_RD = None if grads["hidden"] is None else grads["hidden"][part]
+    products.gradients(dz_RV, hidden_RD, into_RD, None if grads["weight"] is None else grads["weight"][:size])
 
 
 def _chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
