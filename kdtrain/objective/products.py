@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.objective import brgemm
-
+from kdtrain.objective.compiling import maybe_compiled
 
 _BLOCK = 4096
 """Columns of dz that a CPU rounds and multiplies at a time: they, and their part of dWeight, stay in its cache."""
@@ -42,18 +42,20 @@ class Products:
     Args:
         hidden_ND: any float dtype, which decides how products are made.
         weight_VD: any float dtype, without padding.
+        compile: torch.compile what is not a product.
     """
 
-    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor) -> None:
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, compile: bool = False) -> None:
         device, kind = hidden_ND.device.type, hidden_ND.dtype
         self.dtype = torch.promote_types(kind, torch.float32)
+        self.round = maybe_compiled(_round, compile and device == "cpu")
         self.out_dtype = device == "cuda" and kind in (torch.bfloat16, torch.float16)
         self.narrow_gradient = kind == torch.bfloat16 and (device == "cuda" or (device == "cpu" and _has_bf16()))
         exact = self.dtype == torch.float32 and device == "cpu" and _onednn_is_exact()
         self.onednn = exact or (device == "cpu" and self.narrow_gradient)
         self.narrow_VD = weight_VD.to(kind) if self.out_dtype or self.narrow_gradient else weight_VD
         packs = device == "cpu" and self.narrow_gradient and hidden_ND.shape[1] % 2 == 0 and brgemm.usable()
-        self.packed = brgemm.PackedWeight(self.narrow_VD) if packs else None
+        self.packed = brgemm.PackedWeight(self.narrow_VD, compile) if packs else None
         narrow = self.narrow_gradient and (self.out_dtype or packs)
         self.wide_VD = self.narrow_VD if narrow else weight_VD.to(self.dtype)
 
@@ -66,9 +68,7 @@ class Products:
         with _onednn(self.onednn):
             return torch.mm(hidden_RD.to(self.dtype), self.wide_VD.T, out=out_RV)
 
-    def gradients(
-        self, dz_RV: Tensor, hidden_RD: Tensor, into_RD: Tensor | None, into_VD: Tensor | None
-    ) -> None:
+    def gradients(self, dz_RV: Tensor, hidden_RD: Tensor, into_RD: Tensor | None, into_VD: Tensor | None) -> None:
         """Write dz W to `into_RD`, rounded to its dtype, and add dz^T h to `into_VD`, which is in `self.dtype`.
 
         What is None is not made.
@@ -83,7 +83,7 @@ class Products:
             dz_RB = dz_RV[:, part]
             if narrow is not None:
                 # Rounded once for both products.
-                dz_RB = narrow[: dz_RB.numel()].view(dz_RB.shape).copy_(dz_RB)
+                dz_RB = self.round(dz_RB, narrow[: dz_RB.numel()].view(dz_RB.shape))
             if into_RD is not None:
                 product_RD = self._into_hidden(dz_RB, part)
                 # In fp32: each part is rounded once and their sum not again before the end.
@@ -105,6 +105,11 @@ class Products:
             into_BD.add_(torch.mm(dz_RB.T, hidden_RD, out_dtype=self.dtype))
         else:
             into_BD.add_(torch.mm(dz_RB.T, hidden_RD))
+
+
+def _round(dz_RB: Tensor, into_RB: Tensor) -> Tensor:
+    """Compiled it takes a quarter of the time that a copy of a part of longer rows takes on a CPU."""
+    return into_RB.copy_(dz_RB)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
+from kdtrain.objective.logits import Head, chunk_logits
+
 EMPTY = -1e4
 """Energy of nothing, in nats: exp(beta * EMPTY) is 0 at every usable beta, and no gradient is NaN."""
 
@@ -160,6 +162,11 @@ class DenseTargets(_Rows):
     def __len__(self) -> int:
         return self.logprobs.shape[0]
 
+    @property
+    def columns(self) -> int:
+        """V."""
+        return self.logprobs.shape[1]
+
     @classmethod
     def from_logits(cls, logits_NV: Tensor, labels_N: Tensor, vocab_size: int | None = None) -> DenseTargets:
         """Targets of an online teacher's logits, in fp32, without the columns from `vocab_size` on."""
@@ -202,7 +209,49 @@ class DenseTargets(_Rows):
         return self._map(lambda _, tensor: _keep(tensor, keep_N, 0.0))
 
 
-Targets = SparseTargets | DenseTargets
+@dataclass(frozen=True)
+class OnlineTargets(_Rows):
+    """What an online teacher says of N tokens, as its last hidden states: logits are made for a few rows at a time."""
+
+    hidden: Tensor
+    """[N,D] of the teacher's width, any float dtype; [N,P] logits where its head has no weight."""
+    labels: Tensor
+    """[N] int64; any number where masked."""
+    head: Head
+    """The teacher's, with at least V rows."""
+    columns: int
+    """V."""
+
+    def __len__(self) -> int:
+        return self.hidden.shape[0]
+
+    def dense(self) -> DenseTargets:
+        """All of it at once, [N,V]: for a few rows."""
+        return DenseTargets.from_logits(chunk_logits(self.hidden, self.head, self.columns), self.labels)
+
+    @property
+    def label_logprob(self) -> Tensor:
+        """[N] fp32, nats. Teacher's log p of the label at T = 1; costs a product with the head."""
+        parts = [part.dense().label_logprob for part in self._parts()]
+        return torch.cat(parts) if parts else self.hidden.new_zeros(0, dtype=torch.float32)
+
+    def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
+        """As that of `DenseTargets`; costs a product with the head."""
+        kept = self if keep_N is None else self.where(keep_N)
+        parts = [part.dense().log_partition(beta) for part in kept._parts()]
+        values_N = torch.cat(parts) if parts else self.hidden.new_zeros(0, dtype=torch.float32)
+        return values_N if keep_N is None else _keep(values_N, keep_N, 0.0)
+
+    def where(self, keep_N: Tensor) -> OnlineTargets:
+        """The same with rows outside `keep_N` made harmless (hidden states and label 0)."""
+        return self._map(lambda _, tensor: _keep(tensor, keep_N, 0))
+
+    def _parts(self) -> list[OnlineTargets]:
+        rows = max(1, _DENSE_CHUNK // self.columns)
+        return [self[i : i + rows] for i in range(0, len(self), rows)]
+
+
+Targets = SparseTargets | DenseTargets | OnlineTargets
 
 
 def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:
