@@ -73,3 +73,12 @@ def test_an_unknown_action_is_named(asked):
     asked("a:explode")
     with pytest.raises(ValueError, match="explode"):
         faults.point("a")
+
+
+def test_a_point_that_passes_amounts_fires_where_their_sum_reaches_the_number(asked):
+    asked("disk:enospc:10")
+    faults.point("disk", 4)
+    faults.point("disk", 5)
+    with pytest.raises(OSError):
+        faults.point("disk", 100)
+    faults.point("disk", 1)

@@ -17,6 +17,7 @@ import torch
 from kdtrain.cache.provenance import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
 from kdtrain.checkpoint.store import Store, load
+from kdtrain.checkpoint.tiers import rolling_name
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel, split
@@ -113,7 +114,12 @@ def _distill(config: DistillConfig) -> int:
             compile=_compiles(config, device),
         ),
         state=state,
-        store=Store(config.out / "checkpoints", config.checkpoint.keep_rolling),
+        store=Store(
+            config.out / "checkpoints",
+            keep_rolling=config.checkpoint.keep_rolling,
+            keep_epochs=config.checkpoint.keep_epochs,
+            keep_special=config.checkpoint.keep_special,
+        ),
         writers=None,  # type: ignore[arg-type]  # opened below, once the step to go on from is known
         train_source=sources["train"],
         validation_source=sources["validation"],
@@ -243,8 +249,10 @@ def _resume(run: Run) -> Path | None:
             log.warning(text)
         if name is None:
             log.warning("no valid checkpoint in %s; starting anew", run.store.folder)
+            if aside := run.store.set_aside_damaged():
+                log.warning("renamed the damaged checkpoints %s; nothing was deleted", ", ".join(aside))
             return None
-        path = (run.store.folder / name).resolve()
+        path = run.store.path(name).resolve()
     else:
         path = run.store.choose(wanted)
     checkpoint = load(path)
@@ -258,7 +266,7 @@ def _resume(run: Run) -> Path | None:
     if run.state.progress.step > run.total:
         raise UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out")
     run.checkpointed = (run.state.progress.step, run.state.progress.validated_step)
-    best = f"step-{run.state.progress.best_step or 0:08d}"
+    best = rolling_name(run.state.progress.best_step or 0)
     if run.store.problem(best) is None:
         run.store.link("best", best)  # a kill may have come between the checkpoint and its link
     if path.parent != run.store.folder.resolve():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import sync
+from kdtrain.checkpoint.manifest import sync
 from kdtrain.config import DistillConfig, sections
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log
@@ -24,7 +24,10 @@ FREE = {
     },
     "data": {"num_workers", "streaming"},
     "precision": {"compile", "compile_mode"},
-    "checkpoint": {"checkpoint_freq", "keep_rolling", "resume", "auto_resume", "overwrite"},
+    "checkpoint": {
+        *("checkpoint_freq", "keep_rolling", "keep_epochs", "keep_special", "async_save"),
+        *("resume", "auto_resume", "overwrite"),
+    },
     "monitor": {"eval_freq", "eval_batches", "log_freq", "tensorboard"},
 }
 """Options that may differ when a run goes on; every other one would make it another run."""

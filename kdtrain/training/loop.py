@@ -16,7 +16,9 @@ import torch
 
 from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch
+from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
+from kdtrain.checkpoint.tiers import rolling_name
 from kdtrain.config import DistillConfig
 from kdtrain.data import order
 from kdtrain.errors import RunError
@@ -58,6 +60,10 @@ class Run:
     seconds: float = 0.0
     tokens: int = 0
     checkpointed: tuple[int, int | None] | None = None
+    saver: Saver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saver = Saver(self.store, self.config.checkpoint.async_save)
 
 
 def train(run: Run) -> None:
@@ -66,6 +72,11 @@ def train(run: Run) -> None:
     Raises:
         RunError: the loss or the gradient is not finite, or a checkpoint cannot be written.
     """
+    with run.saver:
+        _train(run)
+
+
+def _train(run: Run) -> None:
     config, state, progress = run.config, run.state, run.state.progress
     averages = Averages(run.total)
     feed = Feed(run.train_source, lambda step: _indices(run, step), run.micro)
@@ -178,6 +189,7 @@ def _numbers(
 
 
 def _not_finite(run: Run, number: int, numbers: dict[str, float]) -> str:
+    run.saver.wait()
     newest = run.store.newest_valid()[0]
     return (
         f"step {number}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; this step is lost, "
@@ -243,9 +255,8 @@ def _checkpoint(run: Run) -> None:
     step, now = run.state.progress.step, (run.state.progress.step, run.state.progress.validated_step)
     if now == run.checkpointed:
         return
-    run.store.save(step, run.state.tensors(), {**run.identity, **run.state.numbers()})
+    name = rolling_name(step)
+    best = name if run.state.progress.best_step == step else None
+    run.saver.save([name], step, run.state.tensors(), {**run.identity, **run.state.numbers()}, best=best)
     run.checkpointed = now
-    if run.state.progress.best_step == step:
-        run.store.link("best", f"step-{step:08d}")
-    run.store.prune()
     run.writers.event("checkpoint", step)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from kdtrain.checkpoint.store import load
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 _TEXTS = ("abc", "bisect", "codeop", "heapq", "keyword", "linecache", "stat", "this")
@@ -106,7 +106,7 @@ class Bench:
 
     def tensors(self, run: str) -> dict[str, torch.Tensor]:
         """The tensors of a run's newest checkpoint."""
-        return load_file(self.newest(run) / "tensors.safetensors")
+        return load(self.newest(run)).tensors
 
     def student(self, name: str, shape: str = "llama", tokenizer: str = "teacher", **config: Any) -> Path:
         """Write the spec of a random student."""

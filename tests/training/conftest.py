@@ -100,7 +100,7 @@ class Workshop:
             micro=config.micro_batch_size or config.batch_size,
             step=step,
             state=state,
-            store=Store(out / "checkpoints", config.checkpoint.keep_rolling),
+            store=Store(out / "checkpoints", keep_rolling=config.checkpoint.keep_rolling),
             writers=writers,
             train_source=train or RandomSource(10),
             validation_source=validation or RandomSource(5, seed=1),
