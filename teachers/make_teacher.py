@@ -74,18 +74,8 @@ def train() -> Path:
     subprocess.run([sys.executable, str(ROOT / "teachers" / "make_tokenizer.py"), str(TEACHER)], check=True)
     flags = [word for pair in RECIPE.items() for word in pair]
     student = str(ROOT / "students" / "stdlib-5m.toml")
-    kdtrain(
-        "distill",
-        "--data",
-        "stdlib",
-        "--student",
-        student,
-        "--out",
-        str(RUN),
-        "--auto-resume",
-        "--no-early-stopping",
-        *flags,
-    )
+    out = ("--out", str(RUN), "--auto-resume", "--no-early-stopping")
+    kdtrain("distill", "--data", "stdlib", "--student", student, *out, *flags)
     return RUN
 
 
