@@ -65,6 +65,7 @@ class PackedWeight:
     def _run(self, hidden_RD: Tensor, out_RV: Tensor, first: int, step: int) -> None:
         """Every `step`-th block from `first` on."""
         kernel, (rows, width) = _kernel(), hidden_RD.shape
+        assert kernel is not None
         a, c, stride = hidden_RD.data_ptr(), out_RV.data_ptr(), out_RV.stride(0)
         for number, (b, columns) in enumerate(self._blocks()):
             if number % step == first:
