@@ -257,6 +257,7 @@ def _checkpoint(run: Run) -> None:
         return
     name = rolling_name(step)
     best = name if run.state.progress.best_step == step else None
-    run.saver.save([name], step, run.state.tensors(), {**run.identity, **run.state.numbers()}, best=best)
+    state = {**run.identity, **run.state.numbers()}
+    seconds = run.saver.save([name], step, run.state.tensors(), state, best=best)
     run.checkpointed = now
-    run.writers.event("checkpoint", step)
+    run.writers.event("checkpoint", step, stood_still=seconds)
