@@ -242,7 +242,13 @@ class CheckpointConfig:
     checkpoint_freq: int = 250
     """Steps between checkpoints."""
     keep_rolling: int = 10
-    """Newest checkpoints kept; the best one is kept besides."""
+    """Newest checkpoints kept of those that --checkpoint-freq makes; the best one is kept besides."""
+    keep_epochs: int = 5
+    """Newest checkpoints kept of those at the end of an epoch."""
+    keep_special: int = 3
+    """Newest checkpoints kept of all others: interruptions, rollbacks, changes of precision."""
+    async_save: bool = True
+    """Write checkpoints in the background; costs as much memory as weights and optimizer have."""
     resume: str = "auto"
     """auto, never, latest, best, or the name or path of a checkpoint."""
     auto_resume: bool = False
@@ -256,7 +262,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         refuse(self.checkpoint_freq < 1, "--checkpoint-freq must be at least 1")
-        refuse(self.keep_rolling < 1, "--keep-rolling must be at least 1")
+        for name in ("keep_rolling", "keep_epochs", "keep_special"):
+            refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
         refuse(
             self.override_opt_param_scheduler and self.load is None,
             "--override-opt-param-scheduler is about the schedule of a run that is begun with --load; add that",

@@ -64,12 +64,25 @@ def _distill(config: DistillConfig) -> int:
             finished=at.step,
         )
         _announce(made, begun_at)
-        train(run)
+        _train(run)
         run.writers.close()
     except OSError as error:
         where = error.filename or config.out
         raise RunError(f"{where}: {error.strerror or error}; published checkpoints are intact") from None
     return _finish(run, made.folder)
+
+
+def _train(run: Run) -> None:
+    """`train`, and nothing left in flight behind it, however it ended."""
+    try:
+        train(run)
+    except BaseException:
+        try:
+            run.saver.close()
+        except RunError as error:
+            log.warning("%s", error)
+        raise
+    run.saver.close()
 
 
 def _facts(made: Assembled) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import sync
+from kdtrain.checkpoint.manifest import sync
 from kdtrain.config import DistillConfig, plain, sections
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log

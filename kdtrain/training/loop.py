@@ -64,7 +64,7 @@ def train(run: Run) -> None:
                 if run.finished() or stop:
                     break
         _end(run, stop)
-    run.saver.close()
+        run.saver.wait()
 
 
 def _feed(run: Run) -> Feed:

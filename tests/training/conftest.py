@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kdtrain.checkpoint.saver import Saver
 
 from kdtrain.cache.reader import CachedBatch
+from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import (
     CheckpointConfig,

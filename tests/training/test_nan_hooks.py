@@ -238,7 +238,7 @@ def test_a_bad_number_of_a_cached_teacher_is_named(field):
 
 def test_a_compiled_graph_is_left_as_it_was(workshop):
     step = step_of("llama")
-    step.backbone = torch.compile(step.student.forward, backend="eager", dynamic=False)
+    step.backbone = torch.compile(step._backbone, backend="eager", dynamic=False)
     batch = workshop.source(4).read(ROWS)
     name = "model.layers.0.mlp.down_proj"
     before = step(batch, normalizer=NORMALIZER)[0]
