@@ -32,6 +32,7 @@ from kdtrain.stages.common import ask, ask_layers, check_fits, digest_of, open_t
 from kdtrain.stages.run_folder import deciding
 from kdtrain.training.early import EarlyStopping
 from kdtrain.training.hidden import HiddenPlan, plan_hidden_loss
+from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.run import Run
 from kdtrain.training.source import CachedSource, OnlineLayersSource, OnlineSource, Source
 from kdtrain.training.spike import SpikeDetector
@@ -137,6 +138,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         validation_source=sources["validation"],
         spikes=spikes,
         stopping=stopping,
+        hooks=NanHooks(step) if config.guards.nan_hooks == "always" else None,
         identity={
             "cache": manifest.digest,
             "options": deciding(config),
@@ -218,6 +220,11 @@ def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
     if objective.distils:
         dense = codec.kind != "sparse"
         refuse(objective.divergence, objective.tail, head=codec.head, draws=codec.draws, dense=dense)
+        if dense and (objective.divergence, objective.temperature_mode) == ("tvd", "adversarial"):
+            raise UsageError(
+                "--temperature-mode adversarial cannot be used with --divergence tvd over whole distributions, whose "
+                "loss grows with T without end; use --temperature-mode fixed, another --divergence, or a sparse cache"
+            )
 
 
 def _temperature(config: DistillConfig, total: int) -> Temperature:
@@ -244,6 +251,9 @@ def _total_steps(config: DistillConfig, sequences: int) -> int:
 
 def _compiles(config: DistillConfig, device: torch.device) -> bool:
     if not config.precision.compile:
+        return False
+    if config.guards.nan_hooks == "always":
+        log.info("not compiled: --nan-hooks always looks at every module, which a compiled graph does not know")
         return False
     reason = why_not_compile(device)
     if reason is not None:

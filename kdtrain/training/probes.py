@@ -11,11 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from einops import rearrange
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.cache.reader import CachedBatch
@@ -140,21 +140,23 @@ def dead_units(step: DistillStep, batch: CachedBatch) -> tuple[int, int, list[st
 def graph_breaks(step: DistillStep, batch: CachedBatch) -> list[str]:
     """Where torch.compile would cut the student's forward in training, each as file:line and reason.
 
+    A break before anything was computed leaves no graph behind that tells its line; it is given by its reason alone.
     Compiled code of this process is forgotten and made again when it is next needed.
     """
     segments_BT = batch.segments if step.document_mask else None
     training = step.training
+    counters["graph_break"].clear()
     step.train()
     with autocast(step.mode, step.device):
         explained = torch._dynamo.explain(step.student.forward)(batch.tokens[:, :-1], segments_BT)
     step.train(training)
-    return [_where(each) for each in explained.break_reasons]
+    placed = {_first_line(each.reason): each.user_stack[-1] for each in explained.break_reasons if each.user_stack}
+    found = [f"{frame.filename}:{frame.lineno}: {reason}" for reason, frame in placed.items()]
+    return found + [reason for reason in map(_first_line, counters["graph_break"]) if reason not in placed]
 
 
-def _where(reason: Any) -> str:
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    place = "" if frame is None else f"{frame.filename}:{frame.lineno}: "
-    return f"{place}{' '.join(reason.reason.splitlines()[0].split())}"
+def _first_line(reason: str) -> str:
+    return " ".join(reason.splitlines()[0].split())
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,11 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -71,22 +74,26 @@ class Bench:
         """Run `kdtrain ARGV`; a `fault` (or one of several, joined with commas) that did not fire is an error."""
         words = [str(word) for word in argv]
         variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+        with self._asked(fault) as asked:
+            ended = subprocess.run(
+                [sys.executable, "-m", "kdtrain", *words],
+                cwd=self.root,
+                env={**os.environ, **variables, **asked},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+            )
+        return self.done(words, ended.returncode, ended.stdout, ended.stderr)
+
+    @contextmanager
+    def _asked(self, fault: str | None) -> Iterator[dict[str, str]]:
+        """The environment that asks for a fault; that it fired is asserted at the end of the block."""
         log = self.root / "fired"
         log.unlink(missing_ok=True)
-        if fault:
-            variables |= {"KDTRAIN_FAULT": fault, "KDTRAIN_FAULT_LOG": str(log)}
-        ended = subprocess.run(
-            [sys.executable, "-m", "kdtrain", *words],
-            cwd=self.root,
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        yield {"KDTRAIN_FAULT": fault, "KDTRAIN_FAULT_LOG": str(log)} if fault else {}
         if fault:
             fired = log.read_text().split() if log.exists() else []
             assert sorted(fired) == sorted(each.split(":")[0] for each in fault.split(",")), f"{fault} fired not once"
-        return self.done(words, ended.returncode, ended.stdout, ended.stderr)
 
     @staticmethod
     def done(words: list[str], code: int, stdout: str, stderr: str) -> Done:
@@ -116,6 +123,68 @@ class Bench:
         path = self.root / f"{name}.toml"
         path.write_text(f"tokenizer = '{tokenizer}'\n\n[config]\n{''.join(entries)}")
         return path
+
+
+FORKS = """
+import json, os, sys
+import torch
+from kdtrain import cli, faults
+from kdtrain.stages import distill
+
+torch.set_num_threads(1)
+for line in sys.stdin:
+    words, asked, said = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for number, name in enumerate(("/dev/null", said + ".out", said + ".err")):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+        os.environ.update(asked)
+        faults.read()
+        code = 1
+        try:
+            cli.main(words)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Forks(Bench):
+    """The same bench, whose commands are forks of a process that has imported everything: half a second each."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", FORKS], cwd=root, env=environment, text=True, stdin=PIPE, stdout=PIPE
+        )
+
+    def run(self, *argv: object, fault: str | None = None, **environment: str) -> Done:
+        """Run `kdtrain ARGV` in a fork; faults as in the command of its own."""
+        words, said = [str(word) for word in argv], self.root / "said"
+        with self._asked(fault) as asked:
+            assert self._server.stdin is not None and self._server.stdout is not None
+            self._server.stdin.write(json.dumps([words, {**environment, **asked}, str(said)]) + "\n")
+            self._server.stdin.flush()
+            code = int(self._server.stdout.readline())
+        out, err = (said.with_suffix(kind).read_text() for kind in (".out", ".err"))
+        return self.done(words, code, out, err)
+
+    def close(self) -> None:
+        """End the process that forks."""
+        self._server.communicate()
+
+
+@pytest.fixture(scope="module")
+def forks(bench: Bench, cached: Done) -> Iterator[Forks]:
+    """The bench with its cache, for many short commands."""
+    forks = Forks(bench.root)
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(scope="session")

@@ -175,18 +175,25 @@ def test_probing_leaves_the_settings_of_the_step_as_they_were(workshop):
         assert isinstance(run.step.temperature, nn.Module)
 
 
-def test_a_break_of_the_graph_is_named_with_its_line(workshop, monkeypatch):
+@pytest.mark.parametrize("early", [False, True])
+def test_a_break_of_the_graph_is_named(workshop, monkeypatch, early):
     from kdtrain.models.head import SplitModel
 
     whole = SplitModel._run
 
-    def printing(self, *inputs):
+    def breaking(self, tokens_BT, segments_BT):
+        tokens_BT = tokens_BT if early else tokens_BT + 0
         torch._dynamo.graph_break()
-        return whole(self, *inputs)
+        return whole(self, tokens_BT, segments_BT)
 
     with workshop.run() as run:
-        assert graph_breaks(run.step, first(run)) == []
-        monkeypatch.setattr(SplitModel, "_run", printing)
+        monkeypatch.setattr(SplitModel, "_run", breaking)
         [found] = graph_breaks(run.step, first(run))
         assert run.step.training
-    assert "test_probes.py:" in found
+    assert "torch._dynamo.graph_break()" in found
+    assert ("test_probes.py:" in found) is not early
+
+
+def test_a_whole_graph_has_no_break(workshop):
+    with workshop.run() as run:
+        assert graph_breaks(run.step, first(run)) == []
