@@ -110,8 +110,7 @@ class ObjectiveConfig:
     skew_alpha: float = 0.1
     """What is mixed of the teacher into the student by --divergence skew-kl, and the reverse by skew-reverse-kl."""
     tail: Literal["ghost", "drop", "renormalize", "control-variate"] = "ghost"
-    """What stands for the vocabulary outside the kept entries: one bucket, nothing, the head scaled to 1, or the bucket
-    with its inside estimated from draws (docs/objective.md)."""
+    """What stands for entries not kept: one bucket, nothing, the head scaled to 1, or a bucket that draws correct."""
     temperature: float = 2.0
     """Temperature T of both distributions; where a learnable one starts."""
     temperature_mode: Literal["fixed", "schedule", "adversarial", "likelihood", "minimize"] = "fixed"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from objective_cases import RULES, gradients, run, tail_of, targets_for
+from objective_cases import EVERY, RULES, gradients, run, tail_of, targets_for
 from objective_reference import problem
 
 from kdtrain.objective.loss import distillation_loss
@@ -27,13 +27,13 @@ def test_masked_rows_do_not_poison_the_rest(rule, junk):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_fully_masked_micro_batch_keeps_the_graph_connected_with_zero_gradients(rule):
+@pytest.mark.parametrize("divergence,rule", EVERY)
+def test_a_fully_masked_micro_batch_keeps_the_graph_connected_with_zero_gradients(divergence, rule):
     p = problem(bias=True).cast(torch.float32)
     p.mask = torch.zeros_like(p.mask)
     t = torch.tensor(2.0, requires_grad=True)
     for normalizer in (40.0, 0.0):
-        out = run(p, targets_for(p, rule, torch.float32), t, rule, normalizer=normalizer)
+        out = run(p, targets_for(p, rule, torch.float32), t, rule, normalizer=normalizer, divergence=divergence)
         assert out.loss.item() == 0 and out.tokens.item() == 0
         assert all((g == 0).all() for g in gradients(out.loss, p, t))
 

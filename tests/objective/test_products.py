@@ -89,3 +89,35 @@ def test_a_product_that_rounds_its_inputs_is_found_out(monkeypatch):
     exact = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: exact(a.bfloat16().float(), b.bfloat16().float()))
     assert not products._onednn_is_exact.__wrapped__()
+
+
+def test_compiled_roundings_and_packings_change_nothing():
+    hidden, weight, dz = tensors(torch.bfloat16, torch.bfloat16, "cpu")
+    found = []
+    for compile in (False, True):
+        made = Products(hidden, weight, compile)
+        into_hidden, into_weight = torch.empty_like(hidden), torch.zeros(300, 64)
+        logits = made.logits(hidden, torch.empty(96, 300))
+        made.gradients(dz, hidden, into_hidden, into_weight)
+        found.append([logits, into_hidden, into_weight])
+    for plain, compiled in zip(*found, strict=True):
+        assert torch.equal(plain, compiled)
+
+
+@pytest.mark.skipif(not brgemm.usable(), reason="this machine has no bf16 kernel with an fp32 result")
+def test_the_kernel_gives_the_same_bits_on_any_number_of_threads():
+    hidden, weight, _ = tensors(torch.bfloat16, torch.bfloat16, "cpu", vocab=1000)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            found.append(brgemm.PackedWeight(weight).logits(hidden, torch.empty(96, 1000)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+    assert relative(found[0], hidden.double() @ weight.double().T) < 5e-7
+
+
+def test_a_kernel_that_multiplies_wrong_is_not_used(monkeypatch):
+    monkeypatch.setattr(brgemm.PackedWeight, "logits", lambda self, hidden, out: out.zero_())
+    assert not brgemm.usable.__wrapped__()
