@@ -105,6 +105,10 @@ class DistillConfig:
     """Seed of the student's weights, the order of the data and dropout."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    dry_run: bool = False
+    """Put everything together, take two steps and save once, show the plan and what it takes, and leave nothing."""
+    sanity: bool = False
+    """Do the checks that come before a long run, as a table with a verdict each, and leave nothing."""
     json: bool = False
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -129,6 +133,7 @@ class DistillConfig:
             self.cache is None and self.data.data is None,
             "nothing to train on; give --cache FOLDER or --data SOURCE",
         )
+        refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
         refuse_bad_seed(self.seed)
         self.data.refuse_training_on_validation()
         taught = self.cache is not None or self.teacher is not None

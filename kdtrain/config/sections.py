@@ -280,7 +280,7 @@ class MonitorConfig:
     """Write TensorBoard events into the run."""
     histogram_freq: int = 250
     """Steps between histograms of parameters and gradients on the boards; 0 for none."""
-    sample_freq: int = 250
+    sample_freq: int = 1000
     """Steps between texts that the student writes; 0 for none."""
     wandb_project: str | None = None
     """Write to this project of Weights & Biases too; needs the package wandb."""

@@ -13,6 +13,7 @@ from kdtrain.models.loading import export_model, load_tokenizer
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import Writers
 from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_processes
+from kdtrain.stages import dry_run, sanity
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.begin import begin
 from kdtrain.stages.build import logit_width
@@ -31,6 +32,8 @@ def main(config: DistillConfig) -> int:
         UsageError: data, cache, student or options do not go together.
         RunError: the training failed.
     """
+    if config.sanity or config.dry_run:
+        return sanity.main(config) if config.sanity else dry_run.main(config)
     try:
         with interruptible():
             return _distill(config)

@@ -22,7 +22,7 @@ from kdtrain.stages.build import holds_tokens
 FREE = {
     "run": {
         *("out", "config", "json", "steps", "epochs", "device", "micro_batch_size"),
-        *("activation_checkpointing", "allow_mismatch"),
+        *("activation_checkpointing", "allow_mismatch", "dry_run", "sanity"),
     },
     "data": {"num_workers", "streaming"},
     "precision": {"compile", "compile_mode"},

@@ -1,0 +1,149 @@
+"""A run that is put together, tried and thrown away: what `--dry-run` and `--sanity` begin with.
+
+It lives in a hidden folder beside `--out`, on the disk that the run will be written to, which is removed at the end.
+An earlier run in `--out` is neither read nor touched.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kdtrain.checkpoint import tiers
+from kdtrain.config import DistillConfig
+from kdtrain.errors import RunError, UsageError
+from kdtrain.models.loading import load_tokenizer
+from kdtrain.monitor.writers import Writers
+from kdtrain.parallel.world import refuse_many_processes
+from kdtrain.stages.assemble import Assembled, assemble
+from kdtrain.stages.run_folder import is_run, refuse_strange
+from kdtrain.training.recovery import is_finite, sequences
+from kdtrain.training.reporter import Reporter
+from kdtrain.training.run import Run
+from kdtrain.training.source import Feed
+from kdtrain.training.stopping import StopRequest, interruptible
+from kdtrain.training.update import take_step
+
+
+@contextmanager
+def rehearsal(config: DistillConfig) -> Iterator[Assembled]:
+    """The run of `config` with everything open but nothing trained; all it writes is gone when the block ends.
+
+    Raises:
+        UsageError: data, cache, student or options do not go together, or `--out` holds something that is no run.
+        RunError: nothing can be written beside `--out`; or it was interrupted.
+    """
+    refuse_many_processes()
+    if config.out.exists() and not config.out.is_dir():
+        raise UsageError(f"--out {config.out} is a file; name a folder")
+    if not is_run(config.out):
+        refuse_strange(config.out)
+    silent = replace(config.monitor, tensorboard=False, wandb_project=None, wandb_name=None)
+    try:
+        with interruptible(), _folder(config.out) as folder:
+            made = assemble(replace(config, out=folder, monitor=silent), goes_on=False)
+            run = made.run
+            run.writers = Writers(folder, 0, None, silent)
+            tokenizer = load_tokenizer(made.folder / "tokenizer")
+            run.reporter = Reporter(
+                *(run.config, run.step, run.writers, run.validation_source, tokenizer), init=made.spec.init, finished=0
+            )
+            try:
+                yield made
+            finally:
+                run.saver.close()
+                run.writers.close()
+    except KeyboardInterrupt:
+        raise RunError("interrupted; nothing was left behind") from None
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that is there: it tells on which disk `path` will be."""
+    path = path.resolve()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+@contextmanager
+def _folder(out: Path) -> Iterator[Path]:
+    """A hidden folder beside `out`, removed with all that is in it."""
+    beside = existing(out.resolve().parent)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.rehearsal-", dir=beside))
+    except OSError as error:
+        raise RunError(f"--out {out} cannot be made: {beside}: {error.strerror}") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step that was taken, and what it took."""
+
+    seconds: float
+    numbers: dict[str, float]
+
+
+def steps(run: Run, count: int) -> list[Timed]:
+    """Take the first steps of a run.
+
+    Raises:
+        RunError: loss or gradient are not finite.
+    """
+    feed = Feed(run.train_source, lambda step: sequences(run, step * run.config.batch_size), run.micro)
+    taken: list[Timed] = []
+    started = time.perf_counter()
+    for batches in feed.steps():
+        numbers = take_step(run, batches, StopRequest())
+        assert numbers is not None  # nobody asks this one to stop
+        if not is_finite(numbers):
+            raise RunError(
+                f"step {len(taken) + 1}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; "
+                "look at the data (kdtrain verify) or lower --lr"
+            )
+        run.state.progress.step += 1
+        run.state.progress.sequences += run.config.batch_size
+        taken.append(Timed(time.perf_counter() - started, numbers))
+        if len(taken) == count:
+            break
+        started = time.perf_counter()
+    return taken
+
+
+def state_bytes(run: Run) -> int:
+    """Bytes of the tensors of a checkpoint, once a step was taken: weights, two moments, and little else."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in run.state.tensors().values())
+
+
+def checkpoints_kept(run: Run) -> int:
+    """How many checkpoints lie on the disk at most: all tiers full, the best one, and one that is being written."""
+    keep = run.config.checkpoint
+    epochs = run.total * run.config.batch_size // len(run.train_source)
+    rolling = min(keep.keep_rolling, len(checkpoint_steps(run)))
+    return rolling + min(keep.keep_epochs, epochs) + keep.keep_special + 2
+
+
+def checkpoint_steps(run: Run) -> Sequence[int]:
+    """The steps after which a rolling checkpoint is due."""
+    every = run.config.checkpoint.checkpoint_freq
+    return sorted({*range(every, run.total + 1, every), run.total})
+
+
+def save(run: Run) -> tuple[float, float]:
+    """Save the run as it would be, and return for how many seconds training stood still and how many it took."""
+    progress = run.state.progress
+    started = time.perf_counter()
+    stall = run.saver.save(
+        [tiers.rolling_name(progress.step)],
+        progress.step,
+        run.state.tensors(),
+        {**run.identity, **run.state.numbers()},
+    )
+    run.saver.wait()
+    return stall, time.perf_counter() - started

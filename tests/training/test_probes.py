@@ -1,0 +1,199 @@
+"""What is measured before a long run, on students and batches of which it is known."""
+
+import dataclasses
+import math
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from kdtrain.cache.reader import CachedBatch
+from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
+from kdtrain.training.state import make_optimizer
+
+
+def batch_of(rows, mask=None, segments=None):
+    tokens = torch.tensor(rows)
+    shape = (len(rows), tokens.shape[1] - 1)
+    mask = torch.ones(shape, dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
+    segments = torch.zeros(shape, dtype=torch.int64) if segments is None else torch.tensor(segments)
+    return CachedBatch(tokens, mask, segments, None)
+
+
+def test_sequences_that_differ_from_the_first_token_on_can_be_learned_by_heart():
+    assert entropy_floor([batch_of([[1, 2, 3, 2, 3], [2, 2, 3, 3, 2]])], False) == 0.0
+
+
+def test_a_beginning_with_several_continuations_costs_their_entropy():
+    # after 1 comes 2, 2, 3: the entropy of (2/3, 1/3) for three of nine tokens; after that everything is known
+    floor = entropy_floor([batch_of([[1, 2, 5, 6], [1, 2, 5, 6]]), batch_of([[1, 3, 5, 6]])], False)
+    assert floor == pytest.approx(-(2 * math.log(2 / 3) + math.log(1 / 3)) / 9)
+
+
+def test_what_is_masked_is_no_part_of_the_floor():
+    rows = [[1, 2, 5], [1, 3, 5]]
+    assert entropy_floor([batch_of(rows, mask=[[0, 1], [0, 1]])], False) == 0.0
+    assert entropy_floor([batch_of(rows, mask=[[0, 0], [0, 0]])], False) == 0.0
+
+
+def test_documents_that_are_kept_apart_begin_anew():
+    rows, segments = [[9, 1, 2, 1, 3]], [[0, 1, 1, 2]]
+    assert entropy_floor([batch_of(rows, segments=segments)], False) == 0.0
+    # both documents begin with 1, one goes on with 2 and one with 3; the other two tokens are known
+    assert entropy_floor([batch_of(rows, segments=segments)], True) == pytest.approx(2 * math.log(2) / 4)
+
+
+def first(run, count=4):
+    return run.train_source.read(np.arange(count))
+
+
+def weights(run):
+    return {name: tensor.clone() for name, tensor in run.state.student.state_dict().items()}
+
+
+def test_a_student_overfits_towards_the_floor(workshop):
+    with workshop.run() as run:
+        batches = [first(run)]
+        optimizer = make_optimizer(run.step.student, run.step.temperature, OptimizerConfig(lr=1e-2), ObjectiveConfig())
+        losses = list(islice(overfit(run.step, optimizer, batches, run.config.optimizer), 60))
+        floor = entropy_floor(batches, False)
+    assert losses[0] == pytest.approx(math.log(300), rel=0.05)
+    assert floor <= losses[-1] < floor + 0.1 * (losses[0] - floor)
+
+
+def test_the_loss_that_is_overfitted_is_the_mean_over_all_its_micro_batches(workshop):
+    with workshop.run() as run:
+        parts = [run.train_source.read(np.arange(start, start + 2)) for start in (0, 2)]
+        optimizer = make_optimizer(run.step.student, run.step.temperature, OptimizerConfig(), ObjectiveConfig())
+        whole = next(overfit(run.step, optimizer, [first(run)], run.config.optimizer))
+    with workshop.run("again") as run:
+        optimizer = make_optimizer(run.step.student, run.step.temperature, OptimizerConfig(), ObjectiveConfig())
+        cut = next(overfit(run.step, optimizer, parts, run.config.optimizer))
+    assert cut == pytest.approx(whole, rel=1e-5)
+
+
+def own_targets(run, batch, kind):
+    """The student itself as the teacher of `batch`."""
+    logits_NV = run.state.student.eval().logits(batch.tokens[:, :-1]).detach().flatten(0, 1)
+    dense = DenseTargets.from_logits(logits_NV, batch.tokens[:, 1:].flatten())
+    if kind == "dense":
+        return dense
+    top = dense.logprobs.topk(6)
+    nothing_N = torch.zeros(len(logits_NV))
+    return SparseTargets(
+        ids=torch.cat([top.indices, torch.full_like(top.indices[:, :1], 2**31)], 1),
+        logprobs=torch.cat([top.values, torch.full_like(top.values[:, :1], 7.0)], 1),
+        counts=torch.zeros(len(logits_NV), 7),
+        tail=torch.zeros(len(logits_NV), 2),
+        label_logprob=dense.label_logprob,
+        logit_mean=dense.logprobs.mean(-1),
+        logit_std=nothing_N,
+        head=7,
+        draws=0,
+        knots=(1.0,),
+    )
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_a_student_that_is_its_teacher_correlates_with_it_and_another_one_does_not(workshop, kind):
+    with workshop.run() as run:
+        batch = first(run)
+        batch = dataclasses.replace(batch, targets=own_targets(run, batch, kind))
+        same = correlation(run.step, batch)
+        with torch.no_grad():
+            for parameter in run.step.student.parameters():
+                parameter.copy_(torch.randn_like(parameter) * parameter.std().nan_to_num(1.0))
+        other = correlation(run.step, batch)
+    assert same == pytest.approx(1.0, abs=1e-4)
+    assert abs(other) < 0.5
+
+
+def test_without_a_teachers_most_likely_entries_there_is_no_correlation(workshop):
+    with workshop.run() as run:
+        batch = first(run)
+        sparse = own_targets(run, batch, "sparse")
+        assert correlation(run.step, dataclasses.replace(batch, targets=None)) is None
+        assert correlation(run.step, dataclasses.replace(batch, targets=dataclasses.replace(sparse, head=0))) is None
+        masked = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+        assert correlation(run.step, masked) is None
+
+
+def test_units_that_never_move_are_counted_and_their_layers_named(workshop):
+    with workshop.run() as run:
+        layer = run.step.student.model.model.layers[1]
+        before = dead_units(run.step, first(run))
+        with torch.no_grad():
+            layer.mlp.up_proj.weight[:5] = 0.0
+        dead, units, names = dead_units(run.step, first(run))
+    assert before[0] == 0 and before[2] == []
+    assert (dead, names) == (5, ["model.layers.1.mlp.down_proj"])
+    # per layer: q, k, v and gate, up read the width of 32, o the 32 of all heads, down the 64 in between
+    assert units == before[1] == 2 * (5 * 32 + 32 + 64)
+
+
+@pytest.mark.parametrize("divergence", ["forward-kl", "reverse-kl"])
+def test_the_distillation_term_and_its_gradient_agree_at_every_temperature(workshop, divergence):
+    with workshop.run(divergence=divergence) as run:
+        found = [kd_at(run.step, first(run), temperature) for temperature in (1.0, 2.0, 4.0)]
+        before = weights(run)
+        again = kd_at(run.step, first(run), 1.0)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
+        assert all(parameter.grad is None for parameter in run.step.parameters())
+    assert again == found[0]
+    assert [each.slope for each in found] == pytest.approx([1.0] * 3, abs=0.01)
+    assert found[0].kd > found[1].kd > found[2].kd
+    assert [each.loss for each in found] == pytest.approx([each.temperature**2 * each.kd for each in found], rel=1e-5)
+
+
+def test_a_gradient_that_forgot_the_factor_of_the_loss_is_seen(workshop, monkeypatch):
+    from kdtrain.training import probes
+    from kdtrain.training.step import DistillStep
+
+    whole = DistillStep.forward
+
+    def forgetful(self, batch, normalizer):
+        loss, output = whole(self, batch, normalizer)
+        return loss.detach() + (loss - loss.detach()) / 4, output
+
+    monkeypatch.setattr(DistillStep, "forward", forgetful)
+    with workshop.run() as run:
+        assert probes.kd_at(run.step, first(run), 2.0).slope == pytest.approx(4.0, rel=0.02)
+
+
+def test_probing_leaves_the_settings_of_the_step_as_they_were(workshop):
+    with workshop.run(alpha=0.25, temperature=3.0) as run:
+        settings = (run.step.alpha, run.step.temperature, run.step.mode, run.step.backbone, run.step.training)
+        kd_at(run.step, first(run), 2.0)
+        correlation(run.step, first(run))
+        dead_units(run.step, first(run))
+        after = (run.step.alpha, run.step.temperature, run.step.mode, run.step.backbone, run.step.training)
+        assert after == settings
+        assert isinstance(run.step.temperature, nn.Module)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_break_of_the_graph_is_named(workshop, monkeypatch, early):
+    from kdtrain.models.head import SplitModel
+
+    whole = SplitModel._run
+
+    def breaking(self, tokens_BT, segments_BT):
+        tokens_BT = tokens_BT if early else tokens_BT + 0
+        torch._dynamo.graph_break()
+        return whole(self, tokens_BT, segments_BT)
+
+    with workshop.run() as run:
+        monkeypatch.setattr(SplitModel, "_run", breaking)
+        [found] = graph_breaks(run.step, first(run))
+        assert run.step.training
+    assert "torch._dynamo.graph_break()" in found
+    assert ("test_probes.py:" in found) is not early
+
+
+def test_a_whole_graph_has_no_break(workshop):
+    with workshop.run() as run:
+        assert graph_breaks(run.step, first(run)) == []
