@@ -2,9 +2,10 @@
 
 `python benchmarks/objective.py` writes `benchmarks/results/objective.json`; `--quick` takes small shapes and three
 repetitions, to see that it works. For each shape and dtype one process runs all sides in turn, again and again; the
-median counts. A run during which other processes took a tenth of a core is made again; the record holds both. Memory is the high-water mark of a process of
-its own for each side, after a first run has compiled what is to be compiled, less what its inputs take. A side that
-does not fit into --memory is written down as such, and so is a library that is not installed.
+median counts. A run during which other processes took a tenth of a core is made again; the record holds both. Memory is
+the high-water mark of a process of its own for each side, after a first run has compiled what is to be compiled, less
+what its inputs take. A side that does not fit into --memory is written down as such, and so is a library that is not
+installed.
 
 The record is written after every measurement, and what it holds is not measured again: the same command goes on where
 it was stopped. --only memory|time takes one kind, --rows some rows by number; --out elsewhere starts afresh.
@@ -41,6 +42,8 @@ DISTURBED = 0.1
 """Part of a run's time that other processes may take of a core; a run beyond it is made again, at most in the next
 ROUNDS times as many turns."""
 ROUNDS = 3
+LONGEST = 400.0
+"""Seconds of a row after which no further turn begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +166,10 @@ def _times(student: sides.Student, runs: dict[str, Any], work: Work) -> dict[str
     """Seconds of each side, in turn, after one run that is not timed."""
     clean: dict[str, list[float]] = {name: [] for name in runs}
     disturbed: dict[str, list[float]] = {name: [] for name in runs}
+    started = time.perf_counter()
     for repetition in range(ROUNDS * work.repetitions + 1):
+        if repetition > 1 and time.perf_counter() - started > LONGEST:
+            break
         for name, run in runs.items():
             if len(clean[name]) == work.repetitions:
                 continue
