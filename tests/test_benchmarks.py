@@ -272,3 +272,16 @@ def test_a_demo_that_is_interrupted_goes_on_and_shows_its_table_and_pictures(tmp
     assert all(sum(bin["tokens"] for bin in run["calibration"]) == run["test"]["tokens"] for run in result["runs"])
     assert {path.name for path in out.glob("*.png")} == {"demo-learning-curves.png", "demo-calibration.png"}
     assert all(path.read_bytes() == content for path, content in published.items())
+
+
+def test_the_published_temperatures_end_where_the_page_says_and_are_drawn_from_the_record_alone(tmp_path):
+    record = json.loads((ROOT / "benchmarks/results/temperature.json").read_text())
+    for path in [*record["frozen"], *record["training"]]:
+        assert (path["bound"] is not None) == (path["mode"] == "minimize")
+    ends = {(path["mode"], path["start"]): path["T"][-1] for path in record["frozen"]}
+    (top,) = [each["top"] for each in record["curves"][:6] if (each["step"], each["targets"]) == (100, "cache")]
+    for (mode, _), end in ends.items():
+        expected = {"adversarial": top, "likelihood": 1.08}.get(mode)
+        assert expected is None or end == pytest.approx(expected, rel=0.02)
+    picture = importlib.import_module("plot_temperature").draw(record, tmp_path)
+    assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -118,6 +118,28 @@ REFUSED = [
     (lambda: options.ObjectiveConfig(temperature_end=float("inf")), "--temperature-end"),
     (lambda: options.ObjectiveConfig(temperature_min=2.0, temperature_max=2.0), "--temperature-min"),
     (lambda: options.ObjectiveConfig(temperature_lr=0.0), "--temperature-lr"),
+    *(
+        (lambda more=more: options.ObjectiveConfig(**more), words)
+        for mode in ("adversarial", "likelihood", "minimize")
+        for more, words in (
+            ({"temperature_mode": mode, "divergence": "logit-mse"}, "does not depend on T"),
+            ({"temperature_mode": mode, "alpha": 0.0}, "nothing to learn from at --alpha 0"),
+        )
+    ),
+    *(
+        (
+            lambda more=more: distill(cache=None, data=TEXT, objective=options.ObjectiveConfig(**more)),
+            words,
+        )
+        for more, words in (
+            ({"temperature_mode": "likelihood"}, "needs a teacher to learn T from"),
+            ({"hidden_loss": "mse"}, "--hidden-loss mse needs an online teacher"),
+        )
+    ),
+    (lambda: options.ObjectiveConfig(hidden_loss="mse", hidden_weight=0.0), "--hidden-weight 0.0"),
+    (lambda: options.ObjectiveConfig(hidden_loss="mse", hidden_weight=float("nan")), "--hidden-weight nan"),
+    (lambda: options.ObjectiveConfig(hidden_weight=2.0), "--hidden-weight has no effect without --hidden-loss"),
+    (lambda: options.ObjectiveConfig(hidden_layers="last"), "--hidden-layers has no effect without --hidden-loss"),
     (lambda: options.OptimizerConfig(lr=0.0), "--lr"),
     (lambda: options.OptimizerConfig(lr=float("nan")), "--lr"),
     (lambda: options.OptimizerConfig(lr=1e-7), "--min-lr"),
@@ -145,6 +167,15 @@ def test_what_cannot_be_is_refused_by_the_name_of_the_option(make, words):
         make()
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["adversarial", "likelihood", "minimize"])
+def test_a_learned_temperature_goes_with_every_divergence_that_moves_with_it(mode):
+    for divergence in ("forward-kl", "reverse-kl", "jsd", "skew-kl", "skew-reverse-kl", "tvd"):
+        assert options.ObjectiveConfig(temperature_mode=mode, divergence=divergence).learns_temperature
+    options.ObjectiveConfig(temperature_mode=mode, alpha=0.0, alpha_end=0.5, alpha_schedule="linear")
+    for still in ("fixed", "schedule"):
+        assert not options.ObjectiveConfig(temperature_mode=still, divergence="logit-mse", alpha=0.0).learns_temperature
 
 
 def test_sections_are_plain_values_by_section():

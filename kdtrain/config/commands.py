@@ -127,6 +127,16 @@ class DistillConfig:
         )
         refuse_bad_seed(self.seed)
         self.data.refuse_training_on_validation()
+        taught = self.cache is not None or self.teacher is not None
+        refuse(
+            self.objective.learns_temperature and not taught,
+            f"--temperature-mode {self.objective.temperature_mode} needs a teacher to learn T from; "
+            "give --cache or --teacher, or use --temperature-mode fixed",
+        )
+        refuse(
+            self.objective.hidden_loss != "none" and not taught,
+            f"--hidden-loss {self.objective.hidden_loss} needs an online teacher; give --teacher, or leave it out",
+        )
         if self.cache is not None:
             self.data.refuse_changes()
         refuse(

@@ -108,8 +108,8 @@ class ObjectiveConfig:
     """The teacher's share in the mixture of --divergence jsd: like forward KL near 0, like reverse KL near 1."""
     skew_alpha: float = 0.1
     """What is mixed of the teacher into the student by --divergence skew-kl, and the reverse by skew-reverse-kl."""
-    tail: Literal["ghost", "drop", "renormalize"] = "ghost"
-    """What stands for the vocabulary outside the kept entries: one bucket, nothing, or the head scaled to 1."""
+    tail: Literal["ghost", "drop", "renormalize", "control-variate"] = "ghost"
+    """What stands for entries not kept: one bucket, nothing, the head scaled to 1, or a bucket that draws correct."""
     temperature: float = 2.0
     """Temperature T of both distributions; where a learnable one starts."""
     temperature_mode: Literal["fixed", "schedule", "adversarial", "likelihood", "minimize"] = "fixed"
@@ -124,6 +124,12 @@ class ObjectiveConfig:
     """Upper bound of a learnable T; the cache's own bound when not given."""
     temperature_lr: float = 1e-2
     """Peak learning rate of a learnable T; it follows the same schedule as --lr."""
+    hidden_loss: Literal["none", "mse", "cosine"] = "none"
+    """Also compare hidden states with an online teacher's, through learned projections (docs/objective.md)."""
+    hidden_weight: float = 1.0
+    """Weight of the hidden-state loss, beside the two that alpha weighs."""
+    hidden_layers: str = "even"
+    """Which layers: even (spread over the teacher's depth), last, or STUDENT:TEACHER pairs as 2:3,4:6."""
 
     def __post_init__(self) -> None:
         for name in ("alpha", "alpha_end"):
@@ -144,6 +150,32 @@ class ObjectiveConfig:
             f"--temperature-min {low} must be below --temperature-max {high}",
         )
         refuse(not 0 < self.temperature_lr < float("inf"), "--temperature-lr must be above 0")
+        self._refuse_idle_options()
+
+    def _refuse_idle_options(self) -> None:
+        """Raise a `UsageError` for a T that cannot be learned, and for options that nothing would follow."""
+        mode = f"--temperature-mode {self.temperature_mode}"
+        refuse(
+            self.learns_temperature and not self.distils,
+            f"{mode} has nothing to learn from at --alpha 0, where no divergence is taken; raise --alpha",
+        )
+        refuse(
+            self.learns_temperature and self.divergence == "logit-mse",
+            f"{mode} cannot be used with --divergence logit-mse, whose loss does not depend on T; "
+            "use --temperature-mode fixed, or another --divergence",
+        )
+        refuse(not 0 < self.hidden_weight < float("inf"), f"--hidden-weight {self.hidden_weight} must be above 0")
+        for name in ("hidden_weight", "hidden_layers"):
+            given = getattr(self, name) != getattr(type(self), name)
+            refuse(
+                given and self.hidden_loss == "none",
+                f"--{name.replace('_', '-')} has no effect without --hidden-loss; give mse or cosine, or leave it out",
+            )
+
+    @property
+    def learns_temperature(self) -> bool:
+        """Whether T is a parameter."""
+        return self.temperature_mode not in ("fixed", "schedule")
 
     @property
     def distils(self) -> bool:

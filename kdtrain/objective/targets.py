@@ -16,6 +16,7 @@ Shape suffixes: N tokens, K kept entries, H head entries, V vocabulary, G knots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, cast
@@ -27,6 +28,9 @@ from kdtrain.objective.logits import Head, chunk_logits
 
 EMPTY = -1e4
 """Energy of nothing, in nats: exp(beta * EMPTY) is 0 at every usable beta, and no gradient is NaN."""
+
+CLIP = 2.0
+"""r q / p beyond which the tail rule `control-variate` goes on along a tangent; see `control_variate`."""
 
 _DENSE_CHUNK = 1 << 22
 
@@ -108,6 +112,27 @@ class SparseTargets(_Rows):
     def head_logprobs(self, beta: Tensor | float) -> Tensor:
         """log p_beta of the head entries [N,H] in nats, differentiable in `beta`."""
         return beta * self.logprobs[:, : self.head] - self.log_partition(beta)[:, None]
+
+    def drawn_weights(self, beta: Tensor | float) -> Tensor:
+        """[N,D] (c_k / n) p_beta(k) / pi_k of the drawn columns, with pi_k their chance at a draw; 0 where absent.
+
+        They estimate the teacher's probabilities in the tail without bias at every beta.
+        """
+        return self.counts[:, self.head :] / self.draws * self._drawn_ratio(beta).exp()
+
+    def bounded_weights(self, beta: Tensor | float) -> Tensor:
+        """[N,D] the same with p_beta(k) / pi_k at most sqrt(n) times the tail's mass at beta, its mean over draws."""
+        log_mass_N1 = (self.log_tail(beta) - self.log_partition(beta))[:, None]
+        excess_ND = (self._drawn_ratio(beta) - log_mass_N1).clamp(max=0.5 * math.log(max(self.draws, 1)))
+        return self.counts[:, self.head :] / self.draws * (log_mass_N1 + excess_ND).exp()
+
+    def _drawn_ratio(self, beta: Tensor | float) -> Tensor:
+        """log of p_beta(k) / pi_k [N,D]; `EMPTY` where absent."""
+        # With nothing in a head the draws came from the whole distribution, whose mass at T = 1 is exactly 1.
+        log_mass_N1 = self.log_tail(1.0)[:, None] if self.head else 0.0
+        ratio_ND = (beta - 1) * self.logprobs[:, self.head :] - self.log_partition(beta)[:, None] + log_mass_N1
+        # An absent entry has energy EMPTY, and exp((beta - 1) EMPTY) is infinite above T = 1.
+        return ratio_ND.masked_fill(self.counts[:, self.head :] == 0, EMPTY)
 
     def without_absent(self, vocab_size: int) -> SparseTargets:
         """The same with energy `EMPTY` and count 0 at absent entries, which then weigh nothing."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kdtrain.cache.provenance import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
@@ -36,13 +37,17 @@ from kdtrain.objective.temperature import Temperature, build_temperature
 from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_processes
 from kdtrain.precision.modes import pick_mode, why_not_compile
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
-from kdtrain.stages.common import ask, check_fits, digest_of, open_teacher, show
+from kdtrain.stages.common import ask, ask_layers, check_fits, digest_of, open_teacher, show
 from kdtrain.stages.run_folder import claim, deciding, make, refuse_changes, write_description, write_origin
+from kdtrain.training.hidden import HiddenPlan, plan_hidden_loss
 from kdtrain.training.loop import Run, train
-from kdtrain.training.source import CachedSource, OnlineSource, Source
+from kdtrain.training.source import CachedSource, OnlineLayersSource, OnlineSource, Source
 from kdtrain.training.state import Progress, TrainState, make_optimizer
 from kdtrain.training.step import DistillStep
 from kdtrain.training.stopping import interruptible
+
+LEARNED_RANGE = (2 / 3, 4.0)
+"""Bounds of a learnable T that were left open: far above them T^2 KL rises again, and has no top."""
 
 
 def main(config: DistillConfig) -> int:
@@ -76,6 +81,7 @@ def _distill(config: DistillConfig) -> int:
     readers = {name: CacheReader(folder, name) for name in ("train", "validation")}
     manifest = readers["train"].manifest
     student = _student(config, spec, manifest, device)
+    hidden = plan_hidden_loss(config.objective, student, teacher, config.seed)
     config = _with_temperature_bounds(config, manifest)
     document_mask = manifest.settings.document_mask
     total = _total_steps(config, len(readers["train"]))
@@ -85,6 +91,9 @@ def _distill(config: DistillConfig) -> int:
     for name, reader in readers.items():
         cached = CachedSource(reader, device, vocab_size)
         sources[name] = cached if teacher is None else OnlineSource(cached, ask(teacher, device, mode), document_mask)
+        if hidden is not None and teacher is not None and name == "train":
+            with_layers = ask_layers(teacher, device, mode, hidden.teacher_layers)
+            sources[name] = OnlineLayersSource(cached, with_layers, document_mask)
     has_teacher = teacher is not None or manifest.codec.kind != "tokens"
     if has_teacher:
         _refuse_objective(config, manifest)
@@ -92,8 +101,9 @@ def _distill(config: DistillConfig) -> int:
     state = TrainState(
         student,
         temperature,
-        make_optimizer(student, temperature, config.optimizer, config.objective),
+        make_optimizer(student, temperature, config.optimizer, config.objective, hidden.loss if hidden else None),
         Progress(),
+        hidden.loss if hidden else nn.Module(),
     )
     run = Run(
         config=config,
@@ -111,6 +121,8 @@ def _distill(config: DistillConfig) -> int:
             device=device,
             document_mask=document_mask,
             compile=_compiles(config, device),
+            hidden_loss=hidden.loss if hidden else None,
+            layers=hidden.student_layers if hidden else (),
         ),
         state=state,
         store=Store(config.out / "checkpoints", config.checkpoint.keep_rolling),
@@ -133,7 +145,7 @@ def _distill(config: DistillConfig) -> int:
     at = state.progress
     try:
         run.writers = Writers(config.out, at.step, at.validated_step, config.monitor.tensorboard)
-        _announce(run, spec, manifest, resumed)
+        _announce(run, spec, manifest, resumed, hidden)
         train(run)
         run.writers.close()
     except OSError as error:
@@ -180,11 +192,11 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
     """`config` with the bounds of T that were left open, and a T that the cache is right at."""
     objective = config.objective
     valid = manifest.temperature_range or {"min": 0.25, "max": 20.0}
-    low = objective.temperature_min or valid["min"]
-    high = objective.temperature_max or valid["max"]
+    low = objective.temperature_min or max(valid["min"], LEARNED_RANGE[0])
+    high = objective.temperature_max or min(valid["max"], LEARNED_RANGE[1])
     used = [objective.temperature]
     used += [objective.temperature_end] if objective.temperature_mode == "schedule" else []
-    learnable = objective.temperature_mode not in ("fixed", "schedule")
+    learnable = objective.learns_temperature
     used += [low, high] if learnable else []
     if manifest.codec.kind != "tokens" and not all(valid["min"] <= each <= valid["max"] for each in used):
         raise UsageError(
@@ -203,6 +215,11 @@ def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
     if objective.distils:
         dense = codec.kind != "sparse"
         refuse(objective.divergence, objective.tail, head=codec.head, draws=codec.draws, dense=dense)
+        if dense and (objective.divergence, objective.temperature_mode) == ("tvd", "adversarial"):
+            raise UsageError(
+                "--temperature-mode adversarial cannot be used with --divergence tvd over whole distributions, whose "
+                "loss grows with T without end; use --temperature-mode fixed, another --divergence, or a sparse cache"
+            )
 
 
 def _temperature(config: DistillConfig, total: int) -> Temperature:
@@ -296,7 +313,7 @@ def _facts(run: Run, spec: ModelSpec, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _announce(run: Run, spec: ModelSpec, manifest: Manifest, resumed: Path | None) -> None:
+def _announce(run: Run, spec: ModelSpec, manifest: Manifest, resumed: Path | None, hidden: HiddenPlan | None) -> None:
     config, settings = run.config, manifest.settings
     parameters = sum(each.numel() for each in run.state.student.parameters())
     distils = run.step.has_teacher and config.objective.distils
@@ -313,6 +330,8 @@ def _announce(run: Run, spec: ModelSpec, manifest: Manifest, resumed: Path | Non
         run.step.mode,
         run.step.device,
     )
+    if hidden is not None:
+        log.info(hidden.describe())
     if resumed is not None:
         log.info("going on from %s", resumed)
     event = "start" if resumed is None else "resume"

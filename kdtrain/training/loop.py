@@ -24,12 +24,17 @@ from kdtrain.monitor.progress import Averages, Bar, line, log
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.world import peak_memory_mb
+from kdtrain.training.bounds import BoundWatch
 from kdtrain.training.schedule import alpha, learning_rate
 from kdtrain.training.source import Feed, Source
 from kdtrain.training.state import TrainState, seed_everything
 from kdtrain.training.step import DistillStep
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.validate import summary, validate
+
+_SHOWN = ("loss", "loss_avg", "kd_T1", "hidden", "T", "dL/dlogT", "lr", "grad_norm", "tok/s", "eta_h")
+"""Numbers in a line of the log, in this order, where a run has them; all of them are in metrics.jsonl."""
+_SHOWN_LIVE = ("loss", "loss_avg", "T", "tok/s", "eta_h")
 
 
 @dataclass
@@ -58,6 +63,7 @@ class Run:
     seconds: float = 0.0
     tokens: int = 0
     checkpointed: tuple[int, int | None] | None = None
+    bounds: BoundWatch = field(default_factory=BoundWatch)
 
 
 def train(run: Run) -> None:
@@ -164,17 +170,21 @@ def _numbers(
     run: Run, sums: LossOutput, norm: torch.Tensor, temperature: torch.Tensor, rate: float
 ) -> dict[str, float]:
     """The step's numbers as means over its tokens, read from the device in one go; T as the loss saw it."""
-    tensors = [sums.cross_entropy, sums.kd, sums.kd_at_one, sums.tokens, norm, temperature]
-    ce, kd, kd_at_1, tokens, grad_norm, value = torch.stack([each.double().cpu() for each in tensors]).tolist()
+    tensors = [sums.cross_entropy, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
+    ce, kd, kd_at_1, hidden, tokens, grad_norm, value = torch.stack([each.double().cpu() for each in tensors]).tolist()
     count = max(tokens, 1.0)
-    weight = run.step.alpha
-    if not (run.step.has_teacher and weight):
-        return {"loss": ce / count, "lr": rate, "grad_norm": grad_norm, "tokens": tokens}
-    loss = ((1 - weight) * ce + weight * value**2 * kd) / count
-    teacher = {"ce": ce / count, "kd": kd / count, "kd_T1": kd_at_1 / count, "T": value}
-    if run.config.objective.alpha_schedule != "constant":
-        teacher["alpha"] = weight
-    return {"loss": loss, **teacher, "lr": rate, "grad_norm": grad_norm, "tokens": tokens}
+    weight, objective = run.step.alpha, run.config.objective
+    distils = run.step.has_teacher and weight > 0
+    parts: dict[str, float] = {}
+    if distils:
+        parts = {"ce": ce / count, "kd": kd / count, "kd_T1": kd_at_1 / count, "T": value}
+        if objective.alpha_schedule != "constant":
+            parts["alpha"] = weight
+    loss = ((1 - weight) * ce + weight * value**2 * kd) / count if distils else ce / count
+    if run.step.hidden_loss is not None:
+        parts |= {"ce": ce / count, "hidden": hidden / count}
+        loss += objective.hidden_weight * hidden / count
+    return {"loss": loss, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens}
 
 
 def _not_finite(run: Run, number: int, numbers: dict[str, float]) -> str:
@@ -187,18 +197,12 @@ def _not_finite(run: Run, number: int, numbers: dict[str, float]) -> str:
 
 def _report(run: Run, shown: Bar, number: int, numbers: dict[str, float]) -> None:
     run.writers.metrics(number, numbers)
-    names = [name for name in ("loss", "loss_avg", "T", "lr", "grad_norm", "tok/s", "eta_h") if name in numbers]
-    shown.update(number, line({name: numbers[name] for name in names if name not in ("lr", "grad_norm")}))
+    names = [name for name in _SHOWN if name in numbers]
+    shown.update(number, line({name: numbers[name] for name in names if name in _SHOWN_LIVE}))
     if number % run.config.monitor.log_freq == 0 or number == run.total or number == 1:
         memory = {"memory_mb": peak_memory_mb(run.step.device)}
         log.info("step %d/%d %s", number, run.total, line({name: numbers[name] for name in names} | memory))
-        if (bound := run.step.temperature.at_bound()) is not None:
-            log.warning(
-                "the learned temperature %.3f sits on its %s; --temperature-mode %s found nothing inside its bounds",
-                numbers["T"],
-                bound,
-                run.config.objective.temperature_mode,
-            )
+        run.bounds.look(run.step.temperature, run.config.objective.temperature_mode, number, run.writers)
 
 
 def _validation_due(run: Run) -> bool:

@@ -66,6 +66,14 @@ class CachedSource:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class TaughtBatch(CachedBatch):
+    """A micro-batch with hidden states of its teacher."""
+
+    states: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """[N, D] a layer that was asked for, at the student's positions."""
+
+
 class OnlineSource:
     """Tokens of a cache of bare tokens, with targets that a teacher computes when they are asked for.
 
@@ -95,11 +103,42 @@ class OnlineSource:
         batch = self.tokens.read(indices)
         with torch.no_grad():
             logits_BTV = self.teacher(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
-            labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
-            targets = DenseTargets.from_logits(
-                rearrange(logits_BTV, "B T V -> (B T) V"), labels_N, self.tokens.vocab_size
+            return dataclasses.replace(batch, targets=self._targets(batch, logits_BTV))
+
+    def _targets(self, batch: CachedBatch, logits_BTV: torch.Tensor) -> DenseTargets:
+        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
+        return DenseTargets.from_logits(rearrange(logits_BTV, "B T V -> (B T) V"), labels_N, self.tokens.vocab_size)
+
+
+class OnlineLayersSource(OnlineSource):
+    """The same with hidden states of the teacher, for a hidden-state loss.
+
+    Args:
+        tokens, document_mask: as above.
+        teacher: tokens_BT, segments_BT | None -> logits_BTV and [B, T, D] a layer, run under `torch.no_grad()`.
+    """
+
+    def __init__(
+        self,
+        tokens: CachedSource,
+        teacher: Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, list[torch.Tensor]]],
+        document_mask: bool,
+    ) -> None:
+        super().__init__(tokens, lambda *asked: teacher(*asked)[0], document_mask)
+        self.with_layers = teacher
+
+    def read(self, indices: np.ndarray) -> CachedBatch:
+        """The sequences `indices` with dense targets and hidden states from one forward of the teacher."""
+        batch = self.tokens.read(indices)
+        with torch.no_grad():
+            logits_BTV, states = self.with_layers(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
+            return TaughtBatch(
+                batch.tokens,
+                batch.loss_mask,
+                batch.segments,
+                self._targets(batch, logits_BTV),
+                [rearrange(each, "B T D -> (B T) D") for each in states],
             )
-        return dataclasses.replace(batch, targets=targets)
 
 
 class Feed:

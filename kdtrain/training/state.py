@@ -5,7 +5,7 @@ Random numbers need no memory, because each step seeds its generators from (seed
 """
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,17 +37,19 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """The student, the temperature, the optimizer, and how far they are."""
+    """The student, the temperature, the optimizer, how far they are, and what a hidden-state loss learns."""
 
     student: SplitModel
     temperature: nn.Module
     optimizer: torch.optim.AdamW
     progress: Progress
+    hidden: nn.Module = field(default_factory=nn.Module)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors of the complete state; tied weights appear once."""
         named = {f"student.{name}": tensor for name, tensor in _once(self.student.state_dict()).items()}
-        named |= {f"temperature.{name}": tensor for name, tensor in self.temperature.state_dict().items()}
+        for part, module in self._parts()[1:]:
+            named |= {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
         for name, parameter in self._parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 named[f"optimizer.{name}.{key}"] = value
@@ -63,14 +65,14 @@ class TrainState:
         Raises:
             RunError: an entry is missing, unknown, or of another shape.
         """
-        own = {f"student.{name}" for name in _once(self.student.state_dict())}
-        own |= {f"temperature.{name}" for name in self.temperature.state_dict()}
+        own = {f"{part}.{name}" for part, module in self._parts() for name in _once(module.state_dict())}
         saved = {name for name in tensors if not name.startswith("optimizer.")}
         if own != saved:
             raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
-        for part, module in (("student.", self.student), ("temperature.", self.temperature)):
-            part_tensors = {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
-            _copy_into(module.state_dict(), part_tensors)
+        for part, module in self._parts():
+            start = f"{part}."
+            saved_part = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+            _copy_into(module.state_dict(), saved_part)
         for name, parameter in self._parameters():
             prefix = f"optimizer.{name}."
             found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -79,16 +81,21 @@ class TrainState:
                 self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
         self.progress = Progress(**numbers["progress"])
 
+    def _parts(self) -> list[tuple[str, nn.Module]]:
+        return [("student", self.student), ("temperature", self.temperature), ("hidden", self.hidden)]
+
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(f"student.{name}", each) for name, each in self.student.named_parameters()] + [
-            (f"temperature.{name}", each) for name, each in self.temperature.named_parameters()
-        ]
+        return [(f"{part}.{name}", each) for part, module in self._parts() for name, each in module.named_parameters()]
 
 
 def make_optimizer(
-    student: nn.Module, temperature: nn.Module, config: OptimizerConfig, objective: ObjectiveConfig
+    student: nn.Module,
+    temperature: nn.Module,
+    config: OptimizerConfig,
+    objective: ObjectiveConfig,
+    hidden: nn.Module | None = None,
 ) -> torch.optim.AdamW:
-    """Fused AdamW (arXiv 1711.05101): decay on the matrices only, a rate of its own for the temperature.
+    """Fused AdamW (arXiv 1711.05101): decay on the student's matrices only, a rate of its own for the temperature.
 
     Each group carries `peak`, its peak learning rate relative to `config.lr`.
     """
@@ -106,6 +113,7 @@ def make_optimizer(
             "weight_decay": 0.0,
             "peak": objective.temperature_lr / config.lr,
         },
+        {"params": [] if hidden is None else list(hidden.parameters()), "weight_decay": 0.0, "peak": 1.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=True

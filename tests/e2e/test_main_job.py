@@ -133,7 +133,8 @@ def test_text_alone_trains_by_cross_entropy_and_goes_into_the_run(bench):
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(bench, cached):
     (bench.root / "options.toml").write_text(
         "[run]\ncache = 'cache'\nstudent = 'student.toml'\nsteps = 3\nbatch_size = 4\n"
-        "[objective]\nalpha = 0.5\ntemperature = 3.0\ntemperature_mode = 'schedule'\n"
+        "[objective]\nalpha = 0.5\nalpha_schedule = 'cosine'\nalpha_end = 0.1\n"
+        "temperature = 3.0\ntemperature_mode = 'schedule'\n"
         "[optimizer]\nbetas = [0.8, 0.9]\nlr = 1e-2\n[precision]\ncompile = false\nprecision = 'fp32'\n"
         "[monitor]\ntensorboard = true\n"
     )
@@ -145,6 +146,10 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(bench, cached):
     assert shown["options"]["optimizer"]["betas"] == [0.8, 0.9]
     assert shown["options"]["optimizer"]["weight_decay"] == 0.1
     assert [round(line["T"], 4) for line in bench.metrics("from-file")] == [3.0, 2.0, 1.0]
+    assert [round(line["alpha"], 4) for line in bench.metrics("from-file")] == [0.5, 0.3, 0.1]
+    for line in bench.metrics("from-file"):
+        weighted = (1 - line["alpha"]) * line["ce"] + line["alpha"] * line["T"] ** 2 * line["kd"]
+        assert line["loss"] == pytest.approx(weighted, rel=1e-6)
 
 
 def test_the_result_of_a_step_does_not_depend_on_how_it_is_cut_into_micro_batches(bench):
