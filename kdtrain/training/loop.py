@@ -8,6 +8,7 @@ request is honoured after the micro-batch in work: the unfinished step leaves no
 import math
 import time
 
+from kdtrain.errors import RunError
 from kdtrain.monitor.progress import Bar, Rate, line, log
 from kdtrain.training.recovery import roll_back, sequences, skip
 from kdtrain.training.run import Run
@@ -132,7 +133,10 @@ def _validate(run: Run, stop: StopRequest) -> bool:
     if progress.step == 0:
         run.reporter.initial(loss)
     if metrics.tokens and not math.isfinite(loss):
-        log.warning("validation at step %d is not finite; this student will not be the best", progress.step)
+        text = f"validation at step {progress.step}: loss {loss}"
+        if progress.step == 0 or (run.finished() and progress.best_step is None):
+            raise RunError(f"{text}, and none before was finite; look at the student's weights or lower --lr")
+        log.warning("%s; this student will not be the best", text)
         return False
     if progress.step > 0 and (progress.best_loss is None or loss < progress.best_loss):
         progress.best_loss, progress.best_step = loss, progress.step

@@ -115,11 +115,12 @@ def test_an_option_that_decides_the_result_may_not_change_and_is_named():
     assert "--betas" not in message
 
 
-def test_an_option_that_the_checkpoint_does_not_know_counts_as_changed():
+def test_an_option_that_the_checkpoint_does_not_know_had_its_default():
     saved = deciding(config_of("o"))
     del saved["optimizer"]["clip"]
-    with pytest.raises(UsageError, match="--clip"):
-        refuse_changes(saved, config_of("o"))
+    refuse_changes(saved, config_of("o"))
+    with pytest.raises(UsageError, match=r"--clip \(was 1.0, now 2.0\)"):
+        refuse_changes(saved, config_of("o", optimizer=OptimizerConfig(clip=2.0)))
 
 
 def test_the_written_configuration_is_read_back_by_the_command(tmp_path):
