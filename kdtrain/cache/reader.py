@@ -29,7 +29,7 @@ from kdtrain.cache.coding import Coding, unpack
 from kdtrain.cache.files import file_digest
 from kdtrain.cache.provenance import Manifest, read_manifest
 from kdtrain.errors import RunError, UsageError
-from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.objective.targets import Targets
 
 MAX_OPEN = 16
 """Shards kept open at once, at about 2 MiB each."""
@@ -45,7 +45,7 @@ class CachedBatch:
     """[B, T] bool."""
     segments: Tensor
     """[B, T] int64, document number within the sequence."""
-    targets: SparseTargets | DenseTargets | None
+    targets: Targets | None
     """N = B*T rows, sequence by sequence; None for the codec `tokens`."""
 
 

@@ -37,11 +37,11 @@ from kdtrain.objective.temperature import Temperature, build_temperature
 from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_processes
 from kdtrain.precision.modes import pick_mode, why_not_compile
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
-from kdtrain.stages.common import ask, ask_layers, check_fits, digest_of, open_teacher, show
+from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, show, wide_head
 from kdtrain.stages.run_folder import claim, deciding, make, refuse_changes, write_description, write_origin
 from kdtrain.training.hidden import HiddenPlan, plan_hidden_loss
 from kdtrain.training.loop import Run, train
-from kdtrain.training.source import CachedSource, OnlineLayersSource, OnlineSource, Source
+from kdtrain.training.source import CachedSource, OnlineSource, Source
 from kdtrain.training.state import Progress, TrainState, make_optimizer
 from kdtrain.training.step import DistillStep
 from kdtrain.training.stopping import interruptible
@@ -90,10 +90,11 @@ def _distill(config: DistillConfig) -> int:
     sources: dict[str, Source] = {}
     for name, reader in readers.items():
         cached = CachedSource(reader, device, vocab_size)
-        sources[name] = cached if teacher is None else OnlineSource(cached, ask(teacher, device, mode), document_mask)
-        if hidden is not None and teacher is not None and name == "train":
-            with_layers = ask_layers(teacher, device, mode, hidden.teacher_layers)
-            sources[name] = OnlineLayersSource(cached, with_layers, document_mask)
+        sources[name] = cached
+        if teacher is not None:
+            layers = hidden.teacher_layers if hidden is not None and name == "train" else ()
+            asked = ask_layers(teacher, device, mode, layers)
+            sources[name] = OnlineSource(cached, asked, wide_head(teacher), document_mask)
     has_teacher = teacher is not None or manifest.codec.kind != "tokens"
     if has_teacher:
         _refuse_objective(config, manifest)
