@@ -13,6 +13,7 @@ it was stopped. --only memory|time takes one kind, --rows some rows by number; -
 What it gives up: times hold for this machine and this number of threads; the record says which.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -139,7 +140,9 @@ def _start(work: Work) -> dict[str, Any]:
     """The result of `work` in a process of its own."""
     done = subprocess.run(
         [sys.executable, __file__, "--work", json.dumps(vars(work))],
-        env={**os.environ, "OMP_NUM_THREADS": str(work.threads)},
+        # Memory that is free is the system's at once: what a first run left would hide a part of the second.
+        env={**os.environ, "OMP_NUM_THREADS": str(work.threads)}
+        | ({"MALLOC_MMAP_THRESHOLD_": "65536"} if work.kind == "memory" else {}),
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -205,6 +208,7 @@ def _memory(student: sides.Student, run: Any) -> dict[str, Any]:
     value = run()
     student.hidden_ND.grad = student.weight_VD.grad = None
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is there now
     run()

@@ -39,7 +39,7 @@ from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.stages.common import ask, open_teacher
+from kdtrain.stages.common import ask_layers, open_teacher, wide_head
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 from kdtrain.training.source import CachedSource, Feed, OnlineSource, Source
 from kdtrain.training.state import make_optimizer
@@ -159,11 +159,12 @@ def _measure(bench: Bench, settings: Settings) -> dict[str, Any]:
     teacher = open_teacher(read_spec(bench.teacher), CPU, settings.precision)
     cached = CachedSource(CacheReader(bench.cached, "train"), CPU, bench.vocab_size)
     tokens = CachedSource(CacheReader(bench.tokens, "train"), CPU, bench.vocab_size)
+    asked = ask_layers(teacher, CPU, settings.precision, ())
     sides: dict[str, tuple[Source, str]] = {
         "cross-entropy": (tokens, "fixed"),
         "cached": (cached, "fixed"),
         "cached-likelihood": (cached, "likelihood"),
-        "online": (OnlineSource(tokens, ask(teacher, CPU, settings.precision), False), "fixed"),
+        "online": (OnlineSource(tokens, asked, wide_head(teacher), False), "fixed"),
     }
     steps = {name: _stepper(bench, settings, *each) for name, each in sides.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -29,7 +29,7 @@ from kdtrain.models.spec import read_spec
 from kdtrain.objective.divergence import DIVERGENCES
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.stages.common import ask, open_teacher
+from kdtrain.stages.common import ask_layers, open_teacher, wide_head
 from kdtrain.stages.export import open_student
 from kdtrain.training.source import CachedSource, OnlineSource
 
@@ -98,7 +98,7 @@ class Logits:
         self.out = out
         teacher = open_teacher(read_spec(TEACHER), CPU, "fp32")
         cached = CachedSource(CacheReader(out / "cache", "validation"), CPU, 2048)
-        online = OnlineSource(cached, ask(teacher, CPU, "fp32"), False)
+        online = OnlineSource(cached, ask_layers(teacher, CPU, "fp32", ()), wide_head(teacher), False)
         self.batches = {"cache": cached.read(np.arange(4)), "whole": online.read(np.arange(4))}
 
     def student(self, step: int) -> SplitModel:

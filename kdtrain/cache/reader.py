@@ -30,7 +30,7 @@ from kdtrain.cache.coding import Coding, unpack
 from kdtrain.cache.files import file_digest
 from kdtrain.cache.provenance import Manifest, read_manifest
 from kdtrain.errors import RunError, UsageError
-from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.objective.targets import Targets
 
 MAX_OPEN = 16
 """Shards kept open at once. Each holds 0.6 MiB of HDF5's own, which no setting lowers, and its lists: 0.25 MiB at
@@ -47,7 +47,7 @@ class CachedBatch:
     """[B, T] bool."""
     segments: Tensor
     """[B, T] int64, document number within the sequence."""
-    targets: SparseTargets | DenseTargets | None
+    targets: Targets | None
     """N = B*T rows, sequence by sequence; None for the codec `tokens`."""
 
 

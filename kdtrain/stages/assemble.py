@@ -28,13 +28,13 @@ from kdtrain.parallel.world import pick_device
 from kdtrain.precision.modes import pick_mode, why_not_compile
 from kdtrain.stages.begin import allowing
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
-from kdtrain.stages.common import ask, ask_layers, check_fits, digest_of, open_teacher
+from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
 from kdtrain.stages.run_folder import deciding
 from kdtrain.training.early import EarlyStopping
 from kdtrain.training.hidden import HiddenPlan, plan_hidden_loss
 from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.run import Run
-from kdtrain.training.source import CachedSource, OnlineLayersSource, OnlineSource, Source
+from kdtrain.training.source import CachedSource, OnlineSource, Source
 from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import Progress, TrainState, make_optimizer
 from kdtrain.training.step import DistillStep
@@ -91,10 +91,11 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     sources: dict[str, Source] = {}
     for name, reader in readers.items():
         cached = CachedSource(reader, device, vocab_size)
-        sources[name] = cached if teacher is None else OnlineSource(cached, ask(teacher, device, mode), document_mask)
-        if hidden is not None and teacher is not None and name == "train":
-            with_layers = ask_layers(teacher, device, mode, hidden.teacher_layers)
-            sources[name] = OnlineLayersSource(cached, with_layers, document_mask)
+        sources[name] = cached
+        if teacher is not None:
+            layers = hidden.teacher_layers if hidden is not None and name == "train" else ()
+            asked = ask_layers(teacher, device, mode, layers)
+            sources[name] = OnlineSource(cached, asked, wide_head(teacher), document_mask)
     has_teacher = teacher is not None or manifest.codec.kind != "tokens"
     if has_teacher:
         _refuse_objective(config, manifest)

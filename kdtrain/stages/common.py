@@ -18,14 +18,14 @@ from kdtrain.config import DataConfig
 from kdtrain.data.corpus import documents
 from kdtrain.data.packing import PackedRow, pack
 from kdtrain.errors import UsageError
-from kdtrain.models.head import SplitModel, split
+from kdtrain.models.head import OutputHead, SplitModel, split
 from kdtrain.models.loading import load_teacher, load_tokenizer, max_positions
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import log
 from kdtrain.precision.modes import autocast
 
 Teacher = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-TeacherWithLayers = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, list[torch.Tensor]]]
+TeacherLayers = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, list[torch.Tensor]]]
 
 
 def rows(
@@ -58,22 +58,30 @@ def ask(teacher: SplitModel, device: torch.device, mode: str) -> Teacher:
 
     The head's product is taken in fp32: in bf16 a logit of 20 is rounded by up to 0.06 before the softmax sees it.
     """
-    with_layers = ask_layers(teacher, device, mode, ())
-    return lambda tokens_BT, segments_BT: with_layers(tokens_BT, segments_BT)[0]
+    layers, head = ask_layers(teacher, device, mode, ()), wide_head(teacher)
+
+    def forward(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> torch.Tensor:
+        with torch.no_grad():
+            return head(layers(tokens_BT, segments_BT)[0])
+
+    return forward
 
 
-def ask_layers(teacher: SplitModel, device: torch.device, mode: str, layers: tuple[int, ...]) -> TeacherWithLayers:
-    """The same, and the outputs [B, T, D] of some of the teacher's layers beside the logits."""
+def wide_head(teacher: SplitModel) -> OutputHead:
+    """The teacher's output head in fp32, without gradients."""
     head = teacher.head
     weight, bias = (None if each is None else each.detach().float() for each in (head.weight, head.bias))
-    head = dataclasses.replace(head, weight=weight, bias=bias)
+    return dataclasses.replace(head, weight=weight, bias=bias)
+
+
+def ask_layers(teacher: SplitModel, device: torch.device, mode: str, layers: tuple[int, ...]) -> TeacherLayers:
+    """tokens_BT, segments_BT | None -> what `wide_head` takes, [B, T, D] in fp32, and the outputs of some layers."""
 
     def forward(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         asked = tokens_BT.to(device), None if segments_BT is None else segments_BT.to(device)
-        with torch.no_grad():
-            with autocast(mode, device):
-                hidden_BTD, states = teacher.with_layers(*asked, layers) if layers else (teacher(*asked), [])
-            return head(hidden_BTD.float()), states
+        with torch.no_grad(), autocast(mode, device):
+            hidden_BTD, states = teacher.with_layers(*asked, layers) if layers else (teacher(*asked), [])
+        return hidden_BTD.float(), states
 
     return forward
 

@@ -23,7 +23,7 @@ from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.parallel.world import pick_device
 from kdtrain.precision.modes import autocast, pick_mode
 from kdtrain.stages.build import build_tokens, logit_width
-from kdtrain.stages.common import ask, check_fits, digest_of, open_teacher, show
+from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, show, wide_head
 from kdtrain.stages.export import open_student
 from kdtrain.training.source import CachedSource, OnlineSource, Source
 from kdtrain.training.validate import calibration, summary, validate
@@ -96,7 +96,8 @@ def _source(
         build_tokens(Path(folder) / "data", config.data, loaded, width, {"validation": config.data.num_sequences})
         reader = CacheReader(Path(folder) / "data", "validation")
         cached = CachedSource(reader, device, vocab_size)
-        online = (
-            None if teacher is None else OnlineSource(cached, ask(teacher, device, mode), config.data.document_mask)
-        )
-        yield online or cached, reader.manifest
+        source: Source = cached
+        if teacher is not None:
+            asked = ask_layers(teacher, device, mode, ())
+            source = OnlineSource(cached, asked, wide_head(teacher), config.data.document_mask)
+        yield source, reader.manifest

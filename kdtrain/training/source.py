@@ -18,7 +18,8 @@ from einops import rearrange
 
 from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch, CacheReader
-from kdtrain.objective.targets import DenseTargets
+from kdtrain.models.head import OutputHead
+from kdtrain.objective.targets import DenseTargets, OnlineTargets
 
 
 class Source(Protocol):
@@ -84,9 +85,13 @@ class TaughtBatch(CachedBatch):
 class OnlineSource:
     """Tokens of a cache of bare tokens, with targets that a teacher computes when they are asked for.
 
+    Its logits are made later and a few rows at a time, where they are needed.
+
     Args:
         tokens: where the tokens come from.
-        teacher: tokens_BT, segments_BT | None -> logits_BTV, run under `torch.no_grad()`.
+        teacher: tokens_BT, segments_BT | None -> what its head takes, [B, T, D], and the outputs [B, T, D] of the
+            layers that a hidden-state loss wants, if any; run under `torch.no_grad()`.
+        head: the teacher's output head.
         document_mask: whether the teacher is told the segments.
     """
 
@@ -95,57 +100,32 @@ class OnlineSource:
     def __init__(
         self,
         tokens: CachedSource,
-        teacher: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+        teacher: Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, list[torch.Tensor]]],
+        head: OutputHead,
         document_mask: bool,
     ) -> None:
         self.tokens = tokens
         self.teacher = teacher
+        self.head = head
         self.document_mask = document_mask
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def read(self, indices: np.ndarray) -> CachedBatch:
-        """The sequences `indices` with dense targets from the teacher."""
+    def read(self, indices: np.ndarray) -> TaughtBatch:
+        """The sequences `indices` with targets from the teacher."""
         batch = self.tokens.read(indices)
         with torch.no_grad():
-            logits_BTV = self.teacher(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
-            return dataclasses.replace(batch, targets=self._targets(batch, logits_BTV))
-
-    def _targets(self, batch: CachedBatch, logits_BTV: torch.Tensor) -> DenseTargets:
+            hidden_BTD, states = self.teacher(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
-        return DenseTargets.from_logits(rearrange(logits_BTV, "B T V -> (B T) V"), labels_N, self.tokens.vocab_size)
-
-
-class OnlineLayersSource(OnlineSource):
-    """The same with hidden states of the teacher, for a hidden-state loss.
-
-    Args:
-        tokens, document_mask: as above.
-        teacher: tokens_BT, segments_BT | None -> logits_BTV and [B, T, D] a layer, run under `torch.no_grad()`.
-    """
-
-    def __init__(
-        self,
-        tokens: CachedSource,
-        teacher: Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, list[torch.Tensor]]],
-        document_mask: bool,
-    ) -> None:
-        super().__init__(tokens, lambda *asked: teacher(*asked)[0], document_mask)
-        self.with_layers = teacher
-
-    def read(self, indices: np.ndarray) -> CachedBatch:
-        """The sequences `indices` with dense targets and hidden states from one forward of the teacher."""
-        batch = self.tokens.read(indices)
-        with torch.no_grad():
-            logits_BTV, states = self.with_layers(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
-            return TaughtBatch(
-                batch.tokens,
-                batch.loss_mask,
-                batch.segments,
-                self._targets(batch, logits_BTV),
-                [rearrange(each, "B T D -> (B T) D") for each in states],
-            )
+        hidden_ND = rearrange(hidden_BTD, "B T D -> (B T) D")
+        return TaughtBatch(
+            batch.tokens,
+            batch.loss_mask,
+            batch.segments,
+            OnlineTargets(hidden_ND, labels_N, self.head, self.tokens.vocab_size),
+            [rearrange(each, "B T D -> (B T) D") for each in states],
+        )
 
 
 class Feed:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.objective.targets import DenseTargets
+from kdtrain.models.head import OutputHead
+from kdtrain.objective.targets import OnlineTargets
 from kdtrain.training.source import Feed, OnlineSource
 
 
@@ -76,18 +77,20 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
 
     def teacher(tokens_BT, segments_BT):
         asked.append((tokens_BT, segments_BT))
-        return table[tokens_BT]
+        return table[tokens_BT].detach(), [table[tokens_BT].detach()[..., :5]]
 
-    source = OnlineSource(tokens, teacher, document_mask)
+    source = OnlineSource(tokens, teacher, OutputHead(), document_mask)
     batch, plain = source.read(np.array([4, 1])), tokens.read(np.array([4, 1]))
     assert torch.equal(batch.tokens, plain.tokens)
     assert torch.equal(asked[0][0], plain.tokens[:, :-1])
     assert (asked[0][1] is None) != document_mask
-    assert isinstance(batch.targets, DenseTargets)
+    assert isinstance(batch.targets, OnlineTargets)
+    targets = batch.targets.dense()
     expected = torch.log_softmax(table[plain.tokens[:, :-1]].flatten(0, 1)[:, :300], -1)
-    torch.testing.assert_close(batch.targets.logprobs, expected)
+    torch.testing.assert_close(targets.logprobs, expected)
     labels = plain.tokens[:, 1:].reshape(-1, 1)
-    torch.testing.assert_close(batch.targets.label_logprob, expected.gather(1, labels)[:, 0])
+    torch.testing.assert_close(targets.label_logprob, expected.gather(1, labels)[:, 0])
+    assert torch.equal(batch.states[0], table[plain.tokens[:, :-1]].flatten(0, 1)[:, :5])
     # tensors made in inference mode could not meet a learnable temperature
-    assert not batch.targets.logprobs.requires_grad
-    assert not batch.targets.logprobs.is_inference()
+    assert not batch.targets.hidden.requires_grad
+    assert not batch.targets.hidden.is_inference()
