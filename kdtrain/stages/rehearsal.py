@@ -20,7 +20,7 @@ from kdtrain.monitor.writers import Writers
 from kdtrain.parallel.world import refuse_many_processes
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.run_folder import is_run, refuse_strange
-from kdtrain.training.recovery import is_finite, sequences
+from kdtrain.training.recovery import sequences
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
 from kdtrain.training.source import Feed
@@ -102,7 +102,7 @@ def steps(run: Run, count: int) -> list[Timed]:
     for batches in feed.steps():
         numbers = take_step(run, batches, StopRequest())
         assert numbers is not None  # nobody asks this one to stop
-        if not is_finite(numbers):
+        if numbers.pop("skipped"):
             raise RunError(
                 f"step {len(taken) + 1}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; "
                 "look at the data (kdtrain verify) or lower --lr"

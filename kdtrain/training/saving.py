@@ -34,7 +34,7 @@ def save(run: Run, *names: str) -> None:
     """
     progress = run.state.progress
     best = None if progress.best_step is None else _best(run, names)
-    run.saver.save(
+    stood_still = run.saver.save(
         names,
         progress.step,
         run.state.tensors(),
@@ -45,7 +45,7 @@ def save(run: Run, *names: str) -> None:
     )
     run.published = (progress.step, progress.validated_step)
     for name in names:
-        run.writers.event("checkpoint", progress.step, name=name)
+        run.writers.event("checkpoint", progress.step, name=name, stood_still=stood_still)
 
 
 def is_saved(run: Run) -> bool:
