@@ -1,0 +1,75 @@
+"""A folder with a tiny teacher, what it said, and students; and the command called in this process.
+
+Starting Python costs more than what these commands do. `tests/e2e` starts the real one.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdtrain import cli
+from kdtrain.monitor.progress import log
+from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
+
+TEXT = "".join(f"{number} squared is {number * number}, and its half is {number / 2}.\n" for number in range(400))
+
+
+class Workbench:
+    """A folder in which commands are called."""
+
+    text = ("--data", "text.txt", "--seq-len", 32, "--num-workers", 0, "--validation-sequences", 8)
+    plain = ("--no-compile", "--precision", "fp32", "--no-tensorboard", "--batch-size", 8)
+
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.root, self.capsys = root, capsys
+
+    def call(self, *argv: object) -> tuple[int, str, str]:
+        """The exit code of `kdtrain ARGV`, and what it wrote on stdout and stderr."""
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in argv])
+        return int(ended.value.code or 0), *self.capsys.readouterr()
+
+    def json(self, *argv: object) -> Any:
+        """The one object on stdout of a command that ends well."""
+        code, out, err = self.call(*argv, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    def everything(self) -> dict[str, int]:
+        """Every path in the folder, and when it was written last."""
+        return {str(path): path.stat().st_mtime_ns for path in sorted(self.root.rglob("*"))}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`teacher`, `student.toml`, `text.txt` and `cache`."""
+    root = tmp_path_factory.mktemp("workbench")
+    teacher = tiny_model("llama", 300, seed=1)
+    for parameter in teacher.parameters():
+        parameter.data.mul_(6 if parameter.ndim > 1 else 1)
+    write_model_folder(root / "teacher", teacher, tiny_tokenizer(300))
+    entries = [f"{key} = {json.dumps(value)}\n" for key, value in SHAPES["llama"].items()]
+    (root / "student.toml").write_text(f"tokenizer = 'teacher'\n\n[config]\n{''.join(entries)}")
+    (root / "text.txt").write_text(TEXT)
+    before = os.getcwd()
+    os.chdir(root)
+    words = ("cache-teacher", "--teacher", "teacher", "--out", "cache", "--num-sequences", 40, "--head", 12)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(word) for word in (*words, *Workbench.text, "--precision", "fp32")])
+    os.chdir(before)
+    assert ended.value.code == 0
+    return root
+
+
+@pytest.fixture
+def workbench(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The folder, entered."""
+    monkeypatch.chdir(made)
+    yield Workbench(made, capsys)
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()

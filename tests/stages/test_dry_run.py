@@ -1,0 +1,71 @@
+"""`kdtrain distill --dry-run`: the plan of a run, what it would take, and nothing left of it."""
+
+import json
+
+import pytest
+
+from kdtrain import faults
+
+STUDENT = ("--cache", "cache", "--student", "student.toml")
+
+
+def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(workbench):
+    before = workbench.everything()
+    plan = workbench.json(
+        *("distill", *STUDENT, "--out", "deep/er/dry", "--steps", 100, "--micro-batch-size", 2, "--dry-run"),
+        *(*workbench.plain, "--checkpoint-freq", 30, "--eval-freq", 40, "--lr-schedule", "wsd"),
+    )
+    assert workbench.everything() == before
+    assert (plan["run"], plan["begins"], plan["steps"], plan["mode"]) == ("deep/er/dry", "anew", 100, "fp32")
+    assert plan["batch"] == "8 x 32 tokens, 4 micro-batches of 2"
+    assert plan["sequences"] == {"train": 40, "validation": 8}
+    assert (plan["epochs"], plan["tokens"]) == (20.0, 100 * 8 * 32)
+    assert plan["checkpoints"] == 4  # 30, 60, 90, 100
+    assert plan["validations"] == 4  # 0, 40, 80, 100
+    assert "the last 20 steps down to 1e-06" in plan["learning rate"]
+    step, total = plan["seconds"]["a step"], plan["estimated_hours"] * 3600
+    assert 99 * (step - 1e-3) <= total + 0.2 and total < 99 * (step + 1e-3) + 60
+    assert sum(plan["shares of the time"].values()) == pytest.approx(1.0, abs=1e-3)
+    assert plan["checkpoint (MiB)"] > 0 and plan["disk free (MiB)"] > plan["disk for checkpoints (MiB)"]
+
+
+def test_its_two_steps_are_those_of_the_run_and_beside_the_run_it_says_where_that_goes_on(workbench):
+    options = (*STUDENT, *workbench.plain, "--steps", 4)
+    planned = workbench.json("distill", *options, "--out", "real", "--dry-run")
+    real = workbench.json("distill", *options, "--out", "real")
+    lines = [json.loads(text) for text in (workbench.root / "real/metrics.jsonl").read_text().splitlines()]
+    assert planned["loss of the two steps"] == [round(line["loss"], 4) for line in lines if "loss" in line][:2]
+    assert planned["tokens"] == real["tokens"]
+    before = workbench.everything()
+    later = workbench.json("distill", *STUDENT, *workbench.plain, "--steps", 20, "--out", "real", "--dry-run")
+    assert (planned["begins"], later["begins"]) == ("anew", "at step-00000004")
+    assert workbench.everything() == before
+
+
+def test_what_the_run_would_refuse_the_dry_run_refuses(workbench):
+    (workbench.root / "strange").mkdir()
+    (workbench.root / "strange/notes.txt").write_text("mine")
+    options = (*STUDENT, *workbench.plain, "--dry-run")
+    for out, said in (("strange", "something that is no run"), ("strange/notes.txt", "is a file")):
+        code, _, err = workbench.call("distill", *options, "--out", out)
+        assert code == 2 and said in err
+    assert [path.name for path in (workbench.root / "strange").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [("train.after-step:term", "interrupted; nothing was left behind"), ("train.gradient:nan:2", "step 2: loss")],
+)
+def test_a_dry_run_that_is_stopped_or_fails_leaves_nothing(workbench, monkeypatch, fault, said):
+    before = workbench.everything()
+    monkeypatch.setenv("KDTRAIN_FAULT", fault)
+    monkeypatch.setenv("KDTRAIN_FAULT_LOG", str(workbench.root.parent / "fired"))
+    faults.read()
+    try:
+        code, _, err = workbench.call("distill", *STUDENT, *workbench.plain, "--out", "dry", "--dry-run")
+    finally:
+        monkeypatch.delenv("KDTRAIN_FAULT")
+        faults.read()
+    assert (workbench.root.parent / "fired").read_text().startswith(fault.split(":")[0])
+    assert code == 1 and said in err and "Traceback" not in err
+    assert workbench.everything() == before
