@@ -69,8 +69,8 @@ def measure(batch: CachedBatch, teacher: Teacher, *, document_mask: bool, positi
         kept.append(b * length + chosen)
     if not kept:
         raise RunError("the teacher gave logits that are not numbers for every sequence of the held sample")
-    assert batch.targets is not None
     targets = batch.targets[torch.cat(kept)]  # type: ignore[index]
+    assert isinstance(targets, SparseTargets | DenseTargets)
     energy_NV = torch.cat(energies)
     grid, span = _log_partition_errors(targets, energy_NV)
     at = {f"T={t:g}": _at_temperature(targets, energy_NV, 1 / t) for t in TEMPERATURES}

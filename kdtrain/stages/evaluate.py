@@ -98,6 +98,6 @@ def _source(
         cached = CachedSource(reader, device, vocab_size)
         source: Source = cached
         if teacher is not None:
-            asked = ask_layers(teacher, device, mode, ())
-            source = OnlineSource(cached, asked, wide_head(teacher), config.data.document_mask)
+            ask = ask_layers(teacher, device, mode, ())
+            source = OnlineSource(cached, ask, wide_head(teacher), config.data.document_mask)
         yield source, reader.manifest

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import OptimizerConfig
 from kdtrain.objective.logits import chunk_logits
-from kdtrain.objective.targets import SparseTargets
+from kdtrain.objective.targets import OnlineTargets, SparseTargets
 from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.modes import autocast
 from kdtrain.training.step import DistillStep
@@ -103,7 +103,7 @@ def correlation(step: DistillStep, batch: CachedBatch, most: int = 256) -> float
         theirs_NK = (rows.logprobs[:, : rows.head] - rows.logit_mean[:, None]).where(known_NK, 0.0)
         ours_NK = ours_NV.gather(1, ids_NK).where(known_NK, 0.0)
     else:
-        energies_NV = rows.energies()
+        energies_NV = (rows.dense() if isinstance(rows, OnlineTargets) else rows).energies()
         theirs_NK, ours_NK = energies_NV - energies_NV.mean(-1, keepdim=True), ours_NV
     similar_N = nn.functional.cosine_similarity(ours_NK, theirs_NK, dim=-1)
     mask_N = rearrange(batch.loss_mask, "B T -> (B T)")[: len(similar_N)]

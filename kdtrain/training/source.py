@@ -63,6 +63,7 @@ class CachedSource:
         if isinstance(targets, DenseTargets):
             targets = targets.narrow(self.vocab_size)
         if targets is not None:
+            assert not isinstance(targets, OnlineTargets)
             spoiled = faults.changed("train.teacher", targets.logprobs, int(indices[0]))
             targets = dataclasses.replace(targets, logprobs=spoiled)
         return dataclasses.replace(
