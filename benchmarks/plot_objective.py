@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 # from the palette of Okabe and Ito, which people with any colour vision can tell apart
 OURS, THEIRS, FLOOR = "#0072B2", "#D55E00", "#999999"
+REASONS = {"does_not_fit": "does not fit", "missing": "not installed"}
 
 
 def draw(record: dict[str, Any], folder: Path) -> Path:
@@ -37,7 +38,7 @@ def _bars(axes: Axes, sides: dict[str, Any], key: str, factor: float, unit: str)
     for place, name in enumerate(names):
         value = sides[name].get(key)
         if value is None:
-            why = "does not fit" if "does_not_fit" in sides[name] else "not installed"
+            why = next((text for key, text in REASONS.items() if key in sides[name]), "not measured")
             axes.text(0, place, f" {why}", va="center", fontsize=7)
             continue
         color = OURS if name.startswith("kdtrain") else FLOOR if name == "products" else THEIRS
