@@ -9,11 +9,12 @@ over its draws: nothing is simulated. With q' the student's softmax over the tai
 chance of a draw, r q_k = P q'_k what the student's own tail would make of P, and x_k = r q_k / p_k, one draw k adds
     -(v_k / pi_k) (e_k - q')        to the gradient of the ghost bucket, with v_k =
     p_k - r q_k                     control variate
-    p_k (1 - min(x_k, C))           the same, clipped at C: unbiased where x <= C
+    p_k - r q_k, r q_k at most C p_k    clipped at C: unbiased where it is not
+    the same with a share s         s = exp(-K d) on r q_k, d being KL over head and bucket at T = 1, or without a head
+                                    |log p - log q| of a label: unbiased for every s, because d is not from the draws
     the same with p_k / pi_k at most W times P, its mean (1 at T = 1, without a bound above it)
-    p_k - l r q_k                   blended by l, which must not depend on the draws: unbiased. l = exp(-ghost KL), or
-                                    the best l of each token, which no rule can know
-    l (p_k - r q_k)                 blended from the ghost bucket by l = exp(-ghost KL): biased
+    p_k - s r q_k, best s           of each token, for the least variance: what no rule can know
+    s (p_k - r q_k)                 blended from the ghost bucket: biased
 Plain sampling (RS-KD, arXiv 2503.16870) has p_k and q, and no ghost bucket: its draws move the head too.
 
 `token`: mean over tokens of |estimate - full|^2, expected, over the mean of |full|^2. `batch`: the same for the mean
@@ -43,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "tail_rules.json"
 KEPT = ((12, 0), (8, 24), (0, 12), (0, 50))
 TEMPERATURES = (1.0, 2.0, 4.0)
-CLIPS = (1.5, 2.0, 4.0, 8.0)
+CLIPS, SHARPNESS = (2.0, 4.0, 8.0), (1.0, 4.0, 16.0)
 BATCH = 4096
 
 
@@ -126,9 +127,15 @@ class Case:
         self.chance_NV = chance_NV / chance_NV.sum(-1, keepdim=True)
         self.full_NV = self.q_NV - self.p_NV
         self.ghost_NV = self.q_NV - torch.where(self.outside_NV > 0, self.shaped_NV, self.p_NV)
-        outcome = torch.special.xlogy(self.p_NV, self.p_NV / self.q_NV) * (1 - self.outside_NV)
-        ghost_kl_N1 = outcome.sum(-1, keepdim=True) + torch.special.xlogy(self.mass_N1, self.mass_N1 / student_mass_N1)
-        self.close_N1 = (-ghost_kl_N1).exp()
+        self.distance_N1 = self._distance(energy_NV, student_NV.log_softmax(-1), head)
+
+    def _distance(self, log_p_NV: Tensor, log_q_NV: Tensor, head: int) -> Tensor:
+        if head == 0:
+            label_N1 = torch.multinomial(log_p_NV.exp(), 1, generator=torch.Generator().manual_seed(1))
+            return (log_p_NV - log_q_NV).gather(1, label_N1).abs()
+        inside_N1 = (log_p_NV.exp() * (log_p_NV - log_q_NV) * (1 - self.outside_NV)).sum(-1, keepdim=True)
+        p_N1, q_N1 = ((x.exp() * self.outside_NV).sum(-1, keepdim=True) for x in (log_p_NV, log_q_NV))
+        return inside_N1 + p_N1 * (p_N1 / q_N1).log()
 
     def estimates(self, draws: int) -> dict[str, tuple[Tensor, Tensor]]:
         """By rule: the mean of the estimated gradient [N, V] and the variance that one draw has, summed [N]."""
@@ -139,18 +146,21 @@ class Case:
             "control variate": self._inside(p_NV - shaped_NV),
         }
         found |= {f"clip {c:g}": self._inside(self._clipped(c)) for c in CLIPS}
+        close_N1 = {k: (-k * self.distance_N1).exp() for k in SHARPNESS}
+        found |= {f"share {k:g}": self._inside(p_NV - close_N1[k] * shaped_NV) for k in SHARPNESS}
+        shares = [(k, c) for k in SHARPNESS for c in CLIPS]
+        found |= {f"share {k:g}, clip {c:g}": self._inside(self._clipped(c, close_N1[k])) for k, c in shares}
         ratio_NV = p_NV / self.mass_N1 / self.chance_NV.clamp(min=1e-300)
         for name, most in (("2", 2.0), ("sqrt(n)", draws**0.5), ("n", draws)):
-            share_NV = (most / ratio_NV.clamp(min=1e-300)).clamp(max=1.0)
-            found[f"clip 2, weight {name}"] = self._inside(share_NV * self._clipped(2.0))
+            bound_NV = (most / ratio_NV.clamp(min=1e-300)).clamp(max=1.0)
+            found[f"share 4, clip 4, weight {name}"] = self._inside(bound_NV * self._clipped(4.0, close_N1[4.0]))
         return found | {
-            "blend to sampled": self._inside(p_NV - self.close_N1 * shaped_NV),
-            "best blend to sampled": self._inside(p_NV - best_N1 * shaped_NV),
-            "blend from ghost": self._inside(self.close_N1 * (p_NV - shaped_NV)),
+            "best share": self._inside(p_NV - best_N1 * shaped_NV),
+            "blend from ghost": self._inside(close_N1[1.0] * (p_NV - shaped_NV)),
         }
 
-    def _clipped(self, clip: float) -> Tensor:
-        return self.tail_p_NV - torch.minimum(self.shaped_NV, clip * self.tail_p_NV)
+    def _clipped(self, clip: float, share_N1: Tensor | float = 1.0) -> Tensor:
+        return self.tail_p_NV - share_N1 * torch.minimum(self.shaped_NV, clip * self.tail_p_NV)
 
     def _inside(self, value_NV: Tensor) -> tuple[Tensor, Tensor]:
         mean_NV = self.inner_NV * value_NV.sum(-1, keepdim=True) - value_NV

@@ -28,7 +28,7 @@ from einops import rearrange
 from torch import Tensor
 
 from kdtrain.cache.codec import broken
-from kdtrain.cache.gradients import Angles, outside, sparse_gradients
+from kdtrain.cache.gradients import Angles, distance, outside, sparse_gradients
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.errors import RunError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
@@ -71,9 +71,10 @@ def measure(batch: CachedBatch, teacher: Teacher, *, document_mask: bool, positi
         raise RunError("the teacher gave logits that are not numbers for every sequence of the held sample")
     targets = batch.targets[torch.cat(kept)]  # type: ignore[index]
     assert isinstance(targets, SparseTargets | DenseTargets)
+    labels_N = batch.tokens[:, 1:].flatten()[torch.cat(kept)]
     energy_NV = torch.cat(energies)
     grid, span = _log_partition_errors(targets, energy_NV)
-    at = {f"T={t:g}": _at_temperature(targets, energy_NV, 1 / t) for t in TEMPERATURES}
+    at = {f"T={t:g}": _at_temperature(targets, energy_NV, labels_N, 1 / t) for t in TEMPERATURES}
     sample = {"sequences": len(kept), "tokens": len(energy_NV)}
     return {"sample": sample, "student": STUDENT, **at, "log_partition_error": grid}, span
 
@@ -99,7 +100,7 @@ def temperature_range(errors: list[dict[str, float]]) -> dict[str, Any]:
     return {"min": errors[low]["T"], "max": errors[high]["T"], "worst_error": worst, "rule": RULE}
 
 
-def _at_temperature(targets: Targets, energy_NV: Tensor, beta: float) -> dict[str, Any]:
+def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta: float) -> dict[str, Any]:
     """Divergences and gradients at one beta, over blocks of rows."""
     noise = torch.Generator().manual_seed(0)
     rows = max(1, 2**20 // energy_NV.shape[1])
@@ -113,7 +114,10 @@ def _at_temperature(targets: Targets, energy_NV: Tensor, beta: float) -> dict[st
         block = _Block(part, (beta * energy).log_softmax(-1), beta)
         bucket, spread = bucket + block.kl_bucket(), spread + block.kl_spread()
         student += block.kl(log_q_NV)
-        block.compare(angles, log_q_NV.exp())
+        distance_N = None
+        if isinstance(part, SparseTargets) and part.draws:
+            distance_N = distance(part, student_NV.log_softmax(-1), labels_N[start : start + rows])
+        block.compare(angles, log_q_NV.exp(), distance_N)
     number = len(energy_NV)
     return {
         "student_kl": student / number,
@@ -161,11 +165,12 @@ class _Block:
         own = (self.p_NV * self.log_p_NV).sum(dtype=torch.float64)
         return (own - (self.outcomes_NE * even_NE.clamp(min=-87.0)).sum(dtype=torch.float64)).item()
 
-    def compare(self, angles: Angles, q_NV: Tensor) -> None:
+    def compare(self, angles: Angles, q_NV: Tensor, distance_N: Tensor | None) -> None:
         """Add the gradients of these rows, for the student q."""
         full_NV = q_NV - self.p_NV
         angles.add_full(full_NV)
         if isinstance(self.targets, DenseTargets):
             angles.add("dense", full_NV, q_NV - self._dense().exp())
         else:
-            angles.add_sparse(sparse_gradients(self.targets, q_NV, self.beta), self.targets, full_NV, q_NV)
+            found = sparse_gradients(self.targets, q_NV, self.beta, distance_N)
+            angles.add_sparse(found, self.targets, full_NV, q_NV)

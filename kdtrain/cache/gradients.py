@@ -9,7 +9,8 @@ the weights of the draws:
     drop             (1 - P) q - p over the head
     renormalize      q / (1 - Q) - p / (1 - P) in the head, 0 in the tail
     sampled          (1 - P + sum w) q - p over the head - w over the draws
-    control-variate  ghost; less v over the draws, plus q / Q sum v in the tail: v = w (1 - min(r q / p, CLIP))
+    control-variate  ghost; less v over the draws, plus q / Q sum v in the tail: v = w (1 - s min(r q / p, CLIP)), with
+                     bounded w and a share s = exp(-SHARPNESS distance)
 The rules are written out here again, because the cache does not know the objective; a test compares the two.
 
 `token` compares the gradients of all tokens as one long vector, `mean` their mean over tokens, which is the gradient of
@@ -23,15 +24,20 @@ import math
 import torch
 from torch import Tensor
 
-from kdtrain.objective.targets import CLIP, SparseTargets
+from kdtrain.objective.targets import CLIP, SHARPNESS, SparseTargets
 
 Gradient = tuple[Tensor, Tensor]
 """scale [N] and extra [N, K]."""
 _TINY = 1e-38
 
 
-def sparse_gradients(targets: SparseTargets, q_NV: Tensor, beta: float) -> dict[str, Gradient]:
-    """By the tail rule's name, for every rule that the numbers kept allow; `q_NV` is the student at beta."""
+def sparse_gradients(
+    targets: SparseTargets, q_NV: Tensor, beta: float, distance_N: Tensor | None
+) -> dict[str, Gradient]:
+    """By the tail rule's name, for every rule that the numbers kept allow.
+
+    q_NV: the student at beta. distance_N: see `distance`; needed where there are draws.
+    """
     q_NK = q_NV.gather(1, safe_ids(targets, q_NV))
     head, width = targets.head, q_NK.shape[1]
     head_NH = targets.head_logprobs(beta).exp()
@@ -48,17 +54,33 @@ def sparse_gradients(targets: SparseTargets, q_NV: Tensor, beta: float) -> dict[
     if targets.draws:
         weight_ND = targets.drawn_weights(beta)
         found["sampled"] = (head_NH.sum(-1) + weight_ND.sum(-1), torch.cat([-head_NH, -weight_ND], -1))
-        found["control-variate"] = _corrected(targets, q_NV, q_NK, beta, mass_N)
+        assert distance_N is not None
+        share_N1 = (-SHARPNESS * distance_N).exp()[:, None]
+        found["control-variate"] = _corrected(targets, q_NV, q_NK, beta, share_N1)
     return found
 
 
-def _corrected(targets: SparseTargets, q_NV: Tensor, q_NK: Tensor, beta: float, mass_N: Tensor) -> Gradient:
+def distance(targets: SparseTargets, log_q_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """[N] in nats, of a student (log q at T = 1) from the cached teacher, from nothing that was drawn.
+
+    KL over head and bucket, or |log p - log q| of the label where there is no head.
+    """
+    if targets.head == 0:
+        return (log_q_NV.gather(1, labels_N[:, None])[:, 0] - targets.label_logprob).abs()
+    log_p_NH, log_mass_N = targets.head_logprobs(1.0), targets.log_tail(1.0) - targets.log_partition(1.0)
+    inside_N = (log_p_NH.exp() * (log_p_NH - log_q_NV.gather(1, targets.ids[:, : targets.head]))).sum(-1)
+    rest_N = outside(log_q_NV.exp(), targets).clamp(min=_TINY).log()
+    return (inside_N + log_mass_N.exp() * (log_mass_N - rest_N)).clamp(min=0.0)
+
+
+def _corrected(targets: SparseTargets, q_NV: Tensor, q_NK: Tensor, beta: float, share_N1: Tensor) -> Gradient:
     head = targets.head
+    mass_N = (targets.log_tail(beta) - targets.log_partition(beta)).exp()
     drawn_ND = targets.counts[:, head:] > 0
     student_N = outside(q_NV, targets).clamp(min=_TINY)
     logs_ND = (beta * targets.logprobs[:, head:] - targets.log_partition(beta)[:, None]).masked_fill(~drawn_ND, 0.0)
     over_ND = (mass_N / student_N)[:, None] * q_NK[:, head:] * (-logs_ND).exp()
-    pull_ND = targets.bounded_weights(beta) * (1 - over_ND.clamp(max=CLIP))
+    pull_ND = targets.bounded_weights(beta) * (1 - share_N1 * over_ND.clamp(max=CLIP))
     scale_N = 1 + (pull_ND.sum(-1) - mass_N) / student_N
     head_NH = (1 - scale_N)[:, None] * q_NK[:, :head] - targets.head_logprobs(beta).exp()
     return scale_N, torch.cat([head_NH, -pull_ND], -1)

@@ -109,7 +109,17 @@ def _sampled_events(targets: SparseTargets, statistics: Statistics, beta: Tensor
 
 
 def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    return replace(_ghost_events(targets, statistics, beta), missed=tail_correction(targets, statistics, beta))
+    missed_R = tail_correction(targets, statistics, beta, _distance(targets, statistics, beta))
+    return replace(_ghost_events(targets, statistics, beta), missed=missed_R)
+
+
+@torch.no_grad()
+def _distance(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Tensor:
+    """[R] in nats, how far the student is from the teacher at T = 1, from nothing that was drawn."""
+    if targets.head == 0:
+        return (statistics.label - statistics.lse - targets.label_logprob).abs()
+    events = _ghost_events(targets, statistics.at_one(), torch.ones_like(beta))
+    return (events.teacher.exp() * (events.teacher - events.student)).sum(-1)
 
 
 TAIL_RULES = {

@@ -29,8 +29,8 @@ from kdtrain.objective.logits import Head, chunk_logits
 EMPTY = -1e4
 """Energy of nothing, in nats: exp(beta * EMPTY) is 0 at every usable beta, and no gradient is NaN."""
 
-CLIP = 2.0
-"""r q / p beyond which the tail rule `control-variate` goes on along a tangent; see `control_variate`."""
+CLIP, SHARPNESS = 4.0, 4.0
+"""Of the tail rule `control-variate`: what r q / p counts as at most, and how fast its share falls, in 1/nats."""
 
 _DENSE_CHUNK = 1 << 22
 

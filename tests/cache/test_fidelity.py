@@ -106,7 +106,7 @@ def test_rules_stand_where_the_numbers_kept_allow_them() -> None:
 def test_top_k_alone_is_far_from_the_full_gradient_and_a_sampled_mean_is_close() -> None:
     found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=4, draws=20), rows=8, length=128)
     angle = {name: each["mean_angle"] for name, each in found["T=1"]["gradient"].items()}
-    assert angle["renormalize"] > 3 * angle["control-variate"]
+    assert angle["renormalize"] > 2 * angle["control-variate"]
     near = {name: each["token_angle"] for name, each in found["T=1"]["gradient"].items()}
     assert near["control-variate"] < near["sampled"] < near["renormalize"]
 

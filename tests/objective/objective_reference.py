@@ -1,6 +1,5 @@
 """An independent fp64 reference of the objective: all logits at once, plain autograd, none of the engine."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -121,7 +120,9 @@ def _jsd(p, q, b):
     return b * (p * (p / m).log()).sum(-1) + (1 - b) * (q * (q / m).log()).sum(-1)
 
 
-def reference_kd(logits, energies, beta, rule, targets=None, divergence="forward-kl", parameter=0.3) -> Tensor:
+def reference_kd(
+    logits, energies, beta, rule, targets=None, divergence="forward-kl", parameter=0.3, labels=None
+) -> Tensor:
     """KD a token [N] from all logits; the teacher's log Z is the exact one, differentiated in beta too."""
     log_p, log_q = torch.log_softmax(beta * energies, -1), torch.log_softmax(beta * logits, -1)
     if rule == "sampled":
@@ -129,7 +130,8 @@ def reference_kd(logits, energies, beta, rule, targets=None, divergence="forward
         return (_sampled_weights(energies, log_p, targets) * (log_p - log_q)).sum(-1)
     if rule == "control-variate":
         assert divergence == "forward-kl"
-        return _control_variate(energies, log_p.exp(), log_q.exp(), targets)
+        share = torch.exp(-4 * _distance_at_one(logits, energies, targets, labels).detach())[:, None]
+        return _control_variate(energies, log_p.exp(), log_q.exp(), targets, share)
     return DISTANCES[divergence](*_events(log_p.exp(), log_q.exp(), rule, targets), parameter)
 
 
@@ -165,18 +167,27 @@ def drawn_counts(targets, vocab):
     return counts.scatter_add(1, places, targets.counts[:, targets.head :].double())[:, :vocab]
 
 
-def _control_variate(energies, p, q, targets):
+def _distance_at_one(logits, energies, targets, labels):
+    """KL over head and bucket, or the gap in the label where there is no head."""
+    p, q = torch.softmax(energies, -1), torch.softmax(logits, -1)
+    if targets.head == 0:
+        at_label = [x.gather(1, labels[:, None])[:, 0].log() for x in (p, q)]
+        return (at_label[0] - at_label[1]).abs()
+    return DISTANCES["forward-kl"](*_events(p, q, "ghost", targets), None)
+
+
+def _control_variate(energies, p, q, targets, share):
     """KL over head and bucket, and the bounded, weighted terms of the KL inside the tail, over all tokens."""
     inside = torch.ones_like(p).scatter(1, targets.ids[:, : targets.head], 0.0)
     p_tail, q_tail = ((x * inside).sum(-1, keepdim=True) for x in (p, q))
     chance = energies.exp() * inside / (energies.exp() * inside).sum(-1, keepdim=True)
     x = p_tail * q / q_tail / p
-    term = torch.where(x <= 2, x - 1 - x.log(), 1 - math.log(2) + (x / 2).log())
-    share = drawn_counts(targets, p.shape[1]) / targets.draws
+    term = share * torch.where(x <= 4, x - 1, 3 + 4 * (x / 4).log()) - x.log()
+    drawn = drawn_counts(targets, p.shape[1]) / targets.draws
     bounded = (p / p_tail / chance.masked_fill(inside == 0, 1.0)).clamp(max=targets.draws**0.5)
     head = ((p * (p / q).log()) * (1 - inside)).sum(-1)
     bucket = p_tail * (p_tail / q_tail).log()
-    return head + bucket[:, 0] + (share * bounded * p_tail * term).sum(-1)
+    return head + bucket[:, 0] + (drawn * bounded * p_tail * term).sum(-1)
 
 
 def reference_loss(
@@ -187,6 +198,6 @@ def reference_loss(
     ce = -torch.log_softmax(logits, -1).gather(1, p.labels[:, None]).squeeze(1)
     kd = torch.zeros_like(ce)
     if alpha:
-        kd = reference_kd(logits, p.energies, 1 / temperature, rule, targets, divergence, parameter)
+        kd = reference_kd(logits, p.energies, 1 / temperature, rule, targets, divergence, parameter, p.labels)
     ce, kd = ce[p.mask].sum(), kd[p.mask].sum()
     return ((1 - alpha) * ce + alpha * temperature**2 * kd) / normalizer, ce, kd

@@ -6,7 +6,7 @@ import pytest
 import torch
 from objective_reference import PlainHead, Problem, reference_kd, sparse
 
-from kdtrain.objective.control_variate import clipped_gap
+from kdtrain.objective.control_variate import clipped_excess
 from kdtrain.objective.loss import distillation_loss
 
 SIZE, PARTS, VOCAB, DRAWS = 40_000, 50, 23, 20
@@ -105,28 +105,33 @@ def test_the_noise_of_the_control_variate_falls_with_the_distance_and_that_of_sa
     assert errors["control-variate"][1] < 1e-3 * errors["sampled"][1]
 
 
-@pytest.mark.parametrize("head", [0, 3])
+def students(name, energies):
+    """Far ones; the last agrees in the head and in the mass of the tail, and has the tail in another order."""
+    if name == "shuffled tail":
+        rest = energies.argsort(descending=True)[3:]
+        return energies.scatter(0, rest, energies[rest.roll(7)])
+    return torch.zeros_like(energies) if name == "uniform" else -0.5 * energies
+
+
 @pytest.mark.parametrize("T", [1.0, 4.0])
-@pytest.mark.parametrize("student", ["uniform", "opposite"])
-def test_far_from_the_teacher_the_error_stays_below_that_of_sampling(student, T, head):
+@pytest.mark.parametrize("head,student", [(0, "uniform"), (3, "uniform"), (3, "opposite"), (3, "shuffled tail")])
+def test_far_from_the_teacher_the_error_stays_near_or_below_that_of_sampling(head, student, T):
     energies = torch.log_softmax(normal(0, 3.0), -1)
-    logits = torch.zeros(VOCAB, dtype=torch.float64) if student == "uniform" else -0.5 * energies
-    exact, kl, _ = full(energies, logits, T)
-    errors, values = {}, {}
+    logits = students(student, energies)
+    exact, *_ = full(energies, logits, T)
+    errors = {}
     for rule in ESTIMATES:
-        gradient, values[rule], _ = estimated(copies(energies, logits), head, T, rule)
+        gradient, *_ = estimated(copies(energies, logits), head, T, rule)
         errors[rule] = (gradient - exact).square().sum(-1).mean().item()
-    assert errors["control-variate"] < (1.0 if T == 1 else 0.2) * errors["sampled"]
-    assert 0 < values["control-variate"].mean() < kl
+    assert errors["control-variate"] < (2.0 if T == 1 else 0.5) * errors["sampled"]
 
 
-def test_the_gap_is_x_less_1_less_log_x_up_to_the_clip_and_its_tangent_beyond():
+def test_x_less_1_goes_on_along_its_tangent_in_log_x_from_the_clip_on():
     log_x = torch.linspace(-6, 6, 201, dtype=torch.float64, requires_grad=True)
-    gap = clipped_gap(log_x)
-    (slope,) = torch.autograd.grad(gap.sum(), log_x)
-    x, inside = log_x.detach().exp(), log_x.detach() <= math.log(2)
-    torch.testing.assert_close(gap.detach()[inside], (x - 1 - log_x.detach())[inside])
-    torch.testing.assert_close(slope, (x - 1).clamp(max=1.0))
-    assert (gap >= 0).all() and (slope.diff() >= 0).all()
-    near = torch.tensor([1e-3, -1e-3])
-    torch.testing.assert_close(clipped_gap(near), near**2 / 2, rtol=1e-3, atol=0)
+    excess = clipped_excess(log_x)
+    (slope,) = torch.autograd.grad(excess.sum(), log_x)
+    x, inside = log_x.detach().exp(), log_x.detach() <= math.log(4)
+    torch.testing.assert_close(excess.detach()[inside], (x - 1)[inside])
+    torch.testing.assert_close(slope, x.clamp(max=4.0))
+    near = torch.tensor([1e-6, -1e-6])
+    torch.testing.assert_close(clipped_excess(near), near, rtol=1e-5, atol=0)
