@@ -85,6 +85,13 @@ def quantize_mx(
     return _untiled(round_to(tiles / scale, element, stochastic=stochastic) * scale, values_RC.shape)
 
 
+def mx_scale(values_RC: Tensor, element: Element, axis: int, control: ScalingControl) -> Tensor:
+    """The scale [R, C] that `quantize_mx` gives each element of `values_RC`."""
+    tile = (1, MX_BLOCK) if axis == 1 else (MX_BLOCK, 1)
+    tiles = _tiled(values_RC, tile)
+    return _untiled(_shared_scale(_largest(tiles), element, control).expand_as(tiles), values_RC.shape)
+
+
 def quantize_fp8(
     values_RC: Tensor, element: Element, tile: tuple[int, int] | None, *, stochastic: bool = False
 ) -> tuple[Tensor, Tensor | None]:

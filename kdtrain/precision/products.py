@@ -65,8 +65,8 @@ class _QuantizedLinear(torch.autograd.Function):
         if high_forward:
             return x_ND.to(dtype) @ weight_OD.to(dtype).T
         compute = _compute_dtype(dtype)
-        x, x_scale = _operand(x_ND, recipe, "activation", 1, compute)
-        w, w_scale = _operand(weight_OD, recipe, "weight", 1, compute)
+        x, x_scale = quantized_operand(x_ND, recipe, "activation", 1, compute)
+        w, w_scale = quantized_operand(weight_OD, recipe, "weight", 1, compute)
         return _scaled(x @ w.T, x_scale, w_scale).to(dtype)
 
     @staticmethod
@@ -75,11 +75,11 @@ class _QuantizedLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None, None, None]:
         x_ND, weight_OD = ctx.saved_tensors  # type: ignore[attr-defined]
         recipe, compute = ctx.recipe, _compute_dtype(ctx.dtype)  # type: ignore[attr-defined]
-        g, g_scale = _operand(g_NO, recipe, "gradient", 1, compute)
-        w, w_scale = _operand(weight_OD, recipe, "weight", 0, compute)
+        g, g_scale = quantized_operand(g_NO, recipe, "gradient", 1, compute)
+        w, w_scale = quantized_operand(weight_OD, recipe, "weight", 0, compute)
         dx_ND = _scaled(g @ w, g_scale, w_scale)
-        g, g_scale = _operand(g_NO, recipe, "gradient", 0, compute)
-        x, x_scale = _operand(x_ND, recipe, "activation", 0, compute)
+        g, g_scale = quantized_operand(g_NO, recipe, "gradient", 0, compute)
+        x, x_scale = quantized_operand(x_ND, recipe, "activation", 0, compute)
         dw_OD = _scaled(g.T @ x, g_scale, x_scale)
         return dx_ND.to(x_ND.dtype), dw_OD.to(weight_OD.dtype), None, None, None
 
@@ -89,7 +89,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def _operand(
+def quantized_operand(
     values_RC: Tensor, recipe: Recipe, kind: str, axis: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """The quantised operand [R, C] in `dtype`, summed over along `axis`, and a scalar that is left for the product."""
