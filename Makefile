@@ -38,8 +38,9 @@ lint: venv ## ruff and mypy
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
 	$(PY) benchmarks/demo.py --seeds 3
 
-torture: venv ## kill builders 100 times, flip 200 bits; writes benchmarks/results/torture-cache.json
+torture: venv ## break caches and runs off in every way, flip bits; writes benchmarks/results/torture-*.json (an hour)
 	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_cache.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_run.py
 
 teacher: venv ## make the shipped teacher and its tokenizer again (hours)
 	$(PY) teachers/make_teacher.py

@@ -74,6 +74,8 @@ def test_the_defaults_are_those_of_the_design():
     assert (objective.alpha, objective.divergence, objective.tail) == (0.9, "forward-kl", "ghost")
     assert (objective.temperature, objective.temperature_mode) == (2.0, "fixed")
     assert (config.monitor.eval_freq, config.monitor.eval_batches) == (250, 50)
+    assert dataclasses.astuple(config.guards) == (10, "first", "factor", 3.0, 3, 0.5, 3)
+    assert dataclasses.astuple(config.stopping) == (True, 5, 0.01, 50, 1000.0, 3)
     assert (config.checkpoint.checkpoint_freq, config.checkpoint.keep_rolling) == (250, 10)
     cache = options.CacheTeacherConfig(teacher="t", out=Path("o"), data=options.DataConfig(data="stdlib"))
     assert (cache.batch_size, cache.sequences_per_shard, cache.precision) == (16, 512, "bf16")
@@ -118,6 +120,32 @@ REFUSED = [
     (lambda: options.ObjectiveConfig(temperature_end=float("inf")), "--temperature-end"),
     (lambda: options.ObjectiveConfig(temperature_min=2.0, temperature_max=2.0), "--temperature-min"),
     (lambda: options.ObjectiveConfig(temperature_lr=0.0), "--temperature-lr"),
+    *(
+        (lambda more=more: options.ObjectiveConfig(**more), words)
+        for mode in ("adversarial", "likelihood", "minimize")
+        for more, words in (
+            ({"temperature_mode": mode, "divergence": "logit-mse"}, "does not depend on T"),
+            ({"temperature_mode": mode, "alpha": 0.0}, "nothing to learn from at --alpha 0"),
+        )
+    ),
+    (
+        lambda: options.ObjectiveConfig(temperature_mode="adversarial", divergence="tvd"),
+        "--divergence tvd, whose loss grows with T without end",
+    ),
+    *(
+        (
+            lambda more=more: distill(cache=None, data=TEXT, objective=options.ObjectiveConfig(**more)),
+            words,
+        )
+        for more, words in (
+            ({"temperature_mode": "likelihood"}, "needs a teacher to learn T from"),
+            ({"hidden_loss": "mse"}, "--hidden-loss mse needs an online teacher"),
+        )
+    ),
+    (lambda: options.ObjectiveConfig(hidden_loss="mse", hidden_weight=0.0), "--hidden-weight 0.0"),
+    (lambda: options.ObjectiveConfig(hidden_loss="mse", hidden_weight=float("nan")), "--hidden-weight nan"),
+    (lambda: options.ObjectiveConfig(hidden_weight=2.0), "--hidden-weight has no effect without --hidden-loss"),
+    (lambda: options.ObjectiveConfig(hidden_layers="last"), "--hidden-layers has no effect without --hidden-loss"),
     (lambda: options.OptimizerConfig(lr=0.0), "--lr"),
     (lambda: options.OptimizerConfig(lr=float("nan")), "--lr"),
     (lambda: options.OptimizerConfig(lr=1e-7), "--min-lr"),
@@ -131,6 +159,22 @@ REFUSED = [
     (lambda: options.ObjectiveConfig(temperature_lr=float("nan")), "--temperature-lr"),
     (lambda: distill(epochs=float("nan")), "--epochs"),
     (lambda: distill(epochs=float("inf")), "--epochs"),
+    (lambda: options.GuardsConfig(max_skips=-1), "--max-skips"),
+    (lambda: options.GuardsConfig(spike_factor=1.0), "--spike-factor"),
+    (lambda: options.GuardsConfig(spike_factor=float("nan")), "--spike-factor"),
+    (lambda: options.GuardsConfig(spike_rule="mad", spike_factor=4.0), "--spike-factor has no effect"),
+    (lambda: options.GuardsConfig(spike_patience=0), "--spike-patience"),
+    (lambda: options.GuardsConfig(spike_lr_factor=0.0), "--spike-lr-factor"),
+    (lambda: options.GuardsConfig(spike_lr_factor=1.5), "--spike-lr-factor"),
+    (lambda: options.GuardsConfig(spike_lr_factor=float("nan")), "--spike-lr-factor"),
+    (lambda: options.GuardsConfig(max_rollbacks=-1), "--max-rollbacks"),
+    (lambda: options.StoppingConfig(early_stopping_patience=0), "--early-stopping-patience"),
+    (lambda: options.StoppingConfig(early_stopping_min_delta=-0.1), "--early-stopping-min-delta"),
+    (lambda: options.StoppingConfig(early_stopping_min_delta=float("nan")), "--early-stopping-min-delta"),
+    (lambda: options.StoppingConfig(early_stopping_warmup=-1), "--early-stopping-warmup"),
+    (lambda: options.StoppingConfig(grad_spike_threshold=0.0), "--grad-spike-threshold"),
+    (lambda: options.StoppingConfig(grad_spike_threshold=float("nan")), "--grad-spike-threshold"),
+    (lambda: options.StoppingConfig(grad_spike_patience=0), "--grad-spike-patience"),
     (lambda: options.CheckpointConfig(checkpoint_freq=0), "--checkpoint-freq"),
     (lambda: options.CheckpointConfig(keep_rolling=0), "--keep-rolling"),
     (lambda: options.MonitorConfig(log_freq=0), "--log-freq"),
@@ -147,9 +191,20 @@ def test_what_cannot_be_is_refused_by_the_name_of_the_option(make, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("mode", ["adversarial", "likelihood", "minimize"])
+def test_a_learned_temperature_goes_with_every_divergence_that_moves_with_it(mode):
+    for divergence in ("forward-kl", "reverse-kl", "jsd", "skew-kl", "skew-reverse-kl"):
+        assert options.ObjectiveConfig(temperature_mode=mode, divergence=divergence).learns_temperature
+    options.ObjectiveConfig(temperature_mode=mode, alpha=0.0, alpha_end=0.5, alpha_schedule="linear")
+    for still in ("fixed", "schedule"):
+        assert not options.ObjectiveConfig(temperature_mode=still, divergence="logit-mse", alpha=0.0).learns_temperature
+
+
 def test_sections_are_plain_values_by_section():
     table = sections(distill(micro_batch_size=4, batch_size=8))
-    assert list(table) == ["run", "data", "objective", "optimizer", "precision", "checkpoint", "monitor"]
+    assert list(table) == [
+        *("run", "data", "objective", "optimizer", "precision", "guards", "stopping", "checkpoint", "monitor")
+    ]
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None
     assert table["optimizer"]["betas"] == [0.9, 0.95]

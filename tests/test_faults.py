@@ -1,12 +1,14 @@
-"""Fault points: silent unless asked for, fired once at the call that was asked for, and written down."""
+"""Faults: silent unless asked for, fired at the call or number that was asked for, and written down."""
 
 import errno
+import math
 import os
 import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from kdtrain import faults
 
@@ -50,11 +52,12 @@ def asked(monkeypatch, tmp_path):
     def ask(text):
         monkeypatch.setenv("KDTRAIN_FAULT", text)
         monkeypatch.setenv("KDTRAIN_FAULT_LOG", str(tmp_path / "log"))
-        monkeypatch.setattr(faults, "_faults", faults._wanted())
-        monkeypatch.setattr(faults, "_calls", type(faults._calls)())
+        faults.read()
         return tmp_path / "log"
 
-    return ask
+    yield ask
+    monkeypatch.undo()
+    faults.read()
 
 
 def test_a_full_disk_and_an_error_are_raised_once(asked):
@@ -73,3 +76,68 @@ def test_an_unknown_action_is_named(asked):
     asked("a:explode")
     with pytest.raises(ValueError, match="explode"):
         faults.point("a")
+
+
+def test_a_point_that_counts_bytes_fires_at_the_write_that_brings_the_last_one(asked):
+    log = asked("disk:enospc:10")
+    faults.point("disk", 4)
+    faults.point("disk", 5)
+    assert not log.exists()
+    with pytest.raises(OSError):
+        faults.point("disk", 4)
+    faults.point("disk", 100)
+    assert log.read_text() == "disk\n"
+
+
+def values(name, numbers, tensor=None):
+    tensor = torch.ones(2, 2) if tensor is None else tensor
+    return {number: faults.changed(name, tensor, number).flatten().tolist() for number in numbers}
+
+
+def test_a_tensor_is_multiplied_at_the_numbers_that_were_asked_for_however_often_they_come(asked):
+    log = asked("loss:x30:3-4")
+    assert values("loss", [2, 3, 4, 5]) == {2: [1] * 4, 3: [30] * 4, 4: [30] * 4, 5: [1] * 4}
+    assert values("loss", [3]) == {3: [30] * 4}
+    assert log.read_text() == "loss\n"
+
+
+def test_the_first_entry_becomes_nan_and_the_tensor_given_stays_as_it_is(asked):
+    asked("gradient:nan:7")
+    given = torch.ones(3)
+    found = faults.changed("gradient", given, 7)
+    assert math.isnan(found[0])
+    assert (found[1:].tolist(), given.tolist()) == ([1, 1], [1, 1, 1])
+
+
+def test_gradients_pass_through_a_changed_tensor(asked):
+    asked("loss:x30:1,row:nan:1")
+    loss, row = torch.tensor(2.0, requires_grad=True), torch.ones(2, requires_grad=True)
+    faults.changed("loss", loss, 1).backward()
+    faults.changed("row", row, 1).sum().backward()
+    assert loss.grad == 30
+    assert math.isnan(row.grad[0])
+    assert row.grad[1] == 1
+
+
+def test_a_tensor_is_itself_where_nothing_was_asked_for(asked):
+    log = asked("loss:nan:7,here:kill:3")
+    tensor = torch.ones(2)
+    assert faults.changed("elsewhere", tensor, 7) is tensor
+    assert faults.changed("loss", tensor, 8) is tensor
+    assert not log.exists()
+
+
+@pytest.mark.parametrize("rank, fires", [("1", True), ("0", False), (None, False)])
+def test_a_rank_may_be_meant_alone(asked, monkeypatch, rank, fires):
+    asked("gradient:nan:7@1")
+    if rank is None:
+        monkeypatch.delenv("RANK", raising=False)
+    else:
+        monkeypatch.setenv("RANK", rank)
+    assert math.isnan(faults.changed("gradient", torch.ones(1), 7)) is fires
+
+
+def test_an_action_that_changes_no_tensor_is_named(asked):
+    asked("loss:kill:1")
+    with pytest.raises(ValueError, match="kill"):
+        faults.changed("loss", torch.ones(1), 1)

@@ -1,30 +1,32 @@
 """Checkpoints on disk: publish, verify, choose, prune.
 
-A checkpoint is a folder `step-00000250/` with `tensors.safetensors`, `state.json` (every number that is no tensor)
-and `manifest.json` (size and SHA-256 of both). It is written under a hidden name, synced, and renamed into place, so
-that a published one is complete; what does not match its manifest is named and passed over. `latest` and `best` are
-symbolic links, replaced atomically. Nothing is ever unpickled.
+A checkpoint is a folder of safetensors files (`shards.py`), `state.json` and a sealed `manifest.json` (`manifest.py`).
+It is written under a hidden name, flushed to the disk, and renamed into place, so that a published one is complete;
+what does not match its manifest is named and passed over, and never deleted. `latest` and `best` are symbolic links,
+replaced atomically. Nothing is ever unpickled.
+
+A second name for the same state (`epoch-0001` beside `step-00000250`) costs no space, because its files are hard
+links; what damages one then damages both. One process writes a folder at a time.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from kdtrain import faults
+from kdtrain.checkpoint import shards, tiers
+from kdtrain.checkpoint.manifest import MANIFEST, STATE, entry_of, is_checkpoint, problem, seal, sync
 from kdtrain.errors import RunError, UsageError
 
-TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
-NAME = re.compile(r"step-(\d{8})$")
+_REPLACED = ".replaced"
 
 
 @dataclass(frozen=True)
@@ -41,68 +43,104 @@ class Store:
 
     Args:
         folder: `runs/NAME/checkpoints`; made when the first checkpoint is saved.
-        keep_rolling: how many of the newest are kept by `prune`; the best is kept besides.
+        keep_rolling, keep_epochs, keep_special: how many of the newest valid ones of each tier `prune` keeps.
     """
 
-    def __init__(self, folder: Path, keep_rolling: int = 10) -> None:
+    def __init__(self, folder: Path, *, keep_rolling: int = 10, keep_epochs: int = 5, keep_special: int = 3) -> None:
         self.folder = folder
-        self.keep_rolling = keep_rolling
+        self.keep = tiers.Keep(keep_rolling, keep_epochs, keep_special)
+        self._whole: dict[str, object] = {}
 
-    def save(self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Path:
-        """Publish the checkpoint of `step` and point `latest` at it.
+    def save(
+        self, name: str, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], rollbacks: int = 0
+    ) -> Path:
+        """Publish a checkpoint and point `latest` at it; one of the same name is replaced.
+
+        Args:
+            name: decides the tier (`tiers.rolling_name`, `tiers.epoch_name`, or any other).
+            step, rollbacks: where in the run it was taken; they decide which checkpoint is newest.
+            tensors, state: named tensors, and what JSON can hold.
 
         Raises:
-            RunError: the disk is full or cannot be written; what was published before is intact.
+            RunError: the disk is full or cannot be written; names the entry. What was published before is intact.
         """
-        final = self.folder / f"step-{step:08d}"
-        hidden = self.folder / f".{final.name}.tmp"
-        try:
-            _remove(hidden)
-            hidden.mkdir(parents=True)
-            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, hidden / TENSORS)
-            (hidden / STATE).write_text(json.dumps(state, indent=1))
-            files = {name: _digest(hidden / name) for name in (TENSORS, STATE)}
-            (hidden / MANIFEST).write_text(json.dumps({"version": 1, "files": files}, indent=1))
-            for name in (TENSORS, STATE, MANIFEST):
-                sync(hidden / name)
-            sync(hidden)
-            faults.point("checkpoint.before-rename")
-            replaced = self.folder / f".{final.name}.replaced"
-            if final.exists():
-                os.rename(final, replaced)
-            os.rename(hidden, final)
-            sync(self.folder)
-            _remove(replaced)
-            faults.point("checkpoint.after-rename")
-            self.link("latest", final.name)
-        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
-            shutil.rmtree(hidden, ignore_errors=True)
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise RunError(f"checkpoint {final} could not be written: {reason}; earlier ones are intact") from None
-        return final
+
+        def fill(folder: Path) -> None:
+            files = shards.write(folder, tensors)
+            files[STATE] = _write(folder / STATE, json.dumps(state, indent=1))
+            faults.point("checkpoint.before-manifest")
+            _write(folder / MANIFEST, seal(step, rollbacks, files))
+
+        path = self._publish(name, fill)
+        self._whole[name] = _fingerprint(path)
+        self.link("latest", name)
+        return path
+
+    def copy(self, name: str, to: str) -> Path:
+        """Publish the checkpoint `name` under a second name, by hard links where the disk has them.
+
+        Raises:
+            RunError: as `save`.
+        """
+        assert name != to
+        source = self.path(name)
+
+        def fill(folder: Path) -> None:
+            for file in sorted(source.iterdir()):
+                _link_or_copy(file, folder / file.name)
+
+        return self._publish(to, fill)
 
     def link(self, name: str, target: str) -> None:
         """Point the link `name` (latest, best) at the checkpoint `target`, atomically."""
+        faults.point("checkpoint.before-link")
         hidden = self.folder / f".{name}.tmp"
         hidden.unlink(missing_ok=True)
         hidden.symlink_to(target)
         os.replace(hidden, self.folder / name)
+        sync(self.folder)
+
+    def linked(self, name: str) -> str | None:
+        """The checkpoint that the link `name` points at, whether it is there or not."""
+        link = self.folder / name
+        return os.readlink(link) if link.is_symlink() else None
+
+    def path(self, name: str) -> Path:
+        """The folder of a checkpoint; where a kill came between the two renames of a save, the older one's."""
+        final, replaced = self.folder / name, self.folder / f"{name}{_REPLACED}"
+        return replaced if replaced.exists() and not final.exists() else final
 
     def names(self) -> list[str]:
         """Published checkpoints, oldest first, whether they verify or not."""
-        return sorted(path.name for path in self.folder.glob("step-*") if NAME.match(path.name))
+        return [entry.name for entry in self.entries()]
+
+    def entries(self, whole: Callable[[str], bool] | None = None) -> list[tiers.Entry]:
+        """Published checkpoints, oldest first, and where in the run they were taken; valid by sizes, or by `whole`."""
+        found = {}
+        for path in self.folder.glob("*"):
+            name = path.name.removesuffix(_REPLACED)
+            if tiers.is_name(name) and not path.is_symlink() and is_checkpoint(path):
+                at = self.path(name)
+                found[name] = entry_of(at, name, whole(name) if whole else problem(at, digests=False) is None)
+        return tiers.ordered(found.values())
 
     def problem(self, name: str) -> str | None:
         """What is wrong with a checkpoint, in words, or None."""
-        return problem(self.folder / name)
+        return problem(self.path(name))
 
-    def newest_valid(self) -> tuple[str | None, list[str]]:
-        """The newest checkpoint that verifies, and a line for each damaged one that was passed over."""
+    def newest_valid(self, before: int | None = None) -> tuple[str | None, list[str]]:
+        """The newest checkpoint that verifies, and a line for each damaged one that was passed over.
+
+        Args:
+            before: only checkpoints of earlier steps than this are looked at.
+        """
         damaged: list[str] = []
-        for name in reversed(self.names()):
-            if (wrong := self.problem(name)) is None:
-                return name, damaged
-            damaged.append(f"checkpoint {name} is damaged and passed over: {wrong}")
+        for entry in reversed(self.entries()):
+            if before is not None and entry.step >= before:
+                continue
+            if (wrong := self.problem(entry.name)) is None:
+                return entry.name, damaged
+            damaged.append(f"checkpoint {entry.name} is damaged and passed over: {wrong}")
         return None, damaged
 
     def choose(self, wanted: str) -> Path:
@@ -117,75 +155,152 @@ class Store:
             if name is None:
                 kind = RunError if damaged else UsageError
                 raise kind("; ".join(damaged) or f"{self.folder} holds no checkpoint")
-            return self.folder / name
-        for path in (self.folder / wanted, Path(wanted)):
-            if wanted and path.is_dir() and ((path / MANIFEST).is_file() or NAME.match(path.name)):
+            return self.path(name)
+        named = self.linked("best") if wanted == "best" else wanted
+        for path in (self.path(named), Path(wanted)) if named else ():
+            if is_checkpoint(path.resolve()):
                 if (wrong := problem(path)) is not None:
                     raise RunError(
                         f"checkpoint {path} is damaged: {wrong}; choose another with --resume or --checkpoint"
                     )
                 return path.resolve()
-        known = ", ".join([*self.names(), *(link for link in ("latest", "best") if (self.folder / link).exists())])
+        known = ", ".join([*self.names(), *(link for link in tiers.LINKS if (self.folder / link).exists())])
         raise UsageError(f"no checkpoint '{wanted}' in {self.folder}; there are: {known or 'none'}")
 
-    def prune(self) -> None:
-        """Remove all but the newest `keep_rolling` valid checkpoints, the best and the latest; damaged ones stay."""
-        linked = {os.path.basename(os.path.realpath(self.folder / link)) for link in ("best", "latest")}
-        valid = [name for name in self.names() if problem(self.folder / name, digests=False) is None]
-        for name in valid[: -self.keep_rolling]:
-            if name not in linked:
-                shutil.rmtree(self.folder / name)
+    def prune(self, protected: Collection[str] = ()) -> list[str]:
+        """Remove what retention no longer needs; the names removed.
+
+        The latest, the best and the `protected` stay, and so do damaged ones, which count for nothing.
+        """
+        kept = {*protected, *filter(None, map(self.linked, tiers.LINKS))}
+        if not tiers.removable(self.entries(), self.keep, kept):
+            return []
+        # sizes cannot tell a flipped bit: before anything is removed, what is to remain in its place is read once
+        removed = tiers.removable(self.entries(self._is_whole), self.keep, kept)
+        for name in removed:
+            hidden = self.folder / f".{name}.removed"
+            os.rename(self.folder / name, hidden)  # a kill while its files go must not leave half a checkpoint
+            faults.point("checkpoint.pruning")
+            shutil.rmtree(hidden)
+            self._whole.pop(name, None)
+        return removed
 
     def set_aside_after(self, step: int) -> list[str]:
-        """Rename the checkpoints later than `step`, which a run that goes on from there has left; their old names."""
-        later = [name for name in self.names() if name > f"step-{step:08d}"]
-        for name in later:
-            number = 1
-            while (aside := self.folder / f"{name}.left-{number}").exists():
-                number += 1
-            os.rename(self.folder / name, aside)
+        """Rename the checkpoints later than `step`, which a run that goes on from there has left; their old names.
+
+        `best` follows its checkpoint, and `latest` falls back to the newest one that stays.
+        """
+        later = [entry.name for entry in self.entries() if entry.step > step]
+        self._set_aside(later, "left")
         return later
+
+    def set_aside_damaged(self) -> list[str]:
+        """Rename the checkpoints that do not verify, so that they are found no more; their old names."""
+        damaged = [name for name in self.names() if self.problem(name) is not None]
+        self._set_aside(damaged, "damaged")
+        return damaged
+
+    def _publish(self, name: str, fill: Callable[[Path], None]) -> Path:
+        """Let `fill` write into a hidden folder, and give it its name."""
+        assert tiers.is_name(name), name
+        final, hidden = self.folder / name, self.folder / f".{name}.tmp"
+        try:
+            self._settle()
+            hidden.mkdir(parents=True)
+            fill(hidden)
+            sync(hidden)
+            faults.point("checkpoint.before-rename")
+            if final.exists():
+                os.rename(final, self.folder / f"{name}{_REPLACED}")
+                faults.point("checkpoint.between-renames")
+            os.rename(hidden, final)
+            sync(self.folder)
+            faults.point("checkpoint.after-rename")
+            self._settle()
+        except (OSError, shards.EntryError) as error:
+            shutil.rmtree(hidden, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._settle()
+            raise RunError(
+                f"checkpoint {final} could not be written: {_cause(error)}; earlier ones are intact"
+            ) from None
+        return final
+
+    def _settle(self) -> None:
+        """Finish what a kill has cut short: a name between two renames, half a folder, a folder half removed."""
+        for replaced in self.folder.glob(f"*{_REPLACED}"):
+            final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+            if not final.exists():
+                os.rename(replaced, final)
+            else:
+                os.rename(replaced, replaced.with_name(f".{final.name}.removed"))
+        for left in [*self.folder.glob(".*.tmp"), *self.folder.glob(".*.removed")]:
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+
+    def _is_whole(self, name: str) -> bool:
+        """`problem`, remembered for as long as the files are the same."""
+        fingerprint = _fingerprint(self.path(name))
+        if self._whole.get(name) != fingerprint:
+            if self.problem(name) is not None:
+                return False
+            self._whole[name] = fingerprint
+        return True
+
+    def _set_aside(self, names: list[str], word: str) -> None:
+        moved = {}
+        for name in names:
+            number = 1
+            while (aside := self.folder / f"{name}.{word}-{number}").exists():
+                number += 1
+            os.rename(self.path(name), aside)
+            moved[name] = aside.name
+        remaining = self.names()
+        for link, target in (
+            ("latest", remaining[-1] if remaining else None),
+            ("best", moved.get(self.linked("best") or "") if word == "left" else None),
+        ):
+            if self.linked(link) in moved:
+                self.link(link, target) if target else (self.folder / link).unlink()
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint that `problem` has found to be whole."""
-    return Checkpoint(path.name, load_file(path / TENSORS), json.loads((path / STATE).read_text()))
+    """Read a checkpoint that `problem` has found to be whole.
 
-
-def problem(path: Path, digests: bool = True) -> str | None:
-    """What is wrong with the checkpoint folder `path`: a missing file, another size, another digest; None if nothing.
-
-    `digests=False` looks at names and sizes only, which costs nothing.
+    Raises:
+        RunError: its files are not what a checkpoint is made of.
     """
+    return Checkpoint(path.name, shards.read(path), json.loads((path / STATE).read_text(encoding="utf-8")))
+
+
+def _write(path: Path, text: str) -> tuple[int, str]:
+    """Write a text file, flushed to the disk; its size in bytes and its SHA-256."""
+    content = text.encode()
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        for name in (TENSORS, STATE):
-            size, digest = manifest["files"][name]
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if (path / name).stat().st_size != size:
-                return f"{name} has {(path / name).stat().st_size} bytes instead of {size}"
-            if digests and _digest(path / name)[1] != digest:
-                return f"{name} does not match its SHA-256"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    return None
+        with open(path, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise shards.EntryError(path.name, error.strerror or str(error)) from None
+    return len(content), hashlib.sha256(content).hexdigest()
 
 
-def sync(path: Path) -> None:
-    """Force a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+def _link_or_copy(source: Path, to: Path) -> None:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        os.link(source, to)
+    except OSError:
+        shutil.copyfile(source, to)
+        sync(to)
 
 
-def _digest(path: Path) -> tuple[int, str]:
-    with open(path, "rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+def _fingerprint(path: Path) -> object:
+    """What changes when a file of the folder is replaced or written to."""
+    facts = [(each.name, each.stat()) for each in sorted(path.iterdir())]
+    return [(name, fact.st_ino, fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns) for name, fact in facts]
 
 
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
+def _cause(error: OSError | shards.EntryError) -> str:
+    if isinstance(error, shards.EntryError):
+        return f"{error.cause}, at {error.entry}"
+    return f"{error.strerror or error}{f', at {error.filename}' if error.filename else ''}"

@@ -22,10 +22,12 @@ from kdtrain.config.sections import (
     CheckpointConfig,
     CodecConfig,
     DataConfig,
+    GuardsConfig,
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
     PrecisionConfig,
+    StoppingConfig,
 )
 
 __all__ = [
@@ -36,11 +38,13 @@ __all__ = [
     "DistillConfig",
     "EvaluateConfig",
     "ExportConfig",
+    "GuardsConfig",
     "InspectConfig",
     "MonitorConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "PrecisionConfig",
+    "StoppingConfig",
     "VerifyConfig",
     "plain",
     "sections",

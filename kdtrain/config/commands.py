@@ -8,10 +8,12 @@ from kdtrain.config.sections import (
     CheckpointConfig,
     CodecConfig,
     DataConfig,
+    GuardsConfig,
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
     PrecisionConfig,
+    StoppingConfig,
     refuse,
     refuse_bad_seed,
 )
@@ -109,6 +111,8 @@ class DistillConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    stopping: StoppingConfig = field(default_factory=StoppingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
@@ -127,6 +131,16 @@ class DistillConfig:
         )
         refuse_bad_seed(self.seed)
         self.data.refuse_training_on_validation()
+        taught = self.cache is not None or self.teacher is not None
+        refuse(
+            self.objective.learns_temperature and not taught,
+            f"--temperature-mode {self.objective.temperature_mode} needs a teacher to learn T from; "
+            "give --cache or --teacher, or use --temperature-mode fixed",
+        )
+        refuse(
+            self.objective.hidden_loss != "none" and not taught,
+            f"--hidden-loss {self.objective.hidden_loss} needs an online teacher; give --teacher, or leave it out",
+        )
         if self.cache is not None:
             self.data.refuse_changes()
         refuse(

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from kdtrain.errors import UsageError
@@ -124,6 +125,12 @@ class ObjectiveConfig:
     """Upper bound of a learnable T; the cache's own bound when not given."""
     temperature_lr: float = 1e-2
     """Peak learning rate of a learnable T; it follows the same schedule as --lr."""
+    hidden_loss: Literal["none", "mse", "cosine"] = "none"
+    """Also compare hidden states with an online teacher's, through learned projections (docs/objective.md)."""
+    hidden_weight: float = 1.0
+    """Weight of the hidden-state loss, beside the two that alpha weighs."""
+    hidden_layers: str = "even"
+    """Which layers: even (spread over the teacher's depth), last, or STUDENT:TEACHER pairs as 2:3,4:6."""
 
     def __post_init__(self) -> None:
         for name in ("alpha", "alpha_end"):
@@ -144,6 +151,36 @@ class ObjectiveConfig:
             f"--temperature-min {low} must be below --temperature-max {high}",
         )
         refuse(not 0 < self.temperature_lr < float("inf"), "--temperature-lr must be above 0")
+        self._refuse_idle_options()
+
+    def _refuse_idle_options(self) -> None:
+        """Raise a `UsageError` for a T that cannot be learned, and for options that nothing would follow."""
+        mode = f"--temperature-mode {self.temperature_mode}"
+        instead = "use --temperature-mode fixed, or another --divergence"
+        refuse(
+            self.learns_temperature and not self.distils,
+            f"{mode} has nothing to learn from at --alpha 0, where no divergence is taken; raise --alpha",
+        )
+        refuse(
+            self.learns_temperature and self.divergence == "logit-mse",
+            f"{mode} cannot be used with --divergence logit-mse, whose loss does not depend on T; {instead}",
+        )
+        refuse(
+            self.temperature_mode == "adversarial" and self.divergence == "tvd",
+            f"{mode} cannot be used with --divergence tvd, whose loss grows with T without end; {instead}",
+        )
+        refuse(not 0 < self.hidden_weight < float("inf"), f"--hidden-weight {self.hidden_weight} must be above 0")
+        for name in ("hidden_weight", "hidden_layers"):
+            given = getattr(self, name) != getattr(type(self), name)
+            refuse(
+                given and self.hidden_loss == "none",
+                f"--{name.replace('_', '-')} has no effect without --hidden-loss; give mse or cosine, or leave it out",
+            )
+
+    @property
+    def learns_temperature(self) -> bool:
+        """Whether T is a parameter."""
+        return self.temperature_mode not in ("fixed", "schedule")
 
     @property
     def distils(self) -> bool:
@@ -205,17 +242,32 @@ class CheckpointConfig:
     checkpoint_freq: int = 250
     """Steps between checkpoints."""
     keep_rolling: int = 10
-    """Newest checkpoints kept; the best one is kept besides."""
+    """Newest checkpoints kept of those that --checkpoint-freq makes; the best one is kept besides."""
+    keep_epochs: int = 5
+    """Newest checkpoints kept of those at the end of an epoch."""
+    keep_special: int = 3
+    """Newest checkpoints kept of all others: interruptions, rollbacks, changes of precision."""
+    async_save: bool = True
+    """Write checkpoints in the background; costs as much memory as weights and optimizer have."""
     resume: str = "auto"
     """auto, never, latest, best, or the name or path of a checkpoint."""
     auto_resume: bool = False
     """Never ask before going on with an earlier run."""
     overwrite: bool = False
     """With --resume never: move an earlier run in --out aside and start anew."""
+    load: Path | None = None
+    """A checkpoint of another run to begin with: its weights, moments, temperature and place in the data."""
+    override_opt_param_scheduler: bool = False
+    """With --load: start this run's learning-rate schedule at its step 0 instead of going on with the loaded one."""
 
     def __post_init__(self) -> None:
         refuse(self.checkpoint_freq < 1, "--checkpoint-freq must be at least 1")
-        refuse(self.keep_rolling < 1, "--keep-rolling must be at least 1")
+        for name in ("keep_rolling", "keep_epochs", "keep_special"):
+            refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
+        refuse(
+            self.override_opt_param_scheduler and self.load is None,
+            "--override-opt-param-scheduler is about the schedule of a run that is begun with --load; add that",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +282,81 @@ class MonitorConfig:
     """Steps between plain lines in train.log."""
     tensorboard: bool = True
     """Write TensorBoard events into the run."""
+    histogram_freq: int = 250
+    """Steps between histograms of parameters and gradients on the boards; 0 for none."""
+    sample_freq: int = 250
+    """Steps between texts that the student writes; 0 for none."""
+    wandb_project: str | None = None
+    """Write to this project of Weights & Biases too; needs the package wandb."""
+    wandb_name: str | None = None
+    """The run's name there; that of --out when not given."""
 
     def __post_init__(self) -> None:
         for name in ("eval_freq", "eval_batches", "log_freq"):
             refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
+        for name in ("histogram_freq", "sample_freq"):
+            refuse(getattr(self, name) < 0, f"--{name.replace('_', '-')} must be 0 or more")
+        refuse(self.wandb_project == "", "--wandb-project is empty; give a project, or leave it out")
+        refuse(
+            self.wandb_name is not None and self.wandb_project is None,
+            "--wandb-name needs --wandb-project",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardsConfig:
+    """What a run does about steps that go wrong: numbers that are not finite, and losses that jump."""
+
+    max_skips: int = 10
+    """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
+    nan_hooks: Literal["first", "always", "off"] = "first"
+    """Name the module where a step went bad: run the first one again with hooks, keep hooks on (slow), or do not."""
+    spike_rule: Literal["factor", "mad", "none"] = "factor"
+    """A loss is a spike above --spike-factor times its average, or above median + 6 * 1.4826 * MAD of clean losses."""
+    spike_factor: float = 3.0
+    """How many times its moving average a loss must be for --spike-rule factor."""
+    spike_patience: int = 3
+    """Spiky steps in a row after which the run goes back behind them."""
+    spike_lr_factor: float = 0.5
+    """What the learning rate is multiplied by at each rollback."""
+    max_rollbacks: int = 3
+    """Rollbacks in a run; 0 never goes back."""
+
+    def __post_init__(self) -> None:
+        refuse(self.max_skips < 0, "--max-skips must be 0 or more")
+        refuse(not 1 < self.spike_factor < float("inf"), f"--spike-factor {self.spike_factor} must be above 1")
+        refuse(
+            self.spike_rule != "factor" and self.spike_factor != GuardsConfig.spike_factor,
+            f"--spike-factor has no effect with --spike-rule {self.spike_rule}; leave it out",
+        )
+        refuse(self.spike_patience < 1, "--spike-patience must be at least 1")
+        refuse(not 0 < self.spike_lr_factor <= 1, f"--spike-lr-factor {self.spike_lr_factor} must lie in (0, 1]")
+        refuse(self.max_rollbacks < 0, "--max-rollbacks must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppingConfig:
+    """When a run ends before its last step because nothing is to be won."""
+
+    early_stopping: bool = True
+    """Stop when the training loss no longer falls, or gradients stay huge."""
+    early_stopping_patience: int = 5
+    """Looks in a row, one every 50 steps, without a better 50-step average of the training loss."""
+    early_stopping_min_delta: float = 0.01
+    """Nats by which the average must fall below the best one to be better."""
+    early_stopping_warmup: int = 50
+    """First steps, in which nothing is looked at."""
+    grad_spike_threshold: float = 1000.0
+    """Gradient norm before clipping above which a step counts as a gradient spike."""
+    grad_spike_patience: int = 3
+    """Gradient spikes in a row after which the run stops."""
+
+    def __post_init__(self) -> None:
+        refuse(self.early_stopping_patience < 1, "--early-stopping-patience must be at least 1")
+        refuse(
+            not 0 <= self.early_stopping_min_delta < float("inf"),
+            f"--early-stopping-min-delta {self.early_stopping_min_delta} must be 0 or more",
+        )
+        refuse(self.early_stopping_warmup < 0, "--early-stopping-warmup must be 0 or more")
+        refuse(not self.grad_spike_threshold > 0, f"--grad-spike-threshold {self.grad_spike_threshold} must be above 0")
+        refuse(self.grad_spike_patience < 1, "--grad-spike-patience must be at least 1")

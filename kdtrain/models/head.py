@@ -95,20 +95,35 @@ class SplitModel(nn.Module):
         tokens_BT: token ids, int64. segments_BT: number of the document of each position, integers;
         attention and positions then stay within a document. None: plain causal attention.
         """
-        if segments_BT is not None and not self.separates_documents:
-            raise UsageError(f"{_name(self.model)} cannot keep documents apart; leave --document-mask out")
+        self._refuse(segments_BT)
         return self._run(tokens_BT, segments_BT)
+
+    def with_layers(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return what `forward` does, and the outputs [B, T, D] of some layers: 0 is the embedding, the last normed."""
+        self._refuse(segments_BT)
+        output = self._output(tokens_BT, segments_BT, output_hidden_states=True)
+        return self._result(output), [output.hidden_states[layer] for layer in layers]
 
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V]."""
         return self.head(self(tokens_BT, segments_BT))
 
     def _run(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+        return self._result(self._output(tokens_BT, segments_BT))
+
+    def _output(self, tokens_BT: Tensor, segments_BT: Tensor | None, **more: Any) -> Any:
         documents = {} if segments_BT is None else self._documents(segments_BT)
-        if self.fused:
-            output = self.model.base_model(input_ids=tokens_BT, use_cache=False, **documents)
-            return output.last_hidden_state
-        return self.model(input_ids=tokens_BT, use_cache=False, **documents).logits
+        model = self.model.base_model if self.fused else self.model
+        return model(input_ids=tokens_BT, use_cache=False, **documents, **more)
+
+    def _result(self, output: Any) -> Tensor:
+        return output.last_hidden_state if self.fused else output.logits
+
+    def _refuse(self, segments_BT: Tensor | None) -> None:
+        if segments_BT is not None and not self.separates_documents:
+            raise UsageError(f"{_name(self.model)} cannot keep documents apart; leave --document-mask out")
 
     def _documents(self, segments_BT: Tensor) -> dict[str, Tensor]:
         keywords = {"position_ids": document_positions(segments_BT)}
@@ -133,6 +148,20 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None) -> Spli
         pieces.separates_documents = probe.documents_are_separate()
         _fuse(pieces, tokens_BT)
     return pieces
+
+
+def layer_widths(pieces: SplitModel) -> list[int]:
+    """Return the width of the embedding and of each layer's output, as a probe batch has them.
+
+    Raises `UsageError` for a model that does not show them.
+    """
+    with _evaluation(pieces.model), torch.no_grad(), torch.autocast(pieces.model.device.type, enabled=False):
+        states = getattr(
+            pieces._output(default_probe(pieces.model), None, output_hidden_states=True), "hidden_states", None
+        )
+    if not states or any(each is None or each.ndim != 3 for each in states):
+        raise UsageError(f"{_name(pieces.model)} does not show the outputs of its layers; leave --hidden-loss out")
+    return [each.shape[-1] for each in states]
 
 
 def default_probe(model: PreTrainedModel) -> Tensor:

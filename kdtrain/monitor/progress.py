@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -99,8 +100,8 @@ def bar(what: str, total: int | None, done: int = 0, unit: str = "sequences") ->
         yield shown
 
 
-class Averages:
-    """The loss averaged over the last 50 steps, and the rate of training since this process began.
+class Rate:
+    """The speed of training since this process began, over the last steps.
 
     Args:
         total: optimizer steps in all.
@@ -109,28 +110,41 @@ class Averages:
 
     def __init__(self, total: int, window: int = 50) -> None:
         self.total = total
-        self.losses: deque[float] = deque(maxlen=window)
         self.times: deque[tuple[float, int]] = deque(maxlen=window)
 
-    def add(self, step: int, loss: float, tokens: int, now: float) -> dict[str, float]:
-        """The averages after `step`: loss, tokens a second over the window, and hours left."""
-        self.losses.append(loss)
+    def add(self, step: int, tokens: int, now: float) -> dict[str, float]:
+        """Tokens a second and hours left after `step`, which had `tokens` and ended at `now`, in seconds."""
         self.times.append((now, tokens))
         seconds = now - self.times[0][0]
         steps = len(self.times) - 1
         rate = sum(count for _, count in list(self.times)[1:]) / seconds if seconds > 0 else 0.0
         left = (self.total - step) * seconds / steps / 3600 if steps else 0.0
-        return {"loss_avg": sum(self.losses) / len(self.losses), "tok/s": rate, "eta_h": left}
+        return {"tok/s": rate, "eta_h": left}
 
 
-def line(numbers: Mapping[str, float]) -> str:
-    """`numbers` as they stand on a plain line: name=value, rounded for reading."""
+STATUS = (
+    *("loss", "loss_avg", "kd_T1", "hidden", "T", "dL/dlogT", "lr", "grad_norm", "tok/s", "eta_h"),
+    *("ckpt", "memory_mb", "mem_delta", "mode"),
+)
+"""What a step's line and the bar show, in this order; docs/monitoring.md says what each means."""
+
+
+def status(numbers: Mapping[str, Any]) -> str:
+    """The line of a step, of what `numbers` has."""
+    return line({name: numbers[name] for name in STATUS if name in numbers})
+
+
+def line(numbers: Mapping[str, Any]) -> str:
+    """Numbers (and the mode, a word) as they stand on a plain line: name=value, rounded for reading."""
     formats = {
         "lr": ".2e",
         "tok/s": ",.0f",
         "eta_h": ".2f",
         "memory_mb": ",.0f",
+        "mem_delta": "+,.0f",
+        "ckpt": "d",
         "grad_norm": ".3f",
         "T": ".3f",
+        "mode": "s",
     }
     return " ".join(f"{name}={value:{formats.get(name, '.4f')}}" for name, value in numbers.items())

@@ -1,63 +1,124 @@
-"""Numbers a step, for programs: `metrics.jsonl`, `events.jsonl` and TensorBoard.
+"""Numbers a step, for programs and for the eye: `metrics.jsonl`, `events.jsonl`, and the boards that are asked for.
 
-A run that goes on from step s first forgets what was written after s, so that each step stands once.
+A run that goes on from step s first forgets what was written after s, so that each step stands once; so does a run
+that rolls back while it trains (`rewind`). Events are never forgotten.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from kdtrain.config import MonitorConfig
+from kdtrain.monitor.boards import Board, TensorBoard, WeightsAndBiases
+from kdtrain.monitor.histograms import histograms
+
 
 class Writers:
-    """The files of one run that hold numbers.
+    """The files and boards of one run that hold numbers.
 
     Args:
         folder: the run.
         resume_step: the step the run goes on from; what was written of later ones is removed.
         validated_step: the last step whose validation the run remembers; of later ones it is removed as well.
-        tensorboard: whether TensorBoard events are written.
+        config: which boards are written.
+    Raises:
+        UsageError: W&B is asked for, and its package is missing.
+        RunError: W&B does not start.
     """
 
-    def __init__(self, folder: Path, resume_step: int, validated_step: int | None, tensorboard: bool) -> None:
-        self.events_path = folder / "events.jsonl"
-        _forget(folder / "metrics.jsonl", resume_step, -1 if validated_step is None else validated_step)
+    def __init__(self, folder: Path, resume_step: int, validated_step: int | None, config: MonitorConfig) -> None:
+        self.folder = folder
+        self.boards: list[Board] = []
+        if config.tensorboard:
+            self.boards.append(TensorBoard(folder / "tensorboard", resume_step + 1 if resume_step else 0))
+        if config.wandb_project is not None:
+            fresh = resume_step == 0
+            self.boards.append(WeightsAndBiases(folder, fresh, config.wandb_project, config.wandb_name))
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            _forget(folder / name, resume_step, -1 if validated_step is None else validated_step)
         self.file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  # closed by close()
-        self.board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
 
     def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of `step`; a number that is not finite is written as null."""
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self.file.write(json.dumps({"step": step, **finite}) + "\n")
-        if self.board is not None:
-            for name, value in numbers.items():
-                self.board.add_scalar(
-                    name if "/" in name and name != "tok/s" else f"train/{name.replace('/', '_per_')}",
-                    value,
-                    step,
-                )
+        shown = {_full(name): value for name, value in numbers.items()}
+        for board in self.boards:
+            board.scalars(step, shown)
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Write an intervention (start, resume, stop, best, ...) with its time in seconds since 1970."""
-        text = json.dumps({"time": time.time(), "event": kind, "step": step, **details})
-        try:
-            with open(self.events_path, "a") as file:
-                file.write(text + "\n")
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.events_path)) from None
+        _append(self.folder / "events.jsonl", {"time": time.time(), "event": kind, "step": step, **details})
+        for board in self.boards:
+            board.event(step, kind, details)
+
+    def histograms(self, step: int, module: torch.nn.Module) -> None:
+        """Show the distribution of each parameter and of its gradient; nothing where no board is written."""
+        if not self.boards:
+            return
+        named = dict(module.named_parameters())
+        tensors: dict[str, torch.Tensor] = {f"parameters/{name}": each for name, each in named.items()}
+        tensors |= {f"gradients/{name}": each.grad for name, each in named.items() if each.grad is not None}
+        found = histograms(tensors)
+        for board in self.boards:
+            board.histograms(step, found)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+        """Write texts of the student (`monitor.samples`) into `samples.jsonl`, and show them."""
+        for row in rows:
+            _append(self.folder / "samples.jsonl", {"step": step, **row})
+        for board in self.boards if rows else ():
+            board.table(step, "samples", rows)
+
+    def hyperparameters(self, options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Show the options of a run, given by section (`config.sections`); options that are None are left out."""
+        flat = {
+            f"{section}/{name}": value if isinstance(value, bool | int | float | str) else str(value)
+            for section, table in options.items()
+            for name, value in table.items()
+            if value is not None
+        }
+        for board in self.boards:
+            board.hyperparameters(flat)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written of later steps than `step`."""
+        self.file.close()
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            _forget(self.folder / name, step, step)
+        self.file = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  # closed by close()
+        for board in self.boards:
+            board.rewind(step)
 
     def close(self) -> None:
         """Flush and close everything."""
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        for board in self.boards:
+            board.close()
+
+
+def _full(name: str) -> str:
+    """The name of a number on a board: it is about validation, or about training."""
+    return name if name.startswith("validation/") else f"train/{name.replace('/', '_per_')}"
+
+
+def _append(path: Path, entry: Mapping[str, Any]) -> None:
+    """Write one line.
+
+    Raises:
+        OSError: with the file's name, which an error while writing does not have.
+    """
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps(entry) + "\n")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _forget(path: Path, trained: int, validated: int) -> None:

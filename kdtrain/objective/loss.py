@@ -40,6 +40,8 @@ class LossOutput(NamedTuple):
     """Sum of the divergence at T, nats, without the factor T^2; 0 without targets or at alpha 0."""
     kd_at_one: Tensor
     """Sum of the divergence at T = 1, nats; 0 without targets or at alpha 0."""
+    hidden: Tensor
+    """Sum of the hidden-state loss (`objective.hidden`), which the training step adds; 0 here."""
     tokens: Tensor
     """Number of unmasked tokens."""
 
@@ -105,7 +107,7 @@ def distillation_loss(
         compile=compile,
         chunk=chunk,
     )
-    return LossOutput(loss, sums[0], sums[1], sums[2], mask_N.sum())
+    return LossOutput(loss, sums[0], sums[1], sums[2], torch.zeros_like(sums[0]), mask_N.sum())
 
 
 @dataclass(frozen=True, kw_only=True)

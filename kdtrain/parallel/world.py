@@ -1,10 +1,11 @@
-"""Which device a process computes on, and what a device can do."""
+"""Which device a process computes on, what a device can do, and what the ranks of a run agree on."""
 
 import os
 import re
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from kdtrain.errors import UsageError
 
@@ -36,6 +37,26 @@ def refuse_many_processes() -> None:
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UsageError("started as one of several processes, and only one is supported; leave torchrun out")
+
+
+def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest value of `tensor` over all ranks, entry by entry; the tensor itself where there is one process.
+
+    Nothing waits for it on the host. Every rank must call it, in the same order as its other collectives.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensor
+    agreed = tensor.clone()
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    return agreed
+
+
+def memory_mb(device: torch.device) -> float:
+    """What this process holds now in MiB: of a GPU's memory (cached blocks too), or resident on a CPU; 0 if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device) / 2**20
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if pages.exists() else 0.0
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -25,6 +25,7 @@ from kdtrain.monitor.progress import log
 from kdtrain.precision.modes import autocast
 
 Teacher = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+TeacherWithLayers = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, list[torch.Tensor]]]
 
 
 def rows(
@@ -57,15 +58,22 @@ def ask(teacher: SplitModel, device: torch.device, mode: str) -> Teacher:
 
     The head's product is taken in fp32: in bf16 a logit of 20 is rounded by up to 0.06 before the softmax sees it.
     """
+    with_layers = ask_layers(teacher, device, mode, ())
+    return lambda tokens_BT, segments_BT: with_layers(tokens_BT, segments_BT)[0]
+
+
+def ask_layers(teacher: SplitModel, device: torch.device, mode: str, layers: tuple[int, ...]) -> TeacherWithLayers:
+    """The same, and the outputs [B, T, D] of some of the teacher's layers beside the logits."""
     head = teacher.head
     weight, bias = (None if each is None else each.detach().float() for each in (head.weight, head.bias))
     head = dataclasses.replace(head, weight=weight, bias=bias)
 
-    def forward(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> torch.Tensor:
+    def forward(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        asked = tokens_BT.to(device), None if segments_BT is None else segments_BT.to(device)
         with torch.no_grad():
             with autocast(mode, device):
-                hidden_BTD = teacher(tokens_BT.to(device), None if segments_BT is None else segments_BT.to(device))
-            return head(hidden_BTD.float())
+                hidden_BTD, states = teacher.with_layers(*asked, layers) if layers else (teacher(*asked), [])
+            return head(hidden_BTD.float()), states
 
     return forward
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from kdtrain.checkpoint.store import MANIFEST, Store, load, problem
+from kdtrain.checkpoint.manifest import is_checkpoint, problem
+from kdtrain.checkpoint.store import Store, load
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel, split
@@ -51,7 +52,7 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
         device: where it is put.
     """
     path = Path(name)
-    if (path / MANIFEST).exists() and path.resolve().name.startswith("step-"):
+    if is_checkpoint(path.resolve()):
         if (wrong := problem(path)) is not None:
             raise RunError(f"checkpoint {path} is damaged: {wrong}")
         return student_at(path.resolve(), device), tokenizer_of_run(_run_of(path.resolve()))

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from kdtrain.cache.provenance import read_manifest
-from kdtrain.checkpoint.store import Store, load, problem
+from kdtrain.checkpoint import tiers
+from kdtrain.checkpoint.manifest import STATE, problem
+from kdtrain.checkpoint.store import Store, load
 from kdtrain.config import InspectConfig
 from kdtrain.precision.modes import has_bf16, why_not_compile
 from kdtrain.stages.common import show
@@ -78,12 +80,11 @@ def _cache(path: Path) -> dict[str, Any]:
 def _run(path: Path) -> dict[str, Any]:
     store = Store(path / "checkpoints")
     environment = path / "environment.json"
-    links = {name: os.path.basename(os.path.realpath(store.folder / name)) for name in ("latest", "best")}
     return {
         "student": _student(environment),
         "exported": str(path / "student") if (path / "student").is_dir() else None,
-        **{name: target for name, target in links.items() if (store.folder / name).exists()},
-        "checkpoints": {name: _verdict(store, name) for name in store.names()},
+        **{link: target for link in tiers.LINKS if (target := store.linked(link)) is not None},
+        "checkpoints": {entry.name: _row(store, entry) for entry in store.entries()},
     }
 
 
@@ -94,13 +95,19 @@ def _student(environment: Path) -> Any:
         return f"{environment.name} cannot be read"
 
 
-def _verdict(store: Store, name: str) -> str:
-    path = store.folder / name
-    if (wrong := problem(path)) is not None:
-        return f"damaged: {wrong}"
-    size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
-    best = json.loads((path / "state.json").read_text())["progress"]["best_loss"]
-    return f"ok, {size:.1f} MiB, best validation loss so far {'-' if best is None else f'{best:.4f}'}"
+def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
+    """A checkpoint in a line: `loss` is the last training loss, `best_loss` the best validation's until then."""
+    path = store.path(entry.name)
+    wrong = problem(path)
+    progress = {} if wrong else json.loads((path / STATE).read_text(encoding="utf-8"))["progress"]
+    return {
+        "step": entry.step if entry.step >= 0 else None,
+        "loss": progress.get("loss"),
+        "best_loss": progress.get("best_loss"),
+        "tier": tiers.tier(entry.name),
+        "MiB": round(sum(file.stat().st_size for file in path.iterdir()) / 2**20, 1),
+        "verdict": f"damaged: {wrong}" if wrong else "ok",
+    }
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:

@@ -1,18 +1,20 @@
 """The folder of a run: whose it is, whether to go on with it, and what is written beside the checkpoints."""
 
+import dataclasses
 import json
 import os
 import platform
 import sys
 import tomllib
+import typing
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import sync
-from kdtrain.config import DistillConfig, sections
+from kdtrain.checkpoint.manifest import sync
+from kdtrain.config import DistillConfig, plain, sections
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log
 from kdtrain.stages.build import holds_tokens
@@ -24,8 +26,19 @@ FREE = {
     },
     "data": {"num_workers", "streaming"},
     "precision": {"compile", "compile_mode"},
-    "checkpoint": {"checkpoint_freq", "keep_rolling", "resume", "auto_resume", "overwrite"},
-    "monitor": {"eval_freq", "eval_batches", "log_freq", "tensorboard"},
+    "guards": {"max_skips", "nan_hooks", "max_rollbacks"},
+    "stopping": {
+        *("early_stopping", "early_stopping_patience", "early_stopping_min_delta", "early_stopping_warmup"),
+        *("grad_spike_threshold", "grad_spike_patience"),
+    },
+    "checkpoint": {
+        *("checkpoint_freq", "keep_rolling", "keep_epochs", "keep_special", "async_save"),
+        *("resume", "auto_resume", "overwrite"),
+    },
+    "monitor": {
+        *("eval_freq", "eval_batches", "log_freq", "tensorboard"),
+        *("histogram_freq", "sample_freq", "wandb_project", "wandb_name"),
+    },
 }
 """Options that may differ when a run goes on; every other one would make it another run."""
 
@@ -125,16 +138,29 @@ def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     }
 
 
+def changes(saved: dict[str, Any], config: DistillConfig, only: str | None = None) -> list[str]:
+    """The deciding options that differ from `saved`, in words; an option that did not exist yet had its default.
+
+    only: the one section that is looked at.
+    """
+    return [
+        f"--{name.replace('_', '-')} (was {before}, now {value})"
+        for section, table in deciding(config).items()
+        if only in (None, section)
+        for name, value in table.items()
+        if (before := saved.get(section, {}).get(name, _default(section, name))) != value
+    ]
+
+
+def _default(section: str, name: str) -> Any:
+    kind = DistillConfig if section == "run" else typing.get_type_hints(DistillConfig)[section]
+    default = next(each.default for each in dataclasses.fields(kind) if each.name == name)
+    return None if default is dataclasses.MISSING else plain(default)
+
+
 def refuse_changes(saved: dict[str, Any], config: DistillConfig) -> None:
     """Refuse to go on with a run whose deciding options were others, by name."""
-    now = deciding(config)
-    changed = [
-        f"--{name.replace('_', '-')} (was {saved.get(section, {}).get(name)}, now {value})"
-        for section, table in now.items()
-        for name, value in table.items()
-        if saved.get(section, {}).get(name) != value
-    ]
-    if changed:
+    if changed := changes(saved, config):
         raise UsageError(
             f"{config.out} holds a run with other options: {', '.join(changed)}; "
             "give the same ones, name another --out, or use --resume never --overwrite"

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from kdtrain.cache import layout
 from kdtrain.cache.provenance import repair, verify_cache
-from kdtrain.checkpoint.store import MANIFEST, Store, problem
+from kdtrain.checkpoint.manifest import is_checkpoint, problem
+from kdtrain.checkpoint.store import Store
 from kdtrain.config import VerifyConfig
 from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log, setup_logging
@@ -43,7 +44,7 @@ def kind_of(path: Path) -> str:
         raise UsageError(f"{path} does not exist")
     if is_run(path):
         return "run"
-    if path.resolve().name.startswith("step-") and ((path / MANIFEST).exists() or (path / "state.json").exists()):
+    if is_checkpoint(path.resolve()):
         return "checkpoint"
     if any((path / name).exists() for name in (layout.MANIFEST, layout.SETTINGS, layout.SHARDS)):
         return "cache"

@@ -66,6 +66,14 @@ class CachedSource:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class TaughtBatch(CachedBatch):
+    """A micro-batch with hidden states of its teacher."""
+
+    states: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """[N, D] a layer that was asked for, at the student's positions."""
+
+
 class OnlineSource:
     """Tokens of a cache of bare tokens, with targets that a teacher computes when they are asked for.
 
@@ -95,19 +103,50 @@ class OnlineSource:
         batch = self.tokens.read(indices)
         with torch.no_grad():
             logits_BTV = self.teacher(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
-            labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
-            targets = DenseTargets.from_logits(
-                rearrange(logits_BTV, "B T V -> (B T) V"), labels_N, self.tokens.vocab_size
+            return dataclasses.replace(batch, targets=self._targets(batch, logits_BTV))
+
+    def _targets(self, batch: CachedBatch, logits_BTV: torch.Tensor) -> DenseTargets:
+        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
+        return DenseTargets.from_logits(rearrange(logits_BTV, "B T V -> (B T) V"), labels_N, self.tokens.vocab_size)
+
+
+class OnlineLayersSource(OnlineSource):
+    """The same with hidden states of the teacher, for a hidden-state loss.
+
+    Args:
+        tokens, document_mask: as above.
+        teacher: tokens_BT, segments_BT | None -> logits_BTV and [B, T, D] a layer, run under `torch.no_grad()`.
+    """
+
+    def __init__(
+        self,
+        tokens: CachedSource,
+        teacher: Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, list[torch.Tensor]]],
+        document_mask: bool,
+    ) -> None:
+        super().__init__(tokens, lambda *asked: teacher(*asked)[0], document_mask)
+        self.with_layers = teacher
+
+    def read(self, indices: np.ndarray) -> CachedBatch:
+        """The sequences `indices` with dense targets and hidden states from one forward of the teacher."""
+        batch = self.tokens.read(indices)
+        with torch.no_grad():
+            logits_BTV, states = self.with_layers(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
+            return TaughtBatch(
+                batch.tokens,
+                batch.loss_mask,
+                batch.segments,
+                self._targets(batch, logits_BTV),
+                [rearrange(each, "B T D -> (B T) D") for each in states],
             )
-        return dataclasses.replace(batch, targets=targets)
 
 
 class Feed:
-    """Micro-batches of one step after another, read one ahead.
+    """The micro-batches of one step after another, without end, read one ahead.
 
     Args:
         source: where they are read.
-        indices: step -> the numbers of the sequences of that step, in order.
+        indices: 0, 1, 2, ... -> the numbers of the sequences of that step, in order.
         micro: sequences in a micro-batch.
     """
 
@@ -116,22 +155,20 @@ class Feed:
         self.indices = indices
         self.micro = micro
 
-    def steps(self, first: int, last: int) -> Iterator[tuple[int, Iterator[CachedBatch]]]:
-        """Steps `first` .. `last`, each with an iterator over its micro-batches."""
-        batches = self._ahead(first, last) if self.source.overlaps else map(self.source.read, self._jobs(first, last))
-        for step in range(first, last + 1):
-            yield step, itertools.islice(batches, len(self.indices(step)) // self.micro)
+    def steps(self) -> Iterator[Iterator[CachedBatch]]:
+        """For each step an iterator over its micro-batches; all of them are to be taken."""
+        batches = self._ahead() if self.source.overlaps else map(self.source.read, self._jobs())
+        for step in itertools.count():
+            yield itertools.islice(batches, len(self.indices(step)) // self.micro)
 
-    def _ahead(self, first: int, last: int) -> Iterator[CachedBatch]:
+    def _ahead(self) -> Iterator[CachedBatch]:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed") as reader:
             waiting: deque[Future[CachedBatch]] = deque()
-            for job in self._jobs(first, last):
+            for job in self._jobs():
                 waiting.append(reader.submit(self.source.read, job))
                 if len(waiting) > 1:
                     yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
 
-    def _jobs(self, first: int, last: int) -> Iterator[np.ndarray]:
-        for step in range(first, last + 1):
+    def _jobs(self) -> Iterator[np.ndarray]:
+        for step in itertools.count():
             yield from rearrange(self.indices(step), "(a m) -> a m", m=self.micro)

@@ -5,8 +5,9 @@ Random numbers need no memory, because each step seeds its generators from (seed
 """
 
 import random
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,37 +18,65 @@ from kdtrain.errors import RunError
 from kdtrain.models.head import SplitModel
 
 
+class Stateful(Protocol):
+    """What remembers something over steps, in plain numbers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass
 class Progress:
-    """How far a run is."""
+    """How far a run is, and what happened to it."""
 
     step: int = 0
-    """Finished optimizer steps."""
+    """Optimizer steps taken."""
     sequences: int = 0
-    """Sequences consumed, over all epochs: the cursor."""
+    """The cursor: sequences of the endless stream of epochs that lie behind, trained on or skipped."""
     tokens: int = 0
     """Unmasked tokens trained on."""
+    loss: float | None = None
+    """Loss of the last step."""
     best_loss: float | None = None
     """Lowest validation cross-entropy in nats."""
     best_step: int | None = None
     """The step it was measured at."""
     validated_step: int | None = None
     """The last step that was measured."""
+    skips: int = 0
+    """Steps that were not taken because loss or gradient were not finite."""
+    skips_in_a_row: int = 0
+    """Those since the last step that was taken."""
+    rollbacks: int = 0
+    """How often the run went back behind a loss spike."""
+    lr_factor: float = 1.0
+    """What rollbacks have multiplied the learning rate by."""
+    skipped_data: list[list[int]] = field(default_factory=list)
+    """[first, last) sequences of the stream that a rollback left out."""
+    stopped: str | None = None
+    """Why the run was stopped early; None while it goes on."""
 
 
 @dataclass
 class TrainState:
-    """The student, the temperature, the optimizer, and how far they are."""
+    """The student, the temperature, the optimizer, how far they are, what a hidden-state loss learns, and what watches.
+
+    `watchers` are the guards that remember something, by the name their numbers have in a checkpoint.
+    """
 
     student: SplitModel
     temperature: nn.Module
     optimizer: torch.optim.AdamW
     progress: Progress
+    hidden: nn.Module = field(default_factory=nn.Module)
+    watchers: dict[str, Stateful] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors of the complete state; tied weights appear once."""
         named = {f"student.{name}": tensor for name, tensor in _once(self.student.state_dict()).items()}
-        named |= {f"temperature.{name}": tensor for name, tensor in self.temperature.state_dict().items()}
+        for part, module in self._parts()[1:]:
+            named |= {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
         for name, parameter in self._parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 named[f"optimizer.{name}.{key}"] = value
@@ -55,22 +84,40 @@ class TrainState:
 
     def numbers(self) -> dict[str, Any]:
         """What is no tensor."""
-        return {"progress": asdict(self.progress)}
+        return {
+            "progress": asdict(self.progress),
+            "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},
+        }
 
-    def load(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+    def load(
+        self,
+        tensors: dict[str, torch.Tensor],
+        numbers: dict[str, Any],
+        *,
+        leave: Collection[str] = (),
+        memory: bool = True,
+    ) -> None:
         """Take over a checkpoint, into the same parameter objects.
+
+        Args:
+            leave: parts that stay as they are (`temperature`, `hidden`), because the checkpoint's are of another kind.
+            memory: whether the watchers take over what they remembered.
 
         Raises:
             RunError: an entry is missing, unknown, or of another shape.
         """
-        own = {f"student.{name}" for name in _once(self.student.state_dict())}
-        own |= {f"temperature.{name}" for name in self.temperature.state_dict()}
+        for part, module in self._parts():
+            if part in leave:
+                tensors = {name: each for name, each in tensors.items() if part not in name.split(".")[:2]}
+                tensors |= {f"{part}.{name}": each for name, each in module.state_dict().items()}
+        own = {f"{part}.{name}" for part, module in self._parts() for name in _once(module.state_dict())}
         saved = {name for name in tensors if not name.startswith("optimizer.")}
         if own != saved:
             raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
-        for part, module in (("student.", self.student), ("temperature.", self.temperature)):
-            part_tensors = {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
-            _copy_into(module.state_dict(), part_tensors)
+        for part, module in self._parts():
+            start = f"{part}."
+            saved_part = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+            _copy_into(module.state_dict(), saved_part)
         for name, parameter in self._parameters():
             prefix = f"optimizer.{name}."
             found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -78,17 +125,25 @@ class TrainState:
                 # the moments live beside their parameter; fused AdamW keeps its step counter there as well
                 self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
         self.progress = Progress(**numbers["progress"])
+        for name, watcher in self.watchers.items():
+            if memory and name in numbers["watchers"]:
+                watcher.load_state_dict(numbers["watchers"][name])
+
+    def _parts(self) -> list[tuple[str, nn.Module]]:
+        return [("student", self.student), ("temperature", self.temperature), ("hidden", self.hidden)]
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(f"student.{name}", each) for name, each in self.student.named_parameters()] + [
-            (f"temperature.{name}", each) for name, each in self.temperature.named_parameters()
-        ]
+        return [(f"{part}.{name}", each) for part, module in self._parts() for name, each in module.named_parameters()]
 
 
 def make_optimizer(
-    student: nn.Module, temperature: nn.Module, config: OptimizerConfig, objective: ObjectiveConfig
+    student: nn.Module,
+    temperature: nn.Module,
+    config: OptimizerConfig,
+    objective: ObjectiveConfig,
+    hidden: nn.Module | None = None,
 ) -> torch.optim.AdamW:
-    """Fused AdamW (arXiv 1711.05101): decay on the matrices only, a rate of its own for the temperature.
+    """Fused AdamW (arXiv 1711.05101): decay on the student's matrices only, a rate of its own for the temperature.
 
     Each group carries `peak`, its peak learning rate relative to `config.lr`.
     """
@@ -106,6 +161,7 @@ def make_optimizer(
             "weight_decay": 0.0,
             "peak": objective.temperature_lr / config.lr,
         },
+        {"params": [] if hidden is None else list(hidden.parameters()), "weight_decay": 0.0, "peak": 1.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=True

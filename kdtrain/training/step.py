@@ -4,7 +4,8 @@ Backbone and output head are called inside one `forward`, so that a wrapper arou
 parameter that takes part. The backbone is compiled; the objective's engine compiles its own elementwise work.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from torch import nn
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import ObjectiveConfig, PrecisionConfig
 from kdtrain.models.head import SplitModel
+from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import LossOutput, distillation_loss
+from kdtrain.objective.targets import per_token
 from kdtrain.precision.modes import autocast, head_dtype
+from kdtrain.training.source import TaughtBatch
 
 
 class DistillStep(nn.Module):
@@ -31,6 +35,7 @@ class DistillStep(nn.Module):
         device: where the micro-batch lies.
         document_mask: whether packed documents are kept from seeing each other.
         compile: whether backbone and objective are compiled.
+        hidden_loss: compares hidden states with the teacher's, None not to; `layers` of the student.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class DistillStep(nn.Module):
         device: torch.device,
         document_mask: bool,
         compile: bool,
+        hidden_loss: HiddenLoss | None = None,
+        layers: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.student = student
@@ -60,26 +67,47 @@ class DistillStep(nn.Module):
         self.device = device
         self.document_mask = document_mask
         self.compile_objective = compile
-        self.backbone = student.forward
+        self.hidden_loss = hidden_loss
+        self.layers = layers
+        self.backbone = self._backbone
         if compile:
             compile_mode = None if precision.compile_mode == "default" else precision.compile_mode
-            self.backbone = torch.compile(student.forward, dynamic=False, mode=compile_mode)
+            self.backbone = torch.compile(self._backbone, dynamic=False, mode=compile_mode)
 
-    def hidden(self, batch: CachedBatch) -> torch.Tensor:
-        """The backbone's output for a micro-batch, [B*T, D], by the compiled graph."""
-        return self._hidden(self.backbone, batch)
+    def _backbone(
+        self, tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The student's output, and those of the layers that a hidden-state loss wants."""
+        if self.layers:
+            return self.student.with_layers(tokens_BT, segments_BT, self.layers)
+        return self.student(tokens_BT, segments_BT), []
+
+    @contextlib.contextmanager
+    def eager(self) -> Iterator[None]:
+        """No compiled graph inside: hooks are not called in one."""
+        before = self.backbone, self.compile_objective
+        self.backbone, self.compile_objective = self._backbone, False
+        try:
+            yield
+        finally:
+            self.backbone, self.compile_objective = before
 
     def hidden_eager(self, batch: CachedBatch) -> torch.Tensor:
-        """The same without a compiled graph: validation is rare, and a graph of its own costs half a minute."""
-        return self._hidden(self.student.forward, batch)
+        """The backbone's output for a micro-batch, [B*T, D], without a compiled graph.
 
-    def _hidden(self, backbone: Callable[..., torch.Tensor], batch: CachedBatch) -> torch.Tensor:
+        Validation is rare, and a graph of its own costs half a minute.
+        """
+        return self._hidden(lambda *asked: (self.student(*asked), []), batch)[0]
+
+    def _hidden(
+        self, backbone: Callable[..., tuple[torch.Tensor, list[torch.Tensor]]], batch: CachedBatch
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         with autocast(self.mode, self.device):
-            hidden_BTD = backbone(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
+            hidden_BTD, states = backbone(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
         if self.student.fused:
             # Many models end in a norm that gives fp32 under autocast; the head's products are the mode's all the same.
             hidden_BTD = hidden_BTD.to(head_dtype(self.mode) or hidden_BTD.dtype)
-        return rearrange(hidden_BTD, "B T D -> (B T) D")
+        return rearrange(hidden_BTD, "B T D -> (B T) D"), [rearrange(each, "B T D -> (B T) D") for each in states]
 
     def forward(self, batch: CachedBatch, normalizer: float) -> tuple[torch.Tensor, LossOutput]:
         """The loss to differentiate and the sums to report.
@@ -90,8 +118,9 @@ class DistillStep(nn.Module):
         """
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
+        hidden_ND, states = self._hidden(self.backbone, batch)
         output = distillation_loss(
-            self.hidden(batch),
+            hidden_ND,
             self.student.head,
             labels_N,
             mask_N,
@@ -110,4 +139,9 @@ class DistillStep(nn.Module):
         if batch.targets is not None:
             extra = self.temperature.auxiliary_loss(batch.targets, mask_N, normalizer)
             loss = loss if extra is None else loss + extra
+        if self.hidden_loss is not None:
+            assert isinstance(batch, TaughtBatch)
+            distance = self.hidden_loss(states, batch.states, mask_N)
+            output = output._replace(hidden=distance.detach().to(output.hidden.dtype))
+            loss = loss + per_token(self.objective.hidden_weight * distance, normalizer)
         return loss, output

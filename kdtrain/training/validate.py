@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from einops import rearrange
 
+from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.metrics import Metrics, measure
@@ -36,6 +37,7 @@ def validate(
     count = len(source) if batches is None else min(len(source), batches * micro)
     with torch.no_grad():
         for start in range(0, count, micro):
+            faults.point("validate.batch")
             if stop():
                 return None
             numbers = np.minimum(np.arange(start, start + micro), count - 1)

@@ -29,6 +29,10 @@ COMMAND_LINE = {
     "unknown choice": ((*DISTILL, "--tail", "ghoul"), ["--tail", "ghoul", "ghost"]),
     "out of range": ((*DISTILL, "--alpha", 1.5), ["--alpha 1.5", "0 to 1"]),
     "rate that is no number": ((*DISTILL, "--lr", "nan"), ["--lr nan"]),
+    "temperature that cannot be learned": (
+        (*DISTILL, "--divergence", "logit-mse", "--temperature-mode", "adversarial"),
+        ["--temperature-mode adversarial", "--divergence logit-mse", "does not depend on T"],
+    ),
     "uneven micro-batches": ((*DISTILL, "--batch-size", 8, "--micro-batch-size", 3), ["--micro-batch-size 3", "8"]),
     "cache and data": ((*DISTILL, "--data", "corpus"), ["--cache", "--data"]),
     "cache and teacher": ((*DISTILL, "--teacher", "teacher"), ["--cache", "--teacher"]),

@@ -11,6 +11,7 @@ RUNS = {
     "learnable": ("--student", "dropout.toml", "--temperature-mode", "adversarial", "--micro-batch-size", 2),
 }
 STEPS = 9
+SHARD = "shard-00001-00001.safetensors"
 TIMING = ("tok/s", "eta_h", "loss_avg")
 
 
@@ -106,15 +107,15 @@ def test_a_stop_during_a_validation_is_made_up_for_when_the_run_goes_on(bench, u
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(bench, uninterrupted):
     whole = uninterrupted["fixed"]
     shutil.copytree(bench.root / whole, bench.root / "damaged", symlinks=True)
-    path = bench.newest("damaged") / "tensors.safetensors"
+    path = bench.newest("damaged") / SHARD
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
     path.write_bytes(content)
     refused = bench.run("verify", "damaged", "--json")
     assert refused.code == 1
-    assert json.loads(refused.stdout)["problems"] == ["step-00000009: tensors.safetensors does not match its SHA-256"]
+    assert json.loads(refused.stdout)["problems"] == [f"step-00000009: {SHARD} does not match its SHA-256"]
     done = start(bench, "fixed", "damaged").ok()
-    assert "step-00000009 is damaged and passed over: tensors.safetensors does not match its SHA-256" in done.stderr
+    assert f"step-00000009 is damaged and passed over: {SHARD} does not match its SHA-256" in done.stderr
     assert "going on from damaged/checkpoints/step-00000008" in done.stderr
     assert_same(bench, "damaged", whole)
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kdtrain.monitor import progress
-from kdtrain.monitor.progress import Averages, Bar, bar, line, log, setup_logging
+from kdtrain.monitor.progress import STATUS, Bar, Rate, bar, line, log, setup_logging, status
 
 
 @pytest.fixture(autouse=True)
@@ -17,18 +17,12 @@ def quiet():
         handler.close()
 
 
-def test_the_loss_is_averaged_over_the_window_and_no_further():
-    averages = Averages(total=10, window=3)
-    found = [averages.add(step, float(step), 1, float(step))["loss_avg"] for step in range(1, 6)]
-    assert found == [1.0, 1.5, 2.0, 3.0, 4.0]
-
-
 def test_the_rate_counts_tokens_between_the_first_and_the_last_step_of_the_window():
-    averages = Averages(total=10, window=3)
-    assert averages.add(1, 0.0, 1000, 0.0) == {"loss_avg": 0.0, "tok/s": 0.0, "eta_h": 0.0}
-    assert averages.add(2, 0.0, 100, 2.0)["tok/s"] == 50.0
-    assert averages.add(3, 0.0, 300, 4.0)["tok/s"] == 100.0
-    last = averages.add(4, 0.0, 500, 6.0)
+    rate = Rate(total=10, window=3)
+    assert rate.add(1, 1000, 0.0) == {"tok/s": 0.0, "eta_h": 0.0}
+    assert rate.add(2, 100, 2.0)["tok/s"] == 50.0
+    assert rate.add(3, 300, 4.0)["tok/s"] == 100.0
+    last = rate.add(4, 500, 6.0)
     assert last["tok/s"] == 200.0
     assert last["eta_h"] == pytest.approx(6 * 2.0 / 3600)
 
@@ -36,6 +30,16 @@ def test_the_rate_counts_tokens_between_the_first_and_the_last_step_of_the_windo
 def test_numbers_are_rounded_for_reading_by_their_kind():
     numbers = {"loss": 1.23456, "T": 2.0, "lr": 3e-4, "tok/s": 12345.6, "grad_norm": 0.98765}
     assert line(numbers) == "loss=1.2346 T=2.000 lr=3.00e-04 tok/s=12,346 grad_norm=0.988"
+
+
+def test_the_line_of_a_step_has_all_names_in_their_order_and_leaves_out_what_is_not_known():
+    numbers = {"mode": "bf16", "loss": 1.0, "tokens": 5.0, "ckpt": -150, "memory_mb": 1234.5, "mem_delta": -3.2}
+    assert status(numbers) == "loss=1.0000 ckpt=-150 memory_mb=1,234 mem_delta=-3 mode=bf16"
+    full = dict.fromkeys(STATUS, 1.0) | {"ckpt": 0, "mode": "fp32"}
+    assert [text.split("=")[0] for text in status(full).split()] == [
+        *("loss", "loss_avg", "lr", "T", "grad_norm", "tok/s", "eta_h"),
+        *("ckpt", "memory_mb", "mem_delta", "mode"),
+    ]
 
 
 def test_lines_go_to_stderr_and_to_the_end_of_the_file(tmp_path, capsys):

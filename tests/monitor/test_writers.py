@@ -1,10 +1,20 @@
 """metrics.jsonl and events.jsonl: each step once, whatever happened in between."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from kdtrain.config import MonitorConfig
+from kdtrain.errors import RunError, UsageError
+from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.writers import Writers
+
+PLAIN = MonitorConfig(tensorboard=False)
+BOARD = MonitorConfig()
+WANDB = MonitorConfig(tensorboard=False, wandb_project="p", wandb_name="n")
 
 
 def lines(folder, name="metrics.jsonl"):
@@ -13,7 +23,7 @@ def lines(folder, name="metrics.jsonl"):
 
 def written(folder, resume_step, validated_step, steps):
     """A process that trains `steps` and validates after the even ones."""
-    writers = Writers(folder, resume_step, validated_step, tensorboard=False)
+    writers = Writers(folder, resume_step, validated_step, PLAIN)
     for step in steps:
         writers.metrics(step, {"loss": float(step)})
         if step % 2 == 0:
@@ -45,7 +55,7 @@ def test_a_validation_that_the_checkpoint_does_not_remember_is_forgotten(tmp_pat
 
 
 def test_a_run_that_starts_anew_forgets_everything(tmp_path):
-    writers = Writers(tmp_path, 0, None, tensorboard=False)
+    writers = Writers(tmp_path, 0, None, PLAIN)
     writers.metrics(0, {"validation/loss": 1.0})
     writers.metrics(1, {"loss": 1.0})
     writers.close()
@@ -63,14 +73,14 @@ def test_a_line_that_a_kill_cut_short_is_forgotten(tmp_path, rest):
 
 
 def test_a_number_that_is_not_finite_is_null(tmp_path):
-    writers = Writers(tmp_path, 0, None, tensorboard=False)
+    writers = Writers(tmp_path, 0, None, PLAIN)
     writers.metrics(1, {"loss": float("nan"), "grad_norm": float("inf"), "ce": 1.0})
     writers.close()
     assert lines(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "ce": 1.0}]
 
 
 def test_a_line_is_on_the_disk_before_the_run_ends(tmp_path):
-    writers = Writers(tmp_path, 0, None, tensorboard=False)
+    writers = Writers(tmp_path, 0, None, PLAIN)
     writers.metrics(1, {"loss": 1.0})
     assert lines(tmp_path) == [{"step": 1, "loss": 1.0}]
     writers.close()
@@ -78,7 +88,7 @@ def test_a_line_is_on_the_disk_before_the_run_ends(tmp_path):
 
 def test_events_are_kept_over_restarts_with_their_time(tmp_path):
     for kind in ("start", "resume"):
-        writers = Writers(tmp_path, 0, None, tensorboard=False)
+        writers = Writers(tmp_path, 0, None, PLAIN)
         writers.event(kind, 3, reason="asked")
         writers.close()
     found = lines(tmp_path, "events.jsonl")
@@ -89,13 +99,189 @@ def test_events_are_kept_over_restarts_with_their_time(tmp_path):
     assert found[0]["time"] <= found[1]["time"]
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path):
+def events_of(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writers = Writers(tmp_path, 0, None, tensorboard=True)
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def steps_in(folder, tag):
+    return [event.step for event in events_of(folder).Scalars(tag)]
+
+
+def texts(folder, tag):
+    tensors = events_of(folder).Tensors(f"{tag}/text_summary")
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in tensors]
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    writers = Writers(tmp_path, 0, None, BOARD)
     for step in (1, 2):
-        writers.metrics(step, {"loss": step / 2, "tok/s": 5.0, "validation/kl": 0.25})
+        writers.metrics(step, {"loss": step / 2, "tok/s": 5.0, "dL/dlogT": 0.5, "validation/kl": 0.25})
     writers.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert sorted(events.Tags()["scalars"]) == ["train/loss", "train/tok_per_s", "validation/kl"]
+    events = events_of(tmp_path)
+    assert sorted(events.Tags()["scalars"]) == ["train/dL_per_dlogT", "train/loss", "train/tok_per_s", "validation/kl"]
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 1.0)]
+
+
+def test_a_rollback_is_forgotten_in_files_and_in_tensorboard_and_events_stay(tmp_path):
+    writers = Writers(tmp_path, 0, None, BOARD)
+    for step in range(1, 7):
+        writers.metrics(step, {"loss": float(step)})
+        writers.samples(step, [{"prompt": "a", "greedy": str(step)}])
+    writers.metrics(4, {"validation/loss": 1.0})
+    writers.event("spike", 6)
+    writers.rewind(3)
+    writers.event("rollback", 3, spike=6)
+    for step in (4, 5):
+        writers.metrics(step, {"loss": 10.0 * step})
+    writers.close()
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50)]
+    assert [line["step"] for line in lines(tmp_path, "samples.jsonl")] == [1, 2, 3]
+    assert [line["event"] for line in lines(tmp_path, "events.jsonl")] == ["spike", "rollback"]
+    board = events_of(tmp_path).Scalars("train/loss")
+    assert [(event.step, event.value) for event in board] == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50)]
+    assert texts(tmp_path, "events") == [(6, "spike"), (3, "rollback spike: 6")]
+
+
+@pytest.mark.parametrize("resumed", [0, 3])
+def test_tensorboard_shows_each_step_once_after_a_resume_and_after_a_start_anew(tmp_path, resumed):
+    for first, last in ((1, 6), (resumed + 1, 5)):
+        writers = Writers(tmp_path, first - 1, None, BOARD)
+        for step in range(first, last):
+            writers.metrics(step, {"loss": float(step)})
+        writers.close()
+    assert steps_in(tmp_path, "train/loss") == [1, 2, 3, 4]
+
+
+def test_histograms_of_parameters_and_gradients_are_shown(tmp_path):
+    module = torch.nn.Linear(3, 2)
+    module.weight.grad = torch.full((2, 3), 0.5)
+    writers = Writers(tmp_path, 0, None, BOARD)
+    writers.histograms(7, module)
+    writers.close()
+    events = events_of(tmp_path)
+    assert sorted(events.Tags()["histograms"]) == ["gradients/weight", "parameters/bias", "parameters/weight"]
+    [shown] = events.Histograms("gradients/weight")
+    value = shown.histogram_value
+    assert (shown.step, value.num, value.min, value.max, value.sum) == (7, 6, 0.5, 0.5, 3.0)
+    assert sum(value.bucket) == 6
+
+
+def test_nothing_is_counted_where_no_board_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("kdtrain.monitor.writers.histograms", lambda tensors: pytest.fail("counted"))
+    writers = Writers(tmp_path, 0, None, PLAIN)
+    writers.histograms(1, torch.nn.Linear(1, 1))
+    writers.close()
+
+
+def test_samples_are_lines_of_a_file_and_a_table_on_the_board(tmp_path):
+    writers = Writers(tmp_path, 0, None, BOARD)
+    writers.samples(5, [{"prompt": "a|b\nc", "greedy": "d"}])
+    writers.samples(6, [])
+    writers.close()
+    assert lines(tmp_path, "samples.jsonl") == [{"step": 5, "prompt": "a|b\nc", "greedy": "d"}]
+    [(step, table)] = texts(tmp_path, "samples")
+    assert (step, table) == (5, "| prompt | greedy |\n| --- | --- |\n| a\\|b<br>c | d |")
+
+
+def test_the_options_of_a_run_are_hyper_parameters(tmp_path):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    writers = Writers(tmp_path, 0, None, BOARD)
+    writers.hyperparameters(
+        {"run": {"seed": 3, "out": "r", "epochs": None, "betas": [0.9, 0.95]}, "optimizer": {"lr": 0.5}}
+    )
+    writers.close()
+    content = events_of(tmp_path).summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    start = HParamsPluginData.FromString(content).session_start_info
+    found = {name: value.number_value or value.string_value for name, value in start.hparams.items()}
+    assert found == {"run/seed": 3, "run/out": "r", "run/betas": "[0.9, 0.95]", "optimizer/lr": 0.5}
+
+
+class FakeWandb:
+    """As much of W&B as we use, and a memory of it."""
+
+    def __init__(self, error=None):
+        self.error, self.started, self.logged, self.config, self.finished = error, [], [], {}, 0
+
+    def init(self, **options):
+        if self.error:
+            raise self.error
+        self.started.append(options)
+        self.id = options["id"] or f"made-{len(self.started)}"
+        return self
+
+    def update(self, options, allow_val_change):
+        self.options = options
+
+    def log(self, numbers):
+        self.logged.append(numbers)
+
+    def define_metric(self, name, step_metric=None):
+        self.defined = (name, step_metric)
+
+    def finish(self):
+        self.finished += 1
+
+    def module(self):
+        return SimpleNamespace(
+            init=self.init,
+            Settings=lambda **options: options,
+            Histogram=lambda np_histogram: np_histogram,
+            Table=lambda columns, data: (columns, data),
+        )
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    def install(error=None):
+        fake = FakeWandb(error)
+        fake.config = SimpleNamespace(update=fake.update)
+        monkeypatch.setitem(sys.modules, "wandb", fake.module())
+        return fake
+
+    return install
+
+
+def test_wandb_gets_numbers_histograms_texts_events_and_options_by_our_step(tmp_path, wandb):
+    fake = wandb()
+    writers = Writers(tmp_path, 0, None, WANDB)
+    writers.hyperparameters({"optimizer": {"lr": 0.5}})
+    writers.metrics(4, {"loss": 1.0, "validation/kl": 2.0})
+    writers.samples(4, [{"prompt": "a", "greedy": "b"}])
+    writers.event("stop", 4, signal="SIGTERM")
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(module.weight, 0.75)
+    writers.histograms(4, module)
+    writers.close()
+    assert (fake.started[0]["project"], fake.started[0]["name"], fake.started[0]["dir"]) == ("p", "n", str(tmp_path))
+    assert fake.defined == ("*", "step")
+    assert fake.options == {"optimizer/lr": 0.5}
+    assert fake.logged[0] == {"step": 4, "train/loss": 1.0, "validation/kl": 2.0}
+    assert fake.logged[1] == {"step": 4, "samples": (["prompt", "greedy"], [["a", "b"]])}
+    assert fake.logged[2] == {"step": 4, "events/stop": 1}
+    counts, edges = fake.logged[3]["parameters/weight"]
+    assert counts == [1] and len(edges) == 2 and edges[0] <= 0.75 <= edges[1]
+    assert fake.finished == 1
+
+
+def test_a_resume_goes_on_with_the_run_of_wandb_and_a_start_anew_does_not(tmp_path, wandb):
+    fake = wandb()
+    for resumed in (0, 3, 0):
+        Writers(tmp_path, resumed, None, WANDB).close()
+    assert [options["id"] for options in fake.started] == [None, "made-1", None]
+    assert all(options["resume"] == "allow" for options in fake.started)
+
+
+def test_a_missing_package_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert require_wandb(None) is None
+    with pytest.raises(UsageError, match=r"pip install 'kdtrain\[wandb\]'"):
+        require_wandb("p")
+
+
+def test_a_wandb_that_does_not_start_is_one_line_with_what_to_do(tmp_path, wandb):
+    wandb(RuntimeError("api_key not configured"))
+    with pytest.raises(RunError, match=r"api_key not configured.*WANDB_MODE=offline"):
+        Writers(tmp_path, 0, None, WANDB)

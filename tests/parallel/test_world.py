@@ -1,4 +1,4 @@
-"""Devices, and what a process says of itself."""
+"""Devices, what a process says of itself, and what ranks agree on."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kdtrain.errors import UsageError
-from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_processes
+from kdtrain.parallel.world import agreed_max, peak_memory_mb, pick_device, refuse_many_processes
 
 
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():
@@ -31,3 +31,31 @@ def test_one_of_several_processes_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="torchrun"):
         refuse_many_processes()
+
+
+def test_a_process_alone_agrees_with_itself():
+    tensor = torch.tensor(1.0)
+    assert agreed_max(tensor) is tensor
+
+
+AGREE = """
+import sys, torch, torch.distributed as dist
+from kdtrain.parallel.world import agreed_max
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+own = torch.tensor([float(rank), 1.0 - rank, 0.0])
+print(agreed_max(own).tolist(), own.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_agree_on_the_largest_and_keep_their_own(tmp_path):
+    argv = [sys.executable, "-c", AGREE]
+    ranks = [
+        subprocess.Popen([*argv, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert [each.communicate(timeout=120)[0].strip() for each in ranks] == [
+        "[1.0, 1.0, 0.0] [0.0, 1.0, 0.0]",
+        "[1.0, 1.0, 0.0] [1.0, 0.0, 0.0]",
+    ]

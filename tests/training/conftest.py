@@ -10,21 +10,27 @@ import pytest
 import torch
 
 from kdtrain.cache.reader import CachedBatch
+from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import (
     CheckpointConfig,
     DistillConfig,
+    GuardsConfig,
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
     PrecisionConfig,
+    StoppingConfig,
 )
 from kdtrain.models.head import split
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
-from kdtrain.training.loop import Run
+from kdtrain.training.early import EarlyStopping
+from kdtrain.training.reporter import Reporter
+from kdtrain.training.run import Run
+from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import Progress, TrainState, make_optimizer
 from kdtrain.training.step import DistillStep
 
@@ -77,8 +83,15 @@ class Workshop:
         config = _config(out, steps, {"lr": 1e-2, "warmup_steps": 0, "batch_size": 4, **options})
         student = split(tiny_model("llama", VOCABULARY, seed=3))
         temperature = _temperature(config.objective, steps)
+        watch = config.guards
+        spikes = SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience)
+        stopping = EarlyStopping(config.stopping)
         state = TrainState(
-            student, temperature, make_optimizer(student, temperature, config.optimizer, config.objective), Progress()
+            student,
+            temperature,
+            make_optimizer(student, temperature, config.optimizer, config.objective),
+            Progress(),
+            watchers={"spikes": spikes, "stopping": stopping},
         )
         step = DistillStep(
             student,
@@ -93,19 +106,30 @@ class Workshop:
             document_mask=False,
             compile=False,
         )
-        writers = Writers(out, 0, None, tensorboard=False)
-        yield Run(
+        keep = config.checkpoint
+        store = Store(
+            out / "checkpoints",
+            keep_rolling=keep.keep_rolling,
+            keep_epochs=keep.keep_epochs,
+            keep_special=keep.keep_special,
+        )
+        run = Run(
             config=config,
             total=steps,
             micro=config.micro_batch_size or config.batch_size,
             step=step,
             state=state,
-            store=Store(out / "checkpoints", config.checkpoint.keep_rolling),
-            writers=writers,
+            store=store,
+            saver=Saver(store, asynchronous=keep.async_save),
             train_source=train or RandomSource(10),
             validation_source=validation or RandomSource(5, seed=1),
+            spikes=spikes,
+            stopping=stopping,
         )
-        writers.close()
+        run.writers = Writers(out, 0, None, MonitorConfig(tensorboard=False))
+        run.reporter = Reporter(config, step, run.writers, run.validation_source, None, init="scratch", finished=0)
+        yield run
+        run.writers.close()
 
 
 def _config(out: Path, steps: int, options: dict[str, Any]) -> DistillConfig:
@@ -113,6 +137,8 @@ def _config(out: Path, steps: int, options: dict[str, Any]) -> DistillConfig:
         "objective": ObjectiveConfig,
         "optimizer": OptimizerConfig,
         "precision": PrecisionConfig,
+        "guards": GuardsConfig,
+        "stopping": StoppingConfig,
         "checkpoint": CheckpointConfig,
         "monitor": MonitorConfig,
     }

@@ -1,5 +1,6 @@
 """The training loop: what a step is, what ends a run, and what marks the best student."""
 
+import copy
 import json
 import math
 import os
@@ -12,6 +13,10 @@ from kdtrain import faults
 from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.training.loop import train
+from kdtrain.training.recovery import sequences, skip
+from kdtrain.training.source import Feed
+from kdtrain.training.stopping import StopRequest
+from kdtrain.training.update import take_step
 
 
 def metrics(run):
@@ -94,20 +99,44 @@ def test_a_step_without_an_unmasked_token_changes_nothing_but_decay_and_is_not_a
 
 
 @pytest.mark.parametrize("micro", [4, 1])
-def test_a_broken_teacher_ends_the_run_and_nothing_broken_is_saved(workshop, micro):
+def test_a_step_that_is_not_finite_leaves_no_trace_and_its_data_are_passed_over(workshop, micro):
     first = order.batch(0, 0, 16, 10).tolist()
-    broken = next(number for number in first[4:] if number not in first[:4])
+    broken = next(number for number in first[4:8] if number not in first[:4])
+    with workshop.run("sound", steps=1, lr_schedule="constant") as sound:
+        train(sound)
     source = workshop.source(10, broken=(broken,))
+    with workshop.run(train=source, micro_batch_size=micro, steps=1, lr_schedule="constant", checkpoint_freq=1) as run:
+        train(run)
+        before, moments = weights(run), copy.deepcopy(run.state.optimizer.state_dict()["state"])
+        bad = next(Feed(source, lambda _: sequences(run, run.state.progress.sequences), micro).steps())
+        numbers = take_step(run, bad, StopRequest())
+        skip(run, numbers)
+    assert not math.isfinite(numbers["loss"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
+    for key, state in run.state.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, moments[key][name]) for name, value in state.items())
+    progress = run.state.progress
+    assert (progress.step, progress.sequences, progress.skips, progress.skips_in_a_row) == (1, 8, 1, 1)
+    assert (run.config.out / "not-finite-00000002").is_dir()
+
+
+def test_a_run_goes_on_after_a_step_that_is_not_finite_and_takes_all_its_steps(workshop):
+    first = order.batch(0, 0, 16, 40).tolist()
+    with workshop.run(train=workshop.source(40, broken=(first[5],)), steps=3) as run:
+        train(run)
+    assert [line["step"] for line in metrics(run)[0]] == [1, 2, 3]
+    assert all(math.isfinite(line["loss"]) for line in metrics(run)[0])
+    assert (run.state.progress.sequences, run.state.progress.skips, run.state.progress.skips_in_a_row) == (16, 1, 0)
+
+
+def test_a_broken_teacher_ends_the_run_and_nothing_broken_is_saved(workshop):
+    source = workshop.source(10, broken=tuple(range(10)))
     with (
-        workshop.run(train=source, micro_batch_size=micro, checkpoint_freq=1) as run,
-        pytest.raises(RunError) as caught,
+        workshop.run(train=source, checkpoint_freq=1, max_skips=2) as run,
+        pytest.raises(RunError, match=r"3 steps in a row.*--max-skips 2.*newest checkpoint is none"),
     ):
         train(run)
-    names = run.store.names()
-    assert f"newest checkpoint is {names[-1]}" in str(caught.value)
-    assert 1 <= len(names) < 4
-    for name in names:
-        assert run.store.problem(name) is None
+    assert run.store.names() == []
 
 
 def test_the_best_student_is_the_one_of_the_lowest_validation_loss(workshop):
@@ -124,7 +153,7 @@ def test_the_best_student_is_the_one_of_the_lowest_validation_loss(workshop):
 def test_old_checkpoints_are_pruned_and_the_best_is_kept(workshop):
     with workshop.run(steps=6, checkpoint_freq=1, eval_freq=3, keep_rolling=2) as run:
         train(run)
-    kept = set(run.store.names())
+    kept = {name for name in run.store.names() if name.startswith("step-")}
     assert {"step-00000005", "step-00000006"} <= kept
     assert len(kept) <= 3
     assert (run.store.folder / "best").exists()
@@ -156,11 +185,13 @@ def term_at(monkeypatch):
     """Send SIGTERM at the `call`-th time that a point is passed."""
 
     def ask(point, call):
-        monkeypatch.setattr(faults, "_faults", {point: ("term", call)})
-        monkeypatch.setattr(faults, "_calls", type(faults._calls)())
+        monkeypatch.setenv("KDTRAIN_FAULT", f"{point}:term:{call}")
+        faults.read()
         return faults._calls
 
-    return ask
+    yield ask
+    monkeypatch.undo()
+    faults.read()
 
 
 @pytest.mark.parametrize("call, finished", [(1, 0), (2, 0), (4, 1), (5, 2)])
@@ -176,7 +207,7 @@ def test_a_stop_saves_the_last_finished_step_and_nothing_of_the_unfinished_one(w
     expected = weights(whole) if finished else start
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run).items())
     assert all(parameter.grad is None for parameter in run.step.parameters())
-    assert run.store.newest_valid()[0] == (f"step-{finished:08d}" if finished else None)
+    assert run.store.newest_valid()[0] == (f"interrupted-{finished:08d}" if finished else None)
 
 
 def test_a_stop_in_the_first_validation_trains_nothing(workshop):

@@ -1,0 +1,214 @@
+"""Does a run that is broken off end with the same bits? Every way of breaking it off, and kills at random times.
+
+`make torture`, or `python benchmarks/torture_run.py [--pairwise] [--kills 50] [--seed 0] [--out FILE]`.
+
+The command `kdtrain distill` is started in a fork of this process, broken off as `resume_matrix` says, and started
+again until it ends by itself. Then its newest checkpoint is compared with that of a run that nobody disturbed: every
+tensor with `torch.equal`, every number of its state, and each line of metrics.jsonl but for what a clock decides. A
+fault that did not fire is an error. Random kills: SIGKILL after a random time, over and over, until the run ends by
+itself. The result is benchmarks/results/torture-run.json.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import resume_matrix as matrix
+import torch
+
+from kdtrain import cli, faults
+from kdtrain.checkpoint.store import Store, load
+from kdtrain.monitor.progress import bar
+from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
+
+RESULT = Path(__file__).parent / "results" / "torture-run.json"
+CLOCK = ("tok/s", "eta_h")
+Options = tuple[int, str, bool]
+
+
+def main() -> int:
+    """Run the matrix and the kills; 0 when every run ended equal and every fault fired."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairwise", action="store_true", help="a selection that holds every pair of two dimensions")
+    parser.add_argument("--kills", type=int, default=50, help="kills at random times")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    out = options.out.resolve()
+    cases = matrix.pairwise() if options.pairwise else matrix.every_case()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        _materials()
+        wholes = Wholes()
+        found = [_case(case, wholes) for case in _shown(cases, "case")]
+        killed, fired = _random_kills(random.Random(options.seed), options.kills, wholes)
+    differ = [each for each in [*found, *killed] if each["differs"]]
+    result = {
+        "cases": len(cases),
+        "faults_fired": sum(each["fired"] for each in found),
+        "faults_that_did_not_fire": sum(each["wanted"] - each["fired"] for each in found),
+        "random_kills": fired,
+        "runs_that_differ": len(differ),
+        "differences": differ,
+        "seconds": round(time.monotonic() - started),
+        "torch": torch.__version__,
+        "seed": options.seed,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return int(bool(differ or result["faults_that_did_not_fire"]))
+
+
+class Wholes:
+    """The runs that nobody disturbs, one for each set of options, made when they are asked for."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Options, float] = {}
+
+    def __call__(self, options: Options) -> Path:
+        folder = Path("whole-" + "-".join(map(str, options)))
+        if options not in self.seconds:
+            started = time.monotonic()
+            ended = _command(matrix.argv(options, str(folder)), [matrix.SPIKE] if options[2] else [])
+            assert ended == 0, f"{folder} ended with {ended}: {_said()}"
+            self.seconds[options] = time.monotonic() - started
+        return folder
+
+
+def _case(case: matrix.Case, wholes: Wholes) -> dict[str, Any]:
+    """Break a run off, finish it, and say in what it differs from the whole one."""
+    whole, run, fired = wholes(case.options), Path(case.name), 0
+    lasting = [matrix.SPIKE] if case.rollback else []
+    for fault in case.faults():
+        _command(matrix.argv(case.options, str(run)), [*lasting, fault])
+        fired += fault.split(":")[0] in _fired()
+    ended = _command(matrix.argv(case.options, str(run)), lasting)
+    differs = [f"ended with {ended}: {_said()}"] if ended else difference(run, whole)
+    shutil.rmtree(run, ignore_errors=True)
+    return {"run": case.name, "wanted": len(case.faults()), "fired": fired, "differs": differs}
+
+
+def _random_kills(choose: random.Random, kills: int, wholes: Wholes) -> tuple[list[dict[str, Any]], int]:
+    """Kill runs of random options after random times until `kills` have hit; what each run differed in."""
+    every = [case.options for case in matrix.every_case()]
+    found, fired, number = [], 0, 0
+    while fired < kills:
+        options, number = choose.choice(every), number + 1
+        whole, run = wholes(options), Path(f"killed-{number}")
+        lasting = [matrix.SPIKE] if options[2] else []
+        for _ in range(20):
+            ended = _command(matrix.argv(options, str(run)), lasting, choose.uniform(0.0, wholes.seconds[options]))
+            if ended != -signal.SIGKILL:
+                break
+            fired += 1
+        else:
+            ended = _command(matrix.argv(options, str(run)), lasting)
+        differs = [f"ended with {ended}: {_said()}"] if ended else difference(run, whole)
+        found.append({"run": f"{run} {options}", "differs": differs})
+        shutil.rmtree(run, ignore_errors=True)
+    return found, fired
+
+
+def difference(run: Path, whole: Path) -> list[str]:
+    """What is not equal in the newest checkpoints and metrics of two runs."""
+    ours, theirs = _newest(run), _newest(whole)
+    if ours.name != theirs.name:
+        return [f"newest checkpoint {ours.name} instead of {theirs.name}"]
+    names = ours.tensors.keys() ^ theirs.tensors.keys()
+    found = [f"tensor {name} is in one only" for name in names]
+    shared = ours.tensors.keys() & theirs.tensors.keys()
+    found += [name for name in sorted(shared) if not torch.equal(ours.tensors[name], theirs.tensors[name])]
+    ours.state["options"]["run"]["out"] = theirs.state["options"]["run"].get("out")
+    found += [f"state {key}" for key in theirs.state if key != "options" and ours.state.get(key) != theirs.state[key]]
+    return found + ([] if _metrics(run) == _metrics(whole) else ["metrics.jsonl"])
+
+
+def _newest(run: Path) -> Any:
+    store = Store(run / "checkpoints")
+    name, _ = store.newest_valid()
+    assert name is not None, f"{run} holds no checkpoint"
+    return load(store.folder / name)
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
+
+
+def _command(argv: list[str], asked: list[str], kill_after: float | None = None) -> int:
+    """`kdtrain ARGV` in a fork, with faults; its exit code, negative where a signal ended it."""
+    Path("fired").unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        said = os.open("said", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        os.environ |= {"KDTRAIN_FAULT": ",".join(asked), "KDTRAIN_FAULT_LOG": "fired"}
+        faults.read()
+        _leave(lambda: cli.main(argv))
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _leave(command: Callable[[], None]) -> None:
+    """End this process with the exit code of the command, and without what the parent's would do at its end."""
+    code = 1
+    try:
+        command()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _fired() -> list[str]:
+    return Path("fired").read_text().split() if Path("fired").exists() else []
+
+
+def _said() -> str:
+    return Path("said").read_text()[-500:]
+
+
+def _materials() -> None:
+    """A tiny teacher, a student with dropout, and a cache of 40 sequences; models that have opinions."""
+    teacher = tiny_model("llama", 300, seed=1)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(6 if parameter.ndim > 1 else 1)
+    write_model_folder(Path("teacher"), teacher, tiny_tokenizer(300))
+    config = SHAPES["gpt2"] | {"resid_pdrop": 0.1}
+    entries = [f"{key} = {json.dumps(value)}\n" for key, value in config.items()]
+    Path("student.toml").write_text("tokenizer = 'teacher'\n\n[config]\n" + "".join(entries))
+    words = random.Random(5)
+    Path("text.txt").write_text("".join(words.choice("abcdefgh \n") for _ in range(20_000)))
+    text = ["--data", "text.txt", "--seq-len", "32", "--num-workers", "0", "--num-sequences", "40"]
+    text += ["--validation-sequences", str(matrix.VALIDATION), "--precision", "fp32"]
+    ended = _command(["cache-teacher", "--teacher", "teacher", "--out", "cache", *text, "--head", "12"], [])
+    assert ended == 0, _said()
+
+
+def _shown(cases: list[matrix.Case], unit: str) -> Any:
+    with bar("torture", len(cases), unit=unit) as shown:
+        for number, case in enumerate(cases):
+            yield case
+            shown.update(number + 1)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    raise SystemExit(main())

@@ -1,0 +1,140 @@
+"""Saving in the background: training waits for a copy of the tensors, and not for the disk.
+
+`save` copies everything into buffers of its own, pinned where the tensors are on a GPU and used again by the next
+save, and a thread does the rest: files, digests, links, pruning. One save is in flight; the next one waits for it.
+What goes wrong in the thread is raised by the next `save`, `wait` or `close`, and never lost. The buffers cost as
+much memory as the state has; `asynchronous=False` saves in place and needs none.
+"""
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kdtrain import faults
+from kdtrain.checkpoint.store import Store
+from kdtrain.errors import RunError
+
+
+class Saver:
+    """Publishes the checkpoints of one run.
+
+    Args:
+        store: where they go.
+        asynchronous: whether in a thread.
+    """
+
+    def __init__(self, store: Store, asynchronous: bool = True) -> None:
+        self.store = store
+        self.asynchronous = asynchronous
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self,
+        names: Sequence[str],
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
+        *,
+        rollbacks: int = 0,
+        best: str | None = None,
+        protected: Collection[str] = (),
+    ) -> float:
+        """Publish one state under all of `names`, then prune; the seconds for which the caller stood still.
+
+        Args:
+            names: the first is written, the others are second names of it.
+            step, tensors, state, rollbacks: see `Store.save`; the caller may change them at once.
+            best: the name that `best` is to point at from now on.
+            protected: names that pruning must leave.
+
+        Raises:
+            RunError: this save could not be begun, or the one before it failed.
+        """
+        started = time.perf_counter()
+        self.wait()
+        if self.asynchronous:
+            tensors, state = self._copied(tensors), copy.deepcopy(state)
+
+        def publish() -> None:
+            self.store.save(names[0], step, tensors, state, rollbacks)
+            for name in names[1:]:
+                self.store.copy(names[0], name)
+            if best is not None:
+                self.store.link("best", best)
+            faults.point("checkpoint.before-prune")
+            self.store.prune(protected)
+
+        if self.asynchronous:
+            # no daemon: a process that ends without `close` still finishes what it has begun to write
+            self._thread = threading.Thread(target=self._attempt, args=(publish,), name="checkpoint")
+            self._thread.start()
+        else:
+            self._attempt(publish)
+            self.wait()
+        return time.perf_counter() - started
+
+    def wait(self) -> None:
+        """Return when nothing is in flight.
+
+        Raises:
+            RunError: what was in flight failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, RunError):
+            raise error
+        if isinstance(error, OSError):
+            where = error.filename or self.store.folder
+            raise RunError(f"{where}: {error.strerror or error}; published checkpoints are intact") from None
+        if error is not None:
+            raise RunError(f"saving into {self.store.folder} failed: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """`wait`, and give the buffers back."""
+        self._buffers.clear()
+        self.wait()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """`close`; where the block ends by an error of its own, one of the saver's is only logged."""
+        try:
+            self.close()
+        except RunError as own:
+            if error is None:
+                raise
+            logging.getLogger("kdtrain").error("%s", own)
+
+    def _attempt(self, publish: Callable[[], None]) -> None:
+        try:
+            publish()
+        except BaseException as error:  # it is raised again in the caller's thread
+            self._error = error
+
+    def _copied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of `tensors` on the CPU, finished."""
+        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self._buffers[name].copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return dict(self._buffers)
+
+    def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The buffer of the last save where it fits, and a new one where it does not."""
+        own = self._buffers.get(name)
+        if own is not None and (own.shape, own.dtype) == (tensor.shape, tensor.dtype):
+            return own
+        like: dict[str, Any] = {"device": "cpu", "memory_format": torch.contiguous_format}
+        return torch.empty_like(tensor, **like, pin_memory=tensor.is_cuda)

@@ -1,0 +1,83 @@
+"""The tiers of checkpoints: what their names say, which one is newest, and which ones are kept. Pure: no disk here.
+
+Rolling checkpoints are `step-00000250`, epoch checkpoints `epoch-0001`, and special ones have any other name
+(`interrupted-00000123`, `rollback_1_iter120`, `switch_to_bf16_iter150`). Names that are hidden, the links `latest` and
+`best`, and what was set aside (`step-00000250.left-1`, `step-00000250.damaged-1`) are no checkpoints.
+"""
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["epoch", "rolling", "special"]
+
+LINKS = ("latest", "best")
+_ASIDE = re.compile(r"\.(?:left|damaged)-\d+$")
+_STEP = re.compile(r"^(?:step-|interrupted-)(\d+)|iter(\d+)")
+_RANK: dict[Tier, int] = {"epoch": 0, "rolling": 1, "special": 2}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint as retention sees it: its name, where in the run it was taken, and whether it is whole."""
+
+    name: str
+    step: int
+    rollbacks: int = 0
+    valid: bool = True
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How many valid checkpoints of each tier are kept; at least one each."""
+
+    rolling: int = 10
+    epoch: int = 5
+    special: int = 3
+
+
+def rolling_name(step: int) -> str:
+    """The name of the rolling checkpoint of `step`."""
+    return f"step-{step:08d}"
+
+
+def epoch_name(number: int) -> str:
+    """The name of the checkpoint at the end of epoch `number`, counted from 1."""
+    return f"epoch-{number:04d}"
+
+
+def is_name(name: str) -> bool:
+    """Whether a checkpoint may have this name."""
+    return bool(name) and not name.startswith(".") and "/" not in name and name not in LINKS and not _ASIDE.search(name)
+
+
+def tier(name: str) -> Tier:
+    """The tier that a name belongs to."""
+    if re.fullmatch(r"step-\d{8,}", name):
+        return "rolling"
+    return "epoch" if re.fullmatch(r"epoch-\d{4,}", name) else "special"
+
+
+def step_in(name: str) -> int:
+    """The step that a name speaks of, for checkpoints that cannot be asked; -1 where it speaks of none."""
+    found = _STEP.search(name)
+    return int(found[1] or found[2]) if found else -1
+
+
+def ordered(entries: Iterable[Entry]) -> list[Entry]:
+    """`entries` oldest first: by step, by the number of rollbacks before it, and special ones after the others."""
+    return sorted(entries, key=lambda each: (each.step, each.rollbacks, _RANK[tier(each.name)], each.name))
+
+
+def removable(entries: Iterable[Entry], keep: Keep, protected: Collection[str] = ()) -> list[str]:
+    """The names that retention no longer needs, oldest first.
+
+    Kept are the newest valid ones of each tier, as many as `keep` says, the newest valid one of all, and the
+    `protected`; damaged ones stay to be looked at, and do not count.
+    """
+    valid = [each for each in ordered(entries) if each.valid]
+    kept = {*protected, *(each.name for each in valid[-1:])}
+    for kind, count in (("rolling", keep.rolling), ("epoch", keep.epoch), ("special", keep.special)):
+        kept |= {each.name for each in [each for each in valid if tier(each.name) == kind][-count:]}
+    return [each.name for each in valid if each.name not in kept]

@@ -1,0 +1,111 @@
+"""Hidden-state losses: some layers of the student are to look like some layers of the teacher.
+
+A student's hidden states h_s go through a learned matrix W, student width x teacher width, and are compared with the
+teacher's h_t at the same tokens:
+
+    mse     mean over the teacher's width of (W h_s - h_t)^2     FitNets, arXiv 1412.6550, eq. 3;
+                                                                 TinyBERT, arXiv 1909.10351, eq. 8
+    cosine  1 - cos(W h_s, h_t)                                  DistilBERT, arXiv 1910.01108, section 2
+
+W is fp32, belongs to the training and not to the student, and starts as the identity where both widths are equal (then
+the first step is DistilBERT's, which has no W), else with orthonormal rows or columns. A value is the mean over the
+pairs of layers, summed over unmasked tokens. `even` is TinyBERT's uniform mapping of layers.
+
+Given up: it needs the teacher at hand. Hidden states are hundreds of numbers a token and layer; no cache holds them.
+
+Shape suffixes: N tokens, S width of a student's layer, D width of a teacher's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kdtrain.errors import UsageError
+
+KINDS = ("mse", "cosine")
+
+
+class HiddenLoss(nn.Module):
+    """The distance of pairs of layers, with a projection a pair.
+
+    Args:
+        kind: one of `KINDS`.
+        widths: S and D of each pair.
+        seed: of the projections that are no identity; the global random state is left alone.
+    """
+
+    def __init__(self, kind: str, widths: Sequence[tuple[int, int]], seed: int = 0) -> None:
+        super().__init__()
+        assert kind in KINDS
+        self.kind = kind
+        generator = torch.Generator().manual_seed(seed)
+        self.projections = nn.ParameterList(_start(wide, narrow, generator) for narrow, wide in widths)
+
+    def forward(self, student: Sequence[Tensor], teacher: Sequence[Tensor], mask_N: Tensor) -> Tensor:
+        """Sum over unmasked tokens of the mean over pairs; scalar fp32, differentiable in student and projections.
+
+        Args:
+            student: [N,S] a pair, any float dtype.
+            teacher: [N,D] a pair, any float dtype, without gradients; masked rows may hold anything.
+            mask_N: bool, True where the token counts. With none left the value is 0 and the graph whole.
+        """
+        with torch.autocast(mask_N.device.type, enabled=False):
+            each_P = [
+                self._distance(F.linear(own_NS.float(), weight_DS), other_ND, mask_N)
+                for own_NS, other_ND, weight_DS in zip(student, teacher, self.projections, strict=True)
+            ]
+            return torch.stack(each_P).mean()
+
+    def _distance(self, own_ND: Tensor, other_ND: Tensor, mask_N: Tensor) -> Tensor:
+        other_ND = other_ND.detach().float().masked_fill(~mask_N[:, None], 0.0)
+        if self.kind == "mse":
+            distance_N = (own_ND - other_ND).square().mean(-1)
+        else:
+            distance_N = 1.0 - F.cosine_similarity(own_ND, other_ND, dim=-1)
+        return distance_N.masked_fill(~mask_N, 0.0).sum()
+
+
+def layer_pairs(wanted: str, student_layers: int, teacher_layers: int) -> list[tuple[int, int]]:
+    """Which layer of the student is compared with which of the teacher.
+
+    Layer 0 is the embedding, layer L the last, as the output head sees it (after the final norm).
+
+    Args:
+        wanted: `even` (each student layer with the one at the same part of the teacher's depth), `last`, or pairs
+            STUDENT:TEACHER separated by commas.
+    Raises:
+        UsageError: no such form, or no such layer.
+    """
+    if wanted == "last":
+        return [(student_layers, teacher_layers)]
+    if wanted == "even":
+        # rounded half up, and never the embedding
+        places = [(2 * own * teacher_layers + student_layers) // (2 * student_layers) for own in _upto(student_layers)]
+        return list(zip(_upto(student_layers), [max(each, 1) for each in places], strict=True))
+    if not re.fullmatch(r"\d+:\d+(,\d+:\d+)*", wanted):
+        raise UsageError(
+            f"--hidden-layers '{wanted}' is no mapping; use even, last, or STUDENT:TEACHER pairs as 2:3,4:6"
+        )
+    pairs = [(int(own), int(other)) for own, other in (pair.split(":") for pair in wanted.split(","))]
+    for own, other in pairs:
+        if own > student_layers or other > teacher_layers:
+            raise UsageError(
+                f"--hidden-layers {own}:{other} is beyond the layers: the student has 0 to {student_layers}, "
+                f"the teacher 0 to {teacher_layers}"
+            )
+    return pairs
+
+
+def _upto(last: int) -> range:
+    return range(1, last + 1)
+
+
+def _start(wide: int, narrow: int, generator: torch.Generator) -> nn.Parameter:
+    if wide == narrow:
+        return nn.Parameter(torch.eye(wide))
+    return nn.Parameter(nn.init.orthogonal_(torch.empty(wide, narrow), generator=generator))

@@ -1,0 +1,251 @@
+"""The parts of a training run, put together from the options: data, student, teacher, temperature, optimizer, guards.
+
+Text that does not come from a cache is packed once into a cache of bare tokens inside the run, so that all three read
+the same way, in the same order, in flat memory, and a resume never tokenises again.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from kdtrain.cache.provenance import Manifest, check_student, check_tokenizer
+from kdtrain.cache.reader import CacheReader
+from kdtrain.checkpoint.saver import Saver
+from kdtrain.checkpoint.store import Store
+from kdtrain.config import DistillConfig
+from kdtrain.errors import UsageError
+from kdtrain.models.head import SplitModel, split
+from kdtrain.models.loading import architecture, checkpoint_activations, load_student, load_tokenizer, model_digest
+from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.monitor.progress import log
+from kdtrain.objective.divergence import refuse
+from kdtrain.objective.temperature import Temperature, build_temperature
+from kdtrain.parallel.world import pick_device
+from kdtrain.precision.modes import pick_mode, why_not_compile
+from kdtrain.stages.begin import allowing
+from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
+from kdtrain.stages.common import ask, ask_layers, check_fits, digest_of, open_teacher
+from kdtrain.stages.run_folder import deciding
+from kdtrain.training.early import EarlyStopping
+from kdtrain.training.hidden import HiddenPlan, plan_hidden_loss
+from kdtrain.training.run import Run
+from kdtrain.training.source import CachedSource, OnlineLayersSource, OnlineSource, Source
+from kdtrain.training.spike import SpikeDetector
+from kdtrain.training.state import Progress, TrainState, make_optimizer
+from kdtrain.training.step import DistillStep
+
+LEARNED_RANGE = (2 / 3, 4.0)
+"""Bounds of a learnable T that were left open: far above them T^2 KL rises again, and has no top."""
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A run that has not begun, and what it was made of.
+
+    Args:
+        run: its parts; `run.config` has the bounds of T filled in, `run.writers` is not open yet.
+        spec: the student.
+        manifest: the cache (or the run's own cache of tokens) it reads.
+        folder: where that cache lies.
+        hidden: the losses between hidden states, where they are asked for.
+    """
+
+    run: Run
+    spec: ModelSpec
+    manifest: Manifest
+    folder: Path
+    hidden: HiddenPlan | None = None
+
+
+def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
+    """Put together the run that `config` describes; but for the tokens of `--data`, nothing is written.
+
+    Args:
+        goes_on: whether `config.out` holds this run already.
+
+    Raises:
+        UsageError: data, cache, student or options do not go together.
+    """
+    device = pick_device(config.device)
+    mode = pick_mode(config.precision.precision, device)
+    if config.precision.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
+        torch.use_deterministic_algorithms(True)
+    spec = read_spec(config.student)
+    teacher = None if config.teacher is None else open_teacher(read_spec(config.teacher), device, mode)
+    folder = config.cache or _tokens(config, spec, teacher, goes_on)
+    readers = {name: CacheReader(folder, name) for name in ("train", "validation")}
+    manifest = readers["train"].manifest
+    student = _student(config, spec, manifest, device)
+    hidden = plan_hidden_loss(config.objective, student, teacher, config.seed)
+    config = _with_temperature_bounds(config, manifest)
+    document_mask = manifest.settings.document_mask
+    total = _total_steps(config, len(readers["train"]))
+
+    vocab_size = min(manifest.vocab_size, logit_width(student))
+    sources: dict[str, Source] = {}
+    for name, reader in readers.items():
+        cached = CachedSource(reader, device, vocab_size)
+        sources[name] = cached if teacher is None else OnlineSource(cached, ask(teacher, device, mode), document_mask)
+        if hidden is not None and teacher is not None and name == "train":
+            with_layers = ask_layers(teacher, device, mode, hidden.teacher_layers)
+            sources[name] = OnlineLayersSource(cached, with_layers, document_mask)
+    has_teacher = teacher is not None or manifest.codec.kind != "tokens"
+    if has_teacher:
+        _refuse_objective(config, manifest)
+    temperature = _temperature(config, total).to(device)
+    watch = config.guards
+    spikes = SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience)
+    stopping = EarlyStopping(config.stopping)
+    state = TrainState(
+        student,
+        temperature,
+        make_optimizer(student, temperature, config.optimizer, config.objective, hidden.loss if hidden else None),
+        Progress(),
+        hidden.loss if hidden else nn.Module(),
+        watchers={"spikes": spikes, "stopping": stopping},
+    )
+    step = DistillStep(
+        student,
+        temperature,
+        config.objective,
+        config.precision,
+        vocab_size=vocab_size,
+        seq_len=manifest.settings.seq_len,
+        has_teacher=has_teacher,
+        mode=mode,
+        device=device,
+        document_mask=document_mask,
+        compile=_compiles(config, device),
+        hidden_loss=hidden.loss if hidden else None,
+        layers=hidden.student_layers if hidden else (),
+    )
+    store = _store(config)
+    run = Run(
+        config=config,
+        total=total,
+        micro=config.micro_batch_size or config.batch_size,
+        step=step,
+        state=state,
+        store=store,
+        saver=Saver(store, asynchronous=config.checkpoint.async_save),
+        train_source=sources["train"],
+        validation_source=sources["validation"],
+        spikes=spikes,
+        stopping=stopping,
+        identity={
+            "cache": manifest.digest,
+            "options": deciding(config),
+            "student": {"name": spec.name, "architecture": architecture(student), "attention": spec.attention},
+            "teacher": None if teacher is None else model_digest(teacher),
+        },
+    )
+    return Assembled(run, spec, manifest, folder, hidden)
+
+
+def _store(config: DistillConfig) -> Store:
+    keep = config.checkpoint
+    return Store(
+        config.out / "checkpoints",
+        keep_rolling=keep.keep_rolling,
+        keep_epochs=keep.keep_epochs,
+        keep_special=keep.keep_special,
+    )
+
+
+def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, goes_on: bool) -> Path:
+    """The run's own cache of bare tokens, by the teacher's tokenizer, or by the student's where there is no teacher."""
+    tokenizer_of = spec if config.teacher is None else read_spec(config.teacher)
+    if teacher is not None:
+        check_fits(teacher, tokenizer_of.name, config.data.seq_len, config.data.document_mask)
+    tokenizer = load_tokenizer(tokenizer_of)
+    width = len(tokenizer) if teacher is None else logit_width(teacher)
+    folder = config.out / "data"
+    try:
+        build_tokens(folder, config.data, tokenizer, width)
+    except UsageError:
+        if goes_on or not holds_tokens(folder):
+            raise
+        shutil.rmtree(folder)  # other tokens, of a try that was refused before it became a run
+        build_tokens(folder, config.data, tokenizer, width)
+    return folder
+
+
+def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device: torch.device) -> SplitModel:
+    """The student, its weights in fp32, proven to split into backbone and head, and to hold the vocabulary."""
+    named = spec.config is None or "vocab_size" in spec.config
+    model = load_student(spec, vocab_size=None if named else manifest.vocab_size, seed=config.seed, device=str(device))
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    student = split(model)
+    check_student(manifest, logit_width(student))
+    check_fits(student, spec.name, manifest.settings.seq_len, manifest.settings.document_mask)
+    with allowing("tokenizer", config):
+        check_tokenizer(manifest, digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None))
+    if not student.fused:
+        log.info("student %s: output head not split off: %s", spec.name, student.reason)
+    return student
+
+
+def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> DistillConfig:
+    """`config` with the bounds of T that were left open, and a T that the cache is right at."""
+    objective = config.objective
+    valid = manifest.temperature_range or {"min": 0.25, "max": 20.0}
+    low = objective.temperature_min or max(valid["min"], LEARNED_RANGE[0])
+    high = objective.temperature_max or min(valid["max"], LEARNED_RANGE[1])
+    used = [objective.temperature]
+    used += [objective.temperature_end] if objective.temperature_mode == "schedule" else []
+    learnable = objective.learns_temperature
+    used += [low, high] if learnable else []
+    if manifest.codec.kind != "tokens" and not all(valid["min"] <= each <= valid["max"] for each in used):
+        raise UsageError(
+            f"temperatures {sorted(set(used))} leave the cache's range of {valid['min']:.3g} to {valid['max']:.3g}; "
+            "choose --temperature, --temperature-end, --temperature-min and --temperature-max inside"
+        )
+    if learnable and not low < objective.temperature < high:
+        raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
+    if low == high:
+        return config  # a cache that is right at one T only, and a T that stays there: nothing is to be bounded
+    return replace(config, objective=replace(objective, temperature_min=low, temperature_max=high))
+
+
+def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
+    objective, codec = config.objective, manifest.codec
+    if objective.distils:
+        dense = codec.kind != "sparse"
+        refuse(objective.divergence, objective.tail, head=codec.head, draws=codec.draws, dense=dense)
+
+
+def _temperature(config: DistillConfig, total: int) -> Temperature:
+    objective = config.objective
+    low, high = objective.temperature_min, objective.temperature_max
+    return build_temperature(
+        objective.temperature_mode,
+        start=objective.temperature,
+        minimum=objective.temperature if low is None else low,
+        maximum=objective.temperature if high is None else high,
+        end=objective.temperature_end,
+        schedule=objective.temperature_schedule,
+        total_steps=max(total - 1, 1),  # the last step is number total - 1 and stands at the end of a schedule
+    )
+
+
+def _total_steps(config: DistillConfig, sequences: int) -> int:
+    if config.epochs is not None:
+        return max(round(config.epochs * sequences / config.batch_size), 1)
+    if config.steps is None and config.checkpoint.override_opt_param_scheduler and config.optimizer.decay_steps:
+        return config.optimizer.warmup_steps + config.optimizer.decay_steps  # a decay alone, from another run's weights
+    return config.steps or 2000
+
+
+def _compiles(config: DistillConfig, device: torch.device) -> bool:
+    if not config.precision.compile:
+        return False
+    reason = why_not_compile(device)
+    if reason is not None:
+        log.info("not compiled: %s; the run is slower, and its result the same to rounding", reason)
+    return reason is None

@@ -1,0 +1,151 @@
+"""Where a run begins: at a checkpoint of its own, at one of another run, or anew."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kdtrain.checkpoint.store import Checkpoint, load
+from kdtrain.config import DistillConfig
+from kdtrain.errors import UsageError
+from kdtrain.monitor.progress import log
+from kdtrain.stages.run_folder import changes, refuse_changes
+from kdtrain.training.run import Run
+from kdtrain.training.saving import relink_best
+from kdtrain.training.state import Progress
+
+_KINDS = {"temperature": ("temperature_mode",), "hidden": ("hidden_loss", "hidden_layers")}
+"""Parts of the state that other options give other entries."""
+
+
+def begin(run: Run, goes_on: bool) -> Path | None:
+    """Take over the checkpoint the run begins at, and return its folder; None where it begins anew.
+
+    A run that has a checkpoint of its own goes on from it, whatever `--load` says: that was its beginning.
+
+    Raises:
+        UsageError: the checkpoint is of another student, cache or teacher, or of other options.
+        RunError: the checkpoint that was asked for is damaged.
+    """
+    wanted = run.config.checkpoint
+    if goes_on or wanted.resume not in ("auto", "never"):
+        path = _resume(run)
+        if path is not None:
+            return path
+    return None if wanted.load is None else _start_from(run, wanted.load)
+
+
+def _resume(run: Run) -> Path | None:
+    """Take over the checkpoint that `--resume` names; None where `auto` finds none."""
+    wanted = run.config.checkpoint.resume
+    if wanted == "auto":
+        name, damaged = run.store.newest_valid()
+        for text in damaged:
+            log.warning(text)
+        if name is None:
+            _set_aside(run)
+            return None
+        path = (run.store.folder / name).resolve()
+    else:
+        path = run.store.choose(wanted)
+    checkpoint = load(path)
+    refuse_changes(checkpoint.state["options"], run.config)
+    _refuse_strange(run, checkpoint, path, ("cache", "student", "teacher"))
+    run.state.load(checkpoint.tensors, checkpoint.state)
+    run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
+    progress = run.state.progress
+    if progress.step > run.total:
+        raise UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out")
+    if progress.stopped is not None and not run.config.stopping.early_stopping:
+        log.info("the early stop (%s) is put aside by --no-early-stopping", progress.stopped)
+        progress.stopped = None
+    run.published = (progress.step, progress.validated_step)
+    relink_best(run)  # a kill may have come between the checkpoint and its link
+    if path.parent != run.store.folder.resolve():
+        return path
+    if wanted == "auto":
+        return run.store.folder / path.name  # what is later is damaged, and stays to be looked at
+    if left := run.store.set_aside_after(progress.step):
+        log.info("set aside %s, which this run goes back behind", ", ".join(left))
+    return run.store.folder / path.name
+
+
+def _set_aside(run: Run) -> None:
+    log.warning("NO VALID CHECKPOINT in %s: STARTING ANEW", run.store.folder)
+    if damaged := run.store.set_aside_damaged():
+        log.warning("renamed the damaged ones to %s; nothing was deleted", ", ".join(damaged))
+
+
+def _start_from(run: Run, path: Path) -> Path:
+    """Take over weights, moments, temperature and place in the data of another run's checkpoint.
+
+    With `--override-opt-param-scheduler` the schedule starts at step 0 of its own; without it the other run's goes on.
+    """
+    wanted = run.config.checkpoint
+    if not path.is_dir():
+        raise UsageError(
+            f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000"
+        )
+    path = run.store.choose(str(path.resolve()))
+    checkpoint = load(path)
+    _refuse_strange(run, checkpoint, path, ("student",))
+    _say_what_differs(run, checkpoint)
+    saved = checkpoint.state["options"]
+    if not wanted.override_opt_param_scheduler and (different := changes(saved, run.config, only="optimizer")):
+        raise UsageError(
+            f"{path} was trained with another schedule: {', '.join(different)}; give the same, "
+            "or add --override-opt-param-scheduler to start a new one"
+        )
+    leave = [part for part, names in _KINDS.items() if _differ(saved, run.config, names)]
+    anew = wanted.override_opt_param_scheduler
+    run.state.load(checkpoint.tensors, checkpoint.state, leave=leave, memory=not anew)
+    progress, same_data = run.state.progress, checkpoint.state["cache"] == run.identity["cache"]
+    cursor = progress.sequences if same_data and _same_order(checkpoint, run.config) else 0
+    if anew:
+        run.state.progress = Progress(sequences=cursor)
+    else:
+        progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
+        progress.sequences = cursor
+        if progress.step >= run.total:
+            raise UsageError(f"{path} is at step {progress.step}, and --steps {run.total} leaves none; raise --steps")
+    run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
+    log.info("weights and moments are those of %s; the data goes on at sequence %d", path, cursor)
+    return path
+
+
+def _differ(saved: dict[str, Any], config: DistillConfig, names: tuple[str, ...]) -> bool:
+    changed = changes(saved, config, only="objective")
+    return any(each.startswith(f"--{name.replace('_', '-')} ") for name in names for each in changed)
+
+
+def _same_order(checkpoint: Checkpoint, config: DistillConfig) -> bool:
+    return bool(checkpoint.state["options"]["run"]["seed"] == config.seed)
+
+
+def _say_what_differs(run: Run, checkpoint: Checkpoint) -> None:
+    saved = checkpoint.state["options"]
+    if different := [each for each in changes(saved, run.config) if not each.startswith(("--load", "--override"))]:
+        log.info("unlike the loaded run: %s", ", ".join(different))
+    if checkpoint.state["cache"] != run.identity["cache"]:
+        log.warning("the loaded run read another cache; this one is read from its beginning")
+
+
+def _refuse_strange(run: Run, checkpoint: Checkpoint, path: Path, what: tuple[str, ...]) -> None:
+    for each in what:
+        with allowing(each, run.config):
+            if checkpoint.state[each] != run.identity[each]:
+                raise UsageError(f"{path} was trained with another {each}; give that one, or name another --out")
+
+
+@contextmanager
+def allowing(name: str, config: DistillConfig) -> Iterator[None]:
+    """Turn a refusal inside into a warning where `--allow-mismatch NAME` was given, and say so where it was not."""
+    try:
+        yield
+    except UsageError as error:
+        if name in config.allow_mismatch:
+            log.warning("--allow-mismatch %s: %s", name, error)
+        elif name in ("tokenizer", "cache"):
+            raise UsageError(f"{error}; or add --allow-mismatch {name}") from None
+        else:
+            raise

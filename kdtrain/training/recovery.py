@@ -1,0 +1,124 @@
+"""What is done about a step that went wrong: a non-finite one is skipped, a spike is gone back behind.
+
+A skipped step has changed no weight, no moment and no counter but its own; its data is passed over, and its number is
+that of the next try. The first one is looked into: its micro-batches run again, in eager mode, with hooks that name
+the first module and tensor that went bad.
+
+A rollback loads the newest checkpoint from before the spike, leaves out the data since, multiplies the learning rate,
+and publishes the outcome, so that a run that dies next goes on behind the rollback and not before it. Dying in the
+middle is harmless: later checkpoints are renamed aside first, and a run that goes on from the older one meets the same
+spike and comes back here.
+"""
+
+import math
+
+import numpy as np
+from einops import rearrange
+
+from kdtrain import faults
+from kdtrain.checkpoint.store import load
+from kdtrain.data import order
+from kdtrain.errors import RunError
+from kdtrain.monitor.progress import log
+from kdtrain.training.nan_hooks import find_first, write_bundle
+from kdtrain.training.run import Run
+from kdtrain.training.saving import relink_best, save
+from kdtrain.training.state import seed_everything
+from kdtrain.training.update import batch_number, full_tokens
+
+
+def is_finite(numbers: dict[str, float]) -> bool:
+    """Whether a step was taken, by the numbers it returned."""
+    return math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])
+
+
+def skip(run: Run, numbers: dict[str, float]) -> None:
+    """Count a step that was not taken and pass over its data; look into the first one.
+
+    Raises:
+        RunError: more than `--max-skips` steps in a row were not finite.
+    """
+    progress, limit = run.state.progress, run.config.guards.max_skips
+    number, indices = progress.step + 1, sequences(run, progress.sequences)
+    where = f"batch {batch_number(run)} at step {number}"
+    log.warning("%s: loss %s, gradient norm %s: not taken", where, numbers["loss"], numbers["grad_norm"])
+    if progress.skips == 0 and run.config.guards.nan_hooks != "off":
+        _look_into(run, number, indices)
+    progress.skips += 1
+    progress.skips_in_a_row += 1
+    progress.sequences += run.config.batch_size
+    run.writers.event(
+        "skip", progress.step, batch=progress.sequences // run.config.batch_size, in_a_row=progress.skips_in_a_row
+    )
+    if progress.skips_in_a_row > limit:
+        run.saver.wait()
+        newest = run.store.newest_valid()[0]
+        raise RunError(
+            f"{progress.skips_in_a_row} steps in a row, the last one {where}, had no finite loss or gradient "
+            f"(--max-skips {limit}); the newest checkpoint is {newest or 'none'}; "
+            "look at the data (kdtrain verify) or lower --lr"
+        )
+
+
+def sequences(run: Run, cursor: int) -> np.ndarray:
+    """The numbers of the sequences of the step that begins at `cursor`."""
+    return order.batch(run.config.seed, cursor, run.config.batch_size, len(run.train_source))
+
+
+def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
+    """Run the step's micro-batches again with hooks, name what went bad first, and keep what shows it."""
+    seed_everything(run.config.seed, number)
+    batches = [run.train_source.read(each) for each in rearrange(indices, "(a m) -> a m", m=run.micro)]
+    finding = find_first(run.step, batches, full_tokens(run))
+    run.state.optimizer.zero_grad(set_to_none=True)
+    folder = run.config.out / f"not-finite-{number:08d}"
+    write_bundle(folder, run.config, indices, batches, finding)
+    said = "all of it is finite in eager mode" if finding is None else str(finding)
+    log.warning("looked again at step %d in eager mode: %s; what shows it is in %s", number, said, folder)
+    run.writers.event("not-finite", run.state.progress.step, finding=said, bundle=folder.name)
+
+
+def roll_back(run: Run, first: int) -> bool:
+    """Go back behind the spike that began at step `first`; False where no checkpoint is from before it.
+
+    Raises:
+        RunError: it would be one more than `--max-rollbacks`.
+    """
+    guards, bad = run.config.guards, run.state.progress
+    log.warning("a loss spike since step %d, confirmed at step %d", first, bad.step)
+    run.saver.wait()
+    name, _ = run.store.newest_valid(before=first)
+    if bad.rollbacks >= guards.max_rollbacks:
+        raise RunError(
+            f"a loss spike at step {first} after {bad.rollbacks} rollbacks (--max-rollbacks); the newest checkpoint "
+            f"from before it is {name or 'none'}; lower --lr or look at the data"
+        )
+    if name is None:
+        log.warning("no checkpoint is from before it: going on; a lower --checkpoint-freq would have kept one")
+        run.writers.event("spike", bad.step, first=first)
+        run.spikes.forget()
+        return False
+    checkpoint = load(run.store.folder / name)
+    run.store.set_aside_after(checkpoint.state["progress"]["step"])
+    faults.point("train.rollback")
+    run.state.load(checkpoint.tensors, checkpoint.state)
+    progress = run.state.progress
+    progress.rollbacks = bad.rollbacks + 1
+    progress.lr_factor = bad.lr_factor * guards.spike_lr_factor
+    progress.skipped_data = [*bad.skipped_data, [progress.sequences, bad.sequences]]
+    progress.skips = bad.skips
+    progress.sequences = bad.sequences
+    run.spikes.reset()
+    relink_best(run)
+    run.writers.rewind(progress.step)
+    save(run, f"rollback_{progress.rollbacks}_iter{progress.step}")
+    run.writers.event(
+        "rollback", progress.step, first=first, skipped=progress.skipped_data[-1], lr_factor=progress.lr_factor
+    )
+    log.warning(
+        "went back to %s; sequences %d to %d of the stream are left out, the learning rate is multiplied by %g",
+        name,
+        *progress.skipped_data[-1],
+        progress.lr_factor,
+    )
+    return True

@@ -1,0 +1,56 @@
+"""One training run: its parts, put together by the stage, and passed through the loop."""
+
+from dataclasses import dataclass, field
+
+from kdtrain.checkpoint.saver import Saver
+from kdtrain.checkpoint.store import Store
+from kdtrain.config import DistillConfig
+from kdtrain.monitor.writers import Writers
+from kdtrain.training.bounds import BoundWatch
+from kdtrain.training.early import EarlyStopping
+from kdtrain.training.reporter import Reporter
+from kdtrain.training.source import Source
+from kdtrain.training.spike import SpikeDetector
+from kdtrain.training.state import TrainState
+from kdtrain.training.step import DistillStep
+
+
+@dataclass
+class Run:
+    """What a training run consists of.
+
+    Args:
+        config: every option.
+        total: optimizer steps in all.
+        micro: sequences in a micro-batch.
+        spikes, stopping: the guards that look at each step's loss; their memory is in `state.watchers`.
+        identity: what the checkpoint says it belongs to (configuration, cache, student).
+        writers, reporter: opened once the step to begin at is known.
+        stopped_by: the signal that ended training, if one did.
+        seconds, tokens: spent and trained on by this process; a clock is no part of the state.
+        published: the step, and the step that was validated, of the newest checkpoint.
+    """
+
+    config: DistillConfig
+    total: int
+    micro: int
+    step: DistillStep
+    state: TrainState
+    store: Store
+    saver: Saver
+    train_source: Source
+    validation_source: Source
+    spikes: SpikeDetector
+    stopping: EarlyStopping
+    identity: dict[str, object] = field(default_factory=dict)
+    writers: Writers = field(init=False)
+    reporter: Reporter = field(init=False)
+    stopped_by: str | None = None
+    seconds: float = 0.0
+    tokens: int = 0
+    published: tuple[int, int | None] | None = None
+    bounds: BoundWatch = field(default_factory=BoundWatch)
+
+    def finished(self) -> bool:
+        """Whether there is no step left to take: the last one is taken, or the run was stopped early."""
+        return self.state.progress.step >= self.total or self.state.progress.stopped is not None

@@ -1,0 +1,117 @@
+"""One optimizer step: the gradients of its micro-batches, their mean over tokens, the clip, and the update.
+
+Losses are sums over tokens divided by a constant, and the gradient is put right once a step by the number of tokens
+that were unmasked: the step is then the mean over all its tokens, however it was cut into micro-batches. Whether loss
+and gradient are finite is decided where they lie, and an update that is not to be leaves weights, moments and step
+counters as they are, bit by bit. The host reads all numbers of the step in one go when it is over.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from kdtrain import faults
+from kdtrain.cache.reader import CachedBatch
+from kdtrain.objective.loss import LossOutput
+from kdtrain.training.guards import guarded_step, not_finite
+from kdtrain.training.run import Run
+from kdtrain.training.schedule import alpha, learning_rate
+from kdtrain.training.state import seed_everything
+from kdtrain.training.stopping import StopRequest
+
+
+def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> dict[str, float] | None:
+    """Take the next step and return its numbers, means over its tokens; None when a stop was requested in between.
+
+    Where `loss` or `grad_norm` is not finite, nothing was updated.
+    """
+    state, number = run.state, run.state.progress.step + 1
+    rate = _prepare(run, number)
+    sums = accumulate(run, batches, stop)
+    if sums is None:
+        return None
+    run.reporter.backward()
+    norm = _clip(run, sums.tokens)
+    run.reporter.gradients(number)
+    temperature = run.step.temperature.value().detach().clone()
+    pull = run.step.temperature.log_gradient()
+    loss = faults.changed("train.loss", _loss(run, sums, temperature), batch_number(run))
+    guarded_step(state.optimizer, not_finite(loss, norm))
+    state.optimizer.zero_grad(set_to_none=True)
+    faults.point("train.after-step")
+    numbers = _numbers(run, sums, loss, norm, temperature, rate)
+    return numbers if pull is None else numbers | {"dL/dlogT": float(pull)}
+
+
+def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> LossOutput | None:
+    """Add up the gradients of a step; None when a stop was requested in between."""
+    sums: LossOutput | None = None
+    for batch in batches:
+        loss, output = run.step(batch, normalizer=full_tokens(run))
+        faults.changed("train.loss", loss, batch_number(run)).backward()
+        sums = output if sums is None else LossOutput(*(a + b for a, b in zip(sums, output, strict=True)))
+        faults.point("train.after-micro-batch")
+        if stop:
+            return None
+    return sums
+
+
+def batch_number(run: Run) -> int:
+    """The number of the step's batch in the stream of data, from 1: what a fault is tied to, and a rollback skips."""
+    return run.state.progress.sequences // run.config.batch_size + 1
+
+
+def full_tokens(run: Run) -> float:
+    """Tokens of a step none of which is masked: the constant that losses are divided by."""
+    return float(run.config.batch_size * run.step.seq_len)
+
+
+def _prepare(run: Run, number: int) -> float:
+    """Set random generators, learning rate, temperature and alpha for step `number`; return the rate."""
+    seed_everything(run.config.seed, number)
+    rate = learning_rate(number, run.total, run.config.optimizer) * run.state.progress.lr_factor
+    for group in run.state.optimizer.param_groups:
+        group["lr"] = rate * group["peak"]
+    run.step.temperature.set_step(number - 1)
+    run.step.alpha = alpha(number, run.total, run.config.objective)
+    run.step.train()
+    return rate
+
+
+def _clip(run: Run, tokens: torch.Tensor) -> torch.Tensor:
+    """Turn the gradient into the mean over the step's unmasked tokens, clip it, and return its norm before clipping.
+
+    The temperature's gradient is scaled but neither clipped nor counted: a learnable T must not slow the student.
+    """
+    gradients = [each.grad for each in run.step.parameters() if each.grad is not None]
+    gradients[0].copy_(faults.changed("train.gradient", gradients[0], batch_number(run)))
+    torch._foreach_mul_(gradients, full_tokens(run) / tokens.clamp(min=1).to(gradients[0].dtype))
+    return torch.nn.utils.clip_grad_norm_(run.state.student.parameters(), run.config.optimizer.clip or float("inf"))
+
+
+def _loss(run: Run, sums: LossOutput, temperature: torch.Tensor) -> torch.Tensor:
+    """The step's loss as a mean over its tokens."""
+    weight = run.step.alpha if run.step.has_teacher else 0.0
+    loss = (1 - weight) * sums.cross_entropy.double()
+    if weight:
+        loss = loss + weight * temperature.double() ** 2 * sums.kd.double()
+    if run.step.hidden_loss is not None:
+        loss = loss + run.config.objective.hidden_weight * sums.hidden.double()
+    return loss / sums.tokens.double().clamp(min=1)
+
+
+def _numbers(
+    run: Run, sums: LossOutput, loss: torch.Tensor, norm: torch.Tensor, temperature: torch.Tensor, rate: float
+) -> dict[str, float]:
+    """The step's numbers as means over its tokens, read from the device in one go; T as the loss saw it."""
+    tensors = [loss, sums.cross_entropy, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
+    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value = torch.stack([each.double() for each in tensors]).tolist()
+    count = max(tokens, 1.0)
+    parts: dict[str, float] = {}
+    if run.step.has_teacher and run.step.alpha:
+        parts = {"ce": ce / count, "kd": kd / count, "kd_T1": kd_at_1 / count, "T": value}
+        if run.config.objective.alpha_schedule != "constant":
+            parts["alpha"] = run.step.alpha
+    if run.step.hidden_loss is not None:
+        parts |= {"ce": ce / count, "hidden": hidden / count}
+    return {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens}

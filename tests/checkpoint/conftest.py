@@ -1,0 +1,21 @@
+"""A store of three checkpoints."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdtrain.checkpoint.store import Store
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checkpoint_kit import STATES, tensors
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Three checkpoints, at steps 10, 20 and 30."""
+    store = Store(tmp_path / "checkpoints")
+    for step in (10, 20, 30):
+        store.save(f"step-{step:08d}", step, tensors(step), STATES)
+    return store

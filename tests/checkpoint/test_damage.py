@@ -1,0 +1,164 @@
+"""Damage to any file of a checkpoint is named, the checkpoint is passed over for the next older one, and stays."""
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_kit import SHARD, STATES, flip, tensors
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from kdtrain.checkpoint import shards
+from kdtrain.checkpoint.manifest import MANIFEST, STATE, problem, seal
+from kdtrain.checkpoint.store import Store, load
+from kdtrain.errors import RunError
+
+SECOND = SHARD.replace("00001.s", "00002.s")
+FILES = (SHARD, SECOND, STATE, MANIFEST)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """Two checkpoints of two shards each, and an epoch's that shares the files of the older one."""
+    monkeypatch.setattr(shards, "MAX_BYTES", 80)
+    store = Store(tmp_path / "checkpoints")
+    for step in (10, 20):
+        store.save(f"step-{step:08d}", step, {name: tensors(step)[name] for name in "abc"}, STATES)
+    store.copy("step-00000010", "epoch-0001")
+    assert {path.name for path in (store.folder / "step-00000020").iterdir()} == set(FILES)
+    return store
+
+
+def replaced_by_a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def extended(path):
+    path.write_bytes(path.read_bytes() + b" ")
+
+
+DAMAGES = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "removed": Path.unlink,
+    "extended": extended,
+    "last bit flipped": flip,
+    "a folder": replaced_by_a_folder,
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_used(store, file, damage):
+    path = store.folder / "step-00000020" / file
+    damage(path)
+    wrong = store.problem("step-00000020")
+    assert wrong is not None and wrong.startswith(file)
+    name, damaged = store.newest_valid()
+    assert name == "step-00000010"
+    assert damaged == [f"checkpoint step-00000020 is damaged and passed over: {wrong}"]
+    assert store.choose("latest").name == "step-00000010"
+    with pytest.raises(RunError, match=f"step-00000020 is damaged: {file}"):
+        store.choose("step-00000020")
+    assert Store(store.folder, keep_rolling=1).prune() == []
+    assert path.parent.is_dir() and store.names() == ["epoch-0001", "step-00000010", "step-00000020"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_single_bit_of_a_small_file_is_guarded(store, file):
+    path = store.folder / "step-00000020" / file
+    size = path.stat().st_size
+    places = range(size) if file == MANIFEST else range(0, size, 7)
+    unnoticed = []
+    for place in places:
+        bit = 1 << place % 8
+        flip(path, place, bit)
+        unnoticed += [] if problem(path.parent) else [(place, bit)]
+        flip(path, place, bit)
+    assert unnoticed == [] and problem(path.parent) is None
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(file=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@example(file=MANIFEST, place=0.05, bit=0)
+def test_any_flipped_bit_is_noticed(store, file, place, bit):
+    path = store.folder / "step-00000020" / file
+    number = int(place * path.stat().st_size)
+    flip(path, number, 1 << bit)
+    assert problem(path.parent) is not None
+    flip(path, number, 1 << bit)
+    assert problem(path.parent) is None
+
+
+def test_a_second_name_is_damaged_with_the_first_and_both_are_named(store):
+    flip(store.folder / "step-00000010" / SHARD)
+    shutil.rmtree(store.folder / "step-00000020")
+    name, damaged = store.newest_valid()
+    assert name is None
+    assert ["step-00000010" in damaged[0], "epoch-0001" in damaged[1]] == [True, True]
+
+
+@contextmanager
+def as_nobody(folder):
+    """Become a user without rights to `folder`'s owner's files, where we may; a plain user already is one."""
+    if os.geteuid() != 0:
+        yield
+        return
+    nobody = 65534
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, nobody, nobody, follow_symlinks=False)
+    os.seteuid(nobody)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_without_permission_is_named_and_passed_over(store, file):
+    with tempfile.TemporaryDirectory() as name:  # the folder of the test is closed to other users
+        folder = Path(name) / "checkpoints"
+        shutil.copytree(store.folder, folder, symlinks=True)
+        os.chmod(folder / "step-00000020" / file, 0)
+        os.chmod(name, stat.S_IRWXU | stat.S_IROTH | stat.S_IXOTH)
+        with as_nobody(folder):
+            found, damaged = Store(folder).newest_valid()
+        assert found == "step-00000010"
+        assert f"{file} cannot be read (Permission denied)" in damaged[0]
+
+
+def test_a_file_that_was_put_in_beside_the_shards_is_noticed(store):
+    folder = store.folder / "step-00000020"
+    shutil.copy(folder / SHARD, folder / "shard-00003-00001.safetensors")
+    assert store.problem("step-00000020") == "shard-00003-00001.safetensors does not belong to it"
+
+
+def test_a_manifest_that_was_written_for_other_files_does_not_make_them_a_checkpoint(store):
+    folder = store.folder / "step-00000020"
+    (folder / MANIFEST).write_text(seal(20, 0, {}))
+    assert store.problem("step-00000020") == "manifest.json cannot be read (KeyError)"
+    (folder / MANIFEST).write_text(json.dumps({"version": 2, "digest": "0" * 64}))
+    assert store.problem("step-00000020") == "manifest.json does not match its own digest"
+    (folder / MANIFEST).write_text("[]")
+    assert store.problem("step-00000020") == "manifest.json cannot be read (TypeError)"
+
+
+def test_damage_does_not_change_which_ones_are_newer(store):
+    (store.folder / "step-00000020" / MANIFEST).unlink()
+    store.save("step-00000015", 15, {"a": torch.zeros(1)}, STATES)
+    assert store.names() == ["epoch-0001", "step-00000010", "step-00000015", "step-00000020"]
+    assert store.set_aside_after(15) == ["step-00000020"]
+
+
+def test_what_is_whole_in_one_folder_is_whole_in_a_copy_of_it(store, tmp_path):
+    shutil.copytree(store.folder / "step-00000020", tmp_path / "elsewhere")
+    assert load(store.choose(str(tmp_path / "elsewhere"))).name == "elsewhere"

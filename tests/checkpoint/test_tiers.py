@@ -1,0 +1,86 @@
+"""Names say the tier, steps and rollbacks say which checkpoint is newest, and retention keeps what is needed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdtrain.checkpoint.tiers import (
+    Entry,
+    Keep,
+    epoch_name,
+    is_name,
+    ordered,
+    removable,
+    rolling_name,
+    step_in,
+    tier,
+)
+
+SPECIAL = (
+    "interrupted-00000123",
+    "rollback_1_iter120",
+    "switch_to_bf16_iter150",
+    "window_1_iter100_quantized",
+    "step-5",
+)
+
+
+def test_names_say_their_tier_and_their_step():
+    assert (rolling_name(250), epoch_name(3)) == ("step-00000250", "epoch-0003")
+    assert (tier("step-00000250"), tier("epoch-0003")) == ("rolling", "epoch")
+    assert {tier(name) for name in SPECIAL} == {"special"}
+    assert [step_in(name) for name in SPECIAL] == [123, 120, 150, 100, 5]
+    assert (step_in("step-00000250"), step_in("epoch-0003"), step_in("mine")) == (250, -1, -1)
+    assert tier(rolling_name(10**9)) == "rolling"
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".step-00000010.tmp", "latest", "best", "step-00000010.left-1", "mine.damaged-12", "a/b"]
+)
+def test_links_and_what_is_hidden_or_set_aside_is_no_name_of_a_checkpoint(name):
+    assert not is_name(name)
+
+
+def test_the_order_is_step_then_rollbacks_and_special_ones_come_last():
+    names = ["step-00000020", "rollback_1_iter020", "epoch-0001", "interrupted-00000020", "step-00000100", "before"]
+    entries = [Entry(*each) for each in zip(names, (20, 20, 20, 20, 100, 3), (0, 1, 0, 0, 0, 5), strict=True)]
+    expected = ["before", "epoch-0001", "step-00000020", "interrupted-00000020", "rollback_1_iter020", "step-00000100"]
+    assert [entry.name for entry in ordered(entries)] == expected
+
+
+def test_each_tier_is_counted_by_itself():
+    entries = [Entry(rolling_name(step), step) for step in range(1, 7)]
+    entries += [Entry(epoch_name(number), 2 * number) for number in range(1, 4)]
+    entries += [Entry(f"interrupted-{step:08d}", step) for step in (1, 4)]
+    gone = removable(entries, Keep(rolling=2, epoch=2, special=1))
+    assert gone == [
+        *("step-00000001", "interrupted-00000001", "epoch-0001", "step-00000002", "step-00000003", "step-00000004"),
+    ]
+
+
+def test_damaged_and_protected_ones_stay_and_do_not_count():
+    entries = [Entry(rolling_name(step), step, valid=step < 5) for step in range(1, 7)]
+    assert removable(entries, Keep(rolling=2), [rolling_name(1)]) == ["step-00000002"]
+
+
+names = st.integers(0, 9).map(rolling_name) | st.integers(1, 4).map(epoch_name) | st.sampled_from(SPECIAL)
+entries_of = st.lists(
+    st.builds(Entry, name=names, step=st.integers(0, 9), rollbacks=st.integers(0, 2), valid=st.booleans()),
+    unique_by=lambda entry: entry.name,
+)
+
+
+@given(entries_of, st.tuples(*[st.integers(1, 3)] * 3), st.sets(names))
+def test_what_is_removed_is_never_needed(entries, counts, protected):
+    keep = Keep(*counts)
+    gone = set(removable(entries, keep, protected))
+    by_name = {entry.name: entry for entry in entries}
+    left = [entry for entry in ordered(entries) if entry.valid and entry.name not in gone]
+    valid = [entry for entry in ordered(entries) if entry.valid]
+    assert all(by_name[name].valid for name in gone) and not gone & protected
+    assert left[-1:] == valid[-1:]
+    for kind, count in (("rolling", keep.rolling), ("epoch", keep.epoch), ("special", keep.special)):
+        kept = [entry for entry in left if tier(entry.name) == kind]
+        newest = [entry for entry in valid if tier(entry.name) == kind][-count:]
+        assert set(newest) <= set(kept)
+        assert {entry.name for entry in kept} - {entry.name for entry in newest} <= protected

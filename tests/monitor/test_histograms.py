@@ -1,0 +1,65 @@
+"""Histograms: counts that add up, whatever is in the tensor."""
+
+import math
+
+import pytest
+import torch
+
+from kdtrain.monitor.histograms import EDGES, histograms
+
+
+def one(tensor):
+    return histograms({"x": tensor})["x"]
+
+
+def test_every_finite_number_is_counted_once_in_the_bin_that_holds_it():
+    values = torch.tensor([-3.0, -0.01, 0.0, 1e-12, 0.3, 0.3, 5.0])
+    found = one(values)
+    assert found.count == sum(found.counts) == 7
+    lower = -math.inf
+    for limit, count in zip(found.limits, found.counts, strict=True):
+        assert count == sum(lower < value <= limit for value in values.tolist())
+        lower = limit
+    assert (found.minimum, found.maximum) == (-3.0, 5.0)
+    assert found.total == pytest.approx(values.double().sum().item())
+    assert found.squares == pytest.approx(values.double().square().sum().item())
+
+
+def test_numbers_beyond_the_last_edge_have_a_bin_that_reaches_them():
+    found = one(torch.tensor([-1e30, 1e30]))
+    assert found.counts[0] == found.counts[-1] == 1 and sum(found.counts) == 2
+    assert found.limits[-1] >= 1e30
+
+
+def test_what_is_not_finite_is_counted_apart():
+    found = one(torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0]))
+    assert (found.count, found.broken, found.minimum, found.maximum, found.total) == (2, 3, 1.0, 2.0, 3.0)
+
+
+def test_tensors_without_a_finite_number_are_left_out():
+    assert histograms({"empty": torch.empty(0), "broken": torch.full((3,), math.nan)}) == {}
+    assert histograms({}) == {}
+
+
+def test_a_tensor_is_counted_the_same_whole_or_in_parts(monkeypatch):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    whole = one(values)
+    monkeypatch.setattr("kdtrain.monitor.histograms._CHUNK", 64)
+    parts = one(values.reshape(10, 100))
+    assert (parts.counts, parts.limits, parts.minimum, parts.maximum) == (
+        whole.counts,
+        whole.limits,
+        whole.minimum,
+        whole.maximum,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_every_float_dtype_is_counted(dtype):
+    assert one(torch.ones(3, dtype=dtype)).counts == [3]
+
+
+def test_edges_rise_and_stand_half_an_octave_apart():
+    assert (EDGES.diff() > 0).all()
+    positive = EDGES[EDGES > 0]
+    assert torch.allclose(positive[1:] / positive[:-1], torch.tensor(2.0).sqrt())

@@ -1,0 +1,50 @@
+"""A learned temperature that sits on a bound is named once, on the terminal and in events.jsonl."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from kdtrain.training.loop import train
+
+RUNNING_AWAY = {"temperature_mode": "minimize", "temperature_lr": 1.0, "lr_schedule": "constant", "log_freq": 1}
+
+
+def train_and_hear(workshop, caplog, **options):
+    """Warnings and events about a bound, and the training lines, of a run of 12 steps."""
+    with caplog.at_level(logging.INFO, "kdtrain"), workshop.run(steps=12, **options) as run:
+        train(run)
+    events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run.config.out / "metrics.jsonl").read_text().splitlines()]
+    said = [record.getMessage() for record in caplog.records if "sits on its" in record.getMessage()]
+    return said, [e for e in events if e["event"] == "temperature-bound"], [x for x in lines if "loss" in x]
+
+
+@pytest.mark.parametrize("start, bound", [(0.6, "minimum"), (7.0, "maximum")])
+def test_minimize_is_named_once_when_it_sits_on_a_bound(workshop, caplog, start, bound):
+    # a teacher that is sure of one token: T^2 KL of a student that knows nothing has its hump at about 1.5
+    source = workshop.source(10)
+    source.logits = 10.0 * torch.nn.functional.one_hot(source.tokens[:, 1:], source.vocab_size)
+    said, events, lines = train_and_hear(workshop, caplog, train=source, temperature=start, **RUNNING_AWAY)
+    assert len(said) == len(events) == 1
+    assert f"sits on its {bound}" in said[0] and "--temperature-mode minimize" in said[0]
+    at = lines[events[0]["step"] - 1]["T"]
+    assert events[0]["bound"] == bound and events[0]["mode"] == "minimize"
+    assert events[0]["temperature"] == pytest.approx({"minimum": 0.5, "maximum": 8.0}[bound], rel=0.1)
+    assert at == pytest.approx(events[0]["temperature"], rel=0.2)
+
+
+def test_a_temperature_inside_its_bounds_is_not_named(workshop, caplog):
+    said, events, _ = train_and_hear(workshop, caplog, temperature_mode="likelihood", log_freq=1)
+    assert said == events == []
+
+
+@pytest.mark.parametrize("mode", ["adversarial", "likelihood", "minimize"])
+def test_the_log_carries_t_its_gradient_and_the_divergence_at_one(workshop, caplog, mode):
+    _, _, lines = train_and_hear(workshop, caplog, temperature_mode=mode, log_freq=1)
+    shown = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    assert len(shown) == len(lines) == 12
+    for line, text in zip(lines[2:], shown[2:], strict=True):
+        assert {"T", "dL/dlogT", "kd_T1"} <= line.keys()
+        assert all(f"{name}=" in text for name in ("T", "dL/dlogT", "kd_T1"))

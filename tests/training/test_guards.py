@@ -1,0 +1,129 @@
+"""The non-finite guard: a step that is skipped leaves no trace."""
+
+import math
+
+import pytest
+import torch
+
+from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.testing import tiny_model
+from kdtrain.training.guards import guarded_step, not_finite
+from kdtrain.training.state import make_optimizer
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Trained:
+    """A student and a temperature with their optimizer, whose gradients come from a seed."""
+
+    def __init__(self, device):
+        self.student = tiny_model("llama", 300, seed=3).to(device)
+        self.temperature = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64, device=device)
+        with torch.no_grad():
+            self.temperature.weight.fill_(0.5)
+        self.optimizer = make_optimizer(self.student, self.temperature, OptimizerConfig(), ObjectiveConfig())
+
+    def parameters(self):
+        return [*self.student.parameters(), *self.temperature.parameters()]
+
+    def step(self, seed, bad=None, place=0):
+        """One guarded step; `bad` replaces one entry of the gradient of parameter `place`."""
+        generator = torch.Generator().manual_seed(seed)
+        for each in self.parameters():
+            each.grad = torch.randn(each.shape, generator=generator).to(each)
+        if bad is not None:
+            self.parameters()[place].grad.view(-1)[-1] = bad
+        found = not_finite(*(each.grad for each in self.parameters()))
+        guarded_step(self.optimizer, found)
+        return found
+
+    def state(self):
+        """Everything a step may change, by name."""
+        named = {f"{number}": each.detach().clone() for number, each in enumerate(self.parameters())}
+        for number, each in enumerate(self.parameters()):
+            named |= {f"{number}.{key}": value.clone() for key, value in self.optimizer.state[each].items()}
+        return named
+
+
+def differing(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 5, -1], ids=["embedding", "inside", "temperature"])
+def test_a_skipped_step_changes_no_bit_of_weights_moments_and_counters(device, bad, place):
+    trained = Trained(device)
+    for seed in range(3):
+        assert trained.step(seed) == 0
+    before = trained.state()
+    assert len(before) == 4 * len(trained.parameters())
+    assert trained.step(3, bad, place) == 1
+    assert differing(trained.state(), before) == []
+    assert not hasattr(trained.optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_around_a_skipped_one_are_those_of_a_run_without_it(device):
+    skipping, whole = Trained(device), Trained(device)
+    for seed in (0, 1, 2, 3):
+        skipping.step(seed, math.nan if seed == 2 else None)
+        if seed != 2:
+            whole.step(seed)
+    assert differing(skipping.state(), whole.state()) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_first_step_of_all_may_be_skipped(device):
+    trained = Trained(device)
+    weights = [each.detach().clone() for each in trained.parameters()]
+    trained.step(0, math.nan)
+    assert all(torch.equal(now, then) for now, then in zip(trained.parameters(), weights, strict=True))
+    assert all(float(tensor.abs().max()) == 0 for s in trained.optimizer.state.values() for tensor in s.values())
+    whole = Trained(device)
+    trained.step(1)
+    whole.step(1)
+    assert differing(trained.state(), whole.state()) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_good_step_is_the_optimizers_own_bit_by_bit(device):
+    guarded, plain = Trained(device), Trained(device)
+    for seed in range(3):
+        guarded.step(seed)
+        for ours, theirs in zip(plain.parameters(), guarded.parameters(), strict=True):
+            ours.grad = theirs.grad.clone()
+        plain.optimizer.step()
+    assert differing(guarded.state(), plain.state()) == []
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits_for_the_guard():
+    trained = Trained("cuda")
+    trained.step(0)
+    for each in trained.parameters():
+        each.grad = torch.randn_like(each)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        guarded_step(trained.optimizer, not_finite(*(each.grad for each in trained.parameters())))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_an_optimizer_that_would_take_the_step_all_the_same_is_not_let_in():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    with pytest.raises(AssertionError, match="fused"):
+        guarded_step(torch.optim.AdamW([parameter], fused=False), torch.tensor(1.0))
+    assert parameter.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_found_wherever_it_is(bad):
+    fine = torch.tensor([1.0, -3e38])
+    assert not_finite(torch.tensor(2.0, dtype=torch.float64), fine) == 0
+    assert not_finite(torch.tensor(bad), fine) == 1
+    assert not_finite(torch.tensor(2.0, dtype=torch.float64), torch.tensor([0.0, bad])) == 1
+    found = not_finite(torch.tensor(bad))
+    assert (found.dtype, found.shape) == (torch.float32, ())

@@ -1,0 +1,113 @@
+"""Signs that a run is not well."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from kdtrain.training.health import ClippedShare, MemoryGrowth, gradients_of, initial_loss
+
+
+def test_more_than_a_tenth_of_clipped_steps_is_said_once_with_the_advice():
+    share = ClippedShare(clip=1.0, window=20)
+    said = [share.add(norm) for norm in [0.5] * 18 + [2.0] * 4]
+    assert [number for number, text in enumerate(said) if text] == [20]
+    assert "15% of the last 20 steps" in said[20] and "lower --lr" in said[20]
+    assert share.share == 0.2
+
+
+def test_it_is_said_again_when_it_went_away_in_between():
+    share = ClippedShare(clip=1.0, window=10)
+    said = [share.add(norm) for norm in [2.0] * 10 + [0.1] * 10 + [2.0] * 10]
+    assert [number for number, text in enumerate(said) if text] == [9, 21]
+
+
+@pytest.mark.parametrize("clip, norm", [(0.0, 1e9), (1.0, 1.0), (1.0, math.nan)])
+def test_a_step_that_is_not_clipped_does_not_count(clip, norm):
+    share = ClippedShare(clip=clip, window=5)
+    assert [share.add(norm) for _ in range(10)] == [None] * 10
+    assert share.share == 0.0
+
+
+def test_a_share_of_less_than_a_window_is_no_news():
+    share = ClippedShare(clip=1.0, window=100)
+    assert [share.add(2.0) for _ in range(99)] == [None] * 99
+
+
+def held(growth, values, first=1):
+    return [growth.add(step, value) for step, value in enumerate(values, first)]
+
+
+def test_memory_is_measured_from_the_end_of_the_warm_up():
+    found = held(MemoryGrowth(1, warmup=3), [10.0, 500.0, 90.0, 100.0, 120.0, 80.0])
+    assert [grown for grown, _ in found] == [0, 0, 0, 0, 20, -20]
+    assert all(text is None for _, text in found)
+
+
+def test_memory_that_grew_by_more_than_half_is_said_once():
+    found = held(MemoryGrowth(101, warmup=2), [1.0, 1.0, 100.0, 150.0, 151.0, 400.0], first=101)
+    assert [bool(text) for _, text in found] == [False, False, False, False, True, False]
+    assert "holds 151 MiB, 51 more than after its warm-up" in found[4][1]
+
+
+def test_the_first_checkpoint_and_the_first_validation_are_part_of_the_warm_up():
+    growth = MemoryGrowth(1, warmup=2, every=(4, 6))
+    # after step 4 a checkpoint's buffers are there, after step 6 those of a validation
+    found = held(growth, [50.0, 50.0, 50.0, 50.0, 100.0, 100.0, 200.0, 200.0, 290.0, 310.0])
+    assert [grown for grown, _ in found] == [0, 0, 0, 0, 0, 0, 0, 0, 90, 110]
+    assert [bool(text) for _, text in found] == [False] * 9 + [True]
+
+
+def test_frequent_checkpoints_do_not_end_the_warm_up_early():
+    found = held(MemoryGrowth(1, warmup=4, every=(1,)), [10.0, 10.0, 100.0, 100.0, 100.0])
+    assert all(text is None and grown == 0 for grown, text in found)
+
+
+def test_parameters_without_a_sound_gradient_are_named():
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("good", "unused", "dead", "bad", "frozen")})
+    model["frozen"].requires_grad_(False)
+    for name, value in (("good", 1.0), ("dead", 0.0), ("bad", 1.0)):
+        model[name].weight.grad = torch.full((2, 2), value)
+    model["bad"].weight.grad[0, 1] = math.nan
+    found = gradients_of(model)
+    assert (found.good, found.missing, found.zero, found.broken) == (
+        1,
+        ["unused.weight"],
+        ["dead.weight"],
+        ["bad.weight"],
+    )
+    assert [text.split(" (")[1] for text in found.lines()] == ["bad.weight)", "unused.weight)", "dead.weight)"]
+
+
+def test_a_model_whose_gradients_are_all_sound_is_no_news():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    assert gradients_of(model).lines() == []
+    assert gradients_of(model).good == 2
+
+
+def test_many_names_are_counted_and_the_first_ones_given():
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(8)))
+    [text] = gradients_of(model).lines()
+    assert text.startswith("8 parameters have no gradient") and "4.weight and 3 more" in text
+
+
+@pytest.mark.parametrize(
+    "loss, init, sound",
+    [
+        (5.7, "scratch", True),  # ln 300 = 5.704
+        (6.2, "scratch", True),
+        (6.4, "scratch", False),
+        (5.0, "scratch", False),
+        (5.0, "pretrained", True),
+        (5.8, "pretrained", False),
+        (9.0, "teacher-layers", True),
+        (math.nan, "teacher-layers", False),
+        (math.inf, "scratch", False),
+    ],
+)
+def test_the_initial_loss_is_judged_by_where_the_weights_come_from(loss, init, sound):
+    verdict, text = initial_loss(loss, 300, init)
+    assert verdict is sound
+    assert "ln V is 5.704" in text

@@ -1,0 +1,335 @@
+"""NaN hooks: the first tensor that goes bad is named, whatever it is, and looking leaves no trace."""
+
+import json
+import math
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from kdtrain.cache.codec import CodecSpec, decode, encode
+from kdtrain.cache.reader import CachedBatch
+from kdtrain.config import ObjectiveConfig, PrecisionConfig
+from kdtrain.models.head import split
+from kdtrain.models.loading import checkpoint_activations
+from kdtrain.objective.temperature import build_temperature
+from kdtrain.testing import tiny_model
+from kdtrain.training.nan_hooks import Finding, NanHooks, find_first, write_bundle
+from kdtrain.training.step import DistillStep
+
+NORMALIZER = 32.0
+ROWS = np.arange(4)
+
+
+def look(run, source=None, micro=2):
+    batches = [(source or run.train_source).read(rows) for rows in np.split(ROWS, len(ROWS) // micro)]
+    return find_first(run.step, batches, NORMALIZER)
+
+
+def module(run, name):
+    return run.state.student.model.get_submodule(name)
+
+
+class Poison(torch.autograd.Function):
+    """The identity forward; a NaN in the first entry backward."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = math.nan
+        return gradient
+
+
+@contextmanager
+def replaced(owner, forward):
+    """`owner.forward` gives `forward(own forward, arguments)` inside the block."""
+    own = owner.forward
+    owner.forward = lambda *arguments, **named: forward(own, *arguments, **named)
+    try:
+        yield
+    finally:
+        del owner.forward
+
+
+def spoiled(value, call=1, place=0):
+    """A forward whose output holds `value` at one place, from the given call on."""
+    calls = []
+
+    def forward(own, *arguments, **named):
+        calls.append(1)
+        output = own(*arguments, **named)
+        if len(calls) < call:
+            return output
+        factors = torch.ones_like(output)
+        factors.view(-1)[place] = value
+        return output * factors
+
+    return forward
+
+
+def test_a_step_that_is_fine_has_no_finding(workshop):
+    with workshop.run() as run:
+        assert look(run) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj", "model.norm"])
+def test_the_module_whose_output_goes_bad_is_named_with_place_and_micro_batch(workshop, name, value):
+    with workshop.run() as run, replaced(module(run, name), spoiled(value, call=2, place=3)):
+        found = look(run)
+    assert (found.module, found.tensor, found.direction, found.micro_batch) == (name, "its output", "forward", 2)
+    assert (found.bad, found.place) == (1, (0, 0, 3))
+    assert found.shape[:2] == (2, 8)
+
+
+def test_what_goes_bad_between_two_modules_is_the_input_of_the_second(workshop):
+    def huge(own, **named):
+        output, weights = own(**named)
+        return output + 3e38, weights
+
+    with workshop.run() as run:
+        first, attention = module(run, "model.layers.0"), module(run, "model.layers.1.self_attn")
+        with replaced(first, lambda own, hidden, **named: own(hidden, **named) + 3e38), replaced(attention, huge):
+            found = look(run)
+    # layer 0 and the attention of layer 1 are finite, and their sum is not
+    assert (found.module, found.tensor) == ("model.layers.1.post_attention_layernorm", "its input")
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "model.embed_tokens"])
+def test_a_bad_weight_is_named_before_what_it_makes_bad(workshop, name):
+    with workshop.run() as run:
+        with torch.no_grad():
+            module(run, name).weight[5, 7] = math.nan
+        found = look(run)
+    assert (found.module, found.tensor, found.place, found.bad) == (name, "weight", (5, 7), 1)
+
+
+def test_a_bad_row_of_the_teacher_is_named_and_a_masked_one_is_not(workshop):
+    source = workshop.source(10, broken=(3,))
+    with workshop.run(train=source) as run:
+        found = look(run)
+        assert (found.module, found.tensor, found.micro_batch) == ("teacher", "logprobs", 2)
+        first = int(source.loss_mask[3].int().argmax())
+        assert found.place == (8 + first, 0)  # the second sequence of the micro-batch, of 8 tokens each
+        source.loss_mask[3] = False
+        assert look(run) is None
+
+
+def test_a_teacher_may_say_that_a_token_is_impossible(workshop):
+    source = workshop.source(10)
+    source.logits[:, :, 5] = -math.inf
+    with workshop.run(train=source) as run:
+        assert look(run) is None
+
+
+def test_a_learned_temperature_that_went_bad_is_named(workshop):
+    with workshop.run(temperature_mode="likelihood") as run:
+        with torch.no_grad():
+            run.step.temperature.theta.fill_(math.nan)
+        found = look(run)
+    assert (found.module, found.tensor) == ("temperature", "theta")
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.v_proj"])
+def test_a_gradient_that_goes_bad_inside_a_module_is_named(workshop, name):
+    with workshop.run() as run, replaced(module(run, name), lambda own, x: own(Poison.apply(x))):
+        found = look(run)
+    assert (found.module, found.tensor, found.direction) == (name, "the gradient of its input", "backward")
+    assert (found.bad, found.micro_batch) == (1, 1)
+
+
+def test_a_gradient_that_goes_bad_between_two_modules_is_that_of_the_firsts_output(workshop):
+    with workshop.run() as run, replaced(run.step.student, lambda own, *arguments: Poison.apply(own(*arguments))):
+        found = look(run)
+    assert (found.module, found.tensor) == ("model.norm", "the gradient of its output")
+
+
+def test_a_weight_whose_gradient_alone_goes_bad_is_named(workshop):
+    class Weighted(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, hidden):
+            return nn.functional.linear(hidden, Poison.apply(self.linear.weight))
+
+    with workshop.run() as run:
+        mlp = module(run, "model.layers.0.mlp")
+        mlp.down_proj = Weighted(mlp.down_proj)
+        found = look(run)
+    assert (found.module, found.tensor) == ("model.layers.0.mlp.down_proj.linear", "the gradient of weight")
+
+
+def test_a_norm_that_overflows_over_finite_gradients_is_told(workshop):
+    with workshop.run() as run:
+        name = "model.norm"
+        with replaced(module(run, name), lambda own, x: own(x) + 0.0):
+            module(run, name).weight.register_hook(lambda gradient: torch.full_like(gradient, 1e30))
+            found = look(run)
+    assert (found.module, found.direction) == (name, "backward")
+    assert "norm of all gradients" in found.tensor
+
+
+def step_of(shape, **changes):
+    student = split(tiny_model(shape, 300, seed=1))
+    temperature = build_temperature("fixed", start=2.0, minimum=0.5, maximum=8.0)
+    described = {"vocab_size": 300, "seq_len": 8, "has_teacher": True, "mode": "fp32", "device": torch.device("cpu")}
+    described |= {"document_mask": False, "compile": False, **changes}
+    return DistillStep(student, temperature, ObjectiveConfig(), PrecisionConfig(), **described)
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "qwen3", "gemma2", "granite", "bloom", "falcon_h1"])
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_models_of_every_kind_can_be_looked_into(workshop, shape, document_mask):
+    step = step_of(shape, document_mask=document_mask and shape not in ("bloom", "falcon_h1"))
+    batch = workshop.source(4).read(ROWS)
+    assert find_first(step, [batch], NORMALIZER) is None
+    linear = next(each for each in reversed(list(step.student.model.base_model.modules())) if hasattr(each, "weight"))
+    with torch.no_grad():
+        linear.weight.view(-1)[0] = math.nan
+    assert find_first(step, [batch], NORMALIZER).tensor == "weight"
+
+
+def test_a_loss_that_goes_bad_on_finite_tensors_is_the_objectives(workshop):
+    step = step_of("qwen3")
+    with torch.no_grad():
+        step.student.head.weight.mul_(1e30)
+        step.student.model.model.norm.weight.fill_(1e20)
+    found = find_first(step, [workshop.source(4).read(ROWS)], NORMALIZER)
+    assert (found.module, found.tensor, found.direction) == ("objective", "the sum cross_entropy", "forward")
+
+
+def test_recomputed_layers_are_looked_into_as_others_are(workshop):
+    step = step_of("llama")
+    checkpoint_activations(step.student.model)
+    batch = workshop.source(4).read(ROWS)
+    assert find_first(step, [batch], NORMALIZER) is None
+    name = "model.layers.0.mlp.down_proj"
+    with replaced(step.student.model.get_submodule(name), lambda own, x: own(Poison.apply(x))):
+        found = find_first(step, [batch], NORMALIZER)
+    assert (found.module, found.tensor) == (name, "the gradient of its input")
+
+
+def test_bf16_products_are_looked_into(workshop):
+    step = step_of("llama", mode="bf16")
+    assert find_first(step, [workshop.source(4).read(ROWS)], NORMALIZER) is None
+
+
+@pytest.mark.parametrize("field", ["logprobs", "tail", "label_logprob"])
+def test_a_bad_number_of_a_cached_teacher_is_named(field):
+    tokens = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(0))
+    spec = CodecSpec(kind="sparse", vocab_size=300, head=6)
+    labels_N = tokens[:, 1:].flatten()
+    logits = torch.randn(16, 300, generator=torch.Generator().manual_seed(1))
+    arrays = {key: values.reshape(2, 8, *values.shape[1:]) for key, values in encode(logits, labels_N, spec).items()}
+    targets = decode(arrays, spec)
+    getattr(targets, field).view(16, -1)[11, -1] = math.nan
+    batch = CachedBatch(tokens, torch.ones(2, 8, dtype=torch.bool), torch.zeros(2, 8, dtype=torch.int64), targets)
+    found = find_first(step_of("llama"), [batch], NORMALIZER)
+    assert (found.module, found.tensor, found.place[0]) == ("teacher", field, 11)
+
+
+def test_a_compiled_graph_is_left_as_it_was(workshop):
+    step = step_of("llama")
+    step.backbone = torch.compile(step._backbone, backend="eager", dynamic=False)
+    batch = workshop.source(4).read(ROWS)
+    name = "model.layers.0.mlp.down_proj"
+    before = step(batch, normalizer=NORMALIZER)[0]
+    before.backward()
+    compiled = step.backbone
+    with torch.no_grad():
+        step.student.model.get_submodule(name).weight[0, 0] = math.inf
+    assert find_first(step, [batch], NORMALIZER).module == name
+    with torch.no_grad():
+        step.student.model.get_submodule(name).weight[0, 0] = 0.0
+    assert step.backbone is compiled
+    with torch.compiler.set_stance("fail_on_recompile"):
+        step(batch, normalizer=NORMALIZER)[0].backward()
+
+
+def test_memory_that_runs_out_is_told_and_ends_nothing(workshop):
+    def full(own, *arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with workshop.run() as run:
+        with replaced(run.step.student, full):
+            assert str(look(run)).startswith("memory ran out in micro-batch 1")
+        assert look(run) is None
+
+
+def test_hooks_that_stay_on_see_each_step_by_itself(workshop):
+    with workshop.run() as run:
+        hooks = NanHooks(run.step)
+        batch = run.train_source.read(ROWS)
+
+        def step():
+            for _ in range(2):
+                run.step(batch, normalizer=NORMALIZER)[0].backward()
+
+        step()
+        assert hooks.take() is None
+        with replaced(module(run, "model.norm"), spoiled(math.nan, call=2)):
+            step()
+        found = hooks.take()
+        assert (found.module, found.micro_batch) == ("model.norm", 2)
+        run.step.zero_grad()
+        step()
+        assert hooks.take() is None
+        hooks.remove()
+        with replaced(module(run, "model.norm"), spoiled(math.nan)):
+            step()
+        assert hooks.take() is None
+
+
+def test_looking_leaves_no_trace(workshop):
+    learned = {"temperature_mode": "adversarial"}
+    with workshop.run(**learned) as run, workshop.run("whole", **learned) as whole:
+        before = {name: tensor.clone() for name, tensor in run.step.state_dict().items()}
+        hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in run.step.modules()]
+        look(run)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in run.step.state_dict().items())
+        assert [parameter for parameter in run.step.parameters() if parameter.grad is not None] == []
+        assert [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in run.step.modules()] == hooks
+        batch = run.train_source.read(ROWS)
+        for each in (run, whole):
+            each.step(batch, normalizer=NORMALIZER)[0].backward()
+        for ours, theirs in zip(run.step.parameters(), whole.step.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_finding_is_one_line_that_says_what_where_and_how_much():
+    found = Finding("model.layers.3.mlp", "its output", "forward", (2, 8, 32), 3, (1, 0, 7), 2)
+    assert str(found) == (
+        "model.layers.3.mlp: its output is the first tensor that is not finite "
+        "(forward of micro-batch 2, 3 of 512 entries, shape [2, 8, 32], the first at [1, 0, 7])"
+    )
+
+
+def test_the_bundle_holds_the_batch_the_finding_and_the_options(workshop, tmp_path):
+    source = workshop.source(10, broken=(3,))
+    with workshop.run(train=source, micro_batch_size=2) as run:
+        batches = [source.read(rows) for rows in np.split(ROWS, 2)]
+        found = find_first(run.step, batches, NORMALIZER)
+        write_bundle(tmp_path / "bundle", run.config, ROWS, batches, found)
+    tensors = load_file(tmp_path / "bundle" / "batch.safetensors")
+    assert torch.equal(tensors["tokens"], source.tokens[:4])
+    assert torch.equal(tensors["loss_mask"], source.loss_mask[:4])
+    assert (tensors["segments"].shape, tensors["sequences"].tolist()) == ((4, 8), [0, 1, 2, 3])
+    about = json.loads((tmp_path / "bundle" / "finding.json").read_text())
+    assert (about["finding"]["module"], about["finding"]["micro_batch"]) == ("teacher", 2)
+    assert about["finding"]["text"] == str(found)
+    assert about["options"]["run"]["micro_batch_size"] == 2
+    assert about["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+
+
+def test_a_bundle_of_no_finding_says_so(workshop, tmp_path):
+    with workshop.run() as run:
+        write_bundle(tmp_path, run.config, ROWS, [run.train_source.read(ROWS)], None)
+    assert json.loads((tmp_path / "finding.json").read_text())["finding"] is None

@@ -1,0 +1,97 @@
+"""A loss spike: how far a run goes back, what it leaves out, and where it ends."""
+
+import json
+
+import pytest
+import torch
+
+from kdtrain import faults
+from kdtrain.checkpoint.store import load
+from kdtrain.errors import RunError
+from kdtrain.training.loop import train
+
+SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 100, "early_stopping": False, "lr_schedule": "constant"}
+
+
+@pytest.fixture
+def spikes(monkeypatch):
+    """Multiply the loss by 30 at these batches."""
+
+    def ask(batches):
+        monkeypatch.setenv("KDTRAIN_FAULT", f"train.loss:x30:{batches}")
+        faults.read()
+        return faults._changed
+
+    yield ask
+    monkeypatch.undo()
+    faults.read()
+
+
+def events(run, kind):
+    lines = [json.loads(text) for text in (run.config.out / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def losses(run):
+    lines = [json.loads(text) for text in (run.config.out / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_run_goes_back_behind_a_spike_leaves_its_data_out_and_halves_the_rate(workshop, spikes):
+    fired = spikes("26-28")
+    with workshop.run(train=workshop.source(400), **SPIKE) as run:
+        train(run)
+    assert fired == {"train.loss"}
+    progress = run.state.progress
+    assert (progress.step, progress.rollbacks, progress.lr_factor) == (40, 1, 0.5)
+    # back to step 24; batches 25 to 28 (sequences 96 to 111 of the stream) are left out
+    assert progress.skipped_data == [[96, 112]]
+    assert progress.sequences == 4 * (40 + 4)
+    (event,) = events(run, "rollback")
+    assert (event["step"], event["first"], event["skipped"], event["lr_factor"]) == (24, 26, [96, 112], 0.5)
+    assert list(losses(run)) == list(range(1, 41))
+    assert max(losses(run).values()) < 10 * losses(run)[1]
+
+
+def test_the_weights_after_a_rollback_are_those_of_the_checkpoint_from_before_the_spike(workshop, spikes):
+    spikes("26-28")
+    with workshop.run(train=workshop.source(400), **SPIKE) as run:
+        train(run)
+    before, after = (load(run.store.folder / name) for name in ("step-00000024", "rollback_1_iter24"))
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+    assert (before.state["progress"]["sequences"], after.state["progress"]["sequences"]) == (96, 112)
+
+
+def test_two_bad_batches_are_no_spike(workshop, spikes):
+    fired = spikes("26-27")
+    with workshop.run(train=workshop.source(400), **SPIKE) as run:
+        train(run)
+    assert fired == {"train.loss"}
+    assert (run.state.progress.step, run.state.progress.rollbacks, run.state.progress.sequences) == (40, 0, 160)
+
+
+def test_a_rollback_too_many_ends_the_run_and_the_checkpoints_stay(workshop, spikes):
+    spikes("26-60")
+    with (
+        workshop.run(train=workshop.source(400), max_rollbacks=1, **SPIKE | {"steps": 80}) as run,
+        pytest.raises(RunError, match="after 1 rollbacks"),
+    ):
+        train(run)
+    assert run.store.newest_valid()[0] is not None
+
+
+def test_without_a_checkpoint_from_before_it_a_run_goes_on(workshop, spikes):
+    spikes("26-28")
+    with workshop.run(train=workshop.source(400), **SPIKE | {"checkpoint_freq": 100}) as run:
+        train(run)
+    assert (run.state.progress.step, run.state.progress.rollbacks) == (40, 0)
+    assert events(run, "spike")[0]["first"] == 26
+
+
+def test_the_checkpoint_that_a_rollback_needs_outlives_pruning(workshop, spikes):
+    spikes("25-30")
+    options = SPIKE | {"checkpoint_freq": 1, "keep_rolling": 1, "spike_patience": 5}
+    with workshop.run(train=workshop.source(400), **options) as run:
+        train(run)
+    assert run.state.progress.rollbacks == 1
+    assert events(run, "rollback")[0]["step"] == 24

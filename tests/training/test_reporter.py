@@ -1,0 +1,109 @@
+"""What says how a run is doing: it looks, says, and changes nothing."""
+
+import json
+
+import pytest
+import torch
+
+from kdtrain.config import MonitorConfig
+from kdtrain.monitor.progress import log
+from kdtrain.monitor.writers import Writers
+from kdtrain.testing import tiny_tokenizer
+from kdtrain.training.reporter import Reporter
+from kdtrain.training.samples import Sampler
+
+
+@pytest.fixture
+def said(monkeypatch):
+    texts = []
+    monkeypatch.setattr(log, "warning", texts.append)
+    return texts
+
+
+def reporter_of(run, tokenizer=None, init="scratch"):
+    return Reporter(run.config, run.step, run.writers, run.validation_source, tokenizer, init=init, finished=0)
+
+
+def backward(run):
+    loss, _ = run.step(run.train_source.read(torch.arange(4).numpy()), normalizer=32.0)
+    loss.backward()
+
+
+def test_a_line_holds_what_the_step_knows_and_what_the_process_holds(workshop):
+    with workshop.run() as run:
+        text = reporter_of(run).finished(7, {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5}, checkpoint=4)
+    assert text.startswith("loss=2.0000 lr=1.00e-03 grad_norm=0.500 ckpt=-3 memory_mb=")
+    assert text.endswith(" mem_delta=+0 mode=fp32")
+
+
+def test_parameters_without_a_gradient_are_named_once(workshop, said):
+    with workshop.run() as run:
+        run.state.student.register_parameter("orphan", torch.nn.Parameter(torch.ones(1)))
+        backward(run)
+        reporter = reporter_of(run)
+        reporter.backward()
+        reporter.backward()
+    assert len(said) == 1 and "orphan" in said[0] and "no gradient" in said[0]
+
+
+def test_a_sound_student_is_no_news(workshop, said):
+    with workshop.run() as run:
+        backward(run)
+        reporter = reporter_of(run)
+        reporter.backward()
+        reporter.initial(5.7)
+    assert said == []
+
+
+def test_an_initial_loss_far_from_ln_v_is_said(workshop, said):
+    with workshop.run() as run:
+        reporter_of(run).initial(9.0)
+    assert len(said) == 1 and "ln V is 5.704" in said[0]
+
+
+def test_samples_and_histograms_come_when_they_are_due_and_leave_the_training_as_it_was(workshop, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Writers, "histograms", lambda self, step, module: shown.append(step))
+    with workshop.run(histogram_freq=2, sample_freq=3) as run:
+        reporter = reporter_of(run, tiny_tokenizer(300))
+        run.step.train()
+        state = torch.get_rng_state()
+        for number in range(1, 7):
+            reporter.gradients(number)
+            reporter.finished(number, {"loss": 1.0}, 0)
+        assert run.step.training and torch.equal(torch.get_rng_state(), state)
+    samples = [json.loads(text) for text in (run.config.out / "samples.jsonl").read_text().splitlines()]
+    assert shown == [2, 4, 6]
+    assert [line["step"] for line in samples] == [3, 3, 3, 6, 6, 6]
+    assert samples[:3] == [line | {"step": 3} for line in samples[3:]]
+
+
+def test_nothing_is_written_where_it_is_turned_off(workshop, monkeypatch):
+    monkeypatch.setattr(Writers, "histograms", lambda self, step, module: pytest.fail("shown"))
+    with workshop.run(histogram_freq=0, sample_freq=0) as run:
+        reporter = reporter_of(run, tiny_tokenizer(300))
+        reporter.gradients(250)
+        reporter.finished(250, {"loss": 1.0}, 0)
+    assert not (run.config.out / "samples.jsonl").exists()
+
+
+def test_the_students_texts_go_on_from_the_first_tokens_of_the_validation_split(workshop):
+    with workshop.run() as run:
+        sampler = Sampler(run.step, run.validation_source, tiny_tokenizer(300), seed=0)
+        texts = sampler.texts()
+        tokens = run.validation_source.tokens[:3]
+        logits_BTV = run.state.student.model.eval()(tokens[:, :4]).logits
+        first = logits_BTV[:, -1].argmax(-1)
+    prompts = tiny_tokenizer(300).batch_decode(tokens[:, :4].tolist())
+    assert [text["prompt"] for text in texts] == prompts
+    assert len(texts) == 3 and all(set(text) == {"prompt", "greedy", "sampled"} for text in texts)
+    for text, token in zip(texts, first.tolist(), strict=True):
+        assert text["greedy"].startswith(tiny_tokenizer(300).decode([token])[:1])
+
+
+def test_an_option_that_cannot_be_is_refused():
+    from kdtrain.errors import UsageError
+
+    for options in ({"histogram_freq": -1}, {"sample_freq": -1}, {"wandb_name": "n"}, {"wandb_project": ""}):
+        with pytest.raises(UsageError):
+            MonitorConfig(**options)

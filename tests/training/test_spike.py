@@ -1,0 +1,154 @@
+"""Loss spikes: what is one on curves as trainings draw them, what is none, and that a resume knows the same."""
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdtrain.config import GuardsConfig
+from kdtrain.training.spike import SpikeDetector
+
+STEPS, SPIKE = 600, 400
+
+
+def falling(seed, noise=0.06):
+    """A loss that falls from 7.6 towards 2.2 as a small language model's does, with noise in proportion."""
+    draw = random.Random(seed)
+    return [(2.2 + 5.4 * math.exp(-step / 60)) * (1 + noise * draw.gauss(0, 1)) for step in range(1, STEPS + 1)]
+
+
+def confirmed(detector, losses):
+    """(step at which a spike was confirmed, the step it began at), or None."""
+    for step, loss in enumerate(losses, 1):
+        if (begin := detector.update(step, loss)) is not None:
+            return step, begin
+    return None
+
+
+def with_spike(losses, times, length):
+    return [loss * times if SPIKE <= step < SPIKE + length else loss for step, loss in enumerate(losses, 1)]
+
+
+each_rule = pytest.mark.parametrize("rule", ["factor", "mad"])
+each_seed = pytest.mark.parametrize("seed", range(8))
+
+
+@each_rule
+@each_seed
+def test_a_falling_loss_with_noise_has_no_spike(rule, seed):
+    assert confirmed(SpikeDetector(rule), falling(seed)) is None
+
+
+@pytest.mark.parametrize("rule, times", [("factor", 30), ("factor", 4), ("mad", 30), ("mad", 4), ("mad", 2)])
+@each_seed
+def test_a_sustained_spike_is_confirmed_at_its_third_step_and_its_first_is_named(rule, times, seed):
+    losses = with_spike(falling(seed), times, 200)
+    assert confirmed(SpikeDetector(rule), losses) == (SPIKE + 2, SPIKE)
+
+
+@each_seed
+def test_a_doubled_loss_is_no_spike_of_the_factor_rule_and_is_what_the_mad_rule_is_for(seed):
+    assert confirmed(SpikeDetector("factor"), with_spike(falling(seed), 2, 200)) is None
+
+
+@each_rule
+@each_seed
+def test_a_slow_drift_upwards_is_no_spike(rule, seed):
+    drifting = [loss * (1 + step / STEPS) for step, loss in enumerate(falling(seed), 1)]
+    assert drifting[-1] > 1.5 * min(drifting[200:300])
+    assert confirmed(SpikeDetector(rule), drifting) is None
+
+
+@each_rule
+@pytest.mark.parametrize("length", [1, 2])
+def test_outliers_shorter_than_the_patience_are_no_spike_and_do_not_blunt_the_next_one(rule, length):
+    detector, losses = SpikeDetector(rule), with_spike(falling(0), 30, length)
+    assert confirmed(detector, losses) is None
+    assert detector.threshold() < 4 * 2.2
+    assert detector.suspicious_since is None
+
+
+@each_rule
+def test_a_spike_stays_one_however_long_it_lasts(rule):
+    detector = SpikeDetector(rule, window=32)
+    found = [detector.update(step, loss) for step, loss in enumerate(with_spike(falling(1), 30, 200), 1)]
+    assert found[SPIKE + 1 : SPIKE + 199] == [SPIKE] * 198
+    assert set(found) == {None, SPIKE}
+
+
+def test_suspicion_begins_with_the_first_spiky_loss_and_ends_with_a_clean_one():
+    detector = SpikeDetector("factor", minimum=2)
+    seen = []
+    for step, loss in enumerate([1.0, 1.0, 9.0, 9.0, 1.0, 9.0], 1):
+        detector.update(step, loss)
+        seen.append(detector.suspicious_since)
+    assert seen == [None, None, 3, 3, None, 6]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_neither_clean_nor_spiky(bad):
+    detector = SpikeDetector("factor", minimum=2)
+    found = [detector.update(step, loss) for step, loss in enumerate([1.0, bad, 1.0, 9.0, bad, 9.0, bad, 9.0], 1)]
+    assert found == [None] * 7 + [4]
+    assert detector.threshold() == 3.0
+
+
+def test_nothing_is_judged_before_there_are_enough_clean_losses():
+    detector = SpikeDetector("factor", minimum=20)
+    assert confirmed(detector, [1.0] * 19) is None
+    assert detector.threshold() == math.inf
+    detector.update(20, 1.0)
+    assert detector.threshold() == 3.0
+
+
+def test_losses_that_hardly_vary_do_not_make_a_small_rise_a_spike():
+    assert confirmed(SpikeDetector("mad"), [2.0] * 40 + [2.01] * 10) is None
+    assert confirmed(SpikeDetector("mad"), [2.0] * 40 + [2.1] * 10) == (43, 41)
+
+
+@each_rule
+def test_steps_without_a_token_have_a_loss_of_zero_and_make_no_later_loss_a_spike(rule):
+    assert confirmed(SpikeDetector(rule), [0.0] * 40 + [1.0, 0.0] * 40) is None
+
+
+def test_the_options_make_the_detector():
+    detector = SpikeDetector.of(GuardsConfig(spike_factor=2.0, spike_patience=2))
+    assert confirmed(detector, with_spike(falling(0, noise=0.01), 2.5, 200)) == (SPIKE + 1, SPIKE)
+    assert SpikeDetector.of(GuardsConfig(spike_rule="mad")).rule == "mad"
+
+
+def test_the_rule_none_never_finds_anything():
+    assert confirmed(SpikeDetector("none"), with_spike(falling(0), 1000, 200)) is None
+
+
+def test_a_reset_forgets_the_spike_and_keeps_what_is_clean():
+    detector = SpikeDetector("factor")
+    confirmed(detector, with_spike(falling(0), 30, 200))
+    threshold = detector.threshold()
+    detector.reset()
+    assert (detector.suspicious_since, detector.threshold()) == (None, threshold)
+
+
+def test_what_is_forgotten_is_learned_anew():
+    detector = SpikeDetector("factor")
+    confirmed(detector, with_spike(falling(0), 30, 200))
+    detector.forget()
+    assert (detector.suspicious_since, detector.threshold()) == (None, math.inf)
+
+
+@given(st.lists(st.floats(0, 100), max_size=60), st.integers(0, 60), st.sampled_from(["factor", "mad"]))
+def test_a_detector_taken_over_through_json_finds_what_the_first_would_have_found(losses, cut, rule):
+    def make():
+        return SpikeDetector(rule, factor=1.5, patience=2, window=8, minimum=3)
+
+    def feed(detector, part):
+        return [(detector.update(step, loss), detector.threshold()) for step, loss in part]
+
+    whole, first, second, numbered = make(), make(), make(), list(enumerate(losses))
+    found = feed(first, numbered[:cut])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert found + feed(second, numbered[cut:]) == feed(whole, numbered)
+    assert second.state_dict() == whole.state_dict()
