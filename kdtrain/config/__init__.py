@@ -27,6 +27,7 @@ from kdtrain.config.sections import (
     ObjectiveConfig,
     OptimizerConfig,
     PrecisionConfig,
+    QuantizationConfig,
     StoppingConfig,
 )
 
@@ -44,6 +45,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "PrecisionConfig",
+    "QuantizationConfig",
     "StoppingConfig",
     "VerifyConfig",
     "plain",

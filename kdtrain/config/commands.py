@@ -13,6 +13,7 @@ from kdtrain.config.sections import (
     ObjectiveConfig,
     OptimizerConfig,
     PrecisionConfig,
+    QuantizationConfig,
     StoppingConfig,
     refuse,
     refuse_bad_seed,
@@ -111,6 +112,7 @@ class DistillConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     stopping: StoppingConfig = field(default_factory=StoppingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -129,6 +131,9 @@ class DistillConfig:
             self.cache is None and self.data.data is None,
             "nothing to train on; give --cache FOLDER or --data SOURCE",
         )
+        mode = self.quantization.mode(self.precision.precision)
+        self.precision.refuse_idle(mode)
+        self.quantization.refuse_idle(mode, self.optimizer.lr_schedule)
         refuse_bad_seed(self.seed)
         self.data.refuse_training_on_validation()
         taught = self.cache is not None or self.teacher is not None

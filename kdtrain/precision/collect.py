@@ -61,16 +61,18 @@ class Collector:
             raise UsageError(f"--collect-tensors '{pattern}' matches no linear layer; there are {some}, ...")
         self.path, self.every, self.recipe, self.dtype = path, every, recipe, dtype
 
-    def collect(self, step: int, mode: str, run_eagerly: Callable[[], None]) -> None:
-        """Collect at `step` if it is due.
+    def collect(self, step: int, mode: str, run_eagerly: Callable[[], None]) -> bool:
+        """Collect at `step` if it is due; whether it was.
 
         run_eagerly: a forward and backward of one micro-batch in eager mode; what it leaves in gradients is the
         caller's to clear.
         """
-        if step % self.every == 0:
-            with _watched(self.layers) as seen:
-                run_eagerly()
-            self._append(step, mode, {name: self._rows(tensors) for name, tensors in seen.items()})
+        if step % self.every:
+            return False
+        with _watched(self.layers) as seen:
+            run_eagerly()
+        self._append(step, mode, {name: self._rows(tensors) for name, tensors in seen.items()})
+        return True
 
     def forget_after(self, step: int) -> None:
         """Drop the rows of later steps, which a run that goes on from `step` will make again."""

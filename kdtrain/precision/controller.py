@@ -107,6 +107,10 @@ class Controller:
         """The checkpoints of the recovery buffer that were written while all was well, newest first."""
         return [name for name, good in reversed(self._saved) if good]
 
+    def spend(self, name: str) -> None:
+        """Take a checkpoint out of the recovery buffer: the run went back to it."""
+        self._saved = [each for each in self._saved if each[0] != name]
+
     def wants_gap(self, step: int) -> bool:
         """Whether the gap is to be measured at `step`: it is due, or a verdict is near and may be carried out."""
         if "gap" not in self._streaks or self._decays(step):
