@@ -246,6 +246,7 @@ class Controller:
         if due and good and not policy.snapshot_to_disk:
             actions.append(Snapshot(step, policy.keep))
         if name is not None:
+            self.spend(name)  # a run that went back comes by the same names again
             self._saved.append((name, good))
             actions += [*_save(name), *(Delete(old) for old in self._overflow())]
         return actions

@@ -39,6 +39,7 @@ class Adaptive:
         return self.controller.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, in its mode."""
+        """Go on from a `state_dict`, in its mode; snapshots, which may be of later steps, are dropped."""
         self.controller.load_state_dict(state)
+        self.snapshots.clear()
         self.set_switch()

@@ -154,6 +154,16 @@ def test_the_buffer_never_drops_its_only_good_state():
     assert made.recovery_names() == ["window_1_iter1_quantized"]
 
 
+def test_what_the_run_went_back_to_is_spent_and_a_name_that_comes_again_counts_once():
+    made = controller(rules=("loss",), window=2, keep=2)
+    feed(made, [0.05] * 4)
+    assert made.recovery_names() == ["window_end_2_iter4", "window_end_1_iter2"]
+    made.spend("window_end_2_iter4")
+    assert made.recovery_names() == ["window_end_1_iter2"]
+    deleted = [each for step in (1, 2) for each in made.observe(step, 0.05) if isinstance(each, Delete)]
+    assert made.recovery_names() == ["window_end_1_iter2"] and deleted == []
+
+
 def test_three_broken_steps_in_the_fallback_go_back_to_a_good_state():
     made = controller(**LOSS)
     assert SwitchTo("bf16") in made.observe(1, NAN)
