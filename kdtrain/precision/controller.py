@@ -134,11 +134,12 @@ class Controller:
         memory.finite += 1
         memory.steps_quantized += memory.is_quantized
         if gap is not None and not math.isfinite(gap) and self.is_quantized:
-            return self._broken(step, "Gap", gap) + self._keep(step, good=True)
+            return self._broken(step, "Gap", gap) + self._keep(step, good=False)
         thresholds = self._update(loss, gap)
+        good = not any(each.above for each in self._streaks.values())
         actions = self._complain(step, loss)
         actions += self._decide(step, loss, gap, thresholds)
-        return actions + self._keep(step, good=not any(each.above for each in self._streaks.values()))
+        return actions + self._keep(step, good)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole memory, as plain JSON values."""
