@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kdtrain.config.precision import PrecisionConfig, QuantizationConfig
 from kdtrain.config.sections import (
     CheckpointConfig,
     CodecConfig,
@@ -12,8 +13,6 @@ from kdtrain.config.sections import (
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
-    PrecisionConfig,
-    QuantizationConfig,
     StoppingConfig,
     refuse,
     refuse_bad_seed,
