@@ -37,6 +37,8 @@ lint: venv ## ruff and mypy
 
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
 	$(PY) benchmarks/demo.py --seeds 3
+	$(PY) benchmarks/cache.py --again
+	$(PY) benchmarks/plot_cache.py
 
 torture: venv ## break caches and runs off in every way, flip bits; writes benchmarks/results/torture-*.json (an hour)
 	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_cache.py

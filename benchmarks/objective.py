@@ -6,6 +6,9 @@ whatever else the machine does falls on all of them; the median counts. Memory i
 its own for each side, after a first run has compiled what is to be compiled, less what its inputs take. A side that
 does not fit into --memory is written down as such, and so is a library that is not installed.
 
+The record is written after every measurement, and what it holds is not measured again: the same command goes on where
+it was stopped. --only memory|time takes one kind, --rows some rows by number; --out elsewhere starts afresh.
+
 What it gives up: times hold for this machine and this number of threads; the record says which.
 """
 
@@ -18,10 +21,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import objective_sides as sides
 import torch
@@ -43,9 +47,13 @@ class Settings:
     """Where the record is written."""
     quick: bool = False
     """Small shapes and three repetitions."""
-    repetitions: int = 7
+    only: Literal["both", "memory", "time"] = "both"
+    """What is measured."""
+    rows: tuple[int, ...] = ()
+    """Numbers of rows, from 0; all when empty."""
+    repetitions: int = 5
     """Timed runs of each side."""
-    threads: int = 1
+    threads: int = 2
     """Threads of torch."""
     memory: float = 0.0
     """GiB that a process may allocate; 80 % of what is free when 0."""
@@ -65,32 +73,59 @@ class Work:
 
 
 def main(settings: Settings) -> None:
-    """Measure every shape in both dtypes and write the record after each."""
+    """Measure what the record lacks, and write it after each measurement."""
     shapes = QUICK if settings.quick else (*SHAPES, ALONE)
     record: dict[str, Any] = {"machine": _machine(settings), "rows": []}
-    for shape in shapes:
-        for dtype in DTYPES:
-            record["rows"].append(_row(settings, shape, dtype))
+    if settings.out.exists():
+        record["rows"] = json.loads(settings.out.read_text())["rows"]
+    pairs = [(shape, dtype) for shape in shapes for dtype in DTYPES]
+    for number, (shape, dtype) in enumerate(pairs):
+        if settings.rows and number not in settings.rows:
+            continue
+        row = _row_of(record, shape, dtype)
+        for _ in _measured(settings, row, shape, dtype):
+            record["rows"].sort(key=lambda each: pairs.index((_shape(each), each["dtype"])))
             settings.out.parent.mkdir(parents=True, exist_ok=True)
             settings.out.write_text(json.dumps(record, indent=1) + "\n")
+        print(_table(row), flush=True)
     print(f"wrote {settings.out}")
 
 
-def _row(settings: Settings, shape: tuple[int, int, int], dtype: str) -> dict[str, Any]:
-    wanted = ["kdtrain-sparse-12", "kdtrain-sparse-50"] if shape == ALONE else sides.names()
-    missing = {name: reason for name in wanted if (reason := sides.available(name)) is not None}
-    present = [name for name in wanted if name not in missing]
-    found = {name: {"missing": reason} for name, reason in missing.items()}
-    common = (3 if settings.quick else settings.repetitions, settings.threads, settings.memory or _free() * 0.8)
-    for name in present:
-        found[name] = _start(Work("memory", shape, dtype, [name], *common))
-    fitting = [name for name in present if "does_not_fit" not in found[name]]
-    times = _start(Work("time", shape, dtype, fitting, *common))
-    for name in fitting:
-        found[name] |= times.get(name, times)
-    row = {"tokens": shape[0], "width": shape[1], "vocabulary": shape[2], "dtype": dtype, "sides": found}
-    print(_table(row), flush=True)
+def _row_of(record: dict[str, Any], shape: tuple[int, int, int], dtype: str) -> dict[str, Any]:
+    """The row of a shape and dtype, a new one where the record has none."""
+    for row in record["rows"]:
+        if (_shape(row), row["dtype"]) == (shape, dtype):
+            return row
+    row = {"tokens": shape[0], "width": shape[1], "vocabulary": shape[2], "dtype": dtype, "sides": {}}
+    record["rows"].append(row)
     return row
+
+
+def _shape(row: dict[str, Any]) -> tuple[int, int, int]:
+    return row["tokens"], row["width"], row["vocabulary"]
+
+
+def _measured(settings: Settings, row: dict[str, Any], shape: tuple[int, int, int], dtype: str) -> Iterator[None]:
+    """Fill a row, and come back after each measurement."""
+    names = ["kdtrain-sparse-12", "kdtrain-sparse-50"] if shape == ALONE else sides.names()
+    found = row["sides"]
+    row["sides"] = found = {name: found.get(name, {}) for name in names}
+    for name in names:
+        if (reason := sides.available(name)) is not None:
+            found[name] = {"missing": reason}
+    present = [name for name in names if "missing" not in found[name]]
+    common = (3 if settings.quick else settings.repetitions, settings.threads, settings.memory or _free() * 0.8)
+    for name in present if settings.only != "time" else ():
+        if not found[name].keys() & {"peak_mib", "does_not_fit"}:
+            found[name] |= _start(Work("memory", shape, dtype, [name], *common))
+            yield
+    fitting = [name for name in present if "does_not_fit" not in found[name]]
+    if settings.only != "memory" and any("seconds" not in found[name] for name in fitting):
+        row["load_average"] = os.getloadavg()
+        times = _start(Work("time", shape, dtype, fitting, *common))
+        for name in fitting:
+            found[name] |= times.get(name, times)
+        yield
 
 
 def _start(work: Work) -> dict[str, Any]:
@@ -163,7 +198,6 @@ def _machine(settings: Settings) -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": settings.threads,
-        "load_average": os.getloadavg(),
         "repetitions": 3 if settings.quick else settings.repetitions,
         "libraries": {name: _version(name) for name in ("kdtrain", "torch", "trl", "liger-kernel")},
     }
@@ -181,12 +215,15 @@ def _table(row: dict[str, Any]) -> str:
     base = row["sides"].get("cross-entropy", {})
     lines = [f"N {row['tokens']:,}  D {row['width']:,}  V {row['vocabulary']:,}  {row['dtype']}"]
     for name, found in row["sides"].items():
-        if "seconds" not in found:
+        if not found.keys() & {"seconds", "peak_mib"}:
             lines.append(f"  {name:<24} {found.get('missing') or found.get('does_not_fit')}")
             continue
-        relative = f"{found['seconds'] / base['seconds']:5.2f} x" if "seconds" in base else ""
-        memory = f"{found['peak_mib'] / base['peak_mib']:5.2f} x" if base.get("peak_mib") else ""
-        lines.append(f"  {name:<24} {1e3 * found['seconds']:9.1f} ms {relative}  {found['peak_mib']:9.1f} MiB {memory}")
+        cells = [f"  {name:<24}"]
+        for key, factor, unit in (("seconds", 1e3, "ms"), ("peak_mib", 1.0, "MiB")):
+            if key in found:
+                relative = f"{found[key] / base[key]:5.2f} x" if base.get(key) else " " * 7
+                cells.append(f"{factor * found[key]:9.1f} {unit} {relative}")
+        lines.append("  ".join(cells))
     return "\n".join(lines)
 
 

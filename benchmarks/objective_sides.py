@@ -2,14 +2,19 @@
 
 Every side gets the same hidden states [N,D], weight [V,D] and labels, and leaves gradients in both. Their work:
 
-products               the three matrix products alone: no loss can be faster with the same products
+products               the three matrix products alone, as PyTorch makes them in the dtype of the inputs
 cross-entropy          torch.compile of F.cross_entropy(h W^T)
 kdtrain-cross-entropy  the engine without a teacher
 kdtrain-sparse-12, -50 (1 - alpha) CE + alpha T^2 forward KL over 12 or 50 entries and the tail bucket, T = 2
 top-k-renormalized-50  the same with renormalised entries on all logits, plain PyTorch, as axolotl does it
-kdtrain-dense          (1 - alpha) CE + alpha T^2 forward KL over the whole vocabulary, teacher's log p given
-kdtrain-jsd, trl-jsd   JSD over the whole vocabulary, teacher given; no cross-entropy in TRL's
-kdtrain-jsd-online, liger-jsd   the same with cross-entropy, the teacher's logits made from its hidden states
+kdtrain-dense          (1 - alpha) CE + alpha T^2 forward KL over the whole vocabulary, teacher's log p given in fp32
+
+The same work in pairs, over the whole vocabulary:
+kdtrain-jsd, trl-jsd     JSD at T = 2; given are all of the teacher's log p in fp32 (kdtrain) or its logits in the dtype
+                         of the inputs (TRL). TRL has no cross-entropy.
+kdtrain-jsd-online,      cross-entropy and JSD at T = 2; given are the teacher's hidden states and weight, as wide as
+liger-jsd                the student's. Liger's cross-entropy is of the heated logits.
+Both of kdtrain's also measure the JSD at T = 1, which a training run logs.
 
 Shape suffixes: N tokens, D model width, V vocabulary, K kept entries.
 """
@@ -26,7 +31,7 @@ from torch import Tensor
 
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.loss import distillation_loss
-from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
+from kdtrain.objective.targets import DenseTargets, OnlineTargets, SparseTargets, Targets
 
 ALPHA, TEMPERATURE = 0.9, 2.0
 PEERS = {"trl-jsd": "trl", "liger-jsd": "liger_kernel"}
@@ -185,9 +190,9 @@ def _kdtrain_dense(divergence: str) -> Callable[[Student], Callable[[], Tensor]]
 
 
 def _kdtrain_jsd_online(student: Student) -> Callable[[], Tensor]:
-    return _ours(
-        student, lambda: DenseTargets.from_logits(student.teacher_logits(), student.labels_N), divergence="jsd"
-    )
+    hidden_ND, weight_VD = student.teacher
+    targets = OnlineTargets(hidden_ND, student.labels_N, OutputHead(weight_VD), len(weight_VD))
+    return _ours(student, lambda: targets, divergence="jsd")
 
 
 def _top_k_renormalized(student: Student) -> Callable[[], Tensor]:

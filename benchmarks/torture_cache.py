@@ -143,10 +143,7 @@ def _flip(choose: random.Random, wanted: int) -> dict[str, Any]:
         path = choose.choices(files, sizes)[0]
         place, bit = choose.randrange(path.stat().st_size), 1 << choose.randrange(8)
         _turn(path, place, bit)
-        kind = (
-            {".h5": "shard", ".json": "sidecar"}.get(path.suffix, "other") if path.parent.name == "shards" else "other"
-        )
-        where["tokenizer" if path.parent.name == "tokenizer" else kind] += 1
+        where[_kind(path)] += 1
         missed += not any(str(path) in line for line in verify_cache(folder))
         try:
             passed += not all(_equal(one, other) for one, other in zip(_read_all(folder), sound, strict=True))

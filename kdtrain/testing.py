@@ -2,10 +2,15 @@
 
 The models are random, two layers deep and 32 wide, in the shapes of real ones: grouped queries, soft-capped or
 scaled logits, learned positions, sliding windows, recurrent layers. They are made in milliseconds and teach nothing.
+`run_ranks` starts a script once a rank, with the environment that torchrun would give it.
 The tokenizer is byte-level: every text has an encoding, and its vocabulary is filled up with entries that no text
 uses, to any size a test wants.
 """
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +89,28 @@ def write_model_folder(path: Path, model: PreTrainedModel, tokenizer: PreTrained
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
     return path
+
+
+def run_ranks(script: Path, world: int, *argv: object, seconds: float = 120.0) -> None:
+    """Run `python script argv...` in `world` processes on this machine, as ranks of one group.
+
+    Each finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. `AssertionError`, with what
+    the ranks wrote to stderr, unless all of them end with 0 within `seconds`; none is left behind.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    command = [sys.executable, str(script), *(str(word) for word in argv)]
+    ranks = [
+        subprocess.Popen(
+            command, env={**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=seconds)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(said)

@@ -74,7 +74,18 @@ def train() -> Path:
     subprocess.run([sys.executable, str(ROOT / "teachers" / "make_tokenizer.py"), str(TEACHER)], check=True)
     flags = [word for pair in RECIPE.items() for word in pair]
     student = str(ROOT / "students" / "stdlib-5m.toml")
-    kdtrain("distill", "--data", "stdlib", "--student", student, "--out", str(RUN), "--auto-resume", *flags)
+    kdtrain(
+        "distill",
+        "--data",
+        "stdlib",
+        "--student",
+        student,
+        "--out",
+        str(RUN),
+        "--auto-resume",
+        "--no-early-stopping",
+        *flags,
+    )
     return RUN
 
 

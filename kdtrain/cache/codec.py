@@ -289,15 +289,14 @@ def decode(
         return None
 
     def rows(name: str) -> Tensor:
-        values = arrays[name]
-        flat = rearrange(values, "n t ... -> (n t) ...")
-        return torch.from_numpy(np.ascontiguousarray(flat, dtype=np.float32)).to(device)
+        flat = rearrange(arrays[name], "n t ... -> (n t) ...")
+        return torch.from_numpy(flat.astype(np.float32, copy=False)).to(device)
 
     if spec.kind == "dense":
         flat_NV = torch.from_numpy(rearrange(arrays["logprobs"], "n t v -> (n t) v")).to(device)
         return DenseTargets(logprobs=flat_NV, label_logprob=rows("label_logprob"))
     flat_NK = rearrange(arrays["ids"], "n t k -> (n t) k")
-    ids_NK = torch.from_numpy(np.ascontiguousarray(flat_NK, dtype=np.int64)).to(device)
+    ids_NK = torch.from_numpy(flat_NK.astype(np.int64, copy=False)).to(device)
     logprobs_NK = rows("logprobs")
     if spec.draws:
         absent_NK = ids_NK == spec.absent
@@ -306,7 +305,7 @@ def decode(
     return SparseTargets(
         ids=ids_NK,
         logprobs=logprobs_NK,
-        counts=rows("draws") if spec.draws else torch.zeros_like(logprobs_NK),
+        counts=rows("draws") if spec.draws else logprobs_NK.new_zeros(()).expand(logprobs_NK.shape),
         tail=rows("tail"),
         label_logprob=rows("label_logprob"),
         logit_mean=rows("logit_mean"),

@@ -6,11 +6,12 @@ order, and what is stored is the difference to the entry before: small numbers. 
 label is stored only where the label is not in the head. Ids: see `dictionary`. Tail, mean and deviation:
 see `moments`. Lists and weights are made from a shard's first sequences and stored with it.
 
-Stored arrays have positions last, [n, K, T]: bits of one kind then lie together, which saves a tenth.
-Everything is numpy; `unpack` is what a training step waits for.
+Stored arrays have positions last, [n, rows, T]: bits of one kind then lie together, which saves a tenth. All
+but the ids stand in one of them (`numbers`), because each one that is read costs as much as 4 KiB of it.
+Everything is numpy; `unpack` is what a training step waits for: it makes columns, [K, n, T], which targets
+are then views of, because turning them would cost a fifth of its time.
 
-Shapes: n sequences, T positions, K kept entries, H head, D draws, M numbers of the tail (stored with the
-label's as one more), N = n*T.
+Shapes: n sequences, T positions, K kept entries, H head, D draws, M numbers of the tail, N = n*T.
 """
 
 from collections.abc import Sequence
@@ -78,34 +79,40 @@ class Coding:
         moment_codes = self.predictor.encode(_features(entry_codes_nKT, spec), _numbers(kept, spec))
         in_head_nT = (kept["ids"][..., : spec.head] == tokens_nT1[:, 1:, None]).any(-1)
         label_nT = np.where(in_head_nT, 0, logprob_codes(kept["label_logprob"])).astype(np.uint16)
-        tail_nMT = rearrange(moment_codes, "m (n t) -> n m t", t=length)
-        stored = {
+        parts_nRT = [
+            np.diff(entry_codes_nKT, axis=1, prepend=0),
+            rearrange(kept["draws"][..., spec.head :], "n t d -> n d t") if spec.draws else entry_codes_nKT[:, :0],
+            rearrange(moment_codes, "m (n t) -> n m t", t=length),
+            label_nT[:, None],
+        ]
+        return {
             "ids": rearrange(id_codes, "(n t) k -> n k t", t=length).astype(spec.code_dtype),
-            "logprobs": np.diff(entry_codes_nKT, axis=1, prepend=0).astype(np.uint16),
-            "tail": np.concatenate([tail_nMT, label_nT[:, None]], 1),
+            "numbers": np.concatenate(parts_nRT, 1).astype(np.uint16),
         }
-        if spec.draws:
-            stored["draws"] = rearrange(kept["draws"][..., spec.head :], "n t d -> n d t")
-        return stored
 
     def unpack(self, tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
-        """What was kept, as the reader sees it; the inverse of `pack` up to its stated errors."""
-        return unpack([self] * len(tokens_nT1), tokens_nT1, stored)
+        """What was kept [n, T, ...], as the reader sees it; the inverse of `pack` up to its stated errors."""
+        return unpack([(self, tokens, {k: v[i] for k, v in stored.items()}) for i, tokens in enumerate(tokens_nT1)])
 
-    def unpack_one(self, tokens_T1: np.ndarray, stored: Arrays, kept: Arrays) -> None:
-        """Write what was kept of one sequence into the arrays [T, ...] of `kept`."""
-        spec, number = self.spec, len(self.spec.knots)
-        ids_KT = self.dictionary.decode(tokens_T1[:-1], stored["ids"])
-        logprobs_KT = logprobs_of(np.cumsum(stored["logprobs"], axis=0, dtype=np.uint16))
-        numbers_MT = self.predictor.decode(features(logprobs_KT[: spec.head]), stored["tail"][:-1])
-        kept["ids"][:], kept["logprobs"][:] = ids_KT.T, logprobs_KT.T
-        kept["tail"][:] = numbers_MT[self.predictor.places[: 2 * number]].T
-        kept["logit_mean"][:], kept["logit_std"][:] = numbers_MT[2 * number :]
-        kept["label_logprob"][:] = logprobs_of(stored["tail"][-1])
-        place, position = np.nonzero(ids_KT[: spec.head] == tokens_T1[1:])
-        kept["label_logprob"][position] = logprobs_KT[place, position]
+    def unpack_one(self, tokens_T1: np.ndarray, ids_KT: np.ndarray, numbers_RT: np.ndarray, columns: Arrays) -> None:
+        """Write what was kept of one sequence into `columns`, each [.., T], see `empty`.
+
+        ids_KT and numbers_RT are its stored arrays. IndexError: a code that the dictionary does not have.
+        """
+        spec, entries = self.spec, self.spec.columns
+        ids_KT = self.dictionary.decode(tokens_T1[:-1], ids_KT)
+        codes_KT = numbers_RT[:entries].copy()
+        for k in range(1, entries):  # np.cumsum along rows takes three times as long
+            np.add(codes_KT[k - 1], codes_KT[k], out=codes_KT[k])
+        logprobs_KT = logprobs_of(codes_KT)
+        known_FT = features(logprobs_KT[: spec.head])
+        columns["ids"][:], columns["logprobs"][:] = ids_KT, logprobs_KT
+        columns["tail"][:] = self.predictor.decode(known_FT, numbers_RT[entries + spec.draws : -1])
+        # The code of a label in the head is 0, which reads as 0.
+        known_HT = np.multiply(ids_KT[: spec.head] == tokens_T1[1:], logprobs_KT[: spec.head])
+        columns["label_logprob"][:] = logprobs_of(numbers_RT[-1]) + np.add.reduce(known_HT)
         if spec.draws:
-            kept["draws"][:, : spec.head], kept["draws"][:, spec.head :] = 0, stored["draws"].T
+            columns["draws"][: spec.head], columns["draws"][spec.head :] = 0, numbers_RT[entries : entries + spec.draws]
 
     def to_arrays(self) -> Arrays:
         """The data sets of the group `dictionary` of a shard."""
@@ -124,26 +131,22 @@ class Coding:
         return cls(spec, lists, Predictor(arrays["tail_weights"], spec.knots))
 
 
-def unpack(codings: Sequence[Coding], tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
-    """What was kept of sequences [n, T, ...], which may come from several shards: one coding each.
+def unpack(sequences: Sequence[tuple[Coding, np.ndarray, Arrays]]) -> Arrays:
+    """What was kept of sequences, which may come from several shards: arrays [n, T, ...], views of columns.
 
-    One sequence at a time: what it needs stays in a core's cache, and no large array is made but the result.
+    Each sequence is its coding, its tokens [T + 1] and its stored arrays.
+    One at a time: what it needs stays in a core's cache, and no large array is made but the result.
     """
-    spec, n, length = codings[0].spec, len(tokens_nT1), tokens_nT1.shape[1] - 1
-    kept = {name: np.empty((n, length, *shape), dtype) for name, (shape, dtype) in _kept_layout(spec).items()}
-    tokens_nT1 = tokens_nT1.astype(np.int64)
-    for i, coding in enumerate(codings):
-        one = {name: values[i] for name, values in stored.items()}
-        coding.unpack_one(tokens_nT1[i], one, {name: values[i] for name, values in kept.items()})
-    return kept
-
-
-def _kept_layout(spec: CodecSpec) -> dict[str, tuple[tuple[int, ...], str]]:
-    columns, numbers = (spec.columns,), (2 * len(spec.knots),)
-    single: tuple[tuple[int, ...], str] = ((), "f4")
-    found = dict.fromkeys(("label_logprob", "logit_mean", "logit_std"), single)
-    found |= {"ids": (columns, "i8"), "logprobs": (columns, "f4"), "tail": (numbers, "f4")}
-    return found | ({"draws": (columns, "u1")} if spec.draws else {})
+    spec, length = sequences[0][0].spec, len(sequences[0][1]) - 1
+    shapes = {"ids": (spec.columns, "i8"), "logprobs": (spec.columns, "f4"), "tail": (2 * len(spec.knots) + 2, "f4")}
+    shapes |= {"label_logprob": (1, "f4")} | ({"draws": (spec.columns, "u1")} if spec.draws else {})
+    columns = {name: np.empty((rows, len(sequences), length), dtype) for name, (rows, dtype) in shapes.items()}
+    for i, (coding, tokens_T1, stored) in enumerate(sequences):
+        coding.unpack_one(tokens_T1, stored["ids"], stored["numbers"], {k: v[:, i] for k, v in columns.items()})
+    kept = {name: rearrange(values, "k n t -> n t k") for name, values in columns.items()}
+    numbers = kept.pop("tail")
+    kept |= {"tail": numbers[..., :-2], "logit_mean": numbers[..., -2], "logit_std": numbers[..., -1]}
+    return {**kept, "label_logprob": kept["label_logprob"][..., 0]}
 
 
 def _entry_codes(logprobs_nTK: np.ndarray) -> np.ndarray:

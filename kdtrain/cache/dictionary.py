@@ -18,7 +18,7 @@ Shapes: N tokens, K kept entries, V vocabulary, R rows of candidates, C of them 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -40,6 +40,15 @@ class Dictionary:
     common: np.ndarray
     """[U] ids, most frequent first."""
     absent: int
+    _lists: np.ndarray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # All lists end to end, where `decode` looks ids up; the two become views of it, so that it is held once.
+        rows = np.pad(self.candidates, ((0, 0), (1, 0)), constant_values=self.absent)
+        lists = np.concatenate([rows.ravel(), self.common])
+        object.__setattr__(self, "_lists", lists)
+        object.__setattr__(self, "candidates", lists[: rows.size].reshape(rows.shape)[:, 1:])
+        object.__setattr__(self, "common", lists[rows.size :])
 
     @classmethod
     def fit(cls, context_N: np.ndarray, ids_NK: np.ndarray, vocab_size: int, absent: int) -> Dictionary:
@@ -83,18 +92,6 @@ class Dictionary:
         codes_V[self.common] = self.common_base + np.arange(len(self.common))
         return codes_V
 
-    @cached_property
-    def _lists(self) -> np.ndarray:
-        """All lists end to end: per row the absent entry and its candidates, common, and every id."""
-        rows = np.pad(self.candidates.astype(np.int64), ((0, 0), (1, 0)), constant_values=self.absent)
-        spelled = np.arange(len(self.context_row))
-        return np.concatenate([rows.ravel(), self.common.astype(np.int64), spelled])
-
-    @cached_property
-    def _starts(self) -> np.ndarray:
-        """[V] int32: where the candidates of a token start in `_lists`, less one."""
-        return self.context_row.astype(np.int32) * (WIDTH + 1)
-
     def encode(self, context_N: np.ndarray, ids_NK: np.ndarray) -> np.ndarray:
         """Codes [N, K] int64 of `ids_NK`."""
         here_NK = ids_NK != self.absent
@@ -108,10 +105,19 @@ class Dictionary:
         return np.where(here_NK, codes_NK, 0)
 
     def decode(self, context_T: np.ndarray, codes_KT: np.ndarray) -> np.ndarray:
-        """Ids [K, T] int64 of one sequence. IndexError: a code that this dictionary does not have."""
-        beyond = np.int32(self.candidates.shape[0] * (WIDTH + 1) - self.common_base)
-        place_KT = np.where(codes_KT <= WIDTH, self._starts[context_T], beyond)
-        return np.take(self._lists, np.add(place_KT, codes_KT, out=place_KT, casting="unsafe"))
+        """Ids [K, T], of the lists' dtype, of one sequence. IndexError: a code that this dictionary does not have."""
+        beyond = np.int32(len(self._lists) - self.literal_base)
+        start_T = np.take(self.context_row, context_T).astype(np.int32) * (WIDTH + 1)
+        place_KT = np.where(codes_KT <= WIDTH, start_T, beyond)
+        place_KT = np.add(place_KT, codes_KT, dtype=np.intp, casting="unsafe")
+        literal_KT = codes_KT >= self.literal_base
+        if not literal_KT.any():
+            return np.take(self._lists, place_KT)
+        spelled_KT = codes_KT.astype(np.int64) - self.literal_base
+        if spelled_KT.max() >= len(self.context_row):
+            raise IndexError(f"the id {spelled_KT.max()} is outside the vocabulary")
+        place_KT[literal_KT] = 0
+        return np.where(literal_KT, spelled_KT.astype(self._lists.dtype), np.take(self._lists, place_KT))
 
 
 def _ranked(pairs: np.ndarray, counts: np.ndarray, vocab_size: int, absent: int) -> tuple[np.ndarray, np.ndarray]:

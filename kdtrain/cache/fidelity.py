@@ -6,10 +6,10 @@ logits, read back from the finished shard and compared with a fresh forward of t
 Reported at T = 1, 2, 4: KL(full || cache) with the tail as one outcome (`kl_bucket`: the error of the
 numbers kept) and with the tail's mass spread evenly (`kl_spread`: what is unknown about the rest); angle
 and norm ratio between the KL gradient in the student's logits from the cache and from the full
-distribution, per estimator: `ghost` (head + one bucket, shaped inside by the student), `sampled` (w_j =
-(c_j/n) p_j^(beta-1) P_tail / Z(beta), arXiv 2503.16870, head exact), `dense`. `token` compares all
-gradients of the sample as one long vector, `mean` their mean over tokens, which is the gradient of an
-output bias: noise of a sampled estimate falls with the number of tokens only there.
+distribution, by tail rule (`gradients`): `ghost`, `drop` and `renormalize` as far as the head allows,
+`sampled` and `control-variate` with draws, else `dense`. A training run reads a cache with draws by one of
+those two; the others stand beside them to be compared with. `student_kl` is the KL from the full
+distribution to the student: gradients agree the better the larger it is.
 
 The student: the teacher's log-probabilities times 0.7 plus normal noise of 0.5 nats (seed 0).
 
@@ -28,6 +28,7 @@ from einops import rearrange
 from torch import Tensor
 
 from kdtrain.cache.codec import broken
+from kdtrain.cache.gradients import Angles, outside, sparse_gradients
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.errors import RunError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
@@ -98,115 +99,73 @@ def temperature_range(errors: list[dict[str, float]]) -> dict[str, Any]:
     return {"min": errors[low]["T"], "max": errors[high]["T"], "worst_error": worst, "rule": RULE}
 
 
-class _Angle:
-    """Running inner products of two fields of gradients."""
-
-    def __init__(self) -> None:
-        self.inner = self.full = self.cached = 0.0
-        self.mean_full: Tensor | float = 0.0
-        self.mean_cached: Tensor | float = 0.0
-
-    def add(self, full_NV: Tensor, cached_NV: Tensor) -> None:
-        self.inner += (full_NV * cached_NV).sum(dtype=torch.float64).item()
-        self.full += full_NV.square().sum(dtype=torch.float64).item()
-        self.cached += cached_NV.square().sum(dtype=torch.float64).item()
-        self.mean_full = self.mean_full + full_NV.sum(0, dtype=torch.float64)
-        self.mean_cached = self.mean_cached + cached_NV.sum(0, dtype=torch.float64)
-
-    def result(self) -> dict[str, float]:
-        full_V, cached_V = torch.as_tensor(self.mean_full), torch.as_tensor(self.mean_cached)
-        inner, full, cached = (
-            (full_V @ cached_V).item(),
-            full_V.square().sum().item(),
-            cached_V.square().sum().item(),
-        )
-        token, mean = _compare(self.inner, self.full, self.cached), _compare(inner, full, cached)
-        return {"token_angle": token[0], "token_norm": token[1], "mean_angle": mean[0], "mean_norm": mean[1]}
-
-
-def _compare(inner: float, full: float, cached: float) -> tuple[float, float]:
-    """Angle in degrees and |cached| / |full|; 90 degrees where one is nothing."""
-    if full == 0 or cached == 0:
-        return 90.0, 0.0
-    cosine = max(-1.0, min(1.0, inner / math.sqrt(full * cached)))
-    return math.degrees(math.acos(cosine)), math.sqrt(cached / full)
-
-
 def _at_temperature(targets: Targets, energy_NV: Tensor, beta: float) -> dict[str, Any]:
     """Divergences and gradients at one beta, over blocks of rows."""
     noise = torch.Generator().manual_seed(0)
-    rows = max(1, 2**22 // energy_NV.shape[1])
-    bucket = spread = 0.0
-    angles: dict[str, _Angle] = {}
+    rows = max(1, 2**20 // energy_NV.shape[1])
+    bucket = spread = student = 0.0
+    angles = Angles()
     for start in range(0, len(energy_NV), rows):
         energy = energy_NV[start : start + rows]
         part = targets[start : start + rows]
         student_NV = 0.7 * energy + 0.5 * torch.randn(energy.shape, generator=noise)
-        teacher_NV, q_NV = (beta * energy).softmax(-1), (beta * student_NV).softmax(-1)
-        block = _Block(part, teacher_NV, q_NV, beta)
+        log_q_NV = (beta * student_NV).log_softmax(-1)
+        block = _Block(part, (beta * energy).log_softmax(-1), beta)
         bucket, spread = bucket + block.kl_bucket(), spread + block.kl_spread()
-        for name, gradient_NV in block.gradients().items():
-            angles.setdefault(name, _Angle()).add(beta * (q_NV - teacher_NV), gradient_NV)
+        student += block.kl(log_q_NV)
+        block.compare(angles, log_q_NV.exp())
     number = len(energy_NV)
-    found = {name: angle.result() for name, angle in angles.items()}
-    return {"kl_bucket": bucket / number, "kl_spread": spread / number, "gradient": found}
+    return {
+        "student_kl": student / number,
+        "kl_bucket": bucket / number,
+        "kl_spread": spread / number,
+        "gradient": angles.result(),
+    }
 
 
 class _Block:
-    """What a cache says about some rows at one beta, beside the full p and a student q, both [N, V]."""
+    """What a cache says about some rows at one beta, beside the full log p [N, V]."""
 
-    def __init__(self, targets: Targets, p_NV: Tensor, q_NV: Tensor, beta: float) -> None:
-        self.targets, self.p_NV, self.q_NV, self.beta = targets, p_NV, q_NV, beta
-        self.partition_N1 = targets.log_partition(beta)[:, None]
+    def __init__(self, targets: Targets, log_p_NV: Tensor, beta: float) -> None:
+        self.targets, self.log_p_NV, self.p_NV, self.beta = targets, log_p_NV, log_p_NV.exp(), beta
         if isinstance(targets, SparseTargets):
             self.ids_NH = targets.ids[:, : targets.head]
-            self.head_NH = targets.head_logprobs(beta).exp()
-            self.tail_N1 = (targets.log_tail(beta)[:, None] - self.partition_N1).exp()
+            log_tail_N1 = (targets.log_tail(beta) - targets.log_partition(beta))[:, None]
+            self.cached_NE = torch.cat([targets.head_logprobs(beta), log_tail_N1], -1)
+            tail_N1 = outside(self.p_NV, targets)[:, None]
+            self.outcomes_NE = torch.cat([self.p_NV.gather(1, self.ids_NH), tail_N1], -1)
 
     def _dense(self) -> Tensor:
         assert isinstance(self.targets, DenseTargets)
-        return (self.beta * self.targets.logprobs.float() - self.partition_N1).exp()
+        return self.beta * self.targets.logprobs.float() - self.targets.log_partition(self.beta)[:, None]
 
-    def _rest(self, values_NV: Tensor) -> Tensor:
-        """Sum outside the head, [N, 1], without the cancellation of 1 - head."""
-        return values_NV.scatter(1, self.ids_NH, 0).sum(-1, keepdim=True)
-
-    def _kl(self, cached_NV: Tensor) -> float:
-        return (torch.special.xlogy(self.p_NV, self.p_NV) - torch.special.xlogy(self.p_NV, cached_NV)).sum().item()
+    def kl(self, log_NV: Tensor) -> float:
+        """Sum over rows of KL(full || other)."""
+        return (self.p_NV * (self.log_p_NV - log_NV)).sum(dtype=torch.float64).item()
 
     def kl_bucket(self) -> float:
         """Sum over rows of KL(full || cache) over head entries and one bucket."""
         if isinstance(self.targets, DenseTargets):
-            return self._kl(self._dense())
-        outcomes_NH1 = torch.cat([self.p_NV.gather(1, self.ids_NH), self._rest(self.p_NV)], -1)
-        cached_NH1 = torch.cat([self.head_NH, self.tail_N1], -1).clamp(min=1e-38)
-        return (torch.special.xlogy(outcomes_NH1, outcomes_NH1 / cached_NH1)).sum().item()
+            return self.kl(self._dense())
+        # The masses of both sides are 1 to rounding; with their difference no term is below 0.
+        p_NE, log_c_NE = self.outcomes_NE.double(), self.cached_NE.double().clamp(min=-87.0)
+        return (torch.special.xlogy(p_NE, p_NE) - p_NE * log_c_NE - p_NE + log_c_NE.exp()).sum().item()
 
     def kl_spread(self) -> float:
         """The same over the vocabulary, the bucket spread evenly over what is not in the head."""
         if isinstance(self.targets, DenseTargets):
             return self.kl_bucket()
-        vocab_size, head = self.p_NV.shape[1], self.targets.head
-        even_N1 = self.tail_N1 / max(1, vocab_size - head)
-        return self._kl(even_N1.expand_as(self.p_NV).scatter(1, self.ids_NH, self.head_NH).clamp(min=1e-38))
+        rest = max(1, self.p_NV.shape[1] - self.targets.head)
+        even_NE = self.cached_NE.clone()
+        even_NE[:, -1] -= math.log(rest)
+        own = (self.p_NV * self.log_p_NV).sum(dtype=torch.float64)
+        return (own - (self.outcomes_NE * even_NE.clamp(min=-87.0)).sum(dtype=torch.float64)).item()
 
-    def gradients(self) -> dict[str, Tensor]:
-        """By estimator: the KL gradient in the student's logits that follows from the cache, [N, V]."""
+    def compare(self, angles: Angles, q_NV: Tensor) -> None:
+        """Add the gradients of these rows, for the student q."""
+        full_NV = q_NV - self.p_NV
+        angles.add_full(full_NV)
         if isinstance(self.targets, DenseTargets):
-            return {"dense": self.beta * (self.q_NV - self._dense())}
-        ratio_N1 = self.tail_N1 / self._rest(self.q_NV).clamp(min=1e-38)
-        head_NH = self.q_NV.gather(1, self.ids_NH) - self.head_NH
-        found = {"ghost": self.beta * (self.q_NV * (1 - ratio_N1)).scatter(1, self.ids_NH, head_NH)}
-        if self.targets.draws:
-            sampled_NV = self._sampled(self.targets)
-            found["sampled"] = self.beta * (self.q_NV * sampled_NV.sum(-1, keepdim=True) - sampled_NV)
-        return found
-
-    def _sampled(self, targets: SparseTargets) -> Tensor:
-        """The unbiased estimate of the teacher at beta: the head as it is, draws with their weights."""
-        logs_NK = (self.beta - 1) * targets.logprobs + targets.log_tail(1.0)[:, None] - self.partition_N1
-        drawn_NK = targets.counts > 0
-        weight_NK = targets.counts / targets.draws * logs_NK.masked_fill(~drawn_NK, 0).exp()
-        weight_NK[:, : targets.head] = self.head_NH
-        ids_NK = targets.ids.clamp(max=self.p_NV.shape[1] - 1)  # an absent entry weighs nothing anywhere
-        return torch.zeros_like(self.p_NV).scatter_add_(1, ids_NK, weight_NK)
+            angles.add("dense", full_NV, q_NV - self._dense().exp())
+        else:
+            angles.add_sparse(sparse_gradients(self.targets, q_NV, self.beta), self.targets, full_NV, q_NV)

@@ -52,17 +52,17 @@ def steps(knots: tuple[float, ...]) -> np.ndarray:
 def features(head_logprobs_HN: np.ndarray) -> np.ndarray:
     """[F, N] fp32 of the head as stored: 1, and for H > 0 log p of its first, middle and last entry, their
     mean, the head's mass, and log(1 - mass), at least log 1e-3."""
-    ones_N = np.ones(head_logprobs_HN.shape[1], np.float32)
-    head = len(head_logprobs_HN)
+    head, number = head_logprobs_HN.shape
+    found_FN = np.ones((7 if head else 1, number), np.float32)
     if not head:
-        return ones_N[None]
-    mass_N = np.add.reduce(np.exp(head_logprobs_HN))
-    rest_N = np.log(np.maximum(1 - mass_N, np.float32(1e-3)))
+        return found_FN
+    mass_N = np.add.reduce(np.exp(head_logprobs_HN), out=found_FN[5])
+    np.log(np.maximum(1 - mass_N, np.float32(1e-3)), out=found_FN[6])
     # An entry that cannot be would drown the others.
     seen_HN = np.maximum(head_logprobs_HN, np.float32(-50))
-    return np.stack(
-        [ones_N, seen_HN[0], seen_HN[head // 2], seen_HN[-1], np.add.reduce(seen_HN) / np.float32(head), mass_N, rest_N]
-    )
+    found_FN[1], found_FN[2], found_FN[3] = seen_HN[0], seen_HN[head // 2], seen_HN[-1]
+    np.divide(np.add.reduce(seen_HN), np.float32(head), out=found_FN[4])
+    return found_FN
 
 
 @dataclass(frozen=True)
@@ -104,26 +104,24 @@ class Predictor:
 
     @cached_property
     def _solved(self) -> np.ndarray:
-        """[M, F + M] fp32: the numbers are this times (features, distances in steps)."""
+        """[M, F + M] fp32: L at the knots, slopes, mean and deviation are this times (features, distances in steps)."""
         width = self.weights.shape[1] - len(self.weights)
         weights = self.weights.astype(np.float64)
         inverse = np.linalg.inv(np.eye(len(weights)) - weights[:, width:])
-        return np.hstack([inverse @ weights[:, :width], inverse * steps(self.knots)]).astype(np.float32)
-
-    @cached_property
-    def places(self) -> np.ndarray:
-        """[M] where L at the knots, slopes, mean and deviation stand among the numbers."""
-        return np.argsort(order(self.knots))
+        solved = np.hstack([inverse @ weights[:, :width], inverse * steps(self.knots)])
+        return np.ascontiguousarray(solved[np.argsort(order(self.knots))], np.float32)
 
     def decode(self, features_FN: np.ndarray, codes_MN: np.ndarray) -> np.ndarray:
-        """The numbers [M, N] fp32, in the order they are stored in."""
+        """L at the knots, slopes, mean and deviation [M, N] fp32, in this order."""
         empty_N = codes_MN[0] == MARK
-        codes_MN = codes_MN.astype(np.int32)
-        codes_MN[0, empty_N] = 0
-        distances_MN = ((codes_MN >> 1) ^ -(codes_MN & 1)).astype(np.float32)
-        numbers_MN = self._solved @ np.concatenate([features_FN, distances_MN])
-        if empty_N.any():
-            number = len(self.knots)
-            numbers_MN[:number, empty_N] = EMPTY_TAIL
-            numbers_MN[number : 2 * number, empty_N] = 0
+        known_N = np.empty((self._solved.shape[1], codes_MN.shape[1]), np.float32)
+        known_N[: len(features_FN)] = features_FN
+        known_N[len(features_FN) :] = (codes_MN >> 1).view(np.int16) ^ -(codes_MN & 1).view(np.int16)
+        if not empty_N.any():
+            return self._solved @ known_N
+        number = len(self.knots)
+        known_N[len(features_FN), empty_N] = 0
+        numbers_MN = self._solved @ known_N
+        numbers_MN[:number, empty_N] = EMPTY_TAIL
+        numbers_MN[number : 2 * number, empty_N] = 0
         return numbers_MN

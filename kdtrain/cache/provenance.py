@@ -54,7 +54,8 @@ class CacheSettings:
     def to_json(self) -> dict[str, Any]:
         """A plain record, as it stands in settings.json and in the manifest."""
         record = {**asdict(self), "codec": self.codec.to_json(), "vocab_size": self.vocab_size}
-        return json.loads(canonical_json(record))
+        # The format stands here too: a resume never adds shards of one format to those of another.
+        return json.loads(canonical_json({"format_version": layout.FORMAT_VERSION, **record}))
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> CacheSettings:
@@ -101,7 +102,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The sealed record, as it stands in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
-        return sealed({"format_version": layout.FORMAT_VERSION, **self.settings.to_json(), **own})
+        return sealed({**self.settings.to_json(), **own})
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Manifest:

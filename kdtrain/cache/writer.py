@@ -215,22 +215,27 @@ class CacheWriter:
         publish_json(layout.sidecar_path(self.folder, name), record, "cache.sidecar")
 
     def _fill(self, shard: ShardWriter, split: str, first: int, part: _Rows) -> None:
-        pending: Future[None] | None = None
+        waiting: tuple[int, Future[None]] | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
             for start in range(0, len(part.tokens), self.batch_size):
                 batch = slice(start, min(start + self.batch_size, len(part.tokens)))
                 rows = {name: getattr(part, name)[batch] for name in ("tokens", "loss_mask", "segments")}
                 logits_BTV = self._ask(rows)
-                if pending:
-                    pending.result()
+                if waiting:
+                    self._end(shard, *waiting)
                 known = {name: values[batch] for name, values in part.kept.items()}
-                pending = thread.submit(self._take, shard, rows, known, logits_BTV, split, first + start)
-                del logits_BTV
-                self._advance(batch.stop - batch.start)
-                self._stop_if_broken(self._broken + shard.broken)
-            assert pending
-            pending.result()
+                job = thread.submit(self._take, shard, rows, known, logits_BTV, split, first + start)
+                waiting = (batch.stop - batch.start, job)
+                del logits_BTV, job
+            assert waiting
+            self._end(shard, *waiting)
         self._broken += shard.broken
+
+    def _end(self, shard: ShardWriter, sequences: int, job: "Future[None]") -> None:
+        """Wait for the batch in work, of so many sequences, and count it."""
+        job.result()
+        self._advance(sequences)
+        self._stop_if_broken(self._broken + shard.broken)
 
     def _ask(self, rows: dict[str, np.ndarray]) -> Tensor | None:
         if self.teacher is None:

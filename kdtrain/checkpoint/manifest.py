@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kdtrain.checkpoint import shards, tiers
 
@@ -21,7 +20,8 @@ VERSION = 2
 def seal(step: int, rollbacks: int, files: Mapping[str, tuple[int, str]]) -> str:
     """The text of a manifest."""
     content = {"version": VERSION, "step": step, "rollbacks": rollbacks, "files": {k: [*v] for k, v in files.items()}}
-    return json.dumps({**content, "digest": _seal_of(content)}, indent=1) + "\n"
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**content, "digest": digest}, indent=1) + "\n"
 
 
 def problem(path: Path, digests: bool = True) -> str | None:
@@ -31,12 +31,13 @@ def problem(path: Path, digests: bool = True) -> str | None:
     `digests=False` looks at names and sizes only, which costs nothing.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        text = (path / MANIFEST).read_text(encoding="utf-8")
+        manifest = json.loads(text)
         if manifest["version"] != VERSION:
             return f"its format is version {manifest['version']!r}, and this kdtrain reads version {VERSION}"
-        if manifest.pop("digest") != _seal_of(manifest):
+        files: dict[str, tuple[int, str]] = manifest["files"]
+        if text != seal(manifest["step"], manifest["rollbacks"], files):
             return f"{MANIFEST} does not match its own digest"
-        files: dict[str, list[Any]] = manifest["files"]
         for name in [*sorted(files.keys() - {STATE}), STATE]:
             size, digest = files[name]
             if (wrong := _file_problem(path / name, size, digest, digests)) is not None:
@@ -92,7 +93,3 @@ def _file_problem(path: Path, size: int, digest: str, digests: bool) -> str | No
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None
-
-
-def _seal_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -109,8 +109,9 @@ class ObjectiveConfig:
     """The teacher's share in the mixture of --divergence jsd: like forward KL near 0, like reverse KL near 1."""
     skew_alpha: float = 0.1
     """What is mixed of the teacher into the student by --divergence skew-kl, and the reverse by skew-reverse-kl."""
-    tail: Literal["ghost", "drop", "renormalize"] = "ghost"
-    """What stands for the vocabulary outside the kept entries: one bucket, nothing, or the head scaled to 1."""
+    tail: Literal["ghost", "drop", "renormalize", "control-variate"] = "ghost"
+    """What stands for the vocabulary outside the kept entries: one bucket, nothing, the head scaled to 1, or the bucket
+    with its inside estimated from draws (docs/objective.md)."""
     temperature: float = 2.0
     """Temperature T of both distributions; where a learnable one starts."""
     temperature_mode: Literal["fixed", "schedule", "adversarial", "likelihood", "minimize"] = "fixed"
@@ -156,18 +157,14 @@ class ObjectiveConfig:
     def _refuse_idle_options(self) -> None:
         """Raise a `UsageError` for a T that cannot be learned, and for options that nothing would follow."""
         mode = f"--temperature-mode {self.temperature_mode}"
-        instead = "use --temperature-mode fixed, or another --divergence"
         refuse(
             self.learns_temperature and not self.distils,
             f"{mode} has nothing to learn from at --alpha 0, where no divergence is taken; raise --alpha",
         )
         refuse(
             self.learns_temperature and self.divergence == "logit-mse",
-            f"{mode} cannot be used with --divergence logit-mse, whose loss does not depend on T; {instead}",
-        )
-        refuse(
-            self.temperature_mode == "adversarial" and self.divergence == "tvd",
-            f"{mode} cannot be used with --divergence tvd, whose loss grows with T without end; {instead}",
+            f"{mode} cannot be used with --divergence logit-mse, whose loss does not depend on T; "
+            "use --temperature-mode fixed, or another --divergence",
         )
         refuse(not 0 < self.hidden_weight < float("inf"), f"--hidden-weight {self.hidden_weight} must be above 0")
         for name in ("hidden_weight", "hidden_layers"):

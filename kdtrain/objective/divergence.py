@@ -53,7 +53,8 @@ def forward_kl(events: Events, parameter: float = 0.0) -> Tensor:
     Events of weight 0 add nothing, whatever their finite log-probabilities.
     """
     weight_RE = events.teacher.exp() if events.weight is None else events.weight
-    return (weight_RE * (events.teacher - events.student)).sum(-1)
+    over_events_R = (weight_RE * (events.teacher - events.student)).sum(-1)
+    return over_events_R if events.missed is None else over_events_R + events.missed
 
 
 def reverse_kl(events: Events, parameter: float = 0.0) -> Tensor:
@@ -108,17 +109,17 @@ def refuse(divergence: str, tail: str, *, head: int = 0, draws: int = 0, dense: 
         if tail != "ghost":
             raise UsageError(f"--tail {tail} means nothing for dense targets, which have no tail; leave --tail out")
         return
-    if draws and resolve_tail(tail, draws) != "sampled":
+    rule = TAIL_RULES[resolve_tail(tail, draws)]
+    if draws and not rule.needs_draws:
         raise UsageError(
             f"--tail {tail} would throw away the {draws} draws a token of these targets; leave --tail out, "
             "or use a cache built with --draws 0"
         )
-    if not draws and tail == "sampled":
-        raise UsageError("--tail sampled needs a cache with draws; use --tail ghost, or build one with --draws")
-    least = TAIL_RULES[resolve_tail(tail, draws)].least_head
-    if head < least:
+    if not draws and rule.needs_draws:
+        raise UsageError(f"--tail {tail} needs a cache with draws; use --tail ghost, or build one with --draws")
+    if head < rule.least_head:
         raise UsageError(
-            f"--tail {tail} needs targets with a head of at least {least}, these have {head}; use "
+            f"--tail {tail} needs targets with a head of at least {rule.least_head}, these have {head}; use "
             "a cache built with a larger --head, or with --draws and the default tail"
         )
 

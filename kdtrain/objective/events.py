@@ -22,8 +22,10 @@ sampled      head entries with weight p_k, drawn entries with weight
              full forward KL without bias at every T, value and gradient, up to the interpolation of Z(beta);
              0 for student = teacher, because each term is. Any other divergence needs q at all tokens with a
              weight of its own, which draws from p do not give.
+control-variate  the ghost bucket, corrected inside by the draws: see `control_variate`. Forward KL only, like
+             `sampled`; its noise falls with the student's distance from the teacher.
 
-Targets with draws are always read by `sampled`: the default `ghost` stands for it there.
+Targets with draws are read by one of the last two: the default `ghost` stands for `sampled` there.
 
 Shape suffixes: R rows, E events, K kept entries, H head entries, D drawn entries, V vocabulary.
 """
@@ -31,13 +33,14 @@ Shape suffixes: R rows, E events, K kept entries, H head entries, D drawn entrie
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kdtrain.objective.control_variate import tail_correction
 from kdtrain.objective.statistics import Statistics
-from kdtrain.objective.targets import EMPTY, SparseTargets
+from kdtrain.objective.targets import SparseTargets
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,17 @@ class Events:
     student: Tensor
     weight: Tensor | None = None
     """[R,E] What stands for the teacher's probabilities in an estimate; None for exp(teacher)."""
+    missed: Tensor | None = None
+    """[R] What forward KL over the events misses of the whole, estimated, in nats."""
 
 
 @dataclass(frozen=True)
 class TailRule:
-    """What becomes of the tail of sparse targets, and the smallest head with which that means anything."""
+    """What becomes of the tail of sparse targets, and which targets have what that takes."""
 
     events: Callable[[SparseTargets, Statistics, Tensor], Events]
     least_head: int
+    needs_draws: bool = False
 
 
 def dense_events(logits_RV: Tensor, energies_RV: Tensor, beta: Tensor | float) -> Events:
@@ -98,19 +104,19 @@ def _sampled_events(targets: SparseTargets, statistics: Statistics, beta: Tensor
     log_partition_R1 = targets.log_partition(beta)[:, None]
     teacher_RK = beta * targets.logprobs - log_partition_R1
     student_RK = beta * statistics.kept - statistics.lse_beta(beta)[:, None]
-    counts_RD, energies_RD = targets.counts[:, targets.head :], targets.logprobs[:, targets.head :]
-    # With nothing in a head the draws came from the whole distribution, whose mass at T = 1 is exactly 1.
-    log_mass_R1 = targets.log_tail(1.0)[:, None] if targets.head else 0.0
-    exponent_RD = (beta - 1) * energies_RD - log_partition_R1 + log_mass_R1
-    # An absent entry has energy EMPTY, and exp((beta - 1) EMPTY) is infinite above T = 1.
-    drawn_RD = counts_RD / targets.draws * exponent_RD.masked_fill(counts_RD == 0, EMPTY).exp()
-    return Events(teacher_RK, student_RK, torch.cat([teacher_RK[:, : targets.head].exp(), drawn_RD], dim=-1))
+    weights_RK = torch.cat([teacher_RK[:, : targets.head].exp(), targets.drawn_weights(beta)], dim=-1)
+    return Events(teacher_RK, student_RK, weights_RK)
+
+
+def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
+    return replace(_ghost_events(targets, statistics, beta), missed=tail_correction(targets, statistics, beta))
 
 
 TAIL_RULES = {
     "ghost": TailRule(_ghost_events, least_head=1),
     "drop": TailRule(_head_events, least_head=1),
     "renormalize": TailRule(_renormalized_events, least_head=2),
-    "sampled": TailRule(_sampled_events, least_head=0),
+    "sampled": TailRule(_sampled_events, least_head=0, needs_draws=True),
+    "control-variate": TailRule(_control_variate_events, least_head=0, needs_draws=True),
 }
 """By the name that `--tail` takes."""

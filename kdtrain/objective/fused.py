@@ -9,7 +9,8 @@ written over the logits. Gradients are thus made in the forward pass, with three
 cross-entropy (`products`); the backward pass only multiplies them by the incoming scalar. A new sparse loss is a new
 small function.
 
-Dense targets take another way through the same walk (`dense`): the divergence of a row is one of its statistics.
+Dense targets take another way through the same walk (`dense`): the divergence of a row is one of its statistics. An
+online teacher's are made from its hidden states on the way.
 
 Given up: the loss can be differentiated once, and all gradients that are asked for, as large as the weight
 and the hidden states, are held from forward to backward.
@@ -20,16 +21,24 @@ weight (V and padding), K kept entries.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kdtrain.objective.compiling import maybe_compiled
 from kdtrain.objective.dense import DenseStatistics, Shift, measure_dense, spread_dense, sum_dense, value_dense
-from kdtrain.objective.logits import Head, bare_logits, bounded_bias, cap_slope, chunk_rows, shape_logits
+from kdtrain.objective.logits import (
+    Head,
+    WholeHead,
+    bare_logits,
+    bounded_bias,
+    cap_slope,
+    chunk_rows,
+    shape_logits,
+)
 from kdtrain.objective.products import Products
 from kdtrain.objective.statistics import (
     Rows,
@@ -40,7 +49,7 @@ from kdtrain.objective.statistics import (
     spread_gradients,
     take_head,
 )
-from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.objective.targets import DenseTargets, OnlineTargets, SparseTargets
 
 SparseLoss = Callable[[Statistics, Tensor, Rows], tuple[Tensor, Tensor]]
 """(statistics, beta, rows) -> (loss, a scalar that is differentiated; sums, a vector that is not)."""
@@ -100,6 +109,7 @@ def fused_loss(
     Returns:
         the loss (scalar, at least fp32) and the vector of sums, detached.
     """
+    head = WholeHead.of(head)
     inputs = {"hidden": hidden_ND, "weight": head.weight, "bias": head.bias, "beta": beta}
     walk = Walk(
         rows=rows,
@@ -131,38 +141,66 @@ class _Fused(torch.autograd.Function):
         # In place, and the only reference given away: no second copy of dWeight is ever made.
         assert ctx.gradients is not None, "the fused loss can be differentiated once"
         gradients, ctx.gradients = ctx.gradients, None
-        scaled = [g if g is None else g.mul_(outer[0].to(g.dtype)) for g in gradients]
+        # Asking the value is free on a CPU alone; a pass over dWeight is not.
+        whole = outer[0].device.type == "cpu" and outer[0].item() == 1.0
+        scaled = [g if g is None or whole else g.mul_(outer[0].to(g.dtype)) for g in gradients]
         return None, *(g if g is None else g.to(d) for g, d in zip(scaled, ctx.dtypes, strict=True))
 
 
 def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor | None, beta: Tensor) -> Any:
     """Value, sums and the four gradients (None where not wanted)."""
-    rows, size = hidden_ND.shape[0], walk.vocab_size
-    dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-    products = None if weight_PD is None else Products(hidden_ND, weight_PD[:size])
-    bias_V = bounded_bias(bias_P, size, dtype)
+    rows, targets = hidden_ND.shape[0], walk.rows.targets
+    head = WholeHead(weight=weight_PD, bias=bias_P, scale=walk.scale, softcap=walk.softcap)
+    student = _Logits(hidden_ND, head, walk)
+    teacher = _Logits(targets.hidden, targets.head, walk) if isinstance(targets, OnlineTargets) else None
     beta = beta.detach().double()
     grads = _empty_gradients(walk, hidden_ND, weight_PD, bias_P, beta)
     loss, sums = beta.new_zeros(()), beta.new_zeros(walk.sums)
-    # One buffer for the logits of every chunk and their gradient: fresh memory costs as much as a product.
-    buffer_RV = torch.empty(min(walk.chunk, rows), size, dtype=dtype, device=hidden_ND.device)
     for start in range(0, rows, walk.chunk):
         part = slice(start, start + walk.chunk)
-        hidden_RD = hidden_ND[part]
-        u_RV = (
-            bare_logits(hidden_RD.to(dtype), size)
-            if products is None
-            else products.logits(hidden_RD, buffer_RV[: len(hidden_RD)])
-        )
-        z_RV = shape_logits(u_RV, bias_V, walk.scale, walk.softcap)
-        chunk_loss, chunk_sums, dz_RV, dbeta = _chunk(walk, z_RV, beta, walk.rows[part].harmless(size))
+        hidden_RD, chunk = hidden_ND[part], walk.rows[part].harmless(walk.vocab_size)
+        if teacher is not None:
+            chunk = _with_teacher(chunk, teacher)
+        chunk_loss, chunk_sums, dz_RV, dbeta = _chunk(walk, student(hidden_RD), beta, chunk)
         loss += chunk_loss
         sums += chunk_sums
         if dz_RV is not None:
-            _accumulate(grads, part, dz_RV, hidden_RD, products, size)
+            _accumulate(grads, part, dz_RV, hidden_RD, student.products, walk.vocab_size)
         if dbeta is not None and grads["beta"] is not None:
             grads["beta"] += dbeta
-    return loss.to(dtype), sums, list(grads.values())
+    return loss.to(student.dtype), sums, list(grads.values())
+
+
+class _Logits:
+    """Logits of one chunk of rows after another, each written over the one before.
+
+    Fresh memory for each would cost as much as a product.
+    """
+
+    def __init__(self, hidden_ND: Tensor, head: Head, walk: Walk) -> None:
+        self.size = walk.vocab_size
+        self.dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        weight_PD = head.weight
+        self.products = None if weight_PD is None else Products(hidden_ND, weight_PD[: self.size], walk.compile)
+        self.bias_V = bounded_bias(head.bias, self.size, self.dtype)
+        self.scale, self.softcap = head.scale, head.softcap
+        rows = 0 if self.products is None else min(walk.chunk, len(hidden_ND))
+        self.buffer_RV = torch.empty(rows, self.size, dtype=self.dtype, device=hidden_ND.device)
+
+    def __call__(self, hidden_RD: Tensor) -> Tensor:
+        """Logits [R,V], in at least fp32."""
+        if self.products is None:
+            u_RV = bare_logits(hidden_RD.to(self.dtype), self.size)
+        else:
+            u_RV = self.products.logits(hidden_RD, self.buffer_RV[: len(hidden_RD)])
+        return shape_logits(u_RV, self.bias_V, self.scale, self.softcap)
+
+
+def _with_teacher(rows: Rows, logits: _Logits) -> Rows:
+    """Rows with an online teacher's logits for dense targets: nothing here asks for more than log p + constant."""
+    assert isinstance(rows.targets, OnlineTargets)
+    logits_RV = logits(rows.targets.hidden)
+    return replace(rows, targets=DenseTargets(logits_RV, logits_RV[:, 0]))
 
 
 def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> dict[str, Any]:
@@ -185,11 +223,8 @@ def _accumulate(
         if grads["hidden"] is not None:
             grads["hidden"][part, :size] = dz_RV.to(grads["hidden"].dtype)
         return
-    dz_RV = products.rounded(dz_RV)
-    if grads["hidden"] is not None:
-        products.into_hidden(dz_RV, grads["hidden"][part])
-    if grads["weight"] is not None:
-        products.into_weight(dz_RV, hidden_RD, grads["weight"][:size])
+    into_RD = None if grads["hidden"] is None else grads["hidden"][part]
+    products.gradients(dz_RV, hidden_RD, into_RD, None if grads["weight"] is None else grads["weight"][:size])
 
 
 def _chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -205,16 +240,16 @@ def _dense_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
     label_R = z_RV.gather(1, rows.labels[:, None]).squeeze(1)
     sums_R = maybe_compiled(sum_dense, walk.compile)(z_RV, logprobs_RV, heat)
     top_z, top_e, mass_z, mass_e, heated_z, heated_e, mean_z, mean_e = sums_R
-    one, teacher_one = Shift(top_z, mass_z.double().log()), Shift(top_e, mass_e.double().log())
-    student, teacher = Shift(top_z, heated_z.double().log()), Shift(top_e, heated_e.double().log())
+    one, teacher_one = Shift.of(top_z, mass_z), Shift.of(top_e, mass_e)
+    student, teacher = Shift.of(top_z, heated_z), Shift.of(top_e, heated_e)
     measure, at_one = (maybe_compiled(each, walk.compile) for each in (measure_dense, value_dense))
     found = measure(z_RV, logprobs_RV, heat, student, teacher, *walk.divergence)
     value_R, g_R, h_R, moment_q_R, moment_p_R = (each.double() for each in found)
-    value_R += student.rounding(z_RV.dtype) * g_R + teacher.rounding(z_RV.dtype) * h_R
+    value_R += student.rounding(heated_z) * g_R + teacher.rounding(heated_e) * h_R
     slope_R = moment_q_R - g_R * mean_z + moment_p_R - h_R * mean_e
     at_one_R = at_one(z_RV, logprobs_RV, one, teacher_one, *walk.divergence).double()
 
-    leaves = [one.top + one.log_mass, label_R.double(), value_R]
+    leaves = [top_z + mass_z.double().log(), label_R.double(), value_R]
     leaves = [each.detach().requires_grad_(walk.differentiates) for each in leaves]
     leaves.append(beta.detach().requires_grad_(walk.wanted["beta"]))
     with torch.set_grad_enabled(walk.differentiates):
@@ -275,13 +310,3 @@ def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
         return [None] * len(leaves)
     found = iter(torch.autograd.grad(loss, asking, allow_unused=True))
     return [next(found) if x.requires_grad else None for x in leaves]
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)
-
-
-def maybe_compiled(function: Callable[..., Any], compile: bool) -> Callable[..., Any]:
-    """`function`, or its compiled form, which is made once a process; `function` must be a module's own."""
-    return _compiled(function) if compile else function

@@ -9,7 +9,8 @@ padding).
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 NEVER = -1e30
 """Logit of what is masked out. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""
 
-_CHUNK_ELEMENTS = 1 << 25
+_CHUNK_ELEMENTS = 40_000_000
 
 
 class Head(Protocol):
@@ -40,8 +41,36 @@ class Head(Protocol):
         """Bound of the logits, or None."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholeHead:
+    """An output head whose tensors are all here; the fields are those of `Head`."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, head: Head) -> WholeHead:
+        """The head, with what is sharded over ranks (FSDP2's DTensor) gathered."""
+        return cls(weight=_whole(head.weight), bias=_whole(head.bias), scale=head.scale, softcap=head.softcap)
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    """The whole of a DTensor; anything else as it is.
+
+    Its gradient is the sum over ranks, of which each keeps its shard: a loss is divided by the tokens of all ranks.
+    """
+    sharded: Any = tensor
+    if not hasattr(sharded, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import Partial
+
+    return sharded.full_tensor(grad_placements=[Partial()] * sharded.device_mesh.ndim)  # type: ignore[no-any-return]
+
+
 def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype) -> int:
-    """Rows of a chunk: a power of two, at most 32 M numbers in fp32 or 1,024 rows.
+    """Rows of a chunk: a power of two, at most 40 M numbers in fp32 (160 MB) or 1,024 rows.
 
     A pure function of its arguments, because the order of summation, and so a resumed run, depends on it.
     """

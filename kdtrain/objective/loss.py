@@ -158,7 +158,7 @@ def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int)
         refuse(divergence, tail, head=targets.head, draws=targets.draws)
     elif targets is not None:
         refuse(divergence, tail, dense=True)
-        columns = targets.logprobs.shape[1]
+        columns = targets.columns
         if columns != vocab_size:
             raise UsageError(
                 f"the dense targets have {columns} columns and the vocabulary has {vocab_size}; "

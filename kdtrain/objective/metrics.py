@@ -21,9 +21,9 @@ from torch import Tensor
 
 from kdtrain.objective.divergence import forward_kl
 from kdtrain.objective.events import dense_events, sparse_events
-from kdtrain.objective.logits import Head, chunk_logits, chunk_rows
+from kdtrain.objective.logits import Head, WholeHead, chunk_logits, chunk_rows
 from kdtrain.objective.statistics import Rows, row_statistics
-from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
+from kdtrain.objective.targets import DenseTargets, OnlineTargets, SparseTargets, Targets
 
 BINS = 15
 
@@ -100,7 +100,7 @@ def measure(
     Without targets, or where they cannot tell, the teacher's sums are None. Waits for the device once.
     """
     chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype)
-    rows = Rows(labels_N, mask_N, targets)
+    rows, head = Rows(labels_N, mask_N, targets), WholeHead.of(head)
     total = torch.tensor(_none_known(targets).vector(), dtype=torch.float64)
     parts = []
     with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -138,7 +138,7 @@ def _chunk_sums(z_RV: Tensor, rows: Rows) -> Tensor:
 
 def _teacher_columns(z_RV: Tensor, top_R: Tensor, rows: Rows) -> list[Tensor]:
     """KL, the teacher's cross-entropy, agreement and acceptance, each [R]."""
-    targets = rows.targets
+    targets = rows.targets.dense() if isinstance(rows.targets, OnlineTargets) else rows.targets
     zero_R = torch.zeros_like(z_RV[:, 0])
     if targets is None:
         return [zero_R] * 4

@@ -16,6 +16,7 @@ Shape suffixes: N tokens, K kept entries, H head entries, V vocabulary, G knots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, cast
@@ -23,8 +24,13 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
+from kdtrain.objective.logits import Head, chunk_logits
+
 EMPTY = -1e4
 """Energy of nothing, in nats: exp(beta * EMPTY) is 0 at every usable beta, and no gradient is NaN."""
+
+CLIP = 2.0
+"""r q / p beyond which the tail rule `control-variate` goes on along a tangent; see `control_variate`."""
 
 _DENSE_CHUNK = 1 << 22
 
@@ -107,6 +113,27 @@ class SparseTargets(_Rows):
         """log p_beta of the head entries [N,H] in nats, differentiable in `beta`."""
         return beta * self.logprobs[:, : self.head] - self.log_partition(beta)[:, None]
 
+    def drawn_weights(self, beta: Tensor | float) -> Tensor:
+        """[N,D] (c_k / n) p_beta(k) / pi_k of the drawn columns, with pi_k their chance at a draw; 0 where absent.
+
+        They estimate the teacher's probabilities in the tail without bias at every beta.
+        """
+        return self.counts[:, self.head :] / self.draws * self._drawn_ratio(beta).exp()
+
+    def bounded_weights(self, beta: Tensor | float) -> Tensor:
+        """[N,D] the same with p_beta(k) / pi_k at most sqrt(n) times the tail's mass at beta, its mean over draws."""
+        log_mass_N1 = (self.log_tail(beta) - self.log_partition(beta))[:, None]
+        excess_ND = (self._drawn_ratio(beta) - log_mass_N1).clamp(max=0.5 * math.log(max(self.draws, 1)))
+        return self.counts[:, self.head :] / self.draws * (log_mass_N1 + excess_ND).exp()
+
+    def _drawn_ratio(self, beta: Tensor | float) -> Tensor:
+        """log of p_beta(k) / pi_k [N,D]; `EMPTY` where absent."""
+        # With nothing in a head the draws came from the whole distribution, whose mass at T = 1 is exactly 1.
+        log_mass_N1 = self.log_tail(1.0)[:, None] if self.head else 0.0
+        ratio_ND = (beta - 1) * self.logprobs[:, self.head :] - self.log_partition(beta)[:, None] + log_mass_N1
+        # An absent entry has energy EMPTY, and exp((beta - 1) EMPTY) is infinite above T = 1.
+        return ratio_ND.masked_fill(self.counts[:, self.head :] == 0, EMPTY)
+
     def without_absent(self, vocab_size: int) -> SparseTargets:
         """The same with energy `EMPTY` and count 0 at absent entries, which then weigh nothing."""
         absent_NK = self.ids >= vocab_size
@@ -134,6 +161,11 @@ class DenseTargets(_Rows):
 
     def __len__(self) -> int:
         return self.logprobs.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """V."""
+        return self.logprobs.shape[1]
 
     @classmethod
     def from_logits(cls, logits_NV: Tensor, labels_N: Tensor, vocab_size: int | None = None) -> DenseTargets:
@@ -177,7 +209,49 @@ class DenseTargets(_Rows):
         return self._map(lambda _, tensor: _keep(tensor, keep_N, 0.0))
 
 
-Targets = SparseTargets | DenseTargets
+@dataclass(frozen=True)
+class OnlineTargets(_Rows):
+    """What an online teacher says of N tokens, as its last hidden states: logits are made for a few rows at a time."""
+
+    hidden: Tensor
+    """[N,D] of the teacher's width, any float dtype; [N,P] logits where its head has no weight."""
+    labels: Tensor
+    """[N] int64; any number where masked."""
+    head: Head
+    """The teacher's, with at least V rows."""
+    columns: int
+    """V."""
+
+    def __len__(self) -> int:
+        return self.hidden.shape[0]
+
+    def dense(self) -> DenseTargets:
+        """All of it at once, [N,V]: for a few rows."""
+        return DenseTargets.from_logits(chunk_logits(self.hidden, self.head, self.columns), self.labels)
+
+    @property
+    def label_logprob(self) -> Tensor:
+        """[N] fp32, nats. Teacher's log p of the label at T = 1; costs a product with the head."""
+        parts = [part.dense().label_logprob for part in self._parts()]
+        return torch.cat(parts) if parts else self.hidden.new_zeros(0, dtype=torch.float32)
+
+    def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
+        """As that of `DenseTargets`; costs a product with the head."""
+        kept = self if keep_N is None else self.where(keep_N)
+        parts = [part.dense().log_partition(beta) for part in kept._parts()]
+        values_N = torch.cat(parts) if parts else self.hidden.new_zeros(0, dtype=torch.float32)
+        return values_N if keep_N is None else _keep(values_N, keep_N, 0.0)
+
+    def where(self, keep_N: Tensor) -> OnlineTargets:
+        """The same with rows outside `keep_N` made harmless (hidden states and label 0)."""
+        return self._map(lambda _, tensor: _keep(tensor, keep_N, 0))
+
+    def _parts(self) -> list[OnlineTargets]:
+        rows = max(1, _DENSE_CHUNK // self.columns)
+        return [self[i : i + rows] for i in range(0, len(self), rows)]
+
+
+Targets = SparseTargets | DenseTargets | OnlineTargets
 
 
 def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:

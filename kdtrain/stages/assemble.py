@@ -38,6 +38,7 @@ from kdtrain.stages.run_folder import deciding
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.early import EarlyStopping
 from kdtrain.training.hidden import HiddenPlan, plan_hidden_loss
+from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.run import Run
 from kdtrain.training.schedule import decay_steps
 from kdtrain.training.source import CachedSource, OnlineLayersSource, OnlineSource, Source
@@ -157,6 +158,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         scale=scale,
         adaptive=adaptive,
         collector=_collector(config, plan, student),
+        hooks=NanHooks(step) if config.guards.nan_hooks == "always" else None,
         identity={
             "cache": manifest.digest,
             "options": deciding(config),
@@ -266,6 +268,11 @@ def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
     if objective.distils:
         dense = codec.kind != "sparse"
         refuse(objective.divergence, objective.tail, head=codec.head, draws=codec.draws, dense=dense)
+        if dense and (objective.divergence, objective.temperature_mode) == ("tvd", "adversarial"):
+            raise UsageError(
+                "--temperature-mode adversarial cannot be used with --divergence tvd over whole distributions, whose "
+                "loss grows with T without end; use --temperature-mode fixed, another --divergence, or a sparse cache"
+            )
 
 
 def _temperature(config: DistillConfig, total: int) -> Temperature:
@@ -292,6 +299,9 @@ def _total_steps(config: DistillConfig, sequences: int) -> int:
 
 def _compiles(config: DistillConfig, device: torch.device) -> bool:
     if not config.precision.compile:
+        return False
+    if config.guards.nan_hooks == "always":
+        log.info("not compiled: --nan-hooks always looks at every module, which a compiled graph does not know")
         return False
     reason = why_not_compile(device)
     if reason is not None:

@@ -31,6 +31,8 @@ def main(config: InspectConfig) -> int:
     assert config.path is not None
     kind = kind_of(config.path)
     table = {"cache": _cache, "run": _run, "checkpoint": _checkpoint}[kind](config.path)
+    if kind == "cache" and not config.json:
+        table = _with_lines(table)
     show(f"{kind} {config.path}", table, config.json)
     return 0
 
@@ -82,6 +84,35 @@ def _cache(path: Path) -> dict[str, Any]:
         "fidelity": manifest.fidelity,
         "versions": manifest.versions,
     }
+
+
+def _with_lines(table: dict[str, Any]) -> dict[str, Any]:
+    """The table of a cache with its fidelity as lines a temperature; the numbers themselves are for `--json`."""
+    fidelity = table["fidelity"]
+    if not fidelity:
+        return table
+    rows: dict[str, Any] = {}
+    for name, value in table.items():
+        if name != "fidelity":
+            rows[name] = value
+            continue
+        sample = fidelity["sample"]
+        rows["fidelity"] = f"{sample['tokens']:,} tokens of {fidelity['split']}, student: {fidelity['student']}"
+        rows |= {f"fidelity, {t}": _lines(each) for t, each in fidelity.items() if t.startswith("T=")}
+        worst = max(fidelity["log_partition_error"], key=lambda row: row["worst"])
+        rows["error of log Z"] = f"at most {worst['worst']:.4f} nats, at T={worst['T']:.3g}"
+    return rows
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    """KL(full || cache), then for each tail rule its gradient against the full one."""
+    bucket, spread = found["kl_bucket"], found["kl_spread"]
+    lines = [f"KL(full || cache): {bucket:.2g} (tail as one bucket), {spread:.3f} (spread evenly)"]
+    lines.append("angle to the full gradient x norm ratio, of tokens and of their mean:")
+    for rule, each in found["gradient"].items():
+        token, mean = (f"{each[f'{of}_angle']:.1f}° x {each[f'{of}_norm']:.3g}" for of in ("token", "mean"))
+        lines.append(f"{rule}: {token}, mean {mean}")
+    return lines
 
 
 def _run(path: Path) -> dict[str, Any]:

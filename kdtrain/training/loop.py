@@ -9,7 +9,7 @@ import math
 import time
 
 from kdtrain.monitor.progress import Bar, Rate, line, log
-from kdtrain.training.recovery import is_finite, roll_back, sequences, skip
+from kdtrain.training.recovery import roll_back, sequences, skip
 from kdtrain.training.run import Run
 from kdtrain.training.saving import is_saved, save, save_if_due
 from kdtrain.training.source import Feed
@@ -40,7 +40,7 @@ def train(run: Run) -> None:
                 numbers = take_step(run, batches, stop)
                 if numbers is None:
                     break
-                if not is_finite(numbers):
+                if numbers.pop("skipped"):
                     failed = skip(run, numbers)
                     if failed and decide(run, state.progress.step + 1, math.nan):
                         break

@@ -30,6 +30,7 @@ from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import DistillConfig, sections
 from kdtrain.objective.loss import LossOutput
 from kdtrain.objective.targets import EMPTY, DenseTargets
+from kdtrain.training.source import TaughtBatch
 from kdtrain.training.step import DistillStep
 
 _PREFIX = "student.model."
@@ -125,7 +126,7 @@ class NanHooks:
 
     def _end(self, step: nn.Module, arguments: Any, result: tuple[Tensor, LossOutput]) -> None:
         loss, sums = result
-        for name in ("cross_entropy", "kd"):
+        for name in ("cross_entropy", "kd", "hidden"):
             self._look("objective", f"the sum {name}", "forward", getattr(sums, name))
         self._look("objective", "the loss", "forward", loss)
 
@@ -222,9 +223,12 @@ def _norm(step: DistillStep, micro_batch: int) -> Finding | None:
 
 def _said(batch: CachedBatch) -> Iterator[tuple[str, Tensor]]:
     """The teacher's numbers for the tokens that count, by name; log 0, which a whole distribution may hold, is fine."""
+    mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
+    for number, states_ND in enumerate(batch.states if isinstance(batch, TaughtBatch) else ()):
+        yield f"hidden states {number}", states_ND.masked_fill(~mask_N[:, None], 0)
     if batch.targets is None:
         return
-    targets = batch.targets.where(rearrange(batch.loss_mask, "B T -> (B T)"))
+    targets = batch.targets.where(mask_N)
     for field in dataclasses.fields(targets):
         value = getattr(targets, field.name)
         if isinstance(value, Tensor):

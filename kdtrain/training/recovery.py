@@ -2,7 +2,7 @@
 
 A skipped step has changed no weight, no moment and no counter but its own; its data is passed over, and its number is
 that of the next try. The first one is looked into: its micro-batches run again, in eager mode, with hooks that name
-the first module and tensor that went bad.
+the first module and tensor that went bad; where the hooks are always on, they tell it of each.
 
 A rollback loads the newest checkpoint from before the spike, leaves out the data since, multiplies the learning rate,
 and publishes the outcome, so that a run that dies next goes on behind the rollback and not before it. Dying in the
@@ -27,11 +27,6 @@ from kdtrain.training.state import seed_everything
 from kdtrain.training.update import batch_number, full_tokens
 
 
-def is_finite(numbers: dict[str, float]) -> bool:
-    """Whether a step was taken, by the numbers it returned."""
-    return math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])
-
-
 def skip(run: Run, numbers: dict[str, float]) -> bool:
     """Count a step that was not taken and pass over its data; look into the first one.
 
@@ -49,7 +44,7 @@ def skip(run: Run, numbers: dict[str, float]) -> bool:
     number, indices = progress.step + 1, sequences(run, progress.sequences)
     where = f"batch {batch_number(run)} at step {number}"
     log.warning("%s: loss %s, gradient norm %s: not taken", where, numbers["loss"], numbers["grad_norm"])
-    if progress.skips == 0 and run.config.guards.nan_hooks != "off":
+    if run.hooks is not None or (progress.skips == 0 and run.config.guards.nan_hooks == "first"):
         _look_into(run, number, indices)
     progress.skips += 1
     progress.skips_in_a_row += 1
@@ -74,15 +69,17 @@ def sequences(run: Run, cursor: int) -> np.ndarray:
 
 
 def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
-    """Run the step's micro-batches again with hooks, name what went bad first, and keep what shows it."""
-    seed_everything(run.config.seed, number)
+    """Name what went bad first, by hooks that were on or by running the micro-batches again; keep what shows it."""
     batches = [run.train_source.read(each) for each in rearrange(indices, "(a m) -> a m", m=run.micro)]
-    finding = find_first(run.step, batches, full_tokens(run))
-    run.state.optimizer.zero_grad(set_to_none=True)
-    folder = run.config.out / f"not-finite-{number:08d}"
+    if run.hooks is not None:
+        how, finding = "hooks", run.hooks.take()
+    else:
+        seed_everything(run.config.seed, number)
+        how, finding = "run again in eager mode with hooks", find_first(run.step, batches, full_tokens(run))
+    folder = run.config.out / f"not-finite-{batch_number(run):08d}"
     write_bundle(folder, run.config, indices, batches, finding)
-    said = "all of it is finite in eager mode" if finding is None else str(finding)
-    log.warning("looked again at step %d in eager mode: %s; what shows it is in %s", number, said, folder)
+    said = "every tensor they see is finite" if finding is None else str(finding)
+    log.warning("batch %d at step %d, %s: %s; what shows it is in %s", batch_number(run), number, how, said, folder)
     run.writers.event("not-finite", run.state.progress.step, finding=said, bundle=folder.name)
 
 

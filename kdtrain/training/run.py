@@ -11,6 +11,7 @@ from kdtrain.precision.scale import LossScale
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.bounds import BoundWatch
 from kdtrain.training.early import EarlyStopping
+from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.source import Source
 from kdtrain.training.spike import SpikeDetector
@@ -34,6 +35,7 @@ class Run:
         writers, reporter: opened once the step to begin at is known.
         stopped_by: the signal that ended training, if one did.
         seconds, tokens: spent and trained on by this process; a clock is no part of the state.
+        hooks: those of `--nan-hooks always`.
         published: the step, and the step that was validated, of the newest checkpoint.
     """
 
@@ -54,6 +56,7 @@ class Run:
     identity: dict[str, object] = field(default_factory=dict)
     writers: Writers = field(init=False)
     reporter: Reporter = field(init=False)
+    hooks: NanHooks | None = None
     stopped_by: str | None = None
     seconds: float = 0.0
     tokens: int = 0

@@ -6,6 +6,7 @@ micro-batch ahead in a thread: HDF5 decompression and the copy to the device ove
 
 import dataclasses
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from einops import rearrange
 
+from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.objective.targets import DenseTargets
 
@@ -47,16 +49,21 @@ class CachedSource:
         self.reader = reader
         self.device = device
         self.vocab_size = vocab_size
+        self._reading = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.reader)
 
     def read(self, indices: np.ndarray) -> CachedBatch:
-        """The sequences `indices` on the device."""
-        batch = self.reader.read(indices.tolist())
+        """The sequences `indices` on the device; a reader is no thing for two threads at once."""
+        with self._reading:
+            batch = self.reader.read(indices.tolist())
         targets = batch.targets
         if isinstance(targets, DenseTargets):
             targets = targets.narrow(self.vocab_size)
+        if targets is not None:
+            spoiled = faults.changed("train.teacher", targets.logprobs, int(indices[0]))
+            targets = dataclasses.replace(targets, logprobs=spoiled)
         return dataclasses.replace(
             batch,
             tokens=batch.tokens.to(self.device),

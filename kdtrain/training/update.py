@@ -23,9 +23,11 @@ from kdtrain.training.stopping import StopRequest
 def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> dict[str, float] | None:
     """Take the next step and return its numbers, means over its tokens; None when a stop was requested in between.
 
-    Where `loss` or `grad_norm` is not finite, nothing was updated.
+    `skipped` is 1 where nothing was updated, because the loss or a gradient is not finite on one of the ranks, else 0.
     """
     state, number = run.state, run.state.progress.step + 1
+    if run.hooks is not None:
+        run.hooks.take()  # what a validation left
     rate = _prepare(run, number)
     sums = accumulate(run, batches, stop)
     if sums is None:
@@ -36,10 +38,11 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
     temperature = run.step.temperature.value().detach().clone()
     pull = run.step.temperature.log_gradient()
     loss = faults.changed("train.loss", mean_loss(run, sums, temperature), batch_number(run))
-    guarded_step(state.optimizer, not_finite(loss, norm))
+    skipped = not_finite(loss, norm, *_uncounted(run))
+    guarded_step(state.optimizer, skipped)
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")
-    numbers = _numbers(run, sums, loss, norm, temperature, rate) | _of_formats(run)
+    numbers = _numbers(run, sums, loss, norm, temperature, skipped, rate) | _of_formats(run)
     return numbers if pull is None else numbers | {"dL/dlogT": float(pull)}
 
 
@@ -130,6 +133,12 @@ def _clip(run: Run, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.utils.clip_grad_norm_(run.state.student.parameters(), run.config.optimizer.clip or float("inf"))
 
 
+def _uncounted(run: Run) -> list[torch.Tensor]:
+    """The gradients that the norm leaves out."""
+    others = [each for each in (run.step.temperature, run.step.hidden_loss) if each is not None]
+    return [each.grad for other in others for each in other.parameters() if each.grad is not None]
+
+
 def mean_loss(run: Run, sums: LossOutput, temperature: torch.Tensor) -> torch.Tensor:
     """The loss of the tokens that `sums` is of, as their mean."""
     weight = run.step.alpha if run.step.has_teacher else 0.0
@@ -152,11 +161,18 @@ def _of_formats(run: Run) -> dict[str, float]:
 
 
 def _numbers(
-    run: Run, sums: LossOutput, loss: torch.Tensor, norm: torch.Tensor, temperature: torch.Tensor, rate: float
+    run: Run,
+    sums: LossOutput,
+    loss: torch.Tensor,
+    norm: torch.Tensor,
+    temperature: torch.Tensor,
+    skipped: torch.Tensor,
+    rate: float,
 ) -> dict[str, float]:
     """The step's numbers as means over its tokens, read from the device in one go; T as the loss saw it."""
-    tensors = [loss, sums.cross_entropy, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
-    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value = torch.stack([each.double() for each in tensors]).tolist()
+    tensors = [loss, sums.cross_entropy, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature, skipped]
+    read = torch.stack([each.double() for each in tensors]).tolist()
+    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, not_taken = read
     count = max(tokens, 1.0)
     parts: dict[str, float] = {}
     if run.step.has_teacher and run.step.alpha:
@@ -165,4 +181,4 @@ def _numbers(
             parts["alpha"] = run.step.alpha
     if run.step.hidden_loss is not None:
         parts |= {"ce": ce / count, "hidden": hidden / count}
-    return {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens}
+    return {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens, "skipped": not_taken}

@@ -1,15 +1,20 @@
 """A small workshop: rows and a teacher that are pure functions of a seed, and caches built from them."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
 
+from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import CacheSettings
+from kdtrain.cache.provenance import CacheSettings, read_manifest
 from kdtrain.cache.writer import write_cache
 
 SEQ_LEN = 16
@@ -56,6 +61,37 @@ class Workshop:
         write_cache(folder, self.settings(codec, **changes), splits, teacher=teacher, batch_size=3)
         return folder
 
+    def run(self, folder: Path, codec: str = "both", *more: str, fault: str = "") -> subprocess.CompletedProcess:
+        """The build of `codec` in a process of its own, with a fault; its log is FOLDER.log."""
+        (folder.parent / "tokenizer").mkdir(exist_ok=True)
+        (folder.parent / "tokenizer" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+        root = str(Path(__file__).parents[2])
+        environment = {**os.environ, "KDTRAIN_FAULT": fault, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+        environment["KDTRAIN_FAULT_LOG"] = f"{folder}.log"
+        command = [sys.executable, str(Path(__file__).with_name("build_script.py")), str(folder), codec, *more]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    def content(self, folder: Path) -> dict[str, np.ndarray]:
+        """Every data set of every shard."""
+        found = {}
+        for path in sorted((folder / layout.SHARDS).glob("*.h5")):
+            with h5py.File(path) as file:
+                parts = {name: file[name] for name in file if name != layout.DICTIONARY}
+                if layout.DICTIONARY in file:
+                    parts |= {f"{layout.DICTIONARY}/{name}": each for name, each in file[layout.DICTIONARY].items()}
+                found |= {f"{path.name}/{name}": dataset[:] for name, dataset in parts.items()}
+        return found
+
+    def assert_equal(self, one: Path, other: Path) -> None:
+        """Both hold the same, data set by data set."""
+        left, right = self.content(one), self.content(other)
+        assert left.keys() == right.keys()
+        for name, values in left.items():
+            assert np.array_equal(values, right[name], equal_nan=values.dtype.kind == "f"), name
+        ours, theirs = read_manifest(one), read_manifest(other)
+        assert ours.splits["train"]["tokens_sha256"] == theirs.splits["train"]["tokens_sha256"]
+        assert ours.fidelity == theirs.fidelity
+
 
 @pytest.fixture(scope="session")
 def workshop() -> Workshop:
@@ -72,3 +108,11 @@ def codecs() -> dict[str, CodecSpec]:
         "dense": CodecSpec(kind="dense", vocab_size=64),
         "tokens": CodecSpec(kind="tokens", vocab_size=64),
     }
+
+
+@pytest.fixture(scope="session")
+def whole(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of `both` that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "cache"
+    assert workshop.run(folder).returncode == 0
+    return folder

@@ -92,6 +92,25 @@ def test_sampled_gradients_converge_to_the_full_one() -> None:
         assert found[temperature]["gradient"]["sampled"]["mean_angle"] < degrees
 
 
+def test_rules_stand_where_the_numbers_kept_allow_them() -> None:
+    expected = {
+        (12, 0): ["ghost", "drop", "renormalize"],
+        (1, 0): ["ghost", "drop"],
+        (0, 9): ["sampled", "control-variate"],
+    }
+    for (head, draws), rules in expected.items():
+        found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=head, draws=draws), rows=1, length=8)
+        assert all(list(found[t]["gradient"]) == rules for t in ("T=1", "T=2", "T=4"))
+
+
+def test_top_k_alone_is_far_from_the_full_gradient_and_a_sampled_mean_is_close() -> None:
+    found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=4, draws=20), rows=8, length=128)
+    angle = {name: each["mean_angle"] for name, each in found["T=1"]["gradient"].items()}
+    assert angle["renormalize"] > 3 * angle["control-variate"]
+    near = {name: each["token_angle"] for name, each in found["T=1"]["gradient"].items()}
+    assert near["control-variate"] < near["sampled"] < near["renormalize"]
+
+
 def test_the_range_ends_before_the_first_error_that_is_too_large() -> None:
     errors = [{"T": t, "worst": 1e-3, "mean": 1e-4} for t in (0.7, 0.8, 0.9, 1, 2, 3, 4)]
     assert temperature_range(errors)["max"] == 4
@@ -119,5 +138,6 @@ def test_the_manifest_holds_the_fidelity_of_the_validation_split(tmp_path: Path,
     assert manifest.fidelity
     assert manifest.fidelity["split"] == "validation"
     assert manifest.fidelity["sample"] == {"sequences": 3, "tokens": 48}
-    assert set(manifest.fidelity["T=1"]["gradient"]) == {"ghost", "sampled"}
+    rules = {"ghost", "drop", "renormalize", "sampled", "control-variate"}
+    assert set(manifest.fidelity["T=1"]["gradient"]) == rules
     assert len(manifest.fidelity["log_partition_error"]) == len(GRID)

@@ -14,7 +14,7 @@ from kdtrain.cache import layout, reader
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.files import file_digest
 from kdtrain.cache.moments import STEP_SLOPE, STEP_SPREAD, STEP_VALUE
-from kdtrain.cache.reader import CacheReader, Shard
+from kdtrain.cache.reader import CacheReader, Runs, Shard
 from kdtrain.errors import RunError, UsageError
 from kdtrain.objective.targets import SparseTargets
 
@@ -130,7 +130,7 @@ def _flip(path: Path, place: int) -> None:
 
 def _place_in_a_chunk(path: Path) -> int:
     with h5py.File(path) as file:
-        chunk = file["logprobs"].id.get_chunk_info(1)
+        chunk = file["numbers"].id.get_chunk_info(1)
         return int(chunk.byte_offset + chunk.size // 2)
 
 
@@ -178,14 +178,24 @@ def test_targets_that_were_never_written_are_an_error(tmp_path: Path, workshop, 
     spec = codecs["head"]
     with h5py.File(tmp_path / "empty.h5", "w") as file:
         layout.create_shard(file, spec, 16, "train", 0, 2)
-        layout.write_dictionary(file, {"context_row": np.zeros(64, np.uint8), "candidates": np.zeros((1, 64))})
-        layout_of = file["dictionary"]
-        layout_of.create_dataset("common", data=np.zeros(1, np.uint16))
-        layout_of.create_dataset("tail_weights", data=np.zeros((12, 19), np.float32))
-        for name, fill in (("ids", 65_535), ("logprobs", 65_535), ("tail", 65_535), ("tokens", 65_535)):
-            assert file[name][0].min() == fill
+        lists = {"context_row": np.zeros(64, np.uint8), "candidates": np.zeros((1, 64), np.uint16)}
+        lists |= {"common": np.zeros(1, np.uint16), "tail_weights": np.zeros((12, 19), np.float32)}
+        layout.write_dictionary(file, lists)
+        for name in ("ids", "numbers", "tokens"):
+            assert file[name][0].min() == 65_535
     with pytest.raises(ValueError, match="lacks targets"):
         Shard(tmp_path / "empty.h5", spec).read(np.arange(2))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
+def test_masks_kept_as_runs_come_back_as_they_were(dtype: type) -> None:
+    random = np.random.RandomState(0)
+    values = np.stack([np.zeros(50), np.ones(50), random.randint(0, 3, 50), np.sort(random.randint(0, 9, 50))])
+    runs = Runs(values.astype(dtype))
+    for rows in ([0], [2, 3], [0, 1, 2, 3]):
+        found = runs.read(np.array(rows))
+        assert found.dtype == dtype
+        assert np.array_equal(found, values[rows])
 
 
 def test_dense_blocks_stay_small(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import stat
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +76,7 @@ def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_used(store, fi
 def test_every_single_bit_of_a_small_file_is_guarded(store, file):
     path = store.folder / "step-00000020" / file
     size = path.stat().st_size
-    places = range(size) if file == MANIFEST else range(0, size, 7)
+    places = range(0, size, 1 if file == MANIFEST else 7)
     unnoticed = []
     for place in places:
         bit = 1 << place % 8
@@ -129,7 +128,7 @@ def test_a_file_without_permission_is_named_and_passed_over(store, file):
         folder = Path(name) / "checkpoints"
         shutil.copytree(store.folder, folder, symlinks=True)
         os.chmod(folder / "step-00000020" / file, 0)
-        os.chmod(name, stat.S_IRWXU | stat.S_IROTH | stat.S_IXOTH)
+        os.chmod(name, 0o755)
         with as_nobody(folder):
             found, damaged = Store(folder).newest_valid()
         assert found == "step-00000010"
@@ -146,7 +145,9 @@ def test_a_manifest_that_was_written_for_other_files_does_not_make_them_a_checkp
     folder = store.folder / "step-00000020"
     (folder / MANIFEST).write_text(seal(20, 0, {}))
     assert store.problem("step-00000020") == "manifest.json cannot be read (KeyError)"
-    (folder / MANIFEST).write_text(json.dumps({"version": 2, "digest": "0" * 64}))
+    (folder / MANIFEST).write_text(
+        json.dumps({"version": 2, "step": 20, "rollbacks": 0, "files": {}, "digest": "0" * 64})
+    )
     assert store.problem("step-00000020") == "manifest.json does not match its own digest"
     (folder / MANIFEST).write_text("[]")
     assert store.problem("step-00000020") == "manifest.json cannot be read (TypeError)"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kdtrain.checkpoint.store import load
+from kdtrain.checkpoint.store import Store, load
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 _TEXTS = ("abc", "bisect", "codeop", "heapq", "keyword", "linecache", "stat", "this")
@@ -103,7 +103,8 @@ class Bench:
 
     def newest(self, run: str) -> Path:
         """The folder of a run's newest checkpoint."""
-        return sorted((self.root / run / "checkpoints").glob("step-*"))[-1]
+        store = Store(self.root / run / "checkpoints")
+        return store.path(store.names()[-1])
 
     def tensors(self, run: str) -> dict[str, torch.Tensor]:
         """The tensors of a run's newest checkpoint."""

@@ -72,9 +72,17 @@ WORLD = {
     "too long online": ((*ONLINE, "--teacher", "short", "--seq-len", 32), ["--seq-len 32", "16"]),
     "head too large": ((*TEACHER, "--data", "corpus", "--head", 301), ["--head 301", "300"]),
     "temperature outside the cache": ((*DISTILL, "--temperature", 9), ["9.0", "0.667", "--temperature"]),
+    "draws that are not there": (
+        (*DISTILL, "--tail", "control-variate"),
+        ["--tail control-variate", "--draws", "ghost"],
+    ),
     "bounds outside the cache": (
         (*DISTILL, "--temperature-mode", "likelihood", "--temperature-max", 50),
         ["50", "--temperature-max"],
+    ),
+    "temperature without a top": (
+        (*ONLINE, "--seq-len", 32, "--divergence", "tvd", "--temperature-mode", "adversarial"),
+        ["--temperature-mode adversarial", "--divergence tvd", "grows with T"],
     ),
     "folder of something else": ((*DISTILL, "--out", "corpus"), ["corpus", "no run"]),
     "folder that is a file": ((*DISTILL, "--out", "chat.jsonl"), ["chat.jsonl", "is a file"]),

@@ -26,6 +26,11 @@ def test_a_teacher_is_cached_and_the_cache_is_what_was_asked_for(bench, cached):
     assert shown["digest"] == result["digest"]
     assert shown["codec"]["head"] == 12
     assert shown["vocabulary"] == 300
+    sizes = shown["bytes per token"]
+    assert {"tokens", "ids", "numbers", "dictionary", "overhead", "total"} <= sizes.keys()
+    assert sum(sizes.values()) == pytest.approx(2 * sizes["total"])
+    table = bench.run("inspect", "cache").ok().stdout
+    assert [name for name, size in sizes.items() if f"{name}: {size:.4g}"[: len(name) + 3] not in table] == []
 
 
 def test_a_student_learns_from_the_cache(bench, distilled):

@@ -26,7 +26,7 @@ def write(bench, name, sequences):
         codec=CodecSpec(kind="sparse", vocab_size=300, head=12),
         seq_len=SEQ_LEN,
         tokenizer_size=300,
-        sequences_per_shard=18,  # as many shards as are ever kept open, and ten times as many
+        sequences_per_shard=100,
     )
     splits = {"train": rows(sequences), "validation": rows(4)}
     tokenizer = bench.root / "teacher"

@@ -37,7 +37,7 @@ def test_the_line_of_a_step_has_all_names_in_their_order_and_leaves_out_what_is_
     assert status(numbers) == "loss=1.0000 ckpt=-150 memory_mb=1,234 mem_delta=-3 mode=bf16"
     full = dict.fromkeys(STATUS, 1.0) | {"ckpt": 0, "mode": "fp32"}
     assert [text.split("=")[0] for text in status(full).split()] == [
-        *("loss", "loss_avg", "lr", "T", "grad_norm", "tok/s", "eta_h"),
+        *("loss", "loss_avg", "kd_T1", "hidden", "T", "dL/dlogT", "lr", "grad_norm", "tok/s", "eta_h"),
         *("ckpt", "memory_mb", "mem_delta", "mode"),
     ]
 

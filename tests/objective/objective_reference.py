@@ -1,5 +1,6 @@
 """An independent fp64 reference of the objective: all logits at once, plain autograd, none of the engine."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +127,9 @@ def reference_kd(logits, energies, beta, rule, targets=None, divergence="forward
     if rule == "sampled":
         assert divergence == "forward-kl"
         return (_sampled_weights(energies, log_p, targets) * (log_p - log_q)).sum(-1)
+    if rule == "control-variate":
+        assert divergence == "forward-kl"
+        return _control_variate(energies, log_p.exp(), log_q.exp(), targets)
     return DISTANCES[divergence](*_events(log_p.exp(), log_q.exp(), rule, targets), parameter)
 
 
@@ -152,6 +156,27 @@ def _sampled_weights(energies, log_p, targets):
         one = torch.nn.functional.one_hot(targets.ids[:, k].clamp(max=vocab - 1), vocab) * share
         weight = weight + one * (targets.ids[:, k : k + 1] < vocab)
     return weight * tail_mass * torch.exp(log_p - energies) + in_head * log_p.exp()
+
+
+def drawn_counts(targets, vocab):
+    """Counts [N,V] of the draws."""
+    counts = torch.zeros(len(targets.ids), vocab + 1, dtype=torch.float64)
+    places = targets.ids[:, targets.head :].clamp(max=vocab)
+    return counts.scatter_add(1, places, targets.counts[:, targets.head :].double())[:, :vocab]
+
+
+def _control_variate(energies, p, q, targets):
+    """KL over head and bucket, and the bounded, weighted terms of the KL inside the tail, over all tokens."""
+    inside = torch.ones_like(p).scatter(1, targets.ids[:, : targets.head], 0.0)
+    p_tail, q_tail = ((x * inside).sum(-1, keepdim=True) for x in (p, q))
+    chance = energies.exp() * inside / (energies.exp() * inside).sum(-1, keepdim=True)
+    x = p_tail * q / q_tail / p
+    term = torch.where(x <= 2, x - 1 - x.log(), 1 - math.log(2) + (x / 2).log())
+    share = drawn_counts(targets, p.shape[1]) / targets.draws
+    bounded = (p / p_tail / chance.masked_fill(inside == 0, 1.0)).clamp(max=targets.draws**0.5)
+    head = ((p * (p / q).log()) * (1 - inside)).sum(-1)
+    bucket = p_tail * (p_tail / q_tail).log()
+    return head + bucket[:, 0] + (share * bounded * p_tail * term).sum(-1)
 
 
 def reference_loss(

@@ -96,6 +96,8 @@ def test_draws_are_never_thrown_away_in_silence():
         ("ghost", {"head": 0}, "head of at least 1"),
         ("drop", {"head": 0}, "head of at least 1"),
         ("sampled", {"head": 8}, "needs a cache with draws"),
+        ("control-variate", {"head": 8}, "needs a cache with draws"),
+        ("control-variate", {"dense": True}, "nothing for dense"),
         ("drop", {"dense": True}, "nothing for dense"),
         ("gost", {"head": 8}, "did you mean ghost"),
     ],
@@ -115,6 +117,8 @@ def test_what_can_be_is_not_refused():
     for kind in ({"head": 12}, {"head": 0, "draws": 50}, {"head": 8, "draws": 24}, {"dense": True}):
         refuse("forward-kl", "ghost", **kind)
     refuse("forward-kl", "sampled", head=0, draws=50)
+    for head in (0, 8):
+        refuse("forward-kl", "control-variate", head=head, draws=24)
     refuse("forward-kl", "drop", head=1)
     refuse("forward-kl", "renormalize", head=2)
 
@@ -123,6 +127,8 @@ def test_what_can_be_is_not_refused():
 def test_draws_estimate_forward_kl_alone(divergence):
     with pytest.raises(UsageError, match=f"{divergence} cannot be computed from sampled targets; use forward-kl"):
         refuse(divergence, "ghost", head=8, draws=24)
+    with pytest.raises(UsageError, match=f"{divergence} cannot be computed from sampled targets; use forward-kl"):
+        refuse(divergence, "control-variate", head=8, draws=24)
 
 
 def test_logit_mse_needs_all_logits():

@@ -8,7 +8,11 @@ import torch
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import guarded_step, not_finite
+from kdtrain.training.recovery import sequences
+from kdtrain.training.source import Feed
 from kdtrain.training.state import make_optimizer
+from kdtrain.training.stopping import StopRequest
+from kdtrain.training.update import take_step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -127,3 +131,23 @@ def test_what_is_not_finite_is_found_wherever_it_is(bad):
     assert not_finite(torch.tensor(2.0, dtype=torch.float64), torch.tensor([0.0, bad])) == 1
     found = not_finite(torch.tensor(bad))
     assert (found.dtype, found.shape) == (torch.float32, ())
+
+
+def test_a_step_whose_temperature_alone_has_a_bad_gradient_is_skipped_as_well(workshop):
+    def take(run):
+        cursor = run.state.progress.sequences
+        batches = next(Feed(run.train_source, lambda _: sequences(run, cursor), run.micro).steps())
+        return take_step(run, batches, StopRequest())
+
+    with workshop.run(temperature_mode="likelihood") as run:
+        theta = run.step.temperature.theta
+        assert take(run)["skipped"] == 0
+        before = {name: tensor.clone() for name, tensor in run.state.tensors().items()}
+        theta.register_hook(lambda gradient: gradient * math.nan)
+        numbers = take(run)
+        assert (numbers["skipped"], math.isfinite(numbers["loss"]), math.isfinite(numbers["grad_norm"])) == (
+            1,
+            True,
+            True,
+        )
+        assert differing(run.state.tensors(), before) == []

@@ -1,0 +1,80 @@
+"""A folder of something else, of another cache, or of another builder is left alone."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kdtrain.cache import layout
+from kdtrain.cache.claim import Lock
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.provenance import verify_cache
+from kdtrain.cache.writer import CacheWriter, write_cache
+from kdtrain.errors import UsageError
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, finished: bool) -> None:
+    folder = workshop.build(tmp_path / "c", codecs["head"])
+    if not finished:
+        (folder / layout.MANIFEST).unlink()
+    changed = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, head=5), data={"source": "elsewhere"})
+    with pytest.raises(UsageError) as caught:
+        CacheWriter(folder, changed, teacher=workshop.teacher())
+    assert "codec.head: 6 there, 5 asked" in str(caught.value)
+    assert "data.source: synthetic there, elsewhere asked" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_other_things_is_refused(tmp_path: Path, workshop, codecs) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match="no cache; choose another --out"):
+        CacheWriter(tmp_path, workshop.settings(codecs["tokens"]), teacher=None)
+    with pytest.raises(UsageError, match="is a file"):
+        CacheWriter(tmp_path / "thesis.tex", workshop.settings(codecs["tokens"]), teacher=None)
+
+
+def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path: Path, workshop, codecs) -> None:
+    folder, settings = tmp_path / "c", workshop.settings(codecs["head"])
+    holds, release = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        writer = CacheWriter(folder, settings, teacher=workshop.teacher(), batch_size=3)
+        os.write(holds[1], b"x")
+        os.read(release[0], 1)
+        writer.build("train", workshop.rows(10))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.read(holds[0], 1)
+    with pytest.raises(UsageError, match=r"another process is building .* now; wait for it") as caught:
+        workshop.build(folder, codecs["head"])
+    assert "\n" not in str(caught.value)
+    CacheWriter(folder, settings, teacher=workshop.teacher(), rank=1, world=2).close()
+    os.write(release[1], b"x")
+    os.waitpid(pid, 0)
+    workshop.build(folder, codecs["head"])
+    assert verify_cache(folder) == []
+    assert not list(folder.glob(".building-*"))
+
+
+def test_a_finished_cache_needs_no_lock(tmp_path: Path, workshop, codecs) -> None:
+    folder = workshop.build(tmp_path / "c", codecs["head"])
+    lock = Lock(folder, 0)
+    workshop.build(folder, codecs["head"])
+    lock.release()
+
+
+def test_files_of_others_in_a_folder_of_shards_are_neither_built_among_nor_deleted(
+    tmp_path: Path, workshop, codecs
+) -> None:
+    settings, teacher = workshop.settings(codecs["head"]), workshop.teacher()
+    write_cache(tmp_path / "c", settings, workshop.splits(), teacher=teacher)
+    precious = tmp_path / "c" / "shards" / "precious.json"
+    precious.write_text("{}")
+    (tmp_path / "c" / "manifest.json").unlink()
+    write_cache(tmp_path / "c", settings, workshop.splits(), teacher=teacher)
+    assert precious.exists()
+    (tmp_path / "d" / "shards").mkdir(parents=True)
+    (tmp_path / "d" / "shards" / "precious.json").write_text("{}")
+    with pytest.raises(UsageError, match="no cache"):
+        write_cache(tmp_path / "d", settings, workshop.splits(), teacher=teacher)

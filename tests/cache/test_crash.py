@@ -1,0 +1,82 @@
+"""A build that is killed or starved loses nothing that was published, and run again gives the undisturbed cache."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kdtrain import faults
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.provenance import verify_cache
+from kdtrain.cache.writer import FAULT_POINTS, CacheWriter, write_cache
+from kdtrain.errors import RunError, UsageError
+
+REPEATED = [point for point in FAULT_POINTS if point.startswith(("cache.shard", "cache.sidecar"))]
+KILLS = [(point, 1) for point in FAULT_POINTS] + [(point, 3) for point in REPEATED]
+
+
+def _fork_build(folder: Path, workshop, fault: str) -> int:
+    """Build in a fork of this process, with `fault`; its exit status as `waitpid` gives it."""
+    pid = os.fork()
+    if pid == 0:
+        status = 70
+        try:
+            os.environ["KDTRAIN_FAULT"], os.environ["KDTRAIN_FAULT_LOG"] = fault, f"{folder}.log"
+            faults._faults = faults._wanted()
+            faults._calls.clear()
+            spec = CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8)
+            options = {
+                "tokenizer": folder.parent / "tokenizer",
+                "batch_size": 3,
+                "teacher": workshop.teacher(),
+            }
+            write_cache(folder, workshop.settings(spec), workshop.splits(), **options)
+            status = 0
+        except (RunError, UsageError):
+            status = 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("point, call", KILLS)
+def test_a_killed_writer_run_again_gives_the_uninterrupted_cache(
+    whole: Path, tmp_path: Path, workshop, point: str, call: int
+) -> None:
+    shutil.copytree(whole.parent / "tokenizer", tmp_path / "tokenizer")
+    folder = tmp_path / "cache"
+    assert _fork_build(folder, workshop, f"{point}:kill:{call}") == -9
+    assert Path(f"{folder}.log").read_text().strip() == point
+    assert _fork_build(folder, workshop, "") == 0
+    assert verify_cache(folder) == []
+    workshop.assert_equal(folder, whole)
+    assert not list(folder.rglob("*.tmp"))
+    assert not list(folder.glob(".building-*"))
+
+
+@pytest.mark.parametrize("point", [p for p in FAULT_POINTS if not p.endswith(("rename", "folder-fsync"))])
+def test_a_full_disk_at_any_point_keeps_what_was_published(whole: Path, tmp_path: Path, workshop, point: str) -> None:
+    shutil.copytree(whole.parent / "tokenizer", tmp_path / "tokenizer")
+    folder = tmp_path / "cache"
+    assert _fork_build(folder, workshop, f"{point}:enospc:1") == 1
+    assert not list((folder / "shards").glob("*.tmp"))
+    assert _fork_build(folder, workshop, "") == 0
+    workshop.assert_equal(folder, whole)
+
+
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, workshop) -> None:
+    """A limit on the size of a file makes the kernel refuse the write inside HDF5, as a full disk does."""
+    process = workshop.run(tmp_path / "cache", "dense", "40000")
+    assert process.returncode == 1, process.stderr
+    assert process.stderr.count("\n") == 1, process.stderr
+    assert f"cannot write {tmp_path}/cache/shards/train-00000.h5: File too large" in process.stderr
+    assert [path.name for path in (tmp_path / "cache" / "shards").iterdir()] == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, workshop, codecs) -> None:
+    with pytest.raises(RunError, match="cannot write /proc/kdtrain"):
+        CacheWriter("/proc/kdtrain", workshop.settings(codecs["tokens"]), teacher=None)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunError, match=r"cannot write .*file/cache"):
+        CacheWriter(tmp_path / "file" / "cache", workshop.settings(codecs["tokens"]), teacher=None)

@@ -1,0 +1,95 @@
+"""A cache of the shipped teacher is right at every temperature, and where it is not, its manifest says by how much."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.provenance import CacheSettings
+from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.writer import write_cache
+from kdtrain.config import DataConfig
+from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.spec import read_spec
+from kdtrain.objective.targets import SparseTargets
+from kdtrain.stages.common import ask, open_teacher, rows
+
+SPEC = Path(__file__).parents[2] / "teachers" / "stdlib-5m.toml"
+SPLITS, LENGTH = {"train": 6, "validation": 6}, 256
+TEMPERATURES = torch.linspace(1, 4, 25, dtype=torch.float64).tolist()
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """The shipped teacher, its text, and its log p [N, V] in fp64 for each split."""
+
+    teacher: object
+    parts: dict
+    energies: dict
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Shipped:
+    if not (SPEC.with_suffix("") / "model.safetensors").exists():
+        pytest.skip("the shipped teacher is not here; make teacher makes it")
+    spec, cpu = read_spec(str(SPEC)), torch.device("cpu")
+    teacher = ask(open_teacher(spec, cpu, "fp32"), cpu, "fp32")
+    data, tokenizer = DataConfig(data="stdlib", seq_len=LENGTH, num_workers=0), load_tokenizer(spec)
+    parts = {split: list(rows(data, split, tokenizer, number)) for split, number in SPLITS.items()}
+    tokens = {
+        split: torch.from_numpy(np.stack([r.tokens for r in part]).astype(np.int64)) for split, part in parts.items()
+    }
+    energies = {s: teacher(t[:, :-1], None).flatten(0, 1).double().log_softmax(-1) for s, t in tokens.items()}
+    return Shipped(teacher, parts, energies)
+
+
+def _cache(shipped: Shipped, folder: Path, head: int, draws: int) -> CacheReader:
+    spec = CodecSpec(kind="sparse", vocab_size=2048, head=head, draws=draws)
+    settings = CacheSettings(codec=spec, seq_len=LENGTH, tokenizer_size=2048, data={}, sequences=dict(SPLITS))
+    write_cache(folder, settings, shipped.parts, teacher=shipped.teacher, batch_size=6)  # type: ignore[arg-type]
+    return CacheReader(folder, "train")
+
+
+@pytest.mark.parametrize("head, draws", [(8, 0), (8, 24), (12, 0), (50, 0)])
+def test_masses_and_weights_of_the_shipped_teacher_are_right_to_a_hundredth_of_a_nat(
+    shipped: Shipped, tmp_path: Path, head: int, draws: int
+) -> None:
+    """log of head mass, tail mass, Z and the factor of the draws' weights, at every T in [1, 4]."""
+    targets = _cache(shipped, tmp_path / "c", head, draws).read(range(SPLITS["train"])).targets
+    assert isinstance(targets, SparseTargets)
+    energy = shipped.energies["train"]
+    tail = energy.scatter(1, energy.topk(head).indices, -torch.inf)
+    log_mass = tail.logsumexp(-1)
+    for temperature in TEMPERATURES:
+        beta = 1 / temperature
+        whole, partition = (beta * energy).logsumexp(-1), targets.log_partition(beta).double()
+        errors = {
+            "Z": partition - whole,
+            "head": targets.head_logprobs(beta).logsumexp(-1)
+            - ((beta * energy.topk(head).values).logsumexp(-1) - whole),
+            "tail": targets.log_tail(beta) - partition - ((beta * tail).logsumexp(-1) - whole),
+            "weights": targets.log_tail(1.0) - partition - (log_mass - whole),
+        }
+        worst = {name: error.abs().max().item() for name, error in errors.items()}
+        assert max(worst.values()) < 1e-2, (temperature, worst)
+
+
+@pytest.mark.parametrize("head, draws", [(0, 12), (2, 0), (4, 8), (12, 0)])
+def test_the_manifest_says_the_error_of_log_z_at_each_temperature(
+    shipped: Shipped, tmp_path: Path, head: int, draws: int
+) -> None:
+    reader = _cache(shipped, tmp_path / "c", head, draws)
+    targets = CacheReader(tmp_path / "c", "validation").read(range(SPLITS["validation"])).targets
+    fidelity, energy = reader.manifest.fidelity, shipped.energies["validation"]
+    assert isinstance(targets, SparseTargets) and fidelity is not None
+    for row in fidelity["log_partition_error"]:
+        beta = 1 / row["T"]
+        worst = (targets.log_partition(beta).double() - (beta * energy).logsumexp(-1)).abs().max().item()
+        assert row["worst"] == pytest.approx(worst, abs=2e-5)
+    span = reader.manifest.temperature_range
+    assert span is not None
+    within = [row["worst"] for row in fidelity["log_partition_error"] if span["min"] <= row["T"] <= span["max"]]
+    assert span["worst_error"] == max(within) < 2e-2

@@ -1,0 +1,82 @@
+"""The gradients that the fidelity compares are those that the objective trains with."""
+
+import pytest
+import torch
+
+from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.gradients import Angles, compare, safe_ids, sparse_gradients
+from kdtrain.objective.loss import distillation_loss
+from kdtrain.objective.targets import SparseTargets
+
+VOCAB, SIZE = 60, 40
+
+
+class Logits:
+    """An output head that takes logits."""
+
+    weight, bias, scale, softcap = None, None, 1.0, None
+
+
+def _targets(head: int, draws: int) -> SparseTargets:
+    logits = 2 * torch.randn(1, SIZE, VOCAB, generator=torch.Generator().manual_seed(0))
+    spec = CodecSpec(kind="sparse", vocab_size=VOCAB, head=head, draws=draws)
+    labels = torch.zeros(1, SIZE, dtype=torch.int64)
+    targets = decode(encode_sequences(logits, labels, spec, seed=0, split="train", first=0), spec)
+    assert isinstance(targets, SparseTargets)
+    return targets
+
+
+def _student() -> torch.Tensor:
+    return 1.5 * torch.randn(SIZE, VOCAB, generator=torch.Generator().manual_seed(1))
+
+
+def _spread(targets: SparseTargets, q_NV: torch.Tensor, beta: float, rule: str) -> torch.Tensor:
+    scale_N, extra_NK = sparse_gradients(targets, q_NV, beta)[rule]
+    return (scale_N[:, None] * q_NV).scatter_add(1, safe_ids(targets, q_NV), extra_NK)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize(
+    "rule, head, draws",
+    [
+        ("ghost", 7, 0),
+        ("drop", 7, 0),
+        ("renormalize", 7, 0),
+        ("sampled", 7, 12),
+        ("sampled", 0, 12),
+        ("control-variate", 7, 12),
+        ("control-variate", 0, 12),
+    ],
+)
+def test_gradients_are_those_of_the_objective(rule: str, head: int, draws: int, temperature: float) -> None:
+    targets, z_NV = _targets(head, draws), _student().requires_grad_()
+    labels, mask = torch.zeros(SIZE, dtype=torch.int64), torch.ones(SIZE, dtype=torch.bool)
+    tail = "ghost" if rule == "sampled" else rule
+    settings = {"temperature": temperature, "alpha": 1.0, "tail": tail, "vocab_size": VOCAB, "normalizer": 1.0}
+    distillation_loss(z_NV, Logits(), labels, mask, targets, **settings).loss.backward()
+    q_NV = (z_NV.detach() / temperature).softmax(-1)
+    found = temperature * _spread(targets, q_NV, 1 / temperature, rule)
+    assert z_NV.grad is not None
+    assert (found - z_NV.grad).norm() < 1e-5 * z_NV.grad.norm()
+
+
+def test_inner_products_of_the_short_form_are_those_of_the_gradients_spelled_out() -> None:
+    targets, q_NV = _targets(5, 9), _student().softmax(-1)
+    full_NV = q_NV - torch.rand(SIZE, VOCAB).softmax(-1)
+    gradients = sparse_gradients(targets, q_NV, 1.0)
+    short, plain = Angles(), Angles()
+    for part in (slice(0, 13), slice(13, SIZE)):
+        few = sparse_gradients(targets[part], q_NV[part], 1.0)
+        short.add_full(full_NV[part])
+        short.add_sparse(few, targets[part], full_NV[part], q_NV[part])
+    plain.add_full(full_NV)
+    for rule in gradients:
+        plain.add(rule, full_NV, _spread(targets, q_NV, 1.0, rule))
+    for rule, expected in plain.result().items():
+        assert short.result()[rule] == pytest.approx(expected, rel=1e-4), rule
+
+
+def test_an_angle_is_in_degrees_and_a_gradient_of_nothing_has_none() -> None:
+    assert compare(1.0, 1.0, 2.0) == pytest.approx((45.0, 2**0.5))
+    assert compare(0.0, 1.0, 0.0) == (90.0, 0.0)
+    assert compare(1.0 + 1e-15, 1.0, 1.0)[0] == 0.0

@@ -1,0 +1,38 @@
+"""What `kdtrain inspect` shows of a cache."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kdtrain.cache.provenance import read_manifest
+from kdtrain.config import InspectConfig
+from kdtrain.stages.inspect import main
+
+CACHE = Path(__file__).parents[1] / "data" / "golden" / "sparse"
+
+
+@pytest.fixture
+def fidelity() -> dict:
+    found = read_manifest(CACHE).fidelity
+    assert found
+    return found
+
+
+def test_a_cache_is_shown_with_a_line_of_fidelity_for_each_temperature_and_tail_rule(
+    capsys: pytest.CaptureFixture[str], fidelity: dict
+) -> None:
+    assert main(InspectConfig(path=CACHE)) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for temperature in ("T=1", "T=2", "T=4"):
+        found = fidelity[temperature]
+        assert f"fidelity, {temperature} KL(full || cache): {found['kl_bucket']:.2g}" in shown
+        for rule, each in found["gradient"].items():
+            assert f"{rule}: {each['token_angle']:.1f}° x {each['token_norm']:.3g}, mean" in shown
+    assert f"{fidelity['sample']['tokens']:,} tokens of {fidelity['split']}" in shown
+    assert "error of log Z at most" in shown
+
+
+def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixture[str], fidelity: dict) -> None:
+    assert main(InspectConfig(path=CACHE, json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["fidelity"] == fidelity
