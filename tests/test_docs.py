@@ -46,7 +46,7 @@ def test_the_main_job_stands_in_the_readme():
 @each_page
 def test_every_flag_that_a_page_names_exists(page):
     named = set(
-        re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"pip install [^`]*|pytest [^`|]*", "", page.read_text()))
+        re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", re.sub(r"pip install [^`]*|pytest [^`|]*", "", page.read_text()))
     )
     assert named - flags_of_kdtrain() - ELSEWHERE == set()
 

@@ -18,6 +18,7 @@ from kdtrain.config.commands import (
     InspectConfig,
     VerifyConfig,
 )
+from kdtrain.config.precision import PrecisionConfig, QuantizationConfig
 from kdtrain.config.sections import (
     CheckpointConfig,
     CodecConfig,
@@ -26,7 +27,6 @@ from kdtrain.config.sections import (
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
-    PrecisionConfig,
     StoppingConfig,
 )
 
@@ -44,6 +44,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "PrecisionConfig",
+    "QuantizationConfig",
     "StoppingConfig",
     "VerifyConfig",
     "plain",

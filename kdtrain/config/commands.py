@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kdtrain.config.precision import PrecisionConfig, QuantizationConfig
 from kdtrain.config.sections import (
     CheckpointConfig,
     CodecConfig,
@@ -12,7 +13,6 @@ from kdtrain.config.sections import (
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
-    PrecisionConfig,
     StoppingConfig,
     refuse,
     refuse_bad_seed,
@@ -115,6 +115,7 @@ class DistillConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     stopping: StoppingConfig = field(default_factory=StoppingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -134,6 +135,9 @@ class DistillConfig:
             "nothing to train on; give --cache FOLDER or --data SOURCE",
         )
         refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
+        mode = self.quantization.mode(self.precision.precision)
+        self.precision.refuse_idle(mode)
+        self.quantization.refuse_idle(mode, self.optimizer.lr_schedule)
         refuse_bad_seed(self.seed)
         self.data.refuse_training_on_validation()
         taught = self.cache is not None or self.teacher is not None

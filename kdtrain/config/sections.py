@@ -218,20 +218,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """Number formats and compilation."""
-
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Format of the student's matrix products; auto is bf16 where the device has it. Weights stay fp32."""
-    compile: bool = True
-    """Compile the student and the objective with torch.compile."""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """Mode of torch.compile."""
-    deterministic: bool = False
-    """Refuse operations that are not bitwise repeatable on the device."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Saving and going on."""
 

@@ -1,4 +1,4 @@
-"""The number format of a forward: fp32 as it stands, or bf16 products over fp32 weights by autocast."""
+"""The number format of a forward: fp32 as it stands, or bf16 or fp16 products over fp32 weights by autocast."""
 
 import contextlib
 import shutil
@@ -32,14 +32,13 @@ def _avx512_bf16() -> bool:
 
 def autocast(mode: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The context in which a forward runs in `mode`."""
-    if mode == "bf16":
-        return torch.autocast(device.type, torch.bfloat16)
-    return contextlib.nullcontext()
+    dtype = head_dtype(mode)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def head_dtype(mode: str) -> torch.dtype | None:
     """What autocast in `mode` would round the inputs of an output head to; None where it rounds nothing."""
-    return torch.bfloat16 if mode == "bf16" else None
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
 
 
 def why_not_compile(device: torch.device) -> str | None:

@@ -25,15 +25,22 @@ from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
 from kdtrain.objective.temperature import Temperature, build_temperature
 from kdtrain.parallel.world import pick_device
-from kdtrain.precision.modes import pick_mode, why_not_compile
+from kdtrain.precision import plan as formats
+from kdtrain.precision.collect import Collector
+from kdtrain.precision.controller import Controller
+from kdtrain.precision.linear import convert
+from kdtrain.precision.modes import head_dtype, why_not_compile
+from kdtrain.precision.scale import LossScale
 from kdtrain.stages.begin import allowing
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
 from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
 from kdtrain.stages.run_folder import deciding
+from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.early import EarlyStopping
 from kdtrain.training.hidden import HiddenPlan, plan_hidden_loss
 from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.run import Run
+from kdtrain.training.schedule import decay_steps
 from kdtrain.training.source import CachedSource, OnlineSource, Source
 from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import Progress, TrainState, make_optimizer
@@ -53,6 +60,7 @@ class Assembled:
         manifest: the cache (or the run's own cache of tokens) it reads.
         folder: where that cache lies.
         hidden: the losses between hidden states, where they are asked for.
+        lines: what is quantised, for the log.
     """
 
     run: Run
@@ -60,6 +68,7 @@ class Assembled:
     manifest: Manifest
     folder: Path
     hidden: HiddenPlan | None = None
+    lines: tuple[str, ...] = ()
 
 
 def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
@@ -72,7 +81,8 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         UsageError: data, cache, student or options do not go together.
     """
     device = pick_device(config.device)
-    mode = pick_mode(config.precision.precision, device)
+    plan = formats.plan(config.precision, config.quantization, device)
+    mode = plan.high
     if config.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
         torch.use_deterministic_algorithms(True)
@@ -100,6 +110,9 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     if has_teacher:
         _refuse_objective(config, manifest)
     temperature = _temperature(config, total).to(device)
+    lines = [*plan.lines, *_quantize(config, plan, student)]
+    adaptive = _adaptive(config, plan, total)
+    scale = LossScale(mode == "fp16")
     watch = config.guards
     spikes = SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience)
     stopping = EarlyStopping(config.stopping)
@@ -109,8 +122,10 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         make_optimizer(student, temperature, config.optimizer, config.objective, hidden.loss if hidden else None),
         Progress(),
         hidden.loss if hidden else nn.Module(),
-        watchers={"spikes": spikes, "stopping": stopping},
+        watchers={"spikes": spikes, "stopping": stopping, "scale": scale},
     )
+    if adaptive is not None:
+        state.watchers["adaptive"] = adaptive
     step = DistillStep(
         student,
         temperature,
@@ -125,6 +140,8 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         compile=_compiles(config, device),
         hidden_loss=hidden.loss if hidden else None,
         layers=hidden.student_layers if hidden else (),
+        switch=plan.switch,
+        quantized=None if plan.choice is None else plan.choice.mode,
     )
     store = _store(config)
     run = Run(
@@ -139,6 +156,9 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         validation_source=sources["validation"],
         spikes=spikes,
         stopping=stopping,
+        scale=scale,
+        adaptive=adaptive,
+        collector=_collector(config, plan, student),
         hooks=NanHooks(step) if config.guards.nan_hooks == "always" else None,
         identity={
             "cache": manifest.digest,
@@ -147,7 +167,35 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
             "teacher": None if teacher is None else model_digest(teacher),
         },
     )
-    return Assembled(run, spec, manifest, folder, hidden)
+    return Assembled(run, spec, manifest, folder, hidden, tuple(lines))
+
+
+def _quantize(config: DistillConfig, plan: formats.Plan, student: SplitModel) -> list[str]:
+    """Make the student's linear layers switchable where the plan wants it; what was done, for the log."""
+    if plan.choice is None:
+        return []
+    options, model = config.precision, student.model
+    first, last = options.quant_skip_first, options.quant_skip_last
+    head = model.get_output_embeddings()
+    done = convert(model, plan.switch, plan.choice.backend, head=head, skip_first=first, skip_last=last)
+    return [str(done)]
+
+
+def _adaptive(config: DistillConfig, plan: formats.Plan, total: int) -> Adaptive | None:
+    if plan.choice is None or not config.quantization.time_resume:
+        return None
+    decay_start = total - decay_steps(total, config.optimizer)
+    controller = Controller(formats.policy(config.quantization, plan.choice.mode, decay_start))
+    forward_only = config.quantization.quant_fallback_scope == "forward"
+    return Adaptive(controller, plan.switch, "high-forward" if forward_only else "high")
+
+
+def _collector(config: DistillConfig, plan: formats.Plan, student: SplitModel) -> Collector | None:
+    pattern, every = config.precision.collect_tensors, config.precision.collect_every
+    if pattern is None:
+        return None
+    dtype = head_dtype(plan.high) or torch.float32
+    return Collector(config.out / "tensors.h5", student.model, pattern, every, plan.recipe, dtype)
 
 
 def _store(config: DistillConfig) -> Store:

@@ -63,6 +63,8 @@ def _distill(config: DistillConfig) -> int:
             init=made.spec.init,
             finished=at.step,
         )
+        if run.collector is not None:
+            run.collector.forget_after(at.step)
         _announce(made, begun_at)
         _train(run)
         run.writers.close()
@@ -93,7 +95,7 @@ def _facts(made: Assembled) -> dict[str, Any]:
         "student": {"name": spec.name, "parameters": parameters, "vocab_size": logit_width(run.state.student)},
         "cache": manifest.digest,
         "device": str(run.step.device),
-        "mode": run.step.mode,
+        "mode": run.step.quantized or run.step.mode,
         "compiled": run.step.compile_objective,
     }
 
@@ -113,9 +115,13 @@ def _announce(made: Assembled, begun_at: Path | None) -> None:
         run.total,
         config.batch_size,
         settings.seq_len,
-        run.step.mode,
+        run.step.quantized or run.step.mode,
         run.step.device,
     )
+    for line in made.lines:
+        log.info(line)
+    if run.adaptive is not None:
+        log.info("[TimeResume] Adaptive quantization training enabled")
     if made.hidden is not None:
         log.info(made.hidden.describe())
     if begun_at is not None:
@@ -145,6 +151,9 @@ def _finish(run: Run, folder: Path) -> int:
         "best_step": progress.best_step,
         "peak_memory_mb": round(peak_memory_mb(run.step.device), 1),
     }
+    if run.adaptive is not None:
+        controller = run.adaptive.controller
+        result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
     if run.stopped_by is None:
         if progress.best_step:
             run.state.load(*_best(run))

@@ -14,6 +14,7 @@ from kdtrain.checkpoint.manifest import STATE, problem
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.config import InspectConfig
 from kdtrain.precision.modes import has_bf16, why_not_compile
+from kdtrain.precision.probe import capabilities
 from kdtrain.stages.common import show
 from kdtrain.stages.verify import kind_of
 
@@ -46,6 +47,7 @@ def hardware() -> dict[str, Any]:
         "torch.compile": "yes" if compile_reason is None else f"no: {compile_reason}",
         "torch": torch.__version__,
     }
+    table |= _formats(torch.device("cuda") if torch.cuda.is_available() else cpu)
     if not torch.cuda.is_available():
         return {**table, "cuda": "no: torch finds no CUDA device"}
     for number in range(torch.cuda.device_count()):
@@ -54,6 +56,11 @@ def hardware() -> dict[str, Any]:
         bf16 = "bf16" if has_bf16(device) else "no bf16"
         table[f"cuda:{number}"] = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {bf16}"
     return table
+
+
+def _formats(device: torch.device) -> dict[str, str]:
+    """Which back end gives which format of few bits: real, emulated or not at all, and why."""
+    return {f"{each.mode} by {each.backend}": str(each) for each in capabilities(device)}
 
 
 def _cache(path: Path) -> dict[str, Any]:

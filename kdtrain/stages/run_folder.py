@@ -25,7 +25,7 @@ FREE = {
         *("activation_checkpointing", "allow_mismatch", "dry_run", "sanity"),
     },
     "data": {"num_workers", "streaming"},
-    "precision": {"compile", "compile_mode"},
+    "precision": {"compile", "compile_mode", "collect_tensors", "collect_every"},
     "guards": {"max_skips", "nan_hooks", "max_rollbacks"},
     "stopping": {
         *("early_stopping", "early_stopping_patience", "early_stopping_min_delta", "early_stopping_warmup"),

@@ -15,6 +15,7 @@ from kdtrain.training.run import Run
 from kdtrain.training.saving import is_saved, save, save_if_due
 from kdtrain.training.source import Feed
 from kdtrain.training.stopping import StopRequest
+from kdtrain.training.switching import decide, warm_up
 from kdtrain.training.update import take_step
 from kdtrain.training.validate import summary, validate
 
@@ -34,13 +35,16 @@ def train(run: Run) -> None:
             improved = _validate(run, stop)
             if state.progress.step > 0:
                 save_if_due(run, improved=improved, before=state.progress.sequences)
+        warm_up(run, stop)
         while not (run.finished() or stop):
             for batches in _feed(run).steps():
                 numbers = take_step(run, batches, stop)
                 if numbers is None:
                     break
                 if numbers.pop("skipped"):
-                    skip(run, numbers)
+                    failed = skip(run, numbers)
+                    if failed and decide(run, state.progress.step + 1, math.nan):
+                        break
                     continue
                 progress, before = state.progress, state.progress.sequences
                 progress.step += 1
@@ -48,6 +52,7 @@ def train(run: Run) -> None:
                 progress.tokens += int(numbers["tokens"])
                 progress.skips_in_a_row = 0
                 progress.loss = numbers["loss"]
+                run.scale.update(overflowed=False)
                 run.tokens += int(numbers["tokens"])
                 run.seconds = time.monotonic() - started
 
@@ -61,6 +66,7 @@ def train(run: Run) -> None:
                 _report(run, shown, numbers)
 
                 improved = _validation_due(run) and _validate(run, stop)
+                decide(run, progress.step, numbers["loss"])
                 save_if_due(run, improved=improved, before=before)
                 if run.finished() or stop:
                     break

@@ -10,11 +10,13 @@ middle is harmless: later checkpoints are renamed aside first, and a run that go
 spike and comes back here.
 """
 
+import math
+
 import numpy as np
 from einops import rearrange
 
 from kdtrain import faults
-from kdtrain.checkpoint.store import load
+from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log
@@ -25,13 +27,20 @@ from kdtrain.training.state import seed_everything
 from kdtrain.training.update import batch_number, full_tokens
 
 
-def skip(run: Run, numbers: dict[str, float]) -> None:
+def skip(run: Run, numbers: dict[str, float]) -> bool:
     """Count a step that was not taken and pass over its data; look into the first one.
+
+    False where nothing failed: in fp16 gradients overflow now and then, until the loss scale is small enough.
 
     Raises:
         RunError: more than `--max-skips` steps in a row were not finite.
     """
     progress, limit = run.state.progress, run.config.guards.max_skips
+    if run.scale.absorbs(math.isfinite(numbers["loss"])):
+        progress.sequences += run.config.batch_size
+        if (warning := run.scale.update(overflowed=True)) is not None:
+            log.warning(warning)
+        return False
     number, indices = progress.step + 1, sequences(run, progress.sequences)
     where = f"batch {batch_number(run)} at step {number}"
     log.warning("%s: loss %s, gradient norm %s: not taken", where, numbers["loss"], numbers["grad_norm"])
@@ -51,6 +60,7 @@ def skip(run: Run, numbers: dict[str, float]) -> None:
             f"(--max-skips {limit}); the newest checkpoint is {newest or 'none'}; "
             "look at the data (kdtrain verify) or lower --lr"
         )
+    return True
 
 
 def sequences(run: Run, cursor: int) -> np.ndarray:
@@ -93,27 +103,46 @@ def roll_back(run: Run, first: int) -> bool:
         run.writers.event("spike", bad.step, first=first)
         run.spikes.forget()
         return False
-    checkpoint = load(run.store.folder / name)
-    run.store.set_aside_after(checkpoint.state["progress"]["step"])
+    go_back(run, load(run.store.folder / name), "rollback", guards.spike_lr_factor, first=first)
+    return True
+
+
+def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts: int) -> None:
+    """Take over an earlier state of this run, leave out the data since, and publish the outcome.
+
+    Args:
+        to: a checkpoint, or a copy in memory.
+        word: what the outcome is called.
+        lr_factor: what the learning rate is multiplied by from now on.
+        facts: what else the event says.
+
+    Raises:
+        RunError: it would be one more than `--max-rollbacks`.
+    """
+    bad = run.state.progress
+    if bad.rollbacks >= run.config.guards.max_rollbacks:
+        raise RunError(
+            f"going back to {to.name} would be one more than --max-rollbacks {run.config.guards.max_rollbacks}; "
+            "lower --lr or look at the data"
+        )
+    run.store.set_aside_after(to.state["progress"]["step"])
     faults.point("train.rollback")
-    run.state.load(checkpoint.tensors, checkpoint.state)
+    run.state.load(to.tensors, to.state, memory=word == "rollback")
     progress = run.state.progress
     progress.rollbacks = bad.rollbacks + 1
-    progress.lr_factor = bad.lr_factor * guards.spike_lr_factor
+    progress.lr_factor = bad.lr_factor * lr_factor
     progress.skipped_data = [*bad.skipped_data, [progress.sequences, bad.sequences]]
     progress.skips = bad.skips
     progress.sequences = bad.sequences
     run.spikes.reset()
     relink_best(run)
     run.writers.rewind(progress.step)
-    save(run, f"rollback_{progress.rollbacks}_iter{progress.step}")
-    run.writers.event(
-        "rollback", progress.step, first=first, skipped=progress.skipped_data[-1], lr_factor=progress.lr_factor
-    )
+    save(run, f"{word}_{progress.rollbacks}_iter{progress.step}")
+    skipped = progress.skipped_data[-1]
+    run.writers.event(word, progress.step, skipped=skipped, lr_factor=progress.lr_factor, **facts)
     log.warning(
         "went back to %s; sequences %d to %d of the stream are left out, the learning rate is multiplied by %g",
-        name,
-        *progress.skipped_data[-1],
+        to.name,
+        *skipped,
         progress.lr_factor,
     )
-    return True

@@ -85,7 +85,7 @@ class Reporter:
         for text in (self.clipped.add(norm), leak):
             if text is not None:
                 log.warning(text)
-        own = {"ckpt": checkpoint - number, "memory_mb": held, "mem_delta": grown, "mode": self.step.mode}
+        own = {"ckpt": checkpoint - number, "memory_mb": held, "mem_delta": grown, "mode": self.step.present_mode}
         return status({**numbers, **own})
 
 

@@ -6,6 +6,9 @@ from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.monitor.writers import Writers
+from kdtrain.precision.collect import Collector
+from kdtrain.precision.scale import LossScale
+from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.bounds import BoundWatch
 from kdtrain.training.early import EarlyStopping
 from kdtrain.training.nan_hooks import NanHooks
@@ -25,6 +28,9 @@ class Run:
         total: optimizer steps in all.
         micro: sequences in a micro-batch.
         spikes, stopping: the guards that look at each step's loss; their memory is in `state.watchers`.
+        scale: what the loss is multiplied by before the backward, in fp16.
+        adaptive: when the student is quantised; None where that does not change.
+        collector: of statistics of tensors, where they are asked for.
         identity: what the checkpoint says it belongs to (configuration, cache, student).
         writers, reporter: opened once the step to begin at is known.
         stopped_by: the signal that ended training, if one did.
@@ -44,6 +50,9 @@ class Run:
     validation_source: Source
     spikes: SpikeDetector
     stopping: EarlyStopping
+    scale: LossScale = field(default_factory=lambda: LossScale(False))
+    adaptive: Adaptive | None = None
+    collector: Collector | None = None
     identity: dict[str, object] = field(default_factory=dict)
     writers: Writers = field(init=False)
     reporter: Reporter = field(init=False)

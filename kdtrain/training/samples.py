@@ -43,6 +43,6 @@ class Sampler:
         return [dict(zip(("prompt", "greedy", "sampled"), row, strict=True)) for row in zip(*written, strict=True)]
 
     def _next_logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        with autocast(self.step.mode, self.step.device):
+        with self.step.switch.at("high"), autocast(self.step.mode, self.step.device):
             hidden_BTD = self.step.student(tokens_BT)
         return self.step.student.head(hidden_BTD[:, -1])[:, : self.step.vocab_size]

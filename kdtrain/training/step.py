@@ -18,6 +18,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import LossOutput, distillation_loss
 from kdtrain.objective.targets import per_token
+from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import autocast, head_dtype
 from kdtrain.training.source import TaughtBatch
 
@@ -31,11 +32,12 @@ class DistillStep(nn.Module):
         vocab_size: the vocabulary of the data; a padded head's further rows are ignored.
         seq_len: T, tokens in a sequence.
         has_teacher: whether micro-batches carry targets; without them it is plain cross-entropy.
-        mode: number format of the backbone's forward.
+        mode: number format of the backbone's forward, but for what is quantised.
         device: where the micro-batch lies.
         document_mask: whether packed documents are kept from seeing each other.
         compile: whether backbone and objective are compiled.
         hidden_loss: compares hidden states with the teacher's, None not to; `layers` of the student.
+        switch: of the student's linear layers, and `quantized` the mode it can switch to; None where there is none.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class DistillStep(nn.Module):
         compile: bool,
         hidden_loss: HiddenLoss | None = None,
         layers: tuple[int, ...] = (),
+        switch: Switch | None = None,
+        quantized: str | None = None,
     ) -> None:
         super().__init__()
         self.student = student
@@ -69,10 +73,17 @@ class DistillStep(nn.Module):
         self.compile_objective = compile
         self.hidden_loss = hidden_loss
         self.layers = layers
+        self.switch = switch or Switch()
+        self.quantized = quantized
         self.backbone = self._backbone
         if compile:
             compile_mode = None if precision.compile_mode == "default" else precision.compile_mode
             self.backbone = torch.compile(self._backbone, dynamic=False, mode=compile_mode)
+
+    @property
+    def present_mode(self) -> str:
+        """The mode of the next step: that of its forward's products."""
+        return self.quantized if self.quantized and self.switch.position == "quantized" else self.mode
 
     def _backbone(
         self, tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None
@@ -95,9 +106,10 @@ class DistillStep(nn.Module):
     def hidden_eager(self, batch: CachedBatch) -> torch.Tensor:
         """The backbone's output for a micro-batch, [B*T, D], without a compiled graph.
 
-        Validation is rare, and a graph of its own costs half a minute.
+        Validation is rare, and a graph of its own costs half a minute. It is never quantised: what is exported is not.
         """
-        return self._hidden(lambda *asked: (self.student(*asked), []), batch)[0]
+        with self.switch.at("high"):
+            return self._hidden(lambda *asked: (self.student(*asked), []), batch)[0]
 
     def _hidden(
         self, backbone: Callable[..., tuple[torch.Tensor, list[torch.Tensor]]], batch: CachedBatch

@@ -37,12 +37,12 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
     run.reporter.gradients(number)
     temperature = run.step.temperature.value().detach().clone()
     pull = run.step.temperature.log_gradient()
-    loss = faults.changed("train.loss", _loss(run, sums, temperature), batch_number(run))
+    loss = faults.changed("train.loss", mean_loss(run, sums, temperature), batch_number(run))
     skipped = not_finite(loss, norm, *_uncounted(run))
     guarded_step(state.optimizer, skipped)
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")
-    numbers = _numbers(run, sums, loss, norm, temperature, skipped, rate)
+    numbers = _numbers(run, sums, loss, norm, temperature, skipped, rate) | _of_formats(run)
     return numbers if pull is None else numbers | {"dL/dlogT": float(pull)}
 
 
@@ -50,13 +50,52 @@ def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> L
     """Add up the gradients of a step; None when a stop was requested in between."""
     sums: LossOutput | None = None
     for batch in batches:
-        loss, output = run.step(batch, normalizer=full_tokens(run))
+        if sums is None:
+            _look_at(run, batch, run.state.progress.step + 1)
+        # the scale goes into the normalizer: the engine makes gradients in its forward, and those would lack it
+        loss, output = run.step(batch, normalizer=full_tokens(run) / run.scale.value)
         faults.changed("train.loss", loss, batch_number(run)).backward()
         sums = output if sums is None else LossOutput(*(a + b for a, b in zip(sums, output, strict=True)))
         faults.point("train.after-micro-batch")
         if stop:
             return None
     return sums
+
+
+def _look_at(run: Run, batch: CachedBatch, number: int) -> None:
+    """Collect statistics of tensors, and measure what quantisation costs, where step `number` is to do it."""
+    if run.collector is not None:
+
+        def run_eagerly() -> None:
+            with run.step.eager():
+                run.step(batch, normalizer=full_tokens(run))[0].backward()
+
+        if run.collector.collect(number, run.step.present_mode, run_eagerly):
+            run.state.optimizer.zero_grad(set_to_none=True)
+            seed_everything(run.config.seed, number)
+    _probe_gap(run, batch, number)
+
+
+def _probe_gap(run: Run, batch: CachedBatch, number: int) -> None:
+    """Measure what quantisation costs at step `number` on its first micro-batch, where the controller wants to know.
+
+    Forward only, quantised and high, with the step's random numbers and the graphs that it is trained with; nothing is
+    kept but the difference of the losses.
+    """
+    adaptive = run.adaptive
+    if adaptive is None:
+        return
+    adaptive.gap = None
+    if not adaptive.controller.wants_gap(number):
+        return
+    losses = []
+    for position in adaptive.positions:
+        seed_everything(run.config.seed, number)
+        with adaptive.switch.at(position):
+            _, sums = run.step(batch, normalizer=full_tokens(run))
+        losses.append(mean_loss(run, sums, run.step.temperature.value().detach()))
+    seed_everything(run.config.seed, number)
+    adaptive.gap = float(losses[0] - losses[1])
 
 
 def batch_number(run: Run) -> int:
@@ -84,11 +123,13 @@ def _prepare(run: Run, number: int) -> float:
 def _clip(run: Run, tokens: torch.Tensor) -> torch.Tensor:
     """Turn the gradient into the mean over the step's unmasked tokens, clip it, and return its norm before clipping.
 
+    What fp16 scaled the loss by is taken out here.
     The temperature's gradient is scaled but neither clipped nor counted: a learnable T must not slow the student.
     """
     gradients = [each.grad for each in run.step.parameters() if each.grad is not None]
     gradients[0].copy_(faults.changed("train.gradient", gradients[0], batch_number(run)))
-    torch._foreach_mul_(gradients, full_tokens(run) / tokens.clamp(min=1).to(gradients[0].dtype))
+    factor = full_tokens(run) / (run.scale.value * tokens.clamp(min=1).to(gradients[0].dtype))
+    torch._foreach_mul_(gradients, factor)
     return torch.nn.utils.clip_grad_norm_(run.state.student.parameters(), run.config.optimizer.clip or float("inf"))
 
 
@@ -98,8 +139,8 @@ def _uncounted(run: Run) -> list[torch.Tensor]:
     return [each.grad for other in others for each in other.parameters() if each.grad is not None]
 
 
-def _loss(run: Run, sums: LossOutput, temperature: torch.Tensor) -> torch.Tensor:
-    """The step's loss as a mean over its tokens."""
+def mean_loss(run: Run, sums: LossOutput, temperature: torch.Tensor) -> torch.Tensor:
+    """The loss of the tokens that `sums` is of, as their mean."""
     weight = run.step.alpha if run.step.has_teacher else 0.0
     loss = (1 - weight) * sums.cross_entropy.double()
     if weight:
@@ -107,6 +148,16 @@ def _loss(run: Run, sums: LossOutput, temperature: torch.Tensor) -> torch.Tensor
     if run.step.hidden_loss is not None:
         loss = loss + run.config.objective.hidden_weight * sums.hidden.double()
     return loss / sums.tokens.double().clamp(min=1)
+
+
+def _of_formats(run: Run) -> dict[str, float]:
+    """What a step that may be quantised says besides: whether it was, and what that cost where it was measured."""
+    if run.step.quantized is None:
+        return {}
+    numbers = {"quantized": float(run.step.present_mode == run.step.quantized)}
+    if run.adaptive is not None and run.adaptive.gap is not None:
+        numbers["gap"] = run.adaptive.gap
+    return numbers
 
 
 def _numbers(

@@ -1,0 +1,178 @@
+"""The study behind adaptive precision: what each number format costs a student, and what switching wins back.
+
+On one cache of the shipped teacher, students are trained for equal steps from equal seeds in bf16, in fp8, mxfp8 and
+mxfp4 throughout, and in mxfp4 and fp8 under each rule of adaptive quantisation. The final validation loss, the share
+of steps that were quantised, the switches and the gap to bf16 go into `results/precision.json`, and
+`plot_precision.py` draws the losses with the modes as bands. Formats are emulated on a machine without fp8: losses are
+right, and times say nothing about hardware.
+
+Stopped at any point, the same command goes on. `--seeds 1` is the pilot; it writes beside the runs and nowhere else.
+`--speed` measures the two prices instead: what the switchable layer adds to a step in bf16, and what a measurement of
+the gap adds at its default interval.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import demo
+import tyro
+
+RESULT = Path("benchmarks/results/precision.json")
+SPEED = Path("benchmarks/results/precision-speed.json")
+FIGURES = Path("benchmarks/figures")
+PUBLISHED_SEEDS = 3
+FIXED = ("bf16", "fp8", "mxfp8", "mxfp4")
+ADAPTIVE = tuple(f"{mode} {rule}" for mode in ("mxfp4", "fp8") for rule in ("gap", "loss", "spike", "schedule"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides the result of the study. The defaults are made for two hours on two cores at three seeds."""
+
+    teacher: str = "teachers/stdlib-5m.toml"
+    """Spec of the teacher."""
+    student: str = "students/stdlib-1m.toml"
+    """Spec of the student."""
+    seq_len: int = 256
+    """Tokens in a sequence."""
+    sequences: int = 4000
+    """Sequences of the train split that the teacher is cached over."""
+    steps: int = 250
+    """Optimizer steps of each student."""
+    batch_size: int = 16
+    """Sequences in an optimizer step."""
+    lr: float = 3e-3
+    """Peak learning rate; the last fifth of the steps decays."""
+    threshold: float = 0.02
+    """Nats that quantisation may cost before a run under rule gap falls back."""
+    window: int = 10
+    """Steps in a window."""
+    probe_every: int = 10
+    """Steps between measurements of the gap."""
+    seeds: int = 3
+    """Students of each kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Train one student of each kind and seed, and compare them."""
+
+    out: Path = Path("runs/precision")
+    """The folder of the study: cache and runs."""
+    speed: bool = False
+    """Measure speed instead."""
+    settings: tyro.conf.OmitArgPrefixes[Settings] = dataclasses.field(default_factory=Settings)
+
+
+def main(study: Study) -> None:
+    """Run the study, or what is left of it."""
+    os.chdir(demo.ROOT)
+    if study.speed:
+        from precision_speed import measure
+
+        write(SPEED, measure())
+        return
+    demo.claim(study.out, study.settings)  # type: ignore[arg-type]
+    with demo.Kdtrain() as kdtrain:
+        result = run(study, kdtrain)
+    published = study.settings == Settings()
+    write(RESULT if published else study.out / "precision.json", result)
+    import plot_precision
+
+    print(*plot_precision.draw(result, FIGURES if published else study.out), sep="\n")
+    for kind, row in result["table"].items():
+        print(f"{kind:<15} " + "  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+
+
+def run(study: Study, kdtrain: demo.Kdtrain) -> dict[str, Any]:
+    """The record of the whole study."""
+    settings, out = study.settings, study.out
+    kdtrain(*cache_command(settings, out))
+    runs = []
+    for seed in range(settings.seeds):
+        for kind in (*FIXED, *ADAPTIVE):
+            folder = out / f"{kind.replace(' ', '-')}-{seed}"
+            trained = kdtrain(*distill_command(settings, out, kind, seed, folder))
+            runs.append(record(kind, seed, folder, trained))
+    return {
+        "settings": dataclasses.asdict(settings),
+        "environment": demo.environment(folder),
+        "table": table(runs),
+        "runs": runs,
+    }
+
+
+def cache_command(settings: Settings, out: Path) -> list[str]:
+    """The command that keeps what the teacher says."""
+    return [
+        *("cache-teacher", "--teacher", settings.teacher, "--data", "stdlib", "--out", f"{out}/cache"),
+        *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.sequences}"),
+        *("--validation-sequences", "128", "--head", "16"),
+    ]
+
+
+def distill_command(settings: Settings, out: Path, kind: str, seed: int, folder: Path) -> list[str]:
+    """The command that trains one student; the kinds differ in their numbers and in nothing else."""
+    mode, _, rule = kind.partition(" ")
+    adaptive = [
+        *("--time-resume", "--quant-rule", rule, "--quant-window-size", f"{settings.window}"),
+        *("--quant-probe-every", f"{settings.probe_every}"),
+        *(("--quant-loss-threshold", f"{settings.threshold}") if rule == "gap" else ()),
+    ]
+    return [
+        *("distill", "--cache", f"{out}/cache", "--student", settings.student, "--out", f"{folder}"),
+        *("--steps", f"{settings.steps}", "--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}"),
+        *("--lr-schedule", "wsd", "--temperature", "1", "--eval-freq", f"{settings.steps}", "--seed", f"{seed}"),
+        *("--precision", mode, "--no-tensorboard", "--sample-freq", "0", *(adaptive if rule else ())),
+    ]
+
+
+def record(kind: str, seed: int, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
+    """One student: its losses, in which mode each step was, and where it ended."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    quantized = [line.get("quantized", 0.0) for line in steps]
+    return {
+        "kind": kind,
+        "seed": seed,
+        "validation_loss": [line["validation/loss"] for line in lines if "validation/loss" in line][-1],
+        "quantized_share": sum(quantized) / len(quantized),
+        "switches": trained.get("switches", 0),
+        "gaps": [[line["step"], line["gap"]] for line in steps if "gap" in line],
+        "loss": [round(line["loss"], 5) for line in steps],
+        "quantized": [int(each) for each in quantized],
+    }
+
+
+def table(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By kind, means over seeds: final validation loss, what it is above bf16 at the same seed, quantised share."""
+    rows = {}
+    for kind in (*FIXED, *ADAPTIVE):
+        own = {run["seed"]: run for run in runs if run["kind"] == kind}
+        high = {run["seed"]: run for run in runs if run["kind"] == "bf16"}
+        gaps = [own[seed]["validation_loss"] - high[seed]["validation_loss"] for seed in own]
+        rows[kind] = {
+            "validation_loss": statistics.mean(run["validation_loss"] for run in own.values()),
+            "above_bf16": statistics.mean(gaps),
+            "above_bf16_sd": statistics.stdev(gaps) if len(gaps) > 1 else 0.0,
+            "quantized_share": statistics.mean(run["quantized_share"] for run in own.values()),
+            "switches": statistics.mean(run["switches"] for run in own.values()),
+        }
+    return rows
+
+
+def write(file: Path, result: dict[str, Any]) -> None:
+    """Write a record and say where it is."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{time.strftime('%Y-%m-%d')} {file}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Study))

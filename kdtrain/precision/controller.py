@@ -1,0 +1,295 @@
+"""When to train quantised and when not: adaptive quantisation ("time-resume") as a pure state machine.
+
+It is fed each step's loss, reduced over all ranks, and (under rule `gap`) what quantisation costs on a probe; it
+answers with actions, which the trainer carries out in order. It knows no clock, no disk and no model, and its whole
+memory is `state_dict`, so that ranks agree without talking and a resumed run decides as the first one would have.
+
+Rules, of which several may hold at once; any of them sends to the fallback, and all must be calm to come back:
+- `loss`: the loss against the threshold. Above it on three steps in a row: fallback. At most 80 % of it for a whole
+  window: back. An absolute threshold fits a loss near zero; a cross-entropy of 3 nats never comes under 0.1, which one
+  line then says.
+- `gap`: the same with (loss quantised - loss high) on one micro-batch, in nats: what quantisation itself costs.
+  Measured every `probe_every` steps, and at each step while a verdict is near.
+- `spike`: the same with the loss against median + 6 * 1.4826 * MAD of the last 128 clean losses.
+- `schedule`: high from the first step of the learning rate's decay to the end (arXiv 2509.25149, appendix D).
+
+A loss that is not finite sends to the fallback at once; three in a row in the fallback go back to the newest good
+state in the recovery buffer. `min_dwell` and `max_switches` end flapping: once the switches are used up the run stays
+in the fallback. Checkpoints carry the decision that was made when they were written, not the one before it.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kdtrain.precision.policy import Action, Delete, Policy, Recover, Save, Say, Snapshot, SwitchTo
+
+PATIENCE = 3
+"""Steps in a row above the threshold, or not finite, that count."""
+CALM_SHARE = 0.8
+"""What share of the threshold a value must stay under for a window."""
+_SPIKE_WINDOW, _SPIKE_LEAST, _SPIKE_WIDTH = 128, 16, 6 * 1.4826
+_LEAST_SPREAD = 1e-3
+"""Of the median: losses that hardly vary must not make any rise a spike."""
+
+
+@dataclass
+class _Streaks:
+    """How long a value has been above its threshold, and how long well below it."""
+
+    above: int = 0
+    calm: int = 0
+
+    def add(self, value: float, threshold: float, calm_below: float) -> None:
+        self.above = self.above + 1 if value > threshold else 0
+        self.calm = self.calm + 1 if value <= calm_below else 0
+
+
+@dataclass
+class _Memory:
+    """All that the controller remembers."""
+
+    is_quantized: bool = True
+    last_switch: int | None = None
+    switches: int = 0
+    steps_quantized: int = 0
+    finite: int = 0
+    """Finite steps in a row."""
+    broken: int = 0
+    """Steps in a row that were not, in the fallback."""
+    windows_above: int | None = 0
+    """Windows from the first on that rule `loss` found too high throughout; None once one was not, or it was said."""
+    window_low: bool = False
+    """Whether any loss of this window came under the threshold."""
+    spent: bool = False
+    """Whether it was said that no switches are left."""
+
+
+class Controller:
+    """Decides the mode of each next step.
+
+    Args:
+        policy: what to do when.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._memory = _Memory()
+        self._streaks = {rule: _Streaks() for rule in policy.rules if rule != "schedule"}
+        self._clean: list[float] = []
+        self._saved: list[tuple[str, bool]] = []
+        if self._decays(0):
+            self._memory.is_quantized = False
+
+    @property
+    def mode(self) -> str:
+        """The mode of the next step."""
+        return self.policy.quantized if self._memory.is_quantized else self.policy.fallback
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the next step is quantised."""
+        return self._memory.is_quantized
+
+    @property
+    def switches(self) -> int:
+        """Switches so far."""
+        return self._memory.switches
+
+    @property
+    def steps_quantized(self) -> int:
+        """Finished steps that were quantised."""
+        return self._memory.steps_quantized
+
+    def recovery_names(self) -> list[str]:
+        """The checkpoints of the recovery buffer that were written while all was well, newest first."""
+        return [name for name, good in reversed(self._saved) if good]
+
+    def spend(self, name: str) -> None:
+        """Take a checkpoint out of the recovery buffer: the run went back to it."""
+        self._saved = [each for each in self._saved if each[0] != name]
+
+    def wants_gap(self, step: int) -> bool:
+        """Whether the gap is to be measured at `step`: it is due, or a verdict is near and may be carried out."""
+        if "gap" not in self._streaks or self._decays(step):
+            return False
+        if not self.is_quantized and self._is_spent():
+            return False
+        gap = self._streaks["gap"]
+        near = gap.above if self.is_quantized else gap.calm
+        return step % self.policy.probe_every == 0 or (near > 0 and self._has_dwelt(step))
+
+    def observe(self, step: int, loss: float, gap: float | None = None) -> list[Action]:
+        """What to do after step `step` (1, 2, ...).
+
+        loss: the step's loss, reduced over all ranks; not finite if the step was not taken. gap: loss quantised minus
+        loss high, where it was measured.
+        """
+        memory = self._memory
+        if not math.isfinite(loss):
+            return self._broken(step, "Loss", loss)
+        memory.broken = 0
+        memory.finite += 1
+        memory.steps_quantized += memory.is_quantized
+        if gap is not None and not math.isfinite(gap) and self.is_quantized:
+            return self._broken(step, "Gap", gap) + self._keep(step, good=False)
+        thresholds = self._update(loss, gap)
+        good = not any(each.above for each in self._streaks.values())
+        actions = self._complain(step, loss)
+        actions += self._decide(step, loss, gap, thresholds)
+        return actions + self._keep(step, good)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole memory, as plain JSON values."""
+        return {
+            "memory": asdict(self._memory),
+            "streaks": {rule: asdict(each) for rule, each in self._streaks.items()},
+            "clean": list(self._clean),
+            "saved": [list(each) for each in self._saved],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self._memory = _Memory(**state["memory"])
+        self._streaks = {rule: _Streaks(**each) for rule, each in state["streaks"].items()}
+        self._clean = list(state["clean"])
+        self._saved = [(name, good) for name, good in state["saved"]]
+
+    def _broken(self, step: int, what: str, value: float) -> list[Action]:
+        """A value that is not finite: to the fallback at once, and from there back to a good state."""
+        self._memory.finite = 0
+        if self.is_quantized:
+            line = f"[AdaptiveQuantization] {what} {value:.4f} is not finite, switching to {self.policy.fallback}"
+            return self._switch(step, line)
+        if what == "Gap":
+            return []
+        self._memory.broken += 1
+        if self._memory.broken % PATIENCE:
+            return []
+        return [Recover()]
+
+    def _update(self, loss: float, gap: float | None) -> dict[str, float]:
+        """Count each rule's value, and return its threshold."""
+        policy, thresholds = self.policy, {}
+        for rule, streaks in self._streaks.items():
+            value = gap if rule == "gap" else loss
+            threshold = policy.threshold if rule != "spike" else self._spike_bound()
+            thresholds[rule] = threshold
+            if value is not None:
+                calm_below = threshold if rule == "spike" else CALM_SHARE * threshold
+                streaks.add(value, threshold, calm_below)
+        if "spike" in self._streaks and loss <= thresholds["spike"]:
+            self._clean = [*self._clean, loss][-_SPIKE_WINDOW:]
+        return thresholds
+
+    def _spike_bound(self) -> float:
+        """Median + 6 scaled MADs of the clean losses; infinity while there are too few of them."""
+        if len(self._clean) < _SPIKE_LEAST:
+            return math.inf
+        median = statistics.median(self._clean)
+        spread = statistics.median(abs(each - median) for each in self._clean)
+        return median + _SPIKE_WIDTH * max(spread, _LEAST_SPREAD * abs(median))
+
+    def _decide(self, step: int, loss: float, gap: float | None, thresholds: dict[str, float]) -> list[Action]:
+        if self._decays(step):
+            line = f"[AdaptiveQuantization] Decay begins after step {step}, switching to {self.policy.fallback}"
+            return self._switch(step, line) if self.is_quantized else []
+        if not self._has_dwelt(step):
+            return []
+        if self.is_quantized:
+            return self._fall_back(step, {"loss": loss, "spike": loss, "gap": gap}, thresholds)
+        return self._come_back(step, loss, gap)
+
+    def _fall_back(self, step: int, values: dict[str, float | None], thresholds: dict[str, float]) -> list[Action]:
+        for rule, streaks in self._streaks.items():
+            value = values[rule]
+            if streaks.above >= PATIENCE and value is not None:
+                what = "Gap" if rule == "gap" else "Loss"
+                bound = f"exceeds threshold {thresholds[rule]:.4f}, switching to {self.policy.fallback}"
+                return self._switch(step, f"[AdaptiveQuantization] {what} {value:.4f} {bound}")
+        return []
+
+    def _come_back(self, step: int, loss: float, gap: float | None) -> list[Action]:
+        calm = all(each.calm >= self.policy.window for each in self._streaks.values())
+        if not calm or self._memory.finite < self.policy.window or ("gap" in self._streaks and gap is None):
+            return []
+        if self._is_spent():
+            said, self._memory.spent = self._memory.spent, True
+            line = f"[AdaptiveQuantization] {self.switches} switches are used up, staying in {self.policy.fallback}"
+            return [] if said else [Say(line)]
+        what, value = ("Gap", gap) if "gap" in self._streaks else ("Loss", loss)
+        stable = f"is stable, switching back to {self.policy.quantized}"
+        return self._switch(step, f"[AdaptiveQuantization] {what} {value:.4f} {stable}")
+
+    def _switch(self, step: int, line: str) -> list[Action]:
+        """The actions of a switch; the memory is that of the new mode before anything is saved."""
+        memory = self._memory
+        memory.is_quantized = not memory.is_quantized
+        memory.last_switch = step
+        memory.switches += 1
+        for each in self._streaks.values():
+            each.above = each.calm = 0
+        return [Say(line), *_save(f"switch_to_{self.mode}_iter{step}"), SwitchTo(self.mode)]
+
+    def _keep(self, step: int, good: bool) -> list[Action]:
+        """Snapshots within a window, a checkpoint at its end, and what thereby leaves the recovery buffer."""
+        policy = self.policy
+        number, ends = (step - 1) // policy.window + 1, step % policy.window == 0
+        due = step % policy.snapshot_every == 0
+        name = None
+        if ends:
+            name = f"window_end_{number}_iter{step}"
+        elif due and policy.snapshot_to_disk:
+            name = f"window_{number}_iter{step}_{'quantized' if self.is_quantized else policy.fallback}"
+        actions: list[Action] = []
+        if due and good and not policy.snapshot_to_disk:
+            actions.append(Snapshot(step, policy.keep))
+        if name is not None:
+            self.spend(name)  # a run that went back comes by the same names again
+            self._saved.append((name, good))
+            actions += [*_save(name), *(Delete(old) for old in self._overflow())]
+        return actions
+
+    def _overflow(self) -> Iterable[str]:
+        """Take the oldest out of the buffer, but never the only good one."""
+        gone = []
+        while len(self._saved) > self.policy.keep:
+            only_good = [name for name, good in self._saved if good] == [self._saved[0][0]]
+            gone.append(self._saved.pop(1 if only_good else 0)[0])
+        return gone
+
+    def _complain(self, step: int, loss: float) -> list[Action]:
+        """One line where rule `loss` has seen nothing but losses above its threshold in its first windows."""
+        memory, policy = self._memory, self.policy
+        if "loss" not in self._streaks or memory.windows_above is None:
+            return []
+        memory.window_low = memory.window_low or loss <= policy.threshold
+        if step % policy.window:
+            return []
+        memory.windows_above = None if memory.window_low else memory.windows_above + 1
+        memory.window_low = False
+        if memory.windows_above != PATIENCE:
+            return []
+        memory.windows_above = None
+        return [
+            Say(
+                f"[AdaptiveQuantization] Loss stayed above threshold {policy.threshold:.4f} for {PATIENCE} windows, "
+                "rule loss may never quantize this run; --quant-rule gap measures what quantization costs instead"
+            )
+        ]
+
+    def _decays(self, step: int) -> bool:
+        return "schedule" in self.policy.rules and step >= (self.policy.decay_start or 0)
+
+    def _has_dwelt(self, step: int) -> bool:
+        last = self._memory.last_switch
+        return last is None or step - last >= self.policy.min_dwell
+
+    def _is_spent(self) -> bool:
+        return self.switches >= self.policy.max_switches
+
+
+def _save(name: str) -> list[Action]:
+    return [Save(name), Say(f"[AdaptiveQuantization] Checkpoint saved: {name}")]

@@ -1,0 +1,175 @@
+"""Linear layers whose products change their number format between two steps.
+
+`convert` turns the linear layers of a model that is already built into switchable ones, in place: the modules, their
+parameters and their names stay the same objects, and so do the optimizer's state, state-dict keys and wrappers around
+the model. All layers share one `Switch`. A compiled graph reads it once, as a constant: each position of the switch
+gets a graph of its own, the first time it is run in, and finds it again later. It is set between steps only.
+
+Only the matrix products change. Weights are fp32 masters in every position, biases are added in the high format, and
+what is no linear layer of the backbone (output head, norms, embeddings, attention, the residual stream) never
+changes. Experts that a model keeps as one three-dimensional parameter are no linear layers, and stay high as well.
+
+Shape suffixes: N tokens, D inputs, O outputs.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from kdtrain.precision.products import Recipe, quantized_linear
+
+Position = Literal["high", "quantized", "high-forward"]
+
+
+@dataclass
+class Switch:
+    """The position that all layers of a model share."""
+
+    position: Position = "high"
+    """high; quantized in all three products; or `high-forward`, quantised in the two of the backward only."""
+
+    @contextlib.contextmanager
+    def at(self, position: Position) -> Iterator[None]:
+        """The switch in another position while the block runs."""
+        before, self.position = self.position, position
+        try:
+            yield
+        finally:
+            self.position = before
+
+
+class Product(Protocol):
+    """A back end's quantised product for one layer."""
+
+    def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
+        """`x_ND @ weight_OD^T` in `dtype`, quantised here (unless `high_forward`) and in the backward."""
+        ...
+
+
+class Backend(Protocol):
+    """Where quantised products come from."""
+
+    def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
+        """Why a layer of this shape cannot be quantised, or None."""
+        ...
+
+    def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
+        """The product for a layer."""
+        ...
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """Quantised values in products of the high format: everywhere, any shape, and slower than not to quantise."""
+
+    recipe: Recipe
+
+    def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
+        """Why a layer of this shape cannot be quantised: there is no such shape."""
+        return None
+
+    def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
+        """The product for a layer: the same for all."""
+        return self
+
+    def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
+        """`x_ND @ weight_OD^T` (`products.quantized_linear`)."""
+        return quantized_linear(x_ND, weight_OD, self.recipe, dtype, high_forward)
+
+
+class SwitchableLinear(nn.Linear):
+    """An `nn.Linear` made by `convert`."""
+
+    switch: Switch
+    product: Product
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x [..., D] -> [..., O], in the format of the switch."""
+        if self.switch.position == "high":
+            return super().forward(input)
+        return _quantized(self, input, self.weight, self.bias)
+
+
+class SwitchableConv1D(Conv1D):
+    """GPT-2's linear layer, whose weight is [D, O], made by `convert`."""
+
+    switch: Switch
+    product: Product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., O], in the format of the switch."""
+        if self.switch.position == "high":
+            return cast(Tensor, super().forward(x))
+        return _quantized(self, x, self.weight.T, self.bias)
+
+
+def _quantized(
+    layer: SwitchableLinear | SwitchableConv1D, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None
+) -> Tensor:
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    high_forward = layer.switch.position == "high-forward"
+    y_NO = layer.product(x.reshape(-1, x.shape[-1]), weight_OD, dtype, high_forward)
+    y_NO = y_NO if bias_O is None else y_NO + bias_O.to(dtype)
+    return y_NO.unflatten(0, x.shape[:-1])
+
+
+@dataclass
+class Conversion:
+    """What `convert` did."""
+
+    quantized: list[str] = field(default_factory=list)
+    """Names of the layers that switch."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Names of those that stay high, and why."""
+
+    def __str__(self) -> str:
+        reasons = Counter(self.left.values())
+        left = ", ".join(f"{count} left high ({reason})" for reason, count in reasons.items())
+        return f"{len(self.quantized)} linear layers quantised" + (f", {left}" if left else "")
+
+
+def convert(
+    model: nn.Module,
+    switch: Switch,
+    backend: Backend,
+    *,
+    head: nn.Module | None = None,
+    skip_first: int = 0,
+    skip_last: int = 0,
+) -> Conversion:
+    """Make the linear layers of a model switchable, in place.
+
+    head: the output head, which is left. skip_first, skip_last: transformer layers at either end whose linear layers
+    stay high (they lose most: arXiv 2509.25149); layers are the members of the model's longest list of modules.
+    """
+    kept = _ends(model, skip_first, skip_last)
+    done = Conversion()
+    for name, layer in model.named_modules():
+        if layer is head or type(layer) not in (nn.Linear, Conv1D):
+            continue
+        transposed = type(layer) is Conv1D
+        outputs, inputs = reversed(layer.weight.shape) if transposed else layer.weight.shape
+        reason = "at the ends" if layer in kept else backend.refuses(inputs, outputs, transposed)
+        if reason is not None:
+            done.left[name] = reason
+            continue
+        layer.__class__ = SwitchableConv1D if transposed else SwitchableLinear
+        switchable = cast(SwitchableLinear, layer)
+        switchable.switch, switchable.product = switch, backend.product(layer, inputs, outputs)
+        done.quantized.append(name)
+    return done
+
+
+def _ends(model: nn.Module, first: int, last: int) -> set[nn.Module]:
+    """All modules of the first and the last transformer layers."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = list(max(lists, key=lambda modules: len(modules), default=[]))
+    ends = layers[:first] + (layers[-last:] if last else [])
+    return {module for layer in ends for module in layer.modules()}

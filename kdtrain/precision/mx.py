@@ -1,0 +1,160 @@
+"""Numbers of 8 and 4 bits, emulated on any device: what a tensor is worth after it was kept in them.
+
+An element format rounds to a grid that widens with the exponent. MX (OCP Microscaling Formats 1.0) gives every block
+of 32 elements one scale, a power of two kept in 8 bits (e8m0); emulated fp8 gives one to a tensor, to a row, or to a
+tile of 128. Everything is arithmetic on fp32 tensors of the same shape, so it runs where fp32 runs, and it compiles;
+what comes back are the values, not the bits. Products of two such tensors in bf16 or fp32 are exact up to the order
+of their sums, because the values and power-of-two scales fit into either.
+
+Elements beyond the largest are clamped to it, in code and not by a cast, whose behaviour differs between versions of
+torch. A tile that holds an infinity or a NaN becomes NaN as a whole: e8m0 has a NaN and no infinity, and a clamped
+infinity would hide from the trainer what it has to see. A tile of zeros stays zero. The smallest scale is 2^-126, the
+smallest normal number of fp32 (e8m0 goes to 2^-127), because some devices flush what lies below: a tile whose largest
+magnitude asks for less is rounded on the grid of that scale, and ends in zeros when it lies below all of it. What
+rounds to more than fp32 holds becomes infinite, as it would in fp32.
+
+Sizes that are no multiple of a tile are padded with zeros, which change no tile's scale, and cut again.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MX_BLOCK = 32
+FP8_TILE = 128
+
+ScalingControl = Literal["max", "max_minus_1", "rceil", "ceil", "even"]
+
+_EXPONENT = 0x7F800000
+_MANTISSA_BITS = 23
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**127
+
+
+@dataclass(frozen=True)
+class Element:
+    """A format of few bits: sign, exponent, mantissa (OCP MX 1.0, section 5.3)."""
+
+    mantissa_bits: int
+    min_exponent: int
+    """Of the smallest normal number; what lies below it is subnormal, on one even grid."""
+    max_exponent: int
+    largest: float
+
+
+ELEMENTS = {
+    "e4m3": Element(3, -6, 8, 448.0),
+    "e5m2": Element(2, -14, 15, 57344.0),
+    "e2m1": Element(1, 0, 2, 6.0),
+}
+
+
+def round_to(values: Tensor, element: Element, *, stochastic: bool = False) -> Tensor:
+    """Round fp32 `values`, clamped to the largest of `element`, to its grid; NaN stays NaN.
+
+    To the nearest, and to the even one of two that are as near; or, `stochastic`, up or down by chance so that the
+    mean is the value itself, drawn from the device's default generator.
+    """
+    clamped = values.clamp(-element.largest, element.largest)
+    step = _power_of_two(clamped).clamp(min=2.0**element.min_exponent) * 2.0**-element.mantissa_bits
+    ratio = clamped / step
+    rounded = torch.floor(ratio + torch.rand_like(ratio)) if stochastic else torch.round(ratio)
+    return rounded * step
+
+
+def quantize_mx(
+    values_RC: Tensor,
+    element: Element,
+    axis: int,
+    control: ScalingControl = "max",
+    *,
+    stochastic: bool = False,
+) -> Tensor:
+    """What fp32 `values_RC` [R, C] are worth in MX, in blocks of 32 along `axis` (0 or 1).
+
+    control: the shared exponent of a block whose largest magnitude is a, in an element of largest exponent e:
+    `max` floor(log2 a) - e, the OCP's rule, under which up to half of the top binade is clamped; `max_minus_1` one
+    more, so that nothing is; `ceil` ceil(log2 a) - e; `rceil` ceil(log2(a / largest)); `even` as `max`, with a rounded
+    to the element's mantissa before.
+    """
+    tile = (1, MX_BLOCK) if axis == 1 else (MX_BLOCK, 1)
+    tiles = _tiled(values_RC, tile)
+    scale = _shared_scale(_largest(tiles), element, control)
+    return _untiled(round_to(tiles / scale, element, stochastic=stochastic) * scale, values_RC.shape)
+
+
+def mx_scale(values_RC: Tensor, element: Element, axis: int, control: ScalingControl) -> Tensor:
+    """The scale [R, C] that `quantize_mx` gives each element of `values_RC`."""
+    tile = (1, MX_BLOCK) if axis == 1 else (MX_BLOCK, 1)
+    tiles = _tiled(values_RC, tile)
+    return _untiled(_shared_scale(_largest(tiles), element, control).expand_as(tiles), values_RC.shape)
+
+
+def quantize_fp8(
+    values_RC: Tensor, element: Element, tile: tuple[int, int] | None, *, stochastic: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """What fp32 `values_RC` [R, C] are worth in fp8: the values, and a scalar they are still to be multiplied by.
+
+    tile: None for one scale a tensor, the fp32 number largest / amax; its inverse comes back as the scalar, because
+    scaled values would not fit into bf16. Else the sizes [r, c] of the tiles that share a scale, the largest power of
+    two that is at most largest / amax, and no scalar.
+    """
+    if tile is None:
+        scale = element.largest / _largest_or_nan(values_RC.abs().amax()).clamp(min=1e-30)
+        return round_to(values_RC * scale, element, stochastic=stochastic), 1.0 / scale
+    tiles = _tiled(values_RC, tile)
+    scale = _power_of_two(element.largest / _largest(tiles).clamp(min=1e-30))
+    scale = torch.where(torch.isfinite(scale), scale, torch.nan)
+    return _untiled(round_to(tiles * scale, element, stochastic=stochastic) / scale, values_RC.shape), None
+
+
+def _power_of_two(values: Tensor) -> Tensor:
+    """2^floor(log2 |v|) by the exponent's bits: 0 for zeros and subnormals, infinity for infinities and NaN."""
+    return (values.view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+def _shared_scale(largest: Tensor, element: Element, control: ScalingControl) -> Tensor:
+    power = _power_of_two(largest)
+    if control == "max":
+        scale = power * 2.0**-element.max_exponent
+    elif control == "max_minus_1":
+        scale = power * 2.0 ** (1 - element.max_exponent)
+    elif control == "ceil":
+        scale = _ceiling(largest, power) * 2.0**-element.max_exponent
+    elif control == "rceil":
+        ratio = largest / element.largest
+        scale = _ceiling(ratio, _power_of_two(ratio))
+    else:
+        half = 1 << (_MANTISSA_BITS - element.mantissa_bits - 1)
+        rounded = ((largest.view(torch.int32) + half) & _EXPONENT).view(torch.float32)
+        scale = rounded * 2.0**-element.max_exponent
+    scale = scale.clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
+    return torch.where(torch.isfinite(largest), scale, torch.nan)
+
+
+def _ceiling(values: Tensor, power: Tensor) -> Tensor:
+    return torch.where(values > power, 2.0 * power, power)
+
+
+def _tiled(values_RC: Tensor, tile: tuple[int, int]) -> Tensor:
+    """[R, C] as [R / r, r, C / c, c], padded with zeros."""
+    rows, columns = values_RC.shape
+    missing_rows, missing_columns = -rows % tile[0], -columns % tile[1]
+    if missing_rows or missing_columns:
+        values_RC = F.pad(values_RC, (0, missing_columns, 0, missing_rows))
+    return values_RC.unflatten(1, (-1, tile[1])).unflatten(0, (-1, tile[0]))
+
+
+def _untiled(tiles: Tensor, shape: torch.Size) -> Tensor:
+    return tiles.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]
+
+
+def _largest(tiles: Tensor) -> Tensor:
+    """The largest magnitude of each tile [R / r, 1, C / c, 1], NaN where one is not finite."""
+    return _largest_or_nan(tiles.abs().amax(dim=(1, 3), keepdim=True))
+
+
+def _largest_or_nan(largest: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(largest), largest, torch.nan)

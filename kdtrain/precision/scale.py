@@ -1,0 +1,55 @@
+"""The loss scale of fp16 training: gradients too small for fp16 are carried as multiples, and divided before clipping.
+
+The scale is halved by a step whose gradients overflow, which is not taken, and doubled after many that do not
+(arXiv 1710.03740). It is a power of two, so that it costs no digit; it is a plain number on the host, which reads each
+step's outcome anyway.
+"""
+
+from typing import Any
+
+START, LEAST, LARGEST = 2.0**16, 1.0, 2.0**24
+GROW_AFTER = 2000
+"""Steps without an overflow after which the scale is doubled."""
+WARN_BELOW = 2.0**8
+
+
+class LossScale:
+    """What the loss is multiplied by before the backward; 1, and no memory of anything, outside of fp16.
+
+    Args:
+        enabled: whether gradients are fp16.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.value = START if enabled else 1.0
+        self.good = 0
+        self.warned_at = WARN_BELOW
+
+    def absorbs(self, loss_is_finite: bool) -> bool:
+        """Whether a step that was not finite is the scale's doing, and mended by a smaller one."""
+        return self.enabled and loss_is_finite and self.value > LEAST
+
+    def update(self, overflowed: bool) -> str | None:
+        """Grow or shrink after a step; a warning where the scale keeps falling."""
+        if not self.enabled:
+            return None
+        if not overflowed:
+            self.good += 1
+            if self.good % GROW_AFTER == 0:
+                self.value = min(2 * self.value, LARGEST)
+            return None
+        self.good, self.value = 0, max(self.value / 2, LEAST)
+        if self.value >= self.warned_at:
+            return None
+        self.warned_at = self.value
+        return f"the loss scale of fp16 has fallen to {self.value:g}: gradients overflow; lower --lr, or use bf16"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and what it counts."""
+        return {"value": self.value, "good": self.good, "warned_at": self.warned_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        if self.enabled:
+            self.value, self.good, self.warned_at = state["value"], state["good"], state["warned_at"]

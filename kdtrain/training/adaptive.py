@@ -1,0 +1,45 @@
+"""The part of a run that quantises adaptively: the controller, the student's switch, and snapshots in memory."""
+
+from collections import deque
+from typing import Any
+
+from kdtrain.checkpoint.store import Checkpoint
+from kdtrain.precision.controller import Controller
+from kdtrain.precision.linear import Position, Switch
+
+
+class Adaptive:
+    """The controller of a run, its switch, and the snapshots that it keeps in memory.
+
+    Args:
+        controller: what decides.
+        switch: of the student's layers.
+        fallback: the position that the switch has in the fallback.
+    """
+
+    def __init__(self, controller: Controller, switch: Switch, fallback: Position) -> None:
+        self.controller = controller
+        self.switch = switch
+        self.fallback = fallback
+        self.snapshots: deque[Checkpoint] = deque()
+        self.gap: float | None = None
+        self.set_switch()
+
+    @property
+    def positions(self) -> tuple[Position, Position]:
+        """The two positions that the run switches between: quantised, and the fallback's."""
+        return "quantized", self.fallback
+
+    def set_switch(self) -> None:
+        """Put the switch where the controller wants it."""
+        self.switch.position = "quantized" if self.controller.is_quantized else self.fallback
+
+    def state_dict(self) -> dict[str, Any]:
+        """The controller's memory; snapshots in memory are not part of it."""
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`, in its mode; snapshots, which may be of later steps, are dropped."""
+        self.controller.load_state_dict(state)
+        self.snapshots.clear()
+        self.set_switch()

@@ -1,0 +1,115 @@
+"""What adaptive quantisation decides (`precision.controller`), carried out between two steps.
+
+The switch of the student's layers is set, checkpoints are published and snapshots taken, and a run that fails is taken
+back to the newest good state.
+"""
+
+import copy
+import shutil
+
+from kdtrain.checkpoint import tiers
+from kdtrain.checkpoint.store import Checkpoint, load
+from kdtrain.monitor.progress import log
+from kdtrain.precision.policy import Action, Delete, Recover, Save, Say, Snapshot
+from kdtrain.training.adaptive import Adaptive
+from kdtrain.training.recovery import go_back, sequences
+from kdtrain.training.run import Run
+from kdtrain.training.saving import save
+from kdtrain.training.stopping import StopRequest
+from kdtrain.training.update import full_tokens
+
+
+def warm_up(run: Run, stop: StopRequest) -> None:
+    """Compile the graph of each mode before the first step, so that no switch waits for a compiler."""
+    adaptive = run.adaptive
+    if adaptive is None or not run.step.compile_objective:
+        return
+    batch = run.train_source.read(sequences(run, run.state.progress.sequences)[: run.micro])
+    for position in adaptive.positions:
+        if stop:
+            break
+        run.step.train()
+        with adaptive.switch.at(position):
+            run.step(batch, normalizer=full_tokens(run))[0].backward()
+    run.state.optimizer.zero_grad(set_to_none=True)
+
+
+def decide(run: Run, step: int, loss: float) -> bool:
+    """Carry out what follows from step `step`, taken or tried; whether the run went back to an earlier state."""
+    adaptive = run.adaptive
+    if adaptive is None:
+        return False
+    before, went_back = adaptive.controller.mode, False
+    for action in adaptive.controller.observe(step, loss, adaptive.gap):
+        went_back = _carry_out(run, adaptive, action) or went_back
+    if adaptive.controller.mode != before:
+        run.writers.event("switch", run.state.progress.step, mode=adaptive.controller.mode, tried=step)
+    adaptive.set_switch()
+    return went_back
+
+
+def _carry_out(run: Run, adaptive: Adaptive, action: Action) -> bool:
+    if isinstance(action, Say):
+        log.info(action.line)
+    elif isinstance(action, Save):
+        save(run, action.name)
+    elif isinstance(action, Delete):
+        _delete(run, action.name)
+    elif isinstance(action, Snapshot):
+        _snapshot(run, adaptive, action)
+    elif isinstance(action, Recover):
+        return load_recovery_checkpoint(run)
+    return False
+
+
+def _snapshot(run: Run, adaptive: Adaptive, action: Snapshot) -> None:
+    """Copy the whole state, onto the device it lies on."""
+    while len(adaptive.snapshots) >= action.keep:
+        adaptive.snapshots.popleft()
+    tensors = {name: tensor.detach().clone() for name, tensor in run.state.tensors().items()}
+    adaptive.snapshots.append(Checkpoint(f"snapshot of step {action.step}", tensors, _numbers(run)))
+
+
+def _numbers(run: Run) -> dict[str, object]:
+    return copy.deepcopy(run.state.numbers())
+
+
+def _delete(run: Run, name: str) -> None:
+    """Remove a checkpoint of the recovery buffer, unless it is the best or the latest one."""
+    run.saver.wait()
+    if name not in map(run.store.linked, tiers.LINKS) and name in run.store.names():
+        shutil.rmtree(run.store.path(name))
+
+
+def load_recovery_checkpoint(run: Run) -> bool:
+    """Go back to the newest good state of the recovery buffer, in memory or on disk; False where none is left.
+
+    A state that was gone back to is out of the buffer, so that a run that fails again goes further back.
+
+    Raises:
+        RunError: it would be one more than `--max-rollbacks`.
+    """
+    adaptive = run.adaptive
+    assert adaptive is not None
+    run.saver.wait()
+    found = _newest_on_disk(run, adaptive)
+    snapshots = adaptive.snapshots
+    if snapshots and (found is None or _step(snapshots[-1]) >= _step(found)):
+        found = snapshots.pop()
+    if found is None:
+        log.warning("[AdaptiveQuantization] no good state is left to go back to")
+        return False
+    adaptive.controller.spend(found.name)
+    go_back(run, found, "recovery")
+    return True
+
+
+def _newest_on_disk(run: Run, adaptive: Adaptive) -> Checkpoint | None:
+    for name in adaptive.controller.recovery_names():
+        if run.store.problem(name) is None:
+            return load(run.store.path(name))
+    return None
+
+
+def _step(kept: Checkpoint) -> int:
+    return int(kept.state["progress"]["step"])

@@ -1,0 +1,118 @@
+"""Adaptive quantisation by the real command: its lines, its folders, and a resume in the middle of a fallback."""
+
+import json
+import re
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kdtrain.checkpoint.store import load
+
+pytestmark = pytest.mark.usefixtures("cached")
+
+_HOW = ("--steps", 14, "--lr", 1e-5, "--lr-schedule", "constant", "--warmup-steps", 0, "--batch-size", 6, "--alpha", 0)
+_RULE = ("--time-resume", "--quant-rule", "loss", "--quant-loss-threshold", 9, "--quant-window-size", 4)
+_QUIET = ("--no-compile", "--no-tensorboard", "--spike-rule", "none", "--eval-freq", 100, "--quant-min-dwell", 5)
+_RISING = "train.loss:x2.5:5-8"
+
+
+def distill(bench, out: str, *more: object, **options):
+    return bench.run(
+        *("distill", "--cache", "cache", "--student", "student.toml", "--out", out, *_HOW, *_QUIET, *more), **options
+    )
+
+
+def lines(run: Path) -> list[str]:
+    """The lines of a run's log that adaptive quantisation wrote, without their times."""
+    found = [re.sub(r"^\S+ \S+ ", "", line) for line in (run / "train.log").read_text().splitlines()]
+    return [line for line in found if line.startswith(("[TimeResume]", "[AdaptiveQuantization]"))]
+
+
+def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(bench):
+    done = distill(bench, "adaptive", "--precision", "mxfp4", *_RULE, "--keep-special", 20, "--json", fault=_RISING)
+    loss = {line["step"]: f"{line['loss']:.4f}" for line in bench.metrics("adaptive")}
+    assert lines(bench.root / "adaptive") == [
+        "[TimeResume] Adaptive quantization training enabled",
+        "[AdaptiveQuantization] Checkpoint saved: window_end_1_iter4",
+        f"[AdaptiveQuantization] Loss {loss[7]} exceeds threshold 9.0000, switching to bf16",
+        "[AdaptiveQuantization] Checkpoint saved: switch_to_bf16_iter7",
+        "[AdaptiveQuantization] Checkpoint saved: window_end_2_iter8",
+        f"[AdaptiveQuantization] Loss {loss[12]} is stable, switching back to mxfp4",
+        "[AdaptiveQuantization] Checkpoint saved: switch_to_mxfp4_iter12",
+        "[AdaptiveQuantization] Checkpoint saved: window_end_3_iter12",
+    ]
+    folders = {path.name for path in (bench.root / "adaptive" / "checkpoints").iterdir() if not path.is_symlink()}
+    assert {name for name in folders if not name.startswith("epoch-")} == {
+        "switch_to_bf16_iter7", "window_end_2_iter8", "switch_to_mxfp4_iter12", "window_end_3_iter12", "step-00000014",
+    }  # fmt: skip
+    assert (done.json["switches"], done.json["steps_quantized"]) == (2, 9)
+    modes = [line["mode"] for line in events(bench.root / "adaptive") if line["event"] == "switch"]
+    assert modes == ["bf16", "mxfp4"]
+
+
+def test_a_run_killed_in_its_fallback_ends_as_one_that_was_not(bench):
+    options = ("--precision", "fp8", *_RULE, "--quant-snapshot", "disk", "--checkpoint-freq", 3, "--no-async-save")
+    distill(bench, "whole", *options, fault=_RISING).ok()
+    killed = distill(bench, "killed", *options, KDTRAIN_FAULT=f"{_RISING},train.after-step:kill:10")
+    assert killed.code < 0
+    distill(bench, "killed", *options, KDTRAIN_FAULT=_RISING).ok()
+    whole, again = (load(bench.root / run / "checkpoints" / "step-00000014") for run in ("whole", "killed"))
+    assert whole.tensors.keys() == again.tensors.keys()
+    assert all(torch.equal(whole.tensors[name], again.tensors[name]) for name in whole.tensors)
+    assert whole.state["watchers"] == again.state["watchers"]
+
+
+@pytest.mark.parametrize("mode", ["fp16", "fp8", "mxfp8", "mxfp4"])
+def test_each_mode_trains_and_resumes_bit_by_bit(bench, mode):
+    options = ("--precision", mode, "--steps", 6, "--lr", 1e-3)
+    distill(bench, f"{mode}-whole", *options).ok()
+    distill(bench, f"{mode}-first", *options, "--checkpoint-freq", 2, KDTRAIN_FAULT="train.after-step:kill:4")
+    distill(bench, f"{mode}-first", *options, "--checkpoint-freq", 2).ok()
+    whole, again = (bench.root / f"{mode}-{run}" / "checkpoints" / "step-00000006" for run in ("whole", "first"))
+    one, other = load(whole).tensors, load(again).tensors
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    exported = load_file(bench.root / f"{mode}-whole" / "student" / "model.safetensors")
+    assert all(torch.isfinite(each).all() for each in exported.values())
+
+
+def test_collected_tensors_lie_in_the_run_and_a_resume_neither_loses_nor_doubles_a_row(bench):
+    options = ("--precision", "mxfp4", "--steps", 8, "--collect-tensors", "*.mlp.down_proj", "--collect-every", 2)
+    distill(bench, "plain", *options[:4]).ok()
+    distill(bench, "seen", *options, "--checkpoint-freq", 3, KDTRAIN_FAULT="train.after-step:kill:6")
+    distill(bench, "seen", *options, "--checkpoint-freq", 3).ok()
+    with h5py.File(bench.root / "seen" / "tensors.h5") as file:
+        group = file["model.layers.0.mlp.down_proj"]["gradient"]
+        assert group["step"][:].tolist() == [2, 4, 6, 8] and set(group["mode"].asstr()[:]) == {"mxfp4"}
+        assert (group["error"][:] > 0.05).all()
+    plain, seen = (load(bench.root / run / "checkpoints" / "step-00000008").tensors for run in ("plain", "seen"))
+    assert all(torch.equal(plain[name], seen[name]) for name in plain)
+
+
+def test_what_cannot_be_is_refused_in_one_line(bench):
+    for options, named in (
+        (("--time-resume", "--precision", "bf16"), "--time-resume has nothing to fall back from"),
+        (("--quant-window-size", 9), "--quant-window-size has no effect without --time-resume"),
+        (("--fp8-recipe", "rowwise", "--precision", "mxfp8"), "--fp8-recipe has no effect on mxfp8"),
+        (("--time-resume", "--quant-rule", "gap+schedule"), "--quant-rule schedule needs a decay phase"),
+        (("--time-resume", "--quant-rule", "often"), "--quant-rule 'often' is unknown"),
+        (
+            ("--precision", "fp8", "--fp8-backend", "torchao", "--fp8-recipe", "blockwise"),
+            "has no --fp8-recipe blockwise",
+        ),
+        (("--collect-tensors", "nothing.*"), "matches no linear layer"),
+    ):
+        refused = distill(bench, "refused", *options)
+        assert refused.code == 2 and named in refused.refusal(), refused.stderr
+
+
+def test_what_is_not_there_falls_back_to_bf16_with_one_line(bench):
+    done = distill(bench, "missing", "--precision", "fp8", "--fp8-backend", "transformer-engine", "--steps", 1).ok()
+    said = [line for line in done.stderr.splitlines() if "training in bf16" in line]
+    assert len(said) == 1 and "TransformerEngine runs on CUDA devices only" in said[0]
+
+
+def events(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]

@@ -1,0 +1,100 @@
+"""Collected numbers are those of the operands, and steps that do not collect are as they were."""
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.errors import UsageError
+from kdtrain.models.head import split
+from kdtrain.precision.collect import EXPONENTS, Collector, statistics
+from kdtrain.precision.products import Recipe
+from kdtrain.testing import tiny_model
+
+MXFP4 = Recipe("mx", "e2m1", "e2m1")
+
+
+def collector(tmp_path, shape="llama", pattern="*.mlp.*", every=2, recipe=MXFP4):
+    student = split(tiny_model(shape))
+    made = Collector(tmp_path / "tensors.h5", student.model, pattern, every, recipe, torch.bfloat16)
+    return student, made
+
+
+def eager_pass(student):
+    def run() -> None:
+        student(torch.arange(24).reshape(2, 12)).square().mean().backward()
+        student.zero_grad(set_to_none=True)
+
+    return run
+
+
+@pytest.mark.parametrize("shape, layers", [("llama", 6), ("gpt2", 4)])
+def test_matching_layers_get_a_row_at_each_interval(tmp_path, shape, layers):
+    student, made = collector(tmp_path, shape)
+    for step in range(1, 6):
+        made.collect(step, "mxfp4", eager_pass(student))
+    with h5py.File(tmp_path / "tensors.h5") as file:
+        assert (
+            sorted(name for name in file if name != "exponents") == sorted(made.layers) and len(made.layers) == layers
+        )
+        for name in made.layers:
+            for kind in ("weight", "activation", "gradient"):
+                group = file[name][kind]
+                assert group["step"][:].tolist() == [2, 4] and group["mode"].asstr()[:].tolist() == ["mxfp4"] * 2
+                assert 0.02 < group["error"][0] < 0.3 and group["histogram"].shape == (2, len(EXPONENTS))
+                size = group["histogram"][0].sum()
+                assert size > 0 and np.isfinite(group["amax"][:]).all()
+        name = next(iter(made.layers))
+        weight = made.layers[name].weight.detach()
+        assert file[name]["weight"]["amax"][0] == float(weight.abs().max())
+        assert file[name]["weight"]["histogram"][0].sum() == weight.numel()
+        assert file["exponents"][:].tolist() == list(EXPONENTS)
+
+
+def test_a_resumed_run_forgets_the_rows_it_will_make_again(tmp_path):
+    student, made = collector(tmp_path)
+    for step in (2, 4, 6):
+        made.collect(step, "bf16", eager_pass(student))
+    made.forget_after(4)
+    made.collect(8, "bf16", eager_pass(student))
+    with h5py.File(tmp_path / "tensors.h5") as file:
+        assert file[next(iter(made.layers))]["gradient"]["step"][:].tolist() == [2, 4, 8]
+
+
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="matches no linear layer"):
+        collector(tmp_path, pattern="nothing")
+
+
+def test_shares_are_counted_and_histograms_have_a_place_for_everything():
+    values = torch.zeros(1, 64)
+    values[0, 0], values[0, 1], values[0, 2] = 7.9, 0.1, 1e-30
+    found = statistics(values, "weight", MXFP4, torch.bfloat16)
+    assert found["saturated"] == pytest.approx(1 / 64) and found["flushed"] == pytest.approx(2 / 64)
+    assert found["zeros"] == pytest.approx(61 / 64) and found["amax"] == pytest.approx(7.9)
+    histogram = dict(zip(EXPONENTS, found["histogram"].tolist(), strict=True))
+    assert histogram[2] == histogram[-4] == histogram[-40] == 1 and sum(histogram.values()) == 3
+
+
+def test_a_run_without_a_quantised_format_is_measured_in_its_own():
+    values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    assert 1e-4 < statistics(values, "weight", None, torch.bfloat16)["error"] < 3e-3
+    assert statistics(values, "weight", None, torch.float32)["error"] == 0
+    assert statistics(torch.full((1, 2), 1e6), "weight", None, torch.float16)["saturated"] == 1
+    assert statistics(torch.zeros(2, 2), "weight", MXFP4, torch.bfloat16)["error"] == 0
+
+
+@pytest.mark.slow
+def test_collecting_recompiles_nothing_and_leaves_no_gradient(tmp_path):
+    student, made = collector(tmp_path, every=2)
+    forward = torch.compile(student.forward, dynamic=False)
+    tokens = torch.arange(24).reshape(2, 12)
+    forward(tokens).square().mean().backward()
+    student.zero_grad(set_to_none=True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step in range(1, 5):
+            with torch.compiler.set_stance("default"):
+                made.collect(step, "fp32", eager_pass(student))
+            assert all(each.grad is None for each in student.parameters())
+            forward(tokens).square().mean().backward()
+            student.zero_grad(set_to_none=True)

@@ -1,0 +1,191 @@
+"""Linear layers that switch: nothing of the model but its products changes, and no graph is compiled twice."""
+
+import pytest
+import torch
+
+from kdtrain.models.head import split
+from kdtrain.precision.backends import Torchao
+from kdtrain.precision.linear import Emulated, Switch, convert
+from kdtrain.precision.products import Recipe, quantized_linear
+from kdtrain.testing import tiny_model
+
+FP8 = Recipe("tensorwise", gradient="e5m2")
+MXFP8, MXFP4 = Recipe("mx"), Recipe("mx", "e2m1", "e2m1")
+BACKENDS = {
+    "emulated fp8": Emulated(FP8),
+    "torchao fp8": Torchao(FP8),
+    "torchao rowwise": Torchao(Recipe("rowwise")),
+    "mxfp8": Emulated(MXFP8),
+    "mxfp4": Emulated(MXFP4),
+}
+POSITIONS = ("high", "quantized", "high-forward")
+
+
+def switchable(shape: str = "llama", backend=BACKENDS["mxfp4"], layers: int = 2, **options):
+    model = tiny_model(shape, **({"n_layer": layers} if shape == "gpt2" else {"num_hidden_layers": layers}))
+    student, switch = split(model), Switch()
+    done = convert(model, switch, backend, head=model.get_output_embeddings(), **options)
+    return student, switch, done
+
+
+def tokens(batch: int = 3, time: int = 20) -> torch.Tensor:
+    return torch.randint(0, 300, (batch, time), generator=torch.Generator().manual_seed(5))
+
+
+def gradients(student, forward=None, bf16: bool = True) -> dict[str, torch.Tensor]:
+    student.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        hidden = (forward or student)(tokens())
+    hidden.float().square().mean().backward()
+    return {name: each.grad.clone() for name, each in student.named_parameters() if each.grad is not None}
+
+
+def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Relative distance of all gradients."""
+    difference = sum(float((one[name] - other[name]).square().sum()) for name in one)
+    return (difference / sum(float(each.square().sum()) for each in other.values())) ** 0.5
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_converting_touches_no_parameter_no_name_and_no_module(shape):
+    model = tiny_model(shape)
+    before = [(name, id(module)) for name, module in model.named_modules()]
+    parameters, keys = [id(each) for each in model.parameters()], list(model.state_dict())
+    convert(model, Switch(), BACKENDS["mxfp4"], head=model.get_output_embeddings())
+    assert [(name, id(module)) for name, module in model.named_modules()] == before
+    assert ([id(each) for each in model.parameters()], list(model.state_dict())) == (parameters, keys)
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "qwen3"])
+def test_the_high_position_is_the_model_as_it_was_bit_by_bit(shape):
+    plain = gradients(split(tiny_model(shape)))
+    student, _, done = switchable(shape)
+    now = gradients(student)
+    assert done.quantized and all(torch.equal(now[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_each_back_end_gives_the_gradients_of_bf16_to_the_precision_of_its_format(shape, backend):
+    student, switch, done = switchable(shape, BACKENDS[backend])
+
+    def weights() -> dict[str, torch.Tensor]:
+        found = gradients(student)
+        return {name: found[f"model.{name}.weight"] for name in done.quantized}
+
+    high = weights()
+    least, most = (0.1, 0.5) if backend == "mxfp4" else (0.02, 0.15)
+    for position in ("quantized", "high-forward"):
+        with switch.at(position):
+            assert least < far(weights(), high) < most
+    assert switch.position == "high"
+
+
+def test_forward_only_leaves_the_forward_high_and_the_backward_quantised():
+    student, switch, _ = switchable()
+    with torch.autocast("cpu", torch.bfloat16):
+        high = student(tokens())
+        with switch.at("high-forward"):
+            assert torch.equal(student(tokens()), high)
+        with switch.at("quantized"):
+            assert not torch.equal(student(tokens()), high)
+
+
+def test_emulated_and_torchaos_fp8_agree_to_rounding():
+    x, weight = torch.randn(64, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    results = []
+    for product in (Torchao(FP8).product(torch.nn.Identity(), 48, 32), BACKENDS["emulated fp8"]):
+        y = product(x, weight, torch.float32, False)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, weight))])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < 2e-3
+
+
+def test_all_three_products_are_quantised_along_the_axis_they_sum_over():
+    x, weight = torch.randn(40, 64, requires_grad=True), torch.randn(33, 64, requires_grad=True)
+    with torch.no_grad():
+        x[:, 5], weight[7] = x[:, 5] * 100, weight[7] * 100
+    y = quantized_linear(x, weight, MXFP4, torch.float32)
+    dx, dw = torch.autograd.grad(y.square().sum(), (x, weight))
+    from kdtrain.precision.mx import ELEMENTS, quantize_mx
+
+    def q(values, axis):
+        return quantize_mx(values.detach(), ELEMENTS["e2m1"], axis)
+
+    gradient = 2 * y.detach()
+    torch.testing.assert_close(y, q(x, 1) @ q(weight, 1).T)
+    torch.testing.assert_close(dx, q(gradient, 1) @ q(weight, 0))
+    torch.testing.assert_close(dw, q(gradient, 0).T @ q(x, 0))
+
+
+def test_the_output_head_is_left_and_the_ends_are_where_asked():
+    student, _, done = switchable("qwen3", skip_first=1)
+    assert all(".layers.1." in name for name in done.quantized) and len(done.quantized) == 7
+    assert set(done.left.values()) == {"at the ends"} and len(done.left) == 7
+    assert type(student.model.lm_head) is torch.nn.Linear
+    assert str(done) == "7 linear layers quantised, 7 left high (at the ends)"
+    assert switchable("qwen3", skip_first=1, skip_last=1)[2].quantized == []
+
+
+def test_shapes_that_do_not_fit_are_left_and_counted():
+    model = tiny_model("llama", intermediate_size=72)
+    done = convert(model, Switch(), BACKENDS["torchao fp8"], head=model.get_output_embeddings())
+    assert len(done.quantized) == 8 and len(done.left) == 6
+    assert str(done) == "8 linear layers quantised, 6 left high (its sizes are no multiples of 16)"
+
+
+def test_a_token_count_that_is_no_multiple_of_anything_trains():
+    for backend in BACKENDS.values():
+        product = backend.product(torch.nn.Identity(), 48, 32)
+        x, weight = torch.randn(17, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+        product(x, weight, torch.bfloat16, False).float().square().sum().backward()
+        assert torch.isfinite(weight.grad).all() and weight.grad.shape == weight.shape
+
+
+def test_stochastic_gradients_follow_the_seed():
+    recipe = Recipe("mx", "e2m1", "e2m1", stochastic=True)
+    student, switch, _ = switchable(backend=Emulated(recipe))
+    found = []
+    with switch.at("quantized"):
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            found.append(gradients(student))
+    assert far(found[0], found[1]) == 0 < far(found[0], found[2])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_switch_recompiles_anything_or_touches_parameters_or_moments(backend):
+    switch_nine_times(BACKENDS[backend], POSITIONS, "aot_eager")
+
+
+@pytest.mark.slow
+def test_no_switch_recompiles_anything_in_graphs_that_inductor_made():
+    switch_nine_times(BACKENDS["mxfp4"], POSITIONS[:2], "inductor")
+
+
+def switch_nine_times(backend, positions, compiler: str) -> None:
+    torch.compiler.reset()
+    student, switch, _ = switchable("llama", backend, layers=1)
+    forward = torch.compile(student.forward, dynamic=False, fullgraph=True, backend=compiler)
+    optimizer = torch.optim.AdamW(student.parameters(), fused=True)
+    gradients(student, forward, bf16=False)
+    optimizer.step()
+    for position in positions:
+        with switch.at(position):
+            gradients(student, forward, bf16=False)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for number in range(9):
+            before = state_of(student, optimizer)
+            switch.position = positions[number % len(positions)]
+            after = state_of(student, optimizer)
+            assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+            compiled = gradients(student, forward, bf16=False)
+            assert far(compiled, gradients(student, bf16=False)) < 0.01
+            optimizer.step()
+
+
+def state_of(student, optimizer) -> dict[str, torch.Tensor]:
+    state = {name: each.detach().clone() for name, each in student.state_dict().items()}
+    for name, parameter in student.named_parameters():
+        state |= {f"{name}.{key}": value.clone() for key, value in optimizer.state[parameter].items()}
+    return state

@@ -1,0 +1,130 @@
+"""What a machine can do in few bits, and what a run gets when it asks for more."""
+
+import sys
+
+import pytest
+import torch
+
+from kdtrain.errors import UsageError
+from kdtrain.precision import probe
+from kdtrain.precision.linear import Emulated
+from kdtrain.precision.probe import Capability, capabilities, capability, choose, make_recipe
+
+CPU = torch.device("cpu")
+
+
+def recipe(mode: str = "fp8", scaling: str = "tensorwise", form: str | None = None, stochastic: bool = False):
+    return make_recipe(mode, scaling, form, "max", stochastic)
+
+
+@pytest.fixture
+def real_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretended(mode: str, backend: str, device: torch.device) -> Capability:
+        return Capability(mode, backend, True, backend == "torchao", None)
+
+    monkeypatch.setattr(probe, "capability", pretended)
+
+
+def test_a_cpu_emulates_everything_and_says_why_nothing_is_real():
+    table = {(each.mode, each.backend): each for each in capabilities(CPU)}
+    assert set(table) == {
+        *(("fp8", backend) for backend in ("torchao", "transformer-engine", "emulated")),
+        ("mxfp8", "emulated"),
+        ("mxfp4", "emulated"),
+    }
+    assert not any(each.real for each in table.values()) and all(each.reason for each in table.values())
+    assert str(table["fp8", "torchao"]) == "emulated: no CPU instruction multiplies fp8"
+    assert str(table["fp8", "transformer-engine"]) == "no: TransformerEngine runs on CUDA devices only"
+    assert not capability("mxfp4", "torchao", CPU).works
+
+
+def test_a_library_that_fails_in_any_way_is_a_reason_and_no_error(monkeypatch):
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name.startswith("transformer_engine"):
+                raise RuntimeError("no core\nfound")
+
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    assert probe.why_not_transformer_engine(torch.device("cuda")) == (
+        "transformer_engine cannot be imported: RuntimeError: no core found"
+    )
+
+
+def test_auto_emulates_where_nothing_is_real_and_says_so():
+    choice = choose("fp8", "auto", recipe(), "tensorwise", CPU)
+    assert (choice.name, choice.real) == ("emulated", False) and isinstance(choice.backend, Emulated)
+    assert choice.line.startswith("fp8 by emulated, emulated (torchao: no CPU instruction multiplies fp8")
+
+
+def test_auto_takes_what_is_real(real_torchao):
+    choice = choose("fp8", "auto", recipe(), "tensorwise", CPU)
+    assert (choice.name, choice.real, choice.line) == ("torchao", True, "fp8 by torchao, real")
+
+
+def test_auto_asks_only_those_that_have_the_recipe(real_torchao):
+    assert choose("fp8", "auto", recipe(scaling="blockwise"), "blockwise", CPU).name == "emulated"
+    assert choose("fp8", "auto", recipe(form="e5m2"), "tensorwise", CPU).name == "emulated"
+    assert choose("mxfp8", "auto", recipe("mxfp8"), "tensorwise", CPU).name == "emulated"
+
+
+def test_a_named_back_end_is_taken_although_it_is_not_faster():
+    choice = choose("fp8", "torchao", recipe(), "tensorwise", CPU)
+    assert (choice.name, choice.line) == ("torchao", "fp8 by torchao, not faster here")
+
+
+def test_a_named_back_end_that_is_not_there_is_a_reason():
+    assert choose("fp8", "transformer-engine", recipe(), "current", CPU) == (
+        "transformer-engine: TransformerEngine runs on CUDA devices only"
+    )
+
+
+@pytest.mark.parametrize(
+    "backend, mode, options, named",
+    [
+        ("torchao", "fp8", {"scaling": "blockwise"}, "--fp8-recipe blockwise"),
+        ("transformer-engine", "fp8", {"scaling": "rowwise"}, "--fp8-recipe rowwise"),
+        ("transformer-engine", "fp8", {"form": "e5m2"}, "--fp8-format hybrid"),
+        ("torchao", "mxfp4", {}, "emulated everywhere"),
+        ("torchao", "fp8", {"stochastic": True}, "stochastically"),
+    ],
+)
+def test_what_a_back_end_does_not_have_is_refused_with_what_to_do(backend, mode, options, named):
+    scaling = options.get("scaling", "tensorwise")
+    with pytest.raises(UsageError, match=named):
+        choose(mode, backend, recipe(mode, **options), scaling, CPU)
+
+
+@pytest.mark.parametrize(
+    "mode, scaling, form, expected",
+    [
+        ("fp8", "tensorwise", None, ("tensorwise", "e4m3", "e5m2")),
+        ("fp8", "current", None, ("tensorwise", "e4m3", "e5m2")),
+        ("fp8", "rowwise", None, ("rowwise", "e4m3", "e4m3")),
+        ("fp8", "blockwise", None, ("blockwise", "e4m3", "e4m3")),
+        ("fp8", "tensorwise", "e5m2", ("tensorwise", "e5m2", "e5m2")),
+        ("mxfp8", "tensorwise", None, ("mx", "e4m3", "e4m3")),
+        ("mxfp8", "tensorwise", "hybrid", ("mx", "e4m3", "e5m2")),
+        ("mxfp4", "tensorwise", None, ("mx", "e2m1", "e2m1")),
+    ],
+)
+def test_a_mode_its_scaling_and_its_format_make_a_recipe(mode, scaling, form, expected):
+    made = recipe(mode, scaling, form)
+    assert (made.scaling, made.forward, made.gradient) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torchao", "transformer-engine"])
+def test_real_fp8_is_near_bf16_on_a_gpu_that_has_it(backend):
+    device = torch.device("cuda")
+    found = capability("fp8", backend, device)
+    if not found.works:
+        pytest.skip(str(found))
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 512, bias=False, device=device)
+    x = torch.randn(64, 256, device=device, requires_grad=True)
+    product = probe.make_backend(backend, recipe()).product(layer, 256, 512)
+    results = []
+    for y in (product(x, layer.weight, torch.bfloat16, False), x.bfloat16() @ layer.weight.bfloat16().T):
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))])
+    for quantized, high in zip(*results, strict=True):
+        assert 1e-3 < float((quantized - high).float().norm() / high.float().norm()) < 0.1

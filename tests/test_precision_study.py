@@ -1,0 +1,49 @@
+"""The precision study: kdtrain takes its commands, its table is what the runs say, and its picture is drawn."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdtrain import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def study():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import plot_precision
+    import precision
+
+    yield precision, plot_precision
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def run(kind: str, seed: int, loss: float, quantized: list[int]) -> dict:
+    return {
+        "kind": kind, "seed": seed, "validation_loss": loss, "quantized_share": sum(quantized) / len(quantized),
+        "switches": 1, "loss": [loss] * len(quantized), "quantized": quantized,
+    }  # fmt: skip
+
+
+def test_every_command_of_the_study_is_one_that_kdtrain_takes(study):
+    precision, _ = study
+    settings, out = precision.Settings(), Path("runs/precision")
+    for kind in (*precision.FIXED, *precision.ADAPTIVE):
+        config = cli.parse("distill", precision.distill_command(settings, out, kind, 0, out / kind)[1:])
+        assert config.precision.precision == kind.split()[0] and config.quantization.time_resume == (" " in kind)
+    assert cli.parse("cache-teacher", precision.cache_command(settings, out)[1:]).codec.head == 16
+
+
+def test_the_table_compares_each_kind_with_bf16_of_its_own_seed_and_the_picture_is_drawn(study, tmp_path):
+    precision, plot = study
+    kinds = (*precision.FIXED, *precision.ADAPTIVE)
+    runs = [run(kind, seed, 3.0 + seed + 0.1 * (kind != "bf16"), [1, 1, 0, 1]) for kind in kinds for seed in (0, 1)]
+    table = precision.table(runs)
+    assert table["bf16"]["above_bf16"] == 0
+    assert table["mxfp4 gap"]["above_bf16"] == pytest.approx(0.1)
+    assert table["mxfp4 gap"]["quantized_share"] == 0.75 and table["mxfp4 gap"]["above_bf16_sd"] < 1e-9
+    assert plot.bands([1, 1, 0, 1]) == [(0.5, 2.5), (3.5, 4.5)]
+    (picture,) = plot.draw({"table": table, "runs": runs}, tmp_path)
+    assert picture.stat().st_size > 10_000

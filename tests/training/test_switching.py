@@ -1,0 +1,196 @@
+"""Adaptive quantisation in the loop: what is decided is done, said, saved, and the same after a resume."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from kdtrain import faults
+from kdtrain.checkpoint.store import load
+from kdtrain.precision.controller import Controller
+from kdtrain.precision.linear import Emulated, convert
+from kdtrain.precision.policy import Policy
+from kdtrain.precision.products import Recipe
+from kdtrain.precision.scale import LossScale
+from kdtrain.training.adaptive import Adaptive
+from kdtrain.training.loop import train
+
+CALM = {
+    "lr": 1e-5,
+    "lr_schedule": "constant",
+    "alpha": 0.0,
+    "spike_rule": "none",
+    "max_skips": 20,
+    "nan_hooks": "off",
+    "keep_special": 50,
+}
+LOSS = {"rules": ("loss",), "threshold": 8.0, "window": 4, "min_dwell": 5}
+
+
+def quantise(run, **policy) -> Controller:
+    """Make a run of the workshop adaptive, in mxfp4."""
+    model, switch = run.state.student.model, run.step.switch
+    backend = Emulated(Recipe("mx", "e2m1", "e2m1"))
+    convert(model, switch, backend, head=model.get_output_embeddings())
+    run.step.quantized = "mxfp4"
+    controller = Controller(Policy(quantized="mxfp4", **policy))
+    run.adaptive = Adaptive(controller, switch, "high")
+    run.state.watchers["adaptive"] = run.adaptive
+    return controller
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    def ask(text: str) -> None:
+        monkeypatch.setenv("KDTRAIN_FAULT", text)
+        faults.read()
+
+    yield ask
+    monkeypatch.delenv("KDTRAIN_FAULT", raising=False)
+    faults.read()
+
+
+def metrics(run) -> dict[int, dict]:
+    lines = [json.loads(line) for line in (run.config.out / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if "loss" in line}
+
+
+def said(caplog) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.getMessage().startswith("[AdaptiveQuantization]")]
+
+
+def test_a_loss_that_rises_and_falls_gives_these_lines_and_these_folders(workshop, fault, caplog):
+    fault("train.loss:x2:5-8")
+    caplog.set_level("INFO", "kdtrain")
+    with workshop.run(steps=14, checkpoint_freq=100, **CALM) as run:
+        controller = quantise(run, **LOSS)
+        train(run)
+        loss = {step: f"{numbers['loss']:.4f}" for step, numbers in metrics(run).items()}
+        names = {each.name for each in run.store.entries() if not each.name.startswith("epoch")}
+    tag = "[AdaptiveQuantization] "
+    assert said(caplog) == [
+        f"{tag}Checkpoint saved: window_end_1_iter4",
+        f"{tag}Loss {loss[7]} exceeds threshold 8.0000, switching to bf16",
+        f"{tag}Checkpoint saved: switch_to_bf16_iter7",
+        f"{tag}Checkpoint saved: window_end_2_iter8",
+        f"{tag}Loss {loss[12]} is stable, switching back to mxfp4",
+        f"{tag}Checkpoint saved: switch_to_mxfp4_iter12",
+        f"{tag}Checkpoint saved: window_end_3_iter12",
+    ]
+    assert names == {
+        "window_end_2_iter8", "window_end_3_iter12", "switch_to_bf16_iter7", "switch_to_mxfp4_iter12", "step-00000014",
+    }  # fmt: skip
+    assert (controller.switches, controller.steps_quantized) == (2, 7 + 2)
+
+
+def test_snapshots_on_disk_are_named_by_the_mode_and_older_ones_are_deleted(workshop, fault):
+    fault("train.loss:x2:3-8")
+    with workshop.run(steps=7, checkpoint_freq=100, **CALM) as run:
+        quantise(run, **LOSS | {"window": 100, "snapshot_to_disk": True, "keep": 3})
+        train(run)
+        names = {each.name for each in run.store.entries() if not each.name.startswith("epoch")}
+    assert names == {
+        "window_1_iter2_quantized", "window_1_iter6_bf16", "window_1_iter7_bf16", "switch_to_bf16_iter5",
+        "step-00000007",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stopped_after", [3, 6, 9, 13])
+def test_a_run_resumed_in_any_mode_is_the_run_that_was_not_stopped_bit_by_bit(workshop, fault, stopped_after):
+    fault("train.loss:x2:5-8")
+    options = {**CALM, "lr": 1e-3, "checkpoint_freq": 1, "keep_rolling": 50}
+
+    def go(name: str, steps: int, begin_at=None) -> tuple[dict, dict]:
+        with workshop.run(name, steps=steps, **options) as run:
+            quantise(run, **LOSS)
+            if begin_at is not None:
+                found = load(begin_at)
+                run.state.load(found.tensors, found.state)
+            train(run)
+            last = load(run.store.path(f"step-{steps:08d}"))
+            return last.tensors, last.state
+
+    whole, numbers = go("whole", 15)
+    go("first", stopped_after)
+    tensors, again = go("second", 15, workshop.folder / "first" / "checkpoints" / f"step-{stopped_after:08d}")
+    assert all(torch.equal(tensors[name], whole[name]) for name in whole) and tensors.keys() == whole.keys()
+    assert again["watchers"]["adaptive"] == numbers["watchers"]["adaptive"]
+
+
+def test_a_switch_touches_neither_weights_nor_moments(workshop):
+    with workshop.run(steps=3, **CALM) as run:
+        quantise(run, **LOSS)
+        train(run)
+        before = {name: each.clone() for name, each in run.state.tensors().items()}
+        for position in ("high", "quantized", "high-forward"):
+            run.step.switch.position = position
+            after = run.state.tensors()
+            assert all(torch.equal(after[name], before[name]) for name in before) and after.keys() == before.keys()
+
+
+def test_the_gap_is_what_quantisation_costs_and_measuring_it_changes_nothing(workshop):
+    ends = []
+    for probe_every in (2, 1000):
+        with workshop.run(f"every-{probe_every}", steps=6, **CALM | {"lr": 1e-3}) as run:
+            quantise(run, rules=("gap",), threshold=100.0, window=100, probe_every=probe_every)
+            gaps, observe = [], run.adaptive.controller.observe
+
+            def watched(step, loss, gap, observe=observe, gaps=gaps):
+                gaps.append(gap)
+                return observe(step, loss, gap)
+
+            run.adaptive.controller.observe = watched
+            train(run)
+            ends.append({name: each.clone() for name, each in run.state.tensors().items()})
+        measured = [gap for gap in gaps if gap is not None]
+        assert len(measured) == (3 if probe_every == 2 else 0)
+        assert all(0 < abs(gap) < 0.1 for gap in measured)
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_steps_that_stay_broken_in_the_fallback_go_back_to_the_newest_good_state(workshop, fault, caplog):
+    fault("train.loss:nan:6-9")
+    with workshop.run(steps=8, checkpoint_freq=100, **CALM) as run:
+        controller = quantise(run, **LOSS)
+        train(run)
+        progress, names = run.state.progress, run.store.names()
+        events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
+    assert progress.rollbacks == 1 and progress.step == 8 and math.isfinite(progress.loss)
+    assert not controller.is_quantized and "recovery_1_iter5" in names
+    assert [each["step"] for each in events if each["event"] == "recovery"] == [5]
+
+
+def test_validation_is_high_in_every_mode(workshop):
+    with workshop.run(steps=1, **CALM) as run:
+        quantise(run, **LOSS)
+        batch = run.validation_source.read(torch.arange(2).numpy())
+        run.step.eval()
+        assert run.step.switch.position == "quantized"
+        quantised = run.step.hidden_eager(batch)
+        run.step.switch.position = "high"
+        assert torch.equal(run.step.hidden_eager(batch), quantised)
+
+
+def test_a_loss_scale_changes_no_weight_and_is_taken_out_before_the_clip(workshop):
+    ends = []
+    for value in (1.0, 2.0**10):
+        with workshop.run(f"scale-{value}", steps=4, **CALM | {"lr": 1e-3, "alpha": 0.9}) as run:
+            run.scale = LossScale(True)
+            run.scale.value = value
+            train(run)
+            ends.append({name: each.clone() for name, each in run.state.tensors().items()})
+            norms = [numbers["grad_norm"] for numbers in metrics(run).values()]
+    assert max(norms) < 100
+    for name in ends[0]:
+        torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-7)
+
+
+def test_an_overflow_halves_the_scale_and_is_no_failure(workshop, fault, caplog):
+    fault("train.gradient:nan:2-12")
+    with workshop.run(steps=3, **CALM) as run:
+        run.scale = LossScale(True)
+        train(run)
+        assert run.scale.value == 2.0**16 / 2**11 and run.state.progress.skips == 0
+    falling = [each.getMessage() for each in caplog.records if "has fallen to" in each.getMessage()]
+    assert [text.split("fallen to ")[1].split(":")[0] for text in falling] == ["128", "64", "32"]
