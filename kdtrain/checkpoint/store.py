@@ -240,7 +240,10 @@ class Store:
 
     def _is_whole(self, name: str) -> bool:
         """`problem`, remembered for as long as the files are the same."""
-        fingerprint = _fingerprint(self.path(name))
+        try:
+            fingerprint = _fingerprint(self.path(name))
+        except OSError:
+            return False
         if self._whole.get(name) != fingerprint:
             if self.problem(name) is not None:
                 return False

@@ -196,6 +196,15 @@ def test_a_kill_at_any_point_in_the_background_leaves_a_whole_checkpoint_and_the
     assert steps[-1] >= (20 if point == "between-renames" else 30)
 
 
+def test_without_memory_for_the_copy_the_error_says_what_to_do(saver, monkeypatch):
+    def none(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty_like", none)
+    with pytest.raises(RunError, match="step-00000040 was not begun: no memory for a copy of 0 MiB; use --no-async"):
+        saver.save(["step-00000040"], 40, tensors(), STATES)
+
+
 def _fail_after(saver):
     saver.save(["step-00000040"], 40, tensors(), STATES)
     raise ZeroDivisionError
