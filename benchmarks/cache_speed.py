@@ -7,6 +7,7 @@ many, against the same targets read as one uncompressed array. A step: a compile
 by the reader, and fed the same batch over and over, in turns.
 """
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -127,7 +128,7 @@ def step_cost(folder: Path, steps: int, turns: int) -> dict[str, Any]:
         for name, each in (("with_reader", source), ("without", held)):
             feed = Feed(each, lambda step: np.take(order, range(16 * step, 16 * step + 16), mode="wrap"), 16)
             ends = []
-            for _, batches in feed.steps(1, steps):
+            for batches in itertools.islice(feed.steps(), steps):
                 for batch in batches:
                     run(batch)
                 ends.append(time.perf_counter())
