@@ -12,6 +12,7 @@ spike and comes back here.
 
 import numpy as np
 from einops import rearrange
+from safetensors import SafetensorError
 
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
@@ -67,7 +68,10 @@ def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
         seed_everything(run.config.seed, number)
         how, finding = "run again in eager mode with hooks", find_first(run.step, batches, full_tokens(run))
     folder = run.config.out / f"not-finite-{batch_number(run):08d}"
-    write_bundle(folder, run.config, indices, batches, finding)
+    try:
+        write_bundle(folder, run.config, indices, batches, finding)
+    except (OSError, SafetensorError) as error:
+        log.warning("%s could not be written: %s", folder, error)
     said = "every tensor they see is finite" if finding is None else str(finding)
     log.warning("batch %d at step %d, %s: %s; what shows it is in %s", batch_number(run), number, how, said, folder)
     run.writers.event("not-finite", run.state.progress.step, finding=said, bundle=folder.name)
@@ -82,7 +86,7 @@ def roll_back(run: Run, first: int) -> bool:
     guards, bad = run.config.guards, run.state.progress
     log.warning("a loss spike since step %d, confirmed at step %d", first, bad.step)
     run.saver.wait()
-    name, _ = run.store.newest_valid(before=first)
+    name, _ = run.store.newest_valid(before=first, planned=True)
     if bad.rollbacks >= guards.max_rollbacks:
         raise RunError(
             f"a loss spike at step {first} after {bad.rollbacks} rollbacks (--max-rollbacks); the newest checkpoint "
@@ -93,7 +97,7 @@ def roll_back(run: Run, first: int) -> bool:
         run.writers.event("spike", bad.step, first=first)
         run.spikes.forget()
         return False
-    checkpoint = load(run.store.folder / name)
+    checkpoint = load(run.store.path(name))
     run.store.set_aside_after(checkpoint.state["progress"]["step"])
     faults.point("train.rollback")
     run.state.load(checkpoint.tensors, checkpoint.state)
@@ -102,6 +106,7 @@ def roll_back(run: Run, first: int) -> bool:
     progress.lr_factor = bad.lr_factor * guards.spike_lr_factor
     progress.skipped_data = [*bad.skipped_data, [progress.sequences, bad.sequences]]
     progress.skips = bad.skips
+    progress.stopped = None
     progress.sequences = bad.sequences
     run.spikes.reset()
     relink_best(run)
