@@ -73,7 +73,7 @@ class Bench:
             self._keep(section, self._timed(section, number, Path(scratch)))
 
     def _timed(self, section: str, number: int, scratch: Path) -> dict[str, Any]:
-        codec, turns = CODECS["head 12"], 1 if self.quick else 2
+        codec, turns = CODECS["head 12"], 1 if self.quick else 5
         if section == "build":
             return cache_speed.building(self.shipped(number // 4), codec, 16, turns)
         if section == "build-100m":
@@ -83,7 +83,7 @@ class Bench:
             return cache_speed.reading(self.shipped(number), codec, scratch)
         material = self.shipped(max(16, number // 2))
         write_cache(scratch / "c", cache_speed.settings_for(material, codec), material.rows, teacher=material.teacher)
-        return cache_speed.step_cost(scratch / "c", 4 if self.quick else 40, turns)
+        return cache_speed.step_cost(scratch / "c", 4 if self.quick else 20, turns)
 
     def _bytes(self) -> None:
         for vocab_size, counts in self.sizes.items():

@@ -88,9 +88,10 @@ def trained(steps: int) -> SplitModel:
         words = f"--data stdlib --seq-len {LENGTH} --num-sequences {8 * steps} --validation-sequences 8 --alpha 1"
         words += f" --temperature 1 --steps {steps} --batch-size 8 --lr 2e-3 --no-compile --precision fp32"
         places = ["--teacher", TEACHER, "--student", STUDENT, "--out", f"{scratch}/run"]
-        subprocess.run(
-            [sys.executable, "-m", "kdtrain", "distill", *places, *words.split()], check=True, stdout=sys.stderr
-        )
+        argv = [sys.executable, "-m", "kdtrain", "distill", *places, *words.split(), "--json"]
+        done = json.loads(subprocess.run(argv, check=True, stdout=subprocess.PIPE).stdout)
+        if done["step"] != steps:
+            sys.exit(f"the student was stopped at step {done['step']} of {steps}; run this again")
         return open_student(f"{scratch}/run", CPU)[0]
 
 

@@ -216,12 +216,11 @@ def _stepper(bench: Bench, settings: Settings, source: Source, temperature_mode:
     feed = Feed(
         source, lambda number: np.arange(number * bench.batch, (number + 1) * bench.batch) % len(source), bench.batch
     )
-    steps = feed.steps(0, 10**6)
+    steps = feed.steps()
     normalizer = float(bench.batch * 256)
 
     def run() -> list[float]:
-        _, batches = next(steps)
-        for batch in batches:
+        for batch in next(steps):
             loss, output = step(batch, normalizer=normalizer)
             loss.backward()
         gradients = [each.grad for each in step.parameters() if each.grad is not None]

@@ -2,14 +2,15 @@
 
 The runs are 30 steps of 6 sequences over 40: an epoch ends inside step 7. Checkpoints come every 4 steps,
 validations every 3. In a run with a rollback the losses of batches 24 to 26 are 30 times what they were: the spike is
-confirmed at step 26, the run goes back to step 20 and leaves batches 21 to 26 out, and it is broken off after that.
+confirmed at step 26, the run goes back to step 20 and leaves batches 21 to 26 out, and it is broken off after that, or
+shortly before the spike.
 """
 
 import itertools
 from dataclasses import astuple, dataclass
 
 STEPS, BATCH, VALIDATION = 30, 6, 8
-WHERE = ("mid-epoch", "epoch-end", "first-step", "validation", "twice")
+WHERE = ("mid-epoch", "epoch-end", "first-step", "validation", "twice", "before-the-spike")
 HOW = ("kill", "term", "raise")
 ACCUMULATION = (1, 3)
 TEMPERATURE = ("fixed", "schedule", "adversarial", "likelihood", "minimize")
@@ -47,6 +48,8 @@ class Case:
             return [f"validate.batch:{self.how}:{validations * forwards + 1}"]
         if self.where == "epoch-end":
             return [f"train.after-step:{self.how}:{27 if self.rollback else 7}"]
+        if self.where == "before-the-spike":
+            return [f"train.after-step:{self.how}:22"]
         if self.where == "mid-epoch":
             micro_batches = (before + 3) * self.accumulation - (self.accumulation > 1)
             return [f"train.after-micro-batch:{self.how}:{micro_batches}"]

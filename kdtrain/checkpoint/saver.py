@@ -61,7 +61,7 @@ class Saver:
         started = time.perf_counter()
         self.wait()
         if self.asynchronous:
-            tensors, state = self._copied(tensors), copy.deepcopy(state)
+            tensors, state = self._copied(tensors, names[0]), copy.deepcopy(state)
 
         def publish() -> None:
             self.store.save(names[0], step, tensors, state, rollbacks)
@@ -122,11 +122,24 @@ class Saver:
         except BaseException as error:  # it is raised again in the caller's thread
             self._error = error
 
-    def _copied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _copied(self, tensors: Mapping[str, torch.Tensor], checkpoint: str) -> dict[str, torch.Tensor]:
         """Copies of `tensors` on the CPU, finished."""
-        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            self._buffers[name].copy_(tensor.detach(), non_blocking=True)
+        try:
+            self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        except (RuntimeError, MemoryError):  # torch has no error of its own for a CPU without memory
+            size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+            raise RunError(
+                f"checkpoint {checkpoint} was not begun: no memory for a copy of {size:.0f} MiB; use --no-async-save"
+            ) from None
+        # A copy waits for memory, not for a processor; with several threads it also waited for whichever of them had
+        # no core (1 ms became 100 to 300 for 12 MiB on a machine with other work).
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            for name, tensor in tensors.items():
+                self._buffers[name].copy_(tensor.detach(), non_blocking=True)
+        finally:
+            torch.set_num_threads(threads)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return dict(self._buffers)

@@ -100,6 +100,10 @@ class Store:
         os.replace(hidden, self.folder / name)
         sync(self.folder)
 
+    def unlink(self, name: str) -> None:
+        """Remove the link `name`, if it is there."""
+        (self.folder / name).unlink(missing_ok=True)
+
     def linked(self, name: str) -> str | None:
         """The checkpoint that the link `name` points at, whether it is there or not."""
         link = self.folder / name
@@ -128,15 +132,16 @@ class Store:
         """What is wrong with a checkpoint, in words, or None."""
         return problem(self.path(name))
 
-    def newest_valid(self, before: int | None = None) -> tuple[str | None, list[str]]:
+    def newest_valid(self, before: int | None = None, planned: bool = False) -> tuple[str | None, list[str]]:
         """The newest checkpoint that verifies, and a line for each damaged one that was passed over.
 
         Args:
             before: only checkpoints of earlier steps than this are looked at.
+            planned: only those that a run which nobody interrupts has as well.
         """
         damaged: list[str] = []
         for entry in reversed(self.entries()):
-            if before is not None and entry.step >= before:
+            if (before is not None and entry.step >= before) or (planned and not tiers.is_planned(entry.name)):
                 continue
             if (wrong := self.problem(entry.name)) is None:
                 return entry.name, damaged
@@ -210,7 +215,9 @@ class Store:
             fill(hidden)
             sync(hidden)
             faults.point("checkpoint.before-rename")
-            if final.exists():
+            if final.exists() and problem(final) is not None:
+                self._set_aside([name], "damaged")
+            elif final.exists():
                 os.rename(final, self.folder / f"{name}{_REPLACED}")
                 faults.point("checkpoint.between-renames")
             os.rename(hidden, final)
@@ -240,7 +247,10 @@ class Store:
 
     def _is_whole(self, name: str) -> bool:
         """`problem`, remembered for as long as the files are the same."""
-        fingerprint = _fingerprint(self.path(name))
+        try:
+            fingerprint = _fingerprint(self.path(name))
+        except OSError:
+            return False
         if self._whole.get(name) != fingerprint:
             if self.problem(name) is not None:
                 return False

@@ -52,6 +52,11 @@ def is_name(name: str) -> bool:
     return bool(name) and not name.startswith(".") and "/" not in name and name not in LINKS and not _ASIDE.search(name)
 
 
+def is_planned(name: str) -> bool:
+    """Whether a run that nobody interrupts has this checkpoint as well."""
+    return not name.startswith("interrupted-")
+
+
 def tier(name: str) -> Tier:
     """The tier that a name belongs to."""
     if re.fullmatch(r"step-\d{8,}", name):

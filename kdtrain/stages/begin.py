@@ -45,7 +45,7 @@ def _resume(run: Run) -> Path | None:
         if name is None:
             _set_aside(run)
             return None
-        path = (run.store.folder / name).resolve()
+        path = run.store.path(name).resolve()
     else:
         path = run.store.choose(wanted)
     checkpoint = load(path)
@@ -60,14 +60,16 @@ def _resume(run: Run) -> Path | None:
         log.info("the early stop (%s) is put aside by --no-early-stopping", progress.stopped)
         progress.stopped = None
     run.published = (progress.step, progress.validated_step)
-    relink_best(run)  # a kill may have come between the checkpoint and its link
-    if path.parent != run.store.folder.resolve():
-        return path
-    if wanted == "auto":
-        return run.store.folder / path.name  # what is later is damaged, and stays to be looked at
-    if left := run.store.set_aside_after(progress.step):
+    own = path.parent == run.store.folder.resolve()
+    if wanted != "auto" and (left := run.store.set_aside_after(progress.step if own else -1)):
         log.info("set aside %s, which this run goes back behind", ", ".join(left))
-    return run.store.folder / path.name
+    # with auto, what is later is damaged, and stays to be looked at
+    if own:
+        relink_best(run)  # a kill may have come between the checkpoint and its link
+        return run.store.folder / path.name
+    progress.best_loss = progress.best_step = None  # it is among the other run's checkpoints
+    run.store.unlink("best")
+    return path
 
 
 def _set_aside(run: Run) -> None:
@@ -102,10 +104,10 @@ def _start_from(run: Run, path: Path) -> Path:
     progress, same_data = run.state.progress, checkpoint.state["cache"] == run.identity["cache"]
     cursor = progress.sequences if same_data and _same_order(checkpoint, run.config) else 0
     if anew:
-        run.state.progress = Progress(sequences=cursor)
+        run.state.progress = Progress(sequences=cursor, epoch=cursor // len(run.train_source))
     else:
         progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
-        progress.sequences = cursor
+        progress.sequences, progress.epoch = cursor, cursor // len(run.train_source)
         if progress.step >= run.total:
             raise UsageError(f"{path} is at step {progress.step}, and --steps {run.total} leaves none; raise --steps")
     run.step.temperature.set_step(max(run.state.progress.step - 1, 0))

@@ -158,7 +158,7 @@ def _finish(run: Run, folder: Path) -> int:
         if progress.best_step:
             run.state.load(*_best(run))
         export_model(run.state.student, folder / "tokenizer", config.out / "student")
-        write_origin(config.out / "student", str(run.identity["cache"]), progress.step)
+        write_origin(config.out / "student", str(run.identity["cache"]), run.state.progress.step)
         result["student"] = str(config.out / "student")
     show(f"distill {config.out}", result, config.json)
     return 0

@@ -143,7 +143,7 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
         "loss": progress.get("loss"),
         "best_loss": progress.get("best_loss"),
         "tier": tiers.tier(entry.name),
-        "MiB": round(sum(file.stat().st_size for file in path.iterdir()) / 2**20, 1),
+        "MiB": round(sum(file.stat().st_size for file in path.glob("*")) / 2**20, 1),
         "verdict": f"damaged: {wrong}" if wrong else "ok",
     }
 

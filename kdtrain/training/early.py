@@ -56,7 +56,7 @@ class EarlyStopping:
             return None
         return (
             f"gradient norm above {config.grad_spike_threshold:g} at {self._spikes} steps in a row, "
-            f"{grad_norm:.4g} at step {step}; lower --lr, or raise --grad-spike-threshold"
+            f"{grad_norm:.4g} at step {step}; lower --lr, or add --no-early-stopping to go on"
         )
 
     def _plateau(self, step: int) -> str | None:
@@ -74,7 +74,7 @@ class EarlyStopping:
         return (
             f"{WINDOW}-step average of the loss {average:.4f} at step {step}, {best}: not "
             f"{config.early_stopping_min_delta:g} better at {self._waited} looks in a row; "
-            "raise --early-stopping-patience, or add --no-early-stopping to go on"
+            "add --no-early-stopping to go on"
         )
 
     def state_dict(self) -> dict[str, Any]:

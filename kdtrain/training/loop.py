@@ -34,7 +34,7 @@ def train(run: Run) -> None:
         if _validation_due(run):
             improved = _validate(run, stop)
             if state.progress.step > 0:
-                save_if_due(run, improved=improved, before=state.progress.sequences)
+                save_if_due(run, improved=improved)
         warm_up(run, stop)
         while not (run.finished() or stop):
             for batches in _feed(run).steps():
@@ -43,10 +43,10 @@ def train(run: Run) -> None:
                     break
                 if numbers.pop("skipped"):
                     failed = skip(run, numbers)
-                    if failed and decide(run, state.progress.step + 1, math.nan):
+                    if stop or (failed and decide(run, state.progress.step + 1, math.nan)):
                         break
                     continue
-                progress, before = state.progress, state.progress.sequences
+                progress = state.progress
                 progress.step += 1
                 progress.sequences += run.config.batch_size
                 progress.tokens += int(numbers["tokens"])
@@ -67,7 +67,7 @@ def train(run: Run) -> None:
 
                 improved = _validation_due(run) and _validate(run, stop)
                 decide(run, progress.step, numbers["loss"])
-                save_if_due(run, improved=improved, before=before)
+                save_if_due(run, improved=improved)
                 if run.finished() or stop:
                     break
         _end(run, stop)
@@ -83,16 +83,17 @@ def _feed(run: Run) -> Feed:
 def _end(run: Run, stop: StopRequest) -> None:
     """Say why training ended; save what a signal interrupted."""
     progress = run.state.progress
-    if progress.stopped is not None:
-        run.writers.event("stop", progress.step, reason=progress.stopped)
-        log.info("stopped early after step %d: %s", progress.step, progress.stopped)
-    elif stop and (progress.step < run.total or _validation_due(run)):
+    if stop and (not run.finished() or _validation_due(run)):
         run.stopped_by = stop.name
         run.state.optimizer.zero_grad(set_to_none=True)
         if progress.step > 0 and not is_saved(run):
             save(run, f"interrupted-{progress.step:08d}")
         run.writers.event("stop", progress.step, signal=stop.name)
-        log.info("stopped by %s after step %d; the same command goes on from there", stop.name, progress.step)
+        how = "the same command" if run.config.checkpoint.resume in ("auto", "latest") else "--resume latest"
+        log.info("stopped by %s after step %d; %s goes on from there", stop.name, progress.step, how)
+    elif progress.stopped is not None:
+        run.writers.event("stop", progress.step, reason=progress.stopped)
+        log.info("stopped early after step %d: %s", progress.step, progress.stopped)
 
 
 def _report(run: Run, shown: Bar, numbers: dict[str, float]) -> None:
@@ -138,9 +139,9 @@ def _validate(run: Run, stop: StopRequest) -> bool:
     loss = numbers["validation/loss"]
     if progress.step == 0:
         run.reporter.initial(loss)
-    if metrics.tokens and not math.isfinite(loss):
+    if not math.isfinite(loss):
         text = f"validation at step {progress.step}: loss {loss}"
-        if progress.step == 0 or (run.finished() and progress.best_step is None):
+        if metrics.tokens and (progress.step == 0 or (run.finished() and progress.best_step is None)):
             raise RunError(f"{text}, and none before was finite; look at the student's weights or lower --lr")
         log.warning("%s; this student will not be the best", text)
         return False

@@ -14,6 +14,7 @@ import math
 
 import numpy as np
 from einops import rearrange
+from safetensors import SafetensorError
 
 from kdtrain import faults
 from kdtrain.checkpoint.store import Checkpoint, load
@@ -77,7 +78,10 @@ def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
         seed_everything(run.config.seed, number)
         how, finding = "run again in eager mode with hooks", find_first(run.step, batches, full_tokens(run))
     folder = run.config.out / f"not-finite-{batch_number(run):08d}"
-    write_bundle(folder, run.config, indices, batches, finding)
+    try:
+        write_bundle(folder, run.config, indices, batches, finding)
+    except (OSError, SafetensorError) as error:
+        log.warning("%s could not be written: %s", folder, error)
     said = "every tensor they see is finite" if finding is None else str(finding)
     log.warning("batch %d at step %d, %s: %s; what shows it is in %s", batch_number(run), number, how, said, folder)
     run.writers.event("not-finite", run.state.progress.step, finding=said, bundle=folder.name)
@@ -92,7 +96,7 @@ def roll_back(run: Run, first: int) -> bool:
     guards, bad = run.config.guards, run.state.progress
     log.warning("a loss spike since step %d, confirmed at step %d", first, bad.step)
     run.saver.wait()
-    name, _ = run.store.newest_valid(before=first)
+    name, _ = run.store.newest_valid(before=first, planned=True)
     if bad.rollbacks >= guards.max_rollbacks:
         raise RunError(
             f"a loss spike at step {first} after {bad.rollbacks} rollbacks (--max-rollbacks); the newest checkpoint "
@@ -103,7 +107,7 @@ def roll_back(run: Run, first: int) -> bool:
         run.writers.event("spike", bad.step, first=first)
         run.spikes.forget()
         return False
-    go_back(run, load(run.store.folder / name), "rollback", guards.spike_lr_factor, first=first)
+    go_back(run, load(run.store.path(name)), "rollback", guards.spike_lr_factor, first=first)
     return True
 
 
@@ -133,6 +137,7 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
     progress.lr_factor = bad.lr_factor * lr_factor
     progress.skipped_data = [*bad.skipped_data, [progress.sequences, bad.sequences]]
     progress.skips = bad.skips
+    progress.stopped = None
     progress.sequences = bad.sequences
     run.spikes.reset()
     relink_best(run)

@@ -9,18 +9,14 @@ from kdtrain.checkpoint import tiers
 from kdtrain.training.run import Run
 
 
-def save_if_due(run: Run, *, improved: bool, before: int) -> None:
-    """Save the last finished step where its number, its place in the epoch or its validation ask for it.
-
-    Args:
-        improved: whether its validation was the best so far.
-        before: the cursor before it.
-    """
+def save_if_due(run: Run, *, improved: bool) -> None:
+    """Save the last finished step where its number, its place in the epoch or its validation asks for it."""
     progress = run.state.progress
     due = progress.step % run.config.checkpoint.checkpoint_freq == 0 or run.finished()
     names = [tiers.rolling_name(progress.step)] if due or improved else []
     epoch = progress.sequences // len(run.train_source)
-    if epoch > before // len(run.train_source):
+    if epoch > progress.epoch:
+        progress.epoch = epoch
         names.append(tiers.epoch_name(epoch))
     if names:
         save(run, *names)
@@ -41,7 +37,7 @@ def save(run: Run, *names: str) -> None:
         {**run.identity, **run.state.numbers()},
         rollbacks=progress.rollbacks,
         best=best,
-        protected=_rollback_target(run),
+        protected=_rollback_target(run, names),
     )
     run.published = (progress.step, progress.validated_step)
     for name in names:
@@ -58,18 +54,27 @@ def _best(run: Run, names: tuple[str, ...]) -> str | None:
     return names[0] if run.state.progress.best_step == run.state.progress.step else None
 
 
-def _rollback_target(run: Run) -> list[str]:
-    """What must outlive a spike that is not confirmed yet: the newest checkpoint from before it."""
+def _rollback_target(run: Run, names: tuple[str, ...]) -> list[str]:
+    """What must outlive this save: the newest checkpoint a rollback may go back to, if it is not this one.
+
+    That is one from before a spike that is not confirmed yet; and never one that an interruption left, so that a run
+    that was interrupted goes back as far as one that was not.
+    """
     first = run.spikes.suspicious_since
-    if first is None:
+    if first is not None:
+        run.saver.wait()
+    elif any(map(tiers.is_planned, names)):
         return []
-    run.saver.wait()
-    name, _ = run.store.newest_valid(before=first)
-    return [] if name is None else [name]
+    found = [each for each in run.store.entries() if each.valid and tiers.is_planned(each.name)]
+    return [each.name for each in found if first is None or each.step < first][-1:]
 
 
 def relink_best(run: Run) -> None:
-    """Point `best` at the checkpoint the state calls so, where it is whole."""
-    name = tiers.rolling_name(run.state.progress.best_step or 0)
-    if run.store.problem(name) is None:
+    """Point `best` at the checkpoint the state calls so; where it is not there any more, a validation chooses anew."""
+    progress = run.state.progress
+    name = tiers.rolling_name(progress.best_step or 0)
+    if progress.best_step and run.store.problem(name) is None:
         run.store.link("best", name)
+    else:
+        run.store.unlink("best")
+        progress.best_loss = progress.best_step = None

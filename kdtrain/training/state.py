@@ -34,6 +34,8 @@ class Progress:
     """Optimizer steps taken."""
     sequences: int = 0
     """The cursor: sequences of the endless stream of epochs that lie behind, trained on or skipped."""
+    epoch: int = 0
+    """Passes over the training split that a checkpoint was made of."""
     tokens: int = 0
     """Unmasked tokens trained on."""
     loss: float | None = None
@@ -118,6 +120,7 @@ class TrainState:
             start = f"{part}."
             saved_part = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
             _copy_into(module.state_dict(), saved_part)
+        self.optimizer.state.clear()
         for name, parameter in self._parameters():
             prefix = f"optimizer.{name}."
             found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}

@@ -1,5 +1,6 @@
 """A store of three checkpoints."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -19,3 +20,9 @@ def store(tmp_path: Path) -> Store:
     for step in (10, 20, 30):
         store.save(f"step-{step:08d}", step, tensors(step), STATES)
     return store
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet() -> None:
+    """DCP writes several lines a tensor for whoever debugs it, which takes longer here than a save does."""
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)

@@ -135,6 +135,26 @@ def test_a_file_without_permission_is_named_and_passed_over(store, file):
         assert f"{file} cannot be read (Permission denied)" in damaged[0]
 
 
+def test_a_folder_without_permission_is_named_and_passed_over_and_does_not_stop_a_save(store):
+    store.copy("step-00000020", "interrupted-00000020")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoints"
+        shutil.copytree(store.folder, folder, symlinks=True)
+        for closed in ("step-00000020", "interrupted-00000020"):
+            os.chmod(folder / closed, 0)
+        os.chmod(name, 0o755)
+        with as_nobody(folder):
+            closed = Store(folder, keep_rolling=1)
+            found, damaged = closed.newest_valid()
+            for step in (30, 40):
+                closed.save(f"step-{step:08d}", step, {"a": torch.zeros(1)}, STATES)
+            assert closed.prune() == ["step-00000010", "step-00000030"]
+            aside = closed.set_aside_damaged()
+            assert aside == ["step-00000020", "interrupted-00000020"]
+    assert found == "step-00000010"
+    assert "interrupted-00000020 is damaged" in damaged[0] and "Permission denied" in damaged[1]
+
+
 def test_a_file_that_was_put_in_beside_the_shards_is_noticed(store):
     folder = store.folder / "step-00000020"
     shutil.copy(folder / SHARD, folder / "shard-00003-00001.safetensors")

@@ -75,6 +75,18 @@ def test_the_buffers_are_used_again_and_follow_what_changes(saver):
     assert saver._buffers == {}
 
 
+def test_copying_takes_one_thread_and_gives_the_others_back(saver, monkeypatch):
+    threads, copied = torch.get_num_threads(), []
+    copy_ = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *a, **k: copied.append(torch.get_num_threads()) or copy_(*a, **k))
+    torch.set_num_threads(3)
+    try:
+        saver.save(["step-00000040"], 40, tensors(), STATES)
+        assert torch.get_num_threads() == 3 and set(copied) == {1}
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_save_waits_for_the_one_in_flight(saver, held):
     saver.save(["step-00000040"], 40, tensors(), STATES)
     threading.Timer(0.3, held.set).start()
@@ -194,6 +206,15 @@ def test_a_kill_at_any_point_in_the_background_leaves_a_whole_checkpoint_and_the
     assert ended == 0 or point == "write"
     assert len(steps) >= 2 and steps == sorted(steps)
     assert steps[-1] >= (20 if point == "between-renames" else 30)
+
+
+def test_without_memory_for_the_copy_the_error_says_what_to_do(saver, monkeypatch):
+    def none(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty_like", none)
+    with pytest.raises(RunError, match="step-00000040 was not begun: no memory for a copy of 0 MiB; use --no-async"):
+        saver.save(["step-00000040"], 40, tensors(), STATES)
 
 
 def _fail_after(saver):

@@ -240,15 +240,18 @@ def test_a_compiled_graph_is_left_as_it_was(workshop):
     step = step_of("llama")
     step.backbone = torch.compile(step._backbone, backend="eager", dynamic=False)
     batch = workshop.source(4).read(ROWS)
-    name = "model.layers.0.mlp.down_proj"
+    name = "model.layers.0.self_attn.v_proj"
     before = step(batch, normalizer=NORMALIZER)[0]
     before.backward()
     compiled = step.backbone
+    weight = step.student.model.get_submodule(name).weight
+    sound = weight.detach().clone()
     with torch.no_grad():
-        step.student.model.get_submodule(name).weight[0, 0] = math.inf
-    assert find_first(step, [batch], NORMALIZER).module == name
+        weight.fill_(3e38)  # finite, and what it makes is not: only a hook sees where
+    found = find_first(step, [batch], NORMALIZER)
+    assert (found.module, found.tensor) == (name, "its output")
     with torch.no_grad():
-        step.student.model.get_submodule(name).weight[0, 0] = 0.0
+        weight.copy_(sound)
     assert step.backbone is compiled
     with torch.compiler.set_stance("fail_on_recompile"):
         step(batch, normalizer=NORMALIZER)[0].backward()

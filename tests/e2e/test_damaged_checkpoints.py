@@ -1,0 +1,32 @@
+"""What the command does when no whole checkpoint is left."""
+
+import os
+import shutil
+
+
+def test_without_a_whole_checkpoint_latest_fails_and_auto_starts_anew_and_deletes_nothing(bench, distilled):
+    shutil.copytree(bench.root / "run", bench.root / "ruined", symlinks=True)
+    folder = bench.root / "ruined/checkpoints"
+    sizes = {}
+    for name in ("step-00000004", "step-00000008"):
+        os.truncate(folder / name / "state.json", 10)
+        sizes[name] = {path.name: path.stat().st_size for path in (folder / name).iterdir()}
+
+    argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "ruined", "--steps", 8, "--lr", 1e-2)
+    argv += ("--warmup-steps", 2, "--batch-size", 8, "--checkpoint-freq", 4, "--eval-freq", 4)
+    argv += ("--no-compile", "--precision", "fp32", "--log-freq", 1)
+    refused = bench.run(*argv, "--resume", "latest")
+    assert refused.code == 1
+    message = refused.refusal()
+    assert "step-00000004 is damaged" in message and "step-00000008 is damaged" in message
+    assert "state.json has 10 bytes instead of" in message
+    assert not list(folder.glob("*.damaged-*"))
+
+    anew = bench.run(*argv).ok()
+    assert "no valid checkpoint in ruined/checkpoints; starting anew" in anew.stderr
+    assert "renamed the damaged checkpoints step-00000004, step-00000008; nothing was deleted" in anew.stderr
+    for name, before in sizes.items():
+        aside = folder / f"{name}.damaged-1"
+        assert {path.name: path.stat().st_size for path in aside.iterdir()} == before
+    assert bench.run("verify", "ruined").code == 0
+    assert [line["step"] for line in bench.metrics("ruined")] == list(range(1, 9))
