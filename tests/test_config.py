@@ -199,7 +199,8 @@ def test_a_learned_temperature_goes_with_every_divergence_that_moves_with_it(mod
 def test_sections_are_plain_values_by_section():
     table = sections(distill(micro_batch_size=4, batch_size=8))
     assert list(table) == [
-        *("run", "data", "objective", "optimizer", "precision", "guards", "stopping", "checkpoint", "monitor")
+        *("run", "data", "objective", "optimizer", "precision", "quantization", "guards", "stopping"),
+        *("checkpoint", "monitor"),
     ]
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None
