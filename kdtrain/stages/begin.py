@@ -75,7 +75,7 @@ def _resume(run: Run) -> Path | None:
 def _set_aside(run: Run) -> None:
     log.warning("NO VALID CHECKPOINT in %s: STARTING ANEW", run.store.folder)
     if damaged := run.store.set_aside_damaged():
-        log.warning("renamed the damaged ones to %s; nothing was deleted", ", ".join(damaged))
+        log.warning("renamed the damaged ones %s; nothing was deleted", ", ".join(damaged))
 
 
 def _start_from(run: Run, path: Path) -> Path:

@@ -8,7 +8,9 @@ def test_without_a_whole_checkpoint_latest_fails_and_auto_starts_anew_and_delete
     shutil.copytree(bench.root / "run", bench.root / "ruined", symlinks=True)
     folder = bench.root / "ruined/checkpoints"
     sizes = {}
-    for name in ("step-00000004", "step-00000008"):
+    names = ("step-00000004", "epoch-0001", "step-00000008")
+    assert {path.name for path in folder.iterdir() if not path.is_symlink()} == set(names)
+    for name in names:
         os.truncate(folder / name / "state.json", 10)
         sizes[name] = {path.name: path.stat().st_size for path in (folder / name).iterdir()}
 
@@ -18,13 +20,13 @@ def test_without_a_whole_checkpoint_latest_fails_and_auto_starts_anew_and_delete
     refused = bench.run(*argv, "--resume", "latest")
     assert refused.code == 1
     message = refused.refusal()
-    assert "step-00000004 is damaged" in message and "step-00000008 is damaged" in message
+    assert all(f"{name} is damaged" in message for name in names)
     assert "state.json has 10 bytes instead of" in message
     assert not list(folder.glob("*.damaged-*"))
 
     anew = bench.run(*argv).ok()
-    assert "no valid checkpoint in ruined/checkpoints; starting anew" in anew.stderr
-    assert "renamed the damaged checkpoints step-00000004, step-00000008; nothing was deleted" in anew.stderr
+    assert "NO VALID CHECKPOINT in ruined/checkpoints: STARTING ANEW" in anew.stderr
+    assert f"renamed the damaged ones {', '.join(names)}; nothing was deleted" in anew.stderr
     for name, before in sizes.items():
         aside = folder / f"{name}.damaged-1"
         assert {path.name: path.stat().st_size for path in aside.iterdir()} == before
