@@ -10,6 +10,7 @@ from kdtrain.checkpoint.store import load
 from kdtrain.config import DistillConfig, sections
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import export_model, load_tokenizer
+from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import Writers
 from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_processes
@@ -47,6 +48,7 @@ def _distill(config: DistillConfig) -> int:
     setup_logging()
     pick_device(config.device)
     refuse_many_processes()
+    require_wandb(config.monitor.wandb_project)
     goes_on = claim(config)
     made = assemble(config, goes_on)
     run, config = made.run, made.run.config
