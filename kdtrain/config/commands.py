@@ -134,6 +134,10 @@ class DistillConfig:
             "nothing to train on; give --cache FOLDER or --data SOURCE",
         )
         refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
+        refuse(
+            self.sanity and self.checkpoint.load is not None,
+            "--sanity looks at the student as its spec makes it; leave --load out",
+        )
         refuse_bad_seed(self.seed)
         self.data.refuse_training_on_validation()
         taught = self.cache is not None or self.teacher is not None
