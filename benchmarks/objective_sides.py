@@ -14,7 +14,7 @@ kdtrain-jsd, trl-jsd     JSD at T = 2; given are all of the teacher's log p in f
                          of the inputs (TRL). TRL has no cross-entropy.
 kdtrain-jsd-online,      cross-entropy and JSD at T = 2; given are the teacher's hidden states and weight, as wide as
 liger-jsd                the student's. Liger's cross-entropy is of the heated logits.
-Both of kdtrain's also measure the JSD at T = 1, which a training run logs.
+The other sides of kdtrain measure the divergence at T = 1 as well, which a training run logs, and these do not.
 
 Shape suffixes: N tokens, D model width, V vocabulary, K kept entries.
 """
@@ -184,7 +184,7 @@ def _kdtrain_sparse(kept: int) -> Callable[[Student], Callable[[], Tensor]]:
 def _kdtrain_dense(divergence: str) -> Callable[[Student], Callable[[], Tensor]]:
     def make(student: Student) -> Callable[[], Tensor]:
         targets = DenseTargets.from_logits(student.teacher_logits(), student.labels_N)
-        return _ours(student, lambda: targets, divergence=divergence)
+        return _ours(student, lambda: targets, divergence=divergence, at_one=divergence != "jsd")
 
     return make
 
@@ -192,7 +192,7 @@ def _kdtrain_dense(divergence: str) -> Callable[[Student], Callable[[], Tensor]]
 def _kdtrain_jsd_online(student: Student) -> Callable[[], Tensor]:
     hidden_ND, weight_VD = student.teacher
     targets = OnlineTargets(hidden_ND, student.labels_N, OutputHead(weight_VD), len(weight_VD))
-    return _ours(student, lambda: targets, divergence="jsd")
+    return _ours(student, lambda: targets, divergence="jsd", at_one=False)
 
 
 def _top_k_renormalized(student: Student) -> Callable[[], Tensor]:

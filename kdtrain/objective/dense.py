@@ -63,20 +63,22 @@ class Shift:
         return self.log_mass.double() - mass_R.double().log()
 
 
-def sum_dense(z_RV: Tensor, logprobs_RV: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    """Largest z and e, sums of exp(z), exp(beta z), exp(e), exp(beta e), and the means of z and e at beta; each [R].
+def sum_dense(z_RV: Tensor, logprobs_RV: Tensor, beta: Tensor, slopes: bool, at_one: bool) -> tuple[Tensor, ...]:
+    """Largest z and e, sums of exp(z), exp(e), exp(beta z), exp(beta e), and the means of z and e at beta; each [R].
 
-    All but the first two are of values shifted by the largest.
+    All but the first two are of values shifted by the largest. The means are 0 where the gradient in beta is not wanted
+    (`slopes`), and so is the sum of exp(e) without a measurement at T = 1 (`at_one`).
     """
     energies_RV = _energies(z_RV, logprobs_RV)
     results = []
-    for values_RV in (z_RV, energies_RV):
+    for values_RV, wants_mass in ((z_RV, True), (energies_RV, at_one)):
         top_R = values_RV.amax(1)
         shifted_RV = values_RV - top_R[:, None]
         heated_RV = (beta * shifted_RV).exp()
         mass_beta_R = heated_RV.sum(1)
-        mean_R = (heated_RV * shifted_RV).sum(1) / mass_beta_R
-        results.append((top_R, shifted_RV.exp().sum(1), mass_beta_R, mean_R))
+        mean_R = (heated_RV * shifted_RV).sum(1) / mass_beta_R if slopes else torch.zeros_like(top_R)
+        mass_R = shifted_RV.exp().sum(1) if wants_mass else torch.zeros_like(top_R)
+        results.append((top_R, mass_R, mass_beta_R, mean_R))
     return tuple(each for pair in zip(*results, strict=True) for each in pair)
 
 
@@ -88,14 +90,20 @@ def measure_dense(
     teacher: Shift,
     divergence: str,
     parameter: float,
+    slopes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The divergence [R], sum g, sum h, and the sums of g z and h e (shifted), which make its slope in beta."""
+    """The divergence [R], sum g, sum h, and the sums of g z and h e (shifted), which make its slope in beta.
+
+    The last two are 0 where that is not wanted.
+    """
     energies_RV = _energies(z_RV, logprobs_RV)
     log_q_RV, log_p_RV = student.log_softmax(z_RV, beta), teacher.log_softmax(energies_RV, beta)
 
     values_R, g_RV, h_RV = _derivatives(log_p_RV, log_q_RV, divergence, parameter)
-    moment_q_R = (g_RV * (z_RV - student.top[:, None])).sum(1)
-    moment_p_R = (h_RV * (energies_RV - teacher.top[:, None])).sum(1)
+    moment_q_R = moment_p_R = torch.zeros_like(values_R)
+    if slopes:
+        moment_q_R = (g_RV * (z_RV - student.top[:, None])).sum(1)
+        moment_p_R = (h_RV * (energies_RV - teacher.top[:, None])).sum(1)
     return values_R, g_RV.sum(1), h_RV.sum(1), moment_q_R, moment_p_R
 
 

@@ -71,6 +71,7 @@ class Walk:
     vocab_size: int
     chunk: int
     compile: bool
+    at_one: bool
     wanted: dict[str, bool] = field(default_factory=dict)
 
     @property
@@ -90,6 +91,7 @@ def fused_loss(
     divergence: tuple[str, float],
     sums: int,
     vocab_size: int,
+    at_one: bool = True,
     compile: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -104,6 +106,7 @@ def fused_loss(
         divergence: name and parameter of what is computed from dense targets.
         sums: the length of the vector of sums that the losses return.
         vocab_size: V; weight rows from V on are padding, take no part and get a zero gradient.
+        at_one: whether the divergence from dense targets is measured at T = 1 too; 0 is given for it else.
         compile: torch.compile the elementwise work of a chunk.
         chunk: rows of a chunk, instead of `chunk_rows`.
     Returns:
@@ -122,6 +125,7 @@ def fused_loss(
         vocab_size=vocab_size,
         chunk=chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype),
         compile=compile,
+        at_one=at_one,
         wanted={k: torch.is_grad_enabled() and v is not None and v.requires_grad for k, v in inputs.items()},
     )
     return _Fused.apply(walk, *inputs.values())
@@ -238,16 +242,20 @@ def _dense_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
     assert isinstance(rows.targets, DenseTargets)
     logprobs_RV, heat = rows.targets.logprobs, beta.to(z_RV.dtype)
     label_R = z_RV.gather(1, rows.labels[:, None]).squeeze(1)
-    sums_R = maybe_compiled(sum_dense, walk.compile)(z_RV, logprobs_RV, heat)
+    slopes = walk.wanted["beta"]
+    sums_R = maybe_compiled(sum_dense, walk.compile)(z_RV, logprobs_RV, heat, slopes, walk.at_one)
     top_z, top_e, mass_z, mass_e, heated_z, heated_e, mean_z, mean_e = sums_R
-    one, teacher_one = Shift.of(top_z, mass_z), Shift.of(top_e, mass_e)
     student, teacher = Shift.of(top_z, heated_z), Shift.of(top_e, heated_e)
-    measure, at_one = (maybe_compiled(each, walk.compile) for each in (measure_dense, value_dense))
-    found = measure(z_RV, logprobs_RV, heat, student, teacher, *walk.divergence)
+    measure = maybe_compiled(measure_dense, walk.compile)
+    found = measure(z_RV, logprobs_RV, heat, student, teacher, *walk.divergence, slopes)
     value_R, g_R, h_R, moment_q_R, moment_p_R = (each.double() for each in found)
     value_R += student.rounding(heated_z) * g_R + teacher.rounding(heated_e) * h_R
     slope_R = moment_q_R - g_R * mean_z + moment_p_R - h_R * mean_e
-    at_one_R = at_one(z_RV, logprobs_RV, one, teacher_one, *walk.divergence).double()
+    at_one_R = torch.zeros_like(value_R)
+    if walk.at_one:
+        one, teacher_one = Shift.of(top_z, mass_z), Shift.of(top_e, mass_e)
+        at_one = maybe_compiled(value_dense, walk.compile)
+        at_one_R = at_one(z_RV, logprobs_RV, one, teacher_one, *walk.divergence).double()
 
     leaves = [top_z + mass_z.double().log(), label_R.double(), value_R]
     leaves = [each.detach().requires_grad_(walk.differentiates) for each in leaves]
@@ -274,7 +282,7 @@ def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
     ids_RK, absent_RK = safe_ids(targets, z_RV)
     kept_RK, label_R = take_head(z_RV, ids_RK, absent_RK, rows.labels, head)
     heat = beta.to(z_RV.dtype)
-    tail = TailSums(*maybe_compiled(reduce_logits, walk.compile)(z_RV, heat, targets is not None))
+    tail = TailSums(*maybe_compiled(reduce_logits, walk.compile)(z_RV, heat, targets is not None, walk.wanted["beta"]))
     tail_R, tail_beta_R, mean_R = tail.log_sums(beta)
 
     leaves = [x.double().requires_grad_(walk.differentiates) for x in (tail_R, tail_beta_R, kept_RK, label_R)]

@@ -70,13 +70,13 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype) -> int:
-    """Rows of a chunk: a power of two, at most 40 M numbers in fp32 (160 MB) or 1,024 rows.
+    """Rows of a chunk: a power of two, at most 40 M numbers in fp32 (160 MB) or 2,048 rows.
 
     A pure function of its arguments, because the order of summation, and so a resumed run, depends on it.
     """
     computing = torch.promote_types(dtype, torch.float32)
     most = _CHUNK_ELEMENTS * 4 // computing.itemsize // max(vocab_size, width)
-    return min(1024, 1 << max(0, most.bit_length() - 1))
+    return min(2048, 1 << max(0, most.bit_length() - 1))
 
 
 def chunk_logits(hidden_RD: Tensor, head: Head, vocab_size: int) -> Tensor:

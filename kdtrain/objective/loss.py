@@ -39,7 +39,7 @@ class LossOutput(NamedTuple):
     kd: Tensor
     """Sum of the divergence at T, nats, without the factor T^2; 0 without targets or at alpha 0."""
     kd_at_one: Tensor
-    """Sum of the divergence at T = 1, nats; 0 without targets or at alpha 0."""
+    """Sum of the divergence at T = 1, nats; 0 without targets, at alpha 0, or where it was not asked for."""
     hidden: Tensor
     """Sum of the hidden-state loss (`objective.hidden`), which the training step adds; 0 here."""
     tokens: Tensor
@@ -61,6 +61,7 @@ def distillation_loss(
     skew_alpha: float = 0.1,
     vocab_size: int,
     normalizer: Tensor | float,
+    at_one: bool = True,
     compile: bool = False,
     chunk: int | None = None,
 ) -> LossOutput:
@@ -78,6 +79,7 @@ def distillation_loss(
         jsd_beta, skew_alpha: what `jsd` and the skew divergences mix with, between 0 and 1.
         vocab_size: V; columns of the head from V on are padding.
         normalizer: unmasked tokens of the whole step.
+        at_one: whether the divergence is measured at T = 1 too, which for a whole vocabulary is one more pass over it.
         compile: torch.compile the elementwise work.
         chunk: rows of a chunk, instead of the engine's own choice.
     Raises:
@@ -92,6 +94,7 @@ def distillation_loss(
         parameter=parameter_of(divergence, jsd_beta=jsd_beta, skew_alpha=skew_alpha),
         tail=resolve_tail(tail, targets.draws) if isinstance(targets, SparseTargets) else tail,
         normalizer=torch.as_tensor(normalizer, device=hidden_ND.device),
+        at_one=at_one,
     )
     temperature = torch.as_tensor(temperature, device=hidden_ND.device)
     loss, sums = fused_loss(
@@ -104,6 +107,7 @@ def distillation_loss(
         divergence=(divergence, recipe.parameter),
         sums=3,
         vocab_size=vocab_size,
+        at_one=at_one,
         compile=compile,
         chunk=chunk,
     )
@@ -119,6 +123,7 @@ class _Recipe:
     parameter: float
     tail: str
     normalizer: Tensor
+    at_one: bool
 
     def sparse(self, statistics: Statistics, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
@@ -127,6 +132,8 @@ class _Recipe:
         assert isinstance(rows.targets, SparseTargets)
         measure = DIVERGENCES[self.divergence].of
         kd_R = measure(sparse_events(self.tail, rows.targets, statistics, beta), self.parameter)
+        if not self.at_one:
+            return self._joined(cross_entropy_R, kd_R, None, beta, rows.mask)
         with torch.no_grad():
             one = torch.ones_like(beta)
             at_one_R = measure(sparse_events(self.tail, rows.targets, statistics.at_one(), one), self.parameter)

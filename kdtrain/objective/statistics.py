@@ -109,15 +109,19 @@ def take_head(z_RV: Tensor, ids_RK: Tensor, absent_RK: Tensor, labels_R: Tensor,
     return kept_RK, label_R
 
 
-def reduce_logits(z_RV: Tensor, beta: Tensor, distils: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `TailSums` in two passes; without a teacher the last two are the first two."""
+def reduce_logits(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `TailSums` in two passes; those that are not wanted are copies of the mass.
+
+    distils: whether there is a teacher; slopes: whether the gradient in beta is wanted.
+    """
     top_R = z_RV.amax(dim=1)
     shifted_RV = z_RV - top_R[:, None]
     mass_R = shifted_RV.exp().sum(1)
     if not distils:
         return top_R, mass_R, mass_R.clone(), mass_R.clone()
     heated_RV = (beta * shifted_RV).exp()
-    return top_R, mass_R, heated_RV.sum(1), (heated_RV * shifted_RV).sum(1)
+    moment_R = (heated_RV * shifted_RV).sum(1) if slopes else mass_R.clone()
+    return top_R, mass_R, heated_RV.sum(1), moment_R
 
 
 def spread_gradients(
