@@ -129,7 +129,7 @@ def _measured(settings: Settings, row: dict[str, Any], shape: tuple[int, int, in
             yield
     fitting = [name for name in present if "does_not_fit" not in found[name]]
     if settings.only != "memory" and any("seconds" not in found[name] for name in fitting):
-        row["load_average"] = os.getloadavg()
+        row["load_average"], row["commit"] = os.getloadavg(), _commit()
         times = _start(Work("time", shape, dtype, fitting, *common))
         for name in fitting:
             found[name] |= times.get(name, times)
@@ -237,6 +237,12 @@ def _machine(settings: Settings) -> dict[str, Any]:
         "repetitions": 3 if settings.quick else settings.repetitions,
         "libraries": {name: _version(name) for name in ("kdtrain", "torch", "trl", "liger-kernel")},
     }
+
+
+def _commit() -> str | None:
+    """The commit whose times these are, None outside a clone."""
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 def _version(name: str) -> str | None:
