@@ -190,12 +190,18 @@ class Store:
             self._whole.pop(name, None)
         return removed
 
-    def set_aside_after(self, step: int) -> list[str]:
+    def set_aside_after(self, step: int, rollbacks: int | None = None) -> list[str]:
         """Rename the checkpoints later than `step`, which a run that goes on from there has left; their old names.
+
+        With `rollbacks` those of the same step after more rollbacks are later as well.
 
         `best` follows its checkpoint, and `latest` falls back to the newest one that stays.
         """
-        later = [entry.name for entry in self.entries() if entry.step > step]
+        later = [
+            each.name
+            for each in self.entries()
+            if each.step > step or (rollbacks is not None and each.step == step and each.rollbacks > rollbacks)
+        ]
         self._set_aside(later, "left")
         return later
 

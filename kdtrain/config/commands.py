@@ -138,6 +138,10 @@ class DistillConfig:
         mode = self.quantization.mode(self.precision.precision)
         self.precision.refuse_idle(mode)
         self.quantization.refuse_idle(mode, self.optimizer.lr_schedule)
+        refuse(
+            self.sanity and self.checkpoint.load is not None,
+            "--sanity looks at the student as its spec makes it; leave --load out",
+        )
         refuse_bad_seed(self.seed)
         self.data.refuse_training_on_validation()
         taught = self.cache is not None or self.teacher is not None

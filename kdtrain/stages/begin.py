@@ -32,7 +32,7 @@ def begin(run: Run, goes_on: bool) -> Path | None:
         path = _resume(run)
         if path is not None:
             return path
-    return None if wanted.load is None else _start_from(run, wanted.load)
+    return None if wanted.load is None else start_from(run, wanted.load)
 
 
 def _resume(run: Run) -> Path | None:
@@ -59,12 +59,13 @@ def _resume(run: Run) -> Path | None:
     if progress.stopped is not None and not run.config.stopping.early_stopping:
         log.info("the early stop (%s) is put aside by --no-early-stopping", progress.stopped)
         progress.stopped = None
-    run.published = (progress.step, progress.validated_step)
     own = path.parent == run.store.folder.resolve()
-    if wanted != "auto" and (left := run.store.set_aside_after(progress.step if own else -1)):
+    at = (progress.step, progress.rollbacks) if own else (-1, 0)
+    if wanted != "auto" and (left := run.store.set_aside_after(*at)):
         log.info("set aside %s, which this run goes back behind", ", ".join(left))
     # with auto, what is later is damaged, and stays to be looked at
     if own:
+        run.published = (progress.step, progress.validated_step)
         relink_best(run)  # a kill may have come between the checkpoint and its link
         return run.store.folder / path.name
     progress.best_loss = progress.best_step = None  # it is among the other run's checkpoints
@@ -78,7 +79,7 @@ def _set_aside(run: Run) -> None:
         log.warning("renamed the damaged ones %s; nothing was deleted", ", ".join(damaged))
 
 
-def _start_from(run: Run, path: Path) -> Path:
+def start_from(run: Run, path: Path) -> Path:
     """Take over weights, moments, temperature and place in the data of another run's checkpoint.
 
     With `--override-opt-param-scheduler` the schedule starts at step 0 of its own; without it the other run's goes on.

@@ -10,6 +10,7 @@ from kdtrain.checkpoint.store import load
 from kdtrain.config import DistillConfig, sections
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import export_model, load_tokenizer
+from kdtrain.models.spec import read_spec
 from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import Writers
@@ -46,7 +47,9 @@ def main(config: DistillConfig) -> int:
 
 def _distill(config: DistillConfig) -> int:
     setup_logging()
+    # What can be refused at once is refused before --overwrite moves an earlier run aside.
     pick_device(config.device)
+    read_spec(config.student)
     refuse_many_processes()
     require_wandb(config.monitor.wandb_project)
     goes_on = claim(config)

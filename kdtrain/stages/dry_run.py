@@ -18,6 +18,7 @@ from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel.world import peak_memory_mb
 from kdtrain.stages.assemble import Assembled
+from kdtrain.stages.begin import start_from
 from kdtrain.stages.common import show
 from kdtrain.stages.rehearsal import (
     checkpoint_steps,
@@ -43,6 +44,8 @@ def main(config: DistillConfig) -> int:
     """
     setup_logging()
     with rehearsal(config) as made:
+        if config.checkpoint.load is not None:
+            start_from(made.run, config.checkpoint.load)
         log.info("put together; two steps, a validation forward and a save follow")
         table = {**_plan(config, made), **_estimates(config, made.run)}
     show(f"distill {config.out}, dry run", table, config.json)
@@ -107,7 +110,7 @@ def _estimates(config: DistillConfig, run: Run) -> dict[str, Any]:
 def _begins(config: DistillConfig) -> str:
     """Where the run would begin, by what is in its folder now."""
     if config.checkpoint.resume == "never" or not is_run(config.out):
-        return "anew"
+        return "anew" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
     if config.checkpoint.resume != "auto":
         return f"at {config.checkpoint.resume}"
     name, damaged = Store(config.out / "checkpoints").newest_valid()

@@ -20,10 +20,8 @@ from kdtrain.monitor.writers import Writers
 from kdtrain.parallel.world import refuse_many_processes
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.run_folder import is_run, refuse_strange
-from kdtrain.training.recovery import sequences
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
-from kdtrain.training.source import Feed
 from kdtrain.training.stopping import StopRequest, interruptible
 from kdtrain.training.update import take_step
 
@@ -91,15 +89,14 @@ class Timed:
 
 
 def steps(run: Run, count: int) -> list[Timed]:
-    """Take the first steps of a run.
+    """Take the next steps of a run.
 
     Raises:
         RunError: loss or gradient are not finite.
     """
-    feed = Feed(run.train_source, lambda step: sequences(run, step * run.config.batch_size), run.micro)
     taken: list[Timed] = []
     started = time.perf_counter()
-    for batches in feed.steps():
+    for batches in run.feed().steps():
         numbers = take_step(run, batches, StopRequest())
         assert numbers is not None  # nobody asks this one to stop
         if numbers.pop("skipped"):

@@ -27,7 +27,6 @@ from kdtrain.stages.common import show
 from kdtrain.stages.rehearsal import checkpoints_kept, existing, rehearsal, state_bytes, steps
 from kdtrain.training.health import gradients_of, initial_loss
 from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
-from kdtrain.training.recovery import sequences
 from kdtrain.training.run import Run
 from kdtrain.training.state import make_optimizer
 from kdtrain.training.update import full_tokens
@@ -210,7 +209,7 @@ def _loader(made: Assembled, config: DistillConfig) -> Check:
 
 
 def _reading_seconds(run: Run, step: int) -> float:
-    indices = sequences(run, step * run.config.batch_size)
+    indices = run.sequences(step * run.config.batch_size)
     started = time.perf_counter()
     for each in rearrange(indices, "(a m) -> a m", m=run.micro):
         run.train_source.read(each)
@@ -273,7 +272,7 @@ CHECKS: tuple[Callable[[Assembled, DistillConfig], Check], ...] = (
 
 def _batch(run: Run, most: int | None = None) -> CachedBatch:
     """The first micro-batch of the run, or the first `most` sequences of it."""
-    return run.train_source.read(sequences(run, 0)[: min(run.micro, most or run.micro)])
+    return run.train_source.read(run.sequences(0)[: min(run.micro, most or run.micro)])
 
 
 def _verdict(sound: bool) -> str:

@@ -10,10 +10,9 @@ import time
 
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import Bar, Rate, line, log
-from kdtrain.training.recovery import roll_back, sequences, skip
+from kdtrain.training.recovery import roll_back, skip
 from kdtrain.training.run import Run
 from kdtrain.training.saving import is_saved, save, save_if_due
-from kdtrain.training.source import Feed
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.switching import decide, warm_up
 from kdtrain.training.update import take_step
@@ -37,7 +36,7 @@ def train(run: Run) -> None:
                 save_if_due(run, improved=improved)
         warm_up(run, stop)
         while not (run.finished() or stop):
-            for batches in _feed(run).steps():
+            for batches in run.feed().steps():
                 numbers = take_step(run, batches, stop)
                 if numbers is None:
                     break
@@ -72,12 +71,6 @@ def train(run: Run) -> None:
                     break
         _end(run, stop)
         run.saver.wait()
-
-
-def _feed(run: Run) -> Feed:
-    """The data from the cursor on."""
-    cursor, size = run.state.progress.sequences, run.config.batch_size
-    return Feed(run.train_source, lambda step: sequences(run, cursor + step * size), run.micro)
 
 
 def _end(run: Run, stop: StopRequest) -> None:

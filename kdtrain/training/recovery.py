@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 
 from kdtrain import faults
 from kdtrain.checkpoint.store import Checkpoint, load
-from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log
 from kdtrain.training.nan_hooks import find_first, write_bundle
@@ -42,7 +41,7 @@ def skip(run: Run, numbers: dict[str, float]) -> bool:
         if (warning := run.scale.update(overflowed=True)) is not None:
             log.warning(warning)
         return False
-    number, indices = progress.step + 1, sequences(run, progress.sequences)
+    number, indices = progress.step + 1, run.sequences(progress.sequences)
     where = f"batch {batch_number(run)} at step {number}"
     log.warning("%s: loss %s, gradient norm %s: not taken", where, numbers["loss"], numbers["grad_norm"])
     if run.hooks is not None or (progress.skips == 0 and run.config.guards.nan_hooks == "first"):
@@ -62,11 +61,6 @@ def skip(run: Run, numbers: dict[str, float]) -> bool:
             "look at the data (kdtrain verify) or lower --lr"
         )
     return True
-
-
-def sequences(run: Run, cursor: int) -> np.ndarray:
-    """The numbers of the sequences of the step that begins at `cursor`."""
-    return order.batch(run.config.seed, cursor, run.config.batch_size, len(run.train_source))
 
 
 def _look_into(run: Run, number: int, indices: np.ndarray) -> None:

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
+from kdtrain.data import order
 from kdtrain.monitor.writers import Writers
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.scale import LossScale
@@ -13,7 +16,7 @@ from kdtrain.training.bounds import BoundWatch
 from kdtrain.training.early import EarlyStopping
 from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.reporter import Reporter
-from kdtrain.training.source import Source
+from kdtrain.training.source import Feed, Source
 from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import TrainState
 from kdtrain.training.step import DistillStep
@@ -62,6 +65,15 @@ class Run:
     tokens: int = 0
     published: tuple[int, int | None] | None = None
     bounds: BoundWatch = field(default_factory=BoundWatch)
+
+    def sequences(self, cursor: int) -> np.ndarray:
+        """The numbers of the sequences of the step that begins at `cursor`."""
+        return order.batch(self.config.seed, cursor, self.config.batch_size, len(self.train_source))
+
+    def feed(self) -> Feed:
+        """The data from the cursor on."""
+        cursor, size = self.state.progress.sequences, self.config.batch_size
+        return Feed(self.train_source, lambda step: self.sequences(cursor + step * size), self.micro)
 
     def finished(self) -> bool:
         """Whether there is no step left to take: the last one is taken, or the run was stopped early."""

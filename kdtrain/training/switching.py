@@ -12,7 +12,7 @@ from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.monitor.progress import log
 from kdtrain.precision.policy import Action, Delete, Recover, Save, Say, Snapshot
 from kdtrain.training.adaptive import Adaptive
-from kdtrain.training.recovery import go_back, sequences
+from kdtrain.training.recovery import go_back
 from kdtrain.training.run import Run
 from kdtrain.training.saving import save
 from kdtrain.training.stopping import StopRequest
@@ -24,7 +24,7 @@ def warm_up(run: Run, stop: StopRequest) -> None:
     adaptive = run.adaptive
     if adaptive is None or not run.step.compile_objective:
         return
-    batch = run.train_source.read(sequences(run, run.state.progress.sequences)[: run.micro])
+    batch = run.train_source.read(run.sequences(run.state.progress.sequences)[: run.micro])
     for position in adaptive.positions:
         if stop:
             break

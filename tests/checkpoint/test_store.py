@@ -145,6 +145,25 @@ def test_what_a_run_goes_back_behind_is_set_aside_and_the_links_follow(store):
     assert os.readlink(store.folder / "latest") == "window_1_iter15"
 
 
+def test_those_of_the_same_step_after_more_rollbacks_are_left_as_well(store):
+    save(store, 20, "rollback_1_iter20", rollbacks=1)
+    assert store.set_aside_after(20, 0) == ["rollback_1_iter20", "step-00000030"]
+    assert store.names() == ["step-00000010", "step-00000020"]
+
+
+def test_a_damaged_one_is_kept_when_its_step_comes_again(store):
+    flip(store.folder / "step-00000030" / SHARD)
+    save(store, 30)
+    assert store.problem("step-00000030") is None
+    assert (store.folder / "step-00000030.damaged-1" / SHARD).exists()
+
+
+def test_what_an_interruption_left_is_not_planned(store):
+    save(store, 35, "interrupted-00000035")
+    assert store.newest_valid(before=40)[0] == "interrupted-00000035"
+    assert store.newest_valid(before=40, planned=True)[0] == "step-00000030"
+
+
 def test_damaged_ones_are_renamed_and_nothing_is_deleted(store):
     store.link("best", "step-00000030")
     files = len([path for path in store.folder.rglob("*") if path.is_file() and not path.is_symlink()])

@@ -8,7 +8,6 @@ import torch
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import guarded_step, not_finite
-from kdtrain.training.recovery import sequences
 from kdtrain.training.source import Feed
 from kdtrain.training.state import make_optimizer
 from kdtrain.training.stopping import StopRequest
@@ -136,7 +135,7 @@ def test_what_is_not_finite_is_found_wherever_it_is(bad):
 def test_a_step_whose_temperature_alone_has_a_bad_gradient_is_skipped_as_well(workshop):
     def take(run):
         cursor = run.state.progress.sequences
-        batches = next(Feed(run.train_source, lambda _: sequences(run, cursor), run.micro).steps())
+        batches = next(Feed(run.train_source, lambda _: run.sequences(cursor), run.micro).steps())
         return take_step(run, batches, StopRequest())
 
     with workshop.run(temperature_mode="likelihood") as run:

@@ -13,8 +13,7 @@ from kdtrain import faults
 from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.training.loop import train
-from kdtrain.training.recovery import sequences, skip
-from kdtrain.training.source import Feed
+from kdtrain.training.recovery import skip
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.update import take_step
 
@@ -108,7 +107,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_and_its_data_are_passed_over(
     with workshop.run(train=source, micro_batch_size=micro, steps=1, lr_schedule="constant", checkpoint_freq=1) as run:
         train(run)
         before, moments = weights(run), copy.deepcopy(run.state.optimizer.state_dict()["state"])
-        bad = next(Feed(source, lambda _: sequences(run, run.state.progress.sequences), micro).steps())
+        bad = next(run.feed().steps())
         numbers = take_step(run, bad, StopRequest())
         skip(run, numbers)
     assert not math.isfinite(numbers["loss"])
@@ -263,3 +262,20 @@ def test_each_step_draws_from_its_own_seed(workshop):
             train(run)
     assert drawn[:3] == drawn[3:]
     assert len(set(drawn)) == 3
+
+
+def test_a_validation_of_no_tokens_is_never_the_best(workshop):
+    nothing = workshop.source(5, seed=1, masked=(0, 1, 2, 3, 4))
+    with workshop.run(validation=nothing, steps=2, eval_freq=1) as run:
+        train(run)
+    assert (run.state.progress.best_step, run.state.progress.best_loss) == (None, None)
+    assert not (run.store.folder / "best").is_symlink()
+
+
+def test_an_epoch_whose_last_batch_was_skipped_has_its_checkpoint_all_the_same(workshop):
+    # 12 sequences are three batches; the third one is broken
+    broken = order.batch(0, 8, 4, 12).tolist()[0]
+    with workshop.run(train=workshop.source(12, broken=(broken,)), steps=3, checkpoint_freq=100) as run:
+        train(run)
+    assert (run.state.progress.skips, run.state.progress.sequences) == (1, 16)
+    assert "epoch-0001" in run.store.names()

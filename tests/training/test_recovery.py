@@ -4,11 +4,15 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
+from kdtrain.data import order
 from kdtrain.errors import RunError
+from kdtrain.training import recovery
 from kdtrain.training.loop import train
+from kdtrain.training.saving import relink_best
 
 SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 100, "early_stopping": False, "lr_schedule": "constant"}
 
@@ -95,3 +99,46 @@ def test_the_checkpoint_that_a_rollback_needs_outlives_pruning(workshop, spikes)
         train(run)
     assert run.state.progress.rollbacks == 1
     assert events(run, "rollback")[0]["step"] == 24
+
+
+def test_a_rollback_does_not_go_back_to_what_an_interruption_left(workshop, spikes):
+    spikes("26-28")
+    with workshop.run(train=workshop.source(400), **SPIKE) as run:
+        run.store.save("interrupted-00000025", 25, run.state.tensors(), {"progress": {"step": 25}})
+        train(run)
+    assert events(run, "rollback")[0]["step"] == 24
+    assert (run.store.folder / "interrupted-00000025.left-1").is_dir()
+
+
+def test_a_rollback_does_not_bring_back_an_early_stop_that_was_put_aside(workshop, spikes):
+    spikes("26-28")
+    with workshop.run(train=workshop.source(400), **SPIKE) as run:
+        run.state.progress.stopped = "the loss is flat"
+        run.state.progress.step, run.state.progress.sequences = 24, 96
+        run.saver.save(["step-00000024"], 24, run.state.tensors(), run.state.numbers())
+        run.saver.wait()
+        run.state.progress.stopped = None
+        for step in range(1, 25):
+            run.spikes.update(step, 1.0)
+        train(run)
+    assert (run.state.progress.rollbacks, run.state.progress.stopped, run.state.progress.step) == (1, None, 40)
+
+
+def test_the_best_that_is_gone_is_nobodys_best(workshop):
+    with workshop.run(steps=2, eval_freq=1) as run:
+        train(run)
+        assert (run.store.folder / "best").is_symlink()
+        run.state.progress.best_step = 7
+        relink_best(run)
+    assert (run.state.progress.best_step, run.state.progress.best_loss) == (None, None)
+    assert not (run.store.folder / "best").is_symlink()
+
+
+def test_a_bundle_that_cannot_be_written_is_a_warning_and_the_run_goes_on(workshop, monkeypatch):
+    def full(*arguments):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(recovery, "write_bundle", full)
+    with workshop.run(train=workshop.source(40, broken=tuple(order.batch(0, 0, 4, 40).tolist()[:1])), steps=3) as run:
+        train(run)
+    assert (run.state.progress.step, run.state.progress.skips) == (3, 1)
