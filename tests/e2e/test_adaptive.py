@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("cached")
 
 _HOW = ("--steps", 14, "--lr", 1e-5, "--lr-schedule", "constant", "--warmup-steps", 0, "--batch-size", 6, "--alpha", 0)
 _RULE = ("--time-resume", "--quant-rule", "loss", "--quant-loss-threshold", 9, "--quant-window-size", 4)
-_QUIET = ("--no-compile", "--no-tensorboard", "--spike-rule", "none", "--eval-freq", 100, "--quant-min-dwell", 5)
+_DWELL = ("--quant-min-dwell", 5)
+_QUIET = ("--no-compile", "--no-tensorboard", "--spike-rule", "none", "--eval-freq", 100)
 _RISING = "train.loss:x2.5:5-8"
 
 
@@ -32,7 +33,9 @@ def lines(run: Path) -> list[str]:
 
 
 def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(bench):
-    done = distill(bench, "adaptive", "--precision", "mxfp4", *_RULE, "--keep-special", 20, "--json", fault=_RISING)
+    done = distill(
+        bench, "adaptive", "--precision", "mxfp4", *_RULE, *_DWELL, "--keep-special", 20, "--json", fault=_RISING
+    )
     loss = {line["step"]: f"{line['loss']:.4f}" for line in bench.metrics("adaptive")}
     assert lines(bench.root / "adaptive") == [
         "[TimeResume] Adaptive quantization training enabled",
@@ -54,7 +57,17 @@ def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(ben
 
 
 def test_a_run_killed_in_its_fallback_ends_as_one_that_was_not(bench):
-    options = ("--precision", "fp8", *_RULE, "--quant-snapshot", "disk", "--checkpoint-freq", 3, "--no-async-save")
+    options = (
+        "--precision",
+        "fp8",
+        *_RULE,
+        *_DWELL,
+        "--quant-snapshot",
+        "disk",
+        "--checkpoint-freq",
+        3,
+        "--no-async-save",
+    )
     distill(bench, "whole", *options, fault=_RISING).ok()
     killed = distill(bench, "killed", *options, KDTRAIN_FAULT=f"{_RISING},train.after-step:kill:10")
     assert killed.code < 0
