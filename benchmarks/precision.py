@@ -47,7 +47,7 @@ class Settings:
     """Sequences of the train split that the teacher is cached over."""
     base_steps: int = 1000
     """Optimizer steps of the student that all others go on from, at the peak rate."""
-    steps: int = 200
+    steps: int = 120
     """Optimizer steps of each student."""
     batch_size: int = 8
     """Sequences in an optimizer step."""
