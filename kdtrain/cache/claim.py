@@ -1,10 +1,14 @@
 """May this folder be built in, and what stands in it before the first shard.
 
 A folder that holds something else, or a cache of other settings, is refused with what differs, and so is one
-that another process builds in at this moment: a builder holds a lock on the file `.building-RANK` (one a
-rank), which the system lets go of when the process ends, however it ends. What it gives up: on a file system
-without locks two builders are not kept apart; their files are the same, but one may stop with an error.
+that another command builds in at this moment: each rank of a builder holds a lock on the file `.building-RANK`,
+which the system lets go of when the process ends, however it ends. Rank 0 takes its own first, looks whether any
+other is held, by a rank that an earlier command left behind say, and then lets its own ranks in. What it gives up:
+on a file system without locks two builders are not kept apart; their files are the same, but one may stop with an
+error.
 """
+
+from __future__ import annotations
 
 import fcntl
 import os
@@ -18,6 +22,7 @@ from kdtrain import faults
 from kdtrain.cache import layout
 from kdtrain.cache.files import fsync, publish_json, read_sealed, writing
 from kdtrain.cache.provenance import CacheSettings, Manifest, read_manifest
+from kdtrain.cache.ranks import Ranks
 from kdtrain.errors import RunError, UsageError
 
 _LOCK = ".building-"
@@ -31,6 +36,56 @@ _TOKENIZER_FILES = (
     "chat_template*",
     "additional_chat_templates",
 )
+
+
+def enter(folder: Path, settings: CacheSettings, tokenizer: Any, ranks: Ranks) -> tuple[Manifest | None, Lock | None]:
+    """Claim, lock and begin a folder together: the manifest where it is finished, else this rank's lock.
+
+    UsageError: see `claim` and `Lock`, on all ranks. RunError: the folder cannot be written.
+    """
+    manifest = claim(folder, settings)
+    ranks.gather(manifest is not None)  # nothing is written before every rank has looked
+    if manifest is not None:
+        remove_stale_lock(folder, ranks.rank)
+        return manifest, None
+    lock = None
+    if ranks.rank == 0:
+        make_folder(folder)
+        lock = _first_lock(folder, ranks)
+        manifest = claim(folder, settings)  # another may have begun or finished it meanwhile
+        if manifest is None:
+            begin(folder, settings, tokenizer)
+    if ranks.gather(_GO)[0][0] == _HELD:
+        raise _held(folder)
+    if ranks.rank:
+        make_folder(folder)
+        lock = Lock(folder, ranks.rank)
+        manifest = claim(folder, settings)
+    return manifest, lock
+
+
+_GO, _HELD = 0, 1
+
+
+def _first_lock(folder: Path, ranks: Ranks) -> Lock:
+    """Rank 0's lock, once no other rank of another command holds one. UsageError, which the other ranks are told."""
+    try:
+        lock = Lock(folder, 0)
+        try:
+            for path in folder.glob(f"{_LOCK}*"):
+                if path.name != f"{_LOCK}0":
+                    Lock(folder, int(path.name.removeprefix(_LOCK))).release()
+        except UsageError:
+            lock.release()
+            raise
+    except UsageError:
+        ranks.gather(_HELD)
+        raise
+    return lock
+
+
+def _held(folder: Path) -> UsageError:
+    return UsageError(f"another process is building {folder} now; wait for it, or choose another --out")
 
 
 def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
@@ -88,10 +143,7 @@ class Lock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            folder = self._path.parent
-            raise UsageError(
-                f"another process is building {folder} now; wait for it, or choose another --out"
-            ) from None
+            raise _held(self._path.parent) from None
         except OSError:
             return True
         return self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
