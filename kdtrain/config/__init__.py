@@ -18,6 +18,7 @@ from kdtrain.config.commands import (
     InspectConfig,
     VerifyConfig,
 )
+from kdtrain.config.parallel import ParallelConfig
 from kdtrain.config.precision import PrecisionConfig, QuantizationConfig
 from kdtrain.config.sections import (
     CheckpointConfig,
@@ -43,6 +44,7 @@ __all__ = [
     "MonitorConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "PrecisionConfig",
     "QuantizationConfig",
     "StoppingConfig",
