@@ -39,53 +39,42 @@ _TOKENIZER_FILES = (
 
 
 def enter(folder: Path, settings: CacheSettings, tokenizer: Any, ranks: Ranks) -> tuple[Manifest | None, Lock | None]:
-    """Claim, lock and begin a folder together: the manifest where it is finished, else this rank's lock.
+    """Claim, lock and begin a folder, rank 0 before the others: the manifest where it is finished, else this rank's
+    lock.
 
-    UsageError: see `claim` and `Lock`, on all ranks. RunError: the folder cannot be written.
+    UsageError: see `claim` and `Lock`. RunError: the folder cannot be written.
     """
-    manifest = claim(folder, settings)
-    ranks.gather(manifest is not None)  # nothing is written before every rank has looked
-    if manifest is not None:
-        remove_stale_lock(folder, ranks.rank)
-        return manifest, None
-    lock = None
-    if ranks.rank == 0:
+    own: list[Lock] = []
+
+    def begun() -> bool:
+        if claim(folder, settings) is not None:
+            return False
         make_folder(folder)
-        lock = _first_lock(folder, ranks)
-        manifest = claim(folder, settings)  # another may have begun or finished it meanwhile
-        if manifest is None:
+        own.append(_first_lock(folder, ranks.rank))
+        if claim(folder, settings) is not None:  # another has finished it meanwhile
+            own.pop().release()
+            return False
+        if ranks.rank == 0:
             begin(folder, settings, tokenizer)
-    if ranks.gather(_GO)[0][0] == _HELD:
-        raise _held(folder)
-    if ranks.rank:
-        make_folder(folder)
-        lock = Lock(folder, ranks.rank)
-        manifest = claim(folder, settings)
-    return manifest, lock
+        return True
+
+    if not ranks.on_main(begun):
+        remove_stale_lock(folder, ranks.rank)
+        return read_manifest(folder), None
+    return None, own[0] if own else Lock(folder, ranks.rank)
 
 
-_GO, _HELD = 0, 1
-
-
-def _first_lock(folder: Path, ranks: Ranks) -> Lock:
-    """Rank 0's lock, once no other rank of another command holds one. UsageError, which the other ranks are told."""
+def _first_lock(folder: Path, rank: int) -> Lock:
+    """The lock of a rank, once no rank of another command holds one."""
+    lock = Lock(folder, rank)
     try:
-        lock = Lock(folder, 0)
-        try:
-            for path in folder.glob(f"{_LOCK}*"):
-                if path.name != f"{_LOCK}0":
-                    Lock(folder, int(path.name.removeprefix(_LOCK))).release()
-        except UsageError:
-            lock.release()
-            raise
+        for path in folder.glob(f"{_LOCK}*"):
+            if path.name != f"{_LOCK}{rank}":
+                Lock(folder, int(path.name.removeprefix(_LOCK))).release()
     except UsageError:
-        ranks.gather(_HELD)
+        lock.release()
         raise
     return lock
-
-
-def _held(folder: Path) -> UsageError:
-    return UsageError(f"another process is building {folder} now; wait for it, or choose another --out")
 
 
 def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
@@ -143,7 +132,10 @@ class Lock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _held(self._path.parent) from None
+            folder = self._path.parent
+            raise UsageError(
+                f"another process is building {folder} now; wait for it, or choose another --out"
+            ) from None
         except OSError:
             return True
         return self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())

@@ -8,7 +8,7 @@ nothing to ask asks an empty question. What it gives up: the ranks wait for the 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,14 +17,23 @@ Teacher = Callable[[Tensor, Tensor | None], Tensor]
 """CPU int64 tokens [B,T] and segments [B,T] (None without a document mask) -> logits [B,T,V], any device."""
 
 
-class Ranks(Protocol):
-    """The processes that build one cache."""
+T = TypeVar("T")
 
-    rank: int
-    world: int
+
+class Ranks(Protocol):
+    """The processes that build one cache; all of them call the same methods in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
 
     def gather(self, *numbers: int) -> list[list[int]]:
-        """What each rank gave, by rank; all must call it. RunError: a rank is gone."""
+        """What each rank gave, by rank."""
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """What `action` gives, or raises, on rank 0, which alone does it."""
 
 
 class Alone:
@@ -36,6 +45,10 @@ class Alone:
     def gather(self, *numbers: int) -> list[list[int]]:
         """Its own."""
         return [list(numbers)]
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Its own."""
+        return action()
 
 
 class Rounds:

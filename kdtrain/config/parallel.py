@@ -24,3 +24,16 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         refuse(self.shard_size is not None and self.shard_size < 1, "--shard-size must be at least 1")
         refuse(not 0 < self.rank_timeout < float("inf"), f"--rank-timeout {self.rank_timeout} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheParallelConfig:
+    """Many processes that cache one teacher, started by torchrun."""
+
+    teacher_parallel: Literal["auto", "replicate", "fsdp"] = "auto"
+    """How the teacher is spread over the ranks: whole on each, or in parts; auto takes what fits."""
+    rank_timeout: float = 600.0
+    """Seconds that a rank waits for the others before the command ends."""
+
+    def __post_init__(self) -> None:
+        refuse(not 0 < self.rank_timeout < float("inf"), f"--rank-timeout {self.rank_timeout} must be above 0")
