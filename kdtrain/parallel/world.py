@@ -124,7 +124,7 @@ def new_words() -> Any:
 
     Every rank must call it, in the same order as its other collectives.
     """
-    return dist.new_group(backend="gloo", timeout=_PATIENCE) if _many() else None
+    return dist.new_group(backend="gloo", timeout=_PATIENCE) if _initialized() else None
 
 
 def on_main(action: Callable[[], T], words: Any = None) -> T:
