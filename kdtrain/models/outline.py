@@ -103,8 +103,10 @@ def _measured(spec: ModelSpec, config: PreTrainedConfig, seq_len: int, mode: str
 def _fake(spec: ModelSpec, config: PreTrainedConfig) -> Any:
     make = AutoModelForCausalLM.from_config
     options = {"dtype": torch.float32, "trust_remote_code": spec.trust_remote_code}
-    # plain causal attention by the kernel that training uses; another implementation stays what it is
-    return make(copy.deepcopy(config), attn_implementation=attention_option(spec) or CAUSAL_SDPA, **options).train()
+    model: Any = make(copy.deepcopy(config), attn_implementation=attention_option(spec), **options)
+    if model.config._attn_implementation == "sdpa":  # as training does, and without a mask that needs numbers
+        model.set_attn_implementation(CAUSAL_SDPA)
+    return model.train()
 
 
 @contextmanager
