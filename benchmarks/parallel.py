@@ -10,16 +10,24 @@ a student of one layer of width 64, and taken off. The estimate is the plan's, m
 glibc keeps freed blocks of up to 32 MiB for itself, because the size from which it gives them back grows with use, so
 that the mark is that of its heap's waste too. It is therefore measured twice: with that size held at 1 MiB, which
 leaves what is alive and is what estimates are held to, and as it comes.
+
+Exchange: `kdtrain distill` in two gloo ranks, every collective of its training steps counted by PyTorch's dispatcher
+(benchmarks/exchange_script.py), against `kdtrain.parallel.traffic`. Exact, or the script ends with 1.
+
+Throughput: the same student and batch in one process on one thread, in two ranks on a thread each, and in one process
+on two threads; the second is what two ranks win, the third what the two cores give without ranks.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +39,16 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.provenance import CacheSettings
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.packing import PackedRow
+from kdtrain.models.loading import load_student
+from kdtrain.models.spec import ModelSpec
+from kdtrain.parallel import traffic
 from kdtrain.parallel.plan import Plan, estimated
 from kdtrain.stages.planning import job_of
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "parallel.json"
+SCRIPT = ROOT / "benchmarks" / "exchange_script.py"
 GOAL = 0.2
 """How far an estimate may be from the measured peak, as a share of it."""
 SEQ_LEN = 256
@@ -179,6 +191,84 @@ def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
     return {"baseline": round(alive / 2**20, 1), "goal": GOAL, "cases": rows}
 
 
+EXCHANGED = Case(llama(64, 2))
+THROUGHPUT = Case(llama(256, 4))
+
+
+def launch(words: list[str], world: int, threads: int) -> str:
+    """What rank 0 of a command prints, which is started once a rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": f"{threads}", "WORLD_SIZE": f"{world}"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env={**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": f"{world}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said = [each.communicate() for each in started]
+    if any(each.returncode for each in started):
+        raise SystemExit("\n".join(err for _, err in said))
+    return said[0][0]
+
+
+def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:
+    """Calls and bytes of a step, counted and by formula."""
+    model = load_student(
+        ModelSpec(name="x", config=EXCHANGED.student, init="scratch"), vocab_size=2048, seed=0, device="cpu"
+    )
+    layers = [[list(each.shape) for each in layer.parameters()] for layer in model.model.layers]
+    inside = {id(each) for each in model.model.layers.parameters()}
+    root = [list(each.shape) for each in model.parameters() if id(each) not in inside]
+    rows = []
+    for how, precision, micros in itertools.product(("ddp", "fsdp"), ("fp32", "bf16"), (1, 3)):
+        batch = ("--batch-size", world * micros, "--micro-batch-size", 1, "--precision", precision, "--parallel", how)
+        case = replace(EXCHANGED, options=batch)
+        counts = folder.root / "counts.json"
+        launch(
+            [str(SCRIPT), str(counts), "distill", *folder.argv("exchanged", case, steps=3), "--eval-freq", "100"],
+            *(world, 1),
+        )
+        # the last: DDP puts its buckets in order in the first, and later ones are all alike
+        counted = json.loads(counts.read_text())[-1]
+        if how == "ddp":
+            expected = {"all_reduce": [1, int(traffic.ddp([*root, *itertools.chain(*layers)]).all_reduce)]}
+        else:
+            gathered = 2 if precision == "bf16" else 4
+            found = traffic.fsdp(layers, root, sharing=world, micro_batches=micros, gathered=gathered)
+            assert found.calls is not None
+            expected = {name: [calls, int(getattr(found, name))] for name, calls in found.calls.items()}
+        numbers = counted.pop("numbers", [0, 0])
+        row = {"how": how, "precision": precision, "micro-batches": micros, "counted": counted, "formula": expected}
+        rows.append({**row, "exact": counted == expected, "numbers that ranks agree on": numbers})
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def throughput(folder: Folder, steps: int = 30) -> dict[str, Any]:
+    """Tokens a second."""
+    rates = {}
+    for name, world, threads in (
+        ("one process, one thread", 1, 1),
+        ("two ranks, a thread each", 2, 1),
+        ("one process, two threads", 1, 2),
+    ):
+        options = ("--batch-size", 16, "--precision", "fp32", "--eval-freq", 1000, "--checkpoint-freq", 1000)
+        case = replace(THROUGHPUT, options=options)
+        words = ["-m", "kdtrain", "distill", *folder.argv("throughput", case, steps), "--json"]
+        rates[name] = json.loads(launch(words, world, threads))["tokens_per_second"]
+        print(name, rates[name], file=sys.stderr, flush=True)
+    one, two, threads_two = rates.values()
+    ratios = {"two ranks over one": round(two / one, 3), "two threads over one": round(threads_two / one, 3)}
+    return {"tokens a second": rates, **ratios, "cores": os.cpu_count(), "steps": steps}
+
+
 def main() -> int:
     """Measure; 1 where an estimate misses its goal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -187,10 +277,15 @@ def main() -> int:
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     result |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": platform.machine()}
     with tempfile.TemporaryDirectory() as name:
-        if options.only in (None, "memory"):
-            result["memory"] = memory(Folder(Path(name)), MEMORY)
+        folder = Folder(Path(name))
+        parts = {"memory": lambda: memory(folder, MEMORY), "exchange": lambda: exchange(folder)}
+        parts["throughput"] = lambda: throughput(folder)
+        for part, measure in parts.items():
+            if options.only in (None, part):
+                result[part] = measure()
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    return int(any(abs(each["difference"]) > GOAL for each in result["memory"]["cases"].values()))
+    within = [abs(each["difference"]) <= GOAL for each in result.get("memory", {}).get("cases", {}).values()]
+    return int(not all([*within, *(row["exact"] for row in result.get("exchange", []))]))
 
 
 if __name__ == "__main__":
