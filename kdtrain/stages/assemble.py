@@ -6,7 +6,7 @@ the same way, in the same order, in flat memory, and a resume never tokenises ag
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
 from kdtrain.objective.temperature import Temperature, build_temperature
+from kdtrain.parallel.plan import Plan
 from kdtrain.parallel.world import pick_device
 from kdtrain.precision import plan as formats
 from kdtrain.precision.collect import Collector
@@ -34,6 +35,7 @@ from kdtrain.precision.scale import LossScale
 from kdtrain.stages.begin import allowing
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
 from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
+from kdtrain.stages.planning import plan_run
 from kdtrain.stages.run_folder import deciding
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.early import EarlyStopping
@@ -61,6 +63,7 @@ class Assembled:
         folder: where that cache lies.
         hidden: the losses between hidden states, where they are asked for.
         lines: what is quantised, for the log.
+        plan: how it is spread over ranks.
     """
 
     run: Run
@@ -69,6 +72,7 @@ class Assembled:
     folder: Path
     hidden: HiddenPlan | None = None
     lines: tuple[str, ...] = ()
+    plan: Plan = field(default_factory=lambda: Plan("single", "none"))
 
 
 def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
@@ -82,6 +86,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     """
     device = pick_device(config.device)
     plan = formats.plan(config.precision, config.quantization, device)
+    over_ranks = plan_run(config, device)
     mode = plan.high
     if config.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
@@ -167,7 +172,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
             "teacher": None if teacher is None else model_digest(teacher),
         },
     )
-    return Assembled(run, spec, manifest, folder, hidden, tuple(lines))
+    return Assembled(run, spec, manifest, folder, hidden, tuple(lines), over_ranks)
 
 
 def _quantize(config: DistillConfig, plan: formats.Plan, student: SplitModel) -> list[str]:

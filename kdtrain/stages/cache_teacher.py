@@ -14,6 +14,7 @@ from kdtrain.parallel.world import is_main, peak_memory_mb, pick_device, ranks, 
 from kdtrain.precision.modes import pick_mode
 from kdtrain.stages.build import build_cache, build_from_logprobs
 from kdtrain.stages.common import ask, check_fits, open_teacher, show
+from kdtrain.stages.planning import shards_teacher
 
 
 def main(config: CacheTeacherConfig) -> int:
@@ -46,6 +47,7 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> Manifest | None:
         return build_from_logprobs(config, spec, tokenizer, vocabulary(spec))
     mode = pick_mode(config.precision, device)
     with together():
+        shards_teacher(config, spec, mode, device)
         teacher = open_teacher(spec, device, mode)
         check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
         digest = model_digest(teacher)
