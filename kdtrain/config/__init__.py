@@ -18,7 +18,7 @@ from kdtrain.config.commands import (
     InspectConfig,
     VerifyConfig,
 )
-from kdtrain.config.parallel import ParallelConfig
+from kdtrain.config.parallel import CacheParallelConfig, ParallelConfig
 from kdtrain.config.precision import PrecisionConfig, QuantizationConfig
 from kdtrain.config.sections import (
     CheckpointConfig,
@@ -32,6 +32,7 @@ from kdtrain.config.sections import (
 )
 
 __all__ = [
+    "CacheParallelConfig",
     "CacheTeacherConfig",
     "CheckpointConfig",
     "CodecConfig",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.config.parallel import ParallelConfig
+from kdtrain.config.parallel import CacheParallelConfig, ParallelConfig
 from kdtrain.config.precision import PrecisionConfig, QuantizationConfig
 from kdtrain.config.sections import (
     CheckpointConfig,
@@ -49,9 +49,14 @@ class CacheTeacherConfig:
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
+    parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
 
     def __post_init__(self) -> None:
         refuse_bad_seed(self.seed)
+        refuse(
+            self.from_logprobs is not None and self.parallel.teacher_parallel != "auto",
+            "--teacher-parallel has no effect with --from-logprobs, which asks no teacher; leave it out",
+        )
         self.data.refuse_training_on_validation()
         refuse(
             self.data.data is None and self.from_logprobs is None,

@@ -25,8 +25,8 @@ from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
 from kdtrain.objective.temperature import Temperature, build_temperature
-from kdtrain.parallel.plan import Plan, choose
-from kdtrain.parallel.world import is_main, new_words, on_main, pick_device, together, world_size
+from kdtrain.parallel.plan import Plan
+from kdtrain.parallel.world import is_main, new_words, on_main, pick_device, together
 from kdtrain.precision import plan as formats
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Controller
@@ -36,6 +36,7 @@ from kdtrain.precision.scale import LossScale
 from kdtrain.stages.begin import allowing
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
 from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
+from kdtrain.stages.planning import plan_run
 from kdtrain.stages.run_folder import deciding
 from kdtrain.stages.spread import cut_student, cut_teacher, loading_device, micro_batch, spread
 from kdtrain.training.adaptive import Adaptive
@@ -87,7 +88,8 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     """
     device = pick_device(config.device)
     plan = formats.plan(config.precision, config.quantization, device)
-    over_ranks = choose(config.parallel, world_size(), online=config.teacher is not None)
+    with together():
+        over_ranks = plan_run(config, device)
     mode = plan.high
     if config.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself

@@ -16,7 +16,7 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.parallel.world import peak_memory_mb
+from kdtrain.parallel.world import peak_memory_mb, world_size
 from kdtrain.stages.assemble import Assembled
 from kdtrain.stages.begin import start_from
 from kdtrain.stages.common import show
@@ -62,6 +62,7 @@ def _plan(config: DistillConfig, made: Assembled) -> dict[str, Any]:
         "student": {"name": made.spec.name, "parameters": sum(each.numel() for each in student.parameters())},
         "teacher": (config.teacher or (settings.teacher or {}).get("spec")) if run.step.has_teacher else None,
         "device": str(run.step.device),
+        "parallel": {"ranks": world_size(), **made.plan.table()},
         "mode": run.step.mode,
         "compiled": run.step.compile_objective,
         "steps": run.total,

@@ -39,7 +39,7 @@ FREE = {
         *("eval_freq", "eval_batches", "log_freq", "tensorboard"),
         *("histogram_freq", "sample_freq", "wandb_project", "wandb_name"),
     },
-    "parallel": {"parallel", "teacher_parallel", "shard_size", "log_all_ranks", "rank_timeout"},
+    "parallel": {"parallel", "teacher_parallel", "shard_size", "device_memory", "log_all_ranks", "rank_timeout"},
 }
 """Options that may differ when a run goes on; every other one would make it another run."""
 
