@@ -217,7 +217,7 @@ def _parse_once(command: str, argv: list[str]) -> Any:
 def _fail(code: int, message: str, told: bool = False) -> typing.NoReturn:
     """Leave with `code` and one line, unless another rank has `told` it."""
     message = " ".join(message.split())
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" and not message.startswith("rank "):
         message = f"rank {os.environ['RANK']}: {message}"
     if not told:
         print(f"kdtrain: {message}", file=sys.stderr)

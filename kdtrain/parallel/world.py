@@ -87,7 +87,8 @@ def refuse_many_processes() -> None:
         UsageError: torchrun or another launcher says that there are more.
     """
     if world_size() > 1:
-        raise UsageError("started as one of several processes, and only one is supported; leave torchrun out")
+        only = "started as one of several processes, and only one is supported; leave torchrun out"
+        raise of_all(UsageError(only))
 
 
 @contextmanager
@@ -288,7 +289,8 @@ def _is_of_others(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).splitlines()[0].split())[:200] if str(error) else type(error).__name__
+    first = " ".join(str(error).splitlines()[0].split()) if str(error) else type(error).__name__
+    return re.sub(r"^\[[^]]*\]\s*", "", first).split(". ")[0][:200]
 
 
 def memory_mb(device: torch.device) -> float:

@@ -65,14 +65,14 @@ class Replicated(Alone):
 
     def __init__(self, step: nn.Module, student: nn.Module, own: set[str], probe: Callable[[], torch.Tensor]) -> None:
         super().__init__(step, student)
-        left = own | _unreached(step, probe)
+        # buffers are constants, the same on each rank, and need no broadcast
+        left = own | _unreached(step, probe) | {name for name, _ in step.named_buffers()}
         # a private name for want of a public one: DDP's documentation has none for parameters that are not its own
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, sorted(left))
         device = next(student.parameters()).device
         self.wrapper = DistributedDataParallel(
             step,
             device_ids=[device] if device.type == "cuda" else None,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
             init_sync=True,
         )

@@ -14,7 +14,7 @@ from kdtrain.models.spec import read_spec
 from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import SilentWriters, Writers
-from kdtrain.parallel.world import is_main, on_main, peak_memory_mb, pick_device, rank, ranks, world_size
+from kdtrain.parallel.world import is_main, on_main, peak_memory_mb, pick_device, rank, ranks, together, world_size
 from kdtrain.stages import dry_run, sanity
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.begin import begin
@@ -49,16 +49,15 @@ def main(config: DistillConfig) -> int:
 
 def _distill(config: DistillConfig) -> int:
     setup_logging(quiet=not is_main())
-    # What can be refused at once is refused before --overwrite moves an earlier run aside.
-    device = pick_device(config.device)
-    read_spec(config.student)
-    micro_batch(config)
-    require_wandb(config.monitor.wandb_project)
-    with ranks(device, config.parallel.rank_timeout):
+    with ranks(pick_device(config.device), config.parallel.rank_timeout):
         return _among_ranks(config)
 
 
 def _among_ranks(config: DistillConfig) -> int:
+    with together():  # what can be refused at once is refused before --overwrite moves an earlier run aside
+        read_spec(config.student)
+        micro_batch(config)
+        require_wandb(config.monitor.wandb_project)
     goes_on = on_main(lambda: claim(config))
     made = assemble(config, goes_on)
     run, config = made.run, made.run.config

@@ -21,9 +21,11 @@ def micro_batch(config: DistillConfig) -> int:
     """Sequences in one forward of a rank.
 
     Raises:
-        UsageError: the ranks cannot share a step out evenly.
+        UsageError: the ranks cannot share a step out evenly, or cannot be put into rows of `--shard-size`.
     """
     ranks, batch, micro = world_size(), config.batch_size, config.micro_batch_size
+    if (size := config.parallel.shard_size) is not None and ranks % size:
+        raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")
     if batch % (ranks * (micro or 1)):
         by = f" x --micro-batch-size {micro}" if micro else ""
         raise UsageError(f"--batch-size {batch} is no multiple of {ranks} ranks{by}; choose one that is")

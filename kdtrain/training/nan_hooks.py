@@ -60,9 +60,9 @@ class Finding:
     """In which micro-batch of the step, from 1."""
 
     @property
-    def of_one_module(self) -> bool:
-        """Whether it names the module that went bad, and not what became of it at the end."""
-        return bool(self.module) and not self.tensor.startswith(_NORM)
+    def when(self) -> tuple[bool, int, bool]:
+        """What puts findings of several ranks in the order of time: the norm of all comes after all micro-batches."""
+        return self.tensor.startswith(_NORM), self.micro_batch, self.direction == "backward"
 
     @classmethod
     def of_no_memory(cls, micro_batch: int) -> "Finding":

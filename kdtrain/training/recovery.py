@@ -76,9 +76,9 @@ def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
         how, finding = "run again in eager mode with hooks", find_first(run.step, batches, full_tokens(run))
     run.spread.reshard()
     folder = run.config.out / f"not-finite-{batch_number(run):08d}"
-    found = gathered(None if finding is None else [finding.of_one_module, str(finding)])
-    # a tensor that one rank saw go bad says more than the norm of what all of them have exchanged
-    first = max(range(len(found)), key=lambda number: (found[number] is not None, (found[number] or [0])[0], -number))
+    found = gathered(None if finding is None else [finding.when, str(finding)])
+    # what is exchanged carries one rank's NaN to all: where it was seen first is where it comes from
+    first = min(range(len(found)), key=lambda number: (found[number] or [[math.inf]])[0])
     if rank() == first:
         try:
             write_bundle(folder, run.config, indices, batches, finding)

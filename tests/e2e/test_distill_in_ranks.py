@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kdtrain.checkpoint.store import load
 
@@ -49,7 +50,9 @@ CASES = {
     ),
     "learned temperature": ((*CACHED, "--temperature-mode", "minimize"), SAME, [(2, DDP), (2, FSDP)]),
     # what is rounded in a micro-batch is compared with one process that takes the same micro-batches
-    "bf16": (("--cache", "chat-cache", "--precision", "bf16", "--micro-batch-size", 3), SAME, [(2, DDP), (2, FSDP)]),
+    "bf16": (("--cache", "chat-cache", "--precision", "bf16", "--micro-batch-size", 3), 0.0, [(2, DDP)]),
+    # and with weights of norms that are rounded as well, which Adam makes larger in ten steps
+    "bf16 parts": (("--cache", "chat-cache", "--precision", "bf16", "--micro-batch-size", 3), 1e-2, [(2, FSDP)]),
     "mxfp8": (("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3), SAME, [(2, DDP), (2, FSDP)]),
 }
 """Options, how far a parameter may be from that of one process after 10 steps, and ranks with theirs."""
@@ -87,7 +90,8 @@ def test_ranks_train_what_one_process_trains(ranks, name):
         for line, other in zip(lines, ranks.lines(run), strict=True):
             assert line.keys() == other.keys()
             for key in line.keys() & {"loss", "tokens", "kd", "hidden", "T", "validation/loss", "validation/kl"}:
-                assert other[key] == pytest.approx(line[key], rel=10 * near), (how, line["step"], key)
+                bound = SAME if line["step"] < 2 else max(near, SAME)  # until the first update nothing is rounded twice
+                assert other[key] == pytest.approx(line[key], rel=10 * bound), (how, line["step"], key)
         exported = ranks.root / run / "student" / "model.safetensors"
         assert exported.stat().st_size == (ranks.root / alone / "student" / "model.safetensors").stat().st_size
 
@@ -181,6 +185,17 @@ def test_nan_on_one_rank_is_skipped_by_all(ranks, how):
     assert distance(ranks.tensors(f"nan-alone-{how[1]}"), ranks.tensors(f"nan-{how[1]}")) <= SAME
     events = [json.loads(line) for line in (ranks.root / f"nan-{how[1]}" / "events.jsonl").read_text().splitlines()]
     assert [each["batch"] for each in events if each["event"] == "skip"] == [4]
+
+
+def test_the_rank_whose_teacher_is_broken_says_what_it_saw(ranks):
+    command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", "broken-teacher")
+    ended = ranks.launch(2, *command, fault="train.teacher:nan:7")
+    assert [each.code for each in ended] == [0, 0], ended[0].stderr
+    [found] = [line for line in ended[0].stderr.splitlines() if "run again in eager mode" in line]
+    assert "teacher: logprobs is the first tensor that is not finite" in found
+    folder = found.rsplit(" ", 1)[1]
+    sequences = load_file(ranks.root / folder / "batch.safetensors")["sequences"]
+    assert 7 in sequences.tolist() and len(sequences) == 3
 
 
 def test_a_spike_is_gone_back_behind_by_all(ranks):
