@@ -64,20 +64,24 @@ class EntryError(Exception):
         self.entry, self.cause = entry, cause
 
 
-def write(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, str]]:
+def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None) -> dict[str, tuple[int, str]]:
     """Write `tensors` into `folder`, flushed to the disk; size in bytes and SHA-256 of each file written.
+
+    What they are is known to the first process alone; the others get nothing.
 
     Args:
         folder: exists, and is the same one on every process.
         tensors: by name, of any shape and of the types of safetensors, on any device; DTensors where a process group
             is initialised, and every process calls this with the same names.
+        group: the process group that the plans go over; the default one when None.
 
     Raises:
         EntryError: names the tensor at which it failed.
     """
     writer = _Writer(folder)
     try:
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=not distributed.is_initialized())
+        alone = not distributed.is_initialized()
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
     return writer.files

@@ -89,22 +89,24 @@ class SplitModel(nn.Module):
         linear = self.model.get_output_embeddings()
         return OutputHead(linear.weight, getattr(linear, "bias", None), self._scale, self._softcap)
 
-    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None, layers: tuple[int, ...] = ()) -> Any:
         """Return hidden states [B, T, D], or logits [B, T, V] if the model is not split.
 
         tokens_BT: token ids, int64. segments_BT: number of the document of each position, integers;
-        attention and positions then stay within a document. None: plain causal attention.
+        attention and positions then stay within a document. None: plain causal attention. layers: see
+        `with_layers`; whatever is asked for comes through here, because wrappers see calls of a module alone.
         """
         self._refuse(segments_BT)
-        return self._run(tokens_BT, segments_BT)
+        if not layers:
+            return self._run(tokens_BT, segments_BT)
+        output = self._output(tokens_BT, segments_BT, output_hidden_states=True)
+        return self._result(output), [output.hidden_states[layer] for layer in layers]
 
     def with_layers(
         self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return what `forward` does, and the outputs [B, T, D] of some layers: 0 is the embedding, the last normed."""
-        self._refuse(segments_BT)
-        output = self._output(tokens_BT, segments_BT, output_hidden_states=True)
-        return self._result(output), [output.hidden_states[layer] for layer in layers]
+        return cast(tuple[Tensor, list[Tensor]], self(tokens_BT, segments_BT, layers))
 
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V]."""

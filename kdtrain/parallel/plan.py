@@ -133,6 +133,16 @@ class Plan:
             shown["GiB free"] = round(self.free / GIB, 3)
         return shown
 
+    def __str__(self) -> str:
+        shards = "all ranks" if self.shard_size is None else f"{self.shard_size} ranks"
+        words = {"single": "whole", "ddp": "whole on each (DDP)", "fsdp": f"cut up over {shards} (FSDP2)"}
+        teacher = {
+            "none": "",
+            "replicate": ", the teacher whole on each",
+            "fsdp": f", the teacher cut up over {shards}",
+        }
+        return f"the student {words[self.student]}{teacher[self.teacher]}"
+
 
 def choose(
     options: ParallelConfig, world: int, *, online: bool, job: Job | None = None, free: float | None = None

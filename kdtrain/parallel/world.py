@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from kdtrain.errors import RunError, UsageError
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 _PATIENCE = timedelta(days=30)
 _words: Any = None
@@ -184,7 +186,16 @@ def together(words: Any = None) -> Iterator[None]:
         return
     if own is not None and rank() == failed[0]:
         raise own
-    _understood(said[failed[0]])
+    _understood(said[failed[0]] or {})
+
+
+def most(number: int) -> int:
+    """The largest of the numbers that the ranks say. Every rank must call it."""
+    if not _many():
+        return number
+    said = torch.tensor(number)
+    dist.all_reduce(said, dist.ReduceOp.MAX, group=_words)
+    return int(said)
 
 
 def barrier() -> None:
@@ -211,6 +222,22 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
     total = tensor.clone()
     dist.all_reduce(total, dist.ReduceOp.SUM)
     return total
+
+
+def of_all(error: E) -> E:
+    """`error`, which every rank raises for the same reason, as one that rank 0 alone says."""
+    error.told = not is_main()  # type: ignore[attr-defined]
+    return error
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that lies here, sharing its memory; all of it where it is not cut up over ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A tensor cut up like `like`, whose part here is `own`, on whatever device that lies."""
+    return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
 
 
 def was_told(error: BaseException) -> bool:

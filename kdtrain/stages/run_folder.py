@@ -76,6 +76,27 @@ def claim(config: DistillConfig) -> bool:
     return _agreed(config)
 
 
+def restarted(config: DistillConfig) -> DistillConfig:
+    """`config`, or, where torchrun has started these processes anew, one that goes on with what they began."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.checkpoint.resume == "auto":
+        return config
+    try:
+        begun = json.loads((config.out / "environment.json").read_text(encoding="utf-8"))["launch"] == launch()
+    except (OSError, ValueError, KeyError, TypeError):
+        begun = False
+    return (
+        dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
+        if begun
+        else config
+    )
+
+
+def launch() -> str | None:
+    """What tells one torchrun from another; None without one."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name is None else f"{name} {os.environ.get('MASTER_ADDR')} {os.getppid()}"
+
+
 def is_run(folder: Path) -> bool:
     """Whether `folder` was written by `kdtrain distill`: its config.toml names a student and a folder of a run."""
     try:

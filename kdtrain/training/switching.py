@@ -10,6 +10,7 @@ import shutil
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.monitor.progress import log
+from kdtrain.parallel.world import on_main
 from kdtrain.precision.policy import Action, Delete, Recover, Save, Say, Snapshot
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.recovery import go_back
@@ -24,9 +25,9 @@ def warm_up(run: Run, stop: StopRequest) -> None:
     adaptive = run.adaptive
     if adaptive is None or not run.step.compile_objective:
         return
-    batch = run.train_source.read(run.sequences(run.state.progress.sequences)[: run.micro])
+    batch = run.train_source.read(run.share(run.state.progress.sequences)[: run.micro])
     for position in adaptive.positions:
-        if stop:
+        if stop.agree():
             break
         run.step.train()
         with adaptive.switch.at(position):
@@ -77,8 +78,12 @@ def _numbers(run: Run) -> dict[str, object]:
 def _delete(run: Run, name: str) -> None:
     """Remove a checkpoint of the recovery buffer, unless it is the best or the latest one."""
     run.saver.wait()
-    if name not in map(run.store.linked, tiers.LINKS) and name in run.store.names():
-        shutil.rmtree(run.store.path(name))
+
+    def remove() -> None:
+        if name not in map(run.store.linked, tiers.LINKS) and name in run.store.names():
+            shutil.rmtree(run.store.path(name))
+
+    on_main(remove)
 
 
 def load_recovery_checkpoint(run: Run) -> bool:
@@ -105,10 +110,9 @@ def load_recovery_checkpoint(run: Run) -> bool:
 
 
 def _newest_on_disk(run: Run, adaptive: Adaptive) -> Checkpoint | None:
-    for name in adaptive.controller.recovery_names():
-        if run.store.problem(name) is None:
-            return load(run.store.path(name))
-    return None
+    names = adaptive.controller.recovery_names()
+    name = on_main(lambda: next((each for each in names if run.store.problem(each) is None), None))
+    return None if name is None else load(run.store.path(name))
 
 
 def _step(kept: Checkpoint) -> int:
