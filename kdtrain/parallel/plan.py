@@ -36,7 +36,7 @@ Teacher = Literal["none", "replicate", "fsdp"]
 
 USABLE = 0.95
 """The share of a device's free memory that a plan may fill."""
-LOGITS = {"cached": 5.0, "online": 9.0, "compiled": 2.0, "compiled online": 4.0}
+LOGITS = {"cached": 5.0, "online": 14.0, "compiled": 2.0, "compiled online": 6.0}
 """How many tensors as large as a chunk of logits live at once in the objective's engine."""
 GIB = 2**30
 

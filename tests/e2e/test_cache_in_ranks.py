@@ -159,6 +159,15 @@ def test_killed_under_one_number_of_ranks_and_finished_under_another(ranks, of_o
     assert kept == list(shards)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_teacher_in_parts_says_what_a_whole_one_says(ranks, of_one, world) -> None:
+    """Rank 0 has more shards than others: forwards are taken together all the same."""
+    out = f"parts-{world}"
+    ended = ranks.run(world, out, "--teacher-parallel", "fsdp", rank1="cache.sidecar.before-rename:kill:2")
+    assert [code for code, *_ in ended] == [-signal.SIGKILL if rank == 1 else 1 for rank in range(world)]
+    _same(ranks.ok(world, out, "--teacher-parallel", "fsdp"), of_one)
+
+
 def test_an_error_of_one_rank_is_said_by_it_and_ends_the_others(ranks, of_one) -> None:
     ended = ranks.run(2, "full", rank1="cache.shard.after-batch:enospc:2")
     assert [code for code, *_ in ended] == [1, 1]
