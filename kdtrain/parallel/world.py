@@ -121,12 +121,15 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def new_words() -> Any:
+def new_words(timeout: float | None = None) -> Any:
     """Another group for words over all ranks, for a thread of its own; None for a process alone.
 
     Every rank must call it, in the same order as its other collectives.
+
+    timeout: seconds that a rank waits for another one; as long as it must when None.
     """
-    return dist.new_group(backend="gloo", timeout=_PATIENCE) if _initialized() else None
+    patience = _PATIENCE if timeout is None else timedelta(seconds=timeout)
+    return dist.new_group(backend="gloo", timeout=patience) if _initialized() else None
 
 
 def on_main(action: Callable[[], T], words: Any = None) -> T:

@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 
 class AllRanks:
-    """The ranks of this command, as a cache is built by them."""
+    """The ranks of this command, as a cache is built by them; a rank waits `timeout` seconds for another's batch."""
+
+    def __init__(self, timeout: float) -> None:
+        self._words = world.new_words(timeout)
 
     @property
     def rank(self) -> int:
@@ -41,7 +44,7 @@ class AllRanks:
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """What each rank gave, by rank."""
-        return world.gathered(list(numbers))
+        return world.gathered(list(numbers), self._words)
 
     def on_main(self, action: Callable[[], T]) -> T:
         """What `action` gives on rank 0, which alone does it."""
@@ -97,7 +100,7 @@ def build_cache(
             "sequences_per_shard": config.sequences_per_shard,
         }
     )
-    built = {"batch_size": config.batch_size, "sharded": sharded, "ranks": AllRanks()}
+    built = {"batch_size": config.batch_size, "sharded": sharded, "ranks": AllRanks(config.parallel.rank_timeout)}
     return _write(config.out, settings, config.data, tokenizer, asked, **built)
 
 
@@ -144,7 +147,7 @@ def build_from_logprobs(
         teacher=None,
         tokenizer=tokenizer,
         batch_size=config.batch_size,
-        ranks=AllRanks(),
+        ranks=AllRanks(config.parallel.rank_timeout),
     )
 
 
