@@ -11,7 +11,7 @@ glibc keeps freed blocks of up to 32 MiB for itself, because the size from which
 that the mark is that of its heap's waste too. It is therefore measured twice: with that size held at 1 MiB, which
 leaves what is alive and is what estimates are held to, and as it comes.
 
-Exchange: `kdtrain distill` in two gloo ranks, every collective of its training steps counted by PyTorch's dispatcher
+Exchange: `kdtrain distill` in two gloo ranks, every collective of its training steps counted
 (benchmarks/exchange_script.py), against `kdtrain.parallel.traffic`. Exact, or the script ends with 1.
 
 Throughput: the same student and batch in one process on one thread, in two ranks on a thread each, and in one process
