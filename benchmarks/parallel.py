@@ -101,16 +101,18 @@ class Folder:
         self.root = root
         (root / "text.txt").write_text("".join(f"{number} squared is {number**2}.\n" for number in range(40_000)))
 
-    def argv(self, name: str, case: Case, steps: int = 2) -> list[str]:
-        """The words of `kdtrain distill` for a case; what they name is made."""
+    def argv(self, name: str, case: Case, steps: int = 2, cached: bool = True) -> list[str]:
+        """The words of `kdtrain distill` for a case; what they name is made, a cache only where it is wanted."""
         spec = self.root / f"{name}.toml"
         tokenizer = self._tokenizer(case.vocab_size)
         entries = "\n".join(f"{key} = {json.dumps(value)}" for key, value in case.student.items())
         spec.write_text(f"tokenizer = '{tokenizer}'\n\n[config]\n{entries}\n")
-        source: tuple[object, ...] = ("--cache", self._cache(case.vocab_size))
+        data = ("--data", self.root / "text.txt", "--seq-len", SEQ_LEN, "--num-sequences", 32)
+        source: tuple[object, ...] = (*data, "--validation-sequences", 4, "--num-workers", 0)
         if case.teacher is not None:
-            data = ("--data", self.root / "text.txt", "--seq-len", SEQ_LEN, "--num-sequences", 32)
-            source = ("--teacher", self._teacher(case), *data, "--validation-sequences", 4, "--num-workers", 0)
+            source = ("--teacher", self._teacher(case), *source)
+        elif cached:
+            source = ("--cache", self._cache(case.vocab_size))
         words = (*source, "--student", spec, "--out", self.root / f"run-{name}", "--steps", steps, "--warmup-steps", 0)
         compiled = "--compile" if case.compile else "--no-compile"
         words = (*words, *case.options, compiled, "--no-tensorboard", "--resume", "never", "--overwrite")
@@ -165,7 +167,7 @@ def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
 
 def estimate(folder: Folder, name: str, case: Case) -> Plan:
     """The plan of a case in one process, with what it needs."""
-    config = cli.parse("distill", folder.argv(name, case))
+    config = cli.parse("distill", folder.argv(name, case, cached=False))
     job = job_of(config, torch.device("cpu"))
     assert job is not None
     return estimated(Plan("single", "none" if case.teacher is None else "replicate"), job, 1)
