@@ -1,7 +1,7 @@
 """What many ranks cost, measured: memory against the plan, bytes exchanged against the formula, two ranks against one.
 
-`python benchmarks/parallel.py [--only memory|"memory in ranks"|exchange|throughput]` writes benchmarks/results/parallel.json, or the
-parts of it that were asked for.
+`python benchmarks/parallel.py [--only PART]` writes benchmarks/results/parallel.json, or the part of it that was asked
+for: memory, "memory in ranks", exchange or throughput.
 
 Memory: the real `kdtrain distill` in a fresh process, a few steps, a validation and saves, for each of `MEMORY`. Its
 peak is the process's high-water mark (VmHWM). What Python and its libraries take is measured by the same command with
