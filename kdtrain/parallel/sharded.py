@@ -40,6 +40,7 @@ def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return with_local(like, own)
 
 
+@torch.no_grad()
 def clip_norm_(parameters: Sequence[torch.nn.Parameter], largest: float) -> torch.Tensor:
     """Scale the gradients so that their norm is at most `largest`, and return the norm before; 0-dim."""
     gradients = [each.grad for each in parameters if each.grad is not None]

@@ -1,9 +1,10 @@
 """Who the ranks of a run are, which device each computes on, and what they agree on.
 
 torchrun says in the environment who a process is. `ranks` makes them a group for as long as a block runs. Tensors
-are reduced over the group of the device's own kind; words and decisions (`on_main`, `gathered`) go over a second one
-of gloo, which waits as long as it must, because what rank 0 does alone, packing a text say, has no bound: a rank that
-dies is noticed there by its closed connection. One process without torchrun is a world of one, which pays nothing.
+are reduced over the group of the device's own kind; words and decisions go over others of gloo. What one rank does for
+itself (`on_main`, `together`), packing a text say, has no bound, and the group for that waits as long as it must: a
+rank that dies is noticed there by its closed connection. One process without torchrun is a world of one, and pays
+nothing.
 """
 
 import json
@@ -27,6 +28,8 @@ E = TypeVar("E", bound=Exception)
 _PATIENCE = timedelta(days=30)
 _words: Any = None
 """The group that words go over, while there are several ranks."""
+_patient: Any = None
+"""The one for what takes a rank as long as it takes."""
 
 
 def rank() -> int:
@@ -98,7 +101,7 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
     Raises:
         RunError: another rank is gone, or did not come in time.
     """
-    global _words
+    global _words, _patient
     if world_size() == 1:
         yield
         return
@@ -107,7 +110,8 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        _words = new_words()
+        _words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        _patient = new_words()
         yield
     except (dist.DistError, RuntimeError) as error:
         if isinstance(error, RunError) or not _is_of_others(error):
@@ -117,19 +121,16 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
             "published checkpoints are intact, and the same command goes on"
         ) from error
     finally:
-        _words = None
+        _words = _patient = None
     dist.destroy_process_group()
 
 
-def new_words(timeout: float | None = None) -> Any:
-    """Another group for words over all ranks, for a thread of its own; None for a process alone.
+def new_words() -> Any:
+    """Another patient group for words over all ranks, for a thread of its own; None for a process alone.
 
     Every rank must call it, in the same order as its other collectives.
-
-    timeout: seconds that a rank waits for another one; as long as it must when None.
     """
-    patience = _PATIENCE if timeout is None else timedelta(seconds=timeout)
-    return dist.new_group(backend="gloo", timeout=patience) if _initialized() else None
+    return dist.new_group(backend="gloo", timeout=_PATIENCE) if _initialized() else None
 
 
 def on_main(action: Callable[[], T], words: Any = None) -> T:
@@ -141,7 +142,7 @@ def on_main(action: Callable[[], T], words: Any = None) -> T:
     """
     if not _many():
         return action()
-    group = words or _words
+    group = words or _patient
     if not is_main():
         return _understood(json.loads(_broadcast(None, group)))
     try:
@@ -183,7 +184,7 @@ def together(words: Any = None) -> Iterator[None]:
         yield
     except (UsageError, RunError, OSError) as error:
         own = error
-    said = gathered(None if own is None else _said(own), words)
+    said = gathered(None if own is None else _said(own), words or _patient)
     failed = [number for number, each in enumerate(said) if each is not None]
     if not failed:
         return

@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 
 class AllRanks:
-    """The ranks of this command, as a cache is built by them; a rank waits `timeout` seconds for another's batch."""
-
-    def __init__(self, timeout: float) -> None:
-        self._words = world.new_words(timeout)
+    """The ranks of this command, as a cache is built by them."""
 
     @property
     def rank(self) -> int:
@@ -44,7 +41,7 @@ class AllRanks:
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """What each rank gave, by rank."""
-        return world.gathered(list(numbers), self._words)
+        return world.gathered(list(numbers))
 
     def on_main(self, action: Callable[[], T]) -> T:
         """What `action` gives on rank 0, which alone does it."""
@@ -100,7 +97,7 @@ def build_cache(
             "sequences_per_shard": config.sequences_per_shard,
         }
     )
-    built = {"batch_size": config.batch_size, "sharded": sharded, "ranks": AllRanks(config.parallel.rank_timeout)}
+    built = {"batch_size": config.batch_size, "sharded": sharded, "ranks": AllRanks()}
     return _write(config.out, settings, config.data, tokenizer, asked, **built)
 
 
@@ -147,7 +144,7 @@ def build_from_logprobs(
         teacher=None,
         tokenizer=tokenizer,
         batch_size=config.batch_size,
-        ranks=AllRanks(config.parallel.rank_timeout),
+        ranks=AllRanks(),
     )
 
 

@@ -173,6 +173,7 @@ def _prepare(run: Run, number: int) -> float:
     return rate
 
 
+@torch.no_grad()
 def _clip(run: Run, tokens: torch.Tensor) -> torch.Tensor:
     """Turn the gradient into the mean over the step's unmasked tokens, clip it, and return its norm before clipping.
 
