@@ -59,7 +59,7 @@ def counting(take_step: Callable[..., Any], steps: list[dict[str, list[int]]]) -
     def taken(*args: Any) -> Any:
         counted.clear()
         result = take_step(*args)
-        steps.append(dict(counted))
+        steps.append({name: list(entry) for name, entry in counted.items()})
         return result
 
     return taken
