@@ -6,11 +6,12 @@ import torch
 
 from kdtrain.cache.provenance import Manifest
 from kdtrain.config import CacheTeacherConfig
+from kdtrain.errors import UsageError
 from kdtrain.models.loading import load_tokenizer, model_digest, vocabulary
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel.plan import Plan
-from kdtrain.parallel.world import is_main, peak_memory_mb, pick_device, ranks, together, world_size
+from kdtrain.parallel.world import is_main, of_all, peak_memory_mb, pick_device, ranks, together, world_size
 from kdtrain.precision.modes import pick_mode
 from kdtrain.stages.build import build_cache, build_from_logprobs
 from kdtrain.stages.common import ask, check_fits, open_teacher, show, wide_head
@@ -29,7 +30,10 @@ def main(config: CacheTeacherConfig) -> int:
     device = pick_device(config.device)
     started = time.monotonic()
     with ranks(device, config.parallel.rank_timeout):
-        manifest = _build(config, device)
+        try:
+            manifest = _build(config, device)
+        except UsageError as error:
+            raise of_all(error) from None  # options, text and folder are the same on every rank
     if manifest is not None:
         _show(config, manifest, device, time.monotonic() - started)
     return 0

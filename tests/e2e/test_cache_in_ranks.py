@@ -126,6 +126,13 @@ def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
     assert plans["fsdp"]["GB sent a step"] > 0.5 * plans["ddp"]["GB sent a step"] > 0
 
 
+def test_bad_input_is_one_line_of_one_rank(ranks, of_one) -> None:
+    for more, said in ((("--data", "missing"), "missing"), (("--head", 301), "more than the vocabulary of 300")):
+        first, second = ranks.run(2, "bad", *more)
+        assert (first.code, second.code, second.stderr) == (2, 2, "")
+        assert said in first.refusal()
+
+
 def test_what_does_not_fit_is_refused_by_one_rank_for_all(ranks, of_one) -> None:
     first, second = ranks.run(2, "too-large", "--device-memory", 0.0001)
     assert (first.code, second.code, second.stderr) == (2, 2, "")
