@@ -1,10 +1,11 @@
 """One rank of `kdtrain distill` that counts what it exchanges: FILE, then the words of the command.
 
-Started once a rank by `benchmarks/parallel.py`. Every call of a collective in a training step is seen by PyTorch's
-dispatcher, whoever makes it: DDP, FSDP2 or kdtrain. Rank 0 writes [{collective: [calls, bytes]}] of the steps to FILE.
-A collective's bytes are those of what goes in or comes out of it, the larger of the two.
+Started once a rank by `benchmarks/parallel.py`. The collectives of `torch.distributed` are wrapped, by which FSDP2,
+DDP (whose exchange is a hook of kdtrain's) and kdtrain itself all go. Rank 0 writes [{collective: [calls, bytes]}] of
+the training steps to FILE. A collective's bytes are those of what goes in or comes out of it, the larger of the two.
 """
 
+import functools
 import json
 import sys
 from collections import defaultdict
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch.distributed as dist
 
 from kdtrain import cli
 from kdtrain.parallel.world import is_main
@@ -21,24 +22,29 @@ from kdtrain.training import loop
 
 SMALL = 1024
 """Bytes below which a call is about numbers that ranks agree on, and is counted as "numbers"."""
-NAMES = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+NAMES = {
+    **{"all_reduce": "all_reduce", "broadcast": "broadcast", "all_gather": "all_gather"},
+    **{"all_gather_single": "all_gather", "all_gather_into_tensor": "all_gather"},
+    **{"reduce_scatter_single": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter"},
+    **{"reduce": "reduce", "reduce_scatter": "reduce_scatter", "all_to_all_single": "all_to_all", "send": "send"},
+}
+
+counted: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+"""Calls and bytes of the step in work."""
 
 
-class Counter(TorchDispatchMode):
-    """Counts collectives while it is entered."""
+def count(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+    """`collective`, counted."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    @functools.wraps(collective)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        size = max(map(_bytes, (*args, *options.values())), default=0)
+        entry = counted[name if size > SMALL else "numbers"]
+        entry[0] += 1
+        entry[1] += size
+        return collective(*args, **options)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace in ("c10d", "_c10d_functional"):
-            size = max((_bytes(each) for each in args), default=0)
-            plain = function._schema.name.split("::")[1]
-            name = NAMES.get(plain, plain) if size > SMALL else "numbers"
-            self.found[name][0] += 1
-            self.found[name][1] += size
-        return function(*args, **(kwargs or {}))
+    return wrapped
 
 
 def _bytes(value: Any) -> int:
@@ -50,19 +56,21 @@ def _bytes(value: Any) -> int:
 def counting(take_step: Callable[..., Any], steps: list[dict[str, list[int]]]) -> Callable[..., Any]:
     """`take_step`, which leaves what it exchanged in `steps`."""
 
-    def counted(*args: Any) -> Any:
-        counter = Counter()
-        with counter:
-            result = take_step(*args)
-        steps.append(dict(counter.found))
+    def taken(*args: Any) -> Any:
+        counted.clear()
+        result = take_step(*args)
+        steps.append({name: list(entry) for name, entry in counted.items()})
         return result
 
-    return counted
+    return taken
 
 
 def main(file: str, *words: str) -> None:
     """Run the command, and write what was counted."""
     steps: list[dict[str, list[int]]] = []
+    for name, collective in NAMES.items():
+        if hasattr(dist, name):
+            setattr(dist, name, count(collective, getattr(dist, name)))
     loop.take_step = counting(loop.take_step, steps)  # type: ignore[attr-defined]
     try:
         cli.main(list(words))

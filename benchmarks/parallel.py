@@ -1,7 +1,7 @@
 """What many ranks cost, measured: memory against the plan, bytes exchanged against the formula, two ranks against one.
 
-`python benchmarks/parallel.py [--only memory|exchange|throughput]` writes benchmarks/results/parallel.json, or the
-parts of it that were asked for.
+`python benchmarks/parallel.py [--only PART]` writes benchmarks/results/parallel.json, or the part of it that was asked
+for: memory, "memory in ranks", exchange or throughput.
 
 Memory: the real `kdtrain distill` in a fresh process, a few steps, a validation and saves, for each of `MEMORY`. Its
 peak is the process's high-water mark (VmHWM). What Python and its libraries take is measured by the same command with
@@ -11,7 +11,7 @@ glibc keeps freed blocks of up to 32 MiB for itself, because the size from which
 that the mark is that of its heap's waste too. It is therefore measured twice: with that size held at 1 MiB, which
 leaves what is alive and is what estimates are held to, and as it comes.
 
-Exchange: `kdtrain distill` in two gloo ranks, every collective of its training steps counted by PyTorch's dispatcher
+Exchange: `kdtrain distill` in two gloo ranks, every collective of its training steps counted
 (benchmarks/exchange_script.py), against `kdtrain.parallel.traffic`. Exact, or the script ends with 1.
 
 Throughput: the same student and batch in one process on one thread, in two ranks on a thread each, and in one process
@@ -101,16 +101,18 @@ class Folder:
         self.root = root
         (root / "text.txt").write_text("".join(f"{number} squared is {number**2}.\n" for number in range(40_000)))
 
-    def argv(self, name: str, case: Case, steps: int = 2) -> list[str]:
-        """The words of `kdtrain distill` for a case; what they name is made."""
+    def argv(self, name: str, case: Case, steps: int = 2, cached: bool = True) -> list[str]:
+        """The words of `kdtrain distill` for a case; what they name is made, a cache only where it is wanted."""
         spec = self.root / f"{name}.toml"
         tokenizer = self._tokenizer(case.vocab_size)
         entries = "\n".join(f"{key} = {json.dumps(value)}" for key, value in case.student.items())
         spec.write_text(f"tokenizer = '{tokenizer}'\n\n[config]\n{entries}\n")
-        source: tuple[object, ...] = ("--cache", self._cache(case.vocab_size))
+        data = ("--data", self.root / "text.txt", "--seq-len", SEQ_LEN, "--num-sequences", 32)
+        source: tuple[object, ...] = (*data, "--validation-sequences", 4, "--num-workers", 0)
         if case.teacher is not None:
-            data = ("--data", self.root / "text.txt", "--seq-len", SEQ_LEN, "--num-sequences", 32)
-            source = ("--teacher", self._teacher(case), *data, "--validation-sequences", 4, "--num-workers", 0)
+            source = ("--teacher", self._teacher(case), *source)
+        elif cached:
+            source = ("--cache", self._cache(case.vocab_size))
         words = (*source, "--student", spec, "--out", self.root / f"run-{name}", "--steps", steps, "--warmup-steps", 0)
         compiled = "--compile" if case.compile else "--no-compile"
         words = (*words, *case.options, compiled, "--no-tensorboard", "--resume", "never", "--overwrite")
@@ -165,7 +167,7 @@ def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
 
 def estimate(folder: Folder, name: str, case: Case) -> Plan:
     """The plan of a case in one process, with what it needs."""
-    config = cli.parse("distill", folder.argv(name, case))
+    config = cli.parse("distill", folder.argv(name, case, cached=False))
     job = job_of(config, torch.device("cpu"))
     assert job is not None
     return estimated(Plan("single", "none" if case.teacher is None else "replicate"), job, 1)
@@ -191,17 +193,22 @@ def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
     return {"baseline": round(alive / 2**20, 1), "goal": GOAL, "cases": rows}
 
 
+IN_RANKS = {
+    "DDP": ("--batch-size", 8, "--parallel", "ddp"),
+    "FSDP2": ("--batch-size", 8, "--parallel", "fsdp"),
+    "FSDP2 and accumulation": ("--batch-size", 8, "--micro-batch-size", 2, "--parallel", "fsdp"),
+}
 EXCHANGED = Case(llama(64, 2))
 THROUGHPUT = Case(llama(256, 4))
 
 
-def launch(words: list[str], world: int, threads: int) -> str:
+def launch(words: list[str], world: int, threads: int, **environment: str) -> str:
     """What rank 0 of a command prints, which is started once a rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": f"{threads}", "WORLD_SIZE": f"{world}"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **environment}
     started = [
         subprocess.Popen(
             [sys.executable, *words],
@@ -216,6 +223,35 @@ def launch(words: list[str], world: int, threads: int) -> str:
     if any(each.returncode for each in started):
         raise SystemExit("\n".join(err for _, err in said))
     return said[0][0]
+
+
+def memory_in_ranks(folder: Folder, world: int = 2) -> dict[str, Any]:
+    """MiB of a rank, estimated and measured (rank 0's), for a student of 26 M parameters in fp32."""
+
+    def measured(name: str, case: Case) -> float:
+        words = ["-m", "kdtrain", "distill", *folder.argv(name, case), "--json"]
+        return json.loads(launch(words, world, 1, **RETURNING))["peak_memory_mb"]
+
+    tiny = ("--batch-size", 2, "--parallel", "ddp", "--precision", "fp32")
+    baseline = measured("tiny-ranks", replace(TINY, options=tiny))
+    rows = {}
+    for name, options in IN_RANKS.items():
+        case = Case(llama(512, 8), options=(*options, "--precision", "fp32"))
+        config = cli.parse("distill", folder.argv("ranks", case, cached=False))
+        job = job_of(config, torch.device("cpu"))
+        assert job is not None
+        how = "ddp" if name == "DDP" else "fsdp"
+        plan = estimated(Plan(how, "none"), job, world)
+        found = measured("ranks", case) - baseline
+        total = plan.total / 2**20
+        rows[name] = {
+            "estimated": round(total, 1),
+            "measured": round(found, 1),
+            "difference": round(total / found - 1, 3),
+        }
+        rows[name] |= {"most at": plan.moment}
+        print(name, rows[name], file=sys.stderr, flush=True)
+    return rows
 
 
 def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:
@@ -272,13 +308,16 @@ def throughput(folder: Folder, steps: int = 30) -> dict[str, Any]:
 def main() -> int:
     """Measure; 1 where an estimate misses its goal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("memory", "exchange", "throughput"), help="one part, the others left")
+    parser.add_argument(
+        "--only", choices=("memory", "memory in ranks", "exchange", "throughput"), help="one part, the others left"
+    )
     options = parser.parse_args()
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     result |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": platform.machine()}
     with tempfile.TemporaryDirectory() as name:
         folder = Folder(Path(name))
         parts = {"memory": lambda: memory(folder, MEMORY), "exchange": lambda: exchange(folder)}
+        parts["memory in ranks"] = lambda: memory_in_ranks(folder)
         parts["throughput"] = lambda: throughput(folder)
         for part, measure in parts.items():
             if options.only in (None, part):

@@ -1,9 +1,11 @@
 """The figures of docs/scaling.md, made from formulas: `python benchmarks/scaling.py` writes them into the page.
 
-Nothing is measured here. Speeds are published ones (`Machine`), the bytes of a step are `kdtrain.parallel.traffic`'s,
-which tests count, and the bytes of a cached token and the reader's speed are measured (benchmarks/results/cache.json).
+Nothing is measured here; what `benchmarks/parallel.py` has measured is shown beside its estimates. Speeds are published
+ones (`Machine`), the bytes of a step are `kdtrain.parallel.traffic`'s, which tests count, and the bytes of a cached
+token and the reader's speed are measured (benchmarks/results/cache.json).
 """
 
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from kdtrain.parallel import traffic
 
+MEASURED = Path(__file__).resolve().parent / "results" / "parallel.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
 
 
@@ -195,7 +198,31 @@ def teacher_table() -> str:
     return table(head, rows)
 
 
+def memory_table() -> str:
+    """MiB of five runs by the plan, and measured."""
+    rows = []
+    for name, each in json.loads(MEASURED.read_text())["memory"]["cases"].items():
+        figures = (each["estimated"], each["measured"], each["with the allocator's waste"])
+        rows.append([name, *(f"{figure:,.0f}" for figure in figures), f"{each['difference']:+.1%}", each["most at"]])
+    return table(["run", "plan", "measured", "with the allocator's waste", "plan against measured", "most at"], rows)
+
+
+def exchange_table() -> str:
+    """Calls and bytes of a step on two ranks."""
+    rows = []
+    for each in json.loads(MEASURED.read_text())["exchange"]:
+        said = [
+            ", ".join(f"{name} {calls} x, {size:,} B" for name, (calls, size) in sorted(each[side].items()))
+            for side in ("counted", "formula")
+        ]
+        way = {"ddp": "DDP", "fsdp": "FSDP2"}[each["how"]]
+        rows.append([f"{way}, {each['precision']}", str(each["micro-batches"]), *said])
+    return table(["", "micro-batches", "counted", "formula"], rows)
+
+
 TABLES = {
+    "memory": memory_table,
+    "exchange": exchange_table,
     "bytes": bytes_table,
     "time": time_table,
     "share": share_table,

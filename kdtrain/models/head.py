@@ -20,7 +20,7 @@ Shape suffixes: B batch, T time, V vocabulary, D model width.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -57,6 +57,11 @@ class OutputHead:
         if self.weight is None:
             return hidden_BTD
         return self.shape_logits(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, self.bias))
+
+    def to(self, device: torch.device) -> "OutputHead":
+        """The same head on a device."""
+        weight, bias = (None if each is None else each.to(device) for each in (self.weight, self.bias))
+        return replace(self, weight=weight, bias=bias)
 
     def shape_logits(self, product_BTV: Tensor) -> Tensor:
         """Apply scale and soft cap to the product with the weight."""

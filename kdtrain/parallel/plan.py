@@ -36,7 +36,7 @@ Teacher = Literal["none", "replicate", "fsdp"]
 
 USABLE = 0.95
 """The share of a device's free memory that a plan may fill."""
-LOGITS = {"cached": 5.0, "online": 9.0, "compiled": 2.0, "compiled online": 4.0}
+LOGITS = {"cached": 5.0, "online": 14.0, "compiled": 2.0, "compiled online": 6.0}
 """How many tensors as large as a chunk of logits live at once in the objective's engine."""
 GIB = 2**30
 
@@ -155,8 +155,10 @@ def choose(
         free: bytes that are free on each device; nothing is refused without them.
 
     Raises:
-        UsageError: it does not fit, with the numbers and what would help.
+        UsageError: it does not fit, with the numbers and what would help; or the ranks cannot be divided as asked.
     """
+    if world > 1 and options.shard_size is not None and world % options.shard_size:
+        raise UsageError(f"--shard-size {options.shard_size} does not divide {world} ranks; choose one that does")
     plans = [estimated(plan, job, world) if job else plan for plan in _candidates(options, world, online)]
     if job is None or free is None:
         return plans[0]

@@ -36,7 +36,7 @@ from kdtrain.precision.scale import LossScale
 from kdtrain.stages.begin import allowing
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
 from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
-from kdtrain.stages.planning import plan_run
+from kdtrain.stages.planning import free_everywhere, plan_run
 from kdtrain.stages.run_folder import deciding
 from kdtrain.stages.spread import cut_student, cut_teacher, loading_device, micro_batch, spread
 from kdtrain.training.adaptive import Adaptive
@@ -88,8 +88,9 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     """
     device = pick_device(config.device)
     plan = formats.plan(config.precision, config.quantization, device)
+    free = free_everywhere(device, config.parallel.device_memory)
     with together():
-        over_ranks = plan_run(config, device)
+        over_ranks = plan_run(config, device, free)
     mode = plan.high
     if config.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself

@@ -55,12 +55,14 @@ def open_teacher(spec: ModelSpec, device: torch.device, mode: str) -> SplitModel
     return teacher
 
 
-def ask(teacher: SplitModel, device: torch.device, mode: str) -> Teacher:
+def ask(teacher: SplitModel, device: torch.device, mode: str, head: OutputHead | None = None) -> Teacher:
     """tokens_BT, segments_BT | None -> logits_BTV in fp32, without gradients.
+
+    head: the teacher's, in fp32 and whole, where the teacher itself is cut up by now.
 
     The head's product is taken in fp32: in bf16 a logit of 20 is rounded by up to 0.06 before the softmax sees it.
     """
-    layers, head = ask_layers(teacher, device, mode, ()), wide_head(teacher)
+    layers, head = ask_layers(teacher, device, mode, ()), head or wide_head(teacher)
 
     def forward(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> torch.Tensor:
         with torch.no_grad():

@@ -19,7 +19,7 @@ from kdtrain.monitor.progress import log
 from kdtrain.objective import brgemm
 from kdtrain.objective.logits import chunk_rows
 from kdtrain.parallel.plan import GIB, USABLE, Job, Plan, choose
-from kdtrain.parallel.world import is_main, world_size
+from kdtrain.parallel.world import gathered, is_main, world_size
 from kdtrain.precision import plan as formats
 from kdtrain.precision.modes import head_dtype
 
@@ -27,14 +27,15 @@ CACHE_LOGITS = 6.0
 """How many tensors as large as a batch of logits live at once while a teacher is cached."""
 
 
-def plan_run(config: DistillConfig, device: torch.device) -> Plan:
+def plan_run(config: DistillConfig, device: torch.device, free: float | None) -> Plan:
     """How a run's student and teacher are spread over the ranks there are.
+
+    free: see `free_everywhere`.
 
     Raises:
         UsageError: it does not fit, or there is no such model or cache.
     """
     job = job_of(config, device)
-    free = free_memory(device, config.parallel.device_memory)
     return choose(config.parallel, world_size(), online=config.teacher is not None, job=job, free=free)
 
 
@@ -65,8 +66,10 @@ def job_of(config: DistillConfig, device: torch.device) -> Job | None:
     )
 
 
-def shards_teacher(config: CacheTeacherConfig, spec: ModelSpec, mode: str, device: torch.device) -> bool:
+def shards_teacher(config: CacheTeacherConfig, spec: ModelSpec, mode: str, free: float | None) -> bool:
     """Whether a teacher that is cached is put on the ranks in parts.
+
+    free: see `free_everywhere`.
 
     Raises:
         UsageError: it does not fit; or parts are wanted and there is one process.
@@ -75,7 +78,6 @@ def shards_teacher(config: CacheTeacherConfig, spec: ModelSpec, mode: str, devic
     if wanted == "fsdp" and world == 1:
         raise UsageError("--teacher-parallel fsdp needs several processes; start the command with torchrun")
     teacher = _outline(spec, None, config.data.seq_len, mode, trained=False)
-    free = free_memory(device, config.parallel.device_memory)
     if teacher is None or free is None:
         return wanted == "fsdp"
     ways = [("replicate", 1)] * (wanted != "fsdp") + [("fsdp", world)] * (wanted != "replicate" and world > 1)
@@ -99,6 +101,15 @@ def teacher_bytes(teacher: Outline, tokens: int, shared: int) -> float:
     wide = 4.0 * teacher.vocabulary * teacher.width if teacher.weight_bytes < 4 else 0.0
     logits = CACHE_LOGITS * 4.0 * tokens * teacher.vocabulary
     return teacher.weight_bytes * whole + wide + logits + tokens * teacher.kept / max(teacher.layers, 1)
+
+
+def free_everywhere(device: torch.device, given: float | None) -> float | None:
+    """The least that any rank has free, in bytes, so that all plan the same; every rank must call it.
+
+    given: GiB to plan with instead.
+    """
+    known = [each for each in gathered(free_memory(device, given)) if each is not None]
+    return min(known, default=None)
 
 
 def free_memory(device: torch.device, given: float | None) -> float | None:

@@ -5,58 +5,19 @@ it; one test starts torchrun itself.
 """
 
 import importlib.util
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from subprocess import PIPE
+from typing import Any
 
 import pytest
 
 from kdtrain.cache.provenance import read_manifest
 
 OPTIONS = ("--teacher", "teacher", "--sequences-per-shard", 3, "--batch-size", 2, "--head", 4, "--draws", 6)
-
-SERVER = """
-import json, os, sys, time
-import torch, torch.distributed
-from kdtrain import cli, faults
-from kdtrain.stages import cache_teacher, distill
-
-torch.set_num_threads(1)
-for line in sys.stdin:
-    words, environments, said = json.loads(line)
-    ranks = {}
-    for number, environment in enumerate(environments):
-        child = os.fork()
-        if child:
-            ranks[child] = number
-            continue
-        for handle, name in enumerate(("/dev/null", f"{said}.{number}.out", f"{said}.{number}.err")):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), handle)
-        os.environ.update(environment)
-        faults.read()
-        code = 1
-        try:
-            cli.main(words)
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    codes, ended = [None] * len(ranks), {}
-    while None in codes:
-        child, status = os.wait()
-        codes[ranks[child]] = os.waitstatus_to_exitcode(status)
-        ended[ranks[child]] = time.monotonic()
-    print(json.dumps([codes, max(ended.values()) - min(ended.values())]), flush=True)
-"""
 
 
 def _same(folder: Path, expected: Path) -> None:
@@ -71,60 +32,25 @@ def _same(folder: Path, expected: Path) -> None:
     assert not list(folder.glob(".building-*"))
 
 
-class Ranks:
-    """Starts a command in several ranks."""
+class Cached:
+    """`cache-teacher` in several ranks."""
 
-    def __init__(self, bench) -> None:
-        self.root, self.small = bench.root, bench.small
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", SERVER], cwd=self.root, env=environment, text=True, stdin=PIPE, stdout=PIPE
-        )
-        self.fired = self.root / "fired-in-ranks"
-        self.spread = 0.0
-        """Seconds between the end of the first rank of the last command and that of the last."""
+    def __init__(self, bench: Any) -> None:
+        self.bench, self.root = bench, bench.root
 
-    def run(self, world: int, out: str, *more: object, **faults: str) -> list[tuple[int, str, str]]:
-        """Code, stdout and stderr of each rank of `cache-teacher`; `rank1="POINT:kill:2"` is a fault on rank 1."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.fired.unlink(missing_ok=True)
-        common = {"WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-        environments = [
-            {
-                **common,
-                **{"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "KDTRAIN_FAULT": faults.get(f"rank{rank}", "")},
-                "KDTRAIN_FAULT_LOG": str(self.fired),
-            }
-            for rank in range(world)
-        ]
-        words = [str(word) for word in ("cache-teacher", *OPTIONS, *self.small, "--out", out, *more)]
-        assert self._server.stdin is not None and self._server.stdout is not None
-        said = self.root / f"said-{out}"
-        self._server.stdin.write(json.dumps([words, environments, str(said)]) + "\n")
-        self._server.stdin.flush()
-        codes, self.spread = json.loads(self._server.stdout.readline())
-        texts = [[Path(f"{said}.{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(world)]
-        if faults:
-            assert self.fired.read_text().split() == [each.split(":")[0] for each in faults.values()]
-        return [(code, *text) for code, text in zip(codes, texts, strict=True)]
+    def run(self, world: int, out: str, *more: object, fault: str | None = None) -> list[Any]:
+        """What each rank did; `fault` may be of one, as in `POINT:kill:2@1`."""
+        return self.bench.launch(world, "cache-teacher", *OPTIONS, *self.bench.small, "--out", out, *more, fault=fault)
 
     def ok(self, world: int, out: str, *more: object) -> Path:
-        """The folder of the cache that `world` ranks have built."""
-        ended = self.run(world, out, *more)
-        assert [code for code, *_ in ended] == [0] * world, "\n".join(err for *_, err in ended)
+        """The folder of the cache that `world` ranks have built, of which the first alone spoke."""
+        self.bench.ok(world, "cache-teacher", *OPTIONS, *self.bench.small, "--out", out, *more)
         return self.root / out
-
-    def close(self) -> None:
-        self._server.communicate()
 
 
 @pytest.fixture(scope="module")
-def ranks(bench) -> Iterator[Ranks]:
-    ranks = Ranks(bench)
-    yield ranks
-    ranks.close()
+def ranks(ranks_of) -> Cached:
+    return Cached(ranks_of)
 
 
 @pytest.fixture(scope="module")
@@ -135,23 +61,19 @@ def of_one(ranks) -> Path:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_several_ranks_build_the_cache_of_one_and_rank_0_alone_speaks(ranks, of_one, world) -> None:
-    ended = ranks.run(world, f"of-{world}", "--json")
-    assert [code for code, *_ in ended] == [0] * world, ended
-    assert json.loads(ended[0][1])["ranks"] == world
-    assert [(out, err) for _, out, err in ended[1:]] == [("", "")] * (world - 1)
-    _same(ranks.root / f"of-{world}", of_one)
+    folder = ranks.ok(world, f"of-{world}")
+    _same(folder, of_one)
 
 
 @pytest.mark.parametrize("first, then, victim", [(2, 3, 1), (3, 1, 0), (1, 2, 0)])
 def test_killed_under_one_number_of_ranks_and_finished_under_another(ranks, of_one, first, then, victim) -> None:
     out = f"from-{first}-to-{then}"
-    ended = ranks.run(first, out, **{f"rank{victim}": "cache.shard.after-batch:kill:3"})
+    ended = ranks.run(first, out, fault=f"cache.shard.after-batch:kill:3@{victim}")
     others = [each for rank, each in enumerate(ended) if rank != victim]
-    assert ended[victim][0] == -signal.SIGKILL
-    assert [code for code, *_ in others] == [1] * (first - 1)
-    for _, _, err in others:
-        assert "lost another rank" in err.splitlines()[-1] and "Traceback" not in err
-    assert ranks.spread < 60
+    assert ended[victim].code == -signal.SIGKILL
+    assert [each.code for each in others] == [1] * (first - 1)
+    assert ["lost another rank" in each.refusal() for each in others] == [True] * (first - 1)
+    assert ranks.bench.apart < 60
     shards = {path: path.stat().st_mtime_ns for path in (ranks.root / out / "shards").glob("*.h5")}
     assert shards
     _same(ranks.ok(then, out), of_one)
@@ -159,11 +81,20 @@ def test_killed_under_one_number_of_ranks_and_finished_under_another(ranks, of_o
     assert kept == list(shards)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_teacher_in_parts_says_what_a_whole_one_says(ranks, of_one, world) -> None:
+    """Rank 0 has more shards than others: forwards are taken together all the same."""
+    out = f"parts-{world}"
+    ended = ranks.run(world, out, "--teacher-parallel", "fsdp", fault="cache.sidecar.before-rename:kill:2@1")
+    assert [each.code for each in ended] == [-signal.SIGKILL if rank == 1 else 1 for rank in range(world)]
+    _same(ranks.ok(world, out, "--teacher-parallel", "fsdp"), of_one)
+
+
 def test_an_error_of_one_rank_is_said_by_it_and_ends_the_others(ranks, of_one) -> None:
-    ended = ranks.run(2, "full", rank1="cache.shard.after-batch:enospc:2")
-    assert [code for code, *_ in ended] == [1, 1]
-    assert "No space left on device" in ended[1][2].splitlines()[-1]
-    assert "lost another rank" in ended[0][2].splitlines()[-1]
+    first, second = ranks.run(2, "full", fault="cache.shard.after-batch:enospc:2@1")
+    assert (first.code, second.code) == (1, 1)
+    assert "No space left on device" in second.refusal()
+    assert "lost another rank" in first.refusal()
     _same(ranks.ok(2, "full"), of_one)
 
 
@@ -173,11 +104,40 @@ def test_a_launch_beside_another_is_refused_by_one_line(ranks, of_one) -> None:
     folder = ranks.root / "taken"
     folder.mkdir()
     lock = Lock(folder, 2)  # a rank of another launch, whose first one is dead
-    ended = ranks.run(2, "taken")
-    assert [code for code, *_ in ended] == [2, 2]
-    assert "another process is building taken now" in ended[0][2].splitlines()[-1]
+    first, second = ranks.run(2, "taken")
+    assert (first.code, second.code, second.stderr) == (2, 2, "")
+    assert "another process is building taken now" in first.refusal()
     lock.release()
     _same(ranks.ok(2, "taken"), of_one)
+
+
+def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
+    run = ("--cache", "of-one", "--student", "student.toml", "--batch-size", 8, *ranks.bench.eager, "--steps", 2)
+    plans = {}
+    for engine in ("ddp", "fsdp"):
+        before = sorted(ranks.root.iterdir())
+        done = ranks.bench.ok(2, "distill", *run, "--out", "dry", "--dry-run", "--parallel", engine, "--json")
+        assert [path for path in sorted(ranks.root.iterdir()) if path not in before and "said" not in path.name] == []
+        assert done.json["batch"] == "8 x 32 tokens, 1 micro-batches of 4 on each of 2 ranks"
+        plans[engine] = done.json["parallel"]
+    assert [(plan["ranks"], plan["student"]) for plan in plans.values()] == [(2, "ddp"), (2, "fsdp")]
+    assert plans["ddp"]["of it"] != plans["fsdp"]["of it"]
+    # with one micro-batch in fp32 both send the same: half of gathering twice and scattering once, or of two exchanges
+    assert plans["fsdp"]["GB sent a step"] > 0.5 * plans["ddp"]["GB sent a step"] > 0
+
+
+def test_bad_input_is_one_line_of_one_rank(ranks, of_one) -> None:
+    for more, said in ((("--data", "missing"), "missing"), (("--head", 301), "more than the vocabulary of 300")):
+        first, second = ranks.run(2, "bad", *more)
+        assert (first.code, second.code, second.stderr) == (2, 2, "")
+        assert said in first.refusal()
+
+
+def test_what_does_not_fit_is_refused_by_one_rank_for_all(ranks, of_one) -> None:
+    first, second = ranks.run(2, "too-large", "--device-memory", 0.0001)
+    assert (first.code, second.code, second.stderr) == (2, 2, "")
+    assert "on each of 2 devices" in first.refusal()
+    assert not (ranks.root / "too-large").exists()
 
 
 def test_torchrun_says_which_rank_was_killed_and_what_it_left_is_finished(bench, ranks, of_one) -> None:

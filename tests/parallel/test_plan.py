@@ -102,6 +102,13 @@ def test_what_fits_nowhere_is_refused_in_one_line_with_numbers_and_what_would_he
     assert [each for each in said if each not in line] == [], line
 
 
+@pytest.mark.parametrize("size", [3, 8])
+def test_ranks_that_cannot_be_divided_as_asked_are_refused(size):
+    with pytest.raises(UsageError, match=f"--shard-size {size} does not divide 4 ranks"):
+        choose(ParallelConfig(shard_size=size), 4, online=False)
+    assert choose(ParallelConfig(shard_size=2, parallel="fsdp"), 4, online=False).shard_size == 2
+
+
 def test_without_sizes_or_free_memory_nothing_is_refused():
     assert choose(BOTH, 2, online=True) == Plan("ddp", "replicate")
     assert choose(BOTH, 2, online=False, job=CACHED, free=None).student == "ddp"

@@ -1,8 +1,11 @@
 """Bytes of a step by formula, by hand for one layer."""
 
+from pathlib import Path
+
 import pytest
 
 from kdtrain.parallel import traffic
+from kdtrain.testing import run_ranks
 
 LAYER = [(6, 4), (4,)]
 ROOT = [(10, 4)]
@@ -33,3 +36,7 @@ def test_copies_of_a_sharded_model_reduce_their_parts():
     found = traffic.fsdp([LAYER], ROOT, sharing=2, replicas=2, micro_batches=1, gathered=4)
     assert found.all_reduce == 4 * (28 + 40) / 2
     assert found.calls["all_reduce"] == 2
+
+
+def test_what_three_ranks_exchange_is_what_the_formulas_say():
+    run_ranks(Path(__file__).with_name("traffic_script.py"), 3)
