@@ -308,13 +308,15 @@ class Store:
                 self.link(link, target) if target else (self.folder / link).unlink()
 
 
-def load(path: Path) -> Checkpoint:
-    """Read a checkpoint that `problem` has found to be whole.
+def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
+    """Read a checkpoint that `problem` has found to be whole; of a tensor that is cut up, the part of this rank.
+
+    like: see `shards.read`.
 
     Raises:
         RunError: its files are not what a checkpoint is made of.
     """
-    return Checkpoint(path.name, shards.read(path), json.loads((path / STATE).read_text(encoding="utf-8")))
+    return Checkpoint(path.name, shards.read(path, like), json.loads((path / STATE).read_text(encoding="utf-8")))
 
 
 def _write(path: Path, text: str) -> tuple[int, str]:

@@ -34,10 +34,9 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`whole` cut up like `like`, on its device."""
-    if not isinstance(like, DTensor) or isinstance(whole, DTensor) or whole.shape != like.shape:
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole.to(like.device)
-    own = part_of(whole, like).to(local(like).device).contiguous()
-    return with_local(like, own)
+    return with_local(like, part_of(whole, like).to(local(like).device).contiguous())
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ def _resume(run: Run) -> Path | None:
         return None
     path = Path(found)
     with together():
-        checkpoint = load(path)
+        checkpoint = load(path, run.state.like)
         refuse_changes(checkpoint.state["options"], run.config)
         _refuse_strange(run, checkpoint, path, ("cache", "student", "teacher"))
         run.state.load(checkpoint.tensors, checkpoint.state)
@@ -101,7 +101,7 @@ def start_from(run: Run, path: Path) -> Path:
                 f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000"
             )
         path = run.store.choose(str(path.resolve()))
-        checkpoint = load(path)
+        checkpoint = load(path, run.state.like)
         _refuse_strange(run, checkpoint, path, ("student",))
         _say_what_differs(run, checkpoint)
         saved = checkpoint.state["options"]

@@ -78,7 +78,8 @@ def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
     folder = run.config.out / f"not-finite-{batch_number(run):08d}"
     found = gathered(None if finding is None else [finding.when, str(finding)])
     # what is exchanged carries one rank's NaN to all: where it was seen first is where it comes from
-    first = min(range(len(found)), key=lambda number: (found[number] or [[math.inf]])[0])
+    times = [(*each[0],) if each else (math.inf,) for each in found]
+    first = times.index(min(times))
     if rank() == first:
         try:
             write_bundle(folder, run.config, indices, batches, finding)
@@ -114,7 +115,7 @@ def roll_back(run: Run, first: int) -> bool:
         run.spikes.forget()
         return False
     with together():
-        checkpoint = load(run.store.path(name))
+        checkpoint = load(run.store.path(name), run.state.like)
     go_back(run, checkpoint, "rollback", guards.spike_lr_factor, first=first)
     return True
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.errors import RunError
@@ -85,6 +86,14 @@ class TrainState:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 named[f"optimizer.{name}.{key}"] = value
         return named
+
+    def like(self, name: str, shape: torch.Size) -> torch.Tensor | None:
+        """What the tensor of this name and shape in a checkpoint is cut up like; None where it is not."""
+        for part, parameter in self._parameters():
+            mine = name == part or name.startswith(f"optimizer.{part}.")
+            if mine and isinstance(parameter, DTensor) and parameter.shape == shape:
+                return parameter
+        return None
 
     def numbers(self) -> dict[str, Any]:
         """What is no tensor."""

@@ -112,7 +112,7 @@ def load_recovery_checkpoint(run: Run) -> bool:
 def _newest_on_disk(run: Run, adaptive: Adaptive) -> Checkpoint | None:
     names = adaptive.controller.recovery_names()
     name = on_main(lambda: next((each for each in names if run.store.problem(each) is None), None))
-    return None if name is None else load(run.store.path(name))
+    return None if name is None else load(run.store.path(name), run.state.like)
 
 
 def _step(kept: Checkpoint) -> int:

@@ -247,7 +247,9 @@ class Ranks(Bench):
         with self._asked(fault) as asked:
             places = [{**common, **asked, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
             assert self._server.stdin is not None and self._server.stdout is not None
-            self._server.stdin.write(json.dumps([words, places if world > 1 else [asked], str(said)]) + "\n")
+            self._server.stdin.write(
+                json.dumps([words, places if world > 1 else [{**environment, **asked}], str(said)]) + "\n"
+            )
             self._server.stdin.flush()
             codes, self.apart = json.loads(self._server.stdout.readline())
         texts = [[Path(f"{said}.{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(world)]

@@ -114,20 +114,22 @@ def whole(ranks):
 
 
 BROKEN = {
-    "mid-step": "train.after-micro-batch:kill:23@1",
-    "mid-step, rank 0": "train.after-micro-batch:kill:23@0",
-    "mid-save": "checkpoint.write:kill:30000@1",
-    "mid-save, rank 0": "checkpoint.before-rename:kill:2@0",
+    "mid-step": (FSDP, "train.after-micro-batch:kill:23@1"),
+    "mid-step, rank 0": (DDP, "train.after-micro-batch:kill:23@0"),
+    "mid-save": (FSDP, "checkpoint.write:kill:30000@1"),
+    "mid-save of whole copies": (DDP, "checkpoint.write:kill:30000@1"),
+    "mid-save, rank 0": (FSDP, "checkpoint.before-rename:kill:2@0"),
+    "in a validation": (DDP, "validate.batch:kill:2@1"),
 }
 
 
-@pytest.mark.parametrize("how", [DDP, FSDP], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize("where", BROKEN)
-def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_same_bits(whole, where, how):
-    out = f"killed-{list(BROKEN).index(where)}-{how[1]}"
+def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_same_bits(whole, where):
+    how, fault = BROKEN[where]
+    out = f"killed-{list(BROKEN).index(where)}"
     command = (*RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", out)
-    ended = whole.launch(2, *command, fault=BROKEN[where])
-    victim = int(BROKEN[where][-1])
+    ended = whole.launch(2, *command, fault=fault)
+    victim = int(fault[-1])
     assert ended[victim].code == -signal.SIGKILL
     assert ended[1 - victim].code == 1 and whole.apart < 60
     last = ended[1 - victim].stderr.splitlines()[-1]
@@ -201,7 +203,7 @@ def test_the_rank_whose_teacher_is_broken_says_what_it_saw(ranks):
 def test_a_spike_is_gone_back_behind_by_all(ranks):
     spiky = ("--spike-patience", 2, "--steps", 30, "--checkpoint-freq", 10)
     for world, out in ((1, "spike-alone"), (2, "spike")):
-        ended = ranks.launch(world, *RUN, *CACHED, *spiky, *FSDP, "--out", out, fault="train.loss:x30:25-26")
+        ended = ranks.launch(world, *RUN, *CACHED, *spiky, *FSDP, "--out", out, KDTRAIN_FAULT="train.loss:x30:25-26")
         assert [each.code for each in ended] == [0] * world, ended[0].stderr
         events = (ranks.root / out / "events.jsonl").read_text()
         assert events.count('"rollback"') == 1
