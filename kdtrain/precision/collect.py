@@ -154,10 +154,13 @@ def _watched(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, dict[str, Te
     handles = []
 
     def watch(name: str, layer: nn.Module) -> None:
-        weight = layer.get_parameter("weight")
-        seen[name] = {"weight": weight.T if isinstance(layer, Conv1D) else weight}
+        cut_up = hasattr(layer.get_parameter("weight"), "full_tensor")
+        seen[name] = {}
 
         def forward(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            weight = module.get_parameter("weight").detach()
+            weight = weight.clone() if cut_up else weight  # what FSDP2 gathers is gone behind the forward
+            seen[name]["weight"] = weight.T if isinstance(module, Conv1D) else weight
             seen[name]["activation"] = _rows(inputs[0])
 
         def backward(module: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:

@@ -243,13 +243,12 @@ class Ranks(Bench):
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         common = {"WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **environment}
+        common = common if world > 1 else environment
         words, said = [str(word) for word in argv], self.root / "said-in-ranks"
         with self._asked(fault) as asked:
             places = [{**common, **asked, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
             assert self._server.stdin is not None and self._server.stdout is not None
-            self._server.stdin.write(
-                json.dumps([words, places if world > 1 else [{**environment, **asked}], str(said)]) + "\n"
-            )
+            self._server.stdin.write(json.dumps([words, places, str(said)]) + "\n")
             self._server.stdin.flush()
             codes, self.apart = json.loads(self._server.stdout.readline())
         texts = [[Path(f"{said}.{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(world)]

@@ -54,6 +54,15 @@ CASES = {
     # and with weights of norms that are rounded as well, which Adam makes larger in ten steps
     "bf16 parts": (("--cache", "chat-cache", "--precision", "bf16", "--micro-batch-size", 3), 1e-2, [(2, FSDP)]),
     "mxfp8": (("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3), SAME, [(2, DDP), (2, FSDP)]),
+    "adaptive": (
+        (
+            *("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3, "--time-resume"),
+            *("--quant-rule", "loss", "--quant-loss-threshold", 0.001, "--quant-window-size", 2),
+            *("--quant-min-dwell", 1, "--collect-tensors", "*mlp*", "--collect-every", 4),
+        ),
+        SAME,
+        [(2, FSDP)],
+    ),
 }
 """Options, how far a parameter may be from that of one process after 10 steps, and ranks with theirs."""
 
@@ -208,6 +217,14 @@ def test_a_spike_is_gone_back_behind_by_all(ranks):
         events = (ranks.root / out / "events.jsonl").read_text()
         assert events.count('"rollback"') == 1
     assert distance(ranks.tensors("spike-alone"), ranks.tensors("spike")) <= 10 * SAME
+
+
+def test_a_rank_that_hangs_is_noticed_in_time(ranks):
+    command = (*RUN, *CACHED, *FSDP, "--rank-timeout", 2, "--out", "hung")
+    ended = ranks.launch(2, *command, fault="train.after-step:hang:3@1")
+    assert [each.code for each in ended] == [1, 1]
+    assert "rank 0 lost another rank" in ended[0].refusal() and "Timed out" in ended[0].refusal()
+    assert ranks.apart > 3  # rank 0 did not wait for it
 
 
 def test_a_full_disk_of_one_rank_is_said_once_and_ends_all(ranks):
