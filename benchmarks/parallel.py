@@ -236,22 +236,26 @@ def memory_in_ranks(folder: Folder, world: int = 2) -> dict[str, Any]:
     baseline = measured("tiny-ranks", replace(TINY, options=tiny))
     rows = {}
     for name, options in IN_RANKS.items():
-        case = Case(llama(512, 8), options=(*options, "--precision", "fp32"))
-        config = cli.parse("distill", folder.argv("ranks", case, cached=False))
-        job = job_of(config, torch.device("cpu"))
-        assert job is not None
-        how = "ddp" if name == "DDP" else "fsdp"
-        plan = estimated(Plan(how, "none"), job, world)
-        found = measured("ranks", case) - baseline
+        found = measured("ranks", in_ranks(options)) - baseline
+        plan = estimate_in_ranks(folder, name, world)
         total = plan.total / 2**20
-        rows[name] = {
-            "estimated": round(total, 1),
-            "measured": round(found, 1),
-            "difference": round(total / found - 1, 3),
-        }
-        rows[name] |= {"most at": plan.moment}
+        figures = {"estimated": round(total, 1), "measured": round(found, 1), "difference": round(total / found - 1, 3)}
+        rows[name] = {**figures, "most at": plan.moment}
         print(name, rows[name], file=sys.stderr, flush=True)
     return rows
+
+
+def in_ranks(options: tuple[object, ...]) -> Case:
+    """The run whose memory is measured in ranks."""
+    return Case(llama(512, 8), options=(*options, "--precision", "fp32"))
+
+
+def estimate_in_ranks(folder: Folder, name: str, world: int = 2) -> Plan:
+    """The plan of one of `IN_RANKS`, with what a rank needs."""
+    config = cli.parse("distill", folder.argv("ranks", in_ranks(IN_RANKS[name]), cached=False))
+    job = job_of(config, torch.device("cpu"))
+    assert job is not None
+    return estimated(Plan("ddp" if name == "DDP" else "fsdp", "none"), job, world)
 
 
 def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:

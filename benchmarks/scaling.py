@@ -207,6 +207,15 @@ def memory_table() -> str:
     return table(["run", "plan", "measured", "with the allocator's waste", "plan against measured", "most at"], rows)
 
 
+def ranks_table() -> str:
+    """MiB of a rank by the plan, and measured."""
+    rows = [
+        [name, f"{each['estimated']:,.0f}", f"{each['measured']:,.0f}", f"{each['difference']:+.1%}"]
+        for name, each in json.loads(MEASURED.read_text())["memory in ranks"].items()
+    ]
+    return table(["two ranks, 26 M parameters, fp32", "plan", "measured", "plan against measured"], rows)
+
+
 def exchange_table() -> str:
     """Calls and bytes of a step on two ranks."""
     rows = []
@@ -222,6 +231,7 @@ def exchange_table() -> str:
 
 TABLES = {
     "memory": memory_table,
+    "ranks": ranks_table,
     "exchange": exchange_table,
     "bytes": bytes_table,
     "time": time_table,

@@ -38,6 +38,14 @@ def test_the_plan_is_within_a_fifth_of_the_measured_peak_for_five_runs(benchmark
             assert now == pytest.approx(cases[name]["estimated"], abs=0.1)
 
 
+def test_the_plan_is_within_a_fifth_of_a_ranks_measured_peak(benchmark, record, tmp_path):
+    folder = benchmark.Folder(tmp_path)
+    assert list(record["memory in ranks"]) == list(benchmark.IN_RANKS)
+    for name, each in record["memory in ranks"].items():
+        assert benchmark.estimate_in_ranks(folder, name).total / 2**20 == pytest.approx(each["estimated"], abs=0.1)
+        assert abs(each["estimated"] / each["measured"] - 1) <= benchmark.GOAL
+
+
 def test_what_was_counted_is_what_the_formulas_say(record):
     rows = record["exchange"]
     assert {(row["how"], row["precision"], row["micro-batches"]) for row in rows} == {

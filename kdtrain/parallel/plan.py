@@ -11,7 +11,7 @@ of these parts, in bytes, for P parameters of the student of which L in layers, 
 in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes a number in products (2 or 4):
 
     weights and moments   12 P / w                        fp32 masters, two fp32 moments (AdamW)
-    gradients             4 P; sharded 4 P / w, and 4 P whole while micro-batches are added up
+    gradients             4 P, under DDP all the time; sharded 4 P / w, and 4 P while micro-batches are added up
     gathered              sharded: 4 (P - L), the root, and two layers of c L / layers
     activations           N k, k bytes a token by what autograd keeps (`models.outline`)
     output head           4 V D (its gradient) + 2 c N D (hidden states and theirs) + copies of its weight in bf16
@@ -200,7 +200,9 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     root, in_layer = student.parameters - student.in_layers, student.in_layers / max(student.layers, 1)
     state = {"weights and moments": 12 * student.parameters / shared} | held
     gathered = {"gathered": 4.0 * root + 2 * job.compute_bytes * in_layer if shared > 1 else 0.0}
-    adds_up = job.accumulates(world)
+    # DDP's buckets, of which gradients are views, are there from the first step on
+    whole = job.accumulates(world) or plan.student == "ddp"
+    buckets = {"gradients": 4.0 * student.parameters if plan.student == "ddp" else 0.0}
     kept = student.kept_by_checkpoints if job.activation_checkpointing else student.kept
     layer = tokens * student.kept / max(student.layers, 1)
     head_weight = student.vocabulary * student.width
@@ -210,15 +212,15 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     head += _logits(job, tokens)
     embedding = 4.0 * head_weight if student.tied else 0.0
     return {
-        "teach": state | gathered | {"teacher's forward": _teacher_forward(job, tokens)},
+        "teach": state | gathered | buckets | {"teacher's forward": _teacher_forward(job, tokens)},
         "head": state
         | gathered
-        | {"gradients": 4.0 * student.parameters if adds_up else 0.0}
+        | {"gradients": 4.0 * student.parameters if whole else 0.0}
         | {"activations": tokens * kept, "output head": head},
         "backward": state
         | gathered
-        | {"gradients": _gradients(student, shared, adds_up) + embedding, "activations": layer},
-        "save": state | {"copy for the save": 12 * student.parameters / shared if job.copies else 0.0},
+        | {"gradients": _gradients(student, shared, whole) + embedding, "activations": layer},
+        "save": state | buckets | {"copy for the save": 12 * student.parameters / shared if job.copies else 0.0},
     }
 
 
