@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         raise SystemExit(_run(argv[0], argv[1:]))
     except (UsageError, RunError) as error:
-        _fail(2 if isinstance(error, UsageError) else 1, str(error), told=getattr(error, "told", False))
+        told, cause = getattr(error, "told", False), not getattr(error, "not_the_cause", False)
+        _fail(2 if isinstance(error, UsageError) else 1, str(error), told=told, cause=cause and not told)
     except MemoryError:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
@@ -214,14 +215,15 @@ def _parse_once(command: str, argv: list[str]) -> Any:
         raise
 
 
-def _fail(code: int, message: str, told: bool = False) -> typing.NoReturn:
-    """Leave with `code` and one line, unless another rank has `told` it."""
+def _fail(code: int, message: str, told: bool = False, cause: bool = True) -> typing.NoReturn:
+    """Leave with `code` and one line, unless another rank has `told` it; torchrun hears of what is the `cause`."""
     message = " ".join(message.split())
     if os.environ.get("RANK", "0") != "0" and not message.startswith("rank "):
         message = f"rank {os.environ['RANK']}: {message}"
     if not told:
         print(f"kdtrain: {message}", file=sys.stderr)
-    _tell_torchrun(message)
+    if cause:
+        _tell_torchrun(message)
     raise SystemExit(code)
 
 

@@ -117,10 +117,12 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
     except (dist.DistError, RuntimeError) as error:
         if isinstance(error, RunError) or not _is_of_others(error):
             raise
-        raise RunError(
+        lost = RunError(
             f"rank {rank()} lost another rank, whose own message says why ({_first_line(error)}); "
             "published checkpoints are intact, and the same command goes on"
-        ) from error
+        )
+        lost.not_the_cause = True  # type: ignore[attr-defined]
+        raise lost from error
     finally:
         _words = _patient = None
     dist.destroy_process_group()
