@@ -73,6 +73,7 @@ class DistillStep(nn.Module):
         self.device = device
         self.document_mask = document_mask
         self.compile_objective = compile
+        self.by_layer = by_layer
         self.hidden_loss = hidden_loss
         self.layers = layers
         self.switch = switch or Switch()
@@ -101,17 +102,21 @@ class DistillStep(nn.Module):
         before = self.backbone, self.compile_objective
         self.backbone, self.compile_objective = self._backbone, False
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with self._layers_eager():
                 yield
         finally:
             self.backbone, self.compile_objective = before
+
+    def _layers_eager(self) -> contextlib.AbstractContextManager[Any]:
+        """Layers that are compiled each by itself run as they are inside."""
+        return torch.compiler.set_stance("force_eager") if self.by_layer else contextlib.nullcontext()
 
     def hidden_eager(self, batch: CachedBatch) -> torch.Tensor:
         """The backbone's output for a micro-batch, [B*T, D], without a compiled graph.
 
         Validation is rare, and a graph of its own costs half a minute. It is never quantised: what is exported is not.
         """
-        with self.switch.at("high"), torch.compiler.set_stance("force_eager"):
+        with self.switch.at("high"), self._layers_eager():
             return self._hidden(lambda *asked: (self.student(*asked), []), batch)[0]
 
     def _hidden(
