@@ -22,7 +22,7 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError
-from kdtrain.parallel.world import local, of_all, on_main, with_local
+from kdtrain.parallel.world import local, lost, of_all, on_main, with_local
 
 
 class Saver:
@@ -100,6 +100,8 @@ class Saver:
         error, self._error = self._error, None
         if isinstance(error, RunError):
             raise error
+        if (gone := lost(error)) is not None:
+            raise gone from error
         if isinstance(error, OSError):
             where = error.filename or self.store.folder
             raise of_all(RunError(f"{where}: {error.strerror or error}; published checkpoints are intact")) from None

@@ -114,15 +114,10 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
         _words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         _patient = new_words()
         yield
-    except (dist.DistError, RuntimeError) as error:
-        if isinstance(error, RunError) or not _is_of_others(error):
+    except RuntimeError as error:
+        if (gone := lost(error)) is None:
             raise
-        lost = RunError(
-            f"rank {rank()} lost another rank, whose own message says why ({_first_line(error)}); "
-            "published checkpoints are intact, and the same command goes on"
-        )
-        lost.not_the_cause = True  # type: ignore[attr-defined]
-        raise lost from error
+        raise gone from error
     finally:
         _words = _patient = None
     dist.destroy_process_group()
@@ -247,6 +242,20 @@ def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
 
 
+def lost(error: BaseException | None) -> RunError | None:
+    """What to say where `error` is that of a collective without one of its ranks; None where it is anything else."""
+    if not isinstance(error, RuntimeError) or isinstance(error, RunError):
+        return None
+    if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+        return None
+    found = RunError(
+        f"rank {rank()} lost another rank, whose own message says why ({_first_line(error)}); "
+        "published checkpoints are intact, and the same command goes on"
+    )
+    found.not_the_cause = True  # type: ignore[attr-defined]
+    return found
+
+
 def was_told(error: BaseException) -> bool:
     """Whether an error is another rank's, which says it itself."""
     return bool(getattr(error, "told", False))
@@ -282,12 +291,8 @@ def _understood(said: dict[str, Any]) -> Any:
     raise error
 
 
-_LOST = re.compile(r"gloo|nccl|connection|timed? ?out|store|peer|socket", re.IGNORECASE)
-
-
-def _is_of_others(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank: torch has no one kind of error for it."""
-    return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
+_LOST = re.compile(r"gloo|nccl|connection (?:closed|reset|refused)|timed out|by peer", re.IGNORECASE)
+"""torch has no one kind of error for it."""
 
 
 def _first_line(error: BaseException) -> str:

@@ -141,8 +141,7 @@ def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_sa
     victim = int(fault[-1])
     assert ended[victim].code == -signal.SIGKILL
     assert ended[1 - victim].code == 1 and whole.apart < 60
-    last = ended[1 - victim].stderr.splitlines()[-1]
-    assert "lost another rank" in last or "saving into" in last
+    assert "lost another rank" in ended[1 - victim].stderr.splitlines()[-1]
     assert "Traceback" not in ended[1 - victim].stderr
     whole.ok(2, *command)
     assert_bitwise(whole.tensors(f"whole-{how[1]}"), whole.tensors(out))
