@@ -3,7 +3,10 @@
 Every function is a promise, and is called on each rank; an assertion that fails ends the rank, and so the test.
 """
 
+import shutil
+import tempfile
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdtrain.cache.reader import CachedBatch
+from kdtrain.checkpoint import shards
 from kdtrain.config import ObjectiveConfig, OptimizerConfig, PrecisionConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import default_probe, split
@@ -203,6 +207,22 @@ def a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names() -> None:
         many.load(one.tensors(), {**one.numbers(), "watchers": {}})
         for name, each in one.tensors().items():
             assert torch.equal(whole(many.tensors()[name]), each), (kind, name)
+        comes_back_from_the_disk_in_parts(many)
+
+
+def comes_back_from_the_disk_in_parts(state: TrainState) -> None:
+    """Of a checkpoint each rank writes and reads its own parts; one process reads all of it."""
+    folder = Path(on_main(tempfile.mkdtemp))
+    tensors = state.tensors()
+    shards.write(folder, tensors)
+    in_parts = shards.read(folder, state.like)
+    for name, each in tensors.items():
+        assert isinstance(in_parts[name], DTensor) == isinstance(each, DTensor), name
+        assert torch.equal(local(in_parts[name]), local(each)), name
+    everything = shards.read(folder)
+    assert all(torch.equal(everything[name], whole(each)) for name, each in tensors.items())
+    world.barrier()
+    on_main(lambda: shutil.rmtree(folder))
 
 
 def words_go_to_all_and_errors_are_raised_on_all() -> None:
