@@ -39,6 +39,8 @@ bench: venv ## measure; writes benchmarks/results and benchmarks/figures
 	$(PY) benchmarks/demo.py --seeds 3
 	$(PY) benchmarks/cache.py --again
 	$(PY) benchmarks/plot_cache.py
+	$(PY) benchmarks/parallel.py
+	$(PY) benchmarks/scaling.py
 
 torture: venv ## break caches and runs off in every way, flip bits; writes benchmarks/results/torture-*.json (an hour)
 	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_cache.py

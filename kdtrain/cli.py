@@ -10,9 +10,11 @@ import dataclasses
 import difflib
 import importlib
 import io
+import json
 import os
 import re
 import sys
+import time
 import tomllib
 import types
 import typing
@@ -44,10 +46,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(0)
     try:
         raise SystemExit(_run(argv[0], argv[1:]))
-    except UsageError as error:
-        _fail(2, str(error))
-    except RunError as error:
-        _fail(1, str(error))
+    except (UsageError, RunError) as error:
+        told, cause = getattr(error, "told", False), not getattr(error, "not_the_cause", False)
+        _fail(2 if isinstance(error, UsageError) else 1, str(error), told=told, cause=cause and not told)
     except MemoryError:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 def _run(command: str, argv: list[str]) -> int:
     if command not in COMMANDS:
         raise UsageError(f"unknown command '{command}'; {_nearest(command, list(COMMANDS))}")
-    config = parse(command, argv)
+    config = _parse_once(command, argv)
     stage = importlib.import_module(f"kdtrain.stages.{command.replace('-', '_')}")
     return int(stage.main(config) or 0)
 
@@ -205,6 +206,30 @@ def _overview() -> str:
     )
 
 
-def _fail(code: int, message: str) -> typing.NoReturn:
-    print(f"kdtrain: {' '.join(message.split())}", file=sys.stderr)
+def _parse_once(command: str, argv: list[str]) -> Any:
+    """`parse`; what it refuses is the same on every process of a node, of which the first one says it."""
+    try:
+        return parse(command, argv)
+    except UsageError as error:
+        error.told = os.environ.get("LOCAL_RANK", "0") != "0"  # type: ignore[attr-defined]
+        raise
+
+
+def _fail(code: int, message: str, told: bool = False, cause: bool = True) -> typing.NoReturn:
+    """Leave with `code` and one line, unless another rank has `told` it; torchrun hears of what is the `cause`."""
+    message = " ".join(message.split())
+    if os.environ.get("RANK", "0") != "0" and not message.startswith("rank "):
+        message = f"rank {os.environ['RANK']}: {message}"
+    if not told:
+        print(f"kdtrain: {message}", file=sys.stderr)
+    if cause:
+        _tell_torchrun(message)
     raise SystemExit(code)
+
+
+def _tell_torchrun(message: str) -> None:
+    """Leave the message where torchrun looks for what to say of a process that failed."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)

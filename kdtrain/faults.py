@@ -1,8 +1,9 @@
 """Named faults: what tests inject goes in here, and costs one dictionary look-up when nobody asked.
 
 `KDTRAIN_FAULT="cache.shard.before-rename:kill:2"` makes the second call of `point("cache.shard.before-rename")` kill
-the process. Actions: `kill` (SIGKILL), `term` (SIGTERM), `raise` (RuntimeError), `enospc` (OSError). A point that
-counts something else than calls, such as bytes, fires when that number is reached.
+the process. Actions: `kill` (SIGKILL), `term` (SIGTERM), `hang` (for `HANG` seconds), `raise` (RuntimeError),
+`enospc` (OSError). A point that counts something else than calls, such as bytes, fires when that number is reached;
+`kill:2@1` is meant for rank 1.
 
 `KDTRAIN_FAULT="train.gradient:nan:7@1"` makes `changed("train.gradient", tensor, 7)` spoil the first entry on rank 1;
 `train.loss:x30:12-15` multiplies by 30 at the numbers 12 to 15. The number is the caller's and no count of calls, so
@@ -15,8 +16,12 @@ Several faults, joined with commas, may be given. A fault that fires first write
 import errno
 import os
 import signal
+import time
 from collections import Counter
 from typing import Any
+
+HANG = 8.0
+"""Seconds that a process hangs for."""
 
 _calls: Counter[str] = Counter()
 _changed: set[str] = set()
@@ -48,7 +53,10 @@ def point(name: str, count: int = 1) -> None:
     """
     if name not in _faults:
         return
-    action, call = _faults[name]
+    action, when = _faults[name]
+    call, _, rank = when.partition("@")
+    if rank not in ("", os.environ.get("RANK", "0")):
+        return
     before = _calls[name]
     _calls[name] += count
     if not before < int(call) <= _calls[name]:
@@ -60,10 +68,12 @@ def point(name: str, count: int = 1) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     elif action == "enospc":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    elif action == "hang":
+        time.sleep(HANG)
     elif action == "raise":
         raise RuntimeError(f"fault {name} was asked for")
     else:
-        raise ValueError(f"KDTRAIN_FAULT: action '{action}' is unknown; use kill, term, raise or enospc")
+        raise ValueError(f"KDTRAIN_FAULT: action '{action}' is unknown; use kill, term, hang, raise or enospc")
 
 
 def changed(name: str, tensor: Any, number: int) -> Any:
@@ -78,7 +88,7 @@ def changed(name: str, tensor: Any, number: int) -> Any:
     factors = tensor.new_ones(tensor.shape)
     action = _faults[name][0]
     if action == "nan":
-        factors.view(-1)[0] = float("nan")
+        factors.view(-1)[:1] = float("nan")
     elif action.startswith("x"):
         factors.mul_(float(action[1:]))
     else:

@@ -1,6 +1,7 @@
 """The command line: flags and TOML become one configuration, and every error one line with its exit code."""
 
 import errno
+import json
 import os
 import sys
 import types
@@ -149,6 +150,16 @@ def test_what_a_stage_raises_becomes_one_line_and_its_exit_code(monkeypatch, cap
     assert ended_with == code
     assert stderr.startswith("kdtrain: ") and words in stderr
     assert len(stderr.splitlines()) == 1
+
+
+def test_a_rank_names_itself_is_silent_where_another_has_spoken_and_tells_torchrun(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    error = RunError("the disk is full")
+    assert ended(monkeypatch, capsys, raising(error)) == (1, "kdtrain: rank 3: the disk is full\n")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "rank 3: the disk is full"
+    error.told = True
+    assert ended(monkeypatch, capsys, raising(error)) == (1, "")
 
 
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch, capsys):

@@ -200,7 +200,7 @@ def test_sections_are_plain_values_by_section():
     table = sections(distill(micro_batch_size=4, batch_size=8))
     assert list(table) == [
         *("run", "data", "objective", "optimizer", "precision", "quantization", "guards", "stopping"),
-        *("checkpoint", "monitor"),
+        *("checkpoint", "monitor", "parallel"),
     ]
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None

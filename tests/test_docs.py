@@ -1,7 +1,10 @@
 """The prose: what README and docs tell people to type and to look at is there."""
 
+import importlib
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,8 +15,14 @@ from kdtrain.models.spec import read_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ELSEWHERE = {"--seeds", "--upgrade", "--logdir", "--port"}
+TORCHRUN = {
+    *("--standalone", "--nnodes", "--nproc-per-node", "--max-restarts"),
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
+}
+ELSEWHERE = {"--seeds", "--upgrade", "--logdir", "--port", *TORCHRUN}
 """Flags of commands other than kdtrain."""
+
+SLURM = ROOT / "docs" / "distill.sbatch"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -23,7 +32,8 @@ def blocks(page: Path, kind: str = "") -> list[str]:
 
 
 def commands() -> list[str]:
-    lines = [line for page in PAGES for block in blocks(page) for line in block.splitlines()]
+    texts = [block.replace("\\\n", " ") for page in PAGES for block in blocks(page)]
+    lines = [re.sub(r"^torchrun .*? -m kdtrain ", "kdtrain ", line) for text in texts for line in text.splitlines()]
     return [line for line in lines if line.startswith("kdtrain ")]
 
 
@@ -66,3 +76,46 @@ def test_the_readmes_example_of_a_student_is_a_spec(tmp_path):
     (tmp_path / "students" / "small.toml").write_text(example)
     spec = read_spec(str(tmp_path / "students" / "small.toml"))
     assert (spec.name, spec.init) == ("small", "scratch")
+
+
+def test_the_flags_of_torchrun_are_torchruns():
+    from torch.distributed.run import get_args_parser
+
+    known = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    assert known >= TORCHRUN
+    assert set(re.findall(r"^    (--[a-z-]+) ", SLURM.read_text(), re.MULTILINE)) <= TORCHRUN
+
+
+def test_the_slurm_script_is_one_and_starts_kdtrain_once_a_device():
+    subprocess.run(["bash", "-n", SLURM], check=True)
+    asked = subprocess.run(["bash", SLURM], capture_output=True, text=True)
+    assert (asked.returncode, asked.stderr.split()[0]) == (2, "usage:")
+    folder = SLURM.parent / "unwritten"
+    scripts = 'scontrol() { echo node-1; echo node-2; }; srun() { echo "$@"; }; export -f scontrol srun; '
+    variables = {
+        "SLURM_JOB_NODELIST": "node-[1-2]",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    said = subprocess.run(
+        ["bash", "-c", f"{scripts} bash {SLURM} distill --out {folder}"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", **variables},
+        check=True,
+    ).stdout
+    assert "--nnodes 2 --nproc-per-node 8" in said and "--rdzv-endpoint node-1:29400 --rdzv-id 7-0" in said
+    assert said.split()[-5:] == ["-m", "kdtrain", "distill", "--out", str(folder)]
+
+
+def test_the_figures_of_the_page_on_scaling_are_those_of_its_script():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        scaling = importlib.import_module("scaling")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    page = scaling.PAGE.read_text()
+    assert page == scaling.fill(page)
+    with pytest.raises(ValueError, match="no place for the table 'cache'"):
+        scaling.fill(page.replace("<!-- cache -->", ""))

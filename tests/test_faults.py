@@ -35,6 +35,12 @@ def test_a_signal_comes_at_the_call_that_was_asked_for_and_is_written_down_befor
     assert (tmp_path / "log").read_text() == "here\n"
 
 
+@pytest.mark.parametrize("rank, lives", [("0", True), ("1", False)])
+def test_a_fault_that_is_meant_for_one_rank_leaves_the_others_alone(tmp_path, monkeypatch, rank, lives):
+    monkeypatch.setenv("RANK", rank)
+    assert (run("here:kill:2@1", 3, tmp_path / "log").returncode == 0) is lives
+
+
 def test_without_a_number_the_first_call_is_meant(tmp_path):
     assert run("here:kill", 2, tmp_path / "log").stdout == ""
 

@@ -1,10 +1,14 @@
 """May this folder be built in, and what stands in it before the first shard.
 
 A folder that holds something else, or a cache of other settings, is refused with what differs, and so is one
-that another process builds in at this moment: a builder holds a lock on the file `.building-RANK` (one a
-rank), which the system lets go of when the process ends, however it ends. What it gives up: on a file system
-without locks two builders are not kept apart; their files are the same, but one may stop with an error.
+that another command builds in at this moment: each rank of a builder holds a lock on the file `.building-RANK`,
+which the system lets go of when the process ends, however it ends. Rank 0 takes its own first, looks whether any
+other is held, by a rank that an earlier command left behind say, and then lets its own ranks in. What it gives up:
+on a file system without locks two builders are not kept apart; their files are the same, but one may stop with an
+error.
 """
+
+from __future__ import annotations
 
 import fcntl
 import os
@@ -18,6 +22,7 @@ from kdtrain import faults
 from kdtrain.cache import layout
 from kdtrain.cache.files import fsync, publish_json, read_sealed, writing
 from kdtrain.cache.provenance import CacheSettings, Manifest, read_manifest
+from kdtrain.cache.ranks import Ranks
 from kdtrain.errors import RunError, UsageError
 
 _LOCK = ".building-"
@@ -31,6 +36,45 @@ _TOKENIZER_FILES = (
     "chat_template*",
     "additional_chat_templates",
 )
+
+
+def enter(folder: Path, settings: CacheSettings, tokenizer: Any, ranks: Ranks) -> tuple[Manifest | None, Lock | None]:
+    """Claim, lock and begin a folder, rank 0 before the others: the manifest where it is finished, else this rank's
+    lock.
+
+    UsageError: see `claim` and `Lock`. RunError: the folder cannot be written.
+    """
+    own: list[Lock] = []
+
+    def begun() -> bool:
+        if claim(folder, settings) is not None:
+            return False
+        make_folder(folder)
+        own.append(_first_lock(folder, ranks.rank))
+        if claim(folder, settings) is not None:  # another has finished it meanwhile
+            own.pop().release()
+            return False
+        if ranks.rank == 0:
+            begin(folder, settings, tokenizer)
+        return True
+
+    if not ranks.on_main(begun):
+        remove_stale_lock(folder, ranks.rank)
+        return read_manifest(folder), None
+    return None, own[0] if own else Lock(folder, ranks.rank)
+
+
+def _first_lock(folder: Path, rank: int) -> Lock:
+    """The lock of a rank, once no rank of another command holds one."""
+    lock = Lock(folder, rank)
+    try:
+        for path in folder.glob(f"{_LOCK}*"):
+            if path.name != f"{_LOCK}{rank}":
+                Lock(folder, int(path.name.removeprefix(_LOCK))).release()
+    except UsageError:
+        lock.release()
+        raise
+    return lock
 
 
 def claim(folder: Path, settings: CacheSettings) -> Manifest | None:

@@ -8,18 +8,19 @@ those of today's rows. A thread encodes and writes one batch while the teacher w
 A sequence for which the teacher gives a logit that is no number is kept with its loss masked out, and
 counted; more than one in a thousand of them stop the build.
 
+Several ranks build one cache in step (`ranks`); its content does not depend on their number.
+
 What it gives up: the rows of a shard, and what is kept of its first sequences, are held in memory; the
 logits of two batches live at once; shards that other ranks build are read from the data by every rank.
 """
 
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from kdtrain import __version__, faults
 from kdtrain.cache import fidelity, layout, topk
-from kdtrain.cache.claim import Lock, begin, claim, make_folder, remove_stale_lock
+from kdtrain.cache.claim import enter
 from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.files import (
     PUBLISH_POINTS,
@@ -44,12 +45,12 @@ from kdtrain.cache.provenance import (
     read_sidecar,
     shard_problem,
 )
+from kdtrain.cache.ranks import Alone, Ranks, Rounds, Teacher
 from kdtrain.cache.reader import Shard, batch_of
+from kdtrain.cache.rows import Row, Rows, shards_of
 from kdtrain.cache.shard import ShardWriter
 from kdtrain.errors import RunError, UsageError
 
-Teacher = Callable[[Tensor, Tensor | None], Tensor]
-"""CPU int64 tokens [B,T] and segments [B,T] (None without a document mask) -> logits [B,T,V], any device."""
 Progress = Callable[[int, int | None], None]
 """(sequences done so far, how many in all or None)."""
 
@@ -64,56 +65,15 @@ FAULT_POINTS = (
 """Every labelled place of a build, for `KDTRAIN_FAULT`."""
 
 
-class Row(Protocol):
-    """A packed row, see `data.packing`."""
-
-    @property
-    def tokens(self) -> np.ndarray: ...  # [T+1]
-    @property
-    def loss_mask(self) -> np.ndarray: ...  # [T] bool
-    @property
-    def segments(self) -> np.ndarray: ...  # [T]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of one shard: n sequences."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    segments: np.ndarray
-    kept: dict[str, np.ndarray]
-    """What is kept of them, [n, T, ...], where that is known already; else empty."""
-
-    def digest(self) -> str:
-        """SHA-256 over all three, so that a shard of other rows is noticed."""
-        sha = hashlib.sha256()
-        for part, dtype in ((self.tokens, "<u4"), (self.loss_mask, "u1"), (self.segments, "<u4")):
-            sha.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
-        return sha.hexdigest()
-
-
-def _shards_of(rows: Iterator[Row], number: int) -> Iterator[_Rows]:
-    while part := list(islice(rows, number)):
-        known = [getattr(row, "kept", {}) for row in part]
-        yield _Rows(
-            tokens=np.stack([row.tokens for row in part]),
-            loss_mask=np.stack([row.loss_mask for row in part]),
-            segments=np.stack([row.segments for row in part]),
-            kept={name: np.stack([each[name] for each in known]) for name in known[0]},
-        )
-
-
 class CacheWriter:
-    """Builds or goes on with the cache in `folder`; `write_cache` drives it for one process.
+    """Builds or goes on with the cache in `folder`; `write_cache` drives it.
 
     settings: what to build; a folder that was begun or finished with others is refused (UsageError that
-    names them), and so is one that another process builds in. teacher: called under no_grad with at most
+    names them), and so is one that another command builds in. teacher: called under no_grad with at most
     `batch_size` sequences; None for the codec `tokens`, and where rows bring what is kept of them in an
-    attribute `kept` (`topk.keep`). tokenizer: a folder, or anything with `save_pretrained(folder)`; its files
-    are copied into the cache. rank, world: this process builds the shards s with s % world == rank and then
-    calls `close`; rank 0
-    alone calls `finish`, after all.
+    attribute `kept` (`topk.keep`). sharded: whether a forward of it needs all ranks. tokenizer: a folder, or
+    anything with `save_pretrained(folder)`; its files are copied into the cache. ranks: this process builds the
+    shards s with s % world == rank; all of them call the same methods in the same order.
     """
 
     def __init__(
@@ -122,30 +82,23 @@ class CacheWriter:
         settings: CacheSettings,
         *,
         teacher: Teacher | None,
+        sharded: bool = False,
         tokenizer: Any = None,
         batch_size: int = 16,
         progress: Progress | None = None,
-        rank: int = 0,
-        world: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
         assert teacher is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
         self.folder, self.settings, self.teacher = Path(folder), settings, teacher
-        self.batch_size, self.progress, self.rank, self.world = batch_size, progress, rank, world
+        self.batch_size, self.progress, self.ranks = batch_size, progress, ranks or Alone()
         self._splits: dict[str, list[tuple[str, int, str]]] = {}  # name, sequences, digest of the rows
         self._tokens: dict[str, Any] = {}
-        self._done = 0
         self._broken: list[str] = []
-        self.manifest = claim(self.folder, settings)
+        empty = torch.zeros(1, settings.seq_len, dtype=torch.int64)
+        question = (empty, empty if settings.document_mask else None)
+        self._rounds = Rounds(self.ranks, teacher, sharded, question, self._told)
+        self.manifest, self._lock = enter(self.folder, settings, tokenizer, self.ranks)
         """The manifest if the cache is finished already: there is nothing to do."""
-        self._lock: Lock | None = None
-        if self.manifest is not None:
-            remove_stale_lock(self.folder, rank)
-        else:
-            make_folder(self.folder)
-            self._lock = Lock(self.folder, rank)
-            self.manifest = claim(self.folder, settings)  # another may have begun or finished it meanwhile
-        if self.manifest is None and rank == 0:
-            begin(self.folder, settings, tokenizer)
 
     def close(self) -> None:
         """Let other builders in; nothing can be built after it."""
@@ -155,28 +108,37 @@ class CacheWriter:
     def build(self, split: str, rows: Iterable[Row]) -> None:
         """Build what is missing of a split. UsageError: no row. RunError: full disk, broken teacher."""
         limited = islice(rows, self.settings.sequences.get(split))
-        shards = self._splits[split] = []
-        self._tokens[split] = hashlib.sha256()
-        size = self.settings.sequences_per_shard
-        for number, part in enumerate(_shards_of(iter(limited), size)):
-            self._check(part)
-            name, digest = layout.shard_name(split, number), part.digest()
-            shards.append((name, len(part.tokens), digest))
-            self._tokens[split].update(np.ascontiguousarray(part.tokens, dtype="<u4").tobytes())
-            if number % self.world != self.rank:
-                self._advance(len(part.tokens))
-            elif record := self._built(name, digest):
-                self._broken += record["broken"]
-                self._advance(len(part.tokens))
-            else:
-                self._build_shard(split, number * size, name, part, digest)
-        if not shards:
+        self._splits[split], self._tokens[split] = [], hashlib.sha256()
+        shards = enumerate(shards_of(iter(limited), self.settings.sequences_per_shard))
+        while row := list(islice(shards, self.ranks.world)):
+            own = [self._listed(split, number, part) for number, part in row][self.ranks.rank :][:1]
+            del row
+            for job in own:
+                self._build_or_keep(split, *job)
+            self._rounds.rest()
+        if not self._splits[split]:
             raise UsageError(
                 f"the {split} data give no whole sequence of {self.settings.seq_len} tokens; "
                 "use more data or a smaller --seq-len"
             )
 
-    def _check(self, part: _Rows) -> None:
+    def _listed(self, split: str, number: int, part: Rows) -> tuple[int, str, Rows, str]:
+        """Check and count a shard, whoever builds it; what its builder needs."""
+        self._check(part)
+        name, digest = layout.shard_name(split, number), part.digest()
+        self._splits[split].append((name, len(part.tokens), digest))
+        self._tokens[split].update(np.ascontiguousarray(part.tokens, dtype="<u4").tobytes())
+        return number * self.settings.sequences_per_shard, name, part, digest
+
+    def _build_or_keep(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
+        if record := self._built(name, digest):
+            self._broken += record["broken"]
+            self._rounds.done += len(part.tokens)
+            self._rounds.broken = len(self._broken)
+        else:
+            self._build_shard(split, first, name, part, digest)
+
+    def _check(self, part: Rows) -> None:
         length = self.settings.seq_len
         assert part.tokens.shape[1] == length + 1 and part.segments.max() < max(length, 1), "rows do not fit"
         if part.tokens.min() < 0 or part.tokens.max() >= self.settings.vocab_size:
@@ -193,7 +155,7 @@ class CacheWriter:
         same = record["rows_sha256"] == digest and record["settings_sha256"] == self.settings.digest()
         return record if same and shard_problem(self.folder, record) is None else None
 
-    def _build_shard(self, split: str, first: int, name: str, part: _Rows, digest: str) -> None:
+    def _build_shard(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
         number, spec = len(part.tokens), self.settings.codec
         with published(layout.shard_path(self.folder, name), "cache.shard") as temporary:
             with layout.creating(temporary) as (file, check):
@@ -214,12 +176,13 @@ class CacheWriter:
         record |= {"rows_sha256": digest, "settings_sha256": self.settings.digest()}
         publish_json(layout.sidecar_path(self.folder, name), record, "cache.sidecar")
 
-    def _fill(self, shard: ShardWriter, split: str, first: int, part: _Rows) -> None:
+    def _fill(self, shard: ShardWriter, split: str, first: int, part: Rows) -> None:
         waiting: tuple[int, Future[None]] | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
             for start in range(0, len(part.tokens), self.batch_size):
                 batch = slice(start, min(start + self.batch_size, len(part.tokens)))
                 rows = {name: getattr(part, name)[batch] for name in ("tokens", "loss_mask", "segments")}
+                self._rounds.take()
                 logits_BTV = self._ask(rows)
                 if waiting:
                     self._end(shard, *waiting)
@@ -234,8 +197,8 @@ class CacheWriter:
     def _end(self, shard: ShardWriter, sequences: int, job: "Future[None]") -> None:
         """Wait for the batch in work, of so many sequences, and count it."""
         job.result()
-        self._advance(sequences)
-        self._stop_if_broken(self._broken + shard.broken)
+        self._rounds.done += sequences
+        self._rounds.broken = len(self._broken) + len(shard.broken)
 
     def _ask(self, rows: dict[str, np.ndarray]) -> Tensor | None:
         if self.teacher is None:
@@ -264,33 +227,42 @@ class CacheWriter:
             kept = encode_sequences(logits_BTV, labels_BT, spec, seed=seed, split=split, first=first)
         shard.add(rows, kept)
 
-    def _stop_if_broken(self, broken: list[str], finished: bool = False) -> None:
-        """RunError: more than one in a thousand sequences have no numbers; before the end only where the
-        rest cannot change that."""
+    def _told(self, done: int, broken: int) -> None:
+        """What all ranks have done: stop where that is decided, and show how far it is."""
         limits = list(self.settings.sequences.values())
-        known = None not in limits and len(limits) >= len(self._splits)
-        total = max(self._done, sum(n or 0 for n in limits) if known else 10_000)
-        if len(broken) * 1000 > (self._done if finished else total):
+        known = limits and len(limits) >= len(self._splits) and None not in limits
+        total = sum(n or 0 for n in limits) if known else None
+        self._stop_if_broken(broken, done, max(done, 10_000 if total is None else total))
+        if self.progress:
+            self.progress(done, total)
+
+    def _stop_if_broken(self, broken: int, done: int, total: int) -> None:
+        """RunError: more than one in a thousand sequences of `total` have no numbers."""
+        if broken * 1000 > total:
             raise RunError(
-                f"the teacher gave logits that are not numbers for {len(broken)} of {self._done} sequences (the first "
-                f"is {broken[0]}), more than one in a thousand: load it in another dtype (bfloat16 or float32)"
+                f"the teacher gave logits that are not numbers for {broken} of {done} sequences"
+                f"{f' (the first is {self._broken[0]})' if self._broken else ''}, more than one in a thousand: "
+                "load it in another dtype (bfloat16 or float32)"
             )
 
-    def _advance(self, sequences: int) -> None:
-        self._done += sequences
-        if self.progress:
-            limits = list(self.settings.sequences.values())
-            known = limits and len(limits) >= len(self._splits) and None not in limits
-            self.progress(self._done, sum(n or 0 for n in limits) if known else None)
+    def finish(self) -> Manifest | None:
+        """Measure the fidelity, write index and manifest: rank 0; the others help a sharded teacher, and get None.
 
-    def finish(self) -> Manifest:
-        """Measure the fidelity, write index and manifest. RunError: a shard of another rank is missing."""
-        assert self.rank == 0 and self._splits
+        RunError: a shard of another rank is missing.
+        """
+        assert self._splits
+        if self.ranks.rank:
+            self.close()
+            if self._rounds.sharded:
+                self._rounds.rest()
+            return None
         with writing(self.folder):
             faults.point("cache.before-finish")
         sidecars = {split: [self._sidecar(*shard) for shard in shards] for split, shards in self._splits.items()}
         broken = [name for records in sidecars.values() for record in records for name in record["broken"]]
-        self._stop_if_broken(broken, finished=True)
+        total = sum(record["sequences"] for records in sidecars.values() for record in records)
+        self._broken = broken
+        self._stop_if_broken(len(broken), total, total)
         self._remove_strays({record["name"] for records in sidecars.values() for record in records})
         measured, span = self._measure()
         index, spec, length = self.folder / layout.INDEX, self.settings.codec, self.settings.seq_len
@@ -352,24 +324,29 @@ class CacheWriter:
         batch = batch_of([shard.read(np.arange(number))], spec)
         shard.close()
         masked = self.settings.document_mask
-        found, span = fidelity.measure(batch, self.teacher, document_mask=masked, positions=positions)
+        asked = self._rounds.ask if self._rounds.sharded else self.teacher
+        found, span = fidelity.measure(batch, asked, document_mask=masked, positions=positions)
+        if self._rounds.sharded:
+            self._rounds.rest()
         return {"split": split, **found}, span
 
 
 def write_cache(
     folder: Path | str, settings: CacheSettings, splits: Mapping[str, Iterable[Row]], **options: Any
-) -> Manifest:
-    """Build all `splits` and finish, in one process; a finished cache of these settings stays untouched."""
+) -> Manifest | None:
+    """Build all `splits` and finish; a finished cache of these settings stays untouched. None on ranks but the first.
+
+    A rank that is done with its share leaves while rank 0 finishes.
+    """
     writer = CacheWriter(folder, settings, **options)
     try:
-        if writer.manifest is None:
-            for split, rows in splits.items():
-                writer.build(split, rows)
-            writer.finish()
+        if writer.manifest is not None:
+            return writer.manifest if writer.ranks.rank == 0 else None
+        for split, rows in splits.items():
+            writer.build(split, rows)
+        return writer.finish()
     finally:
         writer.close()
-    assert writer.manifest
-    return writer.manifest
 
 
 def _bytes_per_token(records: list[dict[str, Any]], seq_len: int) -> dict[str, float]:

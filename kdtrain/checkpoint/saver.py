@@ -4,6 +4,9 @@
 save, and a thread does the rest: files, digests, links, pruning. One save is in flight; the next one waits for it.
 What goes wrong in the thread is raised by the next `save`, `wait` or `close`, and never lost. The buffers cost as
 much memory as the state has; `asynchronous=False` saves in place and needs none.
+
+Several ranks save together: each copies and writes its part, and rank 0 publishes, links and prunes. What the
+threads have to say to each other goes over a group of their own, so that training goes on with the others.
 """
 
 import copy
@@ -19,6 +22,7 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError
+from kdtrain.parallel.world import local, lost, of_all, on_main, with_local
 
 
 class Saver:
@@ -65,6 +69,9 @@ class Saver:
 
         def publish() -> None:
             self.store.save(names[0], step, tensors, state, rollbacks)
+            on_main(finish, self.store.words)
+
+        def finish() -> None:
             for name in names[1:]:
                 self.store.copy(names[0], name)
             if best is not None:
@@ -93,9 +100,11 @@ class Saver:
         error, self._error = self._error, None
         if isinstance(error, RunError):
             raise error
+        if (gone := lost(error)) is not None:
+            raise gone from error
         if isinstance(error, OSError):
             where = error.filename or self.store.folder
-            raise RunError(f"{where}: {error.strerror or error}; published checkpoints are intact") from None
+            raise of_all(RunError(f"{where}: {error.strerror or error}; published checkpoints are intact")) from None
         if error is not None:
             raise RunError(f"saving into {self.store.folder} failed: {type(error).__name__}: {error}") from error
 
@@ -125,9 +134,9 @@ class Saver:
     def _copied(self, tensors: Mapping[str, torch.Tensor], checkpoint: str) -> dict[str, torch.Tensor]:
         """Copies of `tensors` on the CPU, finished."""
         try:
-            self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+            self._buffers = {name: self._buffer(name, local(tensor)) for name, tensor in tensors.items()}
         except (RuntimeError, MemoryError):  # torch has no error of its own for a CPU without memory
-            size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+            size = sum(local(tensor).nbytes for tensor in tensors.values()) / 2**20
             raise RunError(
                 f"checkpoint {checkpoint} was not begun: no memory for a copy of {size:.0f} MiB; use --no-async-save"
             ) from None
@@ -137,12 +146,12 @@ class Saver:
         torch.set_num_threads(1)
         try:
             for name, tensor in tensors.items():
-                self._buffers[name].copy_(tensor.detach(), non_blocking=True)
+                self._buffers[name].copy_(local(tensor.detach()), non_blocking=True)
         finally:
             torch.set_num_threads(threads)
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        for device in {local(tensor).device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return dict(self._buffers)
+        return {name: with_local(tensor, self._buffers[name]) for name, tensor in tensors.items()}
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The buffer of the last save where it fits, and a new one where it does not."""

@@ -15,7 +15,7 @@ import json
 import os
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,13 @@ from torch.futures import Future
 
 from kdtrain import faults
 from kdtrain.errors import RunError
+from kdtrain.parallel.world import local, with_local
 
 SUFFIX = ".safetensors"
 MAX_BYTES = 2**30
 """A file is closed and another begun before it grows beyond this; a larger tensor has a file of its own."""
+
+Like = Callable[[str, torch.Size], torch.Tensor | None]
 
 _CHUNK = 2**22
 _DTYPES = {
@@ -64,27 +67,34 @@ class EntryError(Exception):
         self.entry, self.cause = entry, cause
 
 
-def write(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, str]]:
+def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None) -> dict[str, tuple[int, str]]:
     """Write `tensors` into `folder`, flushed to the disk; size in bytes and SHA-256 of each file written.
+
+    What they are is known to the first process alone; the others get nothing.
 
     Args:
         folder: exists, and is the same one on every process.
         tensors: by name, of any shape and of the types of safetensors, on any device; DTensors where a process group
             is initialised, and every process calls this with the same names.
+        group: the process group that the plans go over; the default one when None.
 
     Raises:
         EntryError: names the tensor at which it failed.
     """
     writer = _Writer(folder)
     try:
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=not distributed.is_initialized())
+        alone = not distributed.is_initialized()
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
     return writer.files
 
 
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of `folder`, whole, on the CPU.
+def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of `folder`, on the CPU: whole, or of each the part that is wanted here.
+
+    Args:
+        like: a tensor's name and shape -> a DTensor that it is to be cut up like; None, or no `like`: all of it.
 
     Raises:
         RunError: a file is no safetensors file, or its parts do not make up whole tensors.
@@ -92,7 +102,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder))
         entries = reader.read_metadata().state_dict_metadata
-        tensors = {name: _empty(entry) for name, entry in entries.items()}
+        tensors = {name: _empty(entry, like and like(name, entry.size)) for name, entry in entries.items()}
         if tensors:
             dcp.load(tensors, storage_reader=reader, planner=_WholePlanner(), no_dist=True)
     except (CheckpointException, SafetensorError, OSError, ValueError, KeyError) as error:
@@ -102,9 +112,11 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _empty(entry: Any) -> torch.Tensor:
+def _empty(entry: Any, like: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(entry, TensorStorageMetadata)
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
+    size = entry.size if like is None else local(like).shape
+    own = torch.empty(size, dtype=entry.properties.dtype)
+    return own if like is None else with_local(like, own)
 
 
 class _WholePlanner(dcp.DefaultLoadPlanner):
@@ -116,7 +128,8 @@ class _WholePlanner(dcp.DefaultLoadPlanner):
         for item in plan.items:
             found[item.dest_index.fqn] = found.get(item.dest_index.fqn, 0) + item.lengths.numel()
         for name, tensor in self.state_dict.items():
-            if found.get(name, 0) != tensor.numel() and tensor.numel():
+            wanted = local(tensor).numel()
+            if found.get(name, 0) != wanted and wanted:
                 raise ValueError(f"{name} is not complete")
         return plan
 

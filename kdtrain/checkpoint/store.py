@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from kdtrain import faults
 from kdtrain.checkpoint import shards, tiers
 from kdtrain.checkpoint.manifest import MANIFEST, STATE, entry_of, is_checkpoint, problem, seal, sync
 from kdtrain.errors import RunError, UsageError
+from kdtrain.parallel.world import is_main, of_all, on_main
 
 _REPLACED = ".replaced"
 
@@ -44,17 +45,27 @@ class Store:
     Args:
         folder: `runs/NAME/checkpoints`; made when the first checkpoint is saved.
         keep_rolling, keep_epochs, keep_special: how many of the newest valid ones of each tier `prune` keeps.
+        words: the group of ranks that `save` together; None for a process alone. All else is for rank 0.
     """
 
-    def __init__(self, folder: Path, *, keep_rolling: int = 10, keep_epochs: int = 5, keep_special: int = 3) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_rolling: int = 10,
+        keep_epochs: int = 5,
+        keep_special: int = 3,
+        words: Any = None,
+    ) -> None:
         self.folder = folder
+        self.words = words
         self.keep = tiers.Keep(keep_rolling, keep_epochs, keep_special)
         self._whole: dict[str, object] = {}
 
     def save(
         self, name: str, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], rollbacks: int = 0
     ) -> Path:
-        """Publish a checkpoint and point `latest` at it; one of the same name is replaced.
+        """Publish a checkpoint and point `latest` at it; one of the same name is replaced. Every rank calls this.
 
         Args:
             name: decides the tier (`tiers.rolling_name`, `tiers.epoch_name`, or any other).
@@ -64,17 +75,21 @@ class Store:
         Raises:
             RunError: the disk is full or cannot be written; names the entry. What was published before is intact.
         """
+        final, hidden = self._places(name)
 
-        def fill(folder: Path) -> None:
-            files = shards.write(folder, tensors)
-            files[STATE] = _write(folder / STATE, json.dumps(state, indent=1))
+        def finish() -> None:
+            files[STATE] = _write(hidden / STATE, json.dumps(state, indent=1))
             faults.point("checkpoint.before-manifest")
-            _write(folder / MANIFEST, seal(step, rollbacks, files))
+            _write(hidden / MANIFEST, seal(step, rollbacks, files))
+            self._rename(name)
+            self._whole[name] = _fingerprint(final)
+            self.link("latest", name)
 
-        path = self._publish(name, fill)
-        self._whole[name] = _fingerprint(path)
-        self.link("latest", name)
-        return path
+        with self._cleaning(name):
+            on_main(lambda: self._prepare(name), self.words)
+            files = shards.write(hidden, tensors, self.words)
+            on_main(finish, self.words)
+        return final
 
     def copy(self, name: str, to: str) -> Path:
         """Publish the checkpoint `name` under a second name, by hard links where the disk has them.
@@ -84,12 +99,13 @@ class Store:
         """
         assert name != to
         source = self.path(name)
-
-        def fill(folder: Path) -> None:
+        final, hidden = self._places(to)
+        with self._cleaning(to):
+            self._prepare(to)
             for file in sorted(source.iterdir()):
-                _link_or_copy(file, folder / file.name)
-
-        return self._publish(to, fill)
+                _link_or_copy(file, hidden / file.name)
+            self._rename(to)
+        return final
 
     def link(self, name: str, target: str) -> None:
         """Point the link `name` (latest, best) at the checkpoint `target`, atomically."""
@@ -215,33 +231,45 @@ class Store:
         self._set_aside(damaged, "damaged")
         return damaged
 
-    def _publish(self, name: str, fill: Callable[[Path], None]) -> Path:
-        """Let `fill` write into a hidden folder, and give it its name."""
+    def _places(self, name: str) -> tuple[Path, Path]:
+        """Where a checkpoint is published, and where it is written before."""
+        return self.folder / name, self.folder / f".{name}.tmp"
+
+    def _prepare(self, name: str) -> None:
+        """Make the hidden folder of a checkpoint to be written."""
         assert tiers.is_name(name), name
-        final, hidden = self.folder / name, self.folder / f".{name}.tmp"
+        self._settle()
+        self._places(name)[1].mkdir(parents=True)
+
+    def _rename(self, name: str) -> None:
+        """Give a hidden folder that is complete its name."""
+        final, hidden = self._places(name)
+        sync(hidden)
+        faults.point("checkpoint.before-rename")
+        if final.exists() and problem(final) is not None:
+            self._set_aside([name], "damaged")
+        elif final.exists():
+            os.rename(final, self.folder / f"{name}{_REPLACED}")
+            faults.point("checkpoint.between-renames")
+        os.rename(hidden, final)
+        sync(self.folder)
+        faults.point("checkpoint.after-rename")
+        self._settle()
+
+    @contextlib.contextmanager
+    def _cleaning(self, name: str) -> Iterator[None]:
+        """Leave nothing half written when the disk fails inside, and say so by a `RunError`."""
+        final, hidden = self._places(name)
         try:
-            self._settle()
-            hidden.mkdir(parents=True)
-            fill(hidden)
-            sync(hidden)
-            faults.point("checkpoint.before-rename")
-            if final.exists() and problem(final) is not None:
-                self._set_aside([name], "damaged")
-            elif final.exists():
-                os.rename(final, self.folder / f"{name}{_REPLACED}")
-                faults.point("checkpoint.between-renames")
-            os.rename(hidden, final)
-            sync(self.folder)
-            faults.point("checkpoint.after-rename")
-            self._settle()
+            yield
         except (OSError, shards.EntryError) as error:
-            shutil.rmtree(hidden, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self._settle()
-            raise RunError(
-                f"checkpoint {final} could not be written: {_cause(error)}; earlier ones are intact"
+            if is_main():
+                shutil.rmtree(hidden, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    self._settle()
+            raise of_all(
+                RunError(f"checkpoint {final} could not be written: {_cause(error)}; earlier ones are intact")
             ) from None
-        return final
 
     def _settle(self) -> None:
         """Finish what a kill has cut short: a name between two renames, half a folder, a folder half removed."""
@@ -284,13 +312,15 @@ class Store:
                 self.link(link, target) if target else (self.folder / link).unlink()
 
 
-def load(path: Path) -> Checkpoint:
-    """Read a checkpoint that `problem` has found to be whole.
+def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
+    """Read a checkpoint that `problem` has found to be whole; of a tensor that is cut up, the part of this rank.
+
+    like: see `shards.read`.
 
     Raises:
         RunError: its files are not what a checkpoint is made of.
     """
-    return Checkpoint(path.name, shards.read(path), json.loads((path / STATE).read_text(encoding="utf-8")))
+    return Checkpoint(path.name, shards.read(path, like), json.loads((path / STATE).read_text(encoding="utf-8")))
 
 
 def _write(path: Path, text: str) -> tuple[int, str]:

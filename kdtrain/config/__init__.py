@@ -18,6 +18,7 @@ from kdtrain.config.commands import (
     InspectConfig,
     VerifyConfig,
 )
+from kdtrain.config.parallel import CacheParallelConfig, ParallelConfig
 from kdtrain.config.precision import PrecisionConfig, QuantizationConfig
 from kdtrain.config.sections import (
     CheckpointConfig,
@@ -31,6 +32,7 @@ from kdtrain.config.sections import (
 )
 
 __all__ = [
+    "CacheParallelConfig",
     "CacheTeacherConfig",
     "CheckpointConfig",
     "CodecConfig",
@@ -43,6 +45,7 @@ __all__ = [
     "MonitorConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "PrecisionConfig",
     "QuantizationConfig",
     "StoppingConfig",

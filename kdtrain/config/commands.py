@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kdtrain.config.parallel import CacheParallelConfig, ParallelConfig
 from kdtrain.config.precision import PrecisionConfig, QuantizationConfig
 from kdtrain.config.sections import (
     CheckpointConfig,
@@ -48,9 +49,14 @@ class CacheTeacherConfig:
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
+    parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
 
     def __post_init__(self) -> None:
         refuse_bad_seed(self.seed)
+        refuse(
+            self.from_logprobs is not None and self.parallel.teacher_parallel != "auto",
+            "--teacher-parallel has no effect with --from-logprobs, which asks no teacher; leave it out",
+        )
         self.data.refuse_training_on_validation()
         refuse(
             self.data.data is None and self.from_logprobs is None,
@@ -94,9 +100,9 @@ class DistillConfig:
     epochs: float | None = None
     """Passes over the training split, instead of --steps."""
     batch_size: int = 16
-    """Sequences in an optimizer step; decides the result."""
+    """Sequences in an optimizer step, over all ranks; decides the result."""
     micro_batch_size: int | None = None
-    """Sequences in one forward; decides the memory. The batch size must be a multiple of it."""
+    """Sequences in one forward of a rank; decides the memory. Its multiple by the ranks must divide the batch size."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the student's layers and compute the rest again: less memory, a third more time."""
     allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = ()
@@ -120,6 +126,7 @@ class DistillConfig:
     stopping: StoppingConfig = field(default_factory=StoppingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         refuse(

@@ -20,7 +20,7 @@ Shape suffixes: B batch, T time, V vocabulary, D model width.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -58,6 +58,11 @@ class OutputHead:
             return hidden_BTD
         return self.shape_logits(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, self.bias))
 
+    def to(self, device: torch.device) -> "OutputHead":
+        """The same head on a device."""
+        weight, bias = (None if each is None else each.to(device) for each in (self.weight, self.bias))
+        return replace(self, weight=weight, bias=bias)
+
     def shape_logits(self, product_BTV: Tensor) -> Tensor:
         """Apply scale and soft cap to the product with the weight."""
         logits_BTV = product_BTV if self.scale == 1.0 else product_BTV * self.scale
@@ -89,22 +94,24 @@ class SplitModel(nn.Module):
         linear = self.model.get_output_embeddings()
         return OutputHead(linear.weight, getattr(linear, "bias", None), self._scale, self._softcap)
 
-    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None, layers: tuple[int, ...] = ()) -> Any:
         """Return hidden states [B, T, D], or logits [B, T, V] if the model is not split.
 
         tokens_BT: token ids, int64. segments_BT: number of the document of each position, integers;
-        attention and positions then stay within a document. None: plain causal attention.
+        attention and positions then stay within a document. None: plain causal attention. layers: see
+        `with_layers`; whatever is asked for comes through here, because wrappers see calls of a module alone.
         """
         self._refuse(segments_BT)
-        return self._run(tokens_BT, segments_BT)
+        if not layers:
+            return self._run(tokens_BT, segments_BT)
+        output = self._output(tokens_BT, segments_BT, output_hidden_states=True)
+        return self._result(output), [output.hidden_states[layer] for layer in layers]
 
     def with_layers(
         self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return what `forward` does, and the outputs [B, T, D] of some layers: 0 is the embedding, the last normed."""
-        self._refuse(segments_BT)
-        output = self._output(tokens_BT, segments_BT, output_hidden_states=True)
-        return self._result(output), [output.hidden_states[layer] for layer in layers]
+        return cast(tuple[Tensor, list[Tensor]], self(tokens_BT, segments_BT, layers))
 
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V]."""

@@ -87,8 +87,9 @@ def model_of(kept: dict[str, Any], attention: str) -> PreTrainedModel:
     if kept.get("model_type") not in CONFIG_MAPPING:
         raise UsageError(f"this transformers knows no model_type '{kept.get('model_type')}'")
     config = AutoConfig.for_model(**kept)
+    wanted = None if attention == "sdpa" else attention  # see `hub.attention_option`
     with torch.random.fork_rng():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=wanted)
     return cast(PreTrainedModel, model)
 
 

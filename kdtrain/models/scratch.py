@@ -42,7 +42,7 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
     list_name, count = _layer_list(teacher, spec)
     if max(spec.layers) >= count:
         raise UsageError(f"{spec.name}: layers = {list(spec.layers)}, and {spec.teacher} has layers 0 to {count - 1}")
-    config = _with_layers(teacher.config, spec.layers) if spec.config is None else configuration(spec, vocab_size)
+    config = layers_config(teacher.config, spec.layers) if spec.config is None else configuration(spec, vocab_size)
     if config.num_hidden_layers != len(spec.layers):
         raise UsageError(
             f"{spec.name}: layers names {len(spec.layers)} and [config] asks for {config.num_hidden_layers}"
@@ -72,7 +72,8 @@ def _layer_list(model: PreTrainedModel, spec: ModelSpec) -> tuple[str, int]:
     return outermost[0], count
 
 
-def _with_layers(teacher: PreTrainedConfig, layers: tuple[int, ...]) -> PreTrainedConfig:
+def layers_config(teacher: PreTrainedConfig, layers: tuple[int, ...]) -> PreTrainedConfig:
+    """The configuration of a model of some layers of a teacher."""
     config = copy.deepcopy(teacher)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in layers]

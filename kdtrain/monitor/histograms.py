@@ -6,7 +6,7 @@ and fixed ones need no look at the extremes first, so that a whole model costs o
 extreme bins are open, and no bin tells numbers apart that differ by less than 40 %.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,9 @@ _MAGNITUDES = torch.pow(2.0, torch.arange(-60, 21) / 2.0)
 EDGES = torch.cat([-_MAGNITUDES.flip(0), _MAGNITUDES])
 _BINS = len(EDGES) + 1
 _CHUNK = 1 << 22
+
+Joined = Callable[[torch.Tensor, str], torch.Tensor]
+"""(tensor, "sum", "min" or "max") -> that of all ranks, entry by entry."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,24 @@ class Histogram:
     """Numbers a bin, as many as `limits`."""
 
 
-def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
-    """The histogram of each tensor of any float dtype, on any device; empty ones and those all broken are left out."""
-    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+def histograms(tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> dict[str, Histogram]:
+    """The histogram of each tensor of any float dtype, on any device; empty ones and those all broken are left out.
+
+    joined: figures of all ranks, where each has a part of every tensor; all of them then call this.
+    """
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel() or joined}
     if not filled:
         return {}
-    rows = torch.stack([_row(tensor.detach()).cpu() for tensor in filled.values()]).tolist()
-    return {name: _histogram(row) for name, row in zip(filled, rows, strict=True) if sum(row[:_BINS])}
+    rows = torch.stack([_row(tensor.detach()).cpu() for tensor in filled.values()])
+    if joined is not None:
+        rows = _joined(rows, joined)
+    return {name: _histogram(row) for name, row in zip(filled, rows.tolist(), strict=True) if sum(row[:_BINS])}
+
+
+def _joined(rows: torch.Tensor, joined: Joined) -> torch.Tensor:
+    """What `_row` says, of whole tensors."""
+    parts = zip(rows.split([rows.shape[1] - 2, 1, 1], dim=1), ("sum", "min", "max"), strict=True)
+    return torch.cat([joined(part.contiguous(), how) for part, how in parts], dim=1)
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,14 +20,20 @@ log = logging.getLogger("kdtrain")
 console = Console(stderr=True)
 
 
-def setup_logging(file: Path | None = None) -> None:
-    """Send the lines of `kdtrain`'s logger to stderr and, where given, to the end of `file`."""
+def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
+    """Send the lines of `kdtrain`'s logger to stderr and, where given, to the end of `file`.
+
+    quiet: nothing on stderr, bars among it: another rank says it there.
+    """
+    console.quiet = quiet
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
-    if console.is_terminal:
+    if quiet:
+        log.addHandler(logging.NullHandler())
+    elif console.is_terminal:
         log.addHandler(RichHandler(console=console, show_path=False, show_level=False, markup=False))
     else:
         log.addHandler(_plain(logging.StreamHandler(sys.stderr)))

@@ -16,7 +16,7 @@ import torch
 
 from kdtrain.config import MonitorConfig
 from kdtrain.monitor.boards import Board, TensorBoard, WeightsAndBiases
-from kdtrain.monitor.histograms import histograms
+from kdtrain.monitor.histograms import Joined, histograms
 
 
 class Writers:
@@ -34,6 +34,7 @@ class Writers:
 
     def __init__(self, folder: Path, resume_step: int, validated_step: int | None, config: MonitorConfig) -> None:
         self.folder = folder
+        self.watched = config.tensorboard or config.wandb_project is not None
         self.boards: list[Board] = []
         if config.tensorboard:
             self.boards.append(TensorBoard(folder / "tensorboard", resume_step + 1 if resume_step else 0))
@@ -58,14 +59,11 @@ class Writers:
         for board in self.boards:
             board.event(step, kind, details)
 
-    def histograms(self, step: int, module: torch.nn.Module) -> None:
-        """Show the distribution of each parameter and of its gradient; nothing where no board is written."""
-        if not self.boards:
+    def histograms(self, step: int, tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> None:
+        """Show the distributions of `tensors`; nothing where no board is written. joined: see `histograms`."""
+        if not self.watched:
             return
-        named = dict(module.named_parameters())
-        tensors: dict[str, torch.Tensor] = {f"parameters/{name}": each for name, each in named.items()}
-        tensors |= {f"gradients/{name}": each.grad for name, each in named.items() if each.grad is not None}
-        found = histograms(tensors)
+        found = histograms(tensors, joined)
         for board in self.boards:
             board.histograms(step, found)
 
@@ -101,6 +99,37 @@ class Writers:
         self.file.close()
         for board in self.boards:
             board.close()
+
+
+class SilentWriters(Writers):
+    """What stands for the writers on every rank but the first: it says nothing."""
+
+    def __init__(self, config: MonitorConfig) -> None:
+        self.watched = config.tensorboard or config.wandb_project is not None
+        self.boards = []
+
+    def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def event(self, kind: str, step: int, **details: Any) -> None:
+        """Nothing."""
+
+    def histograms(self, step: int, tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> None:
+        """Add this rank's parts to what the first one shows; nothing where it has them all."""
+        if self.watched and joined is not None:
+            histograms(tensors, joined)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+        """Nothing."""
+
+    def hyperparameters(self, options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Nothing."""
+
+    def rewind(self, step: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def _full(name: str) -> str:

@@ -1,42 +1,208 @@
-"""Which device a process computes on, what a device can do, and what the ranks of a run agree on."""
+"""Who the ranks of a run are, which device each computes on, and what they agree on.
 
+torchrun says in the environment who a process is. `ranks` makes them a group for as long as a block runs. Tensors
+are reduced over the group of the device's own kind; words and decisions go over others of gloo. What one rank does for
+itself (`on_main`, `together`), packing a text say, has no bound, and the group for that waits as long as it must: a
+rank that dies is noticed there by its closed connection. One process without torchrun is a world of one, and pays
+nothing.
+"""
+
+import json
 import os
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from kdtrain.errors import UsageError
+from kdtrain.errors import RunError, UsageError
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
+
+_PATIENCE = timedelta(days=30)
+_words: Any = None
+"""The group that words go over, while there are several ranks."""
+_patient: Any = None
+"""The one for what takes a rank as long as it takes."""
+
+
+def rank() -> int:
+    """The number of this process among all, from 0."""
+    return int(os.environ.get("RANK") or 0)
+
+
+def world_size() -> int:
+    """How many processes the run has."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def local_rank() -> int:
+    """The number of this process among those of its node, from 0."""
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, which alone prints, and writes what there is one of."""
+    return rank() == 0
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is the first CUDA device, else the CPU.
+    """The device called `name`; `auto` is this rank's CUDA device, the first one for a process alone, else the CPU.
 
     Raises:
-        UsageError: the name is not a device, or this machine does not have it.
+        UsageError: the name is not a device, this machine does not have it, or several ranks would share it.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"--device '{name}' is unknown; use auto, cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device '{name}' is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and world_size() > 1:
+        if device.index is not None:
+            raise UsageError(
+                f"--device '{name}' is one device for {world_size()} ranks; use cuda, and each has its own"
+            )
+        device = torch.device("cuda", local_rank())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device '{name}' is not on this machine; it has {torch.cuda.device_count()} CUDA devices")
+        many = f", and this is process {local_rank() + 1} of its node" if world_size() > 1 else ""
+        raise UsageError(
+            f"--device '{name}' is not on this machine; it has {torch.cuda.device_count()} CUDA devices{many}"
+        )
     return device
 
 
 def refuse_many_processes() -> None:
-    """Refuse to be one of several processes: they would write into one folder.
+    """Refuse to be one of several processes, for what one process does.
 
     Raises:
         UsageError: torchrun or another launcher says that there are more.
     """
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise UsageError("started as one of several processes, and only one is supported; leave torchrun out")
+    if world_size() > 1:
+        only = "started as one of several processes, and only one is supported; leave torchrun out"
+        raise of_all(UsageError(only))
+
+
+@contextmanager
+def ranks(device: torch.device, timeout: float) -> Iterator[None]:
+    """Let the processes that torchrun has started be one group while the block runs; nothing for a process alone.
+
+    Args:
+        device: what this rank computes on.
+        timeout: seconds that a rank waits for another one in a collective.
+
+    Raises:
+        RunError: another rank is gone, or did not come in time.
+    """
+    global _words, _patient
+    if world_size() == 1:
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        _words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        _patient = new_words()
+        yield
+    except RuntimeError as error:
+        if (gone := lost(error)) is None:
+            raise
+        raise gone from error
+    finally:
+        _words = _patient = None
+    dist.destroy_process_group()
+
+
+def new_words() -> Any:
+    """Another patient group for words over all ranks, for a thread of its own; None for a process alone.
+
+    Every rank must call it, in the same order as its other collectives.
+    """
+    return dist.new_group(backend="gloo", timeout=_PATIENCE) if _initialized() else None
+
+
+def on_main(action: Callable[[], T], words: Any = None) -> T:
+    """What `action` gives on rank 0, which alone does it, on every rank; a `UsageError` or `RunError` likewise.
+
+    Args:
+        action: gives something that JSON can hold.
+        words: the group; the main thread's own when None.
+    """
+    if not _many():
+        return action()
+    group = words or _patient
+    if not is_main():
+        return _understood(json.loads(_broadcast(None, group)))
+    try:
+        result = action()
+    except (UsageError, RunError, OSError) as error:
+        _broadcast(json.dumps(_said(error)), group)
+        raise
+    _broadcast(json.dumps({"result": result}), group)
+    return result
+
+
+def gathered(word: T, words: Any = None) -> list[T]:
+    """What each rank says, by rank: something that JSON can hold. Every rank must call it."""
+    if not _many():
+        return [word]
+    said = json.dumps(word).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+    group = words or _words
+    dist.all_gather(sizes, torch.tensor([len(said)]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.tensor(list(said.ljust(longest)), dtype=torch.uint8)
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=group)
+    return [json.loads(bytes(text.tolist())) for text in texts]
+
+
+@contextmanager
+def together(words: Any = None) -> Iterator[None]:
+    """A block that each rank runs for itself, without collectives: an error on one is raised on all.
+
+    Raises:
+        UsageError, RunError: with the rank that it is of.
+    """
+    if not _many():
+        yield
+        return
+    own: Exception | None = None
+    try:
+        yield
+    except (UsageError, RunError, OSError) as error:
+        own = error
+    said = gathered(None if own is None else _said(own), words or _patient)
+    failed = [number for number, each in enumerate(said) if each is not None]
+    if not failed:
+        return
+    if own is not None and rank() == failed[0]:
+        raise own
+    _understood(said[failed[0]] or {})
+
+
+def most(number: int) -> int:
+    """The largest of the numbers that the ranks say. Every rank must call it."""
+    if not _many():
+        return number
+    said = torch.tensor(number)
+    dist.all_reduce(said, dist.ReduceOp.MAX, group=_words)
+    return int(said)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    gathered(None)
 
 
 def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,11 +210,94 @@ def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
 
     Nothing waits for it on the host. Every rank must call it, in the same order as its other collectives.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _initialized():
         return tensor
     agreed = tensor.clone()
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     return agreed
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of `tensor` over all ranks, entry by entry, as `agreed_max` gives the largest."""
+    if not _initialized():
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total, dist.ReduceOp.SUM)
+    return total
+
+
+def of_all(error: E) -> E:
+    """`error`, which every rank raises for the same reason, as one that rank 0 alone says."""
+    error.told = not is_main()  # type: ignore[attr-defined]
+    return error
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that lies here, sharing its memory; all of it where it is not cut up over ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A tensor cut up like `like`, whose part here is `own`, on whatever device that lies."""
+    return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
+
+
+def lost(error: BaseException | None) -> RunError | None:
+    """What to say where `error` is that of a collective without one of its ranks; None where it is anything else."""
+    if not isinstance(error, RuntimeError) or isinstance(error, RunError):
+        return None
+    if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+        return None
+    found = RunError(
+        f"rank {rank()} lost another rank, whose own message says why ({_first_line(error)}); "
+        "published checkpoints are intact, and the same command goes on"
+    )
+    found.not_the_cause = True  # type: ignore[attr-defined]
+    return found
+
+
+def was_told(error: BaseException) -> bool:
+    """Whether an error is another rank's, which says it itself."""
+    return bool(getattr(error, "told", False))
+
+
+def _many() -> bool:
+    return world_size() > 1 and _words is not None
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _broadcast(text: str | None, group: Any) -> str:
+    content = b"" if text is None else text.encode()
+    size = torch.tensor([len(content)])
+    dist.broadcast(size, 0, group=group)
+    body = torch.tensor(list(content), dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(body, 0, group=group)
+    return bytes(body.tolist()).decode()
+
+
+def _said(error: Exception) -> dict[str, Any]:
+    text = f"{error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+    return {"usage": isinstance(error, UsageError), "error": text}
+
+
+def _understood(said: dict[str, Any]) -> Any:
+    if "error" not in said:
+        return said["result"]
+    error = (UsageError if said["usage"] else RunError)(said["error"])
+    error.told = True  # type: ignore[union-attr]
+    raise error
+
+
+_LOST = re.compile(r"gloo|nccl|connection (?:closed|reset|refused)|timed out|by peer", re.IGNORECASE)
+"""torch has no one kind of error for it."""
+
+
+def _first_line(error: BaseException) -> str:
+    first = " ".join(str(error).splitlines()[0].split()) if str(error) else type(error).__name__
+    return re.sub(r"^\[[^]]*\]\s*", "", first).split(". ")[0][:200]
 
 
 def memory_mb(device: torch.device) -> float:

@@ -40,7 +40,7 @@ class Collector:
     """Collects from the layers whose names match, every so many steps.
 
     Args:
-        path: the HDF5 file; rows of an earlier part of the run are kept.
+        path: the HDF5 file; rows of an earlier part of the run are kept. None where another rank writes it.
         model: whose linear layers are meant.
         pattern: shell pattern of their names, such as `*.mlp.*`.
         every: steps between collections.
@@ -52,7 +52,7 @@ class Collector:
     """
 
     def __init__(
-        self, path: Path, model: nn.Module, pattern: str, every: int, recipe: Recipe | None, dtype: torch.dtype
+        self, path: Path | None, model: nn.Module, pattern: str, every: int, recipe: Recipe | None, dtype: torch.dtype
     ) -> None:
         linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
         self.layers = {name: each for name, each in linear.items() if fnmatch.fnmatchcase(name, pattern)}
@@ -69,6 +69,9 @@ class Collector:
         """
         if step % self.every:
             return False
+        if self.path is None:
+            run_eagerly()
+            return True
         with _watched(self.layers) as seen:
             run_eagerly()
         self._append(step, mode, {name: self._rows(tensors) for name, tensors in seen.items()})
@@ -76,7 +79,7 @@ class Collector:
 
     def forget_after(self, step: int) -> None:
         """Drop the rows of later steps, which a run that goes on from `step` will make again."""
-        if not self.path.exists():
+        if self.path is None or not self.path.exists():
             return
         with self._replacing() as file:
             for layer in _groups(file):
@@ -99,6 +102,7 @@ class Collector:
 
     @contextmanager
     def _replacing(self) -> Iterator[h5py.File]:
+        assert self.path is not None
         hidden = self.path.with_name(f".{self.path.name}.tmp")
         if self.path.exists():
             shutil.copyfile(self.path, hidden)
@@ -150,10 +154,13 @@ def _watched(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, dict[str, Te
     handles = []
 
     def watch(name: str, layer: nn.Module) -> None:
-        weight = layer.get_parameter("weight")
-        seen[name] = {"weight": weight.T if isinstance(layer, Conv1D) else weight}
+        cut_up = hasattr(layer.get_parameter("weight"), "full_tensor")
+        seen[name] = {}
 
         def forward(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            weight = module.get_parameter("weight").detach()
+            weight = weight.clone() if cut_up else weight  # what FSDP2 gathers is gone behind the forward
+            seen[name]["weight"] = weight.T if isinstance(module, Conv1D) else weight
             seen[name]["activation"] = _rows(inputs[0])
 
         def backward(module: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:

@@ -6,8 +6,9 @@ the same way, in the same order, in flat memory, and a resume never tokenises ag
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,8 @@ from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
 from kdtrain.objective.temperature import Temperature, build_temperature
-from kdtrain.parallel.world import pick_device
+from kdtrain.parallel.plan import Plan
+from kdtrain.parallel.world import is_main, new_words, on_main, pick_device, together
 from kdtrain.precision import plan as formats
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Controller
@@ -34,7 +36,9 @@ from kdtrain.precision.scale import LossScale
 from kdtrain.stages.begin import allowing
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
 from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
+from kdtrain.stages.planning import free_everywhere, plan_run
 from kdtrain.stages.run_folder import deciding
+from kdtrain.stages.spread import cut_student, cut_teacher, loading_device, micro_batch, spread
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.early import EarlyStopping
 from kdtrain.training.hidden import HiddenPlan, plan_hidden_loss
@@ -61,6 +65,7 @@ class Assembled:
         folder: where that cache lies.
         hidden: the losses between hidden states, where they are asked for.
         lines: what is quantised, for the log.
+        plan: how it is spread over ranks.
     """
 
     run: Run
@@ -69,6 +74,7 @@ class Assembled:
     folder: Path
     hidden: HiddenPlan | None = None
     lines: tuple[str, ...] = ()
+    plan: Plan = field(default_factory=lambda: Plan("single", "none"))
 
 
 def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
@@ -82,20 +88,44 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     """
     device = pick_device(config.device)
     plan = formats.plan(config.precision, config.quantization, device)
+    free = free_everywhere(device, config.parallel.device_memory)
+    with together():
+        over_ranks = plan_run(config, device, free)
     mode = plan.high
     if config.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
         torch.use_deterministic_algorithms(True)
-    spec = read_spec(config.student)
-    teacher = None if config.teacher is None else open_teacher(read_spec(config.teacher), device, mode)
-    folder = config.cache or _tokens(config, spec, teacher, goes_on)
-    readers = {name: CacheReader(folder, name) for name in ("train", "validation")}
-    manifest = readers["train"].manifest
-    student = _student(config, spec, manifest, device)
-    hidden = plan_hidden_loss(config.objective, student, teacher, config.seed)
-    config = _with_temperature_bounds(config, manifest)
+    teacher = None
+    with together():
+        spec = read_spec(config.student)
+        if config.teacher is not None:
+            teacher = open_teacher(read_spec(config.teacher), loading_device(over_ranks.teacher, device), mode)
+    folder = config.cache or Path(on_main(lambda: str(_tokens(config, spec, teacher, goes_on))))
+    with together():
+        readers = {name: CacheReader(folder, name) for name in ("train", "validation")}
+        manifest = readers["train"].manifest
+        student = _student(config, spec, manifest, loading_device(over_ranks.student, device))
+        hidden = plan_hidden_loss(config.objective, student, teacher, config.seed)
+        config = _with_temperature_bounds(config, manifest)
+        has_teacher = teacher is not None or manifest.codec.kind != "tokens"
+        if has_teacher:
+            _refuse_objective(config, manifest)
+        lines = [*plan.lines, *_quantize(config, plan, student)]
+        collector = _collector(config, plan, student)
+        identity: dict[str, object] = {
+            "cache": manifest.digest,
+            "options": deciding(config),
+            "student": {"name": spec.name, "architecture": architecture(student), "attention": spec.attention},
+            "teacher": None if teacher is None else model_digest(teacher),
+        }
     document_mask = manifest.settings.document_mask
     total = _total_steps(config, len(readers["train"]))
+    compiles = _compiles(config, device)
+    cut_student(student, over_ranks, device, plan, config, compiles)
+    if teacher is not None:
+        cut_teacher(teacher, over_ranks, device)
+    if hidden is not None:
+        hidden.loss.to(device)
 
     vocab_size = min(manifest.vocab_size, logit_width(student))
     sources: dict[str, Source] = {}
@@ -106,11 +136,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
             layers = hidden.teacher_layers if hidden is not None and name == "train" else ()
             asked = ask_layers(teacher, device, mode, layers)
             sources[name] = OnlineSource(cached, asked, wide_head(teacher), document_mask)
-    has_teacher = teacher is not None or manifest.codec.kind != "tokens"
-    if has_teacher:
-        _refuse_objective(config, manifest)
     temperature = _temperature(config, total).to(device)
-    lines = [*plan.lines, *_quantize(config, plan, student)]
     adaptive = _adaptive(config, plan, total)
     scale = LossScale(mode == "fp16")
     watch = config.guards
@@ -137,18 +163,20 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         mode=mode,
         device=device,
         document_mask=document_mask,
-        compile=_compiles(config, device),
+        compile=compiles,
+        by_layer=over_ranks.student == "fsdp",
         hidden_loss=hidden.loss if hidden else None,
         layers=hidden.student_layers if hidden else (),
         switch=plan.switch,
         quantized=None if plan.choice is None else plan.choice.mode,
     )
-    store = _store(config)
+    store = _store(config, new_words())
     run = Run(
         config=config,
         total=total,
-        micro=config.micro_batch_size or config.batch_size,
+        micro=micro_batch(config),
         step=step,
+        spread=spread(over_ranks, step),
         state=state,
         store=store,
         saver=Saver(store, asynchronous=config.checkpoint.async_save),
@@ -158,16 +186,11 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         stopping=stopping,
         scale=scale,
         adaptive=adaptive,
-        collector=_collector(config, plan, student),
+        collector=collector,
         hooks=NanHooks(step) if config.guards.nan_hooks == "always" else None,
-        identity={
-            "cache": manifest.digest,
-            "options": deciding(config),
-            "student": {"name": spec.name, "architecture": architecture(student), "attention": spec.attention},
-            "teacher": None if teacher is None else model_digest(teacher),
-        },
+        identity=identity,
     )
-    return Assembled(run, spec, manifest, folder, hidden, tuple(lines))
+    return Assembled(run, spec, manifest, folder, hidden, tuple(lines), over_ranks)
 
 
 def _quantize(config: DistillConfig, plan: formats.Plan, student: SplitModel) -> list[str]:
@@ -195,16 +218,18 @@ def _collector(config: DistillConfig, plan: formats.Plan, student: SplitModel) -
     if pattern is None:
         return None
     dtype = head_dtype(plan.high) or torch.float32
-    return Collector(config.out / "tensors.h5", student.model, pattern, every, plan.recipe, dtype)
+    path = config.out / "tensors.h5" if is_main() else None
+    return Collector(path, student.model, pattern, every, plan.recipe, dtype)
 
 
-def _store(config: DistillConfig) -> Store:
+def _store(config: DistillConfig, words: Any) -> Store:
     keep = config.checkpoint
     return Store(
         config.out / "checkpoints",
         keep_rolling=keep.keep_rolling,
         keep_epochs=keep.keep_epochs,
         keep_special=keep.keep_special,
+        words=words,
     )
 
 

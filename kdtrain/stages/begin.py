@@ -9,6 +9,7 @@ from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.config import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log
+from kdtrain.parallel.world import of_all, on_main, together
 from kdtrain.stages.run_folder import changes, refuse_changes
 from kdtrain.training.run import Run
 from kdtrain.training.saving import relink_best
@@ -38,30 +39,25 @@ def begin(run: Run, goes_on: bool) -> Path | None:
 def _resume(run: Run) -> Path | None:
     """Take over the checkpoint that `--resume` names; None where `auto` finds none."""
     wanted = run.config.checkpoint.resume
-    if wanted == "auto":
-        name, damaged = run.store.newest_valid()
-        for text in damaged:
-            log.warning(text)
-        if name is None:
-            _set_aside(run)
-            return None
-        path = run.store.path(name).resolve()
-    else:
-        path = run.store.choose(wanted)
-    checkpoint = load(path)
-    refuse_changes(checkpoint.state["options"], run.config)
-    _refuse_strange(run, checkpoint, path, ("cache", "student", "teacher"))
-    run.state.load(checkpoint.tensors, checkpoint.state)
+    found = on_main(lambda: _find(run, wanted))
+    if found is None:
+        return None
+    path = Path(found)
+    with together():
+        checkpoint = load(path, run.state.like)
+        refuse_changes(checkpoint.state["options"], run.config)
+        _refuse_strange(run, checkpoint, path, ("cache", "student", "teacher"))
+        run.state.load(checkpoint.tensors, checkpoint.state)
     run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
     progress = run.state.progress
     if progress.step > run.total:
-        raise UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out")
+        raise of_all(UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out"))
     if progress.stopped is not None and not run.config.stopping.early_stopping:
         log.info("the early stop (%s) is put aside by --no-early-stopping", progress.stopped)
         progress.stopped = None
     own = path.parent == run.store.folder.resolve()
     at = (progress.step, progress.rollbacks) if own else (-1, 0)
-    if wanted != "auto" and (left := run.store.set_aside_after(*at)):
+    if wanted != "auto" and (left := on_main(lambda: run.store.set_aside_after(*at))):
         log.info("set aside %s, which this run goes back behind", ", ".join(left))
     # with auto, what is later is damaged, and stays to be looked at
     if own:
@@ -69,8 +65,21 @@ def _resume(run: Run) -> Path | None:
         relink_best(run)  # a kill may have come between the checkpoint and its link
         return run.store.folder / path.name
     progress.best_loss = progress.best_step = None  # it is among the other run's checkpoints
-    run.store.unlink("best")
+    on_main(lambda: run.store.unlink("best"))
     return path
+
+
+def _find(run: Run, wanted: str) -> str | None:
+    """The checkpoint to go on from; None where `auto` finds none."""
+    if wanted != "auto":
+        return str(run.store.choose(wanted))
+    name, damaged = run.store.newest_valid()
+    for text in damaged:
+        log.warning(text)
+    if name is None:
+        _set_aside(run)
+        return None
+    return str(run.store.path(name).resolve())
 
 
 def _set_aside(run: Run) -> None:
@@ -85,23 +94,24 @@ def start_from(run: Run, path: Path) -> Path:
     With `--override-opt-param-scheduler` the schedule starts at step 0 of its own; without it the other run's goes on.
     """
     wanted = run.config.checkpoint
-    if not path.is_dir():
-        raise UsageError(
-            f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000"
-        )
-    path = run.store.choose(str(path.resolve()))
-    checkpoint = load(path)
-    _refuse_strange(run, checkpoint, path, ("student",))
-    _say_what_differs(run, checkpoint)
-    saved = checkpoint.state["options"]
-    if not wanted.override_opt_param_scheduler and (different := changes(saved, run.config, only="optimizer")):
-        raise UsageError(
-            f"{path} was trained with another schedule: {', '.join(different)}; give the same, "
-            "or add --override-opt-param-scheduler to start a new one"
-        )
-    leave = [part for part, names in _KINDS.items() if _differ(saved, run.config, names)]
     anew = wanted.override_opt_param_scheduler
-    run.state.load(checkpoint.tensors, checkpoint.state, leave=leave, memory=not anew)
+    with together():
+        if not path.is_dir():
+            raise UsageError(
+                f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000"
+            )
+        path = run.store.choose(str(path.resolve()))
+        checkpoint = load(path, run.state.like)
+        _refuse_strange(run, checkpoint, path, ("student",))
+        _say_what_differs(run, checkpoint)
+        saved = checkpoint.state["options"]
+        if not anew and (different := changes(saved, run.config, only="optimizer")):
+            raise UsageError(
+                f"{path} was trained with another schedule: {', '.join(different)}; give the same, "
+                "or add --override-opt-param-scheduler to start a new one"
+            )
+        leave = [part for part, names in _KINDS.items() if _differ(saved, run.config, names)]
+        run.state.load(checkpoint.tensors, checkpoint.state, leave=leave, memory=not anew)
     progress, same_data = run.state.progress, checkpoint.state["cache"] == run.identity["cache"]
     cursor = progress.sequences if same_data and _same_order(checkpoint, run.config) else 0
     if anew:
@@ -110,7 +120,8 @@ def start_from(run: Run, path: Path) -> Path:
         progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
         progress.sequences, progress.epoch = cursor, cursor // len(run.train_source)
         if progress.step >= run.total:
-            raise UsageError(f"{path} is at step {progress.step}, and --steps {run.total} leaves none; raise --steps")
+            leaves = f"{path} is at step {progress.step}, and --steps {run.total} leaves none; raise --steps"
+            raise of_all(UsageError(leaves))
     run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
     log.info("weights and moments are those of %s; the data goes on at sequence %d", path, cursor)
     return path

@@ -1,10 +1,10 @@
 """Building caches: a teacher's, and the caches of bare tokens that runs and evaluations make for themselves."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -18,10 +18,34 @@ from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.data.logprobs import logprob_rows
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel
-from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import bar
+from kdtrain.parallel import world
 from kdtrain.stages.common import Teacher, rows
+
+T = TypeVar("T")
+
+
+class AllRanks:
+    """The ranks of this command, as a cache is built by them."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return world.rank()
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return world.world_size()
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """What each rank gave, by rank."""
+        return world.gathered(list(numbers))
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """What `action` gives on rank 0, which alone does it."""
+        return world.on_main(action)
 
 
 def logit_width(model: SplitModel) -> int:
@@ -36,8 +60,15 @@ def build_cache(
     asked: Teacher,
     mode: str,
     tokenizer: PreTrainedTokenizerFast,
-) -> Manifest:
-    """Build the cache of `config`, or what is missing of it.
+    *,
+    digest: str,
+    sharded: bool = False,
+) -> Manifest | None:
+    """Build the cache of `config`, or what is missing of it, with all ranks; None on those but the first.
+
+    Args:
+        digest: of the teacher's weights.
+        sharded: whether the teacher is in parts on the ranks.
 
     Raises:
         UsageError: the folder holds another cache, or the data make no sequence.
@@ -52,7 +83,7 @@ def build_cache(
     )
     facts = {
         "spec": spec.name,
-        "weights_digest": model_digest(teacher),
+        "weights_digest": digest,
         "dtype": spec.dtype,
         "precision": mode,
         "attention": spec.attention,
@@ -66,7 +97,8 @@ def build_cache(
             "sequences_per_shard": config.sequences_per_shard,
         }
     )
-    return _write(config.out, settings, config.data, tokenizer, asked, config.batch_size)
+    built = {"batch_size": config.batch_size, "sharded": sharded, "ranks": AllRanks()}
+    return _write(config.out, settings, config.data, tokenizer, asked, **built)
 
 
 @dataclass(frozen=True)
@@ -81,8 +113,8 @@ class _KeptRow:
 
 def build_from_logprobs(
     config: CacheTeacherConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerFast, vocab_size: int
-) -> Manifest:
-    """Build the cache of the log-probabilities in `config.from_logprobs`, good at T = 1 only.
+) -> Manifest | None:
+    """Build the cache of the log-probabilities in `config.from_logprobs`, good at T = 1 only, as `build_cache` does.
 
     Raises:
         UsageError: the file cannot be read or does not fit the vocabulary, or the folder holds another cache.
@@ -112,6 +144,7 @@ def build_from_logprobs(
         teacher=None,
         tokenizer=tokenizer,
         batch_size=config.batch_size,
+        ranks=AllRanks(),
     )
 
 
@@ -122,7 +155,7 @@ def build_tokens(
     vocab_size: int,
     splits: dict[str, int | None] | None = None,
 ) -> Manifest:
-    """Pack text into a cache of bare tokens.
+    """Pack text into a cache of bare tokens, in this process alone.
 
     Args:
         folder: the cache; what an interrupted run left there is gone on with.
@@ -133,7 +166,9 @@ def build_tokens(
     """
     limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
-    return _write(folder, settings, data, tokenizer, None, batch_size=64)
+    manifest = _write(folder, settings, data, tokenizer, None, batch_size=64)
+    assert manifest is not None
+    return manifest
 
 
 def holds_tokens(folder: Path) -> bool:
@@ -179,8 +214,8 @@ def _write(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     asked: Teacher | None,
-    batch_size: int,
-) -> Manifest:
+    **options: Any,
+) -> Manifest | None:
     # the split asked for is called train in the cache, and validation stands beside it
     sources = {
         "train": data.split,
@@ -188,12 +223,13 @@ def _write(
     }
     parts = {name: rows(data, sources[name], tokenizer, limit) for name, limit in settings.sequences.items()}
     with bar("cache" if asked else "tokens", None) as shown:
+        progress = (lambda done, total: shown.update(done, total=total)) if world.is_main() else None
         return write_cache(
             folder,
             settings,
             parts,
             teacher=asked,
             tokenizer=tokenizer,
-            batch_size=batch_size,
-            progress=lambda done, total: shown.update(done, total=total),
+            progress=progress,
+            **options,
         )

@@ -22,6 +22,8 @@ from kdtrain.models.head import OutputHead, SplitModel, split
 from kdtrain.models.loading import load_teacher, load_tokenizer, max_positions
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import log
+from kdtrain.parallel.world import is_main
+from kdtrain.parallel.wrap import reshard
 from kdtrain.precision.modes import autocast
 
 Teacher = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -53,12 +55,14 @@ def open_teacher(spec: ModelSpec, device: torch.device, mode: str) -> SplitModel
     return teacher
 
 
-def ask(teacher: SplitModel, device: torch.device, mode: str) -> Teacher:
+def ask(teacher: SplitModel, device: torch.device, mode: str, head: OutputHead | None = None) -> Teacher:
     """tokens_BT, segments_BT | None -> logits_BTV in fp32, without gradients.
+
+    head: the teacher's, in fp32 and whole, where the teacher itself is cut up by now.
 
     The head's product is taken in fp32: in bf16 a logit of 20 is rounded by up to 0.06 before the softmax sees it.
     """
-    layers, head = ask_layers(teacher, device, mode, ()), wide_head(teacher)
+    layers, head = ask_layers(teacher, device, mode, ()), head or wide_head(teacher)
 
     def forward(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> torch.Tensor:
         with torch.no_grad():
@@ -81,6 +85,7 @@ def ask_layers(teacher: SplitModel, device: torch.device, mode: str, layers: tup
         asked = tokens_BT.to(device), None if segments_BT is None else segments_BT.to(device)
         with torch.no_grad(), autocast(mode, device):
             hidden_BTD, states = teacher.with_layers(*asked, layers) if layers else (teacher(*asked), [])
+        reshard(teacher)
         return hidden_BTD.float(), states
 
     return forward
@@ -104,7 +109,9 @@ def digest_of(tokenizer: ModelSpec | Path | str | None) -> str | None:
 
 
 def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
-    """Print a result on stdout: a table of two columns, or one JSON object."""
+    """Print a result on stdout, on rank 0: a table of two columns, or one JSON object."""
+    if not is_main():
+        return
     if as_json:
         print(json.dumps(_finite(dict(table))))
         return

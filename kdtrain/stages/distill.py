@@ -13,14 +13,16 @@ from kdtrain.models.loading import export_model, load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.writers import Writers
-from kdtrain.parallel.world import peak_memory_mb, pick_device, refuse_many_processes
+from kdtrain.monitor.writers import SilentWriters, Writers
+from kdtrain.parallel.world import is_main, on_main, peak_memory_mb, pick_device, rank, ranks, together, world_size
 from kdtrain.stages import dry_run, sanity
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.begin import begin
 from kdtrain.stages.build import logit_width
 from kdtrain.stages.common import show
-from kdtrain.stages.run_folder import claim, make, write_description, write_origin
+from kdtrain.stages.export import student_at
+from kdtrain.stages.run_folder import claim, launch, make, restarted, write_description, write_origin
+from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
@@ -38,7 +40,7 @@ def main(config: DistillConfig) -> int:
         return sanity.main(config) if config.sanity else dry_run.main(config)
     try:
         with interruptible():
-            return _distill(config)
+            return _distill(restarted(config))
     except KeyboardInterrupt:
         log.info("stopped while not training; the same command goes on")
         show(f"distill {config.out}", {"run": str(config.out), "stopped_by": "signal"}, config.json)
@@ -46,22 +48,31 @@ def main(config: DistillConfig) -> int:
 
 
 def _distill(config: DistillConfig) -> int:
-    setup_logging()
-    # What can be refused at once is refused before --overwrite moves an earlier run aside.
-    pick_device(config.device)
-    read_spec(config.student)
-    refuse_many_processes()
-    require_wandb(config.monitor.wandb_project)
-    goes_on = claim(config)
+    setup_logging(quiet=not is_main())
+    with ranks(pick_device(config.device), config.parallel.rank_timeout):
+        return _among_ranks(config)
+
+
+def _among_ranks(config: DistillConfig) -> int:
+    with together():  # what can be refused at once is refused before --overwrite moves an earlier run aside
+        read_spec(config.student)
+        micro_batch(config)
+        require_wandb(config.monitor.wandb_project)
+    goes_on = on_main(lambda: claim(config))
     made = assemble(config, goes_on)
     run, config = made.run, made.run.config
-    make(config.out)
+    on_main(lambda: make(config.out))
     begun_at = begin(run, goes_on)  # before anything is written: what is refused stays as it was
-    write_description(config, _facts(made))
-    setup_logging(config.out / "train.log")
+    facts = _facts(made)
+    on_main(lambda: write_description(config, facts))
+    setup_logging(_log_of(config), quiet=not is_main())
     at = run.state.progress
     try:
-        run.writers = Writers(config.out, at.step, at.validated_step, config.monitor)
+        run.writers = (
+            Writers(config.out, at.step, at.validated_step, config.monitor)
+            if is_main()
+            else SilentWriters(config.monitor)
+        )
         run.writers.hyperparameters(sections(config))
         run.reporter = Reporter(
             *(config, run.step, run.writers, run.validation_source, load_tokenizer(made.folder / "tokenizer")),
@@ -77,6 +88,13 @@ def _distill(config: DistillConfig) -> int:
         where = error.filename or config.out
         raise RunError(f"{where}: {error.strerror or error}; published checkpoints are intact") from None
     return _finish(run, made.folder)
+
+
+def _log_of(config: DistillConfig) -> Path | None:
+    """The file that this rank's lines go into, if any."""
+    if is_main():
+        return config.out / "train.log"
+    return config.out / f"rank-{rank():05d}.log" if config.parallel.log_all_ranks else None
 
 
 def _train(run: Run) -> None:
@@ -102,6 +120,9 @@ def _facts(made: Assembled) -> dict[str, Any]:
         "device": str(run.step.device),
         "mode": run.step.quantized or run.step.mode,
         "compiled": run.step.compile_objective,
+        "ranks": world_size(),
+        "student over ranks": run.spread.kind,
+        "launch": launch(),
     }
 
 
@@ -123,6 +144,11 @@ def _announce(made: Assembled, begun_at: Path | None) -> None:
         run.step.quantized or run.step.mode,
         run.step.device,
     )
+    if world_size() > 1:
+        log.info(
+            "%d ranks, %s: each step %d micro-batches of %d sequences on each",
+            *(world_size(), made.plan, run.micros, run.micro),
+        )
     for line in made.lines:
         log.info(line)
     if run.adaptive is not None:
@@ -160,20 +186,31 @@ def _finish(run: Run, folder: Path) -> int:
         controller = run.adaptive.controller
         result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
     if run.stopped_by is None:
-        if progress.best_step:
-            run.state.load(*_best(run))
-        export_model(run.state.student, folder / "tokenizer", config.out / "student")
-        write_origin(config.out / "student", str(run.identity["cache"]), run.state.progress.step)
+        on_main(lambda: _export(run, folder))
         result["student"] = str(config.out / "student")
     show(f"distill {config.out}", result, config.json)
     return 0
 
 
-def _best(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _export(run: Run, folder: Path) -> None:
+    """Write the best student, or the last one where none is best. No other rank takes part."""
+    out, step = run.config.out / "student", run.state.progress.step
+    student: torch.nn.Module = run.state.student
+    if run.spread.kind == "fsdp":  # nobody here has all of it
+        path = _best(run) if run.state.progress.best_step else run.store.choose("latest")
+        checkpoint = load(path)
+        student, step = student_at(path, torch.device("cpu")), checkpoint.state["progress"]["step"]
+    elif run.state.progress.best_step:
+        checkpoint = load(_best(run))
+        run.state.load(checkpoint.tensors, checkpoint.state)
+        step = run.state.progress.step
+    export_model(student, folder / "tokenizer", out)
+    write_origin(out, str(run.identity["cache"]), step)
+
+
+def _best(run: Run) -> Path:
     try:
-        path = run.store.choose("best")
+        return run.store.choose("best")
     except (UsageError, RunError) as error:
         log.warning("%s; taking the newest instead", error)
-        path = run.store.choose("latest")
-    checkpoint = load(path)
-    return checkpoint.tensors, checkpoint.state
+        return run.store.choose("latest")

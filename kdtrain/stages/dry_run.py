@@ -16,7 +16,11 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.parallel.world import peak_memory_mb
+from kdtrain.parallel import traffic
+from kdtrain.parallel.plan import Plan
+from kdtrain.parallel.world import is_main, peak_memory_mb, world_size
+from kdtrain.parallel.wrap import layers_of
+from kdtrain.precision.modes import head_dtype
 from kdtrain.stages.assemble import Assembled
 from kdtrain.stages.begin import start_from
 from kdtrain.stages.common import show
@@ -42,7 +46,7 @@ def main(config: DistillConfig) -> int:
         UsageError: the run cannot be.
         RunError: a step or the save failed, as the run would have.
     """
-    setup_logging()
+    setup_logging(quiet=not is_main())
     with rehearsal(config) as made:
         if config.checkpoint.load is not None:
             start_from(made.run, config.checkpoint.load)
@@ -55,18 +59,19 @@ def main(config: DistillConfig) -> int:
 def _plan(config: DistillConfig, made: Assembled) -> dict[str, Any]:
     run, settings = made.run, made.manifest.settings
     student = run.state.student
-    micros = config.batch_size // run.micro
+    each = f" on each of {world_size()} ranks" if world_size() > 1 else ""
     return {
         "run": str(config.out),
         "begins": _begins(config),
         "student": {"name": made.spec.name, "parameters": sum(each.numel() for each in student.parameters())},
         "teacher": (config.teacher or (settings.teacher or {}).get("spec")) if run.step.has_teacher else None,
         "device": str(run.step.device),
+        "parallel": {"ranks": world_size(), **made.plan.table(), "GB sent a step": _sent(run, made.plan)},
         "mode": run.step.quantized or run.step.mode,
         **({"quantised": list(made.lines)} if made.lines else {}),
         "compiled": run.step.compile_objective,
         "steps": run.total,
-        "batch": f"{config.batch_size} x {run.step.seq_len} tokens, {micros} micro-batches of {run.micro}",
+        "batch": f"{config.batch_size} x {run.step.seq_len} tokens, {run.micros} micro-batches of {run.micro}{each}",
         "sequences": {"train": len(run.train_source), "validation": len(run.validation_source)},
         "epochs": round(run.total * config.batch_size / len(run.train_source), 3),
         "tokens": run.total * config.batch_size * run.step.seq_len,
@@ -108,6 +113,25 @@ def _estimates(config: DistillConfig, run: Run) -> dict[str, Any]:
     }
 
 
+def _sent(run: Run, plan: Plan) -> float:
+    """GB that a rank sends over a ring in a step, by formula."""
+    world, student = world_size(), run.state.student
+    if plan.student != "fsdp":
+        return traffic.ddp([each.shape for each in student.parameters()]).sent(1, world) / 1e9
+    layers = layers_of(student)
+    inside = {id(each) for layer in layers for each in layer.parameters()}
+    sharing = plan.shard_size or world
+    found = traffic.fsdp(
+        [[each.shape for each in layer.parameters()] for layer in layers],
+        [each.shape for each in student.parameters() if id(each) not in inside],
+        sharing=sharing,
+        replicas=world // sharing,
+        micro_batches=run.micros,
+        gathered=4 if head_dtype(run.step.mode) is None or run.step.quantized else 2,
+    )
+    return found.sent(sharing, world // sharing) / 1e9
+
+
 def _begins(config: DistillConfig) -> str:
     """Where the run would begin, by what is in its folder now."""
     if config.checkpoint.resume == "never" or not is_run(config.out):
@@ -136,8 +160,9 @@ def _validation_steps(run: Run) -> list[int]:
 
 
 def _validation_seconds(run: Run) -> float:
-    """Seconds of a whole validation, by those of one forward."""
-    forwards = min(math.ceil(len(run.validation_source) / run.micro), run.config.monitor.eval_batches)
+    """Seconds of a whole validation, by those of one forward of each rank."""
+    most = run.config.monitor.eval_batches * (run.config.micro_batch_size or run.config.batch_size) // run.micro
+    forwards = math.ceil(min(math.ceil(len(run.validation_source) / run.micro), most) / world_size())
     run.step.eval()
     started = time.perf_counter()
     found = validate(
@@ -148,6 +173,7 @@ def _validation_seconds(run: Run) -> float:
         micro=run.micro,
         batches=1,
     )
+    run.spread.reshard()
     if found is None:
         raise RunError("the validation was stopped")
     return forwards * (time.perf_counter() - started)

@@ -20,7 +20,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, setup_logging
-from kdtrain.parallel.world import pick_device
+from kdtrain.parallel.world import pick_device, refuse_many_processes
 from kdtrain.precision.modes import autocast, pick_mode
 from kdtrain.stages.build import build_tokens, logit_width
 from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, show, wide_head
@@ -36,6 +36,7 @@ def main(config: EvaluateConfig) -> int:
         UsageError: student, teacher and data do not go together.
     """
     setup_logging()
+    refuse_many_processes()
     device = pick_device(config.device)
     mode = pick_mode(config.precision, device)
     student, tokenizer = open_student(config.student, device)

@@ -16,8 +16,8 @@ from kdtrain.checkpoint import tiers
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import load_tokenizer
-from kdtrain.monitor.writers import Writers
-from kdtrain.parallel.world import refuse_many_processes
+from kdtrain.monitor.writers import SilentWriters, Writers
+from kdtrain.parallel.world import is_main, on_main, pick_device, ranks
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.run_folder import is_run, refuse_strange
 from kdtrain.training.reporter import Reporter
@@ -34,17 +34,13 @@ def rehearsal(config: DistillConfig) -> Iterator[Assembled]:
         UsageError: data, cache, student or options do not go together, or `--out` holds something that is no run.
         RunError: nothing can be written beside `--out`; or it was interrupted.
     """
-    refuse_many_processes()
-    if config.out.exists() and not config.out.is_dir():
-        raise UsageError(f"--out {config.out} is a file; name a folder")
-    if not is_run(config.out):
-        refuse_strange(config.out)
     silent = replace(config.monitor, tensorboard=False, wandb_project=None, wandb_name=None)
+    device = pick_device(config.device)
     try:
-        with interruptible(), _folder(config.out) as folder:
+        with interruptible(), ranks(device, config.parallel.rank_timeout), _folder(config.out) as folder:
             made = assemble(replace(config, out=folder, monitor=silent), goes_on=False)
             run = made.run
-            run.writers = Writers(folder, 0, None, silent)
+            run.writers = Writers(folder, 0, None, silent) if is_main() else SilentWriters(silent)
             tokenizer = load_tokenizer(made.folder / "tokenizer")
             run.reporter = Reporter(
                 *(run.config, run.step, run.writers, run.validation_source, tokenizer), init=made.spec.init, finished=0
@@ -68,16 +64,25 @@ def existing(path: Path) -> Path:
 
 @contextmanager
 def _folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out`, removed with all that is in it."""
-    beside = existing(out.resolve().parent)
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.rehearsal-", dir=beside))
-    except OSError as error:
-        raise RunError(f"--out {out} cannot be made: {beside}: {error.strerror}") from None
+    """A hidden folder beside `out`, the same for all ranks, removed with all that is in it."""
+
+    def make() -> str:
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"--out {out} is a file; name a folder")
+        if not is_run(out):
+            refuse_strange(out)
+        beside = existing(out.resolve().parent)
+        try:
+            return tempfile.mkdtemp(prefix=f".{out.name}.rehearsal-", dir=beside)
+        except OSError as error:
+            raise RunError(f"--out {out} cannot be made: {beside}: {error.strerror}") from None
+
+    folder = Path(on_main(make))
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if is_main():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ FREE = {
         *("eval_freq", "eval_batches", "log_freq", "tensorboard"),
         *("histogram_freq", "sample_freq", "wandb_project", "wandb_name"),
     },
+    "parallel": {"parallel", "teacher_parallel", "shard_size", "device_memory", "log_all_ranks", "rank_timeout"},
 }
 """Options that may differ when a run goes on; every other one would make it another run."""
 
@@ -73,6 +74,27 @@ def claim(config: DistillConfig) -> bool:
         _move_aside(out)
         return False
     return _agreed(config)
+
+
+def restarted(config: DistillConfig) -> DistillConfig:
+    """`config`, or, where torchrun has started these processes anew, one that goes on with what they began."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.checkpoint.resume == "auto":
+        return config
+    try:
+        begun = json.loads((config.out / "environment.json").read_text(encoding="utf-8"))["launch"] == launch()
+    except (OSError, ValueError, KeyError, TypeError):
+        begun = False
+    return (
+        dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
+        if begun
+        else config
+    )
+
+
+def launch() -> str | None:
+    """What tells one torchrun from another; None without one."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name is None else f"{name} {os.environ.get('MASTER_ADDR')} {os.getppid()}"
 
 
 def is_run(folder: Path) -> bool:

@@ -22,6 +22,7 @@ from kdtrain.data import order
 from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.parallel.world import refuse_many_processes
 from kdtrain.stages.assemble import Assembled
 from kdtrain.stages.common import show
 from kdtrain.stages.rehearsal import checkpoints_kept, existing, rehearsal, state_bytes, steps
@@ -67,6 +68,7 @@ def main(config: DistillConfig) -> int:
         few = min(config.data.num_sequences or most, most)
         config = replace(config, data=replace(config.data, num_sequences=few))
     found: list[Check] = []
+    refuse_many_processes()
     with rehearsal(config) as made:
         for number, check in enumerate(CHECKS, 1):
             log.info("check %d of %d: %s", number, len(CHECKS), (check.__doc__ or "").splitlines()[0].rstrip("."))

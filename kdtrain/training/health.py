@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
+
+from kdtrain.parallel.sharded import peaks
 
 
 class ClippedShare:
@@ -108,7 +109,7 @@ def gradients_of(module: nn.Module) -> Gradients:
     """Look at the gradient of every parameter that wants one; waits for the device once."""
     wanting = {name: each for name, each in module.named_parameters() if each.requires_grad}
     there = {name: each.grad for name, each in wanting.items() if each.grad is not None}
-    largest = torch.stack([each.detach().abs().max().float() for each in there.values()]).tolist() if there else []
+    largest = peaks(list(there.values())).tolist() if there else []
     by_name = dict(zip(there, largest, strict=True))
     return Gradients(
         missing=[name for name in wanting if name not in there],

@@ -10,12 +10,13 @@ import time
 
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import Bar, Rate, line, log
+from kdtrain.parallel.world import of_all
 from kdtrain.training.recovery import roll_back, skip
 from kdtrain.training.run import Run
 from kdtrain.training.saving import is_saved, save, save_if_due
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.switching import decide, warm_up
-from kdtrain.training.update import take_step
+from kdtrain.training.update import settle, take_step
 from kdtrain.training.validate import summary, validate
 
 
@@ -30,6 +31,7 @@ def train(run: Run) -> None:
     rate = Rate(run.total)
     started = time.monotonic()
     with StopRequest() as stop, shown.bar:
+        settle(run)
         if _validation_due(run):
             improved = _validate(run, stop)
             if state.progress.step > 0:
@@ -120,9 +122,10 @@ def _validate(run: Run, stop: StopRequest) -> bool:
         step.student.head,
         vocab_size=step.vocab_size,
         micro=run.micro,
-        batches=run.config.monitor.eval_batches,
-        stop=lambda: bool(stop),
+        batches=run.config.monitor.eval_batches * (run.config.micro_batch_size or run.config.batch_size) // run.micro,
+        stop=stop.agree,
     )
+    run.spread.reshard()
     if metrics is None:
         return False
     numbers = {f"validation/{name}": value for name, value in summary(metrics).items() if value is not None}
@@ -135,7 +138,7 @@ def _validate(run: Run, stop: StopRequest) -> bool:
     if not math.isfinite(loss):
         text = f"validation at step {progress.step}: loss {loss}"
         if metrics.tokens and (progress.step == 0 or (run.finished() and progress.best_step is None)):
-            raise RunError(f"{text}, and none before was finite; look at the student's weights or lower --lr")
+            raise of_all(RunError(f"{text}, and none before was finite; look at the student's weights or lower --lr"))
         log.warning("%s; this student will not be the best", text)
         return False
     if progress.step > 0 and (progress.best_loss is None or loss < progress.best_loss):

@@ -30,9 +30,12 @@ from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import DistillConfig, sections
 from kdtrain.objective.loss import LossOutput
 from kdtrain.objective.targets import EMPTY, DenseTargets
+from kdtrain.parallel.sharded import peak, total_norm
+from kdtrain.parallel.world import local, world_size
 from kdtrain.training.source import TaughtBatch
 from kdtrain.training.step import DistillStep
 
+_NORM = "the norm of all gradients"
 _PREFIX = "student.model."
 """What stands before the names that transformers gives."""
 
@@ -55,6 +58,11 @@ class Finding:
     """Index of the first of them."""
     micro_batch: int
     """In which micro-batch of the step, from 1."""
+
+    @property
+    def when(self) -> tuple[bool, int, bool]:
+        """What puts findings of several ranks in the order of time: the norm of all comes after all micro-batches."""
+        return self.tensor.startswith(_NORM), self.micro_batch, self.direction == "backward"
 
     @classmethod
     def of_no_memory(cls, micro_batch: int) -> "Finding":
@@ -105,7 +113,7 @@ class NanHooks:
         """Keep `tensor` as the finding if it is the first bad one."""
         if self._first is not None or not (tensor.is_floating_point() or tensor.is_complex()):
             return
-        tensor = tensor.detach()
+        tensor = local(tensor.detach())
         # one byte a number: those formats have no isfinite of their own
         good = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)
         if not good.all():
@@ -168,7 +176,8 @@ class NanHooks:
 def find_first(step: DistillStep, batches: Sequence[CachedBatch], normalizer: float) -> Finding | None:
     """Run the micro-batches of a step again, in eager mode and with hooks; None where all of it is finite.
 
-    Gradients are dropped before and after. What the random generators are to draw is for the caller to set.
+    Gradients are dropped before and after. What the random generators are to draw is for the caller to set. All of it
+    runs, whatever is found, where other ranks have to take part.
     Running out of memory is told as a finding of its own, and ends nothing.
     """
     step.zero_grad(set_to_none=True)
@@ -177,11 +186,12 @@ def find_first(step: DistillStep, batches: Sequence[CachedBatch], normalizer: fl
         with step.eager():
             for batch in batches:
                 loss, _ = step(batch, normalizer=normalizer)
-                if hooks._first is None:
+                if hooks._first is None or world_size() > 1:
                     loss.backward()
-                if hooks._first is not None:
+                if hooks._first is not None and world_size() == 1:
                     break
-        return hooks._first or _norm(step, len(batches))
+            norm = None if hooks._first is not None and world_size() == 1 else _norm(step, len(batches))
+        return hooks._first or norm
     except torch.OutOfMemoryError:
         return Finding.of_no_memory(hooks._micro_batch)
     finally:
@@ -212,13 +222,11 @@ def write_bundle(
 def _norm(step: DistillStep, micro_batch: int) -> Finding | None:
     """The norm of finite gradients can be infinite: their squares have to fit into fp32 as well."""
     gradients = {name: each.grad for name, each in step.named_parameters() if each.grad is not None}
-    if not gradients or torch.nn.utils.get_total_norm(gradients.values()).isfinite():
+    if not gradients or total_norm(list(gradients.values())).isfinite():
         return None
-    largest = max(gradients, key=lambda name: float(gradients[name].abs().max()))
+    largest = max(gradients, key=lambda name: peak(gradients[name]))
     module, what = _owner(largest)
-    return Finding(
-        module, f"the norm of all gradients, with that of {what} as the largest,", "backward", (), 1, (), micro_batch
-    )
+    return Finding(module, f"{_NORM}, with that of {what} as the largest,", "backward", (), 1, (), micro_batch)
 
 
 def _said(batch: CachedBatch) -> Iterator[tuple[str, Tensor]]:

@@ -20,6 +20,7 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log
+from kdtrain.parallel.world import gathered, of_all, on_main, rank, together, world_size
 from kdtrain.training.nan_hooks import find_first, write_bundle
 from kdtrain.training.run import Run
 from kdtrain.training.saving import relink_best, save
@@ -41,7 +42,7 @@ def skip(run: Run, numbers: dict[str, float]) -> bool:
         if (warning := run.scale.update(overflowed=True)) is not None:
             log.warning(warning)
         return False
-    number, indices = progress.step + 1, run.sequences(progress.sequences)
+    number, indices = progress.step + 1, run.share(progress.sequences)
     where = f"batch {batch_number(run)} at step {number}"
     log.warning("%s: loss %s, gradient norm %s: not taken", where, numbers["loss"], numbers["grad_norm"])
     if run.hooks is not None or (progress.skips == 0 and run.config.guards.nan_hooks == "first"):
@@ -54,11 +55,13 @@ def skip(run: Run, numbers: dict[str, float]) -> bool:
     )
     if progress.skips_in_a_row > limit:
         run.saver.wait()
-        newest = run.store.newest_valid()[0]
-        raise RunError(
-            f"{progress.skips_in_a_row} steps in a row, the last one {where}, had no finite loss or gradient "
-            f"(--max-skips {limit}); the newest checkpoint is {newest or 'none'}; "
-            "look at the data (kdtrain verify) or lower --lr"
+        newest = on_main(lambda: run.store.newest_valid()[0])
+        raise of_all(
+            RunError(
+                f"{progress.skips_in_a_row} steps in a row, the last one {where}, had no finite loss or gradient "
+                f"(--max-skips {limit}); the newest checkpoint is {newest or 'none'}; "
+                "look at the data (kdtrain verify) or lower --lr"
+            )
         )
     return True
 
@@ -71,12 +74,20 @@ def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
     else:
         seed_everything(run.config.seed, number)
         how, finding = "run again in eager mode with hooks", find_first(run.step, batches, full_tokens(run))
+    run.spread.reshard()
     folder = run.config.out / f"not-finite-{batch_number(run):08d}"
-    try:
-        write_bundle(folder, run.config, indices, batches, finding)
-    except (OSError, SafetensorError) as error:
-        log.warning("%s could not be written: %s", folder, error)
-    said = "every tensor they see is finite" if finding is None else str(finding)
+    found = gathered(None if finding is None else [finding.when, str(finding)])
+    # what is exchanged carries one rank's NaN to all: where it was seen first is where it comes from
+    times = [(*each[0],) if each else (math.inf,) for each in found]
+    first = times.index(min(times))
+    if rank() == first:
+        try:
+            write_bundle(folder, run.config, indices, batches, finding)
+        except (OSError, SafetensorError) as error:
+            log.warning("%s could not be written: %s", folder, error)
+    said = "every tensor they see is finite" if (text := found[first]) is None else str(text[1])
+    if world_size() > 1:
+        said = f"rank {first}: {said}"
     log.warning("batch %d at step %d, %s: %s; what shows it is in %s", batch_number(run), number, how, said, folder)
     run.writers.event("not-finite", run.state.progress.step, finding=said, bundle=folder.name)
 
@@ -90,18 +101,22 @@ def roll_back(run: Run, first: int) -> bool:
     guards, bad = run.config.guards, run.state.progress
     log.warning("a loss spike since step %d, confirmed at step %d", first, bad.step)
     run.saver.wait()
-    name, _ = run.store.newest_valid(before=first, planned=True)
+    name = on_main(lambda: run.store.newest_valid(before=first, planned=True)[0])
     if bad.rollbacks >= guards.max_rollbacks:
-        raise RunError(
-            f"a loss spike at step {first} after {bad.rollbacks} rollbacks (--max-rollbacks); the newest checkpoint "
-            f"from before it is {name or 'none'}; lower --lr or look at the data"
+        raise of_all(
+            RunError(
+                f"a loss spike at step {first} after {bad.rollbacks} rollbacks (--max-rollbacks); the newest "
+                f"checkpoint from before it is {name or 'none'}; lower --lr or look at the data"
+            )
         )
     if name is None:
         log.warning("no checkpoint is from before it: going on; a lower --checkpoint-freq would have kept one")
         run.writers.event("spike", bad.step, first=first)
         run.spikes.forget()
         return False
-    go_back(run, load(run.store.path(name)), "rollback", guards.spike_lr_factor, first=first)
+    with together():
+        checkpoint = load(run.store.path(name), run.state.like)
+    go_back(run, checkpoint, "rollback", guards.spike_lr_factor, first=first)
     return True
 
 
@@ -119,11 +134,13 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
     """
     bad = run.state.progress
     if bad.rollbacks >= run.config.guards.max_rollbacks:
-        raise RunError(
-            f"going back to {to.name} would be one more than --max-rollbacks {run.config.guards.max_rollbacks}; "
-            "lower --lr or look at the data"
+        raise of_all(
+            RunError(
+                f"going back to {to.name} would be one more than --max-rollbacks {run.config.guards.max_rollbacks}; "
+                "lower --lr or look at the data"
+            )
         )
-    run.store.set_aside_after(to.state["progress"]["step"])
+    on_main(lambda: run.store.set_aside_after(to.state["progress"]["step"]))
     faults.point("train.rollback")
     run.state.load(to.tensors, to.state, memory=word == "rollback")
     progress = run.state.progress

@@ -7,12 +7,14 @@ costs the reading of one file of /proc.
 import math
 from collections.abc import Mapping
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.config import DistillConfig
 from kdtrain.monitor.progress import log, status
 from kdtrain.monitor.writers import Writers
-from kdtrain.parallel.world import memory_mb
+from kdtrain.parallel.sharded import joiner
+from kdtrain.parallel.world import local, memory_mb
 from kdtrain.training.health import ClippedShare, MemoryGrowth, gradients_of, initial_loss
 from kdtrain.training.samples import Sampler
 from kdtrain.training.source import Source
@@ -67,7 +69,11 @@ class Reporter:
     def gradients(self, number: int) -> None:
         """Before the optimizer's step, the gradients clipped: show their distributions where they are due."""
         if _due(number, self.config.monitor.histogram_freq):
-            self.writers.histograms(number, self.step.student)
+            named = dict(self.step.student.named_parameters())
+            tensors: dict[str, torch.Tensor] = {f"parameters/{name}": local(each) for name, each in named.items()}
+            there = {name: each.grad for name, each in named.items() if each.grad is not None}
+            tensors |= {f"gradients/{name}": local(each) for name, each in there.items()}
+            self.writers.histograms(number, tensors, joiner(list(named.values())))
 
     def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int) -> str:
         """After step `number`: samples where due, warnings, and the line of the step.

@@ -9,6 +9,8 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.data import order
 from kdtrain.monitor.writers import Writers
+from kdtrain.parallel.world import rank, world_size
+from kdtrain.parallel.wrap import Alone
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.scale import LossScale
 from kdtrain.training.adaptive import Adaptive
@@ -29,7 +31,8 @@ class Run:
     Args:
         config: every option.
         total: optimizer steps in all.
-        micro: sequences in a micro-batch.
+        micro: sequences in a micro-batch of one rank.
+        spread: what the step is called through, and when gradients are exchanged between ranks.
         spikes, stopping: the guards that look at each step's loss; their memory is in `state.watchers`.
         scale: what the loss is multiplied by before the backward, in fp16.
         adaptive: when the student is quantised; None where that does not change.
@@ -46,6 +49,7 @@ class Run:
     total: int
     micro: int
     step: DistillStep
+    spread: Alone
     state: TrainState
     store: Store
     saver: Saver
@@ -66,14 +70,23 @@ class Run:
     published: tuple[int, int | None] | None = None
     bounds: BoundWatch = field(default_factory=BoundWatch)
 
+    @property
+    def micros(self) -> int:
+        """Micro-batches in a step, on each rank."""
+        return self.config.batch_size // (self.micro * world_size())
+
     def sequences(self, cursor: int) -> np.ndarray:
-        """The numbers of the sequences of the step that begins at `cursor`."""
+        """The numbers of the sequences of the step that begins at `cursor`, those of all ranks."""
         return order.batch(self.config.seed, cursor, self.config.batch_size, len(self.train_source))
+
+    def share(self, cursor: int) -> np.ndarray:
+        """Those that this rank trains on: an even part in order, so that a step is the same for any number of ranks."""
+        return np.array_split(self.sequences(cursor), world_size())[rank()]
 
     def feed(self) -> Feed:
         """The data from the cursor on."""
         cursor, size = self.state.progress.sequences, self.config.batch_size
-        return Feed(self.train_source, lambda step: self.sequences(cursor + step * size), self.micro)
+        return Feed(self.train_source, lambda step: self.share(cursor + step * size), self.micro)
 
     def finished(self) -> bool:
         """Whether there is no step left to take: the last one is taken, or the run was stopped early."""

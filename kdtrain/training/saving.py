@@ -6,6 +6,7 @@ a rolling one and an epoch's fall together, the second is a further name of the 
 """
 
 from kdtrain.checkpoint import tiers
+from kdtrain.parallel.world import is_main, on_main
 from kdtrain.training.run import Run
 
 
@@ -37,7 +38,7 @@ def save(run: Run, *names: str) -> None:
         {**run.identity, **run.state.numbers()},
         rollbacks=progress.rollbacks,
         best=best,
-        protected=[*_rollback_target(run, names), *_recovery_buffer(run)],
+        protected=[*_rollback_target(run, names), *_recovery_buffer(run)] if is_main() else [],
     )
     run.published = (progress.step, progress.validated_step)
     for name in names:
@@ -77,9 +78,14 @@ def _recovery_buffer(run: Run) -> list[str]:
 def relink_best(run: Run) -> None:
     """Point `best` at the checkpoint the state calls so; where it is not there any more, a validation chooses anew."""
     progress = run.state.progress
-    name = tiers.rolling_name(progress.best_step or 0)
-    if progress.best_step and run.store.problem(name) is None:
-        run.store.link("best", name)
-    else:
+
+    def relink() -> bool:
+        name = tiers.rolling_name(progress.best_step or 0)
+        if progress.best_step and run.store.problem(name) is None:
+            run.store.link("best", name)
+            return True
         run.store.unlink("best")
+        return False
+
+    if not on_main(relink):
         progress.best_loss = progress.best_step = None

@@ -25,6 +25,11 @@ def packed(snapshots: Iterable[Checkpoint]) -> dict[str, torch.Tensor]:
     }
 
 
+def plain(name: str) -> str:
+    """What the tensor called `name` is called in the state that it is of, a snapshot's or not."""
+    return name.removeprefix(_PREFIX).partition(".")[2] if name.startswith(_PREFIX) else name
+
+
 def without(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint that are no snapshot's."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(_PREFIX)}

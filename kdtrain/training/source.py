@@ -20,6 +20,7 @@ from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.targets import DenseTargets, OnlineTargets
+from kdtrain.parallel.sharded import whole
 
 
 class Source(Protocol):
@@ -120,11 +121,12 @@ class OnlineSource:
             hidden_BTD, states = self.teacher(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         hidden_ND = rearrange(hidden_BTD, "B T D -> (B T) D")
+        head = dataclasses.replace(self.head, weight=whole(self.head.weight), bias=whole(self.head.bias))
         return TaughtBatch(
             batch.tokens,
             batch.loss_mask,
             batch.segments,
-            OnlineTargets(hidden_ND, labels_N, self.head, self.tokens.vocab_size),
+            OnlineTargets(hidden_ND, labels_N, head, self.tokens.vocab_size),
             [rearrange(each, "B T D -> (B T) D") for each in states],
         )
 

@@ -13,11 +13,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.errors import RunError
 from kdtrain.models.head import SplitModel
+from kdtrain.parallel.sharded import cut_like, part_of
+from kdtrain.parallel.world import local, rank
+from kdtrain.parallel.wrap import reshard
 from kdtrain.training import snapshots
 
 
@@ -85,13 +89,22 @@ class TrainState:
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors` without those of the snapshots."""
-        named = {f"student.{name}": tensor for name, tensor in _once(self.student.state_dict()).items()}
+        named = {f"student.{name}": tensor for name, tensor in _once(self.student).items()}
         for part, module in self._parts()[1:]:
             named |= {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
         for name, parameter in self._parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 named[f"optimizer.{name}.{key}"] = value
         return named
+
+    def like(self, name: str, shape: torch.Size) -> torch.Tensor | None:
+        """What the tensor of this name and shape in a checkpoint is cut up like; None where it is not."""
+        name = snapshots.plain(name)
+        for part, parameter in self._parameters():
+            mine = name == part or name.startswith(f"optimizer.{part}.")
+            if mine and isinstance(parameter, DTensor) and parameter.shape == shape:
+                return parameter
+        return None
 
     def numbers(self) -> dict[str, Any]:
         """What is no tensor."""
@@ -128,10 +141,11 @@ class TrainState:
             if part in leave:
                 tensors = {name: each for name, each in tensors.items() if part not in name.split(".")[:2]}
                 tensors |= {f"{part}.{name}": each for name, each in module.state_dict().items()}
-        own = {f"{part}.{name}" for part, module in self._parts() for name in _once(module.state_dict())}
+        own = {f"{part}.{name}" for part, module in self._parts() for name in _once(module)}
         saved = {name for name in tensors if not name.startswith("optimizer.")}
         if own != saved:
             raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
+        reshard(self.student)  # what a forward has left gathered would be out of date
         for part, module in self._parts():
             start = f"{part}."
             saved_part = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
@@ -141,8 +155,8 @@ class TrainState:
             prefix = f"optimizer.{name}."
             found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if found:
-                # the moments live beside their parameter; fused AdamW keeps its step counter there as well
-                self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
+                # the moments live beside their parameter, cut up as it is; fused AdamW keeps its step counter there too
+                self.optimizer.state[parameter] = {key: cut_like(value, parameter) for key, value in found.items()}
         self.progress = Progress(**numbers["progress"])
         for name, watcher in self.watchers.items():
             if memory and name in numbers["watchers"]:
@@ -188,21 +202,25 @@ def make_optimizer(
 
 
 def seed_everything(seed: int, step: int) -> None:
-    """Seed Python, NumPy and torch from (seed, step), so that a resumed step draws what the first try drew."""
-    mixed = int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0] >> 1)
+    """Seed Python, NumPy and torch from (seed, step), so that a resumed step draws what the first try drew.
+
+    Ranks draw numbers of their own, or dropout would drop the same of each one's sequences.
+    """
+    parts = [seed, step, rank()] if rank() else [seed, step]
+    mixed = int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.manual_seed(mixed)
 
 
-def _once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`state` without the second name of a tied weight."""
+def _once(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of `module` without the second name of a tied weight."""
     seen: set[int] = set()
     kept = {}
-    for name, tensor in state.items():
-        if tensor.data_ptr() not in seen or tensor.numel() == 0:
-            kept[name] = tensor
-        seen.add(tensor.data_ptr())
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            kept[name] = tensor.detach()
+        seen.add(id(tensor))
     return kept
 
 
@@ -213,4 +231,4 @@ def _copy_into(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> 
                 raise RunError(
                     f"the checkpoint's {name} has shape {list(tensor.shape)}, the student's {list(own[name].shape)}"
                 )
-            own[name].copy_(tensor)
+            local(own[name]).copy_(part_of(tensor, own[name]))

@@ -36,6 +36,7 @@ class DistillStep(nn.Module):
         device: where the micro-batch lies.
         document_mask: whether packed documents are kept from seeing each other.
         compile: whether backbone and objective are compiled.
+        by_layer: whether the backbone's layers are compiled already, each by itself, and the backbone is not to be.
         hidden_loss: compares hidden states with the teacher's, None not to; `layers` of the student.
         switch: of the student's linear layers, and `quantized` the mode it can switch to; None where there is none.
     """
@@ -54,6 +55,7 @@ class DistillStep(nn.Module):
         device: torch.device,
         document_mask: bool,
         compile: bool,
+        by_layer: bool = False,
         hidden_loss: HiddenLoss | None = None,
         layers: tuple[int, ...] = (),
         switch: Switch | None = None,
@@ -71,12 +73,13 @@ class DistillStep(nn.Module):
         self.device = device
         self.document_mask = document_mask
         self.compile_objective = compile
+        self.by_layer = by_layer
         self.hidden_loss = hidden_loss
         self.layers = layers
         self.switch = switch or Switch()
         self.quantized = quantized
         self.backbone = self._backbone
-        if compile:
+        if compile and not by_layer:
             compile_mode = None if precision.compile_mode == "default" else precision.compile_mode
             self.backbone = torch.compile(self._backbone, dynamic=False, mode=compile_mode)
 
@@ -99,16 +102,21 @@ class DistillStep(nn.Module):
         before = self.backbone, self.compile_objective
         self.backbone, self.compile_objective = self._backbone, False
         try:
-            yield
+            with self._layers_eager():
+                yield
         finally:
             self.backbone, self.compile_objective = before
+
+    def _layers_eager(self) -> contextlib.AbstractContextManager[Any]:
+        """Layers that are compiled each by itself run as they are inside."""
+        return torch.compiler.set_stance("force_eager") if self.by_layer else contextlib.nullcontext()
 
     def hidden_eager(self, batch: CachedBatch) -> torch.Tensor:
         """The backbone's output for a micro-batch, [B*T, D], without a compiled graph.
 
         Validation is rare, and a graph of its own costs half a minute. It is never quantised: what is exported is not.
         """
-        with self.switch.at("high"):
+        with self.switch.at("high"), self._layers_eager():
             return self._hidden(lambda *asked: (self.student(*asked), []), batch)[0]
 
     def _hidden(

@@ -8,6 +8,7 @@ import copy
 
 from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.monitor.progress import log
+from kdtrain.parallel.world import on_main
 from kdtrain.precision.policy import Action, Forget, Recover, Save, Say, Snapshot
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.recovery import go_back
@@ -23,9 +24,9 @@ def warm_up(run: Run, stop: StopRequest) -> None:
     adaptive = run.adaptive
     if adaptive is None or not run.step.compile_objective:
         return
-    batch = run.train_source.read(run.sequences(run.state.progress.sequences)[: run.micro])
+    batch = run.train_source.read(run.share(run.state.progress.sequences)[: run.micro])
     for position in adaptive.positions:
-        if stop:
+        if stop.agree():
             break
         run.step.train()
         with adaptive.switch.at(position):
@@ -94,10 +95,9 @@ def load_recovery_checkpoint(run: Run) -> bool:
 
 
 def _newest_on_disk(run: Run, adaptive: Adaptive) -> Checkpoint | None:
-    for name in adaptive.controller.recovery_names():
-        if run.store.problem(name) is None:
-            return load(run.store.path(name))
-    return None
+    names = adaptive.controller.recovery_names()
+    name = on_main(lambda: next((each for each in names if run.store.problem(each) is None), None))
+    return None if name is None else load(run.store.path(name), run.state.like)
 
 
 def _step(kept: Checkpoint) -> int:

@@ -4,8 +4,12 @@ Losses are sums over tokens divided by a constant, and the gradient is put right
 that were unmasked: the step is then the mean over all its tokens, however it was cut into micro-batches. Whether loss
 and gradient are finite is decided where they lie, and an update that is not to be leaves weights, moments and step
 counters as they are, bit by bit. The host reads all numbers of the step in one go when it is over.
+
+Over several ranks gradients are exchanged with the last micro-batch; sums, and whether somebody was asked to stop,
+go in one more exchange behind it, so that every number from there on is that of all ranks, and the same on each.
 """
 
+import signal
 from collections.abc import Iterator
 
 import torch
@@ -13,11 +17,15 @@ import torch
 from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.objective.loss import LossOutput
+from kdtrain.parallel.sharded import clip_norm_
+from kdtrain.parallel.world import local, summed, world_size
 from kdtrain.training.guards import guarded_step, not_finite
 from kdtrain.training.run import Run
 from kdtrain.training.schedule import alpha, learning_rate
 from kdtrain.training.state import seed_everything
 from kdtrain.training.stopping import StopRequest
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> dict[str, float] | None:
@@ -29,37 +37,82 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
     if run.hooks is not None:
         run.hooks.take()  # what a validation left
     rate = _prepare(run, number)
-    sums = accumulate(run, batches, stop)
-    if sums is None:
+    own = accumulate(run, batches, stop)
+    if own is None:
         return None
+    temperature = run.step.temperature.value().detach().clone()
+    loss, sums, asked = _over_ranks(run, own, temperature, stop)
+    _add_up(_uncounted(run))
     run.reporter.backward()
     norm = _clip(run, sums.tokens)
     run.reporter.gradients(number)
-    temperature = run.step.temperature.value().detach().clone()
     pull = run.step.temperature.log_gradient()
-    loss = faults.changed("train.loss", mean_loss(run, sums, temperature), batch_number(run))
     skipped = not_finite(loss, norm, *_uncounted(run))
     guarded_step(state.optimizer, skipped)
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")
-    numbers = _numbers(run, sums, loss, norm, temperature, skipped, rate) | _of_formats(run)
+    numbers = _numbers(run, sums, loss, norm, temperature, skipped, asked, rate) | _of_formats(run)
+    stop.settle(int(numbers.pop("asked")))
     return numbers if pull is None else numbers | {"dL/dlogT": float(pull)}
 
 
+def settle(run: Run) -> None:
+    """One micro-batch through DDP before the first step, whose gradients are dropped.
+
+    DDP orders its buckets by how gradients arrive the first time. They are then summed over ranks in an order of their
+    own, which a run that is gone on with would meet one step later than one that was not broken off.
+    """
+    if run.spread.kind != "ddp":
+        return
+    batch = run.train_source.read(run.share(run.state.progress.sequences)[: run.micro])
+    run.step.train()
+    for _ in range(2):  # buckets are put in order at the beginning of the second forward
+        with run.spread.micro_batch(last=True):
+            run.spread(batch, normalizer=full_tokens(run))[0].backward()
+    run.state.optimizer.zero_grad(set_to_none=True)
+
+
 def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> LossOutput | None:
-    """Add up the gradients of a step; None when a stop was requested in between."""
+    """Add up the gradients of a step, those of all ranks; None when a stop was requested in between."""
     sums: LossOutput | None = None
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         if sums is None:
             _look_at(run, batch, run.state.progress.step + 1)
-        # the scale goes into the normalizer: the engine makes gradients in its forward, and those would lack it
-        loss, output = run.step(batch, normalizer=full_tokens(run) / run.scale.value)
-        faults.changed("train.loss", loss, batch_number(run)).backward()
+        last = number == run.micros
+        with run.spread.micro_batch(last):
+            # the scale goes into the normalizer: the engine makes gradients in its forward, and those would lack it
+            loss, output = run.spread(batch, normalizer=full_tokens(run) / run.scale.value)
+            faults.changed("train.loss", loss, batch_number(run)).backward()
         sums = output if sums is None else LossOutput(*(a + b for a, b in zip(sums, output, strict=True)))
         faults.point("train.after-micro-batch")
-        if stop:
+        # several ranks finish a step whose gradients are exchanged, and agree at its end
+        if stop or (not last and stop.agree()):
             return None
     return sums
+
+
+def _over_ranks(
+    run: Run, own: LossOutput, temperature: torch.Tensor, stop: StopRequest
+) -> tuple[torch.Tensor, LossOutput, torch.Tensor]:
+    """The step's mean loss in fp64, its sums, and the signal to stop by (0 for none), over all ranks."""
+    total = faults.changed("train.loss", _total_loss(run, own, temperature), batch_number(run))
+    if world_size() == 1:
+        return total / own.tokens.double().clamp(min=1), own, total.new_zeros(())
+    asked = [total.new_tensor(float(stop.asked == each)) for each in _SIGNALS]
+    vector = summed(torch.stack([total, *(each.double() for each in own), *asked]))
+    sums = LossOutput(*vector[1 : 1 + len(own)])
+    votes = vector[1 + len(own) :]
+    signal_number = (votes > 0).double() * votes.new_tensor(_SIGNALS)
+    return vector[0] / sums.tokens.clamp(min=1), sums, signal_number.max()
+
+
+def _add_up(gradients: list[torch.Tensor]) -> None:
+    """Sum over ranks the gradients that no wrapper exchanges."""
+    if world_size() == 1 or not gradients:
+        return
+    flat = summed(torch.cat([each.flatten() for each in gradients]))
+    for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def _look_at(run: Run, batch: CachedBatch, number: int) -> None:
@@ -93,7 +146,7 @@ def _probe_gap(run: Run, batch: CachedBatch, number: int) -> None:
         seed_everything(run.config.seed, number)
         with adaptive.switch.at(position):
             _, sums = run.step(batch, normalizer=full_tokens(run))
-        losses.append(mean_loss(run, sums, run.step.temperature.value().detach()))
+        losses.append(_mean_loss(run, sums))
     seed_everything(run.config.seed, number)
     adaptive.gap = float(losses[0] - losses[1])
 
@@ -120,17 +173,18 @@ def _prepare(run: Run, number: int) -> float:
     return rate
 
 
+@torch.no_grad()
 def _clip(run: Run, tokens: torch.Tensor) -> torch.Tensor:
     """Turn the gradient into the mean over the step's unmasked tokens, clip it, and return its norm before clipping.
 
     What fp16 scaled the loss by is taken out here.
     The temperature's gradient is scaled but neither clipped nor counted: a learnable T must not slow the student.
     """
-    gradients = [each.grad for each in run.step.parameters() if each.grad is not None]
+    gradients = [local(each.grad) for each in run.step.parameters() if each.grad is not None]
     gradients[0].copy_(faults.changed("train.gradient", gradients[0], batch_number(run)))
     factor = full_tokens(run) / (run.scale.value * tokens.clamp(min=1).to(gradients[0].dtype))
     torch._foreach_mul_(gradients, factor)
-    return torch.nn.utils.clip_grad_norm_(run.state.student.parameters(), run.config.optimizer.clip or float("inf"))
+    return clip_norm_(list(run.state.student.parameters()), run.config.optimizer.clip or float("inf"))
 
 
 def _uncounted(run: Run) -> list[torch.Tensor]:
@@ -139,15 +193,22 @@ def _uncounted(run: Run) -> list[torch.Tensor]:
     return [each.grad for other in others for each in other.parameters() if each.grad is not None]
 
 
-def mean_loss(run: Run, sums: LossOutput, temperature: torch.Tensor) -> torch.Tensor:
-    """The loss of the tokens that `sums` is of, as their mean."""
+def _mean_loss(run: Run, own: LossOutput) -> torch.Tensor:
+    """The loss of the tokens that all ranks' sums are of, as their mean."""
+    total = _total_loss(run, own, run.step.temperature.value().detach())
+    both = summed(torch.stack([total, own.tokens.double()]))
+    return both[0] / both[1].clamp(min=1)
+
+
+def _total_loss(run: Run, sums: LossOutput, temperature: torch.Tensor) -> torch.Tensor:
+    """The loss of the tokens that `sums` is of, as their sum, in fp64."""
     weight = run.step.alpha if run.step.has_teacher else 0.0
     loss = (1 - weight) * sums.cross_entropy.double()
     if weight:
         loss = loss + weight * temperature.double() ** 2 * sums.kd.double()
     if run.step.hidden_loss is not None:
         loss = loss + run.config.objective.hidden_weight * sums.hidden.double()
-    return loss / sums.tokens.double().clamp(min=1)
+    return loss
 
 
 def _of_formats(run: Run) -> dict[str, float]:
@@ -167,12 +228,13 @@ def _numbers(
     norm: torch.Tensor,
     temperature: torch.Tensor,
     skipped: torch.Tensor,
+    asked: torch.Tensor,
     rate: float,
 ) -> dict[str, float]:
     """The step's numbers as means over its tokens, read from the device in one go; T as the loss saw it."""
-    tensors = [loss, sums.cross_entropy, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature, skipped]
-    read = torch.stack([each.double() for each in tensors]).tolist()
-    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, not_taken = read
+    tensors = [loss, sums.cross_entropy, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
+    read = torch.stack([each.double() for each in (*tensors, skipped, asked)]).tolist()
+    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, not_taken, signal_number = read
     count = max(tokens, 1.0)
     parts: dict[str, float] = {}
     if run.step.has_teacher and run.step.alpha:
@@ -181,4 +243,5 @@ def _numbers(
             parts["alpha"] = run.step.alpha
     if run.step.hidden_loss is not None:
         parts |= {"ce": ce / count, "hidden": hidden / count}
-    return {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens, "skipped": not_taken}
+    told = {"skipped": not_taken, "asked": signal_number}
+    return {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens, **told}

@@ -1,4 +1,4 @@
-"""Validation: the student against text and teacher, over a split read in order."""
+"""Validation: the student against text and teacher, over a split read in order, each rank a part of it."""
 
 from collections.abc import Callable
 
@@ -10,6 +10,7 @@ from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.metrics import Metrics, measure
+from kdtrain.parallel.world import rank, summed, world_size
 from kdtrain.training.source import Source
 
 
@@ -23,7 +24,9 @@ def validate(
     batches: int | None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Metrics | None:
-    """Sums over the first sequences of `source`, or None when `stop` said so in between.
+    """Sums over the first sequences of `source`, those of all ranks; None when `stop` said so in between.
+
+    Ranks take turns by micro-batches, and all of them take as many, because a sharded student needs every rank.
 
     Args:
         source: the split.
@@ -31,12 +34,13 @@ def validate(
         head: the student's output head.
         vocab_size: the vocabulary of the data.
         micro: sequences in a forward; the last one is filled up with masked copies, so that its shape is the same.
-        batches: at most this many forwards; all of the split when None.
+        batches: at most this many forwards of all ranks together; all of the split when None.
+        stop: asked before each forward, by every rank.
     """
     total = Metrics()
     count = len(source) if batches is None else min(len(source), batches * micro)
     with torch.no_grad():
-        for start in range(0, count, micro):
+        for start in range(rank() * micro, count + rank() * micro, world_size() * micro):
             faults.point("validate.batch")
             if stop():
                 return None
@@ -54,7 +58,9 @@ def validate(
                 batch.targets,
                 vocab_size=vocab_size,
             )
-    return total
+    if world_size() == 1:
+        return total
+    return Metrics.from_vector(summed(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
 
 
 def summary(metrics: Metrics) -> dict[str, float | None]:

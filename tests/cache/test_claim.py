@@ -10,6 +10,7 @@ from kdtrain.cache import layout
 from kdtrain.cache.claim import Lock
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.provenance import verify_cache
+from kdtrain.cache.ranks import Alone
 from kdtrain.cache.writer import CacheWriter, write_cache
 from kdtrain.errors import UsageError
 
@@ -49,7 +50,9 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path:
     with pytest.raises(UsageError, match=r"another process is building .* now; wait for it") as caught:
         workshop.build(folder, codecs["head"])
     assert "\n" not in str(caught.value)
-    CacheWriter(folder, settings, teacher=workshop.teacher(), rank=1, world=2).close()
+    with pytest.raises(UsageError, match="another process is building"):
+        CacheWriter(folder, settings, teacher=workshop.teacher(), ranks=Alone(1, 2))
+    Lock(folder, 1).release()  # ranks of one command do not keep each other out
     os.write(release[1], b"x")
     os.waitpid(pid, 0)
     workshop.build(folder, codecs["head"])

@@ -8,6 +8,7 @@ import pytest
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.provenance import read_manifest, verify_cache
+from kdtrain.cache.ranks import Alone
 from kdtrain.cache.writer import CacheWriter, write_cache
 from kdtrain.errors import RunError
 
@@ -71,16 +72,18 @@ def test_two_ranks_build_the_cache_of_one(whole: Path, tmp_path: Path, workshop)
     spec = CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8)
     settings, folder = workshop.settings(spec), tmp_path / "c"
     for rank in (1, 0):
-        writer = CacheWriter(folder, settings, teacher=workshop.teacher(), batch_size=3, rank=rank, world=2)
+        writer = CacheWriter(folder, settings, teacher=workshop.teacher(), batch_size=3, ranks=Alone(rank, 2))
         for split, rows in workshop.splits().items():
             writer.build(split, rows)
+        if rank:
+            writer.close()
     writer.finish()
     workshop.assert_equal(folder, whole)
 
 
 def test_a_missing_shard_of_another_rank_stops_the_finish(tmp_path: Path, workshop, codecs) -> None:
     settings = workshop.settings(codecs["tokens"])
-    writer = CacheWriter(tmp_path / "c", settings, teacher=None, rank=0, world=2)
+    writer = CacheWriter(tmp_path / "c", settings, teacher=None, ranks=Alone(0, 2))
     writer.build("train", workshop.rows(10))
     with pytest.raises(RunError, match=r"train-00001.json is not there"):
         writer.finish()

@@ -6,6 +6,7 @@ seconds is made once a session: a cache of the tiny teacher, and a student train
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -185,6 +186,92 @@ def forks(bench: Bench, cached: Done) -> Iterator[Forks]:
     forks = Forks(bench.root)
     yield forks
     forks.close()
+
+
+RANKS = """
+import json, os, sys, time
+import torch, torch.distributed, torch.distributed.fsdp
+from kdtrain import cli, faults
+from kdtrain.stages import cache_teacher, distill
+
+torch.set_num_threads(1)
+for line in sys.stdin:
+    words, environments, said = json.loads(line)
+    ranks = {}
+    for number, environment in enumerate(environments):
+        child = os.fork()
+        if child:
+            ranks[child] = number
+            continue
+        for handle, name in enumerate(("/dev/null", f"{said}.{number}.out", f"{said}.{number}.err")):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), handle)
+        os.environ.update(environment)
+        faults.read()
+        code = 1
+        try:
+            cli.main(words)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    codes, ended = [None] * len(ranks), []
+    while None in codes:
+        child, status = os.wait()
+        codes[ranks[child]] = os.waitstatus_to_exitcode(status)
+        ended.append(time.monotonic())
+    print(json.dumps([codes, ended[-1] - ended[0]]), flush=True)
+"""
+
+
+class Ranks(Bench):
+    """The same bench, whose commands are several ranks: forks of one process that has imported everything."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", RANKS], cwd=root, env=environment, text=True, stdin=PIPE, stdout=PIPE
+        )
+        self.apart = 0.0
+        """Seconds between the end of the first rank of the last command and that of the last."""
+
+    def launch(self, world: int, *argv: object, fault: str | None = None, **environment: str) -> list[Done]:
+        """Run `kdtrain ARGV` in `world` ranks, with the environment that torchrun would give them."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **environment}
+        common = common if world > 1 else environment
+        words, said = [str(word) for word in argv], self.root / "said-in-ranks"
+        with self._asked(fault) as asked:
+            places = [{**common, **asked, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
+            assert self._server.stdin is not None and self._server.stdout is not None
+            self._server.stdin.write(json.dumps([words, places, str(said)]) + "\n")
+            self._server.stdin.flush()
+            codes, self.apart = json.loads(self._server.stdout.readline())
+        texts = [[Path(f"{said}.{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(world)]
+        return [self.done(words, code, *text) for code, text in zip(codes, texts, strict=True)]
+
+    def ok(self, world: int, *argv: object) -> Done:
+        """What rank 0 said of a command that ended well on all ranks, of which the others said nothing."""
+        first, *others = self.launch(world, *argv)
+        assert [each.code for each in (first, *others)] == [0] * world, "\n".join(e.stderr for e in (first, *others))
+        assert [(each.stdout, each.stderr) for each in others] == [("", "")] * len(others)
+        return first
+
+    def close(self) -> None:
+        """End the process that forks."""
+        self._server.communicate()
+
+
+@pytest.fixture(scope="module")
+def ranks_of(bench: Bench) -> Iterator[Ranks]:
+    """The bench, for commands in several ranks."""
+    ranks = Ranks(bench.root)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")

@@ -154,11 +154,18 @@ def test_tensorboard_shows_each_step_once_after_a_resume_and_after_a_start_anew(
     assert steps_in(tmp_path, "train/loss") == [1, 2, 3, 4]
 
 
+def distributions(module):
+    """What a run shows of a module."""
+    named = dict(module.named_parameters())
+    gradients = {f"gradients/{name}": each.grad for name, each in named.items() if each.grad is not None}
+    return {f"parameters/{name}": each for name, each in named.items()} | gradients
+
+
 def test_histograms_of_parameters_and_gradients_are_shown(tmp_path):
     module = torch.nn.Linear(3, 2)
     module.weight.grad = torch.full((2, 3), 0.5)
     writers = Writers(tmp_path, 0, None, BOARD)
-    writers.histograms(7, module)
+    writers.histograms(7, distributions(module))
     writers.close()
     events = events_of(tmp_path)
     assert sorted(events.Tags()["histograms"]) == ["gradients/weight", "parameters/bias", "parameters/weight"]
@@ -169,9 +176,9 @@ def test_histograms_of_parameters_and_gradients_are_shown(tmp_path):
 
 
 def test_nothing_is_counted_where_no_board_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("kdtrain.monitor.writers.histograms", lambda tensors: pytest.fail("counted"))
+    monkeypatch.setattr("kdtrain.monitor.writers.histograms", lambda tensors, joined: pytest.fail("counted"))
     writers = Writers(tmp_path, 0, None, PLAIN)
-    writers.histograms(1, torch.nn.Linear(1, 1))
+    writers.histograms(1, distributions(torch.nn.Linear(1, 1)))
     writers.close()
 
 
@@ -253,7 +260,7 @@ def test_wandb_gets_numbers_histograms_texts_events_and_options_by_our_step(tmp_
     writers.event("stop", 4, signal="SIGTERM")
     module = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(module.weight, 0.75)
-    writers.histograms(4, module)
+    writers.histograms(4, distributions(module))
     writers.close()
     assert (fake.started[0]["project"], fake.started[0]["name"], fake.started[0]["dir"]) == ("p", "n", str(tmp_path))
     assert fake.defined == ("*", "step")

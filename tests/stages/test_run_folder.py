@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from kdtrain import cli
 from kdtrain.config import CheckpointConfig, DistillConfig, ObjectiveConfig, OptimizerConfig, sections
 from kdtrain.errors import UsageError
-from kdtrain.stages.run_folder import FREE, claim, deciding, make, refuse_changes, to_toml, write_description
+from kdtrain.stages.run_folder import (
+    FREE,
+    claim,
+    deciding,
+    launch,
+    make,
+    refuse_changes,
+    restarted,
+    to_toml,
+    write_description,
+)
 
 
 def config_of(out, **changes):
@@ -79,6 +89,20 @@ def test_a_run_is_replaced_only_when_told_twice_and_is_then_moved_aside(run):
         assert (run.parent / f"run.old-{number}" / "config.toml").exists()
         run.mkdir()
         write_description(config_of(run), {})
+
+
+def test_what_torchrun_starts_again_goes_on_with_what_it_began_itself_and_with_nothing_else(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = config_of(folder, checkpoint=never(overwrite=True))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    write_description(config, {"launch": launch()})
+    assert restarted(config).checkpoint.resume == "never"  # the first try
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert restarted(config).checkpoint.resume == "auto"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
+    assert restarted(config) == config
+    assert restarted(config_of(tmp_path / "none", checkpoint=never())).checkpoint.resume == "never"
 
 
 @pytest.mark.parametrize("answer, goes_on", [("\n", True), ("y\n", True), ("Yes\n", True), ("n\n", False), ("", True)])

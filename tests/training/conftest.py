@@ -26,6 +26,7 @@ from kdtrain.models.head import split
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
+from kdtrain.parallel.wrap import Alone
 from kdtrain.testing import tiny_model
 from kdtrain.training.early import EarlyStopping
 from kdtrain.training.reporter import Reporter
@@ -124,6 +125,7 @@ class Workshop:
             total=steps,
             micro=config.micro_batch_size or config.batch_size,
             step=step,
+            spread=Alone(step, student),
             state=state,
             store=store,
             saver=Saver(store, asynchronous=keep.async_save),

@@ -1,0 +1,153 @@
+"""`cache-teacher` in several ranks: the same cache for any number of them, also after one was killed.
+
+The ranks are forks of one process that has imported everything, each with the environment that torchrun would give
+it; one test starts torchrun itself.
+"""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdtrain.cache.provenance import read_manifest
+
+OPTIONS = ("--teacher", "teacher", "--sequences-per-shard", 3, "--batch-size", 2, "--head", 4, "--draws", 6)
+
+
+def _same(folder: Path, expected: Path) -> None:
+    """`assert_same` of test_cache_survives, and equal settings; digests of files are of HDF5's bytes."""
+    source = importlib.util.spec_from_file_location("survives", Path(__file__).with_name("test_cache_survives.py"))
+    assert source and source.loader
+    module = importlib.util.module_from_spec(source)
+    source.loader.exec_module(module)
+    module.assert_same(folder, expected)
+    assert read_manifest(folder).settings == read_manifest(expected).settings
+    assert read_manifest(folder).digest == read_manifest(expected).digest
+    assert not list(folder.glob(".building-*"))
+
+
+class Cached:
+    """`cache-teacher` in several ranks."""
+
+    def __init__(self, bench: Any) -> None:
+        self.bench, self.root = bench, bench.root
+
+    def run(self, world: int, out: str, *more: object, fault: str | None = None) -> list[Any]:
+        """What each rank did; `fault` may be of one, as in `POINT:kill:2@1`."""
+        return self.bench.launch(world, "cache-teacher", *OPTIONS, *self.bench.small, "--out", out, *more, fault=fault)
+
+    def ok(self, world: int, out: str, *more: object) -> Path:
+        """The folder of the cache that `world` ranks have built, of which the first alone spoke."""
+        self.bench.ok(world, "cache-teacher", *OPTIONS, *self.bench.small, "--out", out, *more)
+        return self.root / out
+
+
+@pytest.fixture(scope="module")
+def ranks(ranks_of) -> Cached:
+    return Cached(ranks_of)
+
+
+@pytest.fixture(scope="module")
+def of_one(ranks) -> Path:
+    """The cache of one process."""
+    return ranks.ok(1, "of-one")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_ranks_build_the_cache_of_one_and_rank_0_alone_speaks(ranks, of_one, world) -> None:
+    folder = ranks.ok(world, f"of-{world}")
+    _same(folder, of_one)
+
+
+@pytest.mark.parametrize("first, then, victim", [(2, 3, 1), (3, 1, 0), (1, 2, 0)])
+def test_killed_under_one_number_of_ranks_and_finished_under_another(ranks, of_one, first, then, victim) -> None:
+    out = f"from-{first}-to-{then}"
+    ended = ranks.run(first, out, fault=f"cache.shard.after-batch:kill:3@{victim}")
+    others = [each for rank, each in enumerate(ended) if rank != victim]
+    assert ended[victim].code == -signal.SIGKILL
+    assert [each.code for each in others] == [1] * (first - 1)
+    assert ["lost another rank" in each.refusal() for each in others] == [True] * (first - 1)
+    assert ranks.bench.apart < 60
+    shards = {path: path.stat().st_mtime_ns for path in (ranks.root / out / "shards").glob("*.h5")}
+    assert shards
+    _same(ranks.ok(then, out), of_one)
+    kept = [path for path, when in shards.items() if path.stat().st_mtime_ns == when]
+    assert kept == list(shards)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_teacher_in_parts_says_what_a_whole_one_says(ranks, of_one, world) -> None:
+    """Rank 0 has more shards than others: forwards are taken together all the same."""
+    out = f"parts-{world}"
+    ended = ranks.run(world, out, "--teacher-parallel", "fsdp", fault="cache.sidecar.before-rename:kill:2@1")
+    assert [each.code for each in ended] == [-signal.SIGKILL if rank == 1 else 1 for rank in range(world)]
+    _same(ranks.ok(world, out, "--teacher-parallel", "fsdp"), of_one)
+
+
+def test_an_error_of_one_rank_is_said_by_it_and_ends_the_others(ranks, of_one) -> None:
+    first, second = ranks.run(2, "full", fault="cache.shard.after-batch:enospc:2@1")
+    assert (first.code, second.code) == (1, 1)
+    assert "No space left on device" in second.refusal()
+    assert "lost another rank" in first.refusal()
+    _same(ranks.ok(2, "full"), of_one)
+
+
+def test_a_launch_beside_another_is_refused_by_one_line(ranks, of_one) -> None:
+    from kdtrain.cache.claim import Lock
+
+    folder = ranks.root / "taken"
+    folder.mkdir()
+    lock = Lock(folder, 2)  # a rank of another launch, whose first one is dead
+    first, second = ranks.run(2, "taken")
+    assert (first.code, second.code, second.stderr) == (2, 2, "")
+    assert "another process is building taken now" in first.refusal()
+    lock.release()
+    _same(ranks.ok(2, "taken"), of_one)
+
+
+def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
+    run = ("--cache", "of-one", "--student", "student.toml", "--batch-size", 8, *ranks.bench.eager, "--steps", 2)
+    plans = {}
+    for engine in ("ddp", "fsdp"):
+        before = sorted(ranks.root.iterdir())
+        done = ranks.bench.ok(2, "distill", *run, "--out", "dry", "--dry-run", "--parallel", engine, "--json")
+        assert [path for path in sorted(ranks.root.iterdir()) if path not in before and "said" not in path.name] == []
+        assert done.json["batch"] == "8 x 32 tokens, 1 micro-batches of 4 on each of 2 ranks"
+        plans[engine] = done.json["parallel"]
+    assert [(plan["ranks"], plan["student"]) for plan in plans.values()] == [(2, "ddp"), (2, "fsdp")]
+    assert plans["ddp"]["of it"] != plans["fsdp"]["of it"]
+    # with one micro-batch in fp32 both send the same: half of gathering twice and scattering once, or of two exchanges
+    assert plans["fsdp"]["GB sent a step"] > 0.5 * plans["ddp"]["GB sent a step"] > 0
+
+
+def test_bad_input_is_one_line_of_one_rank(ranks, of_one) -> None:
+    for more, said in ((("--data", "missing"), "missing"), (("--head", 301), "more than the vocabulary of 300")):
+        first, second = ranks.run(2, "bad", *more)
+        assert (first.code, second.code, second.stderr) == (2, 2, "")
+        assert said in first.refusal()
+
+
+def test_what_does_not_fit_is_refused_by_one_rank_for_all(ranks, of_one) -> None:
+    first, second = ranks.run(2, "too-large", "--device-memory", 0.0001)
+    assert (first.code, second.code, second.stderr) == (2, 2, "")
+    assert "on each of 2 devices" in first.refusal()
+    assert not (ranks.root / "too-large").exists()
+
+
+def test_torchrun_says_which_rank_was_killed_and_what_it_left_is_finished(bench, ranks, of_one) -> None:
+    words = [str(word) for word in ("cache-teacher", *OPTIONS, *bench.small, "--out", "by-torchrun", "--json")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kdtrain"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    fault = {"KDTRAIN_FAULT": "cache.sidecar.before-rename:kill:2"}
+    started = time.monotonic()
+    killed = subprocess.run(
+        [*command, *words], cwd=bench.root, env={**variables, **fault}, capture_output=True, text=True
+    )
+    assert killed.returncode == 1 and "SIGKILL" in killed.stderr and time.monotonic() - started < 60
+    _same(ranks.ok(2, "by-torchrun"), of_one)

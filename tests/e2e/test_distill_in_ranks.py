@@ -1,0 +1,285 @@
+"""`distill` in several ranks: the training of one process, whatever the engine, and nothing hangs when a rank dies.
+
+Ranks are forks of a process that has imported everything, over gloo; the last tests start torchrun itself.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kdtrain.checkpoint.store import load
+
+CHAT = ("--data", "chat.jsonl", "--messages-column", "messages", "--seq-len", 32, "--num-workers", 0)
+SMALL = (*CHAT, "--num-sequences", 40, "--validation-sequences", 7)
+"""Text whose micro-batches differ in the tokens that count."""
+RUN = (
+    *("distill", "--student", "student.toml", "--steps", 10, "--batch-size", 6, "--lr", 1e-2, "--warmup-steps", 2),
+    *("--clip", 0.5, "--eval-freq", 5, "--checkpoint-freq", 5, "--no-tensorboard", "--log-freq", 1, "--no-compile"),
+)
+CACHED = ("--cache", "chat-cache", "--precision", "fp32")
+ONLINE = ("--teacher", "teacher", *SMALL, "--precision", "fp32")
+DDP, FSDP = ("--parallel", "ddp"), ("--parallel", "fsdp")
+
+SAME = 1e-5
+NUMBERS = {"loss", "tokens", "kd", "hidden", "T", "grad_norm", "validation/loss", "validation/kl"}
+CASES = {
+    "cached": (
+        CACHED,
+        SAME,
+        [  # the six sequences of a step as 1 x 6, 2 x 3 and 3 x 2 ranks x micro-batches, and in larger ones
+            (1, ("--micro-batch-size", 1)),
+            (2, (*DDP, "--micro-batch-size", 1)),
+            (2, (*FSDP, "--micro-batch-size", 1)),
+            (2, (*FSDP, "--shard-size", 1)),
+            (3, (*DDP, "--micro-batch-size", 1)),
+            (3, FSDP),
+        ],
+    ),
+    "online": (
+        (*ONLINE, "--hidden-loss", "mse"),
+        SAME,
+        [(2, (*DDP, "--teacher-parallel", "replicate")), (2, (*FSDP, "--teacher-parallel", "fsdp"))],
+    ),
+    "learned temperature": ((*CACHED, "--temperature-mode", "minimize"), SAME, [(2, DDP), (2, FSDP)]),
+    # what is rounded in a micro-batch is compared with one process that takes the same micro-batches
+    "bf16": (("--cache", "chat-cache", "--precision", "bf16", "--micro-batch-size", 3), 0.0, [(2, DDP)]),
+    # and with weights of norms that are rounded as well, which Adam makes larger in ten steps
+    "bf16 parts": (("--cache", "chat-cache", "--precision", "bf16", "--micro-batch-size", 3), 1e-2, [(2, FSDP)]),
+    "mxfp8": (("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3), SAME, [(2, DDP), (2, FSDP)]),
+    "adaptive": (
+        (
+            *("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3, "--time-resume"),
+            *("--quant-rule", "loss", "--quant-loss-threshold", 0.001, "--quant-window-size", 2),
+            *("--quant-min-dwell", 1, "--collect-tensors", "*mlp*", "--collect-every", 4),
+        ),
+        SAME,
+        [(2, FSDP)],
+    ),
+}
+"""Options, how far a parameter may be from that of one process after 10 steps, and ranks with theirs."""
+
+
+@pytest.fixture(scope="module")
+def ranks(ranks_of):
+    """The bench in ranks, with a cache of text of which not all tokens count."""
+    ranks_of.ok(1, "cache-teacher", "--teacher", "teacher", "--out", "chat-cache", *SMALL, "--precision", "fp32")
+    return ranks_of
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two students."""
+    assert one.keys() == other.keys()
+    names = [name for name in one if not name.startswith("optimizer.")]
+    return max(float((one[name] - other[name]).abs().max()) for name in names)
+
+
+def assert_bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_what_one_process_trains(ranks, name):
+    options, near, ways = CASES[name]
+    alone = f"one-{name}".replace(" ", "-")
+    ranks.ok(1, *RUN, *options, "--out", alone)
+    expected, lines = ranks.tensors(alone), ranks.lines(alone)
+    for number, (world, how) in enumerate(ways):
+        run = f"{alone}-{number}"
+        ranks.ok(world, *RUN, *options, *how, "--out", run)
+        assert distance(expected, ranks.tensors(run)) <= near, how
+        for line, other in zip(lines, ranks.lines(run), strict=True):
+            assert line.keys() == other.keys()
+            for key in line.keys() & NUMBERS:
+                bound = SAME if line["step"] < 2 else max(near, SAME)  # until the first update nothing is rounded twice
+                assert other[key] == pytest.approx(line[key], rel=10 * bound), (how, line["step"], key)
+        exported = ranks.root / run / "student" / "model.safetensors"
+        assert exported.stat().st_size == (ranks.root / alone / "student" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [DDP, FSDP])
+def test_compiled_ranks_that_add_up_and_clip_train_what_one_process_trains(ranks, how):
+    compiled = [each for each in RUN if each != "--no-compile"]
+    ranks.ok(1, *RUN, *CACHED, "--out", "eager-alone")
+    ranks.ok(2, *compiled, *CACHED, *how, "--micro-batch-size", 1, "--out", f"compiled-{how[1]}")
+    assert distance(ranks.tensors("eager-alone"), ranks.tensors(f"compiled-{how[1]}")) <= SAME
+
+
+@pytest.fixture(scope="module")
+def whole(ranks):
+    """Runs of two ranks that nothing interrupts, by engine: `whole-ddp`, `whole-fsdp`."""
+    for how in (DDP, FSDP):
+        ranks.ok(2, *RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", f"whole-{how[1]}")
+    return ranks
+
+
+BROKEN = {
+    "mid-step": (FSDP, "train.after-micro-batch:kill:23@1"),
+    "mid-step, rank 0": (DDP, "train.after-micro-batch:kill:23@0"),
+    "mid-save": (FSDP, "checkpoint.write:kill:30000@1"),
+    "mid-save of whole copies": (DDP, "checkpoint.write:kill:30000@1"),
+    "mid-save, rank 0": (FSDP, "checkpoint.before-rename:kill:2@0"),
+    "in a validation": (DDP, "validate.batch:kill:2@1"),
+}
+
+
+@pytest.mark.parametrize("where", BROKEN)
+def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_same_bits(whole, where):
+    how, fault = BROKEN[where]
+    out = f"killed-{list(BROKEN).index(where)}"
+    command = (*RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", out)
+    ended = whole.launch(2, *command, fault=fault)
+    victim = int(fault[-1])
+    assert ended[victim].code == -signal.SIGKILL
+    assert ended[1 - victim].code == 1 and whole.apart < 60
+    assert "lost another rank" in ended[1 - victim].stderr.splitlines()[-1]
+    assert "Traceback" not in ended[1 - victim].stderr
+    whole.ok(2, *command)
+    assert_bitwise(whole.tensors(f"whole-{how[1]}"), whole.tensors(out))
+
+
+@pytest.mark.parametrize("how", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_a_signal_to_one_rank_stops_all_and_the_same_command_goes_on_with_the_same_bits(whole, how):
+    command = (*RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", f"asked-{how[1]}")
+    ended = whole.launch(2, *command, "--json", fault="train.after-micro-batch:term:10@1")
+    assert [each.code for each in ended] == [0, 0], ended[0].stderr
+    assert (ended[0].json["stopped_by"], ended[0].json["step"], ended[1].stdout) == ("SIGTERM", 3, "")
+    whole.ok(2, *command)
+    assert_bitwise(whole.tensors(f"whole-{how[1]}"), whole.tensors(f"asked-{how[1]}"))
+
+
+SHAPES = {
+    "2 fsdp to 1": ((2, FSDP), (1, ())),
+    "2 fsdp to 2 ddp": ((2, FSDP), (2, DDP)),
+    "2 ddp to 3 fsdp": ((2, DDP), (3, FSDP)),
+    "1 to 2 fsdp": ((1, ()), (2, FSDP)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_checkpoint_of_one_shape_goes_on_in_another(whole, name):
+    (first, begun), (then, ended) = SHAPES[name]
+    out = f"from-{name}".replace(" ", "-")
+    command = (*RUN, *CACHED, "--out", out)
+    whole.ok(first, *command, *begun, "--eval-freq", 1000, "--resume", "auto", "--checkpoint-freq", 5)
+    checkpoints = whole.root / out / "checkpoints"
+    middle = load(checkpoints / "step-00000005")
+    (checkpoints / "latest").unlink()
+    shutil.rmtree(checkpoints / "step-00000010")
+    whole.ok(then, *command, *ended, "--checkpoint-freq", 1)
+    assert distance(whole.tensors("whole-ddp"), whole.tensors(out)) <= SAME
+    # what was read is what was written: of the state that is loaded nothing is moved or rounded
+    assert_bitwise(middle.tensors, load(checkpoints / "step-00000005").tensors)
+    steps = [line["step"] for line in whole.metrics(out)]
+    assert steps == list(range(1, 11))
+    for line, other in zip(whole.metrics("whole-ddp"), whole.metrics(out), strict=True):
+        assert other["tokens"] == line["tokens"]
+        assert other["loss"] == pytest.approx(line["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("how", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_nan_on_one_rank_is_skipped_by_all(ranks, how):
+    command = (*RUN, *CACHED, "--micro-batch-size", 1, "--nan-hooks", "first")
+    ranks.launch(1, *command, "--out", f"nan-alone-{how[1]}", fault="train.loss:nan:4")
+    ended = ranks.launch(2, *command, *how, "--out", f"nan-{how[1]}", fault="train.loss:nan:4@1")
+    assert [each.code for each in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    assert distance(ranks.tensors(f"nan-alone-{how[1]}"), ranks.tensors(f"nan-{how[1]}")) <= SAME
+    events = [json.loads(line) for line in (ranks.root / f"nan-{how[1]}" / "events.jsonl").read_text().splitlines()]
+    assert [each["batch"] for each in events if each["event"] == "skip"] == [4]
+
+
+def test_the_rank_whose_teacher_is_broken_says_what_it_saw(ranks):
+    command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", "broken-teacher")
+    ended = ranks.launch(2, *command, fault="train.teacher:nan:7")
+    assert [each.code for each in ended] == [0, 0], ended[0].stderr
+    [found] = [line for line in ended[0].stderr.splitlines() if "run again in eager mode" in line]
+    assert "teacher: logprobs is the first tensor that is not finite" in found
+    folder = found.rsplit(" ", 1)[1]
+    sequences = load_file(ranks.root / folder / "batch.safetensors")["sequences"]
+    assert 7 in sequences.tolist() and len(sequences) == 3
+
+
+def test_a_spike_is_gone_back_behind_by_all(ranks):
+    spiky = ("--spike-patience", 2, "--steps", 30, "--checkpoint-freq", 10)
+    for world, out in ((1, "spike-alone"), (2, "spike")):
+        ended = ranks.launch(world, *RUN, *CACHED, *spiky, *FSDP, "--out", out, KDTRAIN_FAULT="train.loss:x30:25-26")
+        assert [each.code for each in ended] == [0] * world, ended[0].stderr
+        events = (ranks.root / out / "events.jsonl").read_text()
+        assert events.count('"rollback"') == 1
+    assert distance(ranks.tensors("spike-alone"), ranks.tensors("spike")) <= 10 * SAME
+
+
+def test_a_rank_that_hangs_is_noticed_in_time(ranks):
+    command = (*RUN, *CACHED, *FSDP, "--rank-timeout", 2, "--out", "hung")
+    ended = ranks.launch(2, *command, fault="train.after-step:hang:3@1")
+    assert [each.code for each in ended] == [1, 1]
+    assert "rank 0 lost another rank" in ended[0].refusal() and "Timed out" in ended[0].refusal()
+    assert ranks.apart > 3  # rank 0 did not wait for it
+
+
+def test_a_full_disk_of_one_rank_is_said_once_and_ends_all(ranks):
+    ended = ranks.launch(2, *RUN, *CACHED, *FSDP, "--out", "full", fault="checkpoint.write:enospc:30000@1")
+    assert [each.code for each in ended] == [1, 1]
+    said = [line for each in ended for line in each.stderr.splitlines() if line.startswith("kdtrain: ")]
+    assert len(said) == 1 and "No space left on device" in said[0] and "full/checkpoints" in said[0]
+
+
+REFUSED = {
+    "no multiple": (("--batch-size", 5), "--batch-size 5 is no multiple of 2 ranks"),
+    "no multiple with micro-batches": (("--micro-batch-size", 2), "--micro-batch-size 2"),
+    "shard size": (("--parallel", "fsdp", "--shard-size", 3), "--shard-size 3"),
+    "unknown flag": (("--parralel", "ddp"), "--parallel"),
+    "cache that is not there": (("--cache", "nowhere"), "nowhere"),
+    "sanity": (("--sanity",), "torchrun"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_on_all_ranks_by_one_line(ranks, name):
+    options, words = REFUSED[name]
+    ended = ranks.launch(2, *RUN, *CACHED, "--out", "refused", *options)
+    assert [each.code for each in ended] == [2, 2], ended
+    assert words in ended[0].refusal()
+    assert ended[1].stderr == ""
+    assert not (ranks.root / "refused").exists()
+
+
+def test_each_rank_writes_a_log_where_that_is_asked_for(ranks):
+    ranks.ok(2, *RUN, *CACHED, "--steps", 2, "--log-all-ranks", "--out", "logged")
+    assert "step 2/2" in (ranks.root / "logged" / "train.log").read_text()
+    assert "step 2/2" in (ranks.root / "logged" / "rank-00001.log").read_text()
+
+
+FAILS = "train.after-step:enospc:7@1"
+
+
+def test_torchrun_shows_the_rank_that_failed_and_starts_all_again_from_the_newest_checkpoint(whole):
+    # a run that may be overwritten is not, by its own second try
+    command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", "elastic", "--resume", "never", "--overwrite")
+    started = time.monotonic()
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("--max-restarts", "1", "-m", "kdtrain", *map(str, command)),
+        ],
+        cwd=whole.root,
+        # the seventh step of a process: the second try has fewer left
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "KDTRAIN_FAULT": FAILS},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert time.monotonic() - started < 180
+    assert "kdtrain: rank 1: train.after-step: No space left on device" in ended.stderr
+    assert "kdtrain: rank 0 lost another rank" in ended.stderr
+    assert "going on from elastic/checkpoints/step-00000005" in (whole.root / "elastic" / "train.log").read_text()
+    assert_bitwise(whole.tensors("whole-fsdp"), whole.tensors("elastic"))

@@ -1,0 +1,69 @@
+"""Sizes of models from their configurations alone, against the models themselves."""
+
+import pytest
+import torch
+
+from kdtrain.errors import UsageError
+from kdtrain.models.attention import CAUSAL_SDPA
+from kdtrain.models.outline import outline
+from kdtrain.models.spec import ModelSpec
+from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
+
+
+def spec(shape: str, **config: object) -> ModelSpec:
+    return ModelSpec(name=shape, config=SHAPES[shape] | config, init="scratch")
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "gemma2", "phi"])
+def test_parameters_layers_and_head_are_those_of_the_model(shape):
+    found = outline(spec(shape), vocab_size=300, seq_len=8, mode="fp32", trained=True)
+    model = tiny_model(shape)
+    head = model.get_output_embeddings().weight
+    layers = max((each for each in model.modules() if isinstance(each, torch.nn.ModuleList)), key=len)
+    assert found.parameters == sum(each.numel() for each in model.parameters())
+    assert found.in_layers == sum(each.numel() for each in layers.parameters())
+    assert (found.layers, found.vocabulary, found.width) == (2, 300, 32)
+    assert found.tied == (head is model.get_input_embeddings().weight)
+    assert 0 < found.kept_by_checkpoints < found.kept
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_what_a_forward_keeps_is_what_autograd_keeps_of_the_real_one(mode):
+    found = outline(spec("llama"), vocab_size=300, seq_len=16, mode=mode, trained=True)
+    model = tiny_model("llama")
+    model.set_attn_implementation(CAUSAL_SDPA)
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=mode == "bf16"),
+    ):
+        model.base_model(input_ids=torch.zeros(1, 16, dtype=torch.int64), use_cache=False)
+    assert found.kept * 16 == sum(storage.nbytes() for storage in kept.values())
+
+
+def test_a_large_model_costs_no_memory_and_little_time():
+    large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    found = outline(spec("llama", **large), vocab_size=128_256, seq_len=64, mode="bf16", trained=False)
+    assert 6e9 < found.parameters < 9e9 and found.weight_bytes == 4
+
+
+def test_a_teachers_weights_have_the_bytes_of_its_dtype_unless_it_runs_in_fp32(tmp_path):
+    write_model_folder(tmp_path / "teacher", tiny_model("llama"), tiny_tokenizer())
+    teacher = ModelSpec(name="t", source=str(tmp_path / "teacher"), dtype="bfloat16")
+    sizes = [outline(teacher, vocab_size=None, seq_len=8, mode=mode, trained=False) for mode in ("bf16", "fp32")]
+    assert [each.weight_bytes for each in sizes] == [2, 4]
+    layers = ModelSpec(name="s", init="teacher-layers", teacher=str(tmp_path / "teacher"), layers=(1,))
+    assert outline(layers, vocab_size=None, seq_len=8, mode="fp32", trained=True).layers == 1
+
+
+def test_a_configuration_that_cannot_be_is_refused():
+    with pytest.raises(UsageError, match="model_type 'lama'"):
+        outline(spec("llama", model_type="lama"), vocab_size=300, seq_len=8, mode="fp32", trained=True)

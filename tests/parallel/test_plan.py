@@ -1,0 +1,142 @@
+"""The plan: who is spread how, by what fits; what is refused, and what would help."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kdtrain.config import ParallelConfig
+from kdtrain.errors import UsageError
+from kdtrain.parallel.plan import GIB, USABLE, Job, Plan, choose, estimated
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    parameters: int
+    layers: int = 10
+    in_layers: int = 0
+    width: int = 64
+    vocabulary: int = 1000
+    tied: bool = False
+    kept: float = 10_000.0
+    kept_by_checkpoints: float = 1_000.0
+    weight_bytes: int = 4
+
+
+STUDENT = Model("small", 50_000_000, in_layers=49_000_000)
+TEACHER = Model("large", 500_000_000, in_layers=490_000_000, weight_bytes=2)
+JOB = Job(
+    student=STUDENT,
+    teacher=TEACHER,
+    batch_size=16,
+    micro_batch_size=None,
+    seq_len=128,
+    chunk_rows=128,
+    compute_bytes=2,
+)
+CACHED = replace(JOB, teacher=None)
+
+
+def need(student: str, teacher: str, world: int = 4, job: Job = JOB) -> float:
+    return estimated(Plan(student, teacher), job, world).total / USABLE  # type: ignore[arg-type]
+
+
+def just(student: str, teacher: str, **other: Job) -> float:
+    """Free memory in which this fits and nothing larger."""
+    return need(student, teacher, **other) + 1.0
+
+
+LONG = replace(CACHED, seq_len=12_800)
+BOTH = ParallelConfig()
+ROWS = [
+    # ranks, cached, options, free, student, teacher
+    (1, False, BOTH, just("single", "replicate", world=1), "single", "replicate"),
+    (1, True, BOTH, just("single", "none", world=1, job=CACHED), "single", "none"),
+    (4, False, BOTH, just("ddp", "replicate"), "ddp", "replicate"),
+    (4, False, BOTH, just("ddp", "replicate") - 2, "ddp", "fsdp"),
+    (4, False, BOTH, just("ddp", "fsdp"), "ddp", "fsdp"),
+    (4, False, BOTH, just("fsdp", "fsdp"), "fsdp", "fsdp"),
+    (4, True, BOTH, just("ddp", "none", job=CACHED), "ddp", "none"),
+    (4, True, BOTH, just("ddp", "none", job=CACHED) - 2, "fsdp", "none"),
+    (4, False, ParallelConfig(parallel="fsdp"), 1e12, "fsdp", "replicate"),
+    (4, False, ParallelConfig(parallel="fsdp", teacher_parallel="fsdp"), 1e12, "fsdp", "fsdp"),
+    (4, False, ParallelConfig(teacher_parallel="fsdp"), 1e12, "ddp", "fsdp"),
+    (4, False, ParallelConfig(parallel="ddp"), just("ddp", "fsdp"), "ddp", "fsdp"),
+    (4, True, ParallelConfig(parallel="fsdp"), 1e12, "fsdp", "none"),
+]
+
+
+@pytest.mark.parametrize("world, cached, options, free, student, teacher", ROWS)
+def test_what_fits_is_taken_and_whole_copies_first(world, cached, options, free, student, teacher):
+    plan = choose(options, world, online=not cached, job=CACHED if cached else JOB, free=free)
+    assert (plan.student, plan.teacher) == (student, teacher)
+    assert plan.total <= USABLE * free and plan.free == free
+    assert plan.table()["GiB a rank"] == round(plan.total / GIB, 3)
+
+
+def test_a_student_too_large_beside_a_teacher_that_fits_is_sharded_alone():
+    job = replace(JOB, student=TEACHER, teacher=STUDENT)
+    free = just("fsdp", "replicate", job=job)
+    assert free < need("ddp", "fsdp", job=job)
+    plan = choose(BOTH, 4, online=True, job=job, free=free)
+    assert (plan.student, plan.teacher) == ("fsdp", "replicate")
+
+
+REFUSED = [
+    # ranks, options, job, free, what the line says
+    (4, BOTH, JOB, just("fsdp", "fsdp") - 2, ["small and its teacher large need", "each of 4 devices", "8 ranks"]),
+    (4, ParallelConfig(parallel="ddp"), CACHED, 0.3 * GIB, ["--parallel auto", "student ddp"]),
+    (4, ParallelConfig(teacher_parallel="replicate", parallel="ddp"), JOB, 1.4 * GIB, ["a cache (kdtrain cache-te"]),
+    (1, BOTH, LONG, 1.9 * GIB, ["it would fit with --micro-batch-size 8", "the device"]),
+    (1, BOTH, replace(CACHED, micro_batch_size=1, batch_size=1, seq_len=40_000), 0.85 * GIB, ["--activation-check"]),
+    (1, BOTH, CACHED, 0.001 * GIB, ["take a smaller model, or larger devices"]),
+]
+
+
+@pytest.mark.parametrize("world, options, job, free, said", REFUSED)
+def test_what_fits_nowhere_is_refused_in_one_line_with_numbers_and_what_would_help(world, options, job, free, said):
+    with pytest.raises(UsageError) as caught:
+        choose(options, world, online=job.teacher is not None, job=job, free=free)
+    line = str(caught.value)
+    assert "\n" not in line and f"{free / GIB:.2f} GiB are free" in line
+    assert [each for each in said if each not in line] == [], line
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_ranks_that_cannot_be_divided_as_asked_are_refused(size):
+    with pytest.raises(UsageError, match=f"--shard-size {size} does not divide 4 ranks"):
+        choose(ParallelConfig(shard_size=size), 4, online=False)
+    assert choose(ParallelConfig(shard_size=2, parallel="fsdp"), 4, online=False).shard_size == 2
+
+
+def test_without_sizes_or_free_memory_nothing_is_refused():
+    assert choose(BOTH, 2, online=True) == Plan("ddp", "replicate")
+    assert choose(BOTH, 2, online=False, job=CACHED, free=None).student == "ddp"
+
+
+def test_the_parts_of_an_estimate_by_hand():
+    p, tokens = STUDENT.parameters, 16 * 128
+    plan = estimated(Plan("single", "none"), replace(CACHED, compute_bytes=4), 1)
+    logits = 5 * 4 * 128 * 1000
+    head = 4 * 1000 * 64 + 2 * 4 * tokens * 64 + logits
+    assert plan.moment == "backward"
+    assert plan.needs == {"weights and moments": 12 * p, "gradients": 4 * p, "activations": tokens * 10_000 / 10}
+    longer = estimated(Plan("single", "none"), replace(LONG, compute_bytes=4), 1)
+    assert longer.moment == "head"
+    assert longer.needs["activations"] == 100 * tokens * 10_000
+    assert longer.needs["output head"] == head + 99 * 2 * 4 * tokens * 64
+
+
+def test_sharding_divides_the_state_and_accumulation_keeps_whole_gradients():
+    p = STUDENT.parameters
+    whole = estimated(Plan("fsdp", "none"), CACHED, 4)
+    assert whole.needs["weights and moments"] == 12 * p / 4
+    adds = estimated(Plan("fsdp", "none"), replace(CACHED, micro_batch_size=1), 4)
+    assert adds.needs["gradients"] == 4 * p / 4 + 4 * p
+    node = estimated(Plan("fsdp", "none", shard_size=2), CACHED, 4)
+    assert node.needs["weights and moments"] == 12 * p / 2
+
+
+def test_on_a_cpu_the_copy_of_a_save_counts():
+    plan = estimated(Plan("single", "none"), replace(CACHED, copies=True), 1)
+    assert plan.moment == "save" and plan.total == 24 * STUDENT.parameters

@@ -1,0 +1,267 @@
+"""Ranks that check for themselves what the wrappers exchange, and that what they hold is what one process holds.
+
+Every function is a promise, and is called on each rank; an assertion that fails ends the rank, and so the test.
+"""
+
+import shutil
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kdtrain.cache.reader import CachedBatch
+from kdtrain.checkpoint import shards
+from kdtrain.config import ObjectiveConfig, OptimizerConfig, PrecisionConfig
+from kdtrain.errors import RunError, UsageError
+from kdtrain.models.head import default_probe, split
+from kdtrain.monitor.histograms import histograms
+from kdtrain.objective.targets import DenseTargets
+from kdtrain.objective.temperature import build_temperature
+from kdtrain.parallel import traffic, world
+from kdtrain.parallel.sharded import clip_norm_, joiner, peaks, whole
+from kdtrain.parallel.world import gathered, local, most, on_main, ranks, together
+from kdtrain.parallel.wrap import Alone, Replicated, Sharded, layers_of, shard
+from kdtrain.testing import tiny_model
+from kdtrain.training.guards import guarded_step, not_finite
+from kdtrain.training.state import Progress, TrainState, make_optimizer
+from kdtrain.training.step import DistillStep
+
+VOCABULARY, SEQ_LEN, MICROS = 300, 8, 3
+CPU = torch.device("cpu")
+KINDS = ("ddp", "fsdp", "hybrid")
+
+
+def spread(kind: str) -> Alone:
+    """A step with a fresh student, the same on each rank, in one of the wrappers."""
+    student = split(tiny_model("llama", VOCABULARY, seed=3))
+    temperature = build_temperature("minimize", start=2.0, minimum=0.5, maximum=4.0)
+    if kind in ("fsdp", "hybrid"):
+        shard(student, CPU, shard_size=1 if kind == "hybrid" else None)
+    step = DistillStep(
+        *(student, temperature, ObjectiveConfig(temperature_mode="minimize"), PrecisionConfig()),
+        vocab_size=VOCABULARY,
+        seq_len=SEQ_LEN,
+        has_teacher=True,
+        mode="fp32",
+        device=CPU,
+        document_mask=False,
+        compile=False,
+    )
+    if kind == "ddp":
+        return Replicated(step, student, {"temperature.theta"}, lambda: student.logits(default_probe(student.model)))
+    return Alone(step, student) if kind == "single" else Sharded(step, student)
+
+
+def batch(number: int) -> CachedBatch:
+    """Micro-batch `number` of a step, with a mask of its own."""
+    g = torch.Generator().manual_seed(number)
+    tokens = torch.randint(VOCABULARY, (2, SEQ_LEN + 1), generator=g)
+    mask = torch.rand(2, SEQ_LEN, generator=g) < 0.2 + 0.1 * number
+    logits = 3 * torch.randn(2 * SEQ_LEN, VOCABULARY, generator=g)
+    targets = DenseTargets.from_logits(logits, tokens[:, 1:].flatten())
+    return CachedBatch(tokens, mask, torch.zeros(2, SEQ_LEN, dtype=torch.int64), targets)
+
+
+def accumulate(wrapped: Alone, numbers: range) -> None:
+    """The gradients of some micro-batches, exchanged with the last."""
+    for number in numbers:
+        with wrapped.micro_batch(last=number == numbers[-1]):
+            wrapped(batch(number), normalizer=100.0)[0].backward()
+
+
+def own() -> range:
+    """The micro-batches of this rank."""
+    return range(MICROS * dist.get_rank(), MICROS * (dist.get_rank() + 1))
+
+
+def gradients(wrapped: Alone) -> dict[str, torch.Tensor]:
+    """Whole gradients of the student by name."""
+    return {name: whole(each.grad) for name, each in wrapped.student.named_parameters() if each.grad is not None}
+
+
+def of_one_process() -> Alone:
+    """All ranks' micro-batches in one step that is not wrapped."""
+    alone = spread("single")
+    for number in range(MICROS * dist.get_world_size()):
+        alone(batch(number), normalizer=100.0)[0].backward()
+    return alone
+
+
+def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    assert found.keys() == expected.keys()
+    return all((found[name] - each).norm() <= 3e-6 * each.norm() + 1e-9 for name, each in expected.items())
+
+
+class Counted(TorchDispatchMode):
+    """Bytes of each exchange in the block by collective, whoever makes it: the larger of what goes in and comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, list[int]] = defaultdict(list)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
+            self.calls[function._schema.name.split("::")[1].strip("_")].append(max(each.nbytes for each in tensors))
+        return function(*args, **(kwargs or {}))
+
+
+def gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch() -> None:
+    expected, size = gradients(of_one_process()), dist.get_world_size()
+    shapes = [list(each.shape) for each in spread("single").student.parameters()]
+    for kind in KINDS:
+        wrapped = spread(kind)
+        for _ in range(2):  # DDP puts its buckets in order at the second
+            wrapped.step.zero_grad(set_to_none=True)
+            with Counted() as early:
+                for number in own()[:-1]:
+                    with wrapped.micro_batch(last=False):
+                        wrapped(batch(number), normalizer=100.0)[0].backward()
+            # FSDP2 gathers weights for every micro-batch, and DDP tells once how its buckets are put in order
+            assert not early.calls.keys() & {"allreduce", "reduce_scatter_base"}, kind
+            with Counted() as late, wrapped.micro_batch(last=True):
+                wrapped(batch(own()[-1]), normalizer=100.0)[0].backward()
+            assert near(gradients(wrapped), expected), kind
+        if kind == "ddp":
+            assert sum(late.calls["allreduce"]) == traffic.ddp(shapes).all_reduce
+        elif kind == "fsdp":
+            layers = [[list(each.shape) for each in layer.parameters()] for layer in layers_of(wrapped.student)]
+            inside = {id(each) for layer in layers_of(wrapped.student) for each in layer.parameters()}
+            root = [list(each.shape) for each in wrapped.student.parameters() if id(each) not in inside]
+            formula = traffic.fsdp(layers, root, sharing=size, micro_batches=1, gathered=4)
+            assert sum(late.calls["reduce_scatter_base"]) == formula.reduce_scatter
+            assert sum(late.calls["allgather_base"]) == formula.all_gather
+            assert len(late.calls["reduce_scatter_base"]) == formula.calls["reduce_scatter"]
+            assert late.calls["allreduce"] == []
+        else:
+            assert late.calls["allreduce"]
+
+
+def a_call_past_the_wrapper_leaves_gradients_that_this_test_would_see() -> None:
+    expected, wrapped = gradients(of_one_process()), spread("ddp")
+    for number in own():
+        wrapped.wrapper.module(batch(number), normalizer=100.0)[0].backward()
+    assert not near(gradients(wrapped), expected)
+
+
+def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
+    alone = of_one_process()
+    names = {name: each.grad.clone() for name, each in alone.student.named_parameters()}
+    shown, highest = histograms(names), peaks(list(names.values()))
+    norm = clip_norm_(list(alone.student.parameters()), 0.01)
+    for kind in ("fsdp", "hybrid"):
+        wrapped = spread(kind)
+        accumulate(wrapped, own())
+        parameters = dict(wrapped.student.named_parameters())
+        assert torch.allclose(peaks([each.grad for each in parameters.values()]), highest, rtol=1e-5)
+        parts = {name: local(each.grad) for name, each in parameters.items()}
+        found = histograms(parts, joiner([each.grad for each in parameters.values()]))
+        assert {name: each.count for name, each in found.items()} == {name: each.count for name, each in shown.items()}
+        for name, each in shown.items():
+            assert abs(found[name].total - each.total) <= 1e-5 * each.squares**0.5 + 1e-9
+            assert abs(found[name].maximum - each.maximum) <= 1e-5 * abs(each.maximum)
+        assert torch.allclose(clip_norm_(list(parameters.values()), 0.01), norm, rtol=1e-6)
+        assert near(gradients(wrapped), gradients(alone))
+
+
+def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all() -> None:
+    for kind in KINDS:
+        wrapped = spread(kind)
+        optimizer = make_optimizer(wrapped.student, wrapped.step.temperature, OptimizerConfig(), ObjectiveConfig())
+        for broken in (False, True, False):
+            before = [local(each.detach()).clone() for each in wrapped.student.parameters()]
+            accumulate(wrapped, own())
+            loss = torch.tensor(float("nan") if broken and dist.get_rank() == 1 else 1.0)
+            guarded_step(optimizer, not_finite(loss))
+            optimizer.zero_grad(set_to_none=True)
+            after = [local(each.detach()) for each in wrapped.student.parameters()]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) is broken, kind
+        weights = torch.cat([whole(each.detach()).flatten() for each in wrapped.student.parameters()])
+        parts = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, weights)
+        assert all(torch.equal(each, parts[0]) for each in parts), kind
+
+
+def a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names() -> None:
+    def state(kind: str) -> TrainState:
+        wrapped = spread(kind)
+        temperature = wrapped.step.temperature
+        objective = ObjectiveConfig(temperature_mode="minimize")
+        optimizer = make_optimizer(wrapped.student, temperature, OptimizerConfig(), objective)
+        numbers = own() if kind != "single" else range(MICROS * dist.get_world_size())
+        accumulate(wrapped, numbers)
+        optimizer.step()
+        return TrainState(wrapped.student, temperature, optimizer, Progress())
+
+    one = state("single")
+    for kind in KINDS:
+        many = state(kind)
+        assert list(many.tensors()) == list(one.tensors())
+        assert any(isinstance(each, DTensor) for each in many.tensors().values()) == (kind != "ddp")
+        many.load(one.tensors(), {**one.numbers(), "watchers": {}})
+        for name, each in one.tensors().items():
+            assert torch.equal(whole(many.tensors()[name]), each), (kind, name)
+        comes_back_from_the_disk_in_parts(many)
+
+
+def comes_back_from_the_disk_in_parts(state: TrainState) -> None:
+    """Of a checkpoint each rank writes and reads its own parts; one process reads all of it."""
+    folder = Path(on_main(tempfile.mkdtemp))
+    tensors = state.tensors()
+    shards.write(folder, tensors)
+    in_parts = shards.read(folder, state.like)
+    for name, each in tensors.items():
+        assert isinstance(in_parts[name], DTensor) == isinstance(each, DTensor), name
+        assert torch.equal(local(in_parts[name]), local(each)), name
+    everything = shards.read(folder)
+    assert all(torch.equal(everything[name], whole(each)) for name, each in tensors.items())
+    world.barrier()
+    on_main(lambda: shutil.rmtree(folder))
+
+
+def words_go_to_all_and_errors_are_raised_on_all() -> None:
+    assert on_main(lambda: {"rank": dist.get_rank()}) == {"rank": 0}
+    assert gathered(["ü", dist.get_rank()]) == [["ü", rank] for rank in range(dist.get_world_size())]
+    assert most(15 if dist.get_rank() == 1 else 0) == 15
+
+    def refuse() -> None:
+        raise UsageError("no such thing")
+
+    for block, kind, says, words in (
+        (lambda: on_main(refuse), UsageError, 0, "no such thing"),
+        (in_block, RunError, 1, "rank 1 alone"),
+    ):
+        with pytest.raises(kind, match=words) as caught:
+            block()
+        assert world.was_told(caught.value) is (dist.get_rank() != says)
+
+
+def in_block() -> None:
+    """A block in which only rank 1 fails."""
+    with together():
+        if dist.get_rank() == 1:
+            raise RunError("rank 1 alone")
+
+
+PROMISES = (
+    words_go_to_all_and_errors_are_raised_on_all,
+    gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch,
+    a_call_past_the_wrapper_leaves_gradients_that_this_test_would_see,
+    norms_clipping_peaks_and_histograms_are_those_of_the_whole,
+    a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all,
+    a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names,
+)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with ranks(CPU, 60):
+        for promise in PROMISES:
+            promise()
+            if dist.get_rank() == 0:
+                print(promise.__name__, flush=True)
