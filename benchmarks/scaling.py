@@ -216,6 +216,14 @@ def ranks_table() -> str:
     return table(["two ranks, 26 M parameters, fp32", "plan", "measured", "plan against measured"], rows)
 
 
+def throughput_table() -> str:
+    """Tokens a second of one process and of two ranks."""
+    found = json.loads(MEASURED.read_text())["throughput"]["tokens a second"]
+    one = next(iter(found.values()))
+    rows = [[name, f"{rate:,.0f}", f"{rate / one:.2f}"] for name, rate in found.items()]
+    return table(["a machine of two cores", "tokens/s", "over the first"], rows)
+
+
 def exchange_table() -> str:
     """Calls and bytes of a step on two ranks."""
     rows = []
@@ -232,6 +240,7 @@ def exchange_table() -> str:
 TABLES = {
     "memory": memory_table,
     "ranks": ranks_table,
+    "throughput": throughput_table,
     "exchange": exchange_table,
     "bytes": bytes_table,
     "time": time_table,
