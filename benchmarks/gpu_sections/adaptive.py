@@ -101,6 +101,7 @@ class _Training:
             batch=sizes.batch,
             switch=switch,
             quantized="fp8",
+            has_teacher=False,
             total=sizes.steps,
         )
         tokens = models.token_tensor(models.text(sizes.batch * min(sizes.steps, 256), sizes.length))

@@ -113,6 +113,7 @@ class _Kinds:
             batch=sizes.batch,
             switch=self.switch,
             quantized="fp8",
+            has_teacher=False,
             total=max(sizes.loss_steps, 20),
         )
         self.source = Tokens(models.token_tensor(self.rows), self.device)

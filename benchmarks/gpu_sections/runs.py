@@ -6,7 +6,6 @@ student and one optimizer serve all sides that are compared, each with a source 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,6 +101,7 @@ class Bench:
         batch: sequences in a step, all of them one micro-batch.
         mode: fp32, bf16: the high format.
         switch, quantized: of a student whose layers switch.
+        has_teacher: whether the loss that is reported is that of a distillation.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class Bench:
         mode: str = "bf16",
         switch: Switch | None = None,
         quantized: str | None = None,
+        has_teacher: bool = True,
         lr: float = 3e-4,
         total: int = 10_000,
         folder: Path | None = None,
@@ -140,7 +141,7 @@ class Bench:
             config.precision,
             vocab_size=vocab_size,
             seq_len=seq_len,
-            has_teacher=True,
+            has_teacher=has_teacher,
             mode=mode,
             device=options.device,
             document_mask=False,
@@ -219,8 +220,3 @@ def cached(folder: Path, device: torch.device) -> CachedSource:
     """The training split of a cache, on the device."""
     reader = CacheReader(folder, "train")
     return CachedSource(reader, device, reader.manifest.vocab_size)
-
-
-def without_targets(batch: CachedBatch) -> CachedBatch:
-    """The same tokens for plain cross-entropy."""
-    return replace(batch, targets=None)

@@ -22,7 +22,7 @@ from kdtrain.config import (
     PrecisionConfig,
     StoppingConfig,
 )
-from kdtrain.models.head import split
+from kdtrain.models.head import SplitModel, split
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
@@ -73,6 +73,10 @@ class Workshop:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def student(self) -> SplitModel:
+        """The student of each run."""
+        return split(tiny_model("llama", VOCABULARY, seed=3))
+
     @contextmanager
     def run(
         self, name: str = "run", train: Any = None, validation: Any = None, steps: int = 4, **options: Any
@@ -81,7 +85,7 @@ class Workshop:
         out = self.folder / name
         out.mkdir(exist_ok=True)
         config = _config(out, steps, {"lr": 1e-2, "warmup_steps": 0, "batch_size": 4, **options})
-        student = split(tiny_model("llama", VOCABULARY, seed=3))
+        student = self.student()
         temperature = _temperature(config.objective, steps)
         watch = config.guards
         spikes = SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience)
