@@ -23,12 +23,15 @@ import argparse
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from gpu_sections import common
 
 SECTIONS = ("ceilings", "step", "objective", "fp8", "adaptive", "cache", "checkpoint", "teacher")
+TINY_COMPILED = ("adaptive",)
+"""Sections that `all --tiny` compiles: a compiler takes longer than all small shapes together."""
 LIMIT = 600.0
 """Seconds after which a section of `all` is ended: what it has measured is in its record."""
 
@@ -54,8 +57,14 @@ def main(argv: list[str] | None = None) -> int:
         profile=arguments.profile,
         commit=arguments.commit,
     )
-    names = SECTIONS if arguments.section == "all" else (arguments.section,)
-    return max(importlib.import_module(f"gpu_sections.{name}").run(options) for name in names)
+    if arguments.section != "all":
+        return _run(arguments.section, options)
+    compiled = () if arguments.no_compile else TINY_COMPILED
+    return max(_run(name, replace(options, compile=name in compiled)) for name in SECTIONS)
+
+
+def _run(name: str, options: common.Options) -> int:
+    return int(importlib.import_module(f"gpu_sections.{name}").run(options))
 
 
 def _alone(name: str, argv: list[str]) -> int:

@@ -137,10 +137,10 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
     )
     controller = Controller(policy)
     run.adaptive = Adaptive(controller, run.step.switch, "high")
-    started = time.perf_counter()
+    started, made = time.perf_counter(), _graphs()
     warm_up(run, cast(StopRequest, Never()))
     synchronize(device)
-    warmed = time.perf_counter() - started
+    warmed, made = time.perf_counter() - started, _graphs() - made
     step, losses, times, modes = bench.steps(run.train_source), [], [], []
     snapshots = []
     graphs = None
@@ -164,6 +164,7 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
     return {
         **_summary(losses, sizes),
         "warm_up_seconds": warmed,
+        "warm_up_graphs": made,
         "compiled_after_warm_up": _graphs() - graphs,
         "switches": controller.switches,
         "steps_quantized": controller.steps_quantized,
