@@ -1,4 +1,4 @@
-"""The GPU benchmarks: every section runs on small shapes, goals follow from figures, and the page quotes the records."""
+"""The GPU benchmarks: each section runs on small shapes, goals follow from figures, and the page quotes the records."""
 
 import importlib
 import json

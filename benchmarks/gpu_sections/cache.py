@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gpu_sections import models
-from gpu_sections.common import Options, Record, in_turn, medians, missing, over, peak_of, without_graphs
+from gpu_sections.common import Goal, Options, Record, in_turn, medians, missing, over, peak_of, without_graphs
 from gpu_sections.runs import Bench, Held, cached, write
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.provenance import CacheSettings, read_manifest
@@ -46,6 +46,8 @@ class Sizes:
 
 
 TINY = Sizes(("tiny",), "tiny", 32, 8, 4, 4, (4,), 1, 2, 2)
+
+GOALS: tuple[Goal, ...] = ()
 
 
 def run(options: Options) -> int:

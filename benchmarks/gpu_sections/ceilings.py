@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from gpu_sections.common import Options, Record, medians, synchronize, timed
+from gpu_sections.common import Goal, Options, Record, medians, synchronize, timed
 
 SIZES, TINY_SIZES = (4096, 8192, 16_384), (128, 256)
+
+GOALS: tuple[Goal, ...] = ()
 
 
 def run(options: Options) -> int:
