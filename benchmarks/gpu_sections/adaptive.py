@@ -140,10 +140,9 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
     started, made = time.perf_counter(), _graphs()
     warm_up(run, cast(StopRequest, Never()))
     synchronize(device)
-    warmed, made = time.perf_counter() - started, _graphs() - made
+    warmed, graphs = time.perf_counter() - started, _graphs()
     step, losses, times, modes = bench.steps(run.train_source), [], [], []
     snapshots = []
-    graphs = None
     for number in range(1, sizes.steps + 1):
         synchronize(device)
         started = time.perf_counter()
@@ -158,13 +157,10 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
         synchronize(device)
         if number % sizes.window == 0:
             snapshots.append(time.perf_counter() - started)
-        if number == 2:  # the optimizer and the guards have run as well
-            graphs = _graphs()
-    assert graphs is not None
     return {
         **_summary(losses, sizes),
         "warm_up_seconds": warmed,
-        "warm_up_graphs": made,
+        "warm_up_graphs": graphs - made,
         "compiled_after_warm_up": _graphs() - graphs,
         "switches": controller.switches,
         "steps_quantized": controller.steps_quantized,

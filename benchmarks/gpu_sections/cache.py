@@ -57,7 +57,7 @@ def run(options: Options) -> int:
     if (reason := missing("h5py", "hdf5plugin")) is not None:
         record.put("missing", {"missing": reason})
         return record.finish()
-    folder = options.out / "caches"
+    folder = options.scratch / "caches"
     for name in sizes.teachers:
         record.measure(f"build-{name}", lambda name=name: _building(options, sizes, name, folder / "built"))
     record.measure("encode", lambda: _encoding(options, sizes))

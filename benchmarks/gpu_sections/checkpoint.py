@@ -67,7 +67,7 @@ def _training(options: Options, sizes: Sizes) -> tuple[Callable[[], Any], Bench]
 def _saves(
     options: Options, sizes: Sizes, bench: Bench, step: Callable[[], Any], seconds: float, asynchronous: bool
 ) -> dict[str, Any]:
-    folder = options.out / "checkpoints"
+    folder = options.scratch / "checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
     saver = Saver(Store(folder, keep_rolling=1), asynchronous)
     tensors = bench.run.state.tensors()

@@ -54,6 +54,11 @@ class Options:
     """Of the code, where the machine has no clone to ask."""
 
     @property
+    def scratch(self) -> Path:
+        """Where caches and checkpoints are made: beside tiny records, and out of the way of others."""
+        return self.out if self.tiny else ROOT / "runs" / "gpu"
+
+    @property
     def counts(self) -> bool:
         """Whether goals are judged."""
         return self.device.type == "cuda" and not self.tiny
@@ -275,6 +280,7 @@ def without_graphs() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+    free()
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class _Kinds:
                 if kind == "bf16":
                     raise
                 failed[kind] = f"{type(error).__name__}: {error}"[:300]
-        times = in_turn({kind: turns[kind] for kind in memory}, self.sizes.rounds, self.device, warm=0)
+        times = in_turn({kind: turns[kind] for kind in memory}, self.sizes.rounds, self.device)
         tokens = self.bench.tokens * self.sizes.steps_a_turn
         flops = models.step_flops(self.name, self.sizes.length) * tokens
         seconds = medians(times)

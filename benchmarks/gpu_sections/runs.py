@@ -83,8 +83,10 @@ class Tokens:
 
     def read(self, indices: np.ndarray) -> CachedBatch:
         """The sequences `indices`, every token of which counts."""
-        rows = slice(int(indices[0]), int(indices[-1]) + 1)
-        return held_batch(self.tokens[rows], None)
+        first, last = int(indices[0]), int(indices[-1])
+        if np.array_equal(indices, np.arange(first, last + 1)):
+            return held_batch(self.tokens[first : last + 1], None)  # a view: nothing is copied, nobody waits
+        return held_batch(self.tokens[torch.as_tensor(indices, device=self.tokens.device)], None)
 
 
 def held_batch(tokens_BT1: torch.Tensor, targets: Targets | None) -> CachedBatch:
@@ -120,7 +122,7 @@ class Bench:
         total: int = 10_000,
         folder: Path | None = None,
     ) -> None:
-        folder = folder or options.out / "run"
+        folder = folder or options.scratch / "run"
         config = DistillConfig(
             student="bench",
             out=folder,

@@ -111,17 +111,18 @@ class _Shape:
         sides = {"cross-entropy": self._turn(self.tokens)} | {
             f"sparse-{kept}": self._turn(self._sparse(kept)) for kept in self.sizes.kept
         }
-        memory = {name: peak_of(turn, self.device) for name, turn in sides.items()}
+        memory = {name: self._peak(turn) for name, turn in sides.items()}
         dense = self._dense()
+        held = dense.targets.logprobs.nbytes / 2**30
         sides["dense"] = self._turn(Held(dense))
-        memory["dense"] = peak_of(sides["dense"], self.device)
+        memory["dense"] = self._peak(sides["dense"])
         sides["online"] = self._turn(self._online())
-        memory["online"] = peak_of(sides["online"], self.device)
+        memory["online"] = self._peak(sides["online"], held)
         turns = in_turn(sides, self.sizes.rounds, self.device)
         return {
             "tokens_a_step": self.bench.tokens,
             "memory": memory,
-            "held_by_dense_targets_gib": self._bytes(dense.targets) / 2**30,
+            "dense_targets_gib": held,
             "dense_copy_seconds_at_least": self._copy(dense.targets),
             "seconds_a_turn": turns,
             **self._rates(turns),
@@ -148,7 +149,7 @@ class _Shape:
         return turn
 
     def _sparse(self, kept: int) -> Source:
-        folder = self.options.out / "caches" / f"{self.length}-{kept}"
+        folder = self.options.scratch / "caches" / f"{self.length}-{kept}"
         spec = CodecSpec(kind="sparse", vocab_size=self.vocab, head=kept)
         write(folder, self.rows, models.CheapTeacher(self.vocab, self.device), spec, self.length, 2)
         return cached(folder, self.device)
@@ -168,8 +169,11 @@ class _Shape:
         asked, tokens = ask_layers(teacher, self.device, mode, ()), self.tokens
         return OnlineSource(_Sized(tokens, self.vocab), asked, wide_head(teacher), False)  # type: ignore[arg-type]
 
-    def _bytes(self, targets: DenseTargets) -> int:
-        return targets.logprobs.nbytes
+    def _peak(self, turn: Callable[[], None], others: float = 0.0) -> dict[str, float | None]:
+        """The peak of a turn behind a first one, less the GiB that other sides hold meanwhile."""
+        turn()
+        found = peak_of(turn, self.device)
+        return {name: each if each is None else each - others for name, each in found.items()}
 
     def _copy(self, targets: DenseTargets) -> float | None:
         """Seconds to copy a batch's whole distributions from pinned memory, by a sixteenth of them."""

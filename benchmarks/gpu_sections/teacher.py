@@ -34,7 +34,7 @@ class Sizes:
     batch: int = 64
     trial: int = 150
     """Steps that tell the pace."""
-    seconds: float = 380.0
+    seconds: float = 240.0
     """Of training; the rest of the section goes to starting, compiling and evaluating."""
 
 
@@ -59,7 +59,7 @@ def run(options: Options) -> int:
 
 def _pace(options: Options, sizes: Sizes) -> float:
     """Tokens a second over the last steps of a short run."""
-    run = options.out / "teacher-trial"
+    run = options.scratch / "teacher-trial"
     shutil.rmtree(run, ignore_errors=True)
     words = ("--run", str(run), "--steps", str(sizes.trial), "--batch-size", str(sizes.batch), "--keep-tokenizer")
     made = make_teacher.train(make_teacher._parser().parse_args(words))
@@ -74,7 +74,7 @@ def last_pace(metrics: str) -> float:
 
 def _trained(options: Options, sizes: Sizes, pace: float) -> dict[str, Any]:
     steps = int(sizes.seconds * pace / (sizes.batch * make_teacher.SEQ_LEN))
-    words = ("--run", str(options.out / "teacher-run"), "--steps", str(steps), "--batch-size", str(sizes.batch))
+    words = ("--run", str(options.scratch / "teacher-run"), "--steps", str(steps), "--batch-size", str(sizes.batch))
     command = [sys.executable, str(SCRIPT), *words, "--keep-tokenizer", "--if-better"]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -85,7 +85,7 @@ def _trained(options: Options, sizes: Sizes, pace: float) -> dict[str, Any]:
 
 def _tiny(options: Options) -> dict[str, Any]:
     """The training alone, on short sequences, in this process."""
-    run = options.out / "teacher-run"
+    run = options.scratch / "teacher-run"
     shutil.rmtree(run, ignore_errors=True)
     words = ("--run", str(run), "--steps", "2", "--batch-size", "2", "--keep-tokenizer")
     before, make_teacher.kdtrain = make_teacher.kdtrain, lambda *each: _in_process([*each], options)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 Move = Callable[[Tensor], Tensor]
+_MOST_PINNED = 2**30
+"""Bytes of a tensor beyond which it is copied from where it lies: pinned memory is taken from everybody."""
 
 
 class Mover:
@@ -36,7 +38,9 @@ class Mover:
         used_by = torch.cuda.default_stream(self.device)
 
         def move(tensor: Tensor) -> Tensor:
-            moved = tensor.contiguous().pin_memory().to(self.device, non_blocking=True)
+            whole = tensor.contiguous()
+            whole = whole.pin_memory() if whole.nbytes <= _MOST_PINNED else whole
+            moved = whole.to(self.device, non_blocking=True)
             # its memory is this stream's, which must not use it again before the step is through with it
             moved.record_stream(used_by)
             return moved

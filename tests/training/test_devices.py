@@ -84,7 +84,7 @@ def on(run, device):
 
 def trained(workshop, name, device, steps, **options):
     """The state of a run of 6 steps after `steps` of them, going on from what the run's folder holds."""
-    with workshop.run(name, steps=6, checkpoint_freq=3, **options) as run:
+    with workshop.run(name, steps=6, checkpoint_freq=3, lr_schedule="constant", **options) as run:
         on(run, device)
         newest, _ = run.store.newest_valid()
         if newest is not None:
