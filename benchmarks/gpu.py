@@ -49,17 +49,21 @@ def main(argv: list[str] | None = None) -> int:
     out = arguments.out or (common.ROOT / "runs" / "gpu-tiny" if arguments.tiny else common.RESULTS)
     if arguments.section == "all" and not arguments.tiny:
         return max(_alone(name, argv if argv is not None else sys.argv[1:]) for name in SECTIONS)
+    reason = common.why_not_compiled(device) if device.type == "cuda" and not arguments.no_compile else None
+    if reason is not None:
+        print(f"nothing is compiled: {reason}", file=sys.stderr)
     options = common.Options(
         device=device,
         out=out,
         tiny=arguments.tiny,
-        compile=not arguments.no_compile,
+        compile=not arguments.no_compile and reason is None,
+        uncompiled=reason,
         profile=arguments.profile,
         commit=arguments.commit,
     )
     if arguments.section != "all":
         return _run(arguments.section, options)
-    compiled = () if arguments.no_compile else TINY_COMPILED
+    compiled = TINY_COMPILED if options.compile else ()
     return max(_run(name, replace(options, compile=name in compiled)) for name in SECTIONS)
 
 

@@ -76,8 +76,9 @@ def section(name: str, record: dict[str, Any]) -> list[str]:
     rows = [(place, value) for each in SHOWN[name] for place, value in numbers(record["figures"], each)]
     lines = [f"**{name}**" + ("" if record["finished"] else " (unfinished)"), ""]
     lines += ["| | |", "|---|--:|", *(f"| {place} | {number(value)} |" for place, value in rows), ""] if rows else []
-    lines += [f"- {place}: {text}" for place, text in reasons(record["figures"])]
-    lines += [""] if reasons(record["figures"]) else []
+    notes = [("nothing was compiled", record["uncompiled"])] if record["uncompiled"] else []
+    notes += reasons(record["figures"])
+    lines += [*(f"- {place}: {text}" for place, text in notes), *([""] if notes else [])]
     file = f"../benchmarks/results/gpu/{name}.json"
     return [
         *lines,

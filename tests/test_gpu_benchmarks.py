@@ -203,8 +203,8 @@ def test_the_known_shapes_have_as_many_parameters_as_their_names_say():
 def record_of(figures, goals=(), **changes):
     machine = {"device": "a card", "driver": "1.2", "cuda": "13.0", "libraries": {"torch": "2.11"}}
     return {
-        "section": "step", "tiny": False, "date": "2026-01-01", "commit": "abc", "machine": machine, "settings": {},
-        "figures": figures, "goals": list(goals), "finished": True, "seconds": 1.0, **changes,
+        "section": "step", "tiny": False, "date": "2026-01-01", "commit": "abc", "machine": machine,
+        "settings": {}, "uncompiled": None, "figures": figures, "goals": list(goals), "finished": True, "seconds": 1.0, **changes,
     }  # fmt: skip
 
 
@@ -217,6 +217,8 @@ def test_the_page_names_misses_what_was_not_run_and_why(common):
     assert "| step | other | ≤ 1 | - | not judged |" in shown
     assert "1 of 2 goals missed, 1 not judged." in shown and "Not run on a GPU: ceilings, objective" in shown
     assert "- 8192: OutOfMemoryError: 1" in shown and "| 2048.tokens_a_second.sparse-12 | 12,346 |" in shown
+    uncompiled = report.markdown({"step": record_of({}, uncompiled="no gcc")})
+    assert "- nothing was compiled: no gcc" in uncompiled and "nothing was compiled" not in shown
     assert "a card, driver 1.2, torch 2.11, commit abc, 2026-01-01" in shown
 
 

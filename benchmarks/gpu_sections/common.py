@@ -49,6 +49,8 @@ class Options:
     tiny: bool = False
     compile: bool = True
     profile: bool = False
+    uncompiled: str | None = None
+    """Why nothing is compiled although it was to be."""
     budget: float = BUDGET
     commit: str | None = None
     """Of the code, where the machine has no clone to ask."""
@@ -88,6 +90,7 @@ class Record:
             "commit": options.commit or commit(),
             "machine": machine(options.device),
             "settings": json.loads(json.dumps(settings)),
+            "uncompiled": options.uncompiled,
             "figures": {},
         }
         self._go_on()
@@ -211,6 +214,15 @@ def missing(*names: str) -> str | None:
     """Which of these packages cannot be imported here, in words; None when all can."""
     absent = [name for name in names if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(absent)} (docs/performance.md says how to bring it along)" if absent else None
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """What goes wrong when a small function is compiled, or None; a GPU's compiler needs gcc and Python.h too."""
+    try:
+        torch.compile(lambda x: (2 * x + 1).sum())(torch.ones(8, device=device))
+    except Exception as error:
+        return one_line(error)
+    return None
 
 
 def synchronize(device: torch.device) -> None:
