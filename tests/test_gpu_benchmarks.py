@@ -204,7 +204,8 @@ def record_of(figures, goals=(), **changes):
     machine = {"device": "a card", "driver": "1.2", "cuda": "13.0", "libraries": {"torch": "2.11"}}
     return {
         "section": "step", "tiny": False, "date": "2026-01-01", "commit": "abc", "machine": machine,
-        "settings": {}, "uncompiled": None, "figures": figures, "goals": list(goals), "finished": True, "seconds": 1.0, **changes,
+        "settings": {}, "uncompiled": None, "figures": figures, "goals": list(goals), "finished": True, "seconds": 1.0,
+        **changes,
     }  # fmt: skip
 
 
