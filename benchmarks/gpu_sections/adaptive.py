@@ -45,7 +45,7 @@ class Sizes:
     window: int = 20
 
 
-TINY = Sizes("tiny", 32, 2, 40, 8, 4)
+TINY = Sizes("tiny-layer", 32, 2, 40, 8, 4)
 GOALS = (
     Goal("graphs compiled after the warm-up", "adaptive.compiled_after_warm_up", most=0),
     Goal("switches", "adaptive.switches", least=4),

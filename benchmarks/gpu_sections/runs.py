@@ -50,7 +50,7 @@ class Silent:
     def gradients(self, number: int) -> None:
         """Gradients are clipped."""
 
-    def event(self, name: str, step: int, **facts: Any) -> None:
+    def event(self, kind: str, step: int, /, **facts: Any) -> None:
         """Something happened."""
 
 
