@@ -19,13 +19,12 @@ import torch
 
 from gpu_sections import models
 from gpu_sections.common import Goal, Options, Record, synchronize, without_graphs
-from gpu_sections.runs import Bench, Never, Tokens
+from gpu_sections.runs import Bench, Tokens
 from kdtrain.precision.controller import Controller
 from kdtrain.precision.linear import Switch, convert
 from kdtrain.precision.policy import Policy
 from kdtrain.precision.probe import Choice, choose, make_recipe
 from kdtrain.training.adaptive import Adaptive
-from kdtrain.training.stopping import StopRequest
 from kdtrain.training.switching import decide, warm_up
 
 HIGH, LOW, THRESHOLD = 9.0, 1.0, 5.0
@@ -138,7 +137,7 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
     controller = Controller(policy)
     run.adaptive = Adaptive(controller, run.step.switch, "high")
     started, made = time.perf_counter(), _graphs()
-    warm_up(run, cast(StopRequest, Never()))
+    warm_up(run, bench.stop)
     synchronize(device)
     warmed, graphs = time.perf_counter() - started, _graphs()
     step, losses, times, modes = bench.steps(run.train_source), [], [], []

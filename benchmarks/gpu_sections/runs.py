@@ -34,13 +34,6 @@ from kdtrain.training.stopping import StopRequest
 from kdtrain.training.update import take_step
 
 
-class Never:
-    """A stop request that never comes."""
-
-    def __bool__(self) -> bool:
-        return False
-
-
 class Silent:
     """A run's reporter and writers, saying nothing."""
 
@@ -170,6 +163,7 @@ class Bench:
         )
         self.run.reporter = self.run.writers = cast(Any, Silent())
         self.batch, self.seq_len, self.optimizer = batch, seq_len, optimizer
+        self.stop = StopRequest()  # never entered: signals end a benchmark as they end any script
 
     @property
     def tokens(self) -> int:
@@ -188,7 +182,7 @@ class Bench:
 
     def step(self, batches: Iterator[CachedBatch]) -> dict[str, float]:
         """One optimizer step over its micro-batches."""
-        numbers = take_step(self.run, batches, cast(StopRequest, Never()))
+        numbers = take_step(self.run, batches, self.stop)
         assert numbers is not None
         progress = self.run.state.progress
         progress.step += 1
