@@ -68,7 +68,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(name: str, options: common.Options) -> int:
-    return int(importlib.import_module(f"gpu_sections.{name}").run(options))
+    """One section; what it cannot be imported without stands in its record."""
+    try:
+        section = importlib.import_module(f"gpu_sections.{name}")
+    except ImportError as error:
+        record = common.Record(name, options, {})
+        record.put("section", {"missing": common.one_line(error)})
+        return record.finish()
+    return int(section.run(options))
 
 
 def _alone(name: str, argv: list[str]) -> int:

@@ -125,6 +125,33 @@ def test_a_section_that_was_cut_short_goes_on_and_one_of_another_setting_begins_
     assert other.figures == {}
 
 
+def test_what_there_is_of_a_figure_is_kept_until_the_figure_comes(common, options):
+    record, seen = common.Record("step", options, {}), []
+
+    def measured():
+        sides = {"a": lambda: None, "b": lambda: None}
+        common.in_turn(sides, 2, options.device, keep=lambda times: record.so_far("x", times))
+        seen.append(json.loads(record.path.read_text())["figures"]["so_far"]["x"])
+        return 1.0
+
+    record.measure("x", measured)
+    assert [len(times) for times in seen[0].values()] == [2, 2]
+    assert json.loads(record.path.read_text())["figures"] == {"x": 1.0}
+
+
+def test_a_section_that_lacks_a_library_says_so_and_fails_nobody(common, options, monkeypatch):
+    gpu = load("gpu")
+
+    def without(name):
+        raise ModuleNotFoundError("No module named 'hdf5plugin'")
+
+    monkeypatch.setattr(gpu.importlib, "import_module", without)
+    assert gpu._run("step", options) == 0
+    monkeypatch.undo()
+    found = json.loads((options.out / "step.json").read_text())
+    assert found["figures"] == {"section": {"missing": "ModuleNotFoundError: No module named 'hdf5plugin'"}}
+
+
 def test_what_fails_is_written_down_and_does_not_end_the_section(common, options):
     record = common.Record("step", options, {})
 

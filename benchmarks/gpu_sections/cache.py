@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gpu_sections import models
-from gpu_sections.common import Goal, Options, Record, in_turn, medians, missing, over, peak_of, without_graphs
+from gpu_sections.common import Goal, Options, Record, in_turn, medians, over, peak_of, without_graphs
 from gpu_sections.runs import Bench, Held, cached, write
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.provenance import CacheSettings, read_manifest
@@ -54,9 +54,6 @@ def run(options: Options) -> int:
     """Measure, and write cache.json."""
     sizes = TINY if options.tiny else Sizes()
     record = Record("cache", options, vars(sizes) | {"compile": options.compile})
-    if (reason := missing("h5py", "hdf5plugin")) is not None:
-        record.put("missing", {"missing": reason})
-        return record.finish()
     folder = options.scratch / "caches"
     for name in sizes.teachers:
         record.measure(f"build-{name}", lambda name=name: _building(options, sizes, name, folder / "built"))

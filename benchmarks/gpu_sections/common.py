@@ -126,9 +126,17 @@ class Record:
     def put(self, name: str, value: Any) -> Any:
         """Keep a figure and write the record."""
         self.figures[name] = value
+        begun = self.figures.pop("so_far", {})
+        begun.pop(name, None)
+        self.figures |= {"so_far": begun} if begun else {}
         self.write()
         print(f"{self.data['section']}: {name}: {json.dumps(value)[:600]}", flush=True)
         return value
+
+    def so_far(self, name: str, value: Any) -> None:
+        """Keep what there is of a figure that is not complete; it goes when the figure comes."""
+        self.figures.setdefault("so_far", {})[name] = value
+        self.write()
 
     def late(self) -> bool:
         """Whether nothing more is to be begun."""
@@ -241,9 +249,16 @@ def timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def in_turn(
-    sides: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device, warm: int = 1
+    sides: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    device: torch.device,
+    warm: int = 1,
+    keep: Callable[[dict[str, list[float]]], None] = lambda times: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each side in each round; every second round runs them backwards. The first `warm` are not kept."""
+    """Seconds of each side in each round; every second round runs them backwards. The first `warm` are not kept.
+
+    keep: is given all times after each round.
+    """
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(-warm, rounds):
         order = list(sides) if number % 2 == 0 else list(reversed(sides))
@@ -251,6 +266,7 @@ def in_turn(
             seconds = timed(sides[name], device)
             if number >= 0:
                 found[name].append(seconds)
+        keep(found)
     return found
 
 

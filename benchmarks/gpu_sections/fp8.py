@@ -70,7 +70,7 @@ def run(options: Options) -> int:
 def _measure(record: Record, options: Options, sizes: Sizes, student: str) -> None:
     """All figures of one student, which is made once, if any is missing."""
     made = functools.cache(lambda: _Kinds(options, sizes, student))
-    record.measure(student, lambda: made().measured())
+    record.measure(student, lambda: made().measured(functools.partial(record.so_far, student)))
     for kind in ("bf16", *_kinds(options.device)) if student == sizes.students[0] else ():
         record.measure(f"loss-{kind}", lambda kind=kind: made().losses(kind))
     if options.profile:
@@ -131,8 +131,8 @@ class _Kinds:
         for layer, product in zip(self._switchable(), self.products.get(kind, ()), strict=False):
             layer.product = product
 
-    def measured(self) -> dict[str, Any]:
-        """Memory and time of every kind, and what they are of bf16's."""
+    def measured(self, keep: Callable[[Any], None]) -> dict[str, Any]:
+        """Memory and time of every kind, and what they are of bf16's; `keep` gets what there is."""
         turns = {kind: self._turn(kind) for kind in ("bf16", *self.products)}
         failed: dict[str, Any] = {}
         memory = {}
@@ -140,13 +140,15 @@ class _Kinds:
             try:
                 turn()
                 memory[kind] = peak_of(turn, self.device)
+                keep(memory)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # one back end that does not run must not cost the others
                 if kind == "bf16":
                     raise
                 failed[kind] = f"{type(error).__name__}: {error}"[:300]
-        times = in_turn({kind: turns[kind] for kind in memory}, self.sizes.rounds, self.device)
+        sides = {kind: turns[kind] for kind in memory}
+        times = in_turn(sides, self.sizes.rounds, self.device, keep=lambda times: keep([memory, times]))
         tokens = self.bench.tokens * self.sizes.steps_a_turn
         flops = models.step_flops(self.name, self.sizes.length) * tokens
         seconds = medians(times)

@@ -5,6 +5,7 @@ loss, and its backward. All sides take turns; a side that does not fit, or whose
 Memory is the peak less what the inputs take, gradients included, as all sides leave them.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,12 @@ def run(options: Options) -> int:
     record = Record("objective", options, vars(sizes) | {"sides": NAMES, "compile": options.compile}, GOALS)
     for tokens in sizes.tokens:
         with without_graphs():
-            record.measure(str(tokens), lambda n=tokens: _measured(options, sizes, n))
+            keep = functools.partial(record.so_far, str(tokens))
+            record.measure(str(tokens), lambda n=tokens, keep=keep: _measured(options, sizes, n, keep))
     return record.finish()
 
 
-def _measured(options: Options, sizes: Sizes, tokens: int) -> dict[str, Any]:
+def _measured(options: Options, sizes: Sizes, tokens: int, keep: Callable[[Any], None]) -> dict[str, Any]:
     device = options.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     student = sides.make_student(tokens, sizes.width, sizes.vocabulary, dtype, device, options.compile)
@@ -74,11 +76,12 @@ def _measured(options: Options, sizes: Sizes, tokens: int) -> dict[str, Any]:
         made = attempt(lambda name=name: _side(name, student))
         memory = made if isinstance(made, dict) else attempt(lambda made=made: _peak(made, student, device))
         free()
+        keep(found)
         if "peak_gib" not in memory:
             found["without"][name] = memory
             continue
         found["memory"][name], works[name] = memory, lambda made=made: _cleanly(made, student)
-    times = in_turn(works, sizes.rounds, device)
+    times = in_turn(works, sizes.rounds, device, keep=lambda times: keep(found | {"all_seconds": times}))
     found |= {"seconds": medians(times), "all_seconds": times}
     found["over_cross_entropy"] = {name: over(times, name, "cross-entropy") for name in times}
     found["extra_gib"] = {

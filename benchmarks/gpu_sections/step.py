@@ -25,7 +25,6 @@ from gpu_sections.common import (
     Record,
     in_turn,
     medians,
-    missing,
     over,
     peak_of,
     synchronize,
@@ -78,9 +77,6 @@ def run(options: Options) -> int:
     """Measure, and write step.json."""
     sizes = TINY if options.tiny else Sizes()
     record = Record("step", options, vars(sizes) | {"compile": options.compile}, GOALS)
-    if (reason := missing("h5py", "hdf5plugin", "einops", "rich")) is not None:
-        record.put("missing", {"missing": reason})
-        return record.finish()
     for length, batch in sizes.shapes:
         with without_graphs():
             _measure(record, options, sizes, length, batch)
@@ -90,7 +86,7 @@ def run(options: Options) -> int:
 def _measure(record: Record, options: Options, sizes: Sizes, length: int, batch: int) -> None:
     """All figures of one length, whose student is made once, if any is missing."""
     made = functools.cache(lambda: _Shape(options, sizes, length, batch))
-    record.measure(str(length), lambda: made().measured())
+    record.measure(str(length), lambda: made().measured(functools.partial(record.so_far, str(length))))
     if options.profile:
         record.measure(f"{length}-profile", lambda: made().profiles())
 
@@ -106,19 +102,23 @@ class _Shape:
         self.bench = Bench(student, options, vocab_size=self.vocab, seq_len=length, batch=batch)
         self.tokens = Tokens(models.token_tensor(self.rows), self.device)
 
-    def measured(self) -> dict[str, Any]:
-        """Memory of each side, then the time of all in turn."""
+    def measured(self, keep: Callable[[Any], None]) -> dict[str, Any]:
+        """Memory of each side, then the time of all in turn; `keep` gets what there is."""
         sides = {"cross-entropy": self._turn(self.tokens)} | {
             f"sparse-{kept}": self._turn(self._sparse(kept)) for kept in self.sizes.kept
         }
-        memory = {name: self._peak(turn) for name, turn in sides.items()}
+        memory: dict[str, dict[str, float | None]] = {}
+        for name, turn in sides.items():
+            memory[name] = self._peak(turn)
+            keep(memory)
         dense = self._dense()
         held = dense.targets.logprobs.nbytes / 2**30
         sides["dense"] = self._turn(Held(dense))
         memory["dense"] = self._peak(sides["dense"])
         sides["online"] = self._turn(self._online())
         memory["online"] = self._peak(sides["online"], held)
-        turns = in_turn(sides, self.sizes.rounds, self.device)
+        keep(memory)
+        turns = in_turn(sides, self.sizes.rounds, self.device, keep=lambda times: keep([memory, times]))
         return {
             "tokens_a_step": self.bench.tokens,
             "memory": memory,
