@@ -203,7 +203,7 @@ def test_fp8s_three_figures_are_of_one_kind():
     assert found == {"kind": "b", "time": 0.7, "rate": 1.43, "memory": 0.9} and best({}) == {}
 
 
-def test_flops_are_those_that_pytorch_counts_less_half_of_the_attentions_square():
+def test_flops_are_the_products_that_pytorch_counts_and_half_of_the_attentions_square():
     from torch.utils.flop_counter import FlopCounterMode
 
     models = load("gpu_sections.models")
@@ -212,7 +212,8 @@ def test_flops_are_those_that_pytorch_counts_less_half_of_the_attentions_square(
         student.logits(torch.zeros(1, 64, dtype=torch.int64))
     of = models.SHAPES["tiny"]
     attention = of["num_hidden_layers"] * 4 * of["num_attention_heads"] * of["head_dim"] * 64
-    assert models.forward_flops("tiny", 64) * 64 == counter.get_total_flops() - 64 * attention / 2
+    # of attention PyTorch counts all on a GPU and nothing on a CPU
+    assert models.forward_flops("tiny", 64) * 64 == counter.get_total_flops() + 64 * attention / 2
 
 
 def test_the_known_shapes_have_as_many_parameters_as_their_names_say():

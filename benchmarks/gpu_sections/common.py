@@ -128,7 +128,8 @@ class Record:
         self.figures[name] = value
         begun = self.figures.pop("so_far", {})
         begun.pop(name, None)
-        self.figures |= {"so_far": begun} if begun else {}
+        if begun:
+            self.figures["so_far"] = begun
         self.write()
         print(f"{self.data['section']}: {name}: {json.dumps(value)[:600]}", flush=True)
         return value
