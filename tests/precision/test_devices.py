@@ -47,8 +47,8 @@ def results(backend, device, dtype):
 def test_every_format_multiplies_as_its_emulation_on_a_cpu_does(mode, name, scaling, device):
     backend = backend_of(mode, name, scaling, device)
     expected = results(backend_of(mode, "emulated", scaling, "cpu"), "cpu", torch.bfloat16)
-    # a rounding to bf16 apart; real products may sum in another order and with fewer digits
-    bound = 0.01 if name == "emulated" else 0.05
+    # a rounding to bf16 apart; real products may sum with fewer digits, and TransformerEngine's scales are its own
+    bound = {"emulated": 0.01, "torchao": 0.05}.get(name, 0.1)
     for ours, theirs in zip(results(backend, device, torch.bfloat16), expected, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < bound
 

@@ -103,7 +103,7 @@ def test_a_run_on_a_device_is_the_run_on_a_cpu(workshop, device):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         if name.startswith("student."):
-            assert (found[name] - tensor).norm() <= 1e-3 * tensor.norm().clamp(min=1e-3), name
+            assert (found[name] - tensor).norm() <= 1e-2 * tensor.norm().clamp(min=1e-3), name
 
 
 @pytest.mark.usefixtures("repeatable")
