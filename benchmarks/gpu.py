@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from gpu_sections import common
+from gpu_sections import common, measuring
 
 SECTIONS = ("ceilings", "step", "objective", "fp8", "adaptive", "cache", "checkpoint", "teacher")
 TINY_COMPILED = ("adaptive",)
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     out = arguments.out or (common.ROOT / "runs" / "gpu-tiny" if arguments.tiny else common.RESULTS)
     if arguments.section == "all" and not arguments.tiny:
         return max(_alone(name, argv if argv is not None else sys.argv[1:]) for name in SECTIONS)
-    reason = common.why_not_compiled(device) if device.type == "cuda" and not arguments.no_compile else None
+    reason = measuring.why_not_compiled(device) if device.type == "cuda" and not arguments.no_compile else None
     if reason is not None:
         print(f"nothing is compiled: {reason}", file=sys.stderr)
     options = common.Options(

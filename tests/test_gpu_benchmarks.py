@@ -96,11 +96,12 @@ def test_a_goal_is_met_or_missed_by_its_figure_and_by_nothing_else(common):
     assert [goal["met"] for goal in common.judged(goals, {"a": {"b": 1.4}, "c": 2}, False)] == [None] * 3
 
 
-def test_ratios_are_medians_within_rounds_and_sides_take_turns(common):
+def test_ratios_are_medians_within_rounds_and_sides_take_turns():
     times = {"a": [2.0, 4.0, 9.0], "b": [1.0, 4.0, 3.0]}
-    assert common.over(times, "a", "b") == 2.0
+    measuring = load("gpu_sections.measuring")
+    assert measuring.over(times, "a", "b") == 2.0
     order = []
-    common.in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, torch.device("cpu"), warm=1)
+    measuring.in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, torch.device("cpu"), warm=1)
     assert "".join(order) == "ba" + "ab" + "ba" + "ab"
 
 
@@ -130,7 +131,7 @@ def test_what_there_is_of_a_figure_is_kept_until_the_figure_comes(common, option
 
     def measured():
         sides = {"a": lambda: None, "b": lambda: None}
-        common.in_turn(sides, 2, options.device, keep=lambda times: record.so_far("x", times))
+        load("gpu_sections.measuring").in_turn(sides, 2, options.device, keep=lambda times: record.so_far("x", times))
         seen.append(json.loads(record.path.read_text())["figures"]["so_far"]["x"])
         return 1.0
 

@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 
 from gpu_sections import models
-from gpu_sections.common import Goal, Options, Record, synchronize, without_graphs
+from gpu_sections.common import Goal, Options, Record
+from gpu_sections.measuring import synchronize, without_graphs
 from gpu_sections.runs import Bench, Tokens
 from kdtrain.precision.controller import Controller
 from kdtrain.precision.linear import Switch, convert
@@ -107,7 +108,7 @@ class _Training:
         run = self.bench.run
         run.train_source, run.saver = Tokens(tokens, device), cast(Any, _NoSaver())
         run.store.folder.mkdir(parents=True, exist_ok=True)
-        self.initial = {name: weight.detach().cpu() for name, weight in student.named_parameters()}
+        self.initial = {name: weight.detach().to("cpu", copy=True) for name, weight in student.named_parameters()}
 
     def fixed(self, kind: str) -> dict[str, Any]:
         """A run in one format throughout."""

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from gpu_sections import models
-from gpu_sections.common import Goal, Options, Record, in_turn, medians, over, peak_of, without_graphs
+from gpu_sections.common import Goal, Options, Record
+from gpu_sections.measuring import in_turn, medians, over, peak_of, without_graphs
 from gpu_sections.runs import Bench, Held, cached, write
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.provenance import CacheSettings, read_manifest

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from gpu_sections.common import Goal, Options, Record, medians, synchronize, timed
+from gpu_sections.common import Goal, Options, Record
+from gpu_sections.measuring import medians, synchronize, timed
 
 SIZES, TINY_SIZES = (4096, 8192, 16_384), (128, 256)
 

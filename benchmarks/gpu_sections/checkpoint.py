@@ -17,7 +17,8 @@ from typing import Any
 from checkpoint import GOAL
 
 from gpu_sections import models
-from gpu_sections.common import Goal, Options, Record, synchronize, timed, without_graphs
+from gpu_sections.common import Goal, Options, Record
+from gpu_sections.measuring import synchronize, timed, without_graphs
 from gpu_sections.runs import Bench, Tokens
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store

@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 
 from gpu_sections import models
-from gpu_sections.common import Goal, Options, Record, in_turn, medians, over, peak_of, without_graphs
+from gpu_sections.common import Goal, Options, Record, attempt
+from gpu_sections.measuring import in_turn, medians, over, peak_of, without_graphs
 from gpu_sections.profiling import profiled
 from gpu_sections.runs import Bench, Tokens
 from kdtrain.precision.linear import Backend, Switch, SwitchableLinear, convert
@@ -90,7 +91,7 @@ class _Kinds:
         student = models.make_student(name, self.device)
         self.model = student.model
         # on the host: a copy on the device would stand in every figure of memory
-        self.initial = {each: weight.detach().cpu() for each, weight in student.named_parameters()}
+        self.initial = {each: weight.detach().to("cpu", copy=True) for each, weight in student.named_parameters()}
         self.rows = models.text(sizes.batch * min(sizes.loss_steps, 320), sizes.length)
         self.backends: dict[str, Backend] = {}
         self.without: dict[str, str] = {}
@@ -183,10 +184,13 @@ class _Kinds:
         """Kernels, gaps and copies of bf16 and of each kind."""
         found = {}
         for kind in ("bf16", *self.products):
-            self.take(kind)
-            self.step()
-            found[kind] = profiled(self.step, 1 if self.options.tiny else 3, self.device)
+            found[kind] = attempt(lambda kind=kind: self._profile(kind))
         return found
+
+    def _profile(self, kind: str) -> dict[str, Any]:
+        self.take(kind)
+        self.step()
+        return profiled(self.step, 1 if self.options.tiny else 3, self.device)
 
     def _turn(self, kind: str) -> Callable[[], None]:
         def turn() -> None:

@@ -13,18 +13,8 @@ from typing import Any
 import objective_sides as sides
 import torch
 
-from gpu_sections.common import (
-    Goal,
-    Options,
-    Record,
-    attempt,
-    free,
-    in_turn,
-    medians,
-    over,
-    peak_of,
-    without_graphs,
-)
+from gpu_sections.common import Goal, Options, Record, attempt
+from gpu_sections.measuring import free, in_turn, medians, over, peak_of, without_graphs
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gpu_sections.common import synchronize
+from gpu_sections.measuring import synchronize
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 Span = tuple[float, float]

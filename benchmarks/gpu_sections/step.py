@@ -19,17 +19,8 @@ from typing import Any
 import torch
 
 from gpu_sections import models
-from gpu_sections.common import (
-    Goal,
-    Options,
-    Record,
-    in_turn,
-    medians,
-    over,
-    peak_of,
-    synchronize,
-    without_graphs,
-)
+from gpu_sections.common import Goal, Options, Record
+from gpu_sections.measuring import in_turn, medians, over, peak_of, synchronize, without_graphs
 from gpu_sections.profiling import profiled
 from gpu_sections.runs import Bench, Held, Tokens, cached, held_batch, write
 from kdtrain.cache.codec import CodecSpec
