@@ -1,10 +1,12 @@
 """The study behind adaptive precision: what each number format costs a student, and what switching wins back.
 
-On one cache of the shipped teacher, students are trained for equal steps from equal seeds in bf16, in fp8, mxfp8 and
-mxfp4 throughout, and in mxfp4 and fp8 under each rule of adaptive quantisation. The final validation loss, the share
-of steps that were quantised, the switches and the gap to bf16 go into `results/precision.json`, and
-`plot_precision.py` draws the losses with the modes as bands. Formats are emulated on a machine without fp8: losses are
-right, and times say nothing about hardware.
+On one cache of the shipped teacher one student is trained in bf16 at a constant rate, and from its weights and moments
+each of the others goes on for equal steps: in bf16, in fp8, mxfp8 and mxfp4 throughout, and in mxfp4 and fp8 under each
+rule of adaptive quantisation; a seed is an order of the data. Formats cost little while a loss falls steeply, and most
+at the end of a training: that is the part that is looked at. The final validation loss (in bf16 for all), the share of
+steps that were quantised, the switches and the gap to bf16 go into `results/precision.json`, and `plot_precision.py`
+draws the losses with the modes as bands. Formats are emulated on a machine without fp8: losses are right, and times say
+nothing about hardware.
 
 Stopped at any point, the same command goes on. `--seeds 1` is the pilot; it writes beside the runs and nowhere else.
 `--speed` measures the two prices instead: what the switchable layer adds to a step in bf16, and what a measurement of
@@ -33,7 +35,7 @@ ADAPTIVE = tuple(f"{mode} {rule}" for mode in ("mxfp4", "fp8") for rule in ("gap
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides the result of the study. The defaults are made for two hours on two cores at three seeds."""
+    """What decides the result of the study. The defaults are made for an hour on two cores at three seeds."""
 
     teacher: str = "teachers/stdlib-5m.toml"
     """Spec of the teacher."""
@@ -43,9 +45,11 @@ class Settings:
     """Tokens in a sequence."""
     sequences: int = 4000
     """Sequences of the train split that the teacher is cached over."""
-    steps: int = 250
+    base_steps: int = 1000
+    """Optimizer steps of the student that all others go on from, at the peak rate."""
+    steps: int = 120
     """Optimizer steps of each student."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Sequences in an optimizer step."""
     lr: float = 3e-3
     """Peak learning rate; the last fifth of the steps decays."""
@@ -76,7 +80,10 @@ def main(study: Study) -> None:
     if study.speed:
         from precision_speed import measure
 
-        write(SPEED, measure())
+        few = dataclasses.replace(study.settings, sequences=64)
+        with demo.Kdtrain() as kdtrain:
+            kdtrain(*cache_command(few, study.out / "speed"))
+        write(SPEED, measure(study.out / "speed" / "cache"))
         return
     demo.claim(study.out, study.settings)  # type: ignore[arg-type]
     with demo.Kdtrain() as kdtrain:
@@ -94,6 +101,7 @@ def run(study: Study, kdtrain: demo.Kdtrain) -> dict[str, Any]:
     """The record of the whole study."""
     settings, out = study.settings, study.out
     kdtrain(*cache_command(settings, out))
+    kdtrain(*base_command(settings, out))
     runs = []
     for seed in range(settings.seeds):
         for kind in (*FIXED, *ADAPTIVE):
@@ -117,6 +125,23 @@ def cache_command(settings: Settings, out: Path) -> list[str]:
     ]
 
 
+def base_command(settings: Settings, out: Path) -> list[str]:
+    """The command that trains the student that all others go on from."""
+    return [
+        *common(settings, out, out / "base"),
+        *("--steps", f"{settings.base_steps}", "--lr-schedule", "constant", "--precision", "bf16", "--seed", "0"),
+    ]
+
+
+def common(settings: Settings, out: Path, folder: Path) -> list[str]:
+    """What all trainings share."""
+    return [
+        *("distill", "--cache", f"{out}/cache", "--student", settings.student, "--out", f"{folder}"),
+        *("--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}", "--temperature", "1"),
+        *("--no-tensorboard", "--sample-freq", "0", "--no-early-stopping"),
+    ]
+
+
 def distill_command(settings: Settings, out: Path, kind: str, seed: int, folder: Path) -> list[str]:
     """The command that trains one student; the kinds differ in their numbers and in nothing else."""
     mode, _, rule = kind.partition(" ")
@@ -125,11 +150,12 @@ def distill_command(settings: Settings, out: Path, kind: str, seed: int, folder:
         *("--quant-probe-every", f"{settings.probe_every}"),
         *(("--quant-loss-threshold", f"{settings.threshold}") if rule == "gap" else ()),
     ]
+    base = out / "base" / "checkpoints" / f"step-{settings.base_steps:08d}"
     return [
-        *("distill", "--cache", f"{out}/cache", "--student", settings.student, "--out", f"{folder}"),
-        *("--steps", f"{settings.steps}", "--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}"),
-        *("--lr-schedule", "wsd", "--temperature", "1", "--eval-freq", f"{settings.steps}", "--seed", f"{seed}"),
-        *("--precision", mode, "--no-tensorboard", "--sample-freq", "0", *(adaptive if rule else ())),
+        *common(settings, out, folder),
+        *("--load", f"{base}", "--override-opt-param-scheduler", "--steps", f"{settings.steps}", "--warmup-steps", "0"),
+        *("--lr-schedule", "wsd", "--eval-freq", f"{settings.steps}", "--seed", f"{seed}"),
+        *("--precision", mode, *(adaptive if rule else ())),
     ]
 
 

@@ -1,48 +1,36 @@
-"""What switching costs while nothing switches: a step in bf16 through the switchable layer against one without it.
+"""What switching costs while nothing switches, and what a measurement of the gap costs.
 
-Two compiled students that are equal but for the layer take steps in turn, forward and backward, on the same tokens;
-what counts is the median of the ratios of neighbours, because a machine's pace drifts. A measurement of the gap is two
-forwards, one of them quantised; its price at the default interval is their time over that many steps.
+Two compiled students that are equal but for the switchable layer take steps in turn in bf16, forward and backward, on
+the same tokens; what counts is the median of the ratios of neighbours, because a machine's pace drifts. The gap is
+measured inside a real run on a small cache: steps that measure it and steps that do not, in turn, in mxfp4 and in the
+fallback; the median difference, over the default interval, is its price.
 """
 
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import demo
 import torch
 
-from kdtrain.config import QuantizationConfig
+from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, QuantizationConfig
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.precision.linear import Emulated, Switch, convert
 from kdtrain.precision.products import Recipe
+from kdtrain.stages.rehearsal import rehearsal, steps
+from kdtrain.training.stopping import StopRequest
+from kdtrain.training.switching import warm_up
 
 BATCH, LENGTH, VOCABULARY = 16, 256, 2048
+STUDENT = "students/stdlib-1m.toml"
 
 
-def measure(pairs: int = 30) -> dict[str, Any]:
-    """Both prices, as shares of a step."""
-    tokens_BT = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    plain, switchable, switch = student(), student(), Switch()
-    backend = Emulated(Recipe("mx", "e2m1", "e2m1"))
-    convert(switchable.model, switch, backend, head=switchable.model.get_output_embeddings())
-    steps = [step_of(each, tokens_BT) for each in (plain, switchable)]
-    quantized = step_of(switchable, tokens_BT, switch)
-    for each in (*steps, quantized):
-        each(True)
-        each(True)
-    ratios, seconds = [], []
-    for number in range(pairs):
-        order = (0, 1) if number % 2 else (1, 0)
-        taken = {which: timed(steps[which]) for which in order}
-        ratios.append(taken[1] / taken[0])
-        seconds.append(taken[0])
-    probes = [timed(steps[1], False) + timed(quantized, False) for _ in range(pairs // 3)]
-    whole = [timed(quantized) for _ in range(pairs // 3)]
-    every = QuantizationConfig().quant_probe_every
+def measure(cache: Path, pairs: int = 30) -> dict[str, Any]:
+    """Both prices, as shares of a step. cache: of sequences of `LENGTH` tokens, at least 3 * `BATCH` of them."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": demo.cpu_model(),
@@ -50,44 +38,78 @@ def measure(pairs: int = 30) -> dict[str, Any]:
         "torch": torch.__version__,
         "student": "stdlib-1m",
         "tokens_per_step": BATCH * LENGTH,
-        "bf16_seconds": statistics.median(seconds),
-        "switchable_over_plain": statistics.median(ratios),
-        "quantized_seconds": statistics.median(whole),
-        "probe_seconds": statistics.median(probes),
-        "probe_share_quantized": statistics.median(probes) / every / statistics.median(whole),
-        "probe_share_high": statistics.median(probes) / every / statistics.median(seconds),
-        "probe_every": every,
+        "pairs": pairs,
+        **layer(pairs),
+        **gap(cache, pairs),
     }
+
+
+def layer(pairs: int) -> dict[str, float]:
+    """A step in bf16 through the switchable layer, over one without it."""
+    tokens_BT = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    plain, switchable = student(), student()
+    backend = Emulated(Recipe("mx", "e2m1", "e2m1"))
+    convert(switchable.model, Switch(), backend, head=switchable.model.get_output_embeddings())
+    both = [step_of(each, tokens_BT) for each in (plain, switchable)]
+    for each in (*both, *both):
+        each()
+    ratios, seconds = [], []
+    for number in range(pairs):
+        order = (0, 1) if number % 2 else (1, 0)
+        taken = {which: timed(both[which]) for which in order}
+        ratios.append(taken[1] / taken[0])
+        seconds.append(taken[0])
+    return {"bf16_seconds": statistics.median(seconds), "switchable_over_plain": statistics.median(ratios)}
+
+
+def gap(cache: Path, pairs: int) -> dict[str, Any]:
+    """A measurement of the gap, in a run that is quantised and in one that is in its fallback."""
+    config = DistillConfig(
+        student=STUDENT,
+        out=cache.parent / "run",
+        cache=cache,
+        batch_size=BATCH,
+        precision=PrecisionConfig(precision="mxfp4"),
+        quantization=QuantizationConfig(time_resume=True),
+        monitor=MonitorConfig(tensorboard=False),
+    )
+    every, found = config.quantization.quant_probe_every, {"probe_every": config.quantization.quant_probe_every}
+    with rehearsal(config) as made:
+        run = made.run
+        assert run.adaptive is not None
+        warm_up(run, StopRequest())
+        for position, name in (("quantized", "quantized"), ("high", "fallback")):
+            run.adaptive.switch.position = position
+            with_it, without = [], []
+            for number in range(2 * pairs + 4):
+                probing = (number + number // 2) % 2 == 0  # in turns, and each first as often as second
+                run.adaptive.controller.wants_gap = lambda step, probing=probing: probing
+                (with_it if probing else without).append(steps(run, 1)[0].seconds)
+            step, probe = (statistics.median(each[2:]) for each in (without, with_it))
+            found |= {f"{name}_seconds": step, f"probe_share_{name}": (probe - step) / every / step}
+    return found
 
 
 def student() -> SplitModel:
     """The student of the demo, on fresh weights."""
-    spec = read_spec(str(demo.ROOT / "students" / "stdlib-1m.toml"))
-    return split(load_student(spec, vocab_size=VOCABULARY, seed=0, device="cpu"))
+    return split(load_student(read_spec(STUDENT), vocab_size=VOCABULARY, seed=0, device="cpu"))
 
 
-def step_of(model: SplitModel, tokens_BT: torch.Tensor, switch: Switch | None = None) -> Callable[[bool], None]:
-    """A compiled forward of a student, and its backward where asked for; quantised where there is a switch."""
+def step_of(model: SplitModel, tokens_BT: torch.Tensor) -> Callable[[], None]:
+    """A compiled forward of a student in bf16, and its backward."""
     forward = torch.compile(model.forward, dynamic=False)
 
-    def step(backward: bool) -> None:
-        before = None if switch is None else switch.position
-        if switch is not None:
-            switch.position = "quantized"
+    def step() -> None:
         with torch.autocast("cpu", torch.bfloat16):
-            hidden_BTD = forward(tokens_BT)
-            logits_BTV = model.head(hidden_BTD)
-        if backward:
-            logits_BTV.float().logsumexp(-1).mean().backward()
-            model.zero_grad(set_to_none=True)
-        if switch is not None and before is not None:
-            switch.position = before
+            logits_BTV = model.head(forward(tokens_BT))
+        logits_BTV.float().logsumexp(-1).mean().backward()
+        model.zero_grad(set_to_none=True)
 
     return step
 
 
-def timed(step: Callable[[bool], None], backward: bool = True) -> float:
+def timed(step: Callable[[], None]) -> float:
     """Seconds that a step takes."""
     started = time.perf_counter()
-    step(backward)
+    step()
     return time.perf_counter() - started

@@ -3,7 +3,8 @@
 The runs are 30 steps of 6 sequences over 40: an epoch ends inside step 7. Checkpoints come every 4 steps,
 validations every 3. In a run with a rollback the losses of batches 24 to 26 are 30 times what they were: the spike is
 confirmed at step 26, the run goes back to step 20 and leaves batches 21 to 26 out, and it is broken off after that, or
-shortly before the spike.
+shortly before the spike. Runs are in fp32, quantised, or in adaptive quantisation that falls back and returns: all
+ways in fp32, and of the others as many as the selection takes.
 """
 
 import itertools
@@ -15,6 +16,16 @@ HOW = ("kill", "term", "raise")
 ACCUMULATION = (1, 3)
 TEMPERATURE = ("fixed", "schedule", "adversarial", "likelihood", "minimize")
 ROLLBACK = (False, True)
+FORMATS = {
+    "fp32": ("--precision", "fp32"),
+    "mxfp4": ("--precision", "mxfp4"),
+    "adaptive": (
+        *("--precision", "mxfp4", "--time-resume", "--quant-rule", "loss+gap", "--quant-loss-threshold", "0.42"),
+        *("--quant-window-size", "3", "--quant-probe-every", "2", "--quant-min-dwell", "2"),
+    ),
+}
+Options = tuple[int, str, bool, str]
+"""Accumulation, temperature, rollback and format."""
 SPIKE = "train.loss:x30:24-26"
 
 
@@ -27,11 +38,12 @@ class Case:
     accumulation: int
     temperature: str
     rollback: bool
+    format: str
 
     @property
-    def options(self) -> tuple[int, str, bool]:
+    def options(self) -> Options:
         """What decides the outcome: runs that agree in it must end equal."""
-        return self.accumulation, self.temperature, self.rollback
+        return self.accumulation, self.temperature, self.rollback, self.format
 
     @property
     def name(self) -> str:
@@ -56,9 +68,9 @@ class Case:
         return [f"train.after-step:{self.how}:{before + 3}", f"train.after-step:{self.how}:2"]
 
 
-def argv(options: tuple[int, str, bool], out: str, asynchronous: bool = True) -> list[str]:
+def argv(options: Options, out: str, asynchronous: bool = True) -> list[str]:
     """The command of a run with these options."""
-    accumulation, temperature, _ = options
+    accumulation, temperature, _, form = options
     words = ["distill", "--cache", "cache", "--student", "student.toml", "--out", out, "--steps", str(STEPS)]
     words += ["--batch-size", str(BATCH), "--micro-batch-size", str(BATCH // accumulation), "--lr", "1e-2"]
     words += [
@@ -69,21 +81,27 @@ def argv(options: tuple[int, str, bool], out: str, asynchronous: bool = True) ->
         "--eval-freq",
         "3",
         "--no-compile",
-        "--precision",
-        "fp32",
+        *FORMATS[form],
     ]
     words += ["--no-tensorboard", "--temperature-mode", temperature]
     return words + ([] if asynchronous else ["--no-async-save"])
 
 
 def every_case() -> list[Case]:
-    """All combinations."""
-    return [Case(*each) for each in itertools.product(WHERE, HOW, ACCUMULATION, TEMPERATURE, ROLLBACK)]
+    """All combinations in fp32, and the selection in the other formats."""
+    return [each for each in _product() if each.format == "fp32"] + [
+        each for each in pairwise() if each.format != "fp32"
+    ]
+
+
+def _product() -> list[Case]:
+    dimensions = WHERE, HOW, ACCUMULATION, TEMPERATURE, ROLLBACK, FORMATS
+    return [Case(*each) for each in itertools.product(*dimensions)]
 
 
 def pairwise() -> list[Case]:
     """A selection in which each pair of values of two dimensions comes up at least once, chosen greedily."""
-    cases, chosen = every_case(), []
+    cases, chosen = _product(), []
     open_pairs = set().union(*map(_pairs, cases))
     while open_pairs:
         best = max(cases, key=lambda case: len(_pairs(case) & open_pairs))
@@ -96,6 +114,6 @@ def _pairs(case: Case) -> set[tuple[tuple[int, object], ...]]:
     return set(itertools.combinations(enumerate(astuple(case)), 2))
 
 
-def _words(options: tuple[int, str, bool]) -> list[str]:
-    accumulation, temperature, rollback = options
-    return [str(accumulation), temperature, "rollback" if rollback else "plain"]
+def _words(options: Options) -> list[str]:
+    accumulation, temperature, rollback, form = options
+    return [str(accumulation), temperature, "rollback" if rollback else "plain", form]

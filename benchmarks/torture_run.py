@@ -32,7 +32,6 @@ from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_fold
 
 RESULT = Path(__file__).parent / "results" / "torture-run.json"
 CLOCK = ("tok/s", "eta_h")
-Options = tuple[int, str, bool]
 
 
 def main() -> int:
@@ -74,9 +73,9 @@ class Wholes:
     """The runs that nobody disturbs, one for each set of options, made when they are asked for."""
 
     def __init__(self) -> None:
-        self.seconds: dict[Options, float] = {}
+        self.seconds: dict[matrix.Options, float] = {}
 
-    def __call__(self, options: Options) -> Path:
+    def __call__(self, options: matrix.Options) -> Path:
         folder = Path("whole-" + "-".join(map(str, options)))
         if options not in self.seconds:
             started = time.monotonic()

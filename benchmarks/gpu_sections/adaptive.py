@@ -131,7 +131,7 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
         rules=("loss",),
         threshold=THRESHOLD,
         window=sizes.window,
-        snapshot_every=sizes.window,
+        snapshot_every=sizes.window // 2,
         min_dwell=sizes.window // 2,
         keep=1,
     )
@@ -152,10 +152,10 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
         times.append(time.perf_counter() - started)
         # the loss that decides is made up: up and down in turn, so that the rule has something to say
         shown = LOW if (number - 1) // sizes.stretch % 2 == 0 else HIGH
-        started = time.perf_counter()
+        before, started = [*run.state.snapshots], time.perf_counter()
         decide(run, number, shown)
         synchronize(device)
-        if number % sizes.window == 0:
+        if run.state.snapshots and [*run.state.snapshots] != before:
             snapshots.append(time.perf_counter() - started)
     return {
         **_summary(losses, sizes),
@@ -165,7 +165,7 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
         "switches": controller.switches,
         "steps_quantized": controller.steps_quantized,
         "switch_ms": switch_ms(times, modes),
-        "snapshot_ms": 1e3 * statistics.median(snapshots),
+        "snapshot_ms": 1e3 * statistics.median(snapshots) if snapshots else None,
         "step_ms": {m: 1e3 * statistics.median(t for t, own in zip(times[2:], modes[2:], strict=True) if own == m)
                     for m in sorted(set(modes[2:]))},
         "modes": modes,

@@ -195,6 +195,7 @@ class Bench:
             for name, own in self.run.state.student.named_parameters():
                 own.copy_(weights[name])
         self.optimizer.state.clear()
+        self.run.state.snapshots.clear()
         self.run.state.progress = Progress()
 
     def weights(self) -> dict[str, torch.Tensor]:

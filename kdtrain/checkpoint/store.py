@@ -183,12 +183,16 @@ class Store:
         # sizes cannot tell a flipped bit: before anything is removed, what is to remain in its place is read once
         removed = tiers.removable(self.entries(self._is_whole), self.keep, kept)
         for name in removed:
-            hidden = self.folder / f".{name}.removed"
-            os.rename(self.folder / name, hidden)  # a kill while its files go must not leave half a checkpoint
-            faults.point("checkpoint.pruning")
-            shutil.rmtree(hidden)
-            self._whole.pop(name, None)
+            self.remove(name)
         return removed
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint that is there."""
+        hidden = self.folder / f".{name}.removed"
+        os.rename(self.folder / name, hidden)  # a kill while its files go must not leave half a checkpoint
+        faults.point("checkpoint.pruning")
+        shutil.rmtree(hidden)
+        self._whole.pop(name, None)
 
     def set_aside_after(self, step: int, rollbacks: int | None = None) -> list[str]:
         """Rename the checkpoints later than `step`, which a run that goes on from there has left; their old names.

@@ -1,6 +1,7 @@
 """The tiers of checkpoints: what their names say, which one is newest, and which ones are kept. Pure: no disk here.
 
-Rolling checkpoints are `step-00000250`, epoch checkpoints `epoch-0001`, and special ones have any other name
+Rolling checkpoints are `step-00000250`, epoch checkpoints `epoch-0001`; those of the recovery buffer of adaptive
+quantisation are `window_end_2_iter200` and `window_1_iter100_quantized`, and special ones have any other name
 (`interrupted-00000123`, `rollback_1_iter120`, `switch_to_bf16_iter150`). Names that are hidden, the links `latest` and
 `best`, and what was set aside (`step-00000250.left-1`, `step-00000250.damaged-1`) are no checkpoints.
 """
@@ -10,12 +11,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Tier = Literal["epoch", "rolling", "special"]
+Tier = Literal["epoch", "rolling", "special", "window"]
 
 LINKS = ("latest", "best")
 _ASIDE = re.compile(r"\.(?:left|damaged)-\d+$")
 _STEP = re.compile(r"^(?:step-|interrupted-)(\d+)|iter(\d+)")
-_RANK: dict[Tier, int] = {"epoch": 0, "rolling": 1, "special": 2}
+_WINDOW = re.compile(r"window_(?:end_\d+_iter\d+|\d+_iter\d+_[a-z0-9]+)")
+_RANK: dict[Tier, int] = {"epoch": 0, "rolling": 1, "special": 2, "window": 2}
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Keep:
-    """How many valid checkpoints of each tier are kept; at least one each."""
+    """How many valid checkpoints of each tier are kept; at least one each. The buffer says itself which of its own."""
 
     rolling: int = 10
     epoch: int = 5
@@ -61,6 +63,8 @@ def tier(name: str) -> Tier:
     """The tier that a name belongs to."""
     if re.fullmatch(r"step-\d{8,}", name):
         return "rolling"
+    if _WINDOW.fullmatch(name):
+        return "window"
     return "epoch" if re.fullmatch(r"epoch-\d{4,}", name) else "special"
 
 

@@ -14,15 +14,19 @@ Real fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or more; MX formats
 Shape suffixes: N tokens, D inputs, O outputs.
 """
 
+import contextlib
 import importlib
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdtrain.precision.linear import Product
-from kdtrain.precision.products import Recipe
+from kdtrain.precision.products import Recipe, compute_dtype
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _REAL_SINCE = (8, 9)
@@ -54,8 +58,9 @@ class _TorchaoProduct:
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
         settings = self.high_forward if high_forward else self.quantized
-        y_NO: Tensor = self.function.apply(x_ND.to(dtype), weight_OD.to(dtype).T, *settings)
-        return y_NO
+        compute = compute_dtype(dtype)  # scaled rows give bf16 and no fp16
+        y_NO: Tensor = self.function.apply(x_ND.to(compute), weight_OD.to(compute).T, *settings)
+        return y_NO.to(dtype)
 
 
 def _converted(inputs: int, outputs: int, recipe: Recipe, high_forward: bool) -> Any:
@@ -91,7 +96,7 @@ class TransformerEngine:
         """Why a layer of this shape cannot be quantised, or None."""
         if transposed:
             return "TransformerEngine takes no transposed weights"
-        return _no_multiple(128 if self.recipe.scaling == "blockwise" else 16, inputs, outputs)
+        return _no_multiple(_multiple(self.recipe), inputs, outputs)
 
     def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
         """The product for a layer."""
@@ -107,13 +112,28 @@ class _TransformerEngineProduct:
         formats = {("e4m3", "e4m3"): recipes.Format.E4M3, ("e4m3", "e5m2"): recipes.Format.HYBRID}
         self.recipe = kind(fp8_format=formats[recipe.forward, recipe.gradient])
         self.autocast = te.autocast
+        self.multiple = _multiple(recipe)
         self.linear = te.Linear(inputs, outputs, bias=False, params_dtype=torch.float32, device="meta")
         self.linear.weight = layer.weight
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
-        with self.autocast(enabled=True, recipe=self.recipe):
-            y_NO: Tensor = self.linear(x_ND.to(dtype))
-        return y_NO
+        if self.linear.weight is not weight_OD:  # a sharded model gives its layers another parameter than they had
+            self.linear.weight = weight_OD
+        missing = -len(x_ND) % self.multiple
+        padded_ND = F.pad(x_ND.to(dtype), (0, 0, 0, missing)) if missing else x_ND.to(dtype)
+        # outside of torch's autocast a te.Linear refuses inputs that are not of its weight's dtype
+        with _autocast(dtype), self.autocast(enabled=True, recipe=self.recipe):
+            y_NO: Tensor = self.linear(padded_ND)
+        return y_NO[: len(x_ND)]
+
+
+def _autocast(dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype)
+
+
+def _multiple(recipe: Recipe) -> int:
+    """What TransformerEngine wants all sizes, the number of tokens too, to be a multiple of."""
+    return 128 if recipe.scaling == "blockwise" else 16
 
 
 def _no_multiple(of: int, inputs: int, outputs: int) -> str | None:
@@ -157,7 +177,22 @@ def _too_old(device: torch.device) -> str:
 def _why_not_import(name: str) -> str | None:
     """Why a library cannot be imported, in one line; TransformerEngine without its core raises no ImportError."""
     try:
-        importlib.import_module(name)
+        with _quiet_import():
+            importlib.import_module(name)
     except Exception as error:
         return " ".join(f"{name.split('.')[0]} cannot be imported: {type(error).__name__}: {error}".split())[:160]
     return None
+
+
+@contextlib.contextmanager
+def _quiet_import() -> Iterator[None]:
+    """torchao warns of each of its CUDA files that a machine cannot load, and torch of how torchao registers types."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    before = [each.level for each in loggers]
+    try:
+        for each in loggers:
+            each.setLevel(logging.ERROR)
+        yield
+    finally:
+        for each, level in zip(loggers, before, strict=True):
+            each.setLevel(level)

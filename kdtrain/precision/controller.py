@@ -20,11 +20,10 @@ in the fallback. Checkpoints carry the decision that was made when they were wri
 
 import math
 import statistics
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kdtrain.precision.policy import Action, Delete, Policy, Recover, Save, Say, Snapshot, SwitchTo
+from kdtrain.precision.policy import Action, Forget, Policy, Recover, Save, Say, Snapshot, SwitchTo
 
 PATIENCE = 3
 """Steps in a row above the threshold, or not finite, that count."""
@@ -102,6 +101,10 @@ class Controller:
     def steps_quantized(self) -> int:
         """Finished steps that were quantised."""
         return self._memory.steps_quantized
+
+    def buffer_names(self) -> list[str]:
+        """All checkpoints of the recovery buffer, oldest first; others of its kind are no longer needed."""
+        return [name for name, _ in self._saved]
 
     def recovery_names(self) -> list[str]:
         """The checkpoints of the recovery buffer that were written while all was well, newest first."""
@@ -234,7 +237,7 @@ class Controller:
         return [Say(line), *_save(f"switch_to_{self.mode}_iter{step}"), SwitchTo(self.mode)]
 
     def _keep(self, step: int, good: bool) -> list[Action]:
-        """Snapshots within a window, a checkpoint at its end, and what thereby leaves the recovery buffer."""
+        """Snapshots within a window, and a checkpoint at its end; what is older leaves the recovery buffer."""
         policy = self.policy
         number, ends = (step - 1) // policy.window + 1, step % policy.window == 0
         due = step % policy.snapshot_every == 0
@@ -244,21 +247,20 @@ class Controller:
         elif due and policy.snapshot_to_disk:
             name = f"window_{number}_iter{step}_{'quantized' if self.is_quantized else policy.fallback}"
         actions: list[Action] = []
-        if due and good and not policy.snapshot_to_disk:
-            actions.append(Snapshot(step, policy.keep))
+        if good and not policy.snapshot_to_disk and (ends or due):
+            actions.append(Forget() if ends else Snapshot(step, policy.keep))
         if name is not None:
             self.spend(name)  # a run that went back comes by the same names again
             self._saved.append((name, good))
-            actions += [*_save(name), *(Delete(old) for old in self._overflow())]
+            self._trim()  # before it is saved: the memory that it holds is that of a buffer with it in
+            actions += _save(name)
         return actions
 
-    def _overflow(self) -> Iterable[str]:
+    def _trim(self) -> None:
         """Take the oldest out of the buffer, but never the only good one."""
-        gone = []
         while len(self._saved) > self.policy.keep:
             only_good = [name for name, good in self._saved if good] == [self._saved[0][0]]
-            gone.append(self._saved.pop(1 if only_good else 0)[0])
-        return gone
+            self._saved.pop(1 if only_good else 0)
 
     def _complain(self, step: int, loss: float) -> list[Action]:
         """One line where rule `loss` has seen nothing but losses above its threshold in its first windows."""

@@ -13,14 +13,16 @@ smallest normal number of fp32 (e8m0 goes to 2^-127), because some devices flush
 magnitude asks for less is rounded on the grid of that scale, and ends in zeros when it lies below all of it. What
 rounds to more than fp32 holds becomes infinite, as it would in fp32.
 
-Sizes that are no multiple of a tile are padded with zeros, which change no tile's scale, and cut again.
+Where a size is no multiple of a tile, the last tile is narrower: it is worth what it would be padded with zeros, which
+change no scale. It is quantised apart and put behind the others, and not padded: inductor's code for a CPU (torch 2.13)
+gives wrong numbers where rows of padded tiles are cut to a length that is no multiple of its vectors.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 MX_BLOCK = 32
@@ -79,17 +81,19 @@ def quantize_mx(
     more, so that nothing is; `ceil` ceil(log2 a) - e; `rceil` ceil(log2(a / largest)); `even` as `max`, with a rounded
     to the element's mantissa before.
     """
-    tile = (1, MX_BLOCK) if axis == 1 else (MX_BLOCK, 1)
-    tiles = _tiled(values_RC, tile)
-    scale = _shared_scale(_largest(tiles), element, control)
-    return _untiled(round_to(tiles / scale, element, stochastic=stochastic) * scale, values_RC.shape)
+
+    def quantize(tiles: Tensor) -> Tensor:
+        scale = _shared_scale(_largest(tiles), element, control)
+        return round_to(tiles / scale, element, stochastic=stochastic) * scale
+
+    return _by_tiles(values_RC, _block(axis), quantize)
 
 
 def mx_scale(values_RC: Tensor, element: Element, axis: int, control: ScalingControl) -> Tensor:
     """The scale [R, C] that `quantize_mx` gives each element of `values_RC`."""
-    tile = (1, MX_BLOCK) if axis == 1 else (MX_BLOCK, 1)
-    tiles = _tiled(values_RC, tile)
-    return _untiled(_shared_scale(_largest(tiles), element, control).expand_as(tiles), values_RC.shape)
+    return _by_tiles(
+        values_RC, _block(axis), lambda tiles: _shared_scale(_largest(tiles), element, control).expand_as(tiles)
+    )
 
 
 def quantize_fp8(
@@ -104,10 +108,13 @@ def quantize_fp8(
     if tile is None:
         scale = element.largest / _largest_or_nan(values_RC.abs().amax()).clamp(min=1e-30)
         return round_to(values_RC * scale, element, stochastic=stochastic), 1.0 / scale
-    tiles = _tiled(values_RC, tile)
-    scale = _power_of_two(element.largest / _largest(tiles).clamp(min=1e-30))
-    scale = torch.where(torch.isfinite(scale), scale, torch.nan)
-    return _untiled(round_to(tiles * scale, element, stochastic=stochastic) / scale, values_RC.shape), None
+
+    def quantize(tiles: Tensor) -> Tensor:
+        scale = _power_of_two(element.largest / _largest(tiles).clamp(min=1e-30))
+        scale = torch.where(torch.isfinite(scale), scale, torch.nan)
+        return round_to(tiles * scale, element, stochastic=stochastic) / scale
+
+    return _by_tiles(values_RC, tile, quantize), None
 
 
 def _power_of_two(values: Tensor) -> Tensor:
@@ -138,17 +145,20 @@ def _ceiling(values: Tensor, power: Tensor) -> Tensor:
     return torch.where(values > power, 2.0 * power, power)
 
 
-def _tiled(values_RC: Tensor, tile: tuple[int, int]) -> Tensor:
-    """[R, C] as [R / r, r, C / c, c], padded with zeros."""
-    rows, columns = values_RC.shape
-    missing_rows, missing_columns = -rows % tile[0], -columns % tile[1]
-    if missing_rows or missing_columns:
-        values_RC = F.pad(values_RC, (0, missing_columns, 0, missing_rows))
-    return values_RC.unflatten(1, (-1, tile[1])).unflatten(0, (-1, tile[0]))
+def _block(axis: int) -> tuple[int, int]:
+    return (1, MX_BLOCK) if axis == 1 else (MX_BLOCK, 1)
 
 
-def _untiled(tiles: Tensor, shape: torch.Size) -> Tensor:
-    return tiles.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]
+def _by_tiles(values_RC: Tensor, tile: tuple[int, int], function: Callable[[Tensor], Tensor]) -> Tensor:
+    """`function` of [R, C] as tiles [R / r, r, C / c, c], of the same shape, put together again."""
+    for axis, width in enumerate(tile):
+        rest = values_RC.shape[axis] % width
+        if rest and rest < values_RC.shape[axis]:
+            parts = values_RC.split([values_RC.shape[axis] - rest, rest], axis)
+            return torch.cat([_by_tiles(each, tile, function) for each in parts], axis)
+    rows, columns = (min(width, size) for width, size in zip(tile, values_RC.shape, strict=True))
+    tiles = values_RC.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return function(tiles).flatten(2, 3).flatten(0, 1)
 
 
 def _largest(tiles: Tensor) -> Tensor:

@@ -51,18 +51,16 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Delete:
-    """Remove a checkpoint that left the recovery buffer."""
-
-    name: str
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """Keep the state of a step in memory, and at most `keep` of them."""
 
     step: int
     keep: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Drop the snapshots in memory: the checkpoint that follows takes their place."""
 
 
 @dataclass(frozen=True)
@@ -77,4 +75,4 @@ class Recover:
     """Go back to the newest good state of the recovery buffer."""
 
 
-Action = Say | Save | Delete | Snapshot | SwitchTo | Recover
+Action = Say | Save | Snapshot | Forget | SwitchTo | Recover

@@ -53,14 +53,14 @@ def capabilities(device: torch.device) -> list[Capability]:
     return table
 
 
-def capability(mode: str, backend: str, device: torch.device) -> Capability:
-    """What `backend` can do for `mode` on `device`; its recipe is the plain one."""
+def capability(mode: str, backend: str, device: torch.device, recipe: Recipe | None = None) -> Capability:
+    """What `backend` can do for `mode` on `device`, by the plain recipe when none is given."""
     if backend == "emulated":
         return Capability(mode, backend, True, False, "values are rounded in fp32, products are the high mode's")
     if mode != "fp8":
         return Capability(mode, backend, False, False, f"{backend} has no {mode} that trains here")
     why_not = why_not_torchao if backend == "torchao" else why_not_transformer_engine
-    reason = why_not(device) or _why_not_a_product(make_backend(backend, Recipe("tensorwise")), device)
+    reason = why_not(device) or _why_not_a_product(make_backend(backend, recipe or Recipe("tensorwise")), device)
     if reason is not None:
         return Capability(mode, backend, False, False, reason)
     unreal = why_not_real(device)
@@ -90,7 +90,7 @@ def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.d
     refuse_recipe(mode, wanted, recipe, scaling)
     asked: list[str] = []
     for name in [each for each in _ORDER if _knows(each, mode, recipe, scaling)] if wanted == "auto" else [wanted]:
-        found = capability(mode, name, device)
+        found = capability(mode, name, device, recipe)
         if found.works and (found.real or wanted != "auto" or name == "emulated"):
             kind = "real" if found.real else "emulated" if name == "emulated" else "not faster here"
             why = f" ({'; '.join(asked)})" if asked else ""
@@ -148,12 +148,12 @@ def _knows(backend: str, mode: str, recipe: Recipe, scaling: str) -> bool:
 
 def _why_not_a_product(backend: Backend, device: torch.device) -> str | None:
     """What goes wrong in a small product and its backward, or None."""
-    layer = torch.nn.Linear(32, 32, bias=False, device=device)
-    x = torch.ones(16, 32, device=device, requires_grad=True)
+    layer = torch.nn.Linear(128, 128, bias=False, device=device)
+    x = torch.ones(16, 128, device=device, requires_grad=True)
     dtype = torch.bfloat16 if has_bf16(device) else torch.float32
     try:
         with torch.enable_grad():
-            backend.product(layer, 32, 32)(x, layer.weight, dtype, False).float().sum().backward()
+            backend.product(layer, 128, 128)(x, layer.weight, dtype, False).float().sum().backward()
     except Exception as error:
         return " ".join(f"a small product fails: {type(error).__name__}: {error}".split())[:160]
     return None

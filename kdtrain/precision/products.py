@@ -64,7 +64,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.recipe, ctx.dtype = recipe, dtype  # type: ignore[attr-defined]
         if high_forward:
             return x_ND.to(dtype) @ weight_OD.to(dtype).T
-        compute = _compute_dtype(dtype)
+        compute = compute_dtype(dtype)
         x, x_scale = quantized_operand(x_ND, recipe, "activation", 1, compute)
         w, w_scale = quantized_operand(weight_OD, recipe, "weight", 1, compute)
         return _scaled(x @ w.T, x_scale, w_scale).to(dtype)
@@ -74,7 +74,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, g_NO: Tensor
     ) -> tuple[Tensor, Tensor, None, None, None]:
         x_ND, weight_OD = ctx.saved_tensors  # type: ignore[attr-defined]
-        recipe, compute = ctx.recipe, _compute_dtype(ctx.dtype)  # type: ignore[attr-defined]
+        recipe, compute = ctx.recipe, compute_dtype(ctx.dtype)  # type: ignore[attr-defined]
         g, g_scale = quantized_operand(g_NO, recipe, "gradient", 1, compute)
         w, w_scale = quantized_operand(weight_OD, recipe, "weight", 0, compute)
         dx_ND = _scaled(g @ w, g_scale, w_scale)
@@ -84,7 +84,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return dx_ND.to(x_ND.dtype), dw_OD.to(weight_OD.dtype), None, None, None
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 for fp32; else bf16, which has fp32's range: in fp16 a block's scale could overflow."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 

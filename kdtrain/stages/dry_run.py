@@ -21,11 +21,11 @@ from kdtrain.stages.assemble import Assembled
 from kdtrain.stages.begin import start_from
 from kdtrain.stages.common import show
 from kdtrain.stages.rehearsal import (
-    checkpoint_steps,
     checkpoints_kept,
     existing,
     rehearsal,
     save,
+    saves,
     state_bytes,
     steps,
 )
@@ -62,7 +62,8 @@ def _plan(config: DistillConfig, made: Assembled) -> dict[str, Any]:
         "student": {"name": made.spec.name, "parameters": sum(each.numel() for each in student.parameters())},
         "teacher": (config.teacher or (settings.teacher or {}).get("spec")) if run.step.has_teacher else None,
         "device": str(run.step.device),
-        "mode": run.step.mode,
+        "mode": run.step.quantized or run.step.mode,
+        **({"quantised": list(made.lines)} if made.lines else {}),
         "compiled": run.step.compile_objective,
         "steps": run.total,
         "batch": f"{config.batch_size} x {run.step.seq_len} tokens, {micros} micro-batches of {run.micro}",
@@ -71,7 +72,7 @@ def _plan(config: DistillConfig, made: Assembled) -> dict[str, Any]:
         "tokens": run.total * config.batch_size * run.step.seq_len,
         "learning rate": _schedule(run),
         "validations": len(_validation_steps(run)),
-        "checkpoints": len(checkpoint_steps(run)),
+        "checkpoints": saves(run),
     }
 
 
@@ -84,7 +85,7 @@ def _estimates(config: DistillConfig, run: Run) -> dict[str, Any]:
         "first step": first.seconds,
         "steps": (run.total - 1) * second.seconds,
         "validations": len(_validation_steps(run)) * validation,
-        "checkpoints": len(checkpoint_steps(run)) * stall,
+        "checkpoints": saves(run) * stall,
     }
     kept = checkpoints_kept(run)
     return {

@@ -123,13 +123,23 @@ def checkpoints_kept(run: Run) -> int:
     keep = run.config.checkpoint
     epochs = run.total * run.config.batch_size // len(run.train_source)
     rolling = min(keep.keep_rolling, len(checkpoint_steps(run)))
-    return rolling + min(keep.keep_epochs, epochs) + keep.keep_special + 2
+    windows = run.config.quantization.quant_recovery_buffer if run.adaptive is not None else 0
+    return rolling + min(keep.keep_epochs, epochs) + keep.keep_special + windows + 2
 
 
 def checkpoint_steps(run: Run) -> Sequence[int]:
     """The steps after which a rolling checkpoint is due."""
     every = run.config.checkpoint.checkpoint_freq
     return sorted({*range(every, run.total + 1, every), run.total})
+
+
+def saves(run: Run) -> int:
+    """How often the run is to be saved: rolling checkpoints, and those of the windows of adaptive quantisation."""
+    own, windows = run.config.quantization, 0
+    if run.adaptive is not None:
+        windows = run.total // own.quant_window_size
+        windows += run.total // own.quant_checkpoint_interval if own.quant_snapshot == "disk" else 0
+    return len(checkpoint_steps(run)) + windows
 
 
 def save(run: Run) -> tuple[float, float]:

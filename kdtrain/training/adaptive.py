@@ -1,15 +1,13 @@
-"""The part of a run that quantises adaptively: the controller, the student's switch, and snapshots in memory."""
+"""The part of a run that quantises adaptively: the controller, and the student's switch."""
 
-from collections import deque
 from typing import Any
 
-from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.precision.controller import Controller
 from kdtrain.precision.linear import Position, Switch
 
 
 class Adaptive:
-    """The controller of a run, its switch, and the snapshots that it keeps in memory.
+    """The controller of a run and its switch.
 
     Args:
         controller: what decides.
@@ -21,7 +19,6 @@ class Adaptive:
         self.controller = controller
         self.switch = switch
         self.fallback = fallback
-        self.snapshots: deque[Checkpoint] = deque()
         self.gap: float | None = None
         self.set_switch()
 
@@ -35,11 +32,10 @@ class Adaptive:
         self.switch.position = "quantized" if self.controller.is_quantized else self.fallback
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller's memory; snapshots in memory are not part of it."""
+        """The controller's memory."""
         return self.controller.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, in its mode; snapshots, which may be of later steps, are dropped."""
+        """Go on from a `state_dict`, in its mode."""
         self.controller.load_state_dict(state)
-        self.snapshots.clear()
         self.set_switch()

@@ -37,7 +37,7 @@ def save(run: Run, *names: str) -> None:
         {**run.identity, **run.state.numbers()},
         rollbacks=progress.rollbacks,
         best=best,
-        protected=_rollback_target(run, names),
+        protected=[*_rollback_target(run, names), *_recovery_buffer(run)],
     )
     run.published = (progress.step, progress.validated_step)
     for name in names:
@@ -67,6 +67,11 @@ def _rollback_target(run: Run, names: tuple[str, ...]) -> list[str]:
         return []
     found = [each for each in run.store.entries() if each.valid and tiers.is_planned(each.name)]
     return [each.name for each in found if first is None or each.step < first][-1:]
+
+
+def _recovery_buffer(run: Run) -> list[str]:
+    """What adaptive quantisation may go back to; retention removes what once was of these and is not now."""
+    return [] if run.adaptive is None else run.adaptive.controller.buffer_names()
 
 
 def relink_best(run: Run) -> None:

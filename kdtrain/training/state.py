@@ -5,6 +5,7 @@ Random numbers need no memory, because each step seeds its generators from (seed
 """
 
 import random
+from collections import deque
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -13,9 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.errors import RunError
 from kdtrain.models.head import SplitModel
+from kdtrain.training import snapshots
 
 
 class Stateful(Protocol):
@@ -73,9 +76,15 @@ class TrainState:
     progress: Progress
     hidden: nn.Module = field(default_factory=nn.Module)
     watchers: dict[str, Stateful] = field(default_factory=dict)
+    snapshots: deque[Checkpoint] = field(default_factory=deque)
+    """Earlier states, kept in memory to go back to."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors of the complete state; tied weights appear once."""
+        return self.own_tensors() | snapshots.packed(self.snapshots)
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """`tensors` without those of the snapshots."""
         named = {f"student.{name}": tensor for name, tensor in _once(self.student.state_dict()).items()}
         for part, module in self._parts()[1:]:
             named |= {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
@@ -86,6 +95,10 @@ class TrainState:
 
     def numbers(self) -> dict[str, Any]:
         """What is no tensor."""
+        return self.own_numbers() | ({"snapshots": [each.state for each in self.snapshots]} if self.snapshots else {})
+
+    def own_numbers(self) -> dict[str, Any]:
+        """`numbers` without those of the snapshots."""
         return {
             "progress": asdict(self.progress),
             "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},
@@ -103,11 +116,14 @@ class TrainState:
 
         Args:
             leave: parts that stay as they are (`temperature`, `hidden`), because the checkpoint's are of another kind.
-            memory: whether the watchers take over what they remembered.
+            memory: whether the watchers take over what they remembered, and the snapshots are those it has.
 
         Raises:
             RunError: an entry is missing, unknown, or of another shape.
         """
+        if memory and "adaptive" in self.watchers:
+            self.snapshots = snapshots.unpacked(tensors, numbers.get("snapshots", []))
+        tensors = snapshots.without(tensors)
         for part, module in self._parts():
             if part in leave:
                 tensors = {name: each for name, each in tensors.items() if part not in name.split(".")[:2]}

@@ -5,16 +5,15 @@ back to the newest good state.
 """
 
 import copy
-import shutil
 
-from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.monitor.progress import log
-from kdtrain.precision.policy import Action, Delete, Recover, Save, Say, Snapshot
+from kdtrain.precision.policy import Action, Forget, Recover, Save, Say, Snapshot
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.recovery import go_back
 from kdtrain.training.run import Run
 from kdtrain.training.saving import save
+from kdtrain.training.snapshots import snapshot
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.update import full_tokens
 
@@ -41,44 +40,34 @@ def decide(run: Run, step: int, loss: float) -> bool:
         return False
     before, went_back = adaptive.controller.mode, False
     for action in adaptive.controller.observe(step, loss, adaptive.gap):
-        went_back = _carry_out(run, adaptive, action) or went_back
+        went_back = _carry_out(run, action) or went_back
     if adaptive.controller.mode != before:
         run.writers.event("switch", run.state.progress.step, mode=adaptive.controller.mode, tried=step)
     adaptive.set_switch()
     return went_back
 
 
-def _carry_out(run: Run, adaptive: Adaptive, action: Action) -> bool:
+def _carry_out(run: Run, action: Action) -> bool:
     if isinstance(action, Say):
         log.info(action.line)
     elif isinstance(action, Save):
         save(run, action.name)
-    elif isinstance(action, Delete):
-        _delete(run, action.name)
     elif isinstance(action, Snapshot):
-        _snapshot(run, adaptive, action)
+        _snapshot(run, action)
+    elif isinstance(action, Forget):
+        run.state.snapshots.clear()
     elif isinstance(action, Recover):
         return load_recovery_checkpoint(run)
     return False
 
 
-def _snapshot(run: Run, adaptive: Adaptive, action: Snapshot) -> None:
+def _snapshot(run: Run, action: Snapshot) -> None:
     """Copy the whole state, onto the device it lies on."""
-    while len(adaptive.snapshots) >= action.keep:
-        adaptive.snapshots.popleft()
-    tensors = {name: tensor.detach().clone() for name, tensor in run.state.tensors().items()}
-    adaptive.snapshots.append(Checkpoint(f"snapshot of step {action.step}", tensors, _numbers(run)))
-
-
-def _numbers(run: Run) -> dict[str, object]:
-    return copy.deepcopy(run.state.numbers())
-
-
-def _delete(run: Run, name: str) -> None:
-    """Remove a checkpoint of the recovery buffer, unless it is the best or the latest one."""
-    run.saver.wait()
-    if name not in map(run.store.linked, tiers.LINKS) and name in run.store.names():
-        shutil.rmtree(run.store.path(name))
+    kept = run.state.snapshots
+    while len(kept) >= action.keep:
+        kept.popleft()
+    tensors = {name: tensor.detach().clone() for name, tensor in run.state.own_tensors().items()}
+    kept.append(snapshot(tensors, copy.deepcopy(run.state.own_numbers())))
 
 
 def load_recovery_checkpoint(run: Run) -> bool:
@@ -93,9 +82,9 @@ def load_recovery_checkpoint(run: Run) -> bool:
     assert adaptive is not None
     run.saver.wait()
     found = _newest_on_disk(run, adaptive)
-    snapshots = adaptive.snapshots
-    if snapshots and (found is None or _step(snapshots[-1]) >= _step(found)):
-        found = snapshots.pop()
+    kept = run.state.snapshots
+    if kept and (found is None or _step(kept[-1]) >= _step(found)):
+        found = kept.pop()
     if found is None:
         log.warning("[AdaptiveQuantization] no good state is left to go back to")
         return False

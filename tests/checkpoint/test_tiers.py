@@ -28,7 +28,11 @@ SPECIAL = (
 def test_names_say_their_tier_and_their_step():
     assert (rolling_name(250), epoch_name(3)) == ("step-00000250", "epoch-0003")
     assert (tier("step-00000250"), tier("epoch-0003")) == ("rolling", "epoch")
-    assert {tier(name) for name in SPECIAL} == {"special"}
+    assert {tier(name) for name in SPECIAL if not name.startswith("window")} == {"special"}
+    assert (
+        tier("window_1_iter100_quantized") == tier("window_1_iter100_bf16") == tier("window_end_2_iter200") == "window"
+    )
+    assert tier("window_end") == tier("window_1_iter100") == "special"
     assert [step_in(name) for name in SPECIAL] == [123, 120, 150, 100, 5]
     assert (step_in("step-00000250"), step_in("epoch-0003"), step_in("mine")) == (250, -1, -1)
     assert tier(rolling_name(10**9)) == "rolling"
@@ -46,6 +50,13 @@ def test_the_order_is_step_then_rollbacks_and_special_ones_come_last():
     entries = [Entry(*each) for each in zip(names, (20, 20, 20, 20, 100, 3), (0, 1, 0, 0, 0, 5), strict=True)]
     expected = ["before", "epoch-0001", "step-00000020", "interrupted-00000020", "rollback_1_iter020", "step-00000100"]
     assert [entry.name for entry in ordered(entries)] == expected
+
+
+def test_the_recovery_buffer_says_which_of_its_own_are_kept_and_they_crowd_out_nothing():
+    entries = [Entry(f"window_end_{number}_iter{5 * number}", 5 * number) for number in range(1, 5)]
+    entries += [Entry("switch_to_bf16_iter7", 7), Entry("interrupted-00000002", 2)]
+    gone = removable(entries, Keep(special=1), ["window_end_2_iter10"])
+    assert gone == ["interrupted-00000002", "window_end_1_iter5", "window_end_3_iter15"]
 
 
 def test_each_tier_is_counted_by_itself():

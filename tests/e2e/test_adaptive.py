@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 
 from kdtrain.checkpoint.store import load
 
-pytestmark = pytest.mark.usefixtures("cached")
-
 _HOW = ("--steps", 14, "--lr", 1e-5, "--lr-schedule", "constant", "--warmup-steps", 0, "--batch-size", 6, "--alpha", 0)
 _RULE = ("--time-resume", "--quant-rule", "loss", "--quant-loss-threshold", 9, "--quant-window-size", 4)
 _DWELL = ("--quant-min-dwell", 5)
@@ -20,8 +18,8 @@ _QUIET = ("--no-compile", "--no-tensorboard", "--spike-rule", "none", "--eval-fr
 _RISING = "train.loss:x2.5:5-8"
 
 
-def distill(bench, out: str, *more: object, **options):
-    return bench.run(
+def distill(forks, out: str, *more: object, **options):
+    return forks.run(
         *("distill", "--cache", "cache", "--student", "student.toml", "--out", out, *_HOW, *_QUIET, *more), **options
     )
 
@@ -32,12 +30,10 @@ def lines(run: Path) -> list[str]:
     return [line for line in found if line.startswith(("[TimeResume]", "[AdaptiveQuantization]"))]
 
 
-def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(bench):
-    done = distill(
-        bench, "adaptive", "--precision", "mxfp4", *_RULE, *_DWELL, "--keep-special", 20, "--json", fault=_RISING
-    )
-    loss = {line["step"]: f"{line['loss']:.4f}" for line in bench.metrics("adaptive")}
-    assert lines(bench.root / "adaptive") == [
+def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(forks):
+    done = distill(forks, "adaptive", "--precision", "mxfp4", *_RULE, *_DWELL, "--json", fault=_RISING)
+    loss = {line["step"]: f"{line['loss']:.4f}" for line in forks.metrics("adaptive")}
+    assert lines(forks.root / "adaptive") == [
         "[TimeResume] Adaptive quantization training enabled",
         "[AdaptiveQuantization] Checkpoint saved: window_end_1_iter4",
         f"[AdaptiveQuantization] Loss {loss[7]} exceeds threshold 9.0000, switching to bf16",
@@ -47,16 +43,16 @@ def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(ben
         "[AdaptiveQuantization] Checkpoint saved: switch_to_mxfp4_iter12",
         "[AdaptiveQuantization] Checkpoint saved: window_end_3_iter12",
     ]
-    folders = {path.name for path in (bench.root / "adaptive" / "checkpoints").iterdir() if not path.is_symlink()}
+    folders = {path.name for path in (forks.root / "adaptive" / "checkpoints").iterdir() if not path.is_symlink()}
     assert {name for name in folders if not name.startswith("epoch-")} == {
         "switch_to_bf16_iter7", "window_end_2_iter8", "switch_to_mxfp4_iter12", "window_end_3_iter12", "step-00000014",
     }  # fmt: skip
     assert (done.json["switches"], done.json["steps_quantized"]) == (2, 9)
-    modes = [line["mode"] for line in events(bench.root / "adaptive") if line["event"] == "switch"]
+    modes = [line["mode"] for line in events(forks.root / "adaptive") if line["event"] == "switch"]
     assert modes == ["bf16", "mxfp4"]
 
 
-def test_a_run_killed_in_its_fallback_ends_as_one_that_was_not(bench):
+def test_a_run_killed_in_its_fallback_ends_as_one_that_was_not(forks):
     options = (
         "--precision",
         "fp8",
@@ -68,43 +64,66 @@ def test_a_run_killed_in_its_fallback_ends_as_one_that_was_not(bench):
         3,
         "--no-async-save",
     )
-    distill(bench, "whole", *options, fault=_RISING).ok()
-    killed = distill(bench, "killed", *options, KDTRAIN_FAULT=f"{_RISING},train.after-step:kill:10")
+    distill(forks, "whole", *options, fault=_RISING).ok()
+    killed = distill(forks, "killed", *options, KDTRAIN_FAULT=f"{_RISING},train.after-step:kill:10")
     assert killed.code < 0
-    distill(bench, "killed", *options, KDTRAIN_FAULT=_RISING).ok()
-    whole, again = (load(bench.root / run / "checkpoints" / "step-00000014") for run in ("whole", "killed"))
+    distill(forks, "killed", *options, KDTRAIN_FAULT=_RISING).ok()
+    whole, again = (load(forks.root / run / "checkpoints" / "step-00000014") for run in ("whole", "killed"))
     assert whole.tensors.keys() == again.tensors.keys()
     assert all(torch.equal(whole.tensors[name], again.tensors[name]) for name in whole.tensors)
     assert whole.state["watchers"] == again.state["watchers"]
 
 
+def test_a_run_asked_to_stop_in_mid_window_goes_back_later_to_the_snapshot_it_took_before(forks):
+    options = ("--precision", "mxfp4", *_RULE, "--quant-window-size", 50, "--quant-checkpoint-interval", 2)
+    broken = "train.gradient:nan:9-12"
+    distill(forks, "never-stopped", *options, fault=broken).ok()
+    stopped = distill(forks, "stopped", *options, KDTRAIN_FAULT=f"{broken},train.after-step:term:7").ok()
+    assert "stopped by SIGTERM after step 7" in stopped.stderr
+    again = distill(forks, "stopped", *options, fault=broken).ok()
+    assert "went back to snapshot of step 8" in again.stderr
+    whole, other = (load(forks.root / run / "checkpoints" / "step-00000014") for run in ("never-stopped", "stopped"))
+    assert all(torch.equal(whole.tensors[name], other.tensors[name]) for name in whole.tensors)
+    assert whole.state["watchers"]["adaptive"] == other.state["watchers"]["adaptive"]
+
+
+@pytest.mark.parametrize("more, forward", [((), "fp16"), (("--quant-fallback-scope", "forward"), "bf16")])
+def test_the_fallback_is_the_one_that_was_asked_for(forks, more, forward):
+    name = f"fallback-{forward}"
+    options = (*_RULE, *_DWELL, "--quant-fallback-strategy", forward, *more)
+    distill(forks, name, "--precision", "mxfp8", *options, fault=_RISING).ok()
+    assert [line["mode"] for line in events(forks.root / name) if line["event"] == "switch"] == [forward, "mxfp8"]
+    assert f"switching to {forward}" in "".join(lines(forks.root / name))
+    assert (forks.root / name / "checkpoints" / f"switch_to_{forward}_iter7").is_dir()
+
+
 @pytest.mark.parametrize("mode", ["fp16", "fp8", "mxfp8", "mxfp4"])
-def test_each_mode_trains_and_resumes_bit_by_bit(bench, mode):
+def test_each_mode_trains_and_resumes_bit_by_bit(forks, mode):
     options = ("--precision", mode, "--steps", 6, "--lr", 1e-3)
-    distill(bench, f"{mode}-whole", *options).ok()
-    distill(bench, f"{mode}-first", *options, "--checkpoint-freq", 2, KDTRAIN_FAULT="train.after-step:kill:4")
-    distill(bench, f"{mode}-first", *options, "--checkpoint-freq", 2).ok()
-    whole, again = (bench.root / f"{mode}-{run}" / "checkpoints" / "step-00000006" for run in ("whole", "first"))
+    distill(forks, f"{mode}-whole", *options).ok()
+    distill(forks, f"{mode}-first", *options, "--checkpoint-freq", 2, KDTRAIN_FAULT="train.after-step:kill:4")
+    distill(forks, f"{mode}-first", *options, "--checkpoint-freq", 2).ok()
+    whole, again = (forks.root / f"{mode}-{run}" / "checkpoints" / "step-00000006" for run in ("whole", "first"))
     one, other = load(whole).tensors, load(again).tensors
     assert all(torch.equal(one[name], other[name]) for name in one)
-    exported = load_file(bench.root / f"{mode}-whole" / "student" / "model.safetensors")
+    exported = load_file(forks.root / f"{mode}-whole" / "student" / "model.safetensors")
     assert all(torch.isfinite(each).all() for each in exported.values())
 
 
-def test_collected_tensors_lie_in_the_run_and_a_resume_neither_loses_nor_doubles_a_row(bench):
+def test_collected_tensors_lie_in_the_run_and_a_resume_neither_loses_nor_doubles_a_row(forks):
     options = ("--precision", "mxfp4", "--steps", 8, "--collect-tensors", "*.mlp.down_proj", "--collect-every", 2)
-    distill(bench, "plain", *options[:4]).ok()
-    distill(bench, "seen", *options, "--checkpoint-freq", 3, KDTRAIN_FAULT="train.after-step:kill:6")
-    distill(bench, "seen", *options, "--checkpoint-freq", 3).ok()
-    with h5py.File(bench.root / "seen" / "tensors.h5") as file:
+    distill(forks, "plain", *options[:4]).ok()
+    distill(forks, "seen", *options, "--checkpoint-freq", 3, KDTRAIN_FAULT="train.after-step:kill:6")
+    distill(forks, "seen", *options, "--checkpoint-freq", 3).ok()
+    with h5py.File(forks.root / "seen" / "tensors.h5") as file:
         group = file["model.layers.0.mlp.down_proj"]["gradient"]
         assert group["step"][:].tolist() == [2, 4, 6, 8] and set(group["mode"].asstr()[:]) == {"mxfp4"}
         assert (group["error"][:] > 0.05).all()
-    plain, seen = (load(bench.root / run / "checkpoints" / "step-00000008").tensors for run in ("plain", "seen"))
+    plain, seen = (load(forks.root / run / "checkpoints" / "step-00000008").tensors for run in ("plain", "seen"))
     assert all(torch.equal(plain[name], seen[name]) for name in plain)
 
 
-def test_what_cannot_be_is_refused_in_one_line(bench):
+def test_what_cannot_be_is_refused_in_one_line(forks):
     for options, named in (
         (("--time-resume", "--precision", "bf16"), "--time-resume has nothing to fall back from"),
         (("--quant-window-size", 9), "--quant-window-size has no effect without --time-resume"),
@@ -117,12 +136,12 @@ def test_what_cannot_be_is_refused_in_one_line(bench):
         ),
         (("--collect-tensors", "nothing.*"), "matches no linear layer"),
     ):
-        refused = distill(bench, "refused", *options)
+        refused = distill(forks, "refused", *options)
         assert refused.code == 2 and named in refused.refusal(), refused.stderr
 
 
-def test_what_is_not_there_falls_back_to_bf16_with_one_line(bench):
-    done = distill(bench, "missing", "--precision", "fp8", "--fp8-backend", "transformer-engine", "--steps", 1).ok()
+def test_what_is_not_there_falls_back_to_bf16_with_one_line(forks):
+    done = distill(forks, "missing", "--precision", "fp8", "--fp8-backend", "transformer-engine", "--steps", 1).ok()
     said = [line for line in done.stderr.splitlines() if "training in bf16" in line]
     assert len(said) == 1 and "TransformerEngine runs on CUDA devices only" in said[0]
 

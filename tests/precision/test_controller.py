@@ -6,7 +6,7 @@ import math
 import pytest
 
 from kdtrain.precision.controller import Controller
-from kdtrain.precision.policy import Delete, Policy, Recover, Save, Say, Snapshot, SwitchTo
+from kdtrain.precision.policy import Forget, Policy, Recover, Save, Say, Snapshot, SwitchTo
 
 NAN, INF = math.nan, math.inf
 SAID = "[AdaptiveQuantization] "
@@ -116,18 +116,17 @@ def test_switches_that_are_used_up_are_said_once():
     assert [line for line in lines if "used up" in line] == [SAID + "1 switches are used up, staying in bf16"]
 
 
-def test_windows_end_in_a_checkpoint_and_the_buffer_deletes_what_is_older():
+def test_windows_end_in_a_checkpoint_and_what_is_older_leaves_the_buffer():
     made = controller(window=100, snapshot_every=50, snapshot_to_disk=True, keep=2)
-    saved, deleted = [], []
+    saved = []
     for step in range(1, 301):
         for action in made.observe(step, 0.05):
             saved += [action.name] if isinstance(action, Save) else []
-            deleted += [action.name] if isinstance(action, Delete) else []
+        assert made.buffer_names() == saved[-2:]
     assert saved == [
         "window_1_iter50_quantized", "window_end_1_iter100", "window_2_iter150_quantized",
         "window_end_2_iter200", "window_3_iter250_quantized", "window_end_3_iter300",
     ]  # fmt: skip
-    assert deleted == saved[:-2]
     assert made.recovery_names() == saved[-2:][::-1]
 
 
@@ -148,6 +147,14 @@ def test_snapshots_in_memory_cost_no_disk_and_are_taken_of_good_states_only():
     assert made.observe(2, 0.5) == []
 
 
+def test_the_checkpoint_of_a_windows_end_takes_the_place_of_its_snapshots_if_it_is_good():
+    made = controller(rules=("loss",), window=2, snapshot_every=1)
+    assert made.observe(1, 0.05) == [Snapshot(1, 2)]
+    assert made.observe(2, 0.05)[:2] == [Forget(), Save("window_end_1_iter2")]
+    assert made.observe(3, 0.05) == [Snapshot(3, 2)]
+    assert Forget() not in made.observe(4, 0.5)
+
+
 def test_the_buffer_never_drops_its_only_good_state():
     made = controller(rules=("loss",), window=1000, snapshot_every=1, snapshot_to_disk=True, keep=2)
     feed(made, [0.05, 0.5, 0.5])
@@ -160,8 +167,8 @@ def test_what_the_run_went_back_to_is_spent_and_a_name_that_comes_again_counts_o
     assert made.recovery_names() == ["window_end_2_iter4", "window_end_1_iter2"]
     made.spend("window_end_2_iter4")
     assert made.recovery_names() == ["window_end_1_iter2"]
-    deleted = [each for step in (1, 2) for each in made.observe(step, 0.05) if isinstance(each, Delete)]
-    assert made.recovery_names() == ["window_end_1_iter2"] and deleted == []
+    feed(made, [0.05] * 2)
+    assert made.buffer_names() == made.recovery_names() == ["window_end_1_iter2"]
 
 
 def test_three_broken_steps_in_the_fallback_go_back_to_a_good_state():

@@ -118,12 +118,23 @@ def test_numbers_near_the_largest_of_fp32_survive_every_control():
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_sizes_that_are_no_multiple_of_a_block_are_padded_and_cut(axis):
+def test_a_narrow_last_block_is_worth_what_it_would_be_padded_with_zeros(axis):
     values = normal(45, 45)
     whole = torch.zeros(64, 64)
     whole[:45, :45] = values
     quantized = quantize_mx(values, E4M3, axis)
     assert torch.equal(quantized, quantize_mx(whole, E4M3, axis)[:45, :45])
+
+
+@pytest.mark.parametrize("quantize", [lambda v: quantize_mx(v, E2M1, 1), lambda v: quantize_fp8(v, E4M3, (1, 128))[0]])
+@pytest.mark.parametrize("columns", [40, 344])
+def test_compiled_code_gives_the_numbers_of_eager_code_where_the_last_tile_is_narrow(quantize, columns):
+    def operand(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return quantize(one * other).to(torch.bfloat16)
+
+    torch.compiler.reset()
+    values = normal(64, columns), normal(64, columns, seed=1)
+    assert torch.equal(torch.compile(operand, dynamic=False, fullgraph=True)(*values), operand(*values))
 
 
 def test_blocks_lie_along_the_axis_asked_for():

@@ -1,5 +1,6 @@
 """What a machine can do in few bits, and what a run gets when it asks for more."""
 
+import subprocess
 import sys
 
 import pytest
@@ -19,7 +20,7 @@ def recipe(mode: str = "fp8", scaling: str = "tensorwise", form: str | None = No
 
 @pytest.fixture
 def real_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pretended(mode: str, backend: str, device: torch.device) -> Capability:
+    def pretended(mode: str, backend: str, device: torch.device, recipe: object) -> Capability:
         return Capability(mode, backend, True, backend == "torchao", None)
 
     monkeypatch.setattr(probe, "capability", pretended)
@@ -48,6 +49,12 @@ def test_a_library_that_fails_in_any_way_is_a_reason_and_no_error(monkeypatch):
     assert probe.why_not_transformer_engine(torch.device("cuda")) == (
         "transformer_engine cannot be imported: RuntimeError: no core found"
     )
+
+
+def test_importing_torchao_says_nothing_to_users():
+    asked = "import torch; from kdtrain.precision.probe import capabilities; capabilities(torch.device('cpu'))"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_auto_emulates_where_nothing_is_real_and_says_so():

@@ -73,19 +73,25 @@ class Workshop:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def student(self) -> SplitModel:
-        """The student of each run."""
-        return split(tiny_model("llama", VOCABULARY, seed=3))
+    def student(self, **config: Any) -> SplitModel:
+        """The student of a run, with entries of its configuration."""
+        return split(tiny_model("llama", VOCABULARY, seed=3, **config))
 
     @contextmanager
     def run(
-        self, name: str = "run", train: Any = None, validation: Any = None, steps: int = 4, **options: Any
+        self,
+        name: str = "run",
+        train: Any = None,
+        validation: Any = None,
+        steps: int = 4,
+        model: dict[str, Any] | None = None,
+        **options: Any,
     ) -> Iterator[Run]:
-        """A run of `steps` steps of 4 sequences, with the options of all sections given flat."""
+        """A run of `steps` steps of 4 sequences, with the options of all sections given flat, and the model's."""
         out = self.folder / name
         out.mkdir(exist_ok=True)
         config = _config(out, steps, {"lr": 1e-2, "warmup_steps": 0, "batch_size": 4, **options})
-        student = self.student()
+        student = self.student(**model or {})
         temperature = _temperature(config.objective, steps)
         watch = config.guards
         spikes = SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience)

@@ -118,6 +118,50 @@ def test_a_run_resumed_in_any_mode_is_the_run_that_was_not_stopped_bit_by_bit(wo
     assert again["watchers"]["adaptive"] == numbers["watchers"]["adaptive"]
 
 
+@pytest.mark.parametrize("stopped_after", [6, 8, 9])
+def test_a_run_resumed_in_mid_window_goes_back_to_the_snapshot_that_the_first_process_took(
+    workshop, fault, stopped_after
+):
+    fault("train.loss:x2:8-9,train.gradient:nan:11-14")
+    options = {**CALM, "lr": 1e-3, "checkpoint_freq": 1, "keep_rolling": 50}
+
+    def go(name: str, steps: int, begin_at=None) -> tuple[dict, dict]:
+        with workshop.run(name, steps=steps, **options) as run:
+            quantise(run, **LOSS | {"window": 100, "snapshot_every": 3})
+            if begin_at is not None:
+                found = load(begin_at)
+                run.state.load(found.tensors, found.state)
+            train(run)
+            last = load(run.store.path(f"step-{steps:08d}"))
+            return last.tensors, last.state
+
+    whole, numbers = go("whole", 12)
+    assert numbers["progress"]["rollbacks"] == 1 and numbers["progress"]["skipped_data"] == [[6 * 4, 14 * 4]]
+    go("first", stopped_after)
+    tensors, again = go("second", 12, workshop.folder / "first" / "checkpoints" / f"step-{stopped_after:08d}")
+    assert tensors.keys() == whole.keys() and all(torch.equal(tensors[name], whole[name]) for name in whole)
+    assert again["progress"]["skipped_data"] == numbers["progress"]["skipped_data"]
+    assert again["watchers"]["adaptive"] == numbers["watchers"]["adaptive"]
+
+
+def test_a_checkpoint_carries_the_snapshots_of_its_window_and_none_at_its_end(workshop):
+    with workshop.run(steps=8, checkpoint_freq=1, keep_rolling=50, **CALM) as run:
+        quantise(run, **LOSS | {"window": 4})
+        train(run)
+        kept = [len(load(run.store.path(f"step-{step:08d}")).state.get("snapshots", [])) for step in range(1, 9)]
+    assert kept == [1, 2, 2, 0, 1, 2, 2, 0]
+
+
+def test_a_window_that_a_kill_left_behind_is_removed_with_the_next(workshop):
+    with workshop.run(steps=8, checkpoint_freq=100, **CALM) as run:
+        quantise(run, **LOSS | {"window": 2})
+        run.store.save("window_end_9_iter1", 1, run.state.tensors(), run.state.numbers())
+        train(run)
+        assert {name for name in run.store.names() if name.startswith("window")} == {
+            "window_end_3_iter6", "window_end_4_iter8",
+        }  # fmt: skip
+
+
 def test_a_switch_touches_neither_weights_nor_moments(workshop):
     with workshop.run(steps=3, **CALM) as run:
         quantise(run, **LOSS)

@@ -1,0 +1,93 @@
+"""The libraries behind fp8 are called as they are documented; here with a stand-in for the one that needs a GPU."""
+
+import contextlib
+import sys
+import warnings
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kdtrain.precision.backends import Torchao, TransformerEngine
+from kdtrain.precision.products import Recipe
+
+
+class Linear(torch.nn.Linear):
+    """Stands in for TransformerEngine's: refuses what that one refuses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert _calls and len(x) % 8 == 0 and x.shape[-1] % 16 == 0
+        _calls[-1] |= {"tokens": len(x), "dtype": x.dtype}
+        return F.linear(x.float(), self.weight).to(x.dtype)
+
+
+_calls: list[dict] = []
+
+
+def made(in_features, out_features, bias, params_dtype, device):
+    return Linear(in_features, out_features, bias=bias, dtype=params_dtype, device=device)
+
+
+@contextlib.contextmanager
+def autocast(enabled, recipe):
+    _calls.append({"enabled": enabled, "recipe": recipe})
+    yield
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module as far as it is used."""
+    kinds = {
+        name: lambda fp8_format, name=name: (name, fp8_format)
+        for name in ("Float8CurrentScaling", "Float8BlockScaling")
+    }
+    recipes = SimpleNamespace(**kinds, Format=SimpleNamespace(E4M3="E4M3", HYBRID="HYBRID"))
+    modules = {
+        "transformer_engine": ModuleType("transformer_engine"),
+        "transformer_engine.pytorch": SimpleNamespace(Linear=made, autocast=autocast),
+        "transformer_engine.common": SimpleNamespace(recipe=recipes),
+        "transformer_engine.common.recipe": recipes,
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    _calls.clear()
+
+
+@pytest.mark.parametrize(
+    "recipe, expected, tokens",
+    [
+        (Recipe("tensorwise", gradient="e5m2"), ("Float8CurrentScaling", "HYBRID"), 32),
+        (Recipe("blockwise"), ("Float8BlockScaling", "E4M3"), 128),
+    ],
+)
+def test_transformer_engine_gets_its_recipe_tokens_that_fit_and_the_layers_own_weight(
+    transformer_engine, recipe, expected, tokens
+):
+    layer = torch.nn.Linear(128, 256, bias=False)
+    product = TransformerEngine(recipe).product(layer, 128, 256)
+    x = torch.randn(17, 128, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an autocast for a GPU that is not there
+        y = product(x, layer.weight, torch.bfloat16, False)
+    assert _calls == [{"enabled": True, "recipe": expected, "tokens": tokens, "dtype": torch.bfloat16}]
+    torch.testing.assert_close(y, layer(x.bfloat16().float()).bfloat16())
+    y.float().sum().backward()
+    assert layer.weight.grad is not None and x.grad.shape == x.shape
+
+
+def test_transformer_engine_follows_a_layer_that_is_given_another_parameter(transformer_engine):
+    layer = torch.nn.Linear(128, 128, bias=False)
+    product = TransformerEngine(Recipe("tensorwise")).product(layer, 128, 128)
+    layer.weight = torch.nn.Parameter(2 * layer.weight.detach())
+    x = torch.randn(16, 128)
+    torch.testing.assert_close(product(x, layer.weight, torch.float32, False), layer(x))
+
+
+def test_torchaos_scaled_rows_give_fp16_where_that_is_the_high_format():
+    product = Torchao(Recipe("rowwise")).product(torch.nn.Identity(), 64, 32)
+    x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(32, 64, requires_grad=True)
+    y = product(x, weight, torch.float16, False)
+    assert y.dtype == torch.float16 and float((y - x @ weight.T).detach().norm() / y.detach().norm()) < 0.1
+    y.float().square().sum().backward()
+    assert torch.isfinite(weight.grad).all() and weight.grad.dtype == torch.float32

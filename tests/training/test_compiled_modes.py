@@ -1,0 +1,81 @@
+"""Compiled, each quantised mode trains, switches without a recompilation, and resumes in either mode, bit by bit."""
+
+import contextlib
+
+import pytest
+import torch
+
+from kdtrain.checkpoint.store import load
+from kdtrain.precision.backends import Torchao
+from kdtrain.precision.controller import Controller
+from kdtrain.precision.linear import Emulated, convert
+from kdtrain.precision.policy import Policy
+from kdtrain.precision.products import Recipe
+from kdtrain.training.adaptive import Adaptive
+from kdtrain.training.loop import train
+
+pytestmark = pytest.mark.slow
+
+FP8 = Recipe("tensorwise", gradient="e5m2")
+BACKENDS = {
+    "fp8 by torchao": Torchao(FP8),
+    "fp8 emulated": Emulated(FP8),
+    "mxfp8": Emulated(Recipe("mx")),
+    "mxfp4": Emulated(Recipe("mx", "e2m1", "e2m1")),
+}
+STEPS, STOPPED_IN_FALLBACK, STOPPED_QUANTISED = 15, 3, 5
+CALM = {"lr": 1e-3, "lr_schedule": "constant", "spike_rule": "none", "checkpoint_freq": 1, "keep_rolling": 50}
+
+
+class EachSecond(Controller):
+    """Switches after each second step, whatever the loss is."""
+
+    def observe(self, step: int, loss: float, gap: float | None = None) -> list:
+        self._memory.switches += step % 2 == 0
+        self._memory.is_quantized = step // 2 % 2 == 0
+        return []
+
+
+def compiled(run, backend) -> None:
+    """Make a run of the workshop compiled, in bf16, and adaptive."""
+    step, model = run.step, run.state.student.model
+    convert(model, step.switch, backend, head=model.get_output_embeddings())
+    step.quantized, step.mode, step.compile_objective = "quantised", "bf16", True
+    step.backbone = torch.compile(step._backbone, dynamic=False, fullgraph=True)
+    run.adaptive = Adaptive(EachSecond(Policy(quantized="quantised")), step.switch, "high")
+    run.state.watchers["adaptive"] = run.adaptive
+
+
+def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = None) -> dict[str, torch.Tensor]:
+    """Train; after the first step nothing may be compiled, and no switch may touch weights or moments."""
+    with (
+        workshop.run(name, steps=steps, model={"num_hidden_layers": 1, "intermediate_size": 48}, **CALM) as run,
+        contextlib.ExitStack() as stance,
+    ):
+        compiled(run, backend)
+        if begin_at is not None:
+            found = load(workshop.folder / "whole" / "checkpoints" / f"step-{begin_at:08d}")
+            run.state.load(found.tensors, found.state)
+        switch = run.adaptive.set_switch
+
+        def watched() -> None:
+            if run.state.progress.step == (begin_at or 0) + 1:
+                stance.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+            before = {key: each.clone() for key, each in run.state.tensors().items()}
+            switch()
+            after = run.state.tensors()
+            assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+        run.adaptive.set_switch = watched
+        train(run)
+        assert run.adaptive.controller.switches >= (6 if steps == STEPS else 0)
+        return load(run.store.path(f"step-{steps:08d}")).tensors
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_compiled_run_switches_seven_times_and_resumes_in_either_mode_bit_by_bit(workshop, name):
+    torch.compiler.reset()
+    whole = go(workshop, "whole", BACKENDS[name])
+    for number in (STOPPED_IN_FALLBACK, STOPPED_QUANTISED):
+        again = go(workshop, f"from-{number}", BACKENDS[name], begin_at=number)
+        assert again.keys() == whole.keys() and all(torch.equal(again[key], whole[key]) for key in whole)
