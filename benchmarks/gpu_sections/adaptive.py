@@ -26,6 +26,7 @@ from kdtrain.precision.linear import Switch, convert
 from kdtrain.precision.policy import Policy
 from kdtrain.precision.probe import Choice, choose, make_recipe
 from kdtrain.training.adaptive import Adaptive
+from kdtrain.training.run import Run
 from kdtrain.training.switching import decide, warm_up
 
 HIGH, LOW, THRESHOLD = 9.0, 1.0, 5.0
@@ -152,10 +153,10 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
         times.append(time.perf_counter() - started)
         # the loss that decides is made up: up and down in turn, so that the rule has something to say
         shown = LOW if (number - 1) // sizes.stretch % 2 == 0 else HIGH
-        before, started = [*run.state.snapshots], time.perf_counter()
+        before, started = _newest(run), time.perf_counter()
         decide(run, number, shown)
         synchronize(device)
-        if run.state.snapshots and [*run.state.snapshots] != before:
+        if _newest(run) not in (None, before):
             snapshots.append(time.perf_counter() - started)
     return {
         **_summary(losses, sizes),
@@ -170,6 +171,11 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
                     for m in sorted(set(modes[2:]))},
         "modes": modes,
     }  # fmt: skip
+
+
+def _newest(run: Run) -> int | None:
+    """The step of the newest snapshot, None where there is none."""
+    return run.state.snapshots[-1].state["progress"]["step"] if run.state.snapshots else None
 
 
 def _graphs() -> int:
