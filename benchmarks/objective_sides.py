@@ -45,12 +45,14 @@ class Student:
     hidden_ND: Tensor
     weight_VD: Tensor
     labels_N: Tensor
+    compile: bool = True
+    """Whether the sides that can be compiled are."""
     teacher: tuple[Tensor, Tensor] = field(init=False)
     """Hidden states and weight of a teacher as wide as the student."""
 
     def __post_init__(self) -> None:
         g = torch.Generator().manual_seed(1)
-        noise = torch.randn(self.hidden_ND.shape, generator=g).to(self.hidden_ND.dtype)
+        noise = torch.randn(self.hidden_ND.shape, generator=g).to(self.hidden_ND)
         self.teacher = (self.hidden_ND.detach() + 0.5 * noise, self.weight_VD.detach())
 
     @property
@@ -68,12 +70,14 @@ class Student:
             return self.teacher[0] @ self.teacher[1].T
 
 
-def make_student(n: int, width: int, vocab: int, dtype: torch.dtype) -> Student:
-    """Random inputs whose logits are about N(0, 2^2)."""
+def make_student(
+    n: int, width: int, vocab: int, dtype: torch.dtype, device: torch.device | str = "cpu", compile: bool = True
+) -> Student:
+    """Random inputs whose logits are about N(0, 2^2), the same numbers on every device."""
     g = torch.Generator().manual_seed(0)
-    hidden_ND = torch.randn(n, width, generator=g).to(dtype).requires_grad_()
-    weight_VD = (2 * torch.randn(vocab, width, generator=g) / width**0.5).to(dtype).requires_grad_()
-    return Student(hidden_ND, weight_VD, torch.randint(vocab, (n,), generator=g))
+    hidden_ND = torch.randn(n, width, generator=g).to(device, dtype).requires_grad_()
+    weight_VD = (2 * torch.randn(vocab, width, generator=g) / width**0.5).to(device, dtype).requires_grad_()
+    return Student(hidden_ND, weight_VD, torch.randint(vocab, (n,), generator=g).to(device), compile)
 
 
 def sparse_targets(student: Student, kept: int) -> SparseTargets:
@@ -84,7 +88,7 @@ def sparse_targets(student: Student, kept: int) -> SparseTargets:
     ids_NK = (first_N1 + torch.arange(kept) * (vocab // kept)) % vocab
     logprobs_NK = torch.log_softmax(2 * torch.randn(n, kept, generator=g), -1).sort(-1, descending=True)[0] - 0.3
     tail_N8 = torch.tensor([-1.35, 0.4, 1.6, 2.8, -4.0, -4.6, -5.0, -5.4]).expand(n, 8).contiguous()
-    return SparseTargets(
+    targets = SparseTargets(
         ids=ids_NK,
         logprobs=logprobs_NK,
         counts=torch.zeros(n, kept),
@@ -96,6 +100,7 @@ def sparse_targets(student: Student, kept: int) -> SparseTargets:
         draws=0,
         knots=(1.0, 0.7, 0.45, 0.25),
     )
+    return targets.to(student.hidden_ND.device)
 
 
 def side(name: str, student: Student) -> Callable[[], Tensor | None]:
@@ -133,7 +138,7 @@ def _backward(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def _products(student: Student) -> Callable[[], None]:
     hidden_ND, weight_VD = student.hidden_ND.detach(), student.weight_VD.detach()
-    dz_NV = torch.empty(student.shape, dtype=hidden_ND.dtype)
+    dz_NV = torch.empty(student.shape, dtype=hidden_ND.dtype, device=hidden_ND.device)
 
     def run() -> None:
         torch.mm(hidden_ND, weight_VD.T, out=dz_NV)
@@ -147,13 +152,13 @@ def _cross_entropy(student: Student) -> Callable[[], Tensor]:
     def loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
         return F.cross_entropy((hidden_ND @ weight_VD.T).float(), labels_N)
 
-    compiled = torch.compile(loss, dynamic=False)
+    compiled = torch.compile(loss, dynamic=False) if student.compile else loss
     return _backward(lambda: compiled(student.hidden_ND, student.weight_VD, student.labels_N))
 
 
 def _ours(student: Student, targets: Callable[[], Targets | None], **more: Any) -> Callable[[], Tensor]:
     n, vocab = student.shape
-    mask_N = torch.ones(n, dtype=torch.bool)
+    mask_N = torch.ones(n, dtype=torch.bool, device=student.labels_N.device)
 
     def loss() -> Tensor:
         return distillation_loss(
@@ -166,7 +171,7 @@ def _ours(student: Student, targets: Callable[[], Targets | None], **more: Any) 
             alpha=ALPHA,
             vocab_size=vocab,
             normalizer=float(n),
-            compile=True,
+            compile=student.compile,
             **more,
         ).loss
 

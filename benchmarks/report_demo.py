@@ -32,13 +32,13 @@ def show(result: dict[str, Any]) -> None:
     console.print(verdict(result), highlight=False)
 
 
-def fill(page: str, block: str) -> str:
-    """`page` with `block` between its two markers. ValueError: it has none."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def fill(page: str, block: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
+    """`page` with `block` between two markers. ValueError: it has none."""
+    before, begin, rest = page.partition(markers[0])
+    _, end, after = rest.partition(markers[1])
     if not (begin and end):
-        raise ValueError(f"has no {BEGIN} followed by {END}; add them where the table belongs")
-    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+        raise ValueError(f"has no {markers[0]} followed by {markers[1]}; add them where the table belongs")
+    return f"{before}{begin}\n{block}\n{end}{after}"
 
 
 def markdown(result: dict[str, Any], file: str, figures: str) -> str:

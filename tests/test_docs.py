@@ -19,7 +19,7 @@ TORCHRUN = {
     *("--standalone", "--nnodes", "--nproc-per-node", "--max-restarts"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
 }
-ELSEWHERE = {"--seeds", "--upgrade", "--logdir", "--port", *TORCHRUN}
+ELSEWHERE = {"--seeds", "--upgrade", "--logdir", "--port", "--tiny", "--profile", "--commit", *TORCHRUN}
 """Flags of commands other than kdtrain."""
 
 SLURM = ROOT / "docs" / "distill.sbatch"

@@ -36,7 +36,7 @@ FLOOR = -1e4
 """The log-probability of what cannot be, and the tail numbers of an empty tail: finite, and 0 after exp."""
 ABSENT = 2**32 - 1
 """The id of an absent entry in targets, above every vocabulary; before that the largest id of the dtype."""
-_CELLS = {"cpu": 2**18, "cuda": 2**24}  # logits worked on at once: what stays in a core's cache, or fills a GPU
+_CELLS = {"cpu": 2**18, "cuda": 2**27}  # logits worked on at once: what stays in a core's cache, or fills a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,13 +224,22 @@ def _encode_block(
     return {**kept, "label_logprob": label_N}
 
 
-def _to_numpy(name: str, values: Tensor, spec: CodecSpec) -> np.ndarray:
+def _narrow(name: str, values: Tensor, spec: CodecSpec) -> Tensor:
+    """In the dtype it is kept in; ids as they are. What is dense leaves the device at once, it is as large as logits.
+
+    Everything else waits for the last block, because each copy to the host waits for the device.
+    """
     if name == "ids":
-        # ABSENT wraps to the largest value of either dtype.
-        return values.cpu().numpy().astype(spec.id_dtype)
+        return values
     if name == "draws":
-        return values.to(torch.uint8).cpu().numpy()
-    return values.to(torch.float16 if spec.kind == "dense" else torch.float32).cpu().numpy()
+        return values.to(torch.uint8)
+    return values.to(torch.float16).cpu() if spec.kind == "dense" else values.to(torch.float32)
+
+
+def _to_numpy(name: str, values: Tensor, spec: CodecSpec) -> np.ndarray:
+    array = values.cpu().numpy()
+    # ABSENT wraps to the largest value of either dtype.
+    return array.astype(spec.id_dtype) if name == "ids" else array
 
 
 @torch.no_grad()
@@ -244,14 +253,14 @@ def encode(
     next tokens; uniforms_ND: fp64 in [0, 1), needed when the spec draws.
     """
     rows = max(1, _CELLS.get(logits_NV.device.type, 2**20) // spec.vocab_size)
-    blocks: dict[str, list[np.ndarray]] = {}
+    blocks: dict[str, list[Tensor]] = {}
     for start in range(0, len(logits_NV), rows):
         part = slice(start, start + rows)
         chance = None if uniforms_ND is None else torch.from_numpy(uniforms_ND[part]).to(logits_NV.device)
         block = _encode_block(logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance)
         for name, values in block.items():
-            blocks.setdefault(name, []).append(_to_numpy(name, values, spec))
-    return {name: np.concatenate(parts) for name, parts in blocks.items()}
+            blocks.setdefault(name, []).append(_narrow(name, values, spec))
+    return {name: _to_numpy(name, torch.cat(parts), spec) for name, parts in blocks.items()}
 
 
 def encode_sequences(

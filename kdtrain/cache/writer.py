@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kdtrain import __version__, faults
 from kdtrain.cache import fidelity, layout, topk
+from kdtrain.cache.beside import Beside
 from kdtrain.cache.claim import enter
 from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.files import (
@@ -187,7 +188,9 @@ class CacheWriter:
                 if waiting:
                     self._end(shard, *waiting)
                 known = {name: values[batch] for name, values in part.kept.items()}
-                job = thread.submit(self._take, shard, rows, known, logits_BTV, split, first + start)
+                job = thread.submit(
+                    self._take, shard, rows, known, logits_BTV, Beside(logits_BTV), split, first + start
+                )
                 waiting = (batch.stop - batch.start, job)
                 del logits_BTV, job
             assert waiting
@@ -217,6 +220,7 @@ class CacheWriter:
         rows: dict[str, np.ndarray],
         kept: dict[str, np.ndarray],
         logits_BTV: Tensor | None,
+        beside: Beside,
         split: str,
         first: int,
     ) -> None:
@@ -224,7 +228,8 @@ class CacheWriter:
         if logits_BTV is not None:
             labels_BT = torch.from_numpy(rows["tokens"][:, 1:].astype(np.int64))
             spec, seed = self.settings.codec, self.settings.seed
-            kept = encode_sequences(logits_BTV, labels_BT, spec, seed=seed, split=split, first=first)
+            with beside.stream():
+                kept = encode_sequences(logits_BTV, labels_BT, spec, seed=seed, split=split, first=first)
         shard.add(rows, kept)
 
     def _told(self, done: int, broken: int) -> None:

@@ -123,7 +123,7 @@ def fused_loss(
         scale=head.scale,
         softcap=head.softcap,
         vocab_size=vocab_size,
-        chunk=chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype),
+        chunk=chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type),
         compile=compile,
         at_one=at_one,
         wanted={k: torch.is_grad_enabled() and v is not None and v.requires_grad for k, v in inputs.items()},

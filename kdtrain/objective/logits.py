@@ -15,10 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kdtrain.objective.products import wide_product
+
 NEVER = -1e30
 """Logit of what is masked out. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""
 
-_CHUNK_ELEMENTS = 40_000_000
+_CHUNK_ELEMENTS = {"cpu": 40_000_000, "cuda": 2**28}
+"""Numbers of a chunk in fp32. A chunk is some two hundred small operations besides its products: on a GPU they must be
+few enough a step to be launched ahead of, and dWeight, which each chunk adds to, must not be read and written often."""
 
 
 class Head(Protocol):
@@ -69,13 +73,13 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
     return sharded.full_tensor(grad_placements=[Partial()] * sharded.device_mesh.ndim)  # type: ignore[no-any-return]
 
 
-def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype) -> int:
-    """Rows of a chunk: a power of two, at most 40 M numbers in fp32 (160 MB) or 2,048 rows.
+def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "cpu") -> int:
+    """Rows of a chunk: a power of two, at most 40 M numbers in fp32 (160 MB; 1 GiB on a GPU) or 2,048 rows.
 
     A pure function of its arguments, because the order of summation, and so a resumed run, depends on it.
     """
     computing = torch.promote_types(dtype, torch.float32)
-    most = _CHUNK_ELEMENTS * 4 // computing.itemsize // max(vocab_size, width)
+    most = _CHUNK_ELEMENTS.get(device, _CHUNK_ELEMENTS["cpu"]) * 4 // computing.itemsize // max(vocab_size, width)
     return min(2048, 1 << max(0, most.bit_length() - 1))
 
 
@@ -85,7 +89,7 @@ def chunk_logits(hidden_RD: Tensor, head: Head, vocab_size: int) -> Tensor:
     if head.weight is None:
         u_RV = bare_logits(hidden_RD.to(dtype), vocab_size)
     else:
-        u_RV = hidden_RD.to(dtype) @ head.weight[:vocab_size].to(dtype).T
+        u_RV = wide_product(hidden_RD, head.weight[:vocab_size])
     return shape_logits(u_RV, bounded_bias(head.bias, vocab_size, dtype), head.scale, head.softcap)
 
 

@@ -26,7 +26,7 @@ from kdtrain.objective.events import resolve_tail, sparse_events
 from kdtrain.objective.fused import fused_loss
 from kdtrain.objective.logits import Head
 from kdtrain.objective.statistics import Rows, Statistics
-from kdtrain.objective.targets import SparseTargets, Targets, per_token
+from kdtrain.objective.targets import SparseTargets, Targets, per_token, scalar
 
 
 class LossOutput(NamedTuple):
@@ -93,10 +93,10 @@ def distillation_loss(
         divergence=divergence,
         parameter=parameter_of(divergence, jsd_beta=jsd_beta, skew_alpha=skew_alpha),
         tail=resolve_tail(tail, targets.draws) if isinstance(targets, SparseTargets) else tail,
-        normalizer=torch.as_tensor(normalizer, device=hidden_ND.device),
+        normalizer=scalar(normalizer, hidden_ND.device),
         at_one=at_one,
     )
-    temperature = torch.as_tensor(temperature, device=hidden_ND.device)
+    temperature = scalar(temperature, hidden_ND.device)
     loss, sums = fused_loss(
         hidden_ND,
         head,

@@ -6,10 +6,11 @@
     dWeight += dz^T h    summed over chunks in fp32
 
 Inputs in bf16 are multiplied as 16-bit numbers with an fp32 result where the back end can: by `out_dtype` on a
-GPU. A CPU has no `out_dtype`. There it is the kernel of `brgemm` where that can be had, else oneDNN's fp32 product,
-told that bf16 inputs will do: it rounds its inputs to bf16 on a CPU with AMX and is exact elsewhere, and for bf16 both
-are right. The gradients' products take dz rounded to bf16, which costs as much as rounding their results. fp16 has too
-few exponents for dz, so that only its logits are 16-bit products.
+GPU, where dWeight is added up inside the product if this torch can (a probe says so). A CPU has no `out_dtype`. There
+it is the kernel of `brgemm` where that can be had, else oneDNN's fp32 product, told that bf16 inputs will do: it rounds
+its inputs to bf16 on a CPU with AMX and is exact elsewhere, and for bf16 both are right. The gradients' products take
+dz rounded to bf16, which costs as much as rounding their results. fp16 has too few exponents for dz, so that only its
+logits are 16-bit products.
 
 oneDNN's fp32 product is also faster than MKL's on some CPUs (2.3 times on an AMD EPYC with AVX-512). Without AMX it
 rounds nothing, and takes fp32 inputs as well; a probe proves that before it is used.
@@ -34,6 +35,9 @@ from kdtrain.objective.compiling import maybe_compiled
 
 _BLOCK = 4096
 """Columns of dz that a CPU rounds and multiplies at a time: they, and their part of dWeight, stay in its cache."""
+
+_STRIP = 16_384
+"""Rows of dWeight that a GPU makes at a time where it cannot add to them: as many once more in memory."""
 
 
 class Products:
@@ -62,7 +66,8 @@ class Products:
     def logits(self, hidden_RD: Tensor, out_RV: Tensor) -> Tensor:
         """h W^T in `self.dtype`; in `out_RV` where the back end can."""
         if self.out_dtype:
-            return torch.mm(hidden_RD, self.narrow_VD.T, out_dtype=self.dtype)
+            logits_RV: Tensor = torch.ops.aten.mm.dtype_out(hidden_RD, self.narrow_VD.T, self.dtype, out=out_RV)
+            return logits_RV
         if self.packed is not None:
             return self.packed.logits(hidden_RD, out_RV)
         with _onednn(self.onednn):
@@ -101,10 +106,39 @@ class Products:
         if not self.narrow_gradient:
             with _onednn(self.onednn):
                 into_BD.addmm_(dz_RB.T, hidden_RD.to(self.dtype))
+        elif self.out_dtype and _adds_in_place(hidden_RD.dtype):
+            _add_product(into_BD, dz_RB.T, hidden_RD)
         elif self.out_dtype:
-            into_BD.add_(torch.mm(dz_RB.T, hidden_RD, out_dtype=self.dtype))
+            for start in range(0, len(into_BD), _STRIP):
+                part = slice(start, start + _STRIP)
+                into_BD[part].add_(torch.mm(dz_RB[:, part].T, hidden_RD, out_dtype=self.dtype))
         else:
             into_BD.add_(torch.mm(dz_RB.T, hidden_RD))
+
+
+def wide_product(left_ND: Tensor, right_OD: Tensor) -> Tensor:
+    """`left_ND @ right_OD^T` in at least fp32, not rounded below it; 16-bit operands of a GPU stay 16-bit numbers."""
+    kind = left_ND.dtype
+    if left_ND.is_cuda and kind == right_OD.dtype and kind in (torch.bfloat16, torch.float16):
+        return torch.mm(left_ND, right_OD.T, out_dtype=torch.float32)
+    dtype = torch.promote_types(torch.promote_types(kind, right_OD.dtype), torch.float32)
+    return left_ND.to(dtype) @ right_OD.to(dtype).T
+
+
+def _add_product(into_BD: Tensor, left_BR: Tensor, right_RD: Tensor) -> None:
+    """Add a product of 16-bit matrices to an fp32 one, where it lies."""
+    torch.ops.aten.addmm.dtype_out(into_BD, left_BR, right_RD, into_BD.dtype, out=into_BD)
+
+
+@functools.cache
+def _adds_in_place(kind: torch.dtype) -> bool:
+    """Whether `_add_product` works on this GPU and rounds nothing: older releases want a sum as narrow as the rest."""
+    into = torch.full((64, 64), 1 + 2.0**-12, device="cuda")  # 1 in bf16
+    try:
+        _add_product(into, *torch.ones(2, 64, 64, dtype=kind, device="cuda"))
+    except (RuntimeError, AttributeError):
+        return False
+    return bool((into == 65 + 2.0**-12).all())
 
 
 def _round(dz_RB: Tensor, into_RB: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ Shape suffixes: N tokens, K kept entries, H head entries, V vocabulary, G knots.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -46,6 +47,10 @@ class _Rows:
     def __getitem__(self, rows: slice) -> Self:
         """The rows `rows` of every tensor, as views."""
         return self._map(lambda _, tensor: tensor[rows])
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed."""
+        return self._map(lambda _, tensor: change(tensor))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """A copy on `device`; tensors that are there already are shared."""
@@ -88,8 +93,8 @@ class SparseTargets(_Rows):
     def log_tail(self, beta: Tensor | float) -> Tensor:
         """L(beta) [N] in nats, differentiable in `beta` (a positive scalar): cubic Hermite between knots."""
         dtype = beta.dtype if isinstance(beta, Tensor) else self.tail.dtype
-        beta = torch.as_tensor(beta, dtype=dtype, device=self.tail.device)
-        ascending = torch.tensor(self.knots[::-1], dtype=beta.dtype, device=beta.device)
+        beta = scalar(beta, self.tail.device, dtype)
+        ascending = _ascending(self.knots, beta.dtype, beta.device)
         values_NG, slopes_NG = (part.flip(-1) for part in self.tail.chunk(2, dim=-1))
         inside = beta.clamp(self.knots[-1], self.knots[0])
         end_slope_N = torch.where(beta < inside, slopes_NG[:, 0], slopes_NG[:, -1])
@@ -256,8 +261,21 @@ Targets = SparseTargets | DenseTargets | OnlineTargets
 
 def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:
     """`total / normalizer`, and `total` (0) where a step has no unmasked token, so that nothing is NaN."""
-    count = torch.as_tensor(normalizer, dtype=total.dtype, device=total.device)
+    count = scalar(normalizer, total.device, total.dtype)
     return total / torch.where(count > 0, count, torch.ones_like(count))
+
+
+def scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A number as a tensor on `device`, filled in there: copying it from the host would wait for all work before it."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype or value.dtype)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _ascending(knots: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The knots in ascending order, copied to the device once."""
+    return torch.tensor(knots[::-1], dtype=dtype, device=device)
 
 
 def _keep(tensor: Tensor, keep_N: Tensor, blank: float) -> Tensor:

@@ -21,6 +21,7 @@ from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.targets import DenseTargets, OnlineTargets
 from kdtrain.parallel.sharded import whole
+from kdtrain.training.moving import Mover
 
 
 class Source(Protocol):
@@ -52,6 +53,7 @@ class CachedSource:
         self.device = device
         self.vocab_size = vocab_size
         self._reading = threading.Lock()
+        self._mover = Mover(device)
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -67,13 +69,14 @@ class CachedSource:
             assert not isinstance(targets, OnlineTargets)
             spoiled = faults.changed("train.teacher", targets.logprobs, int(indices[0]))
             targets = dataclasses.replace(targets, logprobs=spoiled)
-        return dataclasses.replace(
-            batch,
-            tokens=batch.tokens.to(self.device),
-            loss_mask=batch.loss_mask.to(self.device),
-            segments=batch.segments.to(self.device),
-            targets=None if targets is None else targets.to(self.device),
-        )
+        with self._mover.moving() as move:
+            return dataclasses.replace(
+                batch,
+                tokens=move(batch.tokens),
+                loss_mask=move(batch.loss_mask),
+                segments=move(batch.segments),
+                targets=None if targets is None else targets.each(move),
+            )
 
 
 @dataclasses.dataclass(frozen=True)

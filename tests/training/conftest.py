@@ -22,7 +22,7 @@ from kdtrain.config import (
     PrecisionConfig,
     StoppingConfig,
 )
-from kdtrain.models.head import split
+from kdtrain.models.head import SplitModel, split
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
@@ -74,6 +74,10 @@ class Workshop:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def student(self, **config: Any) -> SplitModel:
+        """The student of a run, with entries of its configuration."""
+        return split(tiny_model("llama", VOCABULARY, seed=3, **config))
+
     @contextmanager
     def run(
         self,
@@ -88,7 +92,7 @@ class Workshop:
         out = self.folder / name
         out.mkdir(exist_ok=True)
         config = _config(out, steps, {"lr": 1e-2, "warmup_steps": 0, "batch_size": 4, **options})
-        student = split(tiny_model("llama", VOCABULARY, seed=3, **model or {}))
+        student = self.student(**model or {})
         temperature = _temperature(config.objective, steps)
         watch = config.guards
         spikes = SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience)

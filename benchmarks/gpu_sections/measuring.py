@@ -1,0 +1,104 @@
+"""The clock, sides in turn, and peak memory.
+
+Sides that are compared run in turn in one process; what counts is the median over the rounds of the ratio within a
+round, because the clock of a card drifts as it warms up. A time is taken from an idle device to an idle device. Memory
+is the allocator's own peak; a CPU has none, and only the process's high-water mark is given there, labelled as that.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kdtrain.parallel.world import peak_memory_mb
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a run, from an idle device to an idle device."""
+    synchronize(device)
+    started = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def in_turn(
+    sides: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    device: torch.device,
+    warm: int = 1,
+    keep: Callable[[dict[str, list[float]]], None] = lambda times: None,
+) -> dict[str, list[float]]:
+    """Seconds of each side in each round; every second round runs them backwards. The first `warm` are not kept.
+
+    keep: is given all times after each round.
+    """
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(-warm, rounds):
+        order = list(sides) if number % 2 == 0 else list(reversed(sides))
+        for name in order:
+            seconds = timed(sides[name], device)
+            if number >= 0:
+                found[name].append(seconds)
+        keep(found)
+    return found
+
+
+def over(times: Mapping[str, list[float]], first: str, second: str) -> float:
+    """The median over rounds of the time of `first` over that of `second`."""
+    return statistics.median(a / b for a, b in zip(times[first], times[second], strict=True))
+
+
+def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    """Seconds by side."""
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def peak_of(run: Callable[[], Any], device: torch.device) -> dict[str, float | None]:
+    """GiB at the highest point of a run, and before it; on a CPU the process's high-water mark, and no more."""
+    free()
+    if device.type != "cuda":
+        run()
+        return {"peak_gib": None, "held_gib": None, "process_high_water_gib": peak_memory_mb(device) / 2**10}
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30, "held_gib": held / 2**30}
+
+
+def free() -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def without_graphs() -> Iterator[None]:
+    """Room for many compiled graphs of the same function inside, and none of them left behind."""
+    torch._dynamo.config.recompile_limit = 64
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    free()
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """What goes wrong when a small function is compiled, or None; a GPU's compiler needs gcc and Python.h too."""
+    try:
+        torch.compile(lambda x: (2 * x + 1).sum())(torch.ones(8, device=device))
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return None

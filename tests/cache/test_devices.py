@@ -1,0 +1,81 @@
+"""Caches built on any device, in blocks of any size, hold what a CPU finds."""
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.cache import codec
+from kdtrain.cache.beside import Beside
+from kdtrain.cache.codec import CodecSpec, encode_sequences
+from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.writer import write_cache
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SPECS = [
+    CodecSpec(kind="sparse", vocab_size=500, head=12),
+    CodecSpec(kind="sparse", vocab_size=500, head=3, draws=9),
+    CodecSpec(kind="sparse", vocab_size=500, head=500),
+    CodecSpec(kind="dense", vocab_size=500),
+]
+
+
+def encoded(spec, device):
+    g = torch.Generator().manual_seed(0)
+    logits_BTV = 3 * torch.randn(3, 20, 500, generator=g)
+    logits_BTV[1, 4, 7] = torch.nan  # a sequence without numbers
+    labels_BT = torch.randint(0, 500, (3, 20), generator=g)
+    return encode_sequences(logits_BTV.to(device), labels_BT, spec, seed=0, split="train", first=5)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.head}-{spec.draws}")
+@pytest.mark.parametrize("cells", [1, 3000, 2**27])
+def test_what_is_kept_does_not_depend_on_how_many_logits_are_worked_on_at_once(spec, cells, monkeypatch):
+    expected = encoded(spec, "cpu")
+    monkeypatch.setitem(codec._CELLS, "cpu", cells)
+    found = encoded(spec, "cpu")
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype and found[name].shape == values.shape
+        assert np.allclose(found[name], values, rtol=1e-5, atol=1e-5, equal_nan=True), name
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.head}-{spec.draws}")
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_kept_on_a_device_is_what_a_cpu_keeps(spec, device):
+    expected, found = encoded(spec, "cpu"), encoded(spec, device)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype and found[name].shape == values.shape
+        if name == "ids":  # entries as likely as each other, to rounding, may change places
+            assert (found[name] == values).mean() > 0.99
+        elif name != "draws":
+            bound = 0.01 if spec.kind == "dense" else 1e-3
+            assert np.allclose(found[name], values, rtol=bound, atol=bound, equal_nan=True), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_cache_built_on_a_device_reads_as_one_built_on_a_cpu(workshop, tmp_path, device):
+    spec, on_cpu = CodecSpec(kind="sparse", vocab_size=64, head=8), workshop.teacher(64)
+    found = {}
+    for name in ("cpu", device):
+
+        def teacher(tokens_BT, segments_BT, name=name):
+            return on_cpu(tokens_BT, segments_BT).to(name)
+
+        folder = tmp_path / f"{len(found)}-{name}"
+        write_cache(folder, workshop.settings(spec), workshop.splits(), teacher=teacher, batch_size=2)
+        found[len(found)] = CacheReader(folder, "train").read(range(10)).targets
+    assert torch.equal(found[0].ids, found[1].ids)
+    assert torch.allclose(found[0].logprobs, found[1].logprobs, atol=1e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_work_beside_the_main_stream_sees_what_that_stream_made(device):
+    made = torch.full((2048, 2048), 1e-4, device=device)
+    for _ in range(5):
+        made = made @ made + 1e-4
+    with Beside(made).stream():
+        copied = made.cpu()
+    assert torch.equal(copied, made.cpu()) and torch.isfinite(copied).all()
+    with Beside(None).stream():
+        pass

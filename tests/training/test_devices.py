@@ -1,0 +1,120 @@
+"""Training on any device: batches arrive whole, the result is the CPU's, and a resumed run is the same run."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain.checkpoint.store import load
+from kdtrain.models.head import split
+from kdtrain.objective.targets import SparseTargets
+from kdtrain.testing import tiny_model
+from kdtrain.training.loop import train
+from kdtrain.training.moving import Mover
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def repeatable(monkeypatch):
+    """Operations that give the same bits again, where a device has them."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Moved:
+    """Sequences of the workshop's source, moved to a device as a cached source moves them."""
+
+    overlaps = True
+
+    def __init__(self, source, device):
+        self.source, self.mover = source, Mover(torch.device(device))
+
+    def __len__(self):
+        return len(self.source)
+
+    def read(self, indices: np.ndarray):
+        batch = self.source.read(indices)
+        with self.mover.moving() as move:
+            plain = {name: move(getattr(batch, name)) for name in ("tokens", "loss_mask", "segments")}
+            return dataclasses.replace(batch, **plain, targets=batch.targets.each(move))
+
+
+def sparse_targets() -> SparseTargets:
+    g = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(6, generator=g) for name in ("label_logprob", "logit_mean", "logit_std")}
+    return SparseTargets(
+        ids=torch.randint(0, 300, (6, 4), generator=g),
+        logprobs=torch.randn(4, 6, generator=g).T,
+        counts=torch.zeros(()).expand(6, 4),
+        tail=torch.randn(6, 10, generator=g)[:, :8],
+        head=4,
+        draws=0,
+        knots=(1.0, 0.7, 0.45, 0.25),
+        **values,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_moved_arrives_whole_however_it_lies_in_memory(device):
+    mover, targets = Mover(torch.device(device)), sparse_targets()
+    for _ in range(3):
+        with mover.moving() as move:
+            moved = targets.each(move)
+        assert isinstance(moved, SparseTargets) and moved.knots == targets.knots
+        for name, tensor in vars(targets).items():
+            if torch.is_tensor(tensor):
+                found = getattr(moved, name)
+                assert found.device.type == device and found.dtype == tensor.dtype
+                assert torch.equal(found.cpu(), tensor), name
+
+
+def on(run, device):
+    """The run on a device: its student, temperature and sources."""
+    run.step.to(device)
+    run.step.device = torch.device(device)
+    run.train_source, run.validation_source = (
+        Moved(each, device) for each in (run.train_source, run.validation_source)
+    )
+    return run
+
+
+def trained(workshop, name, device, steps, **options):
+    """The state of a run of 6 steps after `steps` of them, going on from what the run's folder holds."""
+    with workshop.run(name, steps=6, checkpoint_freq=3, lr_schedule="constant", **options) as run:
+        on(run, device)
+        newest, _ = run.store.newest_valid()
+        if newest is not None:
+            found = load(run.store.path(newest))
+            run.state.load(found.tensors, found.state)
+        run.total = steps
+        train(run)
+        run.saver.close()
+        return {key: each.detach().cpu().clone() for key, each in run.state.tensors().items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_on_a_device_is_the_run_on_a_cpu(workshop, device):
+    expected = trained(workshop, "cpu", "cpu", 6)
+    found = trained(workshop, "device", device, 6)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if name.startswith("student."):
+            assert (found[name] - tensor).norm() <= 1e-2 * tensor.norm().clamp(min=1e-3), name
+
+
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_with_dropout_that_is_resumed_on_a_device_is_the_run_that_was_not_stopped(workshop, device, monkeypatch):
+    dropout = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+    monkeypatch.setattr(workshop, "student", lambda: split(tiny_model("gpt2", 300, seed=3, **dropout)))
+    whole = trained(workshop, "whole", device, 6)
+    trained(workshop, "broken", device, 3)
+    resumed = trained(workshop, "broken", device, 6)
+    different = [name for name in whole if not torch.equal(resumed[name], whole[name])]
+    assert different == []
+    other = trained(workshop, "other", device, 6, seed=1)
+    assert any(not torch.equal(other[name], whole[name]) for name in whole)
