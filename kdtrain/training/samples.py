@@ -5,6 +5,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.monitor.samples import generate
+from kdtrain.parallel.wrap import reshard
 from kdtrain.precision.modes import autocast
 from kdtrain.training.source import Source
 from kdtrain.training.step import DistillStep
@@ -39,6 +40,7 @@ class Sampler:
             both = generate(self._next_logits, self.prompts_BT, self.tokens, self.seed)
         finally:
             self.step.train(training)
+            reshard(self.step.student)
         written = [self.tokenizer.batch_decode(tokens.tolist()) for tokens in (self.prompts_BT, *both)]
         return [dict(zip(("prompt", "greedy", "sampled"), row, strict=True)) for row in zip(*written, strict=True)]
 

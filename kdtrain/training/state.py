@@ -21,6 +21,7 @@ from kdtrain.errors import RunError
 from kdtrain.models.head import SplitModel
 from kdtrain.parallel.sharded import cut_like, part_of
 from kdtrain.parallel.world import local, rank
+from kdtrain.parallel.wrap import reshard
 from kdtrain.training import snapshots
 
 
@@ -144,6 +145,7 @@ class TrainState:
         saved = {name for name in tensors if not name.startswith("optimizer.")}
         if own != saved:
             raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
+        reshard(self.student)  # what a forward has left gathered would be out of date
         for part, module in self._parts():
             start = f"{part}."
             saved_part = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
