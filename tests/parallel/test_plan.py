@@ -137,6 +137,21 @@ def test_sharding_divides_the_state_and_accumulation_keeps_whole_gradients():
     assert node.needs["weights and moments"] == 12 * p / 2
 
 
+def test_whole_gradients_lie_beside_the_activations_under_ddp_and_while_micro_batches_are_added_up():
+    p = STUDENT.parameters
+    held = {
+        "one micro-batch": estimated(Plan("single", "none"), LONG, 1),
+        "two": estimated(Plan("single", "none"), replace(LONG, micro_batch_size=8), 1),
+        "DDP": estimated(Plan("ddp", "none"), LONG, 2),
+        "FSDP": estimated(Plan("fsdp", "none"), LONG, 2),
+        "FSDP, two": estimated(Plan("fsdp", "none"), replace(LONG, micro_batch_size=4), 2),
+    }
+    assert {plan.moment for plan in held.values()} == {"head"}
+    assert {name: plan.needs.get("gradients", 0.0) for name, plan in held.items()} == {
+        **{"one micro-batch": 0.0, "two": 4 * p, "DDP": 4 * p, "FSDP": 0.0, "FSDP, two": 4 * p},
+    }
+
+
 def test_on_a_cpu_the_copy_of_a_save_counts():
     plan = estimated(Plan("single", "none"), replace(CACHED, copies=True), 1)
     assert plan.moment == "save" and plan.total == 24 * STUDENT.parameters
