@@ -153,6 +153,18 @@ def test_the_readme_shows_the_published_result_and_no_other(demo, report):
         assert f"{report.BEGIN}\n{report.END}" in page
 
 
+def test_the_objectives_page_shows_the_published_records_and_names_what_is_missed():
+    own = importlib.import_module("report_objective")
+    objective, step = own.records()
+    text = own.markdown(objective, step)
+    page = own.PAGE.read_text()
+    assert page == own.fill(page, text, own.MARKERS)
+    step["students"] = {"fast": dict.fromkeys(next(iter(step["students"].values())), 1.0) | {"precision": "bf16"}}
+    assert "1 of 1 met.\n- Over an online" in own.markdown(objective, step)
+    step["students"]["fast"]["cached_over_cross_entropy"] = 0.9
+    assert "0 of 1 met. **Missed**: fast: 0.900." in own.markdown(objective, step)
+
+
 def test_the_terminal_shows_table_and_verdict(report, capsys):
     report.show(result_of())
     shown = capsys.readouterr().out
