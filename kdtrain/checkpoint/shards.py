@@ -101,7 +101,7 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
     """
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder))
-        entries: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+        entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
         tensors = {name: _empty(entry, like and like(name, entry.size)) for name, entry in entries.items()}
         if tensors:
             dcp.load(tensors, storage_reader=reader, planner=_WholePlanner(), no_dist=True)
