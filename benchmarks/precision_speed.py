@@ -25,7 +25,7 @@ from kdtrain.stages.rehearsal import rehearsal, steps
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.switching import warm_up
 
-BATCH, LENGTH, VOCABULARY = 16, 256, 2048
+BATCH, LENGTH, VOCABULARY = 8, 256, 2048
 STUDENT = "students/stdlib-1m.toml"
 
 
