@@ -79,7 +79,8 @@ def test_a_small_run_switches_four_times_and_compiles_nothing_behind_its_warm_up
 
 def test_small_caches_and_saves_are_measured(tiny):
     cache, saves = tiny["cache"]["figures"], tiny["checkpoint"]["figures"]
-    assert cache["build-tiny"]["built_over_bare"] > 0 and cache["read-dense"]["bytes_a_token"]["total"] > 2 * 2048
+    sizes = [cache[name]["bytes_a_token"]["total"] for name in ("read-4", "read-dense")]
+    assert cache["build-tiny"]["built_over_bare"] > 0 and 0 < 10 * sizes[0] < sizes[1]
     assert {"stall", "total", "taken"} <= saves["background"].keys() and saves["in_place"]["stall"] > 0
     assert tiny["teacher"]["figures"]["trained"]["steps"] == 2
 
