@@ -101,8 +101,8 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
     """
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder))
-        entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
-        tensors = {name: _empty(entry, like and like(name, entry.size)) for name, entry in entries.items()}
+        entries = reader.read_metadata().state_dict_metadata
+        tensors = {name: _empty(name, entry, like) for name, entry in entries.items()}
         if tensors:
             dcp.load(tensors, storage_reader=reader, planner=_WholePlanner(), no_dist=True)
     except (CheckpointException, SafetensorError, OSError, ValueError, KeyError) as error:
@@ -112,11 +112,12 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _empty(entry: Any, like: torch.Tensor | None) -> torch.Tensor:
+def _empty(name: str, entry: Any, like: Like | None) -> torch.Tensor:
     assert isinstance(entry, TensorStorageMetadata)
-    size = entry.size if like is None else local(like).shape
+    pattern = None if like is None else like(name, entry.size)
+    size = entry.size if pattern is None else local(pattern).shape
     own = torch.empty(size, dtype=entry.properties.dtype)
-    return own if like is None else with_local(like, own)
+    return own if pattern is None else with_local(pattern, own)
 
 
 class _WholePlanner(dcp.DefaultLoadPlanner):
