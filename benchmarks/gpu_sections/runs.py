@@ -23,6 +23,7 @@ from kdtrain.config import DistillConfig, GuardsConfig, OptimizerConfig, Precisi
 from kdtrain.models.head import SplitModel
 from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature
+from kdtrain.parallel.wrap import Alone
 from kdtrain.precision.linear import Switch
 from kdtrain.training.early import EarlyStopping
 from kdtrain.training.run import Run
@@ -160,6 +161,7 @@ class Bench:
             validation_source=empty,
             spikes=SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience),
             stopping=EarlyStopping(config.stopping),
+            spread=Alone(step, student),
         )
         self.run.reporter = self.run.writers = cast(Any, Silent())
         self.batch, self.seq_len, self.optimizer = batch, seq_len, optimizer
