@@ -332,7 +332,7 @@ def _write(path: Path, text: str) -> tuple[int, str]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise shards.EntryError(path.name, error.strerror or str(error)) from None
+        raise OSError(error.errno, error.strerror or str(error), path.name) from None
     return len(content), hashlib.sha256(content).hexdigest()
 
 

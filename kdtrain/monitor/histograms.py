@@ -63,7 +63,7 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
     counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=tensor.device)
     sums = torch.zeros(2, dtype=torch.float64, device=tensor.device)
     ends = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64, device=tensor.device)
-    for part in tensor.reshape(-1).split(_CHUNK):
+    for part in tensor.reshape(-1).split(_CHUNK) if tensor.numel() else ():
         values = part.float()
         sound = values.isfinite()
         places = torch.where(sound, torch.bucketize(values, edges), _BINS)

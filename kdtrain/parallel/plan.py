@@ -11,6 +11,7 @@ of these parts, in bytes, for P parameters of the student of which L in layers, 
 in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes a number in products (2 or 4):
 
     weights and moments   12 P / w                        fp32 masters, two fp32 moments (AdamW)
+    snapshots             as many again, each             of adaptive quantisation, where they lie in memory
     gradients             4 P, under DDP all the time; sharded 4 P / w, and 4 P while micro-batches are added up
     gathered              sharded: 4 (P - L), the root, and two layers of c L / layers
     activations           N k, k bytes a token by what autograd keeps (`models.outline`)
@@ -88,6 +89,8 @@ class Job:
     """Whether products with the head's weight take a further copy of it, as on CPUs with bf16."""
     copies: bool = False
     """Whether the copy of a background save lies in the same memory, as on a CPU."""
+    snapshots: int = 0
+    """States that adaptive quantisation keeps in memory; a background save copies them as well."""
 
     def micro(self, world: int) -> int:
         """Sequences in a forward of one of `world` ranks."""
@@ -198,7 +201,8 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     shared = (plan.shard_size or world) if plan.student == "fsdp" else 1
     held = _teacher_held(plan, job, tokens, world)
     root, in_layer = student.parameters - student.in_layers, student.in_layers / max(student.layers, 1)
-    state = {"weights and moments": 12 * student.parameters / shared} | held
+    held_state = 12 * student.parameters / shared
+    state = {"weights and moments": held_state, "snapshots": job.snapshots * held_state} | held
     gathered = {"gathered": 4.0 * root + 2 * job.compute_bytes * in_layer if shared > 1 else 0.0}
     # DDP's buckets, of which gradients are views, are there from the first step on
     whole = job.accumulates(world) or plan.student == "ddp"
@@ -220,7 +224,7 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
         "backward": state
         | gathered
         | {"gradients": _gradients(student, shared, whole) + embedding, "activations": layer},
-        "save": state | buckets | {"copy for the save": 12 * student.parameters / shared if job.copies else 0.0},
+        "save": state | buckets | {"copy for the save": (1 + job.snapshots) * held_state if job.copies else 0.0},
     }
 
 

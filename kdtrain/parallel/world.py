@@ -63,14 +63,13 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device '{name}' is unknown; use auto, cpu, cuda or cuda:N") from None
+        raise of_all(UsageError(f"--device '{name}' is unknown; use auto, cpu, cuda or cuda:N")) from None
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device '{name}' is not supported; use auto, cpu, cuda or cuda:N")
+        raise of_all(UsageError(f"--device '{name}' is not supported; use auto, cpu, cuda or cuda:N"))
     if device.type == "cuda" and world_size() > 1:
         if device.index is not None:
-            raise UsageError(
-                f"--device '{name}' is one device for {world_size()} ranks; use cuda, and each has its own"
-            )
+            shared = f"--device '{name}' is one device for {world_size()} ranks; use cuda, and each has its own"
+            raise of_all(UsageError(shared))
         device = torch.device("cuda", local_rank())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         many = f", and this is process {local_rank() + 1} of its node" if world_size() > 1 else ""
@@ -198,11 +197,6 @@ def most(number: int) -> int:
     said = torch.tensor(number)
     dist.all_reduce(said, dist.ReduceOp.MAX, group=_words)
     return int(said)
-
-
-def barrier() -> None:
-    """Wait until every rank is here."""
-    gathered(None)
 
 
 def agreed_max(tensor: torch.Tensor) -> torch.Tensor:

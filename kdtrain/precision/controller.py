@@ -137,12 +137,12 @@ class Controller:
         memory.finite += 1
         memory.steps_quantized += memory.is_quantized
         if gap is not None and not math.isfinite(gap) and self.is_quantized:
-            return self._broken(step, "Gap", gap) + self._keep(step, good=False)
+            return _memory_first(self._broken(step, "Gap", gap) + self._keep(step, good=False))
         thresholds = self._update(loss, gap)
         good = not any(each.above for each in self._streaks.values())
         actions = self._complain(step, loss)
         actions += self._decide(step, loss, gap, thresholds)
-        return actions + self._keep(step, good)
+        return _memory_first(actions + self._keep(step, good))
 
     def state_dict(self) -> dict[str, Any]:
         """The whole memory, as plain JSON values."""
@@ -156,9 +156,14 @@ class Controller:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
         self._memory = _Memory(**state["memory"])
-        self._streaks = {rule: _Streaks(**each) for rule, each in state["streaks"].items()}
+        # of other rules than the run's, where it began with a state of another run
+        self._streaks = {rule: _Streaks(**state["streaks"].get(rule, {})) for rule in self._streaks}
         self._clean = list(state["clean"])
         self._saved = [(name, good) for name, good in state["saved"]]
+
+    def forget_buffer(self) -> None:
+        """Empty the recovery buffer: what it names is among another run's checkpoints."""
+        self._saved = []
 
     def _broken(self, step: int, what: str, value: float) -> list[Action]:
         """A value that is not finite: to the fallback at once, and from there back to a good state."""
@@ -291,6 +296,11 @@ class Controller:
 
     def _is_spent(self) -> bool:
         return self.switches >= self.policy.max_switches
+
+
+def _memory_first(actions: list[Action]) -> list[Action]:
+    """Snapshots before anything is saved: a checkpoint of this step holds them as a run that goes on would have."""
+    return sorted(actions, key=lambda action: not isinstance(action, Snapshot | Forget))
 
 
 def _save(name: str) -> list[Action]:

@@ -87,9 +87,9 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         UsageError: data, cache, student or options do not go together.
     """
     device = pick_device(config.device)
-    plan = formats.plan(config.precision, config.quantization, device)
     free = free_everywhere(device, config.parallel.device_memory)
     with together():
+        plan = formats.plan(config.precision, config.quantization, device)
         over_ranks = plan_run(config, device, free)
     mode = plan.high
     if config.precision.deterministic:

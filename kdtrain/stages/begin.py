@@ -119,6 +119,9 @@ def start_from(run: Run, path: Path) -> Path:
     else:
         progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
         progress.sequences, progress.epoch = cursor, cursor // len(run.train_source)
+        if run.adaptive is not None:
+            run.adaptive.controller.forget_buffer()
+            run.state.snapshots.clear()
         if progress.step >= run.total:
             leaves = f"{path} is at step {progress.step}, and --steps {run.total} leaves none; raise --steps"
             raise of_all(UsageError(leaves))

@@ -21,7 +21,7 @@ from kdtrain.stages.begin import begin
 from kdtrain.stages.build import logit_width
 from kdtrain.stages.common import show
 from kdtrain.stages.export import student_at
-from kdtrain.stages.run_folder import claim, launch, make, restarted, write_description, write_origin
+from kdtrain.stages.run_folder import claim, launch, make, restarted, resuming, write_description, write_origin
 from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
 from kdtrain.training.reporter import Reporter
@@ -40,7 +40,7 @@ def main(config: DistillConfig) -> int:
         return sanity.main(config) if config.sanity else dry_run.main(config)
     try:
         with interruptible():
-            return _distill(restarted(config))
+            return _distill(config)
     except KeyboardInterrupt:
         log.info("stopped while not training; the same command goes on")
         show(f"distill {config.out}", {"run": str(config.out), "stopped_by": "signal"}, config.json)
@@ -54,6 +54,7 @@ def _distill(config: DistillConfig) -> int:
 
 
 def _among_ranks(config: DistillConfig) -> int:
+    config = resuming(config, on_main(lambda: restarted(config)))
     with together():  # what can be refused at once is refused before --overwrite moves an earlier run aside
         read_spec(config.student)
         micro_batch(config)

@@ -57,13 +57,20 @@ def job_of(config: DistillConfig, device: torch.device) -> Job | None:
         batch_size=config.batch_size,
         micro_batch_size=config.micro_batch_size,
         seq_len=seq_len,
-        chunk_rows=chunk_rows(looked_at.vocabulary, looked_at.width, narrow or torch.float32),
+        chunk_rows=chunk_rows(looked_at.vocabulary, looked_at.width, narrow or torch.float32, device.type),
         compute_bytes=4 if narrow is None else 2,
         activation_checkpointing=config.activation_checkpointing,
         compiled=config.precision.compile and config.guards.nan_hooks != "always",
         packed_head=device.type == "cpu" and mode == "bf16" and brgemm.usable(),
         copies=device.type == "cpu" and config.checkpoint.async_save,
+        snapshots=_snapshots(config),
     )
+
+
+def _snapshots(config: DistillConfig) -> int:
+    """States that adaptive quantisation keeps in memory."""
+    own = config.quantization
+    return own.quant_recovery_buffer if own.time_resume and own.quant_snapshot == "memory" else 0
 
 
 def shards_teacher(config: CacheTeacherConfig, spec: ModelSpec, mode: str, free: float | None) -> bool:

@@ -4,6 +4,7 @@ It lives in a hidden folder beside `--out`, on the disk that the run will be wri
 An earlier run in `--out` is neither read nor touched.
 """
 
+import math
 import shutil
 import tempfile
 import time
@@ -17,7 +18,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.monitor.writers import SilentWriters, Writers
-from kdtrain.parallel.world import is_main, on_main, pick_device, ranks
+from kdtrain.parallel.world import is_main, of_all, on_main, pick_device, ranks
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.run_folder import is_run, refuse_strange
 from kdtrain.training.reporter import Reporter
@@ -105,10 +106,14 @@ def steps(run: Run, count: int) -> list[Timed]:
         numbers = take_step(run, batches, StopRequest())
         assert numbers is not None  # nobody asks this one to stop
         if numbers.pop("skipped"):
-            raise RunError(
+            if run.scale.absorbs(math.isfinite(numbers["loss"])):
+                run.scale.update(overflowed=True)
+                continue
+            broken = (
                 f"step {len(taken) + 1}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; "
                 "look at the data (kdtrain verify) or lower --lr"
             )
+            raise of_all(RunError(broken))
         run.state.progress.step += 1
         run.state.progress.sequences += run.config.batch_size
         taken.append(Timed(time.perf_counter() - started, numbers))

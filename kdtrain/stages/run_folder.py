@@ -76,19 +76,22 @@ def claim(config: DistillConfig) -> bool:
     return _agreed(config)
 
 
-def restarted(config: DistillConfig) -> DistillConfig:
-    """`config`, or, where torchrun has started these processes anew, one that goes on with what they began."""
+def restarted(config: DistillConfig) -> bool:
+    """Whether torchrun has started these processes anew, to go on with what they began; rank 0 knows for all."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.checkpoint.resume == "auto":
-        return config
+        return False
     try:
-        begun = json.loads((config.out / "environment.json").read_text(encoding="utf-8"))["launch"] == launch()
+        begun = json.loads((config.out / "environment.json").read_text(encoding="utf-8"))["launch"]
     except (OSError, ValueError, KeyError, TypeError):
-        begun = False
-    return (
-        dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
-        if begun
-        else config
-    )
+        return False
+    return bool(begun == launch())
+
+
+def resuming(config: DistillConfig, wanted: bool) -> DistillConfig:
+    """`config`, or, where it is `wanted`, one that goes on from its newest checkpoint whatever `--resume` says."""
+    if not wanted:
+        return config
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
 
 
 def launch() -> str | None:

@@ -13,7 +13,7 @@ from kdtrain.monitor.progress import Bar, Rate, line, log
 from kdtrain.parallel.world import of_all
 from kdtrain.training.recovery import roll_back, skip
 from kdtrain.training.run import Run
-from kdtrain.training.saving import is_saved, save, save_if_due
+from kdtrain.training.saving import ends_epoch, is_saved, save, save_if_due
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.switching import decide, warm_up
 from kdtrain.training.update import settle, take_step
@@ -35,7 +35,7 @@ def train(run: Run) -> None:
         if _validation_due(run):
             improved = _validate(run, stop)
             if state.progress.step > 0:
-                save_if_due(run, improved=improved)
+                save_if_due(run, improved=improved, ends_epoch=ends_epoch(run))
         warm_up(run, stop)
         while not (run.finished() or stop):
             for batches in run.feed().steps():
@@ -43,8 +43,8 @@ def train(run: Run) -> None:
                 if numbers is None:
                     break
                 if numbers.pop("skipped"):
-                    failed = skip(run, numbers)
-                    if stop or (failed and decide(run, state.progress.step + 1, math.nan)):
+                    went_back = skip(run, numbers) and decide(run, state.progress.step + 1, math.nan)
+                    if stop or went_back:
                         break
                     continue
                 progress = state.progress
@@ -67,8 +67,9 @@ def train(run: Run) -> None:
                 _report(run, shown, numbers)
 
                 improved = _validation_due(run) and _validate(run, stop)
+                ended = ends_epoch(run)
                 decide(run, progress.step, numbers["loss"])
-                save_if_due(run, improved=improved)
+                save_if_due(run, improved=improved, ends_epoch=ended)
                 if run.finished() or stop:
                     break
         _end(run, stop)

@@ -153,6 +153,8 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
     run.spikes.reset()
     relink_best(run)
     run.writers.rewind(progress.step)
+    if run.collector is not None:
+        run.collector.forget_after(progress.step)
     save(run, f"{word}_{progress.rollbacks}_iter{progress.step}")
     skipped = progress.skipped_data[-1]
     run.writers.event(word, progress.step, skipped=skipped, lr_factor=progress.lr_factor, **facts)

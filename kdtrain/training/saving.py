@@ -10,15 +10,24 @@ from kdtrain.parallel.world import is_main, on_main
 from kdtrain.training.run import Run
 
 
-def save_if_due(run: Run, *, improved: bool) -> None:
+def ends_epoch(run: Run) -> bool:
+    """Whether the last finished step was the first to reach the end of an epoch; the state then knows it.
+
+    Asked before anything else saves the step: a run that goes on from there must not take a later one for it.
+    """
+    progress = run.state.progress
+    epoch = progress.sequences // len(run.train_source)
+    ended, progress.epoch = epoch > progress.epoch, max(epoch, progress.epoch)
+    return ended
+
+
+def save_if_due(run: Run, *, improved: bool, ends_epoch: bool) -> None:
     """Save the last finished step where its number, its place in the epoch or its validation asks for it."""
     progress = run.state.progress
     due = progress.step % run.config.checkpoint.checkpoint_freq == 0 or run.finished()
     names = [tiers.rolling_name(progress.step)] if due or improved else []
-    epoch = progress.sequences // len(run.train_source)
-    if epoch > progress.epoch:
-        progress.epoch = epoch
-        names.append(tiers.epoch_name(epoch))
+    if ends_epoch:
+        names.append(tiers.epoch_name(progress.epoch))
     if names:
         save(run, *names)
 
@@ -80,10 +89,13 @@ def relink_best(run: Run) -> None:
     progress = run.state.progress
 
     def relink() -> bool:
-        name = tiers.rolling_name(progress.best_step or 0)
-        if progress.best_step and run.store.problem(name) is None:
-            run.store.link("best", name)
-            return True
+        rolling = tiers.rolling_name(progress.best_step or 0)
+        # a kill may have left the step under another name alone, that of a window say
+        others = [entry.name for entry in run.store.entries() if entry.step == progress.best_step]
+        for name in sorted(others, key=lambda name: name != rolling):
+            if run.store.problem(name) is None:
+                run.store.link("best", name)
+                return True
         run.store.unlink("best")
         return False
 

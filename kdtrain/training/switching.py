@@ -8,7 +8,7 @@ import copy
 
 from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.monitor.progress import log
-from kdtrain.parallel.world import on_main
+from kdtrain.parallel.world import on_main, together
 from kdtrain.precision.policy import Action, Forget, Recover, Save, Say, Snapshot
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.recovery import go_back
@@ -29,8 +29,9 @@ def warm_up(run: Run, stop: StopRequest) -> None:
         if stop.agree():
             break
         run.step.train()
-        with adaptive.switch.at(position):
-            run.step(batch, normalizer=full_tokens(run))[0].backward()
+        # through DDP, as in a step: what is compiled inside it is cut at its buckets
+        with adaptive.switch.at(position), run.spread.micro_batch(last=run.spread.kind != "ddp"):
+            run.spread(batch, normalizer=full_tokens(run))[0].backward()
     run.state.optimizer.zero_grad(set_to_none=True)
 
 
@@ -97,7 +98,10 @@ def load_recovery_checkpoint(run: Run) -> bool:
 def _newest_on_disk(run: Run, adaptive: Adaptive) -> Checkpoint | None:
     names = adaptive.controller.recovery_names()
     name = on_main(lambda: next((each for each in names if run.store.problem(each) is None), None))
-    return None if name is None else load(run.store.path(name), run.state.like)
+    if name is None:
+        return None
+    with together():
+        return load(run.store.path(name), run.state.like)
 
 
 def _step(kept: Checkpoint) -> int:

@@ -221,7 +221,7 @@ def comes_back_from_the_disk_in_parts(state: TrainState) -> None:
         assert torch.equal(local(in_parts[name]), local(each)), name
     everything = shards.read(folder)
     assert all(torch.equal(everything[name], whole(each)) for name, each in tensors.items())
-    world.barrier()
+    world.gathered(None)
     on_main(lambda: shutil.rmtree(folder))
 
 

@@ -21,6 +21,7 @@ from kdtrain.stages.run_folder import (
     make,
     refuse_changes,
     restarted,
+    resuming,
     to_toml,
     write_description,
 )
@@ -97,12 +98,13 @@ def test_what_torchrun_starts_again_goes_on_with_what_it_began_itself_and_with_n
     config = config_of(folder, checkpoint=never(overwrite=True))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     write_description(config, {"launch": launch()})
-    assert restarted(config).checkpoint.resume == "never"  # the first try
+    assert not restarted(config)  # the first try
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert restarted(config).checkpoint.resume == "auto"
+    assert restarted(config)
+    assert resuming(config, True).checkpoint.resume == "auto" and resuming(config, False) == config
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
-    assert restarted(config) == config
-    assert restarted(config_of(tmp_path / "none", checkpoint=never())).checkpoint.resume == "never"
+    assert not restarted(config)
+    assert not restarted(config_of(tmp_path / "none", checkpoint=never()))
 
 
 @pytest.mark.parametrize("answer, goes_on", [("\n", True), ("y\n", True), ("Yes\n", True), ("n\n", False), ("", True)])
