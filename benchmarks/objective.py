@@ -157,30 +157,44 @@ def _work(work: Work) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
         student = sides.make_student(*work.shape, getattr(torch, work.dtype))
-        runs = {name: sides.side(name, student) for name in work.sides}
-        return _memory(student, runs[work.sides[0]]) if work.kind == "memory" else _times(student, runs, work)
+        if work.kind == "memory":
+            return _memory(student, sides.side(work.sides[0], student))
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
-            raise
-        return {"does_not_fit": f"more than {work.memory:.1f} GiB"}
+        return {"does_not_fit": _too_large(error, work)}
+    return _times(student, work)
 
 
-def _times(student: sides.Student, runs: dict[str, Any], work: Work) -> dict[str, Any]:
-    """Seconds of each side, in turn, after one run that is not timed."""
+def _too_large(error: Exception, work: Work) -> str:
+    """What is said of a side that does not fit; any other error is raised again."""
+    if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+        raise error
+    return f"more than {work.memory:.1f} GiB"
+
+
+def _times(student: sides.Student, work: Work) -> dict[str, Any]:
+    """Seconds of each side, in turn, after one run that is not timed; what does not fit beside the others is left."""
+    runs, found = {}, {}
+    for name in work.sides:
+        try:
+            run = sides.side(name, student)
+            student.hidden_ND.grad = student.weight_VD.grad = None
+            run()
+            runs[name] = run
+        except (MemoryError, RuntimeError) as error:
+            found[name] = {"does_not_fit": _too_large(error, work)}
     clean: dict[str, list[float]] = {name: [] for name in runs}
     disturbed: dict[str, list[float]] = {name: [] for name in runs}
     started = time.perf_counter()
-    for repetition in range(ROUNDS * work.repetitions + 1):
-        if repetition > 1 and time.perf_counter() - started > LONGEST:
+    for repetition in range(ROUNDS * work.repetitions):
+        if repetition and time.perf_counter() - started > LONGEST:
             break
         for name, run in runs.items():
             if len(clean[name]) == work.repetitions:
                 continue
             student.hidden_ND.grad = student.weight_VD.grad = None
             seconds, others = _timed(run)
-            if repetition:
-                (disturbed if others > DISTURBED * seconds + 0.01 else clean)[name].append(seconds)
-    return {name: _median(clean[name], disturbed[name], work.repetitions) for name in runs}
+            (disturbed if others > DISTURBED * seconds + 0.01 else clean)[name].append(seconds)
+    return found | {name: _median(clean[name], disturbed[name], work.repetitions) for name in runs}
 
 
 def _timed(run: Any) -> tuple[float, float]:
