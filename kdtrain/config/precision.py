@@ -81,7 +81,7 @@ class QuantizationConfig:
     """The high format; evaluation and what is never quantised run in it throughout."""
     quant_fallback_scope: Literal["all", "forward"] = "all"
     """Which products the fallback takes back to the high format: all three of a layer, or the forward's only."""
-    quant_probe_every: int = 50
+    quant_probe_every: int = 100
     """Steps between two measurements of what quantisation costs, under rule gap."""
     quant_min_dwell: int = 10
     """Least steps between a switch and the next that a rule asks for."""

@@ -26,7 +26,7 @@ class Policy:
     """Whether snapshots are checkpoints."""
     keep: int = 2
     """States that the recovery buffer holds, of each kind."""
-    probe_every: int = 50
+    probe_every: int = 100
     """Steps between measurements of the gap."""
     min_dwell: int = 10
     """Least steps between a switch and the next one that a rule asks for."""
