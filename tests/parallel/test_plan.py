@@ -155,3 +155,5 @@ def test_whole_gradients_lie_beside_the_activations_under_ddp_and_while_micro_ba
 def test_on_a_cpu_the_copy_of_a_save_counts():
     plan = estimated(Plan("single", "none"), replace(CACHED, copies=True), 1)
     assert plan.moment == "save" and plan.total == 24 * STUDENT.parameters
+    plan = estimated(Plan("single", "none"), replace(CACHED, copies=True, snapshots=2), 1)
+    assert plan.moment == "save" and plan.total == (36 + 36) * STUDENT.parameters

@@ -235,3 +235,19 @@ def test_the_share_of_quantised_steps_is_counted():
     made = controller(**LOSS)
     feed(made, [0.2] * 3 + [0.01] * 4)
     assert made.steps_quantized == 3 + 2
+
+
+def test_a_checkpoint_of_a_switch_holds_the_snapshot_of_its_own_step():
+    made = controller(rules=("loss",), window=4, snapshot_every=1)
+    actions = [made.observe(step, 0.15) for step in (1, 2, 3)][-1]
+    assert isinstance(actions[-1], SwitchTo)  # a step above the threshold is no good one
+    calm = [made.observe(step, 0.01) for step in (5, 6, 7, 9)][-1]
+    kinds = [type(action) for action in calm]
+    assert kinds.index(Snapshot) < kinds.index(Save)
+
+
+def test_a_state_of_other_rules_leaves_a_run_its_own():
+    gap, loss = controller(**GAP), controller(**LOSS)
+    gap.observe(1, 3.0, 0.2)
+    loss.load_state_dict(gap.state_dict())
+    assert "".join(feed(loss, [0.2, 0.2, 0.2], start=2)) == "qqh"

@@ -134,6 +134,18 @@ def test_the_best_that_is_gone_is_nobodys_best(workshop):
     assert not (run.store.folder / "best").is_symlink()
 
 
+def test_the_best_is_found_under_whatever_name_its_step_has(workshop):
+    with workshop.run(steps=2, eval_freq=1) as run:
+        train(run)
+        best = run.state.progress.best_step
+        name = run.store.linked("best")
+        run.saver.wait()
+        run.store.copy(name, "window_end_1_iter2")
+        run.store.remove(name)  # as a kill leaves it between the window's checkpoint and its own
+        relink_best(run)
+    assert run.state.progress.best_step == best and run.store.linked("best") == "window_end_1_iter2"
+
+
 def test_a_bundle_that_cannot_be_written_is_a_warning_and_the_run_goes_on(workshop, monkeypatch):
     def full(*arguments):
         raise SafetensorError("No space left on device")
