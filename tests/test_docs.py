@@ -12,8 +12,8 @@ from kdtrain.models.spec import read_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ELSEWHERE = {"--seeds", "--upgrade", "--logdir", "--port"}
-"""Flags of commands other than kdtrain."""
+ELSEWHERE = {"--seeds", "--upgrade", "--logdir", "--port", "--speed"}
+"""Flags of commands other than `kdtrain`."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
