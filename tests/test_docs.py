@@ -15,24 +15,12 @@ from kdtrain.models.spec import read_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ELSEWHERE = {
-    "--commit",
-    "--logdir",
-    "--max-restarts",
-    "--nnodes",
-    "--nproc-per-node",
-    "--port",
-    "--profile",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--seeds",
-    "--speed",
-    "--standalone",
-    "--tiny",
-    "--upgrade",
-    *TORCHRUN,
+TORCHRUN = {
+    *("--standalone", "--nnodes", "--nproc-per-node", "--max-restarts"),
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
 }
+ELSEWHERE = {"--seeds", "--upgrade", "--logdir", "--port", "--tiny", "--profile", "--commit", "--speed", *TORCHRUN}
+"""Flags of commands other than kdtrain."""
 
 SLURM = ROOT / "docs" / "distill.sbatch"
 
