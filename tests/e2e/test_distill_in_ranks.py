@@ -262,7 +262,7 @@ def test_each_rank_writes_a_log_where_that_is_asked_for(ranks):
 FAILS = "checkpoint.after-rename:kill:2@0"
 
 
-def test_torchrun_shows_the_rank_that_failed_and_starts_all_again_from_the_newest_checkpoint(whole):
+def test_torchrun_starts_a_killed_run_again_and_it_goes_on_from_the_newest_checkpoint(whole):
     # a run that may be overwritten is not, by its own second try
     command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", "elastic", "--resume", "never", "--overwrite")
     started = time.monotonic()
@@ -279,6 +279,5 @@ def test_torchrun_shows_the_rank_that_failed_and_starts_all_again_from_the_newes
     )
     assert ended.returncode == 0, ended.stderr
     assert time.monotonic() - started < 180
-    assert "rank 1 lost another rank" in ended.stderr and "exitcode: -9" in ended.stderr
     assert "going on from" in (whole.root / "elastic" / "train.log").read_text()
     assert_bitwise(whole.tensors("whole-fsdp"), whole.tensors("elastic"))
