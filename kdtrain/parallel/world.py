@@ -10,6 +10,8 @@ nothing.
 import json
 import os
 import re
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -109,7 +111,9 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        store, number, world = _own_store(timedelta(seconds=timeout))
+        wait = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=wait)
         _words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         _patient = new_words()
         yield
@@ -120,6 +124,41 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
     finally:
         _words = _patient = None
     dist.destroy_process_group()
+
+
+def _own_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Where the ranks of this try find each other, the number of this one, and how many there are.
+
+    torchrun keeps one store for all tries (`--max-restarts`), in which gloo would look up the addresses of the dead.
+    """
+    store, number, world = next(dist.rendezvous("env://", timeout=timeout))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return store, number, world
+    return dist.PrefixStore(_name_of_try(store, number, world, timeout), store), number, world
+
+
+def _name_of_try(store: dist.Store, number: int, world: int, timeout: timedelta) -> str:
+    """A name that rank 0 makes up, told to each rank that asks; what ranks of an earlier try asked hurts nobody.
+
+    Nodes count tries each for themselves, so that a number would not do.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if number:
+        store.set(f"kdtrain/ask/{number}", own)
+        store.wait([f"kdtrain/answer/{own}"], timeout)
+        name = store.get(f"kdtrain/answer/{own}").decode()
+        store.set(f"kdtrain/heard/{name}/{number}", "yes")
+        return name
+    missing = set(range(1, world))
+    while missing:
+        for each in missing:
+            if store.check([f"kdtrain/ask/{each}"]):
+                store.set(f"kdtrain/answer/{store.get(f'kdtrain/ask/{each}').decode()}", own)
+        time.sleep(0.02)
+        missing = {each for each in missing if not store.check([f"kdtrain/heard/{own}/{each}"])}
+        if missing and time.monotonic() > deadline:
+            raise RunError(f"rank 0 waited {timeout.total_seconds():g} s for rank {min(missing)} (--rank-timeout)")
+    return own
 
 
 def new_words() -> Any:

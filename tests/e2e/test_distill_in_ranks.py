@@ -259,12 +259,13 @@ def test_each_rank_writes_a_log_where_that_is_asked_for(ranks):
     assert "step 2/2" in (ranks.root / "logged" / "rank-00001.log").read_text()
 
 
-FAILS = "checkpoint.after-rename:kill:2@0"
-
-
-def test_torchrun_starts_a_killed_run_again_and_it_goes_on_from_the_newest_checkpoint(whole):
+@pytest.mark.parametrize(
+    "out, fault, said",
+    [("killed-0", "checkpoint.after-rename:kill:2@0", "-9"), ("ended-1", "train.after-step:enospc:7@1", "1")],
+)
+def test_torchrun_starts_a_run_that_failed_again_and_it_goes_on_from_the_newest_checkpoint(whole, out, fault, said):
     # a run that may be overwritten is not, by its own second try
-    command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", "elastic", "--resume", "never", "--overwrite")
+    command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", out, "--resume", "never", "--overwrite")
     started = time.monotonic()
     ended = subprocess.run(
         [
@@ -273,11 +274,12 @@ def test_torchrun_starts_a_killed_run_again_and_it_goes_on_from_the_newest_check
         ],
         cwd=whole.root,
         # the second save of a process: the second try has one left
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "KDTRAIN_FAULT": FAILS},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "KDTRAIN_FAULT": fault},
         capture_output=True,
         text=True,
     )
     assert ended.returncode == 0, ended.stderr
     assert time.monotonic() - started < 180
-    assert "going on from" in (whole.root / "elastic" / "train.log").read_text()
-    assert_bitwise(whole.tensors("whole-fsdp"), whole.tensors("elastic"))
+    assert f"exitcode: {said})" in ended.stderr
+    assert "going on from" in (whole.root / out / "train.log").read_text()
+    assert_bitwise(whole.tensors("whole-fsdp"), whole.tensors(out))
