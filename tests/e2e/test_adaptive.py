@@ -112,14 +112,16 @@ def test_each_mode_trains_and_resumes_bit_by_bit(forks, mode):
 
 def test_collected_tensors_lie_in_the_run_and_a_resume_neither_loses_nor_doubles_a_row(forks):
     options = ("--precision", "mxfp4", "--steps", 8, "--collect-tensors", "*.mlp.down_proj", "--collect-every", 2)
-    distill(forks, "plain", *options[:4]).ok()
+    distill(forks, "not-collected", *options[:4]).ok()
     distill(forks, "seen", *options, "--checkpoint-freq", 3, KDTRAIN_FAULT="train.after-step:kill:6")
     distill(forks, "seen", *options, "--checkpoint-freq", 3).ok()
     with h5py.File(forks.root / "seen" / "tensors.h5") as file:
         group = file["model.layers.0.mlp.down_proj"]["gradient"]
         assert group["step"][:].tolist() == [2, 4, 6, 8] and set(group["mode"].asstr()[:]) == {"mxfp4"}
         assert (group["error"][:] > 0.05).all()
-    plain, seen = (load(forks.root / run / "checkpoints" / "step-00000008").tensors for run in ("plain", "seen"))
+    plain, seen = (
+        load(forks.root / run / "checkpoints" / "step-00000008").tensors for run in ("not-collected", "seen")
+    )
     assert all(torch.equal(plain[name], seen[name]) for name in plain)
 
 

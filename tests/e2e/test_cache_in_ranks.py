@@ -91,11 +91,11 @@ def test_a_teacher_in_parts_says_what_a_whole_one_says(ranks, of_one, world) -> 
 
 
 def test_an_error_of_one_rank_is_said_by_it_and_ends_the_others(ranks, of_one) -> None:
-    first, second = ranks.run(2, "full", fault="cache.shard.after-batch:enospc:2@1")
+    first, second = ranks.run(2, "no-space", fault="cache.shard.after-batch:enospc:2@1")
     assert (first.code, second.code) == (1, 1)
     assert "No space left on device" in second.refusal()
     assert "lost another rank" in first.refusal()
-    _same(ranks.ok(2, "full"), of_one)
+    _same(ranks.ok(2, "no-space"), of_one)
 
 
 def test_a_launch_beside_another_is_refused_by_one_line(ranks, of_one) -> None:

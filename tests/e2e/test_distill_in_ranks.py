@@ -227,7 +227,7 @@ def test_a_rank_that_hangs_is_noticed_in_time(ranks):
 
 
 def test_a_full_disk_of_one_rank_is_said_once_and_ends_all(ranks):
-    ended = ranks.launch(2, *RUN, *CACHED, *FSDP, "--out", "full", fault="checkpoint.write:enospc:30000@1")
+    ended = ranks.launch(2, *RUN, *CACHED, *FSDP, "--out", "no-space-of-one", fault="checkpoint.write:enospc:30000@1")
     assert [each.code for each in ended] == [1, 1]
     said = [line for each in ended for line in each.stderr.splitlines() if line.startswith("kdtrain: ")]
     assert len(said) == 1 and "No space left on device" in said[0] and "full/checkpoints" in said[0]
