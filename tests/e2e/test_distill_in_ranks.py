@@ -230,7 +230,7 @@ def test_a_full_disk_of_one_rank_is_said_once_and_ends_all(ranks):
     ended = ranks.launch(2, *RUN, *CACHED, *FSDP, "--out", "no-space-of-one", fault="checkpoint.write:enospc:30000@1")
     assert [each.code for each in ended] == [1, 1]
     said = [line for each in ended for line in each.stderr.splitlines() if line.startswith("kdtrain: ")]
-    assert len(said) == 1 and "No space left on device" in said[0] and "full/checkpoints" in said[0]
+    assert len(said) == 1 and "No space left on device" in said[0] and "no-space-of-one/checkpoints" in said[0]
 
 
 REFUSED = {
