@@ -35,6 +35,9 @@ def plan_run(config: DistillConfig, device: torch.device, free: float | None) ->
     Raises:
         UsageError: it does not fit, or there is no such model or cache.
     """
+    own = config.parallel
+    if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
+        log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
     job = job_of(config, device)
     return choose(config.parallel, world_size(), online=config.teacher is not None, job=job, free=free)
 

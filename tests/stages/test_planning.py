@@ -58,6 +58,14 @@ def test_a_model_that_cannot_be_looked_at_is_planned_without_numbers(workbench, 
     assert planning.plan_run(config, torch.device("cpu"), free=1e6).needs == {}
 
 
+@pytest.mark.parametrize("option", [("--parallel", "fsdp"), ("--shard-size", "1"), ()])
+def test_what_one_process_cannot_spread_is_said(workbench, caplog, option):
+    caplog.set_level("INFO", "kdtrain")
+    config = cli.parse("distill", ["--cache", "cache", *STUDENT, "--out", "x", *option])
+    assert planning.plan_run(config, torch.device("cpu"), free=None).student == "single"
+    assert ("are for torchrun" in caplog.text) == bool(option)
+
+
 def test_the_ranks_of_a_node_share_what_its_cpu_has(monkeypatch):
     alone = planning.free_memory(torch.device("cpu"), None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

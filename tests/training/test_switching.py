@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from kdtrain.precision.linear import Emulated, convert
 from kdtrain.precision.policy import Policy
 from kdtrain.precision.products import Recipe
 from kdtrain.precision.scale import LossScale
+from kdtrain.training import loop
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.loop import train
 
@@ -203,6 +206,22 @@ def test_steps_that_stay_broken_in_the_fallback_go_back_to_the_newest_good_state
     assert progress.rollbacks == 1 and progress.step == 8 and math.isfinite(progress.loss)
     assert not controller.is_quantized and "recovery_1_iter5" in names
     assert [each["step"] for each in events if each["event"] == "recovery"] == [5]
+
+
+def test_a_signal_in_a_broken_step_does_not_hide_it_from_the_controller(workshop, fault, monkeypatch):
+    fault("train.loss:nan:6-6")
+    skip = loop.skip
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return skip(*arguments)
+
+    monkeypatch.setattr(loop, "skip", signalled)
+    with workshop.run(steps=12, **CALM) as run:
+        controller = quantise(run, **LOSS)
+        train(run)
+        assert run.stopped_by == "SIGTERM" and run.state.progress.step == 5
+    assert (controller.is_quantized, controller.switches) == (False, 1)
 
 
 def test_validation_is_high_in_every_mode(workshop):
