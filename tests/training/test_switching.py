@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -41,6 +42,18 @@ def quantise(run, **policy) -> Controller:
     run.adaptive = Adaptive(controller, switch, "high")
     run.state.watchers["adaptive"] = run.adaptive
     return controller
+
+
+def trained(workshop, policy, options, name: str, steps: int, begin_at=None) -> tuple[dict, dict]:
+    """Tensors and numbers of the last checkpoint of an adaptive run, from its beginning or from a checkpoint."""
+    with workshop.run(name, steps=steps, **options) as run:
+        quantise(run, **policy)
+        if begin_at is not None:
+            found = load(begin_at)
+            run.state.load(found.tensors, found.state)
+        train(run)
+        last = load(run.store.path(f"step-{steps:08d}"))
+        return last.tensors, last.state
 
 
 @pytest.fixture
@@ -104,16 +117,7 @@ def test_a_run_resumed_in_any_mode_is_the_run_that_was_not_stopped_bit_by_bit(wo
     fault("train.loss:x2:5-8")
     options = {**CALM, "lr": 1e-3, "checkpoint_freq": 1, "keep_rolling": 50}
 
-    def go(name: str, steps: int, begin_at=None) -> tuple[dict, dict]:
-        with workshop.run(name, steps=steps, **options) as run:
-            quantise(run, **LOSS)
-            if begin_at is not None:
-                found = load(begin_at)
-                run.state.load(found.tensors, found.state)
-            train(run)
-            last = load(run.store.path(f"step-{steps:08d}"))
-            return last.tensors, last.state
-
+    go = partial(trained, workshop, LOSS, options)
     whole, numbers = go("whole", 15)
     go("first", stopped_after)
     tensors, again = go("second", 15, workshop.folder / "first" / "checkpoints" / f"step-{stopped_after:08d}")
@@ -128,16 +132,7 @@ def test_a_run_resumed_in_mid_window_goes_back_to_the_snapshot_that_the_first_pr
     fault("train.loss:x2:8-9,train.gradient:nan:11-14")
     options = {**CALM, "lr": 1e-3, "checkpoint_freq": 1, "keep_rolling": 50}
 
-    def go(name: str, steps: int, begin_at=None) -> tuple[dict, dict]:
-        with workshop.run(name, steps=steps, **options) as run:
-            quantise(run, **LOSS | {"window": 100, "snapshot_every": 3})
-            if begin_at is not None:
-                found = load(begin_at)
-                run.state.load(found.tensors, found.state)
-            train(run)
-            last = load(run.store.path(f"step-{steps:08d}"))
-            return last.tensors, last.state
-
+    go = partial(trained, workshop, LOSS | {"window": 100, "snapshot_every": 3}, options)
     whole, numbers = go("whole", 12)
     assert numbers["progress"]["rollbacks"] == 1 and numbers["progress"]["skipped_data"] == [[6 * 4, 14 * 4]]
     go("first", stopped_after)
