@@ -126,32 +126,42 @@ class Bench:
         return path
 
 
-FORKS = """
-import json, os, sys
+FORKED = """
+import json, os, sys, time
 import torch
 from kdtrain import cli, faults
-from kdtrain.stages import distill
+from kdtrain.stages import cache_teacher, distill
 
 torch.set_num_threads(1)
+
+def be_the_command(words, environment, said):
+    for handle, name in enumerate(("/dev/null", said + ".out", said + ".err")):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), handle)
+    os.environ.update(environment)
+    faults.read()
+    code = 1
+    try:
+        cli.main(words)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+"""
+"""What a process that has everything imported makes its forks do."""
+
+FORKS = (
+    FORKED
+    + """
 for line in sys.stdin:
     words, asked, said = json.loads(line)
     child = os.fork()
     if child == 0:
-        for number, name in enumerate(("/dev/null", said + ".out", said + ".err")):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
-        os.environ.update(asked)
-        faults.read()
-        code = 1
-        try:
-            cli.main(words)
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        be_the_command(words, asked, said)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+)
 
 
 class Forks(Bench):
@@ -188,13 +198,11 @@ def forks(bench: Bench, cached: Done) -> Iterator[Forks]:
     forks.close()
 
 
-RANKS = """
-import json, os, sys, time
-import torch, torch.distributed, torch.distributed.fsdp
-from kdtrain import cli, faults
-from kdtrain.stages import cache_teacher, distill
+RANKS = (
+    FORKED
+    + """
+import torch.distributed, torch.distributed.fsdp
 
-torch.set_num_threads(1)
 for line in sys.stdin:
     words, environments, said = json.loads(line)
     ranks = {}
@@ -203,19 +211,7 @@ for line in sys.stdin:
         if child:
             ranks[child] = number
             continue
-        for handle, name in enumerate(("/dev/null", f"{said}.{number}.out", f"{said}.{number}.err")):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), handle)
-        os.environ.update(environment)
-        faults.read()
-        code = 1
-        try:
-            cli.main(words)
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        be_the_command(words, environment, f"{said}.{number}")
     codes, ended = [None] * len(ranks), []
     while None in codes:
         child, status = os.wait()
@@ -223,6 +219,7 @@ for line in sys.stdin:
         ended.append(time.monotonic())
     print(json.dumps([codes, ended[-1] - ended[0]]), flush=True)
 """
+)
 
 
 class Ranks(Bench):
