@@ -129,20 +129,15 @@ class Controller:
 
         loss: the step's loss, reduced over all ranks; not finite if the step was not taken. gap: loss quantised minus
         loss high, where it was measured.
+
+        The checkpoint of a switch comes last: it holds the snapshot of its own step, and its memory names the one of a
+        window that ends there, which a run that is killed between the two has to find when it goes back.
         """
-        memory = self._memory
-        if not math.isfinite(loss):
-            return self._broken(step, "Loss", loss)
-        memory.broken = 0
-        memory.finite += 1
-        memory.steps_quantized += memory.is_quantized
-        if gap is not None and not math.isfinite(gap) and self.is_quantized:
-            return _memory_first(self._broken(step, "Gap", gap) + self._keep(step, good=False))
-        thresholds = self._update(loss, gap)
-        good = not any(each.above for each in self._streaks.values())
-        actions = self._complain(step, loss)
-        actions += self._decide(step, loss, gap, thresholds)
-        return _memory_first(actions + self._keep(step, good))
+        before = self.mode
+        actions = self._judge(step, loss, gap)
+        if self.mode != before:
+            actions += [*_save(f"switch_to_{self.mode}_iter{step}"), SwitchTo(self.mode)]
+        return actions
 
     def state_dict(self) -> dict[str, Any]:
         """The whole memory, as plain JSON values."""
@@ -164,6 +159,22 @@ class Controller:
     def forget_buffer(self) -> None:
         """Empty the recovery buffer: what it names is among another run's checkpoints."""
         self._saved = []
+
+    def _judge(self, step: int, loss: float, gap: float | None) -> list[Action]:
+        """`observe` but for the checkpoint of a switch; the memory is the new mode's before anything is saved."""
+        memory = self._memory
+        if not math.isfinite(loss):
+            return self._broken(step, "Loss", loss)
+        memory.broken = 0
+        memory.finite += 1
+        memory.steps_quantized += memory.is_quantized
+        if gap is not None and not math.isfinite(gap) and self.is_quantized:
+            return self._broken(step, "Gap", gap) + self._keep(step, good=False)
+        thresholds = self._update(loss, gap)
+        good = not any(each.above for each in self._streaks.values())
+        actions = self._complain(step, loss)
+        actions += self._decide(step, loss, gap, thresholds)
+        return actions + self._keep(step, good)
 
     def _broken(self, step: int, what: str, value: float) -> list[Action]:
         """A value that is not finite: to the fallback at once, and from there back to a good state."""
@@ -232,14 +243,14 @@ class Controller:
         return self._switch(step, f"[AdaptiveQuantization] {what} {value:.4f} {stable}")
 
     def _switch(self, step: int, line: str) -> list[Action]:
-        """The actions of a switch; the memory is that of the new mode before anything is saved."""
+        """Switch, and say so by `line`."""
         memory = self._memory
         memory.is_quantized = not memory.is_quantized
         memory.last_switch = step
         memory.switches += 1
         for each in self._streaks.values():
             each.above = each.calm = 0
-        return [Say(line), *_save(f"switch_to_{self.mode}_iter{step}"), SwitchTo(self.mode)]
+        return [Say(line)]
 
     def _keep(self, step: int, good: bool) -> list[Action]:
         """Snapshots within a window, and a checkpoint at its end; what is older leaves the recovery buffer."""
@@ -296,11 +307,6 @@ class Controller:
 
     def _is_spent(self) -> bool:
         return self.switches >= self.policy.max_switches
-
-
-def _memory_first(actions: list[Action]) -> list[Action]:
-    """Snapshots before anything is saved: a checkpoint of this step holds them as a run that goes on would have."""
-    return sorted(actions, key=lambda action: not isinstance(action, Snapshot | Forget))
 
 
 def _save(name: str) -> list[Action]:

@@ -40,8 +40,8 @@ def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(for
         "[AdaptiveQuantization] Checkpoint saved: switch_to_bf16_iter7",
         "[AdaptiveQuantization] Checkpoint saved: window_end_2_iter8",
         f"[AdaptiveQuantization] Loss {loss[12]} is stable, switching back to mxfp4",
-        "[AdaptiveQuantization] Checkpoint saved: switch_to_mxfp4_iter12",
         "[AdaptiveQuantization] Checkpoint saved: window_end_3_iter12",
+        "[AdaptiveQuantization] Checkpoint saved: switch_to_mxfp4_iter12",
     ]
     folders = {path.name for path in (forks.root / "adaptive" / "checkpoints").iterdir() if not path.is_symlink()}
     assert {name for name in folders if not name.startswith("epoch-")} == {

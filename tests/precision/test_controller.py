@@ -246,6 +246,21 @@ def test_a_checkpoint_of_a_switch_holds_the_snapshot_of_its_own_step():
     assert kinds.index(Snapshot) < kinds.index(Save)
 
 
+def test_the_checkpoint_of_a_switch_comes_behind_those_of_the_buffer_that_its_memory_names():
+    made = controller(rules=("loss",), window=4, snapshot_every=100)
+    feed(made, [0.01] + [0.15] * 3 + [0.01] * 3)
+    assert made.observe(8, 0.01) == [
+        Say(SAID + "Loss 0.0100 is stable, switching back to mxfp4"),
+        Forget(),
+        Save("window_end_2_iter8"),
+        Say(SAID + "Checkpoint saved: window_end_2_iter8"),
+        Save("switch_to_mxfp4_iter8"),
+        Say(SAID + "Checkpoint saved: switch_to_mxfp4_iter8"),
+        SwitchTo("mxfp4"),
+    ]
+    assert made.recovery_names()[0] == "window_end_2_iter8"
+
+
 def test_a_state_of_other_rules_leaves_a_run_its_own():
     gap, loss = controller(**GAP), controller(**LOSS)
     gap.observe(1, 3.0, 0.2)

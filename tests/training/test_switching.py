@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kdtrain import faults
-from kdtrain.checkpoint.store import load
+from kdtrain.checkpoint.store import Store, load
+from kdtrain.errors import RunError
 from kdtrain.precision.controller import Controller
 from kdtrain.precision.linear import Emulated, convert
 from kdtrain.precision.policy import Policy
@@ -91,8 +92,8 @@ def test_a_loss_that_rises_and_falls_gives_these_lines_and_these_folders(worksho
         f"{tag}Checkpoint saved: switch_to_bf16_iter7",
         f"{tag}Checkpoint saved: window_end_2_iter8",
         f"{tag}Loss {loss[12]} is stable, switching back to mxfp4",
-        f"{tag}Checkpoint saved: switch_to_mxfp4_iter12",
         f"{tag}Checkpoint saved: window_end_3_iter12",
+        f"{tag}Checkpoint saved: switch_to_mxfp4_iter12",
     ]
     assert names == {
         "window_end_2_iter8", "window_end_3_iter12", "switch_to_bf16_iter7", "switch_to_mxfp4_iter12", "step-00000014",
@@ -139,6 +140,28 @@ def test_a_run_resumed_in_mid_window_goes_back_to_the_snapshot_that_the_first_pr
     tensors, again = go("second", 12, workshop.folder / "first" / "checkpoints" / f"step-{stopped_after:08d}")
     assert tensors.keys() == whole.keys() and all(torch.equal(tensors[name], whole[name]) for name in whole)
     assert again["progress"]["skipped_data"] == numbers["progress"]["skipped_data"]
+    assert again["watchers"]["adaptive"] == numbers["watchers"]["adaptive"]
+
+
+def test_a_kill_behind_the_first_checkpoint_of_a_step_loses_no_state_that_the_run_goes_back_to(workshop, fault):
+    spikes = "train.loss:x2:5-8,train.gradient:nan:14-17"
+    fault(spikes)  # back to mxfp4 at step 12, where a window ends; broken from step 14 on
+    options = {**CALM, "lr": 1e-3, "checkpoint_freq": 100, "async_save": False}
+    go = partial(trained, workshop, LOSS | {"keep": 1, "snapshot_every": 100}, options)
+    whole, numbers = go("whole", 16)
+    assert numbers["progress"]["skipped_data"] == [[12 * 4, 17 * 4]]
+
+    fault(f"{spikes},checkpoint.after-rename:raise:8")  # behind windows 4 and 8, a switch, and epochs
+    with pytest.raises(RunError, match="fault checkpoint[.]after-rename was"):
+        go("first", 16)
+    store = Store(workshop.folder / "first" / "checkpoints")
+    name = store.newest_valid()[0]
+    assert store.entries()[-1].step == 12
+
+    fault(spikes)
+    tensors, again = go("first", 16, store.path(name))
+    assert again["progress"]["skipped_data"] == [[12 * 4, 17 * 4]]
+    assert tensors.keys() == whole.keys() and all(torch.equal(tensors[each], whole[each]) for each in whole)
     assert again["watchers"]["adaptive"] == numbers["watchers"]["adaptive"]
 
 
