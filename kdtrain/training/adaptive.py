@@ -20,16 +20,16 @@ class Adaptive:
         self.switch = switch
         self.fallback = fallback
         self.gap: float | None = None
-        self.set_switch()
+        self.switch_to(controller.mode)
 
     @property
     def positions(self) -> tuple[Position, Position]:
         """The two positions that the run switches between: quantised, and the fallback's."""
         return "quantized", self.fallback
 
-    def set_switch(self) -> None:
-        """Put the switch where the controller wants it."""
-        self.switch.position = "quantized" if self.controller.is_quantized else self.fallback
+    def switch_to(self, mode: str) -> None:
+        """Put the switch where `mode` is what runs: the policy's quantised mode, or its fallback."""
+        self.switch.position = "quantized" if mode == self.controller.policy.quantized else self.fallback
 
     def state_dict(self) -> dict[str, Any]:
         """The controller's memory."""
@@ -38,4 +38,4 @@ class Adaptive:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, in its mode."""
         self.controller.load_state_dict(state)
-        self.set_switch()
+        self.switch_to(self.controller.mode)

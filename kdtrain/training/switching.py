@@ -9,7 +9,7 @@ import copy
 from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.monitor.progress import log
 from kdtrain.parallel.world import on_main, together
-from kdtrain.precision.policy import Action, Forget, Recover, Save, Say, Snapshot
+from kdtrain.precision.policy import Action, Forget, Recover, Save, Say, Snapshot, SwitchTo
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.recovery import go_back
 from kdtrain.training.run import Run
@@ -40,16 +40,13 @@ def decide(run: Run, step: int, loss: float) -> bool:
     adaptive = run.adaptive
     if adaptive is None:
         return False
-    before, went_back = adaptive.controller.mode, False
+    went_back = False
     for action in adaptive.controller.observe(step, loss, adaptive.gap):
-        went_back = _carry_out(run, action) or went_back
-    if adaptive.controller.mode != before:
-        run.writers.event("switch", run.state.progress.step, mode=adaptive.controller.mode, tried=step)
-    adaptive.set_switch()
+        went_back = _carry_out(run, adaptive, action, step) or went_back
     return went_back
 
 
-def _carry_out(run: Run, action: Action) -> bool:
+def _carry_out(run: Run, adaptive: Adaptive, action: Action, step: int) -> bool:
     if isinstance(action, Say):
         log.info(action.line)
     elif isinstance(action, Save):
@@ -58,6 +55,9 @@ def _carry_out(run: Run, action: Action) -> bool:
         _snapshot(run, action)
     elif isinstance(action, Forget):
         run.state.snapshots.clear()
+    elif isinstance(action, SwitchTo):
+        adaptive.switch_to(action.mode)
+        run.writers.event("switch", run.state.progress.step, mode=action.mode, tried=step)
     elif isinstance(action, Recover):
         return load_recovery_checkpoint(run)
     return False

@@ -9,7 +9,7 @@ from kdtrain.checkpoint.store import load
 from kdtrain.precision.backends import Torchao
 from kdtrain.precision.controller import Controller
 from kdtrain.precision.linear import Emulated, convert
-from kdtrain.precision.policy import Policy
+from kdtrain.precision.policy import Policy, SwitchTo
 from kdtrain.precision.products import Recipe
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.loop import train
@@ -28,12 +28,12 @@ CALM = {"lr": 1e-3, "lr_schedule": "constant", "spike_rule": "none", "checkpoint
 
 
 class EachSecond(Controller):
-    """Switches after each second step, whatever the loss is."""
+    """Switches after each second step, whatever the loss is; says after each one where to."""
 
     def observe(self, step: int, loss: float, gap: float | None = None) -> list:
         self._memory.switches += step % 2 == 0
         self._memory.is_quantized = step // 2 % 2 == 0
-        return []
+        return [SwitchTo(self.mode)]
 
 
 def compiled(run, backend) -> None:
@@ -56,17 +56,17 @@ def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = 
         if begin_at is not None:
             found = load(workshop.folder / "whole" / "checkpoints" / f"step-{begin_at:08d}")
             run.state.load(found.tensors, found.state)
-        switch = run.adaptive.set_switch
+        switch_to = run.adaptive.switch_to
 
-        def watched() -> None:
+        def watched(mode: str) -> None:
             if run.state.progress.step == (begin_at or 0) + 1:
                 stance.enter_context(torch.compiler.set_stance("fail_on_recompile"))
             before = {key: each.clone() for key, each in run.state.tensors().items()}
-            switch()
+            switch_to(mode)
             after = run.state.tensors()
             assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
-        run.adaptive.set_switch = watched
+        run.adaptive.switch_to = watched
         train(run)
         assert run.adaptive.controller.switches >= (6 if steps == STEPS else 0)
         return load(run.store.path(f"step-{steps:08d}")).tensors

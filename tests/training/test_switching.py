@@ -14,12 +14,13 @@ from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError
 from kdtrain.precision.controller import Controller
 from kdtrain.precision.linear import Emulated, convert
-from kdtrain.precision.policy import Policy
+from kdtrain.precision.policy import Policy, SwitchTo
 from kdtrain.precision.products import Recipe
 from kdtrain.precision.scale import LossScale
 from kdtrain.training import loop
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.loop import train
+from kdtrain.training.switching import decide
 
 CALM = {
     "lr": 1e-5,
@@ -152,7 +153,7 @@ def test_a_kill_behind_the_first_checkpoint_of_a_step_loses_no_state_that_the_ru
     assert numbers["progress"]["skipped_data"] == [[12 * 4, 17 * 4]]
 
     fault(f"{spikes},checkpoint.after-rename:raise:8")  # behind windows 4 and 8, a switch, and epochs
-    with pytest.raises(RunError, match="fault checkpoint[.]after-rename was"):
+    with pytest.raises(RunError, match=r"fault checkpoint\.after-rename was"):
         go("first", 16)
     store = Store(workshop.folder / "first" / "checkpoints")
     name = store.newest_valid()[0]
@@ -181,6 +182,17 @@ def test_a_window_that_a_kill_left_behind_is_removed_with_the_next(workshop):
         assert {name for name in run.store.names() if name.startswith("window")} == {
             "window_end_3_iter6", "window_end_4_iter8",
         }  # fmt: skip
+
+
+def test_the_student_runs_in_the_mode_that_the_controller_answers(workshop, monkeypatch):
+    with workshop.run(steps=1, **CALM) as run:
+        controller = quantise(run, **LOSS)
+        for mode, position in (("bf16", "high"), ("mxfp4", "quantized")):
+            monkeypatch.setattr(controller, "observe", lambda *told, mode=mode: [SwitchTo(mode)])
+            assert not decide(run, 1, 3.0)
+            assert run.step.switch.position == position
+        events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
+    assert [each["mode"] for each in events if each["event"] == "switch"] == ["bf16", "mxfp4"]
 
 
 def test_a_switch_touches_neither_weights_nor_moments(workshop):
