@@ -30,19 +30,19 @@ from kdtrain.training.stopping import interruptible
 
 
 def main(config: DistillConfig) -> int:
-    """Train the student of `config` and export it; 0 when done or gracefully stopped.
+    """Train the student of `config` and export it, or try that out; 0 when done or gracefully stopped.
 
     Raises:
         UsageError: data, cache, student or options do not go together.
         RunError: the training failed.
     """
-    if config.sanity or config.dry_run:
-        return sanity.main(config) if config.sanity else dry_run.main(config)
+    what = sanity.main if config.sanity else dry_run.main if config.dry_run else _distill
     try:
         with interruptible():
-            return _distill(config)
+            return what(config)
     except KeyboardInterrupt:
-        log.info("stopped while not training; the same command goes on")
+        tried = "interrupted; nothing was left behind"
+        log.info("stopped while not training; the same command goes on" if what is _distill else tried)
         show(f"distill {config.out}", {"run": str(config.out), "stopped_by": "signal"}, config.json)
         return 0
 

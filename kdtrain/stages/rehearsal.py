@@ -23,7 +23,7 @@ from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.run_folder import is_run, refuse_strange
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
-from kdtrain.training.stopping import StopRequest, interruptible
+from kdtrain.training.stopping import StopRequest
 from kdtrain.training.update import take_step
 
 
@@ -33,26 +33,23 @@ def rehearsal(config: DistillConfig) -> Iterator[Assembled]:
 
     Raises:
         UsageError: data, cache, student or options do not go together, or `--out` holds something that is no run.
-        RunError: nothing can be written beside `--out`; or it was interrupted.
+        RunError: nothing can be written beside `--out`.
     """
     silent = replace(config.monitor, tensorboard=False, wandb_project=None, wandb_name=None)
     device = pick_device(config.device)
-    try:
-        with interruptible(), ranks(device, config.parallel.rank_timeout), _folder(config.out) as folder:
-            made = assemble(replace(config, out=folder, monitor=silent), goes_on=False)
-            run = made.run
-            run.writers = Writers(folder, 0, None, silent) if is_main() else SilentWriters(silent)
-            tokenizer = load_tokenizer(made.folder / "tokenizer")
-            run.reporter = Reporter(
-                *(run.config, run.step, run.writers, run.validation_source, tokenizer), init=made.spec.init, finished=0
-            )
-            try:
-                yield made
-            finally:
-                run.saver.close()
-                run.writers.close()
-    except KeyboardInterrupt:
-        raise RunError("interrupted; nothing was left behind") from None
+    with ranks(device, config.parallel.rank_timeout), _folder(config.out) as folder:
+        made = assemble(replace(config, out=folder, monitor=silent), goes_on=False)
+        run = made.run
+        run.writers = Writers(folder, 0, None, silent) if is_main() else SilentWriters(silent)
+        tokenizer = load_tokenizer(made.folder / "tokenizer")
+        run.reporter = Reporter(
+            *(run.config, run.step, run.writers, run.validation_source, tokenizer), init=made.spec.init, finished=0
+        )
+        try:
+            yield made
+        finally:
+            run.saver.close()
+            run.writers.close()
 
 
 def existing(path: Path) -> Path:

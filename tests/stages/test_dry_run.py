@@ -53,10 +53,10 @@ def test_what_the_run_would_refuse_the_dry_run_refuses(workbench):
 
 
 @pytest.mark.parametrize(
-    "fault, said",
-    [("train.after-step:term", "interrupted; nothing was left behind"), ("train.gradient:nan:2", "step 2: loss")],
+    "fault, exit_code, said",
+    [("train.after-step:term", 0, "interrupted; nothing was left behind"), ("train.gradient:nan:2", 1, "step 2: loss")],
 )
-def test_a_dry_run_that_is_stopped_or_fails_leaves_nothing(workbench, tmp_path, monkeypatch, fault, said):
+def test_a_dry_run_that_is_stopped_or_fails_leaves_nothing(workbench, tmp_path, monkeypatch, fault, exit_code, said):
     before = workbench.everything()
     monkeypatch.setenv("KDTRAIN_FAULT", fault)
     monkeypatch.setenv("KDTRAIN_FAULT_LOG", str(tmp_path / "fired"))
@@ -67,5 +67,5 @@ def test_a_dry_run_that_is_stopped_or_fails_leaves_nothing(workbench, tmp_path, 
         monkeypatch.delenv("KDTRAIN_FAULT")
         faults.read()
     assert (tmp_path / "fired").read_text() == fault.split(":")[0] + "\n"
-    assert code == 1 and said in err and "Traceback" not in err
+    assert code == exit_code and said in err and "Traceback" not in err
     assert workbench.everything() == before
