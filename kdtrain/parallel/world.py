@@ -1,10 +1,9 @@
 """Who the ranks of a run are, which device each computes on, and what they agree on.
 
 torchrun says in the environment who a process is. `ranks` makes them a group for as long as a block runs. Tensors
-are reduced over the group of the device's own kind; words and decisions go over others of gloo. What one rank does for
-itself (`on_main`, `together`), packing a text say, has no bound, and the group for that waits as long as it must: a
-rank that dies is noticed there by its closed connection. One process without torchrun is a world of one, and pays
-nothing.
+are reduced over the group of the device's own kind; words and decisions go over others of gloo. What a rank does for
+itself or for all (`on_main`, `together`) may take as long as it must, while it gives signs of life (`waiting`). One
+process without torchrun is a world of one, and pays nothing.
 """
 
 import json
@@ -13,7 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,15 +22,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from kdtrain.errors import RunError, UsageError
+from kdtrain.parallel.waiting import at_work
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
-_PATIENCE = timedelta(days=30)
+_BEAT = 10.0
+"""Seconds between two signs of life of a rank at work; a quarter of a shorter timeout."""
 _words: Any = None
 """The group that words go over, while there are several ranks."""
-_patient: Any = None
-"""The one for what takes a rank as long as it takes."""
+_timeout = timedelta(0)
+"""How long a rank may be silent."""
 
 
 def rank() -> int:
@@ -98,12 +99,12 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
 
     Args:
         device: what this rank computes on.
-        timeout: seconds that a rank waits for another one in a collective.
+        timeout: seconds that a rank waits for another one in a collective, or for its sign of life.
 
     Raises:
         RunError: another rank is gone, or did not come in time.
     """
-    global _words, _patient
+    global _words, _timeout
     if world_size() == 1:
         yield
         return
@@ -111,18 +112,17 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        store, number, world = _own_store(timedelta(seconds=timeout))
-        wait = timedelta(seconds=timeout)
-        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=wait)
-        _words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        _patient = new_words()
+        _timeout = timedelta(seconds=timeout)
+        store, number, world = _own_store(_timeout)
+        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=_timeout)
+        _words = new_words()
         yield
     except RuntimeError as error:
         if (gone := lost(error)) is None:
             raise
         raise gone from error
     finally:
-        _words = _patient = None
+        _words = None
     dist.destroy_process_group()
 
 
@@ -162,32 +162,34 @@ def _name_of_try(store: dist.Store, number: int, world: int, timeout: timedelta)
 
 
 def new_words() -> Any:
-    """Another patient group for words over all ranks, for a thread of its own; None for a process alone.
+    """Another group for words over all ranks, for a thread of its own; None for a process alone.
 
     Every rank must call it, in the same order as its other collectives.
     """
-    return dist.new_group(backend="gloo", timeout=_PATIENCE) if _initialized() else None
+    return dist.new_group(backend="gloo", timeout=_timeout) if _initialized() else None
 
 
 def on_main(action: Callable[[], T], words: Any = None) -> T:
     """What `action` gives on rank 0, which alone does it, on every rank; a `UsageError` or `RunError` likewise.
 
     Args:
-        action: gives something that JSON can hold.
+        action: gives something that JSON can hold; it may take hours, but must not exchange anything between ranks.
         words: the group; the main thread's own when None.
     """
     if not _many():
         return action()
-    group = words or _patient
-    if not is_main():
-        return _understood(json.loads(_broadcast(None, group)))
-    try:
-        result = action()
-    except (UsageError, RunError, OSError) as error:
-        _broadcast(json.dumps(_said(error)), group)
-        raise
-    _broadcast(json.dumps({"result": result}), group)
-    return result
+    group = words or _words
+    own: dict[str, Any] = {}
+    failed: Exception | None = None
+    with _at_work(group):
+        try:
+            own = {"result": action()} if is_main() else {}
+        except (UsageError, RunError, OSError) as error:
+            own, failed = _said(error), error
+    said = _broadcast(json.dumps(own) if is_main() else None, group)
+    if failed is not None:
+        raise failed
+    return own["result"] if is_main() else _understood(json.loads(said))
 
 
 def gathered(word: T, words: Any = None) -> list[T]:
@@ -216,11 +218,12 @@ def together(words: Any = None) -> Iterator[None]:
         yield
         return
     own: Exception | None = None
-    try:
-        yield
-    except (UsageError, RunError, OSError) as error:
-        own = error
-    said = gathered(None if own is None else _said(own), words or _patient)
+    with _at_work(words or _words):
+        try:
+            yield
+        except (UsageError, RunError, OSError) as error:
+            own = error
+    said = gathered(None if own is None else _said(own), words)
     failed = [number for number, each in enumerate(said) if each is not None]
     if not failed:
         return
@@ -292,6 +295,10 @@ def lost(error: BaseException | None) -> RunError | None:
 def was_told(error: BaseException) -> bool:
     """Whether an error is another rank's, which says it itself."""
     return bool(getattr(error, "told", False))
+
+
+def _at_work(group: Any) -> AbstractContextManager[None]:
+    return at_work(group, min(_BEAT, _timeout.total_seconds() / 4))
 
 
 def _many() -> bool:

@@ -129,12 +129,14 @@ def build_from_logprobs(
             found = keep(row.top_ids, row.top_logprobs, row.label_logprob, codec)
             yield _KeptRow(row.tokens, row.loss_mask, row.segments, found)
 
-    if not path.is_file():
-        raise UsageError(f"--from-logprobs {path} does not exist")
+    with world.together():
+        if not path.is_file():
+            raise UsageError(f"--from-logprobs {path} does not exist")
+        digest = file_digest(path)
     settings = replace(
         _settings(data, tokenizer, codec, config.splits()),
         teacher={"spec": spec.name, "logprobs": path.name},
-        data={"logprobs": path.name, "sha256": file_digest(path)},
+        data={"logprobs": path.name, "sha256": digest},
         sequences_per_shard=config.sequences_per_shard,
     )
     return write_cache(

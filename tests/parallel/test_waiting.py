@@ -1,0 +1,49 @@
+"""Ranks wait for one that works for as long as it works, and not for one that is silent."""
+
+import os
+import socket
+import subprocess
+import sys
+
+WAIT = """
+import os, signal, time
+from datetime import timedelta
+import torch
+from kdtrain.parallel import world
+
+with world.ranks(torch.device("cpu"), 60):
+    world._timeout = timedelta(seconds=1)
+    world._words = world.new_words()
+    print(world.on_main(lambda: time.sleep(2.5) or "worked"))
+    with world.together():
+        time.sleep(0 if world.is_main() else 2.5)
+    started = time.monotonic()
+    try:
+        world.on_main(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    except RuntimeError as error:
+        print(world.lost(error), time.monotonic() - started < 5, sep="\\n")
+os._exit(0)
+"""
+
+
+def test_a_rank_may_work_for_longer_than_the_timeout_but_not_be_silent_for_it():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free.getsockname()[1]}", "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAIT],
+            env={**os.environ, **where, "RANK": f"{rank}"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = ranks[1].communicate(timeout=90)[0].splitlines()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert said[0] == "worked" and said[2] == "True"
+    assert "rank 1 lost another rank" in said[1] and "Timed out" in said[1]
