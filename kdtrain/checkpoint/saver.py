@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,18 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError
 from kdtrain.parallel.world import local, lost, of_all, on_main, with_local
+
+
+@dataclass
+class Published:
+    """What a save has published: one state, under all of `names`."""
+
+    names: tuple[str, ...]
+    step: int
+    stood_still: float = 0.0
+    """Seconds for which training waited."""
+    whole: bool = False
+    """Whether all of it is done."""
 
 
 class Saver:
@@ -39,6 +52,7 @@ class Saver:
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._begun: list[Published] = []
 
     def save(
         self,
@@ -67,9 +81,13 @@ class Saver:
         if self.asynchronous:
             tensors, state = self._copied(tensors, names[0]), copy.deepcopy(state)
 
+        begun = Published(tuple(names), step)
+        self._begun.append(begun)
+
         def publish() -> None:
             self.store.save(names[0], step, tensors, state, rollbacks)
             on_main(finish, self.store.words)
+            begun.whole = True
 
         def finish() -> None:
             for name in names[1:]:
@@ -86,7 +104,15 @@ class Saver:
         else:
             self._attempt(publish)
             self.wait()
-        return time.perf_counter() - started
+        begun.stood_still = time.perf_counter() - started
+        return begun.stood_still
+
+    def published(self) -> list[Published]:
+        """What was published since this was asked last, oldest first. Only the thread that calls `save` may ask."""
+        news = []
+        while self._begun and self._begun[0].whole:
+            news.append(self._begun.pop(0))
+        return news
 
     def wait(self) -> None:
         """Return when nothing is in flight.
@@ -97,6 +123,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._begun = [each for each in self._begun if each.whole]
         error, self._error = self._error, None
         if isinstance(error, RunError):
             raise error

@@ -26,6 +26,7 @@ from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
+from kdtrain.training.saving import tell_published
 from kdtrain.training.stopping import interruptible
 
 
@@ -105,7 +106,8 @@ def _train(run: Run) -> None:
     except BaseException:
         try:
             run.saver.close()
-        except RunError as error:
+            tell_published(run)
+        except (RunError, OSError) as error:
             log.warning("%s", error)
         raise
     run.saver.close()

@@ -13,7 +13,7 @@ from kdtrain.monitor.progress import Bar, Rate, line, log
 from kdtrain.parallel.world import of_all
 from kdtrain.training.recovery import roll_back, skip
 from kdtrain.training.run import Run
-from kdtrain.training.saving import ends_epoch, is_saved, save, save_if_due
+from kdtrain.training.saving import ends_epoch, is_saved, save, save_if_due, tell_published
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.switching import decide, warm_up
 from kdtrain.training.update import settle, take_step
@@ -70,10 +70,12 @@ def train(run: Run) -> None:
                 ended = ends_epoch(run)
                 decide(run, progress.step, numbers["loss"])
                 save_if_due(run, improved=improved, ends_epoch=ended)
+                tell_published(run)
                 if run.finished() or stop:
                     break
         _end(run, stop)
         run.saver.wait()
+        tell_published(run)
 
 
 def _end(run: Run, stop: StopRequest) -> None:

@@ -40,7 +40,7 @@ def save(run: Run, *names: str) -> None:
     """
     progress = run.state.progress
     best = None if progress.best_step is None else _best(run, names)
-    stood_still = run.saver.save(
+    run.saver.save(
         names,
         progress.step,
         run.state.tensors(),
@@ -50,8 +50,17 @@ def save(run: Run, *names: str) -> None:
         protected=[*_rollback_target(run, names), *_recovery_buffer(run)] if is_main() else [],
     )
     run.published = (progress.step, progress.validated_step)
-    for name in names:
-        run.writers.event("checkpoint", progress.step, name=name, stood_still=stood_still)
+    tell_published(run)
+
+
+def tell_published(run: Run) -> None:
+    """Write an event for each checkpoint that was published since; one that a kill prevented has none.
+
+    In the thread that trains, as all events: those of a run stand in the order in which it learned of them.
+    """
+    for each in run.saver.published():
+        for name in each.names:
+            run.writers.event("checkpoint", each.step, name=name, stood_still=each.stood_still)
 
 
 def is_saved(run: Run) -> bool:

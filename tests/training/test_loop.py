@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import time
 
 import numpy as np
 import pytest
@@ -207,6 +208,27 @@ def test_a_stop_saves_the_last_finished_step_and_nothing_of_the_unfinished_one(w
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run).items())
     assert all(parameter.grad is None for parameter in run.step.parameters())
     assert run.store.newest_valid()[0] == (f"interrupted-{finished:08d}" if finished else None)
+
+
+def test_a_checkpoint_is_told_of_once_it_is_published_and_never_before(workshop, monkeypatch):
+    seen = []
+
+    def told() -> list[str]:
+        path = workshop.folder / "run" / "events.jsonl"
+        lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+        return [line["name"] for line in lines if line["event"] == "checkpoint"]
+
+    def point(name, amount=1):
+        if name == "checkpoint.before-rename":
+            time.sleep(0.1)  # whoever tells too early has done it by now
+            seen.append((told(), run.store.names()))
+
+    monkeypatch.setattr(faults, "point", point)
+    with workshop.run(steps=4, checkpoint_freq=1) as run:
+        train(run)
+        assert [set(names) - set(published) for names, published in seen] == [set()] * 5
+    assert told() == ["step-00000001", "step-00000002", "step-00000003", "epoch-0001", "step-00000004"]
+    assert any(names for names, _ in seen)  # while it trained
 
 
 def test_a_stop_in_the_first_validation_trains_nothing(workshop):
