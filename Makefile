@@ -2,13 +2,14 @@
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 TEST_WORKERS ?= 2
+FUZZED = $(shell grep -rl "hypothesis" --include="test_*.py" tests)
 
 PY := .venv/bin/python
 # Written last, so that an installation that was cut short has none.
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench torture teacher clean
+.PHONY: help venv demo test lint fuzz bench torture teacher clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -34,6 +35,9 @@ lint: venv ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+fuzz: venv ## generated test cases, other ones at each run
+	OMP_NUM_THREADS=1 $(PY) -m pytest --hypothesis-profile fuzz -n $(TEST_WORKERS) $(FUZZED)
 
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
 	$(PY) benchmarks/demo.py --seeds 3

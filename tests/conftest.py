@@ -1,4 +1,6 @@
-"""What holds for every test: one thread, no network, no deadline that a busy machine could miss.
+"""What holds for every test: one thread, no network, no deadline that a busy machine could miss, no luck.
+
+Generated cases are the same at every run, so that a change is judged by what it did; `make fuzz` draws others.
 
 The environment is set here, before torch or transformers are imported, so that the commands which tests start
 inherit it. A test that wants something else passes its own environment to its own process.
@@ -13,7 +15,8 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-settings.register_profile("kdtrain", deadline=None, print_blob=True)
+settings.register_profile("fuzz", deadline=None, print_blob=True)
+settings.register_profile("kdtrain", settings.get_profile("fuzz"), derandomize=True)
 settings.load_profile("kdtrain")
 
 

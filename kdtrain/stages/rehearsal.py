@@ -18,7 +18,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.monitor.writers import SilentWriters, Writers
-from kdtrain.parallel.world import is_main, of_all, on_main, pick_device, ranks
+from kdtrain.parallel.world import gathered, is_main, of_all, on_main, pick_device, ranks
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.run_folder import is_run, refuse_strange
 from kdtrain.training.reporter import Reporter
@@ -78,6 +78,7 @@ def _folder(out: Path) -> Iterator[Path]:
     folder = Path(on_main(make))
     try:
         yield folder
+        gathered(None)  # until every rank has read in it what it wants
     finally:
         if is_main():
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,17 +1,18 @@
 """A bench for the real command: tiny models and text in a folder, and `kdtrain` started in processes of its own.
 
-Every process is the command as a user starts it, `python -m kdtrain ...`, in the folder of the bench. What costs
-seconds is made once a session: a cache of the tiny teacher, and a student trained from it.
+Every process is the command as a user starts it, `python -m kdtrain ...`, in the folder of the bench. Each file of
+tests has a bench of its own, so that no two can mean different runs by one name. What costs seconds is made once a
+session and copied: a cache of the tiny teacher, and a student trained from it.
 """
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
@@ -75,26 +76,31 @@ class Bench:
         """Run `kdtrain ARGV`; a `fault` (or one of several, joined with commas) that did not fire is an error."""
         words = [str(word) for word in argv]
         variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
-        with self._asked(fault) as asked:
-            ended = subprocess.run(
-                [sys.executable, "-m", "kdtrain", *words],
-                cwd=self.root,
-                env={**os.environ, **variables, **asked},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-            )
-        return self.done(words, ended.returncode, ended.stdout, ended.stderr)
+        ended = subprocess.run(
+            [sys.executable, "-m", "kdtrain", *words],
+            cwd=self.root,
+            env={**os.environ, **variables, **self._asking(fault)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        done = self.done(words, ended.returncode, ended.stdout, ended.stderr)
+        self._assert_fired(fault, done)
+        return done
 
-    @contextmanager
-    def _asked(self, fault: str | None) -> Iterator[dict[str, str]]:
-        """The environment that asks for a fault; that it fired is asserted at the end of the block."""
+    def _asking(self, fault: str | None) -> dict[str, str]:
+        """The environment that asks for a fault."""
         log = self.root / "fired"
         log.unlink(missing_ok=True)
-        yield {"KDTRAIN_FAULT": fault, "KDTRAIN_FAULT_LOG": str(log)} if fault else {}
-        if fault:
-            fired = log.read_text().split() if log.exists() else []
-            assert sorted(fired) == sorted(each.split(":")[0] for each in fault.split(",")), f"{fault} fired not once"
+        return {"KDTRAIN_FAULT": fault, "KDTRAIN_FAULT_LOG": str(log)} if fault else {}
+
+    def _assert_fired(self, fault: str | None, *ended: Done) -> None:
+        """A fault that was asked for fired, once; else a test error with what the commands said."""
+        log = self.root / "fired"
+        fired = log.read_text().split() if log.exists() else []
+        said = "\n".join(f"{each.command} ended with {each.code}:\n{each.stderr}" for each in ended)
+        wanted = [each.split(":")[0] for each in fault.split(",")] if fault else []
+        assert sorted(fired) == sorted(wanted), f"{fault} fired not once\n{said}"
 
     @staticmethod
     def done(words: list[str], code: int, stdout: str, stderr: str) -> Done:
@@ -177,13 +183,14 @@ class Forks(Bench):
     def run(self, *argv: object, fault: str | None = None, **environment: str) -> Done:
         """Run `kdtrain ARGV` in a fork; faults as in the command of its own."""
         words, said = [str(word) for word in argv], self.root / "said"
-        with self._asked(fault) as asked:
-            assert self._server.stdin is not None and self._server.stdout is not None
-            self._server.stdin.write(json.dumps([words, {**environment, **asked}, str(said)]) + "\n")
-            self._server.stdin.flush()
-            code = int(self._server.stdout.readline())
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps([words, {**environment, **self._asking(fault)}, str(said)]) + "\n")
+        self._server.stdin.flush()
+        code = int(self._server.stdout.readline())
         out, err = (said.with_suffix(kind).read_text() for kind in (".out", ".err"))
-        return self.done(words, code, out, err)
+        done = self.done(words, code, out, err)
+        self._assert_fired(fault, done)
+        return done
 
     def close(self) -> None:
         """End the process that forks."""
@@ -242,14 +249,16 @@ class Ranks(Bench):
         common = {"WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **environment}
         common = common if world > 1 else environment
         words, said = [str(word) for word in argv], self.root / "said-in-ranks"
-        with self._asked(fault) as asked:
-            places = [{**common, **asked, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
-            assert self._server.stdin is not None and self._server.stdout is not None
-            self._server.stdin.write(json.dumps([words, places, str(said)]) + "\n")
-            self._server.stdin.flush()
-            codes, self.apart = json.loads(self._server.stdout.readline())
+        common |= self._asking(fault)
+        places = [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps([words, places, str(said)]) + "\n")
+        self._server.stdin.flush()
+        codes, self.apart = json.loads(self._server.stdout.readline())
         texts = [[Path(f"{said}.{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(world)]
-        return [self.done(words, code, *text) for code, text in zip(codes, texts, strict=True)]
+        done = [self.done(words, code, *text) for code, text in zip(codes, texts, strict=True)]
+        self._assert_fired(fault, *done)
+        return done
 
     def ok(self, world: int, *argv: object) -> Done:
         """What rank 0 said of a command that ended well on all ranks, of which the others said nothing."""
@@ -272,37 +281,60 @@ def ranks_of(bench: Bench) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """Models, specs and text; nothing is trained yet."""
-    bench = Bench(tmp_path_factory.mktemp("bench"))
+def made(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """What the benches are copied from: models, specs and text."""
+    made = Bench(tmp_path_factory.mktemp("made"))
     tokenizer = tiny_tokenizer(300)
     tokenizer.chat_template = _CHAT
-    write_model_folder(bench.root / "teacher", opinionated(tiny_model("llama", 300, seed=1)), tokenizer)
-    bench.student("student", num_hidden_layers=1)
-    bench.student("gpt2", "gpt2")
-    bench.student("dropout", "gpt2", resid_pdrop=0.1)
-    bench.student("qwen", "qwen3")
-    _write_corpus(bench.root / "corpus")
-    _write_chat(bench.root / "chat.jsonl")
-    return bench
+    write_model_folder(made.root / "teacher", opinionated(tiny_model("llama", 300, seed=1)), tokenizer)
+    made.student("student", num_hidden_layers=1)
+    made.student("gpt2", "gpt2")
+    made.student("dropout", "gpt2", resid_pdrop=0.1)
+    made.student("qwen", "qwen3")
+    _write_corpus(made.root / "corpus")
+    _write_chat(made.root / "chat.jsonl")
+    return made
 
 
 @pytest.fixture(scope="session")
-def cached(bench: Bench) -> Done:
-    """`cache`: the teacher over the corpus, 12 entries a token."""
-    return bench.run(
+def _cache(made: Bench) -> Done:
+    return made.run(
         "cache-teacher", "--teacher", "teacher", "--out", "cache", *Bench.small, "--head", 12, "--json"
     ).ok()
 
 
 @pytest.fixture(scope="session")
-def distilled(bench: Bench, cached: Done) -> Done:
-    """`run`: the student after 8 steps from `cache`, with checkpoints at 4 and 8."""
-    return bench.run(
+def _run(made: Bench, _cache: Done) -> Done:
+    return made.run(
         *("distill", "--cache", "cache", "--student", "student.toml", "--out", "run", "--steps", 8, "--lr", 1e-2),
         *("--warmup-steps", 2, "--batch-size", 8, "--checkpoint-freq", 4, "--eval-freq", 4, "--json"),
         *("--no-compile", "--precision", "fp32", "--log-freq", 1),
     ).ok()
+
+
+@pytest.fixture(scope="module")
+def bench(made: Bench, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A file's own folder with models, specs and text in it; nothing is trained yet."""
+    root = tmp_path_factory.mktemp("bench")
+    for name in ("teacher", "corpus"):
+        shutil.copytree(made.root / name, root / name)
+    for path in (*made.root.glob("*.toml"), made.root / "chat.jsonl"):
+        shutil.copy2(path, root)
+    return Bench(root)
+
+
+@pytest.fixture(scope="module")
+def cached(bench: Bench, made: Bench, _cache: Done) -> Done:
+    """`cache`: the teacher over the corpus, 12 entries a token."""
+    shutil.copytree(made.root / "cache", bench.root / "cache")
+    return _cache
+
+
+@pytest.fixture(scope="module")
+def distilled(bench: Bench, made: Bench, cached: Done, _run: Done) -> Done:
+    """`run`: the student after 8 steps from `cache`, with checkpoints at 4 and 8."""
+    shutil.copytree(made.root / "run", bench.root / "run", symlinks=True)
+    return _run
 
 
 def opinionated(model: torch.nn.Module) -> torch.nn.Module:
