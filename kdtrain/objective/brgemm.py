@@ -7,6 +7,10 @@ blocks of A and B in bf16, which attention uses. It is called here by its symbol
 its arguments, so that a PyTorch with another signature does not have it; a probe compares its result before it is
 used; and without it nothing is lost but time.
 
+The blocks are dealt out to the threads that PyTorch's operators run on, by `GOMP_parallel`, which is what GCC makes of
+a parallel region. Threads of Python's own would share their cores with those, which keep spinning for a while after an
+operator (24 ms against 17 for the product above on two cores).
+
 The kernel wants B, here W^T, with pairs of rows interleaved: the weight is packed once a pass, which costs as much
 memory as the weight in bf16.
 
@@ -17,18 +21,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kdtrain.objective import pages
 from kdtrain.objective.compiling import maybe_compiled
 
 _SYMBOL = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
 _BLOCK = 128
 """Columns of a call: long enough to hide the call, and its part of the weight stays in a core's cache."""
+_THREADING = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class PackedWeight:
@@ -42,10 +47,20 @@ class PackedWeight:
     def __init__(self, weight_VD: Tensor, compile: bool = False) -> None:
         self.size, self.width = weight_VD.shape
         pairs = weight_VD.detach().contiguous().view(torch.int32)
-        whole = self.size - self.size % _BLOCK
-        pack = maybe_compiled(_packed, compile)
-        parts = [pack(pairs[:whole], _BLOCK)] if whole else []
-        self.parts = [*parts, _packed(pairs[whole:], self.size - whole)] if whole < self.size else parts
+        count, rest = divmod(self.size, _BLOCK)
+        self.parts = []
+        for blocks, columns in ((count, _BLOCK), (1, rest)):
+            if blocks * columns:
+                self.parts.append(pages.empty(blocks, pairs.shape[1], columns, dtype=pairs.dtype))
+                rows, pairs = pairs.split([blocks * columns, len(pairs) - blocks * columns])
+                maybe_compiled(_pack, compile and columns == _BLOCK)(rows, self.parts[-1])
+        bytes_of_block = _BLOCK * self.width * weight_VD.element_size()
+        self.blocks = [
+            (part.data_ptr() + block * bytes_of_block, part.shape[2])
+            for part in self.parts
+            for block in range(len(part))
+        ]
+        """Address and columns of each block."""
 
     def logits(self, hidden_RD: Tensor, out_RV: Tensor) -> Tensor:
         """h W^T into `out_RV`, fp32 with contiguous rows; `hidden_RD` bf16."""
@@ -53,35 +68,22 @@ class PackedWeight:
         assert hidden_RD.dtype == torch.bfloat16 and out_RV.dtype == torch.float32 and out_RV.stride(1) == 1
         assert hidden_RD.shape[1] == self.width and out_RV.shape == (len(hidden_RD), self.size)
         hidden_RD = hidden_RD.contiguous()
-        threads = torch.get_num_threads()
-        if threads == 1:
-            self._run(hidden_RD, out_RV, 0, 1)
-        else:
-            jobs = [_pool(threads).submit(self._run, hidden_RD, out_RV, i, threads) for i in range(threads)]
-            for job in jobs:
-                job.result()
-        return out_RV
-
-    def _run(self, hidden_RD: Tensor, out_RV: Tensor, first: int, step: int) -> None:
-        """Every `step`-th block from `first` on."""
         kernel, (rows, width) = _kernel(), hidden_RD.shape
         assert kernel is not None
         a, c, stride = hidden_RD.data_ptr(), out_RV.data_ptr(), out_RV.stride(0)
-        for number, (b, columns) in enumerate(self._blocks()):
-            if number % step == first:
-                to = c + number * _BLOCK * out_RV.element_size()
+
+        def share(first: int, step: int) -> None:
+            for number, (b, columns) in enumerate(self.blocks[first::step]):
+                to = c + (first + number * step) * _BLOCK * out_RV.element_size()
                 kernel(rows, columns, width, width, columns, stride, False, a, b, to, True)
 
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Address and columns of each block."""
-        for part in self.parts:
-            for block in range(len(part)):
-                yield part.data_ptr() + block * part.stride(0) * part.element_size(), part.shape[2]
+        _in_threads(share)
+        return out_RV
 
 
-def _packed(pairs: Tensor, block: int) -> Tensor:
-    """[blocks, D/2, block] of pairs of numbers along D, each as one 32-bit number, from [rows, D/2]."""
-    return pairs.view(-1, block, pairs.shape[1]).transpose(1, 2).contiguous()
+def _pack(pairs: Tensor, into: Tensor) -> None:
+    """Pairs of numbers along D, each as one 32-bit number, from [rows, D/2] to [blocks, D/2, rows of a block]."""
+    into.copy_(pairs.view(len(into), into.shape[2], -1).transpose(1, 2))
 
 
 @functools.cache
@@ -97,10 +99,8 @@ def usable() -> bool:
 
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        kernel = getattr(ctypes.CDLL(str(library)), _SYMBOL)
-    except (OSError, AttributeError):
+    kernel = getattr(_library(), _SYMBOL, None)
+    if kernel is None or not all(hasattr(_library(), name) for name in _THREADING):
         return None
     number, address = ctypes.c_int64, ctypes.c_void_p
     kernel.argtypes = [*[number] * 6, ctypes.c_bool, address, address, address, ctypes.c_bool]
@@ -109,5 +109,32 @@ def _kernel() -> Callable[..., None] | None:
 
 
 @functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="brgemm")
+def _library() -> ctypes.CDLL | None:
+    """PyTorch's own, and the OpenMP library that it is linked to."""
+    try:
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return None
+
+
+def _in_threads(share: Callable[[int, int], None]) -> None:
+    """Call `share(number, threads)` on each of PyTorch's threads; an error of one of them is raised."""
+    threads, library = torch.get_num_threads(), _library()
+    if threads == 1:
+        return share(0, 1)
+    assert library is not None
+    errors: list[BaseException] = []
+
+    def run(_: int | None) -> None:
+        try:
+            # Fewer threads than were asked for may come.
+            share(library.omp_get_thread_num(), library.omp_get_num_threads())
+        except BaseException as error:  # a signal's too: ctypes would swallow it
+            errors.append(error)
+
+    region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    begin = library.GOMP_parallel
+    begin.argtypes, begin.restype = [region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    begin(region(run), None, threads, 0)
+    if errors:
+        raise errors[0]

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdtrain.objective import pages
 from kdtrain.objective.compiling import maybe_compiled
 from kdtrain.objective.dense import DenseStatistics, Shift, measure_dense, spread_dense, sum_dense, value_dense
 from kdtrain.objective.logits import (
@@ -148,7 +149,13 @@ class _Fused(torch.autograd.Function):
         # Asking the value is free on a CPU alone; a pass over dWeight is not.
         whole = outer[0].device.type == "cpu" and outer[0].item() == 1.0
         scaled = [g if g is None or whole else g.mul_(outer[0].to(g.dtype)) for g in gradients]
-        return None, *(g if g is None else g.to(d) for g, d in zip(scaled, ctx.dtypes, strict=True))
+        return None, *(g if g is None else _cast(g, d) for g, d in zip(scaled, ctx.dtypes, strict=True))
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    return pages.empty(*tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor | None, beta: Tensor) -> Any:
@@ -189,7 +196,7 @@ class _Logits:
         self.bias_V = bounded_bias(head.bias, self.size, self.dtype)
         self.scale, self.softcap = head.scale, head.softcap
         rows = 0 if self.products is None else min(walk.chunk, len(hidden_ND))
-        self.buffer_RV = torch.empty(rows, self.size, dtype=self.dtype, device=hidden_ND.device)
+        self.buffer_RV = pages.empty(rows, self.size, dtype=self.dtype, device=hidden_ND.device)
 
     def __call__(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R,V], in at least fp32."""
@@ -214,7 +221,10 @@ def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any,
     stored = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
     inputs = {"hidden": hidden_ND, "weight": weight_PD, "bias": bias_P, "beta": beta}
     dtypes = {"hidden": stored, "weight": wide, "bias": wide, "beta": beta.dtype}
-    return {k: torch.zeros_like(x, dtype=dtypes[k]) if walk.wanted[k] else None for k, x in inputs.items()}
+    found: dict[str, Tensor | None] = dict.fromkeys(inputs)
+    for name in (each for each in inputs if walk.wanted[each]):
+        found[name] = pages.empty(*inputs[name].shape, dtype=dtypes[name], device=inputs[name].device).zero_()
+    return found
 
 
 def _accumulate(

@@ -121,3 +121,22 @@ def test_the_kernel_gives_the_same_bits_on_any_number_of_threads():
 def test_a_kernel_that_multiplies_wrong_is_not_used(monkeypatch):
     monkeypatch.setattr(brgemm.PackedWeight, "logits", lambda self, hidden, out: out.zero_())
     assert not brgemm.usable.__wrapped__()
+
+
+@pytest.mark.skipif(not brgemm.usable(), reason="this machine has no bf16 kernel with an fp32 result")
+def test_an_interruption_in_a_product_is_not_swallowed(monkeypatch):
+    hidden, weight, _ = tensors(torch.bfloat16, torch.bfloat16, "cpu", vocab=1000)
+    packed = brgemm.PackedWeight(weight)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(brgemm, "_kernel", lambda: interrupted)
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            with pytest.raises(KeyboardInterrupt):
+                packed.logits(hidden, torch.empty(96, 1000))
+    finally:
+        torch.set_num_threads(threads)
