@@ -51,7 +51,7 @@ class PackedWeight:
         self.parts = []
         for blocks, columns in ((count, _BLOCK), (1, rest)):
             if blocks * columns:
-                self.parts.append(pages.empty(blocks, pairs.shape[1], columns, dtype=pairs.dtype))
+                self.parts.append(pages.borrow(_memory(columns), blocks, pairs.shape[1], columns, dtype=pairs.dtype))
                 rows, pairs = pairs.split([blocks * columns, len(pairs) - blocks * columns])
                 maybe_compiled(_pack, compile and columns == _BLOCK)(rows, self.parts[-1])
         bytes_of_block = _BLOCK * self.width * weight_VD.element_size()
@@ -61,6 +61,12 @@ class PackedWeight:
             for block in range(len(part))
         ]
         """Address and columns of each block."""
+
+    def close(self) -> None:
+        """Give the memory of the blocks back; nothing can be multiplied with any more."""
+        for part in self.parts:
+            pages.give_back(_memory(part.shape[2]), part)
+        self.parts, self.blocks = [], []
 
     def logits(self, hidden_RD: Tensor, out_RV: Tensor) -> Tensor:
         """h W^T into `out_RV`, fp32 with contiguous rows; `hidden_RD` bf16."""
@@ -79,6 +85,10 @@ class PackedWeight:
 
         _in_threads(share)
         return out_RV
+
+
+def _memory(columns: int) -> str:
+    return "packed weight" if columns == _BLOCK else "end of packed weight"
 
 
 def _pack(pairs: Tensor, into: Tensor) -> None:

@@ -149,13 +149,10 @@ class _Fused(torch.autograd.Function):
         # Asking the value is free on a CPU alone; a pass over dWeight is not.
         whole = outer[0].device.type == "cpu" and outer[0].item() == 1.0
         scaled = [g if g is None or whole else g.mul_(outer[0].to(g.dtype)) for g in gradients]
-        return None, *(g if g is None else _cast(g, d) for g, d in zip(scaled, ctx.dtypes, strict=True))
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.dtype == dtype:
-        return tensor
-    return pages.empty(*tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+        found = [g if g is None else g.to(d) for g, d in zip(scaled, ctx.dtypes, strict=True)]
+        if found[1] is not None and found[1] is not scaled[1]:
+            pages.give_back("weight gradient", scaled[1])
+        return None, *found
 
 
 def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor | None, beta: Tensor) -> Any:
@@ -179,6 +176,9 @@ def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
             _accumulate(grads, part, dz_RV, hidden_RD, student.products, walk.vocab_size)
         if dbeta is not None and grads["beta"] is not None:
             grads["beta"] += dbeta
+    for each in (student, teacher):
+        if each is not None:
+            each.close()
     return loss.to(student.dtype), sums, list(grads.values())
 
 
@@ -196,7 +196,7 @@ class _Logits:
         self.bias_V = bounded_bias(head.bias, self.size, self.dtype)
         self.scale, self.softcap = head.scale, head.softcap
         rows = 0 if self.products is None else min(walk.chunk, len(hidden_ND))
-        self.buffer_RV = pages.empty(rows, self.size, dtype=self.dtype, device=hidden_ND.device)
+        self.buffer_RV = pages.borrow("logits", rows, self.size, dtype=self.dtype, device=hidden_ND.device)
 
     def __call__(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R,V], in at least fp32."""
@@ -205,6 +205,12 @@ class _Logits:
         else:
             u_RV = self.products.logits(hidden_RD, self.buffer_RV[: len(hidden_RD)])
         return shape_logits(u_RV, self.bias_V, self.scale, self.softcap)
+
+    def close(self) -> None:
+        """Give the memory back; the logits are lost."""
+        pages.give_back("logits", self.buffer_RV)
+        if self.products is not None and self.products.packed is not None:
+            self.products.packed.close()
 
 
 def _with_teacher(rows: Rows, logits: _Logits) -> Rows:
@@ -223,7 +229,11 @@ def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any,
     dtypes = {"hidden": stored, "weight": wide, "bias": wide, "beta": beta.dtype}
     found: dict[str, Any] = dict.fromkeys(inputs)
     for name in (each for each in inputs if walk.wanted[each]):
-        found[name] = pages.empty(*inputs[name].shape, dtype=dtypes[name], device=inputs[name].device)
+        like, own = inputs[name], dtypes[name]
+        if name == "weight" and like.dtype != own:  # rounded in the end, and given back
+            found[name] = pages.borrow("weight gradient", *like.shape, dtype=own, device=like.device)
+        else:
+            found[name] = torch.empty(like.shape, dtype=own, device=like.device)
         (found[name][walk.vocab_size :] if name == "weight" and len(hidden_ND) else found[name]).zero_()
     return found
 

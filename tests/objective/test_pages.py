@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from kdtrain.models.head import OutputHead
 from kdtrain.objective import pages
+from kdtrain.objective.loss import distillation_loss
 
 
 @pytest.fixture
@@ -14,8 +16,15 @@ def asked(monkeypatch):
     return ranges
 
 
+@pytest.fixture(autouse=True)
+def nothing_idle():
+    pages.release()
+    yield
+    pages.release()
+
+
 def test_whole_large_pages_inside_of_the_memory_are_asked_for(asked):
-    tensor = pages.empty(3, 1 << 20, dtype=torch.float32)
+    tensor = pages.borrow("mine", 3, 1 << 20, dtype=torch.float32)
     assert tensor.shape == (3, 1 << 20) and tensor.dtype == torch.float32 and tensor.is_contiguous()
     [(first, last)] = asked
     assert first % (2 << 20) == last % (2 << 20) == 0
@@ -24,18 +33,63 @@ def test_whole_large_pages_inside_of_the_memory_are_asked_for(asked):
 
 
 def test_what_is_smaller_than_a_large_page_asks_for_none(asked):
-    pages.empty(1000, dtype=torch.float32)
-    pages.empty(0, dtype=torch.float32)
+    pages.borrow("mine", 1000, dtype=torch.float32)
+    pages.borrow("mine", 0, dtype=torch.float32)
     assert asked == []
 
 
 def test_the_memory_of_other_devices_is_left_alone(asked):
-    pages.empty(3, 1 << 20, dtype=torch.float32, device="meta")
-    assert asked == []
+    tensor = pages.borrow("mine", 3, 1 << 20, dtype=torch.float32, device="meta")
+    pages.give_back("mine", tensor)
+    assert asked == [] and pages._idle == {}
 
 
 def test_where_no_advice_is_taken_there_is_memory_all_the_same(monkeypatch):
     monkeypatch.setattr(pages.sys, "platform", "darwin")
     assert pages._madvise.__wrapped__() is None
     monkeypatch.setattr(pages, "_madvise", lambda: None)
-    assert pages.empty(3, 1 << 20, dtype=torch.float32).fill_(1.0).sum() == 3 << 20
+    assert pages.borrow("mine", 3, 1 << 20, dtype=torch.float32).fill_(1.0).sum() == 3 << 20
+
+
+def test_what_was_given_back_is_had_again_in_any_shape_and_dtype_that_it_is_large_enough_for():
+    first = pages.borrow("mine", 4, 100, dtype=torch.float32)
+    where = first.data_ptr()
+    pages.give_back("mine", first)
+    again = pages.borrow("mine", 2, 100, dtype=torch.float64)
+    assert again.data_ptr() == where and again.shape == (2, 100) and again.is_contiguous()
+    pages.give_back("mine", again)
+    assert pages.borrow("mine", 8, 100, dtype=torch.float32).data_ptr() != where
+    assert pages._idle == {"mine": []}  # what was too small is gone
+
+
+def test_what_is_lent_is_lent_to_one():
+    first = pages.borrow("mine", 100, dtype=torch.float32)
+    second = pages.borrow("mine", 200, dtype=torch.float32)
+    assert first.data_ptr() != second.data_ptr()
+    pages.give_back("mine", second)
+    pages.give_back("mine", first)
+    assert pages.borrow("other", 100, dtype=torch.float32).data_ptr() not in (first.data_ptr(), second.data_ptr())
+    assert pages.borrow("mine", 100, dtype=torch.float32).data_ptr() == first.data_ptr()
+    assert pages.borrow("mine", 100, dtype=torch.float32).data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_two_losses_whose_gradients_are_asked_for_later_do_not_share_their_memory(kind):
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(300, 16, generator=g).to(kind).requires_grad_()
+    hiddens = [torch.randn(40, 16, generator=g).to(kind).requires_grad_() for _ in range(2)]
+
+    def loss(hidden):
+        labels, mask = torch.arange(40), torch.ones(40, dtype=torch.bool)
+        head = OutputHead(weight)
+        return distillation_loss(
+            *(hidden, head, labels, mask, None), temperature=1.0, alpha=0.0, vocab_size=300, normalizer=40.0
+        ).loss
+
+    alone = []
+    for hidden in hiddens:
+        alone.append(torch.autograd.grad(loss(hidden), [weight, hidden]))
+    first, second = loss(hiddens[0]), loss(hiddens[1])
+    together = [torch.autograd.grad(first, [weight, hiddens[0]]), torch.autograd.grad(second, [weight, hiddens[1]])]
+    for ours, theirs in zip(together, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
