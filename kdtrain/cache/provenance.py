@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.files import canonical_json, file_digest, json_digest, read_sealed, sealed, writing
-from kdtrain.errors import UsageError
+from kdtrain.cache.files import canonical_json, file_digest, json_digest, read_sealed, sealed
+from kdtrain.errors import UsageError, writing
 
 
 @dataclass(frozen=True, kw_only=True)
