@@ -22,15 +22,11 @@ class RunError(RuntimeError):
     """The command failed while it was running; it ends with exit code 1."""
 
 
-ADVICE = {
+_ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space, or ask for a larger quota",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or take a file system that holds larger ones",
-    errno.EACCES: "make the folder writable",
-    errno.EPERM: "make the folder writable",
-    errno.EROFS: "make the folder writable",
 }
-"""What to do about an error of the operating system, by its number."""
 
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 """What the system says of a path at which there cannot be a folder, however empty the disk."""
@@ -47,6 +43,12 @@ def system_error(error: BaseException) -> OSError | None:
     return None
 
 
+def advice(error: OSError) -> str:
+    """What to do where a disk takes no more, as the end of a line; nothing for other errors."""
+    known = _ADVICE.get(error.errno or 0)
+    return f"; {known} and run it again" if known else ""
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the operating system says to a write into a RunError that names `path`."""
@@ -57,9 +59,9 @@ def writing(path: Path) -> Iterator[None]:
     except Exception as error:  # tokenizers raises a bare Exception for a full disk
         if (said := system_error(error)) is None:
             raise
-        advice = ADVICE.get(said.errno or 0, "make the folder writable")
+        mend = _ADVICE.get(said.errno or 0, "make the folder writable")
         raise RunError(
-            f"cannot write {path}: {said.strerror}; what was finished before is kept: {advice} and run it again"
+            f"cannot write {path}: {said.strerror}; what was finished before is kept: {mend} and run it again"
         ) from error
 
 

@@ -19,7 +19,7 @@ from kdtrain import faults
 from kdtrain.cache import layout
 from kdtrain.cache.files import fsync, publish_json, read_sealed
 from kdtrain.cache.lock import Lock
-from kdtrain.cache.provenance import CacheSettings, Manifest, read_manifest
+from kdtrain.cache.provenance import CacheSettings, Manifest, check_sizes, read_manifest
 from kdtrain.cache.ranks import Ranks
 from kdtrain.errors import RunError, UsageError, making, writing
 
@@ -83,7 +83,8 @@ def _first_lock(folder: Path, rank: int) -> Lock:
 def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
     """The manifest if `folder` is this cache and finished; None if there is something to build.
 
-    UsageError: the folder is a file, holds other files, or a cache of other settings (named).
+    UsageError: the folder is a file, holds other files, a cache of other settings (named), or a finished one with a
+    shard that is not as it was written (named).
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; --out must be a folder")
@@ -92,6 +93,7 @@ def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
     if (folder / layout.MANIFEST).exists():
         manifest = read_manifest(folder)
         _refuse_others(folder, manifest.settings.to_json(), settings, "holds a finished cache")
+        check_sizes(folder, manifest)
         return manifest
     if (folder / layout.SETTINGS).exists():
         _refuse_others(folder, _stored_settings(folder), settings, "holds an unfinished cache")
@@ -100,6 +102,13 @@ def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
     ):
         raise UsageError(f"{folder} holds files that are no cache; choose another --out")
     return None
+
+
+def holds_nothing(folder: Path) -> bool:
+    """Whether there are no files in a folder but those that a builder makes before settings.json has its name."""
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    own = f"{layout.SETTINGS}.tmp"
+    return all(path.parent == folder and (path.name.startswith(_LOCK) or path.name == own) for path in files)
 
 
 def begin(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
