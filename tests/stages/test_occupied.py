@@ -62,8 +62,11 @@ def test_one_that_moves_a_run_aside_holds_the_new_folder(config, anew):
 def test_what_a_killed_process_leaves_bars_nobody(config):
     child = os.fork()
     if child == 0:
-        with occupied(config):
-            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            with occupied(config):
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert (config.out / LOCK).exists()
     with occupied(config) as goes_on:
