@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     except MemoryError:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
-        _fail(1, "interrupted; the same command goes on from what was saved")
+        goes_on = argv[0] in ("cache-teacher", "distill")
+        _fail(1, "interrupted" + ("; the same command goes on from what was saved" if goes_on else ""))
     except BrokenPipeError:
         # whoever read our output has seen enough; a second flush at exit must not complain either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,7 +95,7 @@ def parse(command: str, argv: list[str]) -> Any:
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UsageError(_one_line(caught.getvalue())) from None
+        raise UsageError(_one_line(caught.getvalue(), [key for keys in _keys(kind).values() for key in keys])) from None
 
 
 def _named(command: str, argv: list[str]) -> list[str]:
@@ -134,15 +135,16 @@ def _wide() -> typing.Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def _one_line(box: str) -> str:
-    """The first paragraph of one of tyro's error boxes, and the flag it suggests, without the frame."""
+def _one_line(box: str, known: list[str]) -> str:
+    """The first paragraph of one of tyro's error boxes without the frame, and what of the `known` options was meant."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()]
     lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
     rules = [position for position, line in enumerate(lines) if line.startswith("───")]
     first = " ".join(lines[: rules[0] if rules else None])
     message = re.sub(r"^Error parsing (?:(?!--)\S+: )?", "", first)
-    if rules and (meant := re.search(r"Perhaps you meant:?\s+(--\S+)", " ".join(lines[rules[0] + 1 :]))):
-        message += f"; perhaps you meant {meant[1]}"
+    strange = re.search(r"^Unrecognized options: --(?:no-)?([\w-]+)", message)
+    if strange and (close := difflib.get_close_matches(strange[1].replace("-", "_"), known, 1)):
+        message += f"; perhaps you meant --{close[0].replace('_', '-')}"
     return message or "the command line could not be read"
 
 
@@ -151,14 +153,25 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
     known = _keys(kind)
     flags: list[str] = []
     for section, table in _read_toml(path).items():
-        if section not in known or not isinstance(table, dict):
+        if not isinstance(table, dict):
+            raise UsageError(f"{path}: '{section}' stands outside of a section; {_home(section, known)}")
+        if section not in known:
             raise UsageError(f"{path}: unknown section [{section}]; {_nearest(section, list(known))}")
         for key, value in table.items():
             name = key.replace("-", "_")
             if name not in known[section] or name == "config":
-                raise UsageError(f"{path}: unknown key '{key}' in [{section}]; {_nearest(name, known[section])}")
+                raise UsageError(f"{path}: unknown key '{key}' in [{section}]; {_home(name, known, section)}")
             flags += _flag(name, value)
     return flags
+
+
+def _home(key: str, known: dict[str, list[str]], section: str = "") -> str:
+    """What to do with a key that stands in no section or in the wrong one."""
+    name = key.replace("-", "_")
+    homes = [each for each, names in known.items() if name in names and name != "config"]
+    if homes:
+        return f"put it under [{homes[0]}]"
+    return _nearest(name, known.get(section) or [each for names in known.values() for each in names])
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -50,6 +50,32 @@ def test_options_of_sections_are_flat_flags():
     assert config.optimizer.betas == (0.8, 0.9)
 
 
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("steps = 3\n", r"'steps' stands outside of a section; put it under \[run\]"),
+        ("zzz = 3\n", "'zzz' stands outside of a section; known are"),
+        ("[run]\nalpha = 0.5\n", r"unknown key 'alpha' in \[run\]; put it under \[objective\]"),
+        ("[run]\nstepz = 5\n", r"unknown key 'stepz' in \[run\]; perhaps you meant 'steps'"),
+        ("[rum]\nsteps = 5\n", r"unknown section \[rum\]; perhaps you meant 'run'"),
+    ],
+)
+def test_a_key_that_stands_in_the_wrong_place_of_the_file_is_told_its_own(tmp_path, text, said):
+    with pytest.raises(UsageError, match=said):
+        parsed(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "flag, meant",
+    [("--step", "--steps"), ("--early-stoping", "--early-stopping"), ("--no-compiel", "--compile"), ("--zzz", None)],
+)
+def test_a_mistyped_flag_is_told_the_nearest_one(flag, meant):
+    with pytest.raises(UsageError) as refused:
+        cli.parse("distill", [*DISTILL, flag, "30"])
+    _, _, suggestion = str(refused.value).partition("; perhaps you meant ")
+    assert flag in str(refused.value) and suggestion == (meant or "")
+
+
 def test_the_file_stands_below_the_flags_and_above_the_defaults(tmp_path):
     text = "[run]\nsteps = 7\nseed = 1\n[optimizer]\nlr = 0.5\nbetas = [0.1, 0.2]\n"
     text += "[precision]\ncompile = false\n[monitor]\nlog-freq = 3\n"

@@ -284,8 +284,8 @@ def check_tokenizer(manifest: Manifest, digest: str | None) -> None:
     stated = manifest.settings.tokenizer_digest
     if None not in (digest, stated) and digest != stated:
         raise UsageError(
-            f"the cache was built with another tokenizer ({str(stated)[:12]}, here {str(digest)[:12]}): "
-            "use the teacher's tokenizer, or cache the teacher again"
+            f"the student has another tokenizer ({str(digest)[:12]}) than the teacher's text ({str(stated)[:12]}): "
+            "give the student the tokenizer of the teacher"
         )
 
 

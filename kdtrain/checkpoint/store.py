@@ -320,7 +320,13 @@ def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
     Raises:
         RunError: its files are not what a checkpoint is made of.
     """
-    return Checkpoint(path.name, shards.read(path, like), json.loads((path / STATE).read_text(encoding="utf-8")))
+    return Checkpoint(path.name, shards.read(path, like), read_state(path))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The numbers, options and digests of a checkpoint that `problem` has found to be whole, without its tensors."""
+    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return state
 
 
 def _write(path: Path, text: str) -> tuple[int, str]:

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 log = logging.getLogger("kdtrain")
 console = Console(stderr=True)
@@ -70,14 +71,16 @@ class Bar:
         self.start_done, self.done = done, done
         self.started = self.spoke = time.monotonic()
         self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            # What does not fit into the line is left off at its end, and nothing before it shrinks.
+            TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             console=console,
             disable=not console.is_terminal,
             transient=True,
+            expand=True,
         )
         self.task = self.bar.add_task(what, total=total, completed=done, text="")
 

@@ -215,7 +215,7 @@ def _with_teacher(rows: Rows, logits: _Logits) -> Rows:
 
 
 def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> dict[str, Any]:
-    """Zeros for the gradients that are wanted."""
+    """Zeros for the gradients that are wanted; but the weight's, without padding, is left to the first chunk."""
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     # fp16 hidden gradients wait in fp32 for the loss scale that keeps them from underflowing.
     stored = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
@@ -223,7 +223,8 @@ def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any,
     dtypes = {"hidden": stored, "weight": wide, "bias": wide, "beta": beta.dtype}
     found: dict[str, Tensor | None] = dict.fromkeys(inputs)
     for name in (each for each in inputs if walk.wanted[each]):
-        found[name] = pages.empty(*inputs[name].shape, dtype=dtypes[name], device=inputs[name].device).zero_()
+        found[name] = pages.empty(*inputs[name].shape, dtype=dtypes[name], device=inputs[name].device)
+        (found[name][walk.vocab_size :] if name == "weight" and len(hidden_ND) else found[name]).zero_()
     return found
 
 
@@ -238,7 +239,8 @@ def _accumulate(
             grads["hidden"][part, :size] = dz_RV.to(grads["hidden"].dtype)
         return
     into_RD = None if grads["hidden"] is None else grads["hidden"][part]
-    products.gradients(dz_RV, hidden_RD, into_RD, None if grads["weight"] is None else grads["weight"][:size])
+    into_VD = None if grads["weight"] is None else grads["weight"][:size]
+    products.gradients(dz_RV, hidden_RD, into_RD, into_VD, first=part.start == 0)
 
 
 def _chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

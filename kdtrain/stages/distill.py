@@ -42,10 +42,10 @@ def main(config: DistillConfig) -> int:
     try:
         with interruptible():
             return what(config)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as asked:
         tried = "interrupted; nothing was left behind"
         log.info("stopped while not training; the same command goes on" if what is _distill else tried)
-        show(f"distill {config.out}", {"run": str(config.out), "stopped_by": "signal"}, config.json)
+        show(f"distill {config.out}", {"run": str(config.out), "stopped_by": str(asked) or "SIGINT"}, config.json)
         return 0
 
 

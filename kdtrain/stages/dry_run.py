@@ -8,17 +8,18 @@ steps, one validation forward and the save; a longer run adds to it what its log
 import math
 import shutil
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import Store
+from kdtrain.checkpoint.store import Store, read_state
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel import traffic
 from kdtrain.parallel.plan import Plan
-from kdtrain.parallel.world import is_main, peak_memory_mb, world_size
+from kdtrain.parallel.world import is_main, peak_memory_mb, together, world_size
 from kdtrain.parallel.wrap import layers_of
 from kdtrain.precision.modes import head_dtype
 from kdtrain.stages.assemble import Assembled
@@ -33,7 +34,7 @@ from kdtrain.stages.rehearsal import (
     state_bytes,
     steps,
 )
-from kdtrain.stages.run_folder import is_run
+from kdtrain.stages.run_folder import is_run, refuse_changes
 from kdtrain.training.run import Run
 from kdtrain.training.schedule import decay_steps
 from kdtrain.training.validate import validate
@@ -50,8 +51,10 @@ def main(config: DistillConfig) -> int:
     with rehearsal(config) as made:
         if config.checkpoint.load is not None:
             start_from(made.run, config.checkpoint.load)
+        with together():
+            begins = _begins(config, made.run.config)
         log.info("put together; two steps, a validation forward and a save follow")
-        table = {**_plan(config, made), **_estimates(config, made.run)}
+        table = {"run": str(config.out), "begins": begins, **_plan(config, made), **_estimates(config, made.run)}
     show(f"distill {config.out}, dry run", table, config.json)
     return 0
 
@@ -61,8 +64,6 @@ def _plan(config: DistillConfig, made: Assembled) -> dict[str, Any]:
     student = run.state.student
     each = f" on each of {world_size()} ranks" if world_size() > 1 else ""
     return {
-        "run": str(config.out),
-        "begins": _begins(config),
         "student": {"name": made.spec.name, "parameters": sum(each.numel() for each in student.parameters())},
         "teacher": (config.teacher or (settings.teacher or {}).get("spec")) if run.step.has_teacher else None,
         "device": str(run.step.device),
@@ -132,16 +133,25 @@ def _sent(run: Run, plan: Plan) -> float:
     return found.sent(sharing, world // sharing) / 1e9
 
 
-def _begins(config: DistillConfig) -> str:
-    """Where the run would begin, by what is in its folder now."""
+def _begins(config: DistillConfig, settled: DistillConfig) -> str:
+    """Where the run would begin, by what is in its folder now.
+
+    settled: `config` with what was taken from the cache and the machine, as the run keeps it.
+    """
     if config.checkpoint.resume == "never" or not is_run(config.out):
         return "anew" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
+    store = Store(config.out / "checkpoints")
     if config.checkpoint.resume != "auto":
-        return f"at {config.checkpoint.resume}"
-    name, damaged = Store(config.out / "checkpoints").newest_valid()
-    for text in damaged:
-        log.warning(text)
-    return "anew" if name is None else f"at {name}"
+        path = store.choose(config.checkpoint.resume)
+    else:
+        name, damaged = store.newest_valid()
+        for text in damaged:
+            log.warning(text)
+        if name is None:
+            return "anew"
+        path = store.path(name)
+    refuse_changes(read_state(path)["options"], replace(settled, out=config.out))
+    return f"at {path.name}"
 
 
 def _schedule(run: Run) -> str:

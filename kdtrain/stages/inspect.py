@@ -10,8 +10,8 @@ import torch
 
 from kdtrain.cache.provenance import check_sizes, read_manifest
 from kdtrain.checkpoint import tiers
-from kdtrain.checkpoint.manifest import STATE, problem
-from kdtrain.checkpoint.store import Store, load
+from kdtrain.checkpoint.manifest import problem
+from kdtrain.checkpoint.store import Store, load, read_state
 from kdtrain.config import InspectConfig
 from kdtrain.precision.modes import has_bf16, why_not_compile
 from kdtrain.precision.probe import capabilities
@@ -138,7 +138,7 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
     """A checkpoint in a line: `loss` is the last training loss, `best_loss` the best validation's until then."""
     path = store.path(entry.name)
     wrong = problem(path)
-    progress = {} if wrong else json.loads((path / STATE).read_text(encoding="utf-8"))["progress"]
+    progress = {} if wrong else read_state(path)["progress"]
     return {
         "step": entry.step if entry.step >= 0 else None,
         "loss": progress.get("loss"),

@@ -139,12 +139,14 @@ def checkpoint_steps(run: Run) -> Sequence[int]:
 
 
 def saves(run: Run) -> int:
-    """How often the run is to be saved: rolling checkpoints, and those of the windows of adaptive quantisation."""
+    """How often the run is to be saved: rolling checkpoints, epochs', and those of adaptive quantisation's windows."""
     own, windows = run.config.quantization, 0
+    size, sequences = run.config.batch_size, len(run.train_source)
+    epochs = {step for step in range(1, run.total + 1) if step * size // sequences > (step - 1) * size // sequences}
     if run.adaptive is not None:
         windows = run.total // own.quant_window_size
         windows += run.total // own.quant_checkpoint_interval if own.quant_snapshot == "disk" else 0
-    return len(checkpoint_steps(run)) + windows
+    return len(epochs.union(checkpoint_steps(run))) + windows
 
 
 def save(run: Run) -> tuple[float, float]:

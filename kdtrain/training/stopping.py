@@ -15,10 +15,14 @@ from kdtrain.parallel.world import most, world_size
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Outside of training there is no step to finish: SIGTERM ends the block at once, as Ctrl-C does."""
+    """Outside of training there is no step to finish: SIGTERM ends the block at once, as Ctrl-C does.
+
+    Raises:
+        KeyboardInterrupt: with "SIGTERM" where it was that.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

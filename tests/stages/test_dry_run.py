@@ -20,7 +20,7 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(workbench):
     assert plan["batch"] == "8 x 32 tokens, 4 micro-batches of 2"
     assert plan["sequences"] == {"train": 40, "validation": 8}
     assert (plan["epochs"], plan["tokens"]) == (20.0, 100 * 8 * 32)
-    assert plan["checkpoints"] == 4  # 30, 60, 90, 100
+    assert plan["checkpoints"] == 20  # at the end of an epoch, every 5 steps; 30, 60, 90 and 100 are among these
     assert plan["validations"] == 4  # 0, 40, 80, 100
     assert "the last 20 steps down to 1e-06" in plan["learning rate"]
     step, total = plan["seconds"]["a step"], plan["estimated_hours"] * 3600
@@ -39,6 +39,16 @@ def test_its_two_steps_are_those_of_the_run_and_beside_the_run_it_says_where_tha
     before = workbench.everything()
     later = workbench.json("distill", *STUDENT, *workbench.plain, "--steps", 20, "--out", "real", "--dry-run")
     assert (planned["begins"], later["begins"]) == ("anew", "at step-00000004")
+    assert workbench.everything() == before
+
+
+def test_other_options_than_those_of_the_run_in_the_folder_are_refused_as_the_run_refuses_them(workbench):
+    options = (*STUDENT, *workbench.plain, "--steps", 1, "--out", "begun")
+    workbench.json("distill", *options)
+    before = workbench.everything()
+    for more in ((), ("--dry-run",)):
+        code, _, err = workbench.call("distill", *options, "--lr", 0.5, *more)
+        assert code == 2 and "holds a run with other options: --lr (was 0.0003, now 0.5)" in err
     assert workbench.everything() == before
 
 
