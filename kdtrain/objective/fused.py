@@ -221,7 +221,7 @@ def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any,
     stored = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
     inputs = {"hidden": hidden_ND, "weight": weight_PD, "bias": bias_P, "beta": beta}
     dtypes = {"hidden": stored, "weight": wide, "bias": wide, "beta": beta.dtype}
-    found: dict[str, Tensor | None] = dict.fromkeys(inputs)
+    found: dict[str, Any] = dict.fromkeys(inputs)
     for name in (each for each in inputs if walk.wanted[each]):
         found[name] = pages.empty(*inputs[name].shape, dtype=dtypes[name], device=inputs[name].device)
         (found[name][walk.vocab_size :] if name == "weight" and len(hidden_ND) else found[name]).zero_()
