@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, advice
 
 COMMANDS: dict[str, type] = {
     "cache-teacher": options.CacheTeacherConfig,
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except OSError as error:
-        _fail(1, f"{error.strerror or error}: {error.filename or 'no file named'}")
+        _fail(1, f"{error.strerror or error}: {error.filename or 'no file named'}{advice(error)}")
     except RuntimeError as error:
         # torch reports a device out of memory, and a failed allocation on the CPU, as RuntimeErrors
         if "out of memory" in str(error) or "can't allocate memory" in str(error):

@@ -2,8 +2,16 @@
 
 A `UsageError` is raised before anything was done, for what cannot be: an unknown option, a vocabulary that does not
 fit, a cache that is not finished. A `RunError` is raised for what went wrong while running. Both carry one line
-that says what is wrong, where, and what to do; the command prints that line and no traceback.
+that says what is wrong, where, and what to do; the command prints that line and no traceback. `writing` and
+`making` make one of what the operating system says to a write, whoever passes it on.
 """
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class UsageError(ValueError):
@@ -12,3 +20,58 @@ class UsageError(ValueError):
 
 class RunError(RuntimeError):
     """The command failed while it was running; it ends with exit code 1."""
+
+
+_ADVICE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or ask for a larger quota",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or take a file system that holds larger ones",
+}
+
+_NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+"""What the system says of a path at which there cannot be a folder, however empty the disk."""
+_NUMBER = re.compile(r"(?:errno = |\(os error )(\d+)")
+"""The number in a message of HDF5, and in one of a library written in Rust (tokenizers, safetensors)."""
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """What the operating system said, also inside another library's message; None if it said nothing."""
+    if found := _NUMBER.search(str(error)):
+        return OSError(int(found[1]), os.strerror(int(found[1])))
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror or str(error).splitlines()[0])
+    return None
+
+
+def advice(error: OSError) -> str:
+    """What to do where a disk takes no more, as the end of a line; nothing for other errors."""
+    known = _ADVICE.get(error.errno or 0)
+    return f"; {known} and run it again" if known else ""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the operating system says to a write into a RunError that names `path`."""
+    try:
+        yield
+    except (UsageError, RunError):
+        raise
+    except Exception as error:  # tokenizers raises a bare Exception for a full disk
+        if (said := system_error(error)) is None:
+            raise
+        mend = _ADVICE.get(said.errno or 0, "make the folder writable")
+        raise RunError(
+            f"cannot write {path}: {said.strerror}; what was finished before is kept: {mend} and run it again"
+        ) from error
+
+
+@contextmanager
+def making(path: Path) -> Iterator[None]:
+    """`writing`, for a folder that was asked for: a path at which none can be is a UsageError."""
+    with writing(path):
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _NO_FOLDER:
+                raise
+            raise UsageError(f"{path} cannot be made: {error.strerror}; name another folder") from error

@@ -166,7 +166,7 @@ def raising(error):
         (MemoryError(), 1, "out of memory"),
         (RuntimeError("CUDA out of memory. Tried to allocate"), 1, "--micro-batch-size"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, "out of memory"),
-        (OSError(errno.ENOSPC, "No space left on device", "runs/x/log"), 1, "No space left on device: runs/x/log"),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/x/log"), 1, "device: runs/x/log; free some space and"),
         (KeyboardInterrupt(), 1, "interrupted"),
     ],
     ids=lambda value: type(value).__name__,

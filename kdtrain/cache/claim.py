@@ -1,17 +1,14 @@
 """May this folder be built in, and what stands in it before the first shard.
 
 A folder that holds something else, or a cache of other settings, is refused with what differs, and so is one
-that another command builds in at this moment: each rank of a builder holds a lock on the file `.building-RANK`,
-which the system lets go of when the process ends, however it ends. Rank 0 takes its own first, looks whether any
-other is held, by a rank that an earlier command left behind say, and then lets its own ranks in. What it gives up:
-on a file system without locks two builders are not kept apart; their files are the same, but one may stop with an
-error.
+that another command builds in at this moment: each rank of a builder holds a lock on the file `.building-RANK`.
+Rank 0 takes its own first, looks whether any other is held, by a rank that an earlier command left behind say, and
+then lets its own ranks in. What it gives up: on a file system without locks two builders are not kept apart; their
+files are the same, but one may stop with an error.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,10 +17,11 @@ from typing import Any
 
 from kdtrain import faults
 from kdtrain.cache import layout
-from kdtrain.cache.files import fsync, publish_json, read_sealed, writing
-from kdtrain.cache.provenance import CacheSettings, Manifest, read_manifest
+from kdtrain.cache.files import fsync, publish_json, read_sealed
+from kdtrain.cache.lock import Lock
+from kdtrain.cache.provenance import CacheSettings, Manifest, check_sizes, read_manifest
 from kdtrain.cache.ranks import Ranks
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, making, writing
 
 _LOCK = ".building-"
 _TOKENIZER_FILES = (
@@ -42,7 +40,7 @@ def enter(folder: Path, settings: CacheSettings, tokenizer: Any, ranks: Ranks) -
     """Claim, lock and begin a folder, rank 0 before the others: the manifest where it is finished, else this rank's
     lock.
 
-    UsageError: see `claim` and `Lock`. RunError: the folder cannot be written.
+    UsageError: see `claim` and `lock`. RunError: the folder cannot be written.
     """
     own: list[Lock] = []
 
@@ -58,29 +56,35 @@ def enter(folder: Path, settings: CacheSettings, tokenizer: Any, ranks: Ranks) -
             begin(folder, settings, tokenizer)
         return True
 
-    if not ranks.on_main(begun):
-        remove_stale_lock(folder, ranks.rank)
-        return read_manifest(folder), None
-    return None, own[0] if own else Lock(folder, ranks.rank)
+    try:
+        if not ranks.on_main(begun):
+            remove_stale_lock(folder, ranks.rank)
+            return read_manifest(folder), None
+        return None, own[0] if own else lock(folder, ranks.rank)
+    except BaseException:
+        for each in own:
+            each.release()
+        raise
 
 
 def _first_lock(folder: Path, rank: int) -> Lock:
     """The lock of a rank, once no rank of another command holds one."""
-    lock = Lock(folder, rank)
+    own = lock(folder, rank)
     try:
         for path in folder.glob(f"{_LOCK}*"):
             if path.name != f"{_LOCK}{rank}":
-                Lock(folder, int(path.name.removeprefix(_LOCK))).release()
+                lock(folder, int(path.name.removeprefix(_LOCK))).release()
     except UsageError:
-        lock.release()
+        own.release()
         raise
-    return lock
+    return own
 
 
 def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
     """The manifest if `folder` is this cache and finished; None if there is something to build.
 
-    UsageError: the folder is a file, holds other files, or a cache of other settings (named).
+    UsageError: the folder is a file, holds other files, a cache of other settings (named), or a finished one with a
+    shard that is not as it was written (named).
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; --out must be a folder")
@@ -89,6 +93,7 @@ def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
     if (folder / layout.MANIFEST).exists():
         manifest = read_manifest(folder)
         _refuse_others(folder, manifest.settings.to_json(), settings, "holds a finished cache")
+        check_sizes(folder, manifest)
         return manifest
     if (folder / layout.SETTINGS).exists():
         _refuse_others(folder, _stored_settings(folder), settings, "holds an unfinished cache")
@@ -97,6 +102,13 @@ def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
     ):
         raise UsageError(f"{folder} holds files that are no cache; choose another --out")
     return None
+
+
+def holds_nothing(folder: Path) -> bool:
+    """Whether there are no files in a folder but those that a builder makes before settings.json has its name."""
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    own = f"{layout.SETTINGS}.tmp"
+    return all(path.parent == folder and (path.name.startswith(_LOCK) or path.name == own) for path in files)
 
 
 def begin(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
@@ -109,49 +121,23 @@ def begin(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of the shards, and those above it. RunError: it cannot be written."""
-    with writing(folder):
+    """Make the folder of the shards, and those above it. UsageError: no folder can be there. RunError: it cannot
+    be written."""
+    with making(folder):
         (folder / layout.SHARDS).mkdir(parents=True, exist_ok=True)
 
 
-class Lock:
-    """Keeps others out of a folder that exists, from now until `release` or the end of the process.
-
-    UsageError: another process builds there.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / f"{_LOCK}{rank}"
-        with writing(self._path):
-            while not self._take():
-                continue
-
-    def _take(self) -> bool:
-        """False: the last builder has just removed the file that was locked; there is to be a new one."""
-        self._file = open(self._path, "w")  # noqa: SIM115  (held open: the lock lives as long as it)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            folder = self._path.parent
-            raise UsageError(
-                f"another process is building {folder} now; wait for it, or choose another --out"
-            ) from None
-        except OSError:
-            return True
-        return self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-
-    def release(self) -> None:
-        """Let others in, and remove the file."""
-        if not self._file.closed:
-            self._path.unlink(missing_ok=True)
-            self._file.close()
+def lock(folder: Path, rank: int) -> Lock:
+    """The lock of one rank of a builder on a folder that exists. UsageError: another process builds there."""
+    message = f"another process is building {folder} now; wait for it, or choose another --out"
+    return Lock(folder / f"{_LOCK}{rank}", message)
 
 
 def remove_stale_lock(folder: Path, rank: int) -> None:
     """Remove what a builder left that was killed after the manifest; a folder that cannot be written keeps it."""
     if (folder / f"{_LOCK}{rank}").exists():
         with suppress(UsageError, RunError):
-            Lock(folder, rank).release()
+            lock(folder, rank).release()
 
 
 def _stored_settings(folder: Path) -> dict[str, Any]:

@@ -6,18 +6,16 @@ the rest of itself (`digest`), so that an edited or damaged one is noticed. What
 a file, a few milliseconds.
 """
 
-import errno
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kdtrain import faults
-from kdtrain.errors import RunError
+from kdtrain.errors import writing
 
 PUBLISH_POINTS = ("before-fsync", "before-rename", "before-folder-fsync", "after-publish")
 """The fault points of one `published` file, in order; the full name is LABEL.POINT."""
@@ -66,32 +64,6 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _system_error(error: BaseException) -> str | None:
-    """What the operating system said, also inside a message of HDF5; None if it said nothing."""
-    found = re.search(r"errno = (\d+)", str(error)) if isinstance(error, OSError | RuntimeError) else None
-    if found:
-        return os.strerror(int(found.group(1)))
-    if isinstance(error, OSError):
-        return os.strerror(error.errno) if error.errno else str(error).splitlines()[0]
-    return None
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError on the way into a RunError that names `path`."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        reason = _system_error(error)
-        if reason is None:
-            raise
-        full = reason == os.strerror(errno.ENOSPC)
-        advice = "free some space" if full else "make the folder writable"
-        raise RunError(
-            f"cannot write {path}: {reason}; what was finished before is kept: {advice} and run it again"
-        ) from error
 
 
 @contextmanager

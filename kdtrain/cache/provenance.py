@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.files import canonical_json, file_digest, json_digest, read_sealed, sealed, writing
-from kdtrain.errors import UsageError
+from kdtrain.cache.files import canonical_json, file_digest, json_digest, read_sealed, sealed
+from kdtrain.errors import UsageError, writing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +150,31 @@ def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
     return record
 
 
-def shard_problem(folder: Path, record: dict[str, Any]) -> str | None:
-    """What is wrong with the shard that `record` (name, bytes, sha256) describes; None: nothing."""
+def check_sizes(folder: Path | str, manifest: Manifest) -> None:
+    """Refuse a cache with a shard that is missing or of another size than its manifest says (UsageError naming it).
+
+    Nothing is read: it costs a question to the file system a shard.
+    """
+    folder = Path(folder)
+    records = [record for split in manifest.splits.values() for record in split["shards"]]
+    found = [problem for record in records if (problem := shard_problem(folder, record, digest=False))]
+    if found:
+        more = f" (and {len(found) - 1} more shards)" if len(found) > 1 else ""
+        command = "command" if manifest.codec.kind == "tokens" else "cache-teacher command"
+        raise UsageError(f"{found[0]}{more}: run kdtrain verify {folder} --repair, then the same {command} again")
+
+
+def shard_problem(folder: Path, record: dict[str, Any], *, digest: bool = True) -> str | None:
+    """What is wrong with the shard that `record` (name, bytes, sha256) describes; None: nothing.
+
+    digest: whether the SHA-256 is compared, for which all of it is read.
+    """
     path = layout.shard_path(folder, record["name"])
     if not path.is_file():
         return f"{path}: is missing"
     if path.stat().st_size != record["bytes"]:
         return f"{path}: has {path.stat().st_size} bytes instead of {record['bytes']}"
-    if file_digest(path) != record["sha256"]:
+    if digest and file_digest(path) != record["sha256"]:
         return f"{path}: its content changed (SHA-256 differs)"
     return None
 
@@ -225,8 +242,8 @@ def verify_cache(folder: Path | str) -> list[str]:
 
 
 def repair(folder: Path | str) -> list[str]:
-    """Drop what `verify_cache` finds bad, so that the same cache-teacher command builds it again; what was
-    found.
+    """Drop what `verify_cache` finds bad, so that the same cache-teacher command builds it again; the files that
+    were there and are gone, manifest and index among them.
 
     A sound cache is left as it is. RunError: the folder cannot be written.
     """
@@ -239,11 +256,12 @@ def repair(folder: Path | str) -> list[str]:
         elif problem.text.startswith(f"{folder / layout.SETTINGS}:"):
             dropped.append(folder / layout.SETTINGS)
         elif problem.text.startswith(f"{folder / layout.TOKENIZER}/"):
-            dropped += list((folder / layout.TOKENIZER).iterdir())
-    for path in dropped:
+            dropped += [path for path in (folder / layout.TOKENIZER).rglob("*") if path.is_file()]
+    gone = [path for path in dict.fromkeys(dropped) if path.exists()]
+    for path in gone:
         with writing(path):
-            path.unlink(missing_ok=True)
-    return [problem.text for problem in problems]
+            path.unlink()
+    return [str(path) for path in gone]
 
 
 def check_student(manifest: Manifest, vocab_size: int) -> None:

@@ -1,11 +1,11 @@
 """Reading a cache: sequences in any order, as tokens, masks and targets.
 
 Shards are opened when first needed, in the process that needs them (an HDF5 handle survives neither a fork
-nor a pickle), and at most `MAX_OPEN` stay open. A shard's SHA-256 is compared with the manifest's before it
-is opened for the first time, and again when the file has changed since. A read goes through the sequences
-in the order of the file, each once. Only shards are read, never `index.h5`: a virtual data set whose shard
-is gone reads as fill values. A shard that is not the one of the manifest, a chunk whose checksum fails and
-a missing target are errors that name the shard.
+nor a pickle), and at most `MAX_OPEN` stay open. The sizes of all are compared with the manifest's at once, a
+shard's SHA-256 before it is opened for the first time, and again when the file has changed since. A read goes
+through the sequences in the order of the file, each once. Only shards are read, never `index.h5`: a virtual
+data set whose shard is gone reads as fill values. A shard that is not the one of the manifest, a chunk whose
+checksum fails and a missing target are errors that name the shard.
 
 What it gives up: the first read from a shard reads all of it, once a reader; in a split of more than
 `MAX_OPEN` shards a random read has to open one, which takes as long as twenty sequences (larger shards help).
@@ -28,7 +28,7 @@ from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.coding import Coding, unpack
 from kdtrain.cache.files import file_digest
-from kdtrain.cache.provenance import Manifest, read_manifest
+from kdtrain.cache.provenance import Manifest, check_sizes, read_manifest
 from kdtrain.errors import RunError, UsageError
 from kdtrain.objective.targets import Targets
 
@@ -68,11 +68,13 @@ class Stored:
 
 
 class CacheReader:
-    """One split of a finished cache. UsageError: no finished cache there, or no such split."""
+    """One split of a finished cache. UsageError: no finished cache there, no such split, or a shard of any split that
+    is missing or of another size than it was written with."""
 
     def __init__(self, folder: Path | str, split: str) -> None:
         self.folder = Path(folder)
         self.manifest: Manifest = read_manifest(folder)
+        check_sizes(folder, self.manifest)
         if split not in self.manifest.splits:
             there = ", ".join(self.manifest.splits)
             raise UsageError(f"the cache {folder} has no split '{split}'; it has {there}")

@@ -32,13 +32,7 @@ from kdtrain.cache import fidelity, layout, topk
 from kdtrain.cache.beside import Beside
 from kdtrain.cache.claim import enter
 from kdtrain.cache.codec import encode_sequences
-from kdtrain.cache.files import (
-    PUBLISH_POINTS,
-    file_digest,
-    publish_json,
-    published,
-    writing,
-)
+from kdtrain.cache.files import PUBLISH_POINTS, file_digest, publish_json, published
 from kdtrain.cache.provenance import (
     CacheSettings,
     Manifest,
@@ -50,7 +44,7 @@ from kdtrain.cache.ranks import Alone, Ranks, Rounds, Teacher
 from kdtrain.cache.reader import Shard, batch_of
 from kdtrain.cache.rows import Row, Rows, shards_of
 from kdtrain.cache.shard import ShardWriter
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, writing
 
 Progress = Callable[[int, int | None], None]
 """(sequences done so far, how many in all or None)."""

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.models.hub import ask, ask_tokenizer, attention_option, hub_options, one_line
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers
 from kdtrain.models.spec import ModelSpec, read_spec
@@ -126,7 +126,7 @@ def export_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, *, 
     model: a model or a `SplitModel`. dtype: of the weights written; by default the model's own. In a folder
     that holds a model or a tokenizer already their files are replaced once the new ones are complete, and
     others, such as a model card, are left. A model made without a tokenizer learns here which token ends a
-    text. Raises `UsageError` for a folder of anything else.
+    text. Raises `UsageError` for a folder of anything else, `RunError` where the disk does not take it.
     """
     holds_model = any((out / name).is_file() for name in ("config.json", "tokenizer.json"))
     out = out.resolve()
@@ -134,10 +134,14 @@ def export_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, *, 
         raise UsageError(f"{out}: holds something else than a model; choose another folder")
     partial = out.with_name(out.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with making(out):
+        partial.mkdir(parents=True)
     try:
-        _write_model(model, tokenizer_folder, partial, dtype)
-        _move_over(partial, out)
+        with writing(out):
+            _write_model(model, tokenizer_folder, partial, dtype)
+            _move_over(partial, out)
+    except SafetensorError as error:
+        raise RunError(f"{out}: the weights cannot be written: {one_line(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -153,10 +157,7 @@ def _write_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, dty
             shutil.copyfile(file, out / file.name)
     if dtype is not None:
         whole = copy.deepcopy(whole).to(getattr(torch, dtype))
-    try:
-        whole.save_pretrained(out)
-    except SafetensorError as error:
-        raise RunError(f"{out}: the weights cannot be written: {one_line(error)}") from error
+    whole.save_pretrained(out)
 
 
 def _move_over(partial: Path, out: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from kdtrain.cache.claim import holds_nothing
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.files import file_digest
 from kdtrain.cache.provenance import CacheSettings, Manifest, tokenizer_digest
@@ -174,10 +175,10 @@ def build_tokens(
 
 
 def holds_tokens(folder: Path) -> bool:
-    """Whether `folder` is a cache of bare tokens, finished or begun, or empty: it can be made again at any time."""
+    """Whether `folder` is a cache of bare tokens, finished, begun or less than that: it can be made again."""
     if not folder.is_dir():
         return False
-    if not any(path.is_file() for path in folder.rglob("*")):
+    if holds_nothing(folder):
         return True
     try:
         return bool(json.loads((folder / "settings.json").read_text())["codec"]["kind"] == "tokens")

@@ -11,11 +11,12 @@ from kdtrain.models.loading import load_tokenizer, model_digest, vocabulary
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel.plan import Plan
-from kdtrain.parallel.world import is_main, of_all, peak_memory_mb, pick_device, ranks, together, world_size
+from kdtrain.parallel.world import is_main, of_all, on_main, peak_memory_mb, pick_device, ranks, together, world_size
 from kdtrain.precision.modes import pick_mode
 from kdtrain.stages.build import build_cache, build_from_logprobs
 from kdtrain.stages.common import ask, check_fits, open_teacher, show, wide_head
 from kdtrain.stages.planning import free_everywhere, shards_teacher
+from kdtrain.stages.run_folder import refuse_no_folder
 from kdtrain.stages.spread import cut_teacher, loading_device
 
 
@@ -41,6 +42,7 @@ def main(config: CacheTeacherConfig) -> int:
 
 def _build(config: CacheTeacherConfig, device: torch.device) -> Manifest | None:
     """The finished cache's manifest; None on ranks but the first."""
+    on_main(lambda: refuse_no_folder(config.out))
     with together():
         spec = read_spec(config.teacher)
         tokenizer = load_tokenizer(spec)

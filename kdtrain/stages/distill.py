@@ -8,7 +8,7 @@ import torch
 from kdtrain.cache.provenance import Manifest
 from kdtrain.checkpoint.store import load
 from kdtrain.config import DistillConfig, sections
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, advice
 from kdtrain.models.loading import export_model, load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.boards import require_wandb
@@ -21,7 +21,8 @@ from kdtrain.stages.begin import begin
 from kdtrain.stages.build import logit_width
 from kdtrain.stages.common import show
 from kdtrain.stages.export import student_at
-from kdtrain.stages.run_folder import claim, launch, make, restarted, resuming, write_description, write_origin
+from kdtrain.stages.occupied import occupied
+from kdtrain.stages.run_folder import launch, restarted, resuming, write_description, write_origin
 from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
 from kdtrain.training.reporter import Reporter
@@ -60,10 +61,13 @@ def _among_ranks(config: DistillConfig) -> int:
         read_spec(config.student)
         micro_batch(config)
         require_wandb(config.monitor.wandb_project)
-    goes_on = on_main(lambda: claim(config))
+    with occupied(config) as goes_on:
+        return _in_folder(config, goes_on)
+
+
+def _in_folder(config: DistillConfig, goes_on: bool) -> int:
     made = assemble(config, goes_on)
     run, config = made.run, made.run.config
-    on_main(lambda: make(config.out))
     begun_at = begin(run, goes_on)  # before anything is written: what is refused stays as it was
     facts = _facts(made)
     on_main(lambda: write_description(config, facts))
@@ -87,8 +91,8 @@ def _among_ranks(config: DistillConfig) -> int:
         _train(run)
         run.writers.close()
     except OSError as error:
-        where = error.filename or config.out
-        raise RunError(f"{where}: {error.strerror or error}; published checkpoints are intact") from None
+        where, kept = error.filename or config.out, "published checkpoints are intact"
+        raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}") from None
     return _finish(run, made.folder)
 
 

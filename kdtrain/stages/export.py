@@ -14,7 +14,7 @@ from kdtrain.models.loading import export_model, load_student, model_of
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
-from kdtrain.stages.run_folder import is_run, write_origin
+from kdtrain.stages.run_folder import is_run, refuse_no_folder, write_origin
 
 
 def main(config: ExportConfig) -> int:
@@ -26,6 +26,7 @@ def main(config: ExportConfig) -> int:
     """
     setup_logging()
     out = config.out
+    refuse_no_folder(out)
     if out.exists() and not (out.is_dir() and (config.overwrite or not any(out.iterdir()))):
         raise UsageError(f"--out {out} is not empty; name another folder, or add --overwrite")
     path = _checkpoint(config.run, config.checkpoint)

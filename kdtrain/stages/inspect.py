@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.provenance import read_manifest
+from kdtrain.cache.provenance import check_sizes, read_manifest
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.manifest import problem
 from kdtrain.checkpoint.store import Store, load, read_state
@@ -23,7 +23,7 @@ def main(config: InspectConfig) -> int:
     """Print the table.
 
     Raises:
-        UsageError: the path is neither a cache nor a run nor a checkpoint, or the cache is not finished.
+        UsageError: the path is neither a cache nor a run nor a checkpoint, or the cache is not finished or damaged.
     """
     if config.hardware:
         show("hardware", hardware(), config.json)
@@ -65,6 +65,7 @@ def _formats(device: torch.device) -> dict[str, str]:
 
 def _cache(path: Path) -> dict[str, Any]:
     manifest = read_manifest(path)
+    check_sizes(path, manifest)
     settings = manifest.settings
     codec = {name: value for name, value in settings.codec.to_json().items() if value not in (0, [], ())}
     return {

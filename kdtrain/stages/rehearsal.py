@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kdtrain.checkpoint import tiers
 from kdtrain.config import DistillConfig
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, making
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.world import gathered, is_main, of_all, on_main, pick_device, ranks
@@ -65,15 +65,12 @@ def _folder(out: Path) -> Iterator[Path]:
     """A hidden folder beside `out`, the same for all ranks, removed with all that is in it."""
 
     def make() -> str:
-        if out.exists() and not out.is_dir():
-            raise UsageError(f"--out {out} is a file; name a folder")
-        if not is_run(out):
-            refuse_strange(out)
-        beside = existing(out.resolve().parent)
-        try:
-            return tempfile.mkdtemp(prefix=f".{out.name}.rehearsal-", dir=beside)
-        except OSError as error:
-            raise RunError(f"--out {out} cannot be made: {beside}: {error.strerror}") from None
+        with making(out):
+            if out.exists() and not out.is_dir():
+                raise UsageError(f"--out {out} is a file; name a folder")
+            if not is_run(out):
+                refuse_strange(out)
+            return tempfile.mkdtemp(prefix=f".{out.name}.rehearsal-", dir=existing(out.resolve().parent))
 
     folder = Path(on_main(make))
     try:

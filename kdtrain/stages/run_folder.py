@@ -7,6 +7,7 @@ import platform
 import sys
 import tomllib
 import typing
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from kdtrain.checkpoint.manifest import sync
 from kdtrain.config import DistillConfig, plain, sections
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.monitor.progress import log
 from kdtrain.stages.build import holds_tokens
 
@@ -43,6 +44,11 @@ FREE = {
 }
 """Options that may differ when a run goes on; every other one would make it another run."""
 
+LOCK = ".training"
+"""What a launch holds while it works in the folder: see `occupied`."""
+_LEFT = (LOCK, ".config.toml.tmp", ".environment.json.tmp")
+"""What a kill leaves of a try that did not become a run, beside its tokens."""
+
 LIBRARIES = (
     "kdtrain",
     "torch",
@@ -56,8 +62,8 @@ LIBRARIES = (
 )
 
 
-def claim(config: DistillConfig) -> bool:
-    """Whether an earlier run in `config.out` is to be gone on with; nothing is written.
+def holds_run(config: DistillConfig) -> bool:
+    """Whether there is an earlier run in `config.out`.
 
     Raises:
         UsageError: the folder holds something that is no run, or a run that `--resume never` would overwrite.
@@ -68,10 +74,21 @@ def claim(config: DistillConfig) -> bool:
     if not is_run(out):
         refuse_strange(out)
         return False
+    if config.checkpoint.resume == "never" and not config.checkpoint.overwrite:
+        raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
+    return True
+
+
+def claim(config: DistillConfig) -> bool:
+    """Whether an earlier run in `config.out` is to be gone on with; one that is not is moved aside.
+
+    Raises:
+        UsageError: as `holds_run`, or the one who was asked said no.
+    """
+    if not holds_run(config):
+        return False
     if config.checkpoint.resume == "never":
-        if not config.checkpoint.overwrite:
-            raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
-        _move_aside(out)
+        _move_aside(config.out)
         return False
     return _agreed(config)
 
@@ -109,31 +126,49 @@ def is_run(folder: Path) -> bool:
 
 
 def refuse_strange(out: Path) -> None:
-    """Refuse a folder with anything in it but the tokens that a refused try of `distill` left."""
-    strange = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    """Refuse a folder with anything in it but what a try of `distill` left that did not become a run."""
+    strange = sorted(path.name for path in out.iterdir() if path.name not in _LEFT) if out.is_dir() else []
     if "data" in strange and holds_tokens(out / "data"):
         strange.remove("data")
     if strange:
         raise UsageError(f"--out {out} holds something that is no run ({strange[0]}); name another folder")
 
 
-def make(out: Path) -> None:
-    """Make the folder of a run.
+def make(out: Path) -> list[Path]:
+    """Make a folder; those that were not there before, innermost first.
 
     Raises:
+        UsageError: no folder can be there.
         RunError: it cannot be written.
     """
-    try:
+    with making(out):
+        made = [path for path in (out, *out.parents) if not path.exists()]
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"--out {out} cannot be made: {error.strerror}") from None
     if not os.access(out, os.W_OK):
-        raise RunError(f"--out {out} cannot be written: permission denied")
+        raise RunError(f"--out {out} cannot be written: permission denied; make the folder writable")
+    return made
+
+
+def remove_empty(made: list[Path]) -> None:
+    """Remove what `make` has made and nobody has used."""
+    for folder in made:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def refuse_no_folder(out: Path) -> None:
+    """Refuse what `make` cannot make, and leave nothing behind."""
+    with making(out):
+        there = out.exists()
+    if not there:
+        remove_empty(make(out))
 
 
 def write_origin(student: Path, cache: str, step: int) -> None:
     """Write beside an exported student which cache (its digest) it learned from, in how many steps."""
-    (student / "kdtrain.json").write_text(json.dumps({"cache": cache, "step": step}, indent=1) + "\n")
+    path = student / "kdtrain.json"
+    with writing(path):
+        path.write_text(json.dumps({"cache": cache, "step": step}, indent=1) + "\n")
 
 
 def _agreed(config: DistillConfig) -> bool:
@@ -152,6 +187,7 @@ def _move_aside(out: Path) -> None:
     while (aside := out.with_name(f"{out.name}.old-{number}")).exists():
         number += 1
     out.rename(aside)
+    (aside / LOCK).unlink(missing_ok=True)
     log.info("the earlier run was moved to %s", aside)
 
 
@@ -209,9 +245,15 @@ def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
 def _write(path: Path, text: str) -> None:
     """Replace a file by `text` whole: what was there stays until all of it is on the disk."""
     hidden = path.with_name(f".{path.name}.tmp")
-    hidden.write_text(text, encoding="utf-8")
-    sync(hidden)
-    os.replace(hidden, path)
+    try:
+        with writing(path):
+            hidden.write_text(text, encoding="utf-8")
+            sync(hidden)
+            os.replace(hidden, path)
+    except BaseException:
+        with suppress(OSError):
+            hidden.unlink(missing_ok=True)
+        raise
 
 
 def to_toml(tables: dict[str, dict[str, Any]]) -> str:

@@ -33,7 +33,7 @@ def main(config: VerifyConfig) -> int:
     }
     if config.repair and problems:
         result["dropped"] = repair(config.path)
-        log.info("run the same cache-teacher command again to build what was dropped")
+        log.info("run the same cache-teacher command again to build what is missing")
     show(f"verify {config.path}", result, config.json)
     return 1 if problems else 0
 

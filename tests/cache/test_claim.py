@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kdtrain.cache import layout
-from kdtrain.cache.claim import Lock
+from kdtrain.cache.claim import lock
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.provenance import verify_cache
 from kdtrain.cache.ranks import Alone
@@ -52,7 +52,7 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path:
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="another process is building"):
         CacheWriter(folder, settings, teacher=workshop.teacher(), ranks=Alone(1, 2))
-    Lock(folder, 1).release()  # ranks of one command do not keep each other out
+    lock(folder, 1).release()  # ranks of one command do not keep each other out
     os.write(release[1], b"x")
     os.waitpid(pid, 0)
     workshop.build(folder, codecs["head"])
@@ -62,9 +62,9 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path:
 
 def test_a_finished_cache_needs_no_lock(tmp_path: Path, workshop, codecs) -> None:
     folder = workshop.build(tmp_path / "c", codecs["head"])
-    lock = Lock(folder, 0)
+    held = lock(folder, 0)
     workshop.build(folder, codecs["head"])
-    lock.release()
+    held.release()
 
 
 def test_files_of_others_in_a_folder_of_shards_are_neither_built_among_nor_deleted(

@@ -71,12 +71,26 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, workshop) -
     assert process.returncode == 1, process.stderr
     assert process.stderr.count("\n") == 1, process.stderr
     assert f"cannot write {tmp_path}/cache/shards/train-00000.h5: File too large" in process.stderr
+    assert "ulimit -f" in process.stderr and "writable" not in process.stderr
     assert [path.name for path in (tmp_path / "cache" / "shards").iterdir()] == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, workshop, codecs) -> None:
-    with pytest.raises(RunError, match="cannot write /proc/kdtrain"):
+def test_a_full_disk_that_a_library_in_rust_met_is_one_line_too(tmp_path: Path, workshop, codecs) -> None:
+    """tokenizers raises a bare Exception; the same command goes on."""
+
+    class Full:
+        def save_pretrained(self, folder: Path) -> None:
+            raise Exception("No space left on device (os error 28)")
+
+    settings, teacher = workshop.settings(codecs["head"]), workshop.teacher()
+    with pytest.raises(RunError, match=r"^cannot write .*/c/tokenizer: No space left on device; [^\n]*free some space"):
+        CacheWriter(tmp_path / "c", settings, teacher=teacher, tokenizer=Full())
+    assert verify_cache(workshop.build(tmp_path / "c", codecs["head"])) == []
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path, workshop, codecs) -> None:
+    with pytest.raises(UsageError, match="/proc/kdtrain cannot be made: No such file or directory; name another"):
         CacheWriter("/proc/kdtrain", workshop.settings(codecs["tokens"]), teacher=None)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RunError, match=r"cannot write .*file/cache"):
+    with pytest.raises(UsageError, match=r"file/cache cannot be made: Not a directory"):
         CacheWriter(tmp_path / "file" / "cache", workshop.settings(codecs["tokens"]), teacher=None)

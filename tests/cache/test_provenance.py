@@ -1,6 +1,7 @@
 """Damage is found and named, and what does not belong together is refused."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -115,6 +116,37 @@ def test_repair_drops_only_what_is_bad(cache: Path) -> None:
     repair(cache)
     left = sorted(path.name for path in (cache / "shards").glob("*.h5"))
     assert left == ["train-00000.h5", "train-00002.h5", "validation-00000.h5"]
+
+
+def test_repair_says_which_files_it_dropped_and_nothing_else(cache: Path) -> None:
+    _flip(cache / layout.MANIFEST, 0.3)
+    assert repair(cache) == [str(cache / layout.MANIFEST), str(cache / layout.INDEX)]
+    assert repair(cache) == []  # unfinished, which verify says, and nothing in it is bad
+    _flip(layout.shard_path(cache, "train-00001"))
+    assert repair(cache) == [str(cache / "shards" / f"train-00001.{suffix}") for suffix in ("h5", "json")]
+
+
+def test_a_shard_of_another_size_is_said_before_anything_is_read_by_whoever_opens_the_cache(
+    cache: Path, workshop, codecs
+) -> None:
+    damaged = layout.shard_path(cache, "train-00001")
+    os.truncate(damaged, 5000)
+    wrong = (
+        rf"^{damaged}: has 5000 bytes instead of \d+: run kdtrain verify {cache} --repair, then the same cache-teacher"
+    )
+    for split in ("train", "validation"):
+        with pytest.raises(UsageError, match=wrong):
+            CacheReader(cache, split)
+    settings, teacher = workshop.settings(codecs["head"]), workshop.teacher()
+    with pytest.raises(UsageError, match=wrong):
+        write_cache(cache, settings, workshop.splits(), teacher=teacher)
+    damaged.unlink()
+    layout.shard_path(cache, "train-00000").unlink()
+    with pytest.raises(UsageError, match=r"train-00000.h5: is missing \(and 1 more shards\): run kdtrain verify"):
+        CacheReader(cache, "train")
+    repair(cache)
+    write_cache(cache, settings, workshop.splits(), teacher=teacher, batch_size=3)
+    assert len(CacheReader(cache, "train")) == 10
 
 
 def test_an_edited_manifest_is_refused(cache: Path) -> None:

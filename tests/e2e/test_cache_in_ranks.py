@@ -99,15 +99,15 @@ def test_an_error_of_one_rank_is_said_by_it_and_ends_the_others(ranks, of_one) -
 
 
 def test_a_launch_beside_another_is_refused_by_one_line(ranks, of_one) -> None:
-    from kdtrain.cache.claim import Lock
+    from kdtrain.cache.claim import lock
 
     folder = ranks.root / "taken"
     folder.mkdir()
-    lock = Lock(folder, 2)  # a rank of another launch, whose first one is dead
+    held = lock(folder, 2)  # a rank of another launch, whose first one is dead
     first, second = ranks.run(2, "taken")
     assert (first.code, second.code, second.stderr) == (2, 2, "")
     assert "another process is building taken now" in first.refusal()
-    lock.release()
+    held.release()
     _same(ranks.ok(2, "taken"), of_one)
 
 

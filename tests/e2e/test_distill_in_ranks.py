@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from kdtrain.checkpoint.store import load
+from kdtrain.config import DistillConfig
+from kdtrain.stages.occupied import occupied
 
 CHAT = ("--data", "chat.jsonl", "--messages-column", "messages", "--seq-len", 32, "--num-workers", 0)
 SMALL = (*CHAT, "--num-sequences", 40, "--validation-sequences", 7)
@@ -251,6 +253,16 @@ def test_what_cannot_be_is_refused_on_all_ranks_by_one_line(ranks, name):
     assert words in ended[0].refusal()
     assert ended[1].stderr == ""
     assert not (ranks.root / "refused").exists()
+
+
+def test_a_launch_into_a_folder_that_another_trains_in_is_refused_on_all_ranks_by_one_line(ranks):
+    out = ranks.root / "taken"
+    with occupied(DistillConfig(student="student.toml", cache=ranks.root / "chat-cache", out=out)):
+        ended = ranks.launch(2, *RUN, *CACHED, "--out", "taken")
+    assert [each.code for each in ended] == [2, 2], ended
+    assert "another process is training in taken; wait for it" in ended[0].refusal()
+    assert ended[1].stderr == ""
+    assert not out.exists()
 
 
 def test_each_rank_writes_a_log_where_that_is_asked_for(ranks):

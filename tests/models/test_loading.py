@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kdtrain.errors import UsageError
+from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import split
 from kdtrain.models.loading import (
     export_model,
@@ -123,16 +124,24 @@ def test_exporting_into_a_folder_of_something_else_is_refused_and_leaves_it_alon
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_failed_export_leaves_the_earlier_one_and_no_debris(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        Exception("No space left on device (os error 28)"),  # as tokenizers and safetensors say it
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_failed_export_is_one_line_and_leaves_the_earlier_one_and_no_debris(tmp_path, monkeypatch, error):
     write_model_folder(tmp_path / "m", tiny_model(seed=1))
     broken = tiny_model(seed=2)
 
     def fail(folder):
         (folder / "model.safetensors").write_text("half")
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(broken, "save_pretrained", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RunError, match=r"^cannot write .*/m: No space left on device; .*free some space.*again$"):
         export_model(broken, None, tmp_path / "m")
     assert model_digest(student(tmp_path / "m")) == model_digest(tiny_model(seed=1))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -65,6 +65,27 @@ def test_what_a_run_left_before_it_began_does_not_bar_the_way(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "left",
+    [
+        (".training", "data/.building-0", "data/shards/"),
+        ("data/.building-0", "data/.building-1", "data/settings.json.tmp", "data/shards/"),
+        (".config.toml.tmp",),
+        (".environment.json.tmp", ".training", "data/"),
+    ],
+)
+def test_what_a_kill_or_a_full_disk_left_that_holds_nothing_is_not_strange(tmp_path, left):
+    for name in left:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if name.endswith("/") else path.write_text("")
+    assert claim(config_of(tmp_path)) is False
+    (tmp_path / "data").mkdir(exist_ok=True)
+    (tmp_path / "data" / "notes.txt").write_text("x")
+    with pytest.raises(UsageError, match=r"no run \(data"):
+        claim(config_of(tmp_path))
+
+
+@pytest.mark.parametrize(
     "name", ["data/notes.txt", "student/config.json", "checkpoints/step-00000001/x", "config.toml"]
 )
 def test_a_folder_that_only_looks_like_a_run_is_refused(tmp_path, name):

@@ -1,0 +1,114 @@
+"""What `kdtrain distill` says before it trains: of a folder that another holds, a full disk, a damaged cache."""
+
+import errno
+import os
+from collections import Counter
+
+import pytest
+
+from kdtrain import faults
+from kdtrain.config import DistillConfig
+from kdtrain.stages import run_folder
+from kdtrain.stages.occupied import occupied
+from kdtrain.stages.run_folder import LOCK
+
+
+@pytest.fixture
+def command(workbench):
+    """A run of one step, but for its folder and what it reads."""
+    return ("distill", "--student", "student.toml", "--steps", 1, "--warmup-steps", 0, *workbench.plain)
+
+
+def line(ended):
+    """The exit code, and the one line on stderr that is not of the log."""
+    code, _, stderr = ended
+    *before, last = stderr.splitlines()
+    assert last.startswith("kdtrain: ") and [each for each in before if not each[:4].isdigit()] == []
+    return code, last.removeprefix("kdtrain: ")
+
+
+def test_a_second_launch_into_a_folder_is_refused_by_one_line_and_leaves_the_first_alone(workbench, command):
+    out = workbench.root / "taken"
+    with occupied(DistillConfig(student="s.toml", out=out, cache=workbench.root / "cache")):
+        (out / "precious").write_text("of the first")
+        (out / "config.toml").write_text("[run]\nstudent = 's.toml'\nout = 'taken'\n")
+        before = workbench.everything()
+        for more in ((), ("--resume", "never", "--overwrite")):
+            code, said = line(workbench.call(*command, "--cache", "cache", "--out", "taken", *more))
+            assert (code, said) == (2, "another process is training in taken; wait for it, or name another --out")
+        assert workbench.everything() == before
+
+
+def test_a_run_lets_go_of_its_folder_and_a_refused_one_leaves_none(workbench, command):
+    assert workbench.call(*command, "--cache", "cache", "--out", "alone")[0] == 0
+    assert not (workbench.root / "alone" / LOCK).exists()
+    assert line(workbench.call(*command, "--cache", "nowhere", "--out", "a/b"))[0] == 2
+    assert not (workbench.root / "a").exists()
+
+
+@pytest.mark.parametrize("name", ["config.toml", "environment.json"])
+def test_a_full_disk_under_a_description_is_one_line_and_the_same_command_goes_on(
+    workbench, command, monkeypatch, name
+):
+    def full(path):
+        if name in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = workbench.root / f"full-{name}"
+    argv = (*command, "--cache", "cache", "--out", out.name)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder, "sync", full)
+        code, said = line(workbench.call(*argv))
+    assert code == 1
+    assert said.startswith(f"cannot write full-{name}/{name}: No space left on device; ")
+    assert said.endswith("free some space and run it again")
+    assert not list(out.rglob("*.tmp")) and not (out / LOCK).exists()
+    out.mkdir(exist_ok=True)
+    (out / f".{name}.tmp").write_text("")  # as a kill leaves it
+    assert workbench.call(*argv)[0] == 0
+
+
+def test_a_full_disk_under_the_tokens_is_one_line_and_the_same_command_goes_on(workbench, command, monkeypatch):
+    argv = (*command, "--out", "full-data", *workbench.text, "--num-sequences", 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "_faults", {"cache.settings.before-fsync": ("enospc", "1")})
+        patched.setattr(faults, "_calls", Counter())
+        code, said = line(workbench.call(*argv))
+    assert (code, "full-data/data/settings.json: No space left on device" in said) == (1, True)
+    for name in (".building-0", "settings.json.tmp"):  # as a kill leaves them
+        (workbench.root / "full-data" / "data" / name).write_text("")
+    assert workbench.call(*argv)[0] == 0
+
+
+def test_a_shard_that_was_cut_short_is_said_at_once_by_every_command_that_opens_the_cache(workbench, command):
+    shard = workbench.root / "cache" / "shards" / "train-00000.h5"
+    whole = shard.read_bytes()
+    os.truncate(shard, 5000)
+    teacher = ("cache-teacher", "--teacher", "teacher", "--out", "cache", "--num-sequences", 40, "--head", 12)
+    commands = [
+        (*command, "--cache", "cache", "--out", "of-damaged"),
+        ("evaluate", "--student", "teacher", "--cache", "cache"),
+        ("inspect", "cache"),
+        (*teacher, *workbench.text, "--precision", "fp32"),
+    ]
+    try:
+        ended = [line(workbench.call(*each)) for each in commands]
+    finally:
+        shard.write_bytes(whole)
+    says = f"cache/shards/train-00000.h5: has 5000 bytes instead of {len(whole)}: run kdtrain verify cache --repair, "
+    assert ended == [(2, says + "then the same cache-teacher command again")] * 4
+    assert not (workbench.root / "of-damaged").exists()
+
+
+@pytest.mark.parametrize("out", ["/proc/nope/r", "text.txt/r", "x" * 300])
+def test_a_folder_that_cannot_be_is_refused_before_any_work(workbench, command, out):
+    run = (*command, "--cache", "cache", "--out", out)
+    commands = [
+        run,
+        (*run, "--dry-run"),
+        ("cache-teacher", "--teacher", "no-such-teacher", "--out", out, "--data", "text.txt"),
+        ("export", "no-such-run", "--out", out),
+    ]
+    for each in commands:
+        code, said = line(workbench.call(*each))
+        assert (code, said.startswith(f"{out} cannot be made: "), said.endswith("; name another folder")) == (2, 1, 1)
