@@ -97,7 +97,7 @@ def test_the_file_alone_may_hold_what_is_required(tmp_path):
         ("[optimizer]\nlearning_rate = 1\n", ["'learning_rate'", "[optimizer]"]),
         ("[optimizer]\nwarmup = 1\n", ["'warmup'", "warmup_steps"]),
         ("[optimiser]\nlr = 1\n", ["[optimiser]", "'optimizer'"]),
-        ("steps = 3\n", ["[steps]"]),
+        ("steps = 3\n", ["'steps'", "[run]"]),
         ("[run]\nconfig = 'x'\n", ["'config'"]),
         ("[run]\nlr = 1\n", ["'lr'", "[run]"]),
         ("[run]\nsteps = 'many'\n", ["--steps", "many"]),

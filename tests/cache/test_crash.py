@@ -85,6 +85,7 @@ def test_a_full_disk_that_a_library_in_rust_met_is_one_line_too(tmp_path: Path, 
     settings, teacher = workshop.settings(codecs["head"]), workshop.teacher()
     with pytest.raises(RunError, match=r"^cannot write .*/c/tokenizer: No space left on device; [^\n]*free some space"):
         CacheWriter(tmp_path / "c", settings, teacher=teacher, tokenizer=Full())
+    assert not list((tmp_path / "c").glob(".building-*"))
     assert verify_cache(workshop.build(tmp_path / "c", codecs["head"])) == []
 
 
