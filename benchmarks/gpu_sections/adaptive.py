@@ -83,6 +83,10 @@ class _NoSaver:
         """Nothing is saved, and nobody waits."""
         return 0.0
 
+    def published(self) -> list[Any]:
+        """Nothing is ever published."""
+        return []
+
     def wait(self) -> None:
         """Nothing is in flight."""
 
