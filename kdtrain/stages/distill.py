@@ -14,8 +14,9 @@ from kdtrain.models.spec import read_spec
 from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import SilentWriters, Writers
-from kdtrain.parallel.world import is_main, on_main, peak_memory_mb, pick_device, rank, ranks, together, world_size
+from kdtrain.parallel.world import is_main, on_main, peak_memory_mb, pick_device, rank, together, world_size
 from kdtrain.stages import dry_run, sanity
+from kdtrain.stages.agreement import same_ranks
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.begin import begin
 from kdtrain.stages.build import logit_width
@@ -51,7 +52,7 @@ def main(config: DistillConfig) -> int:
 
 def _distill(config: DistillConfig) -> int:
     setup_logging(quiet=not is_main())
-    with ranks(pick_device(config.device), config.parallel.rank_timeout):
+    with same_ranks(config, pick_device(config.device)):
         return _among_ranks(config)
 
 
