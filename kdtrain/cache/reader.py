@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kdtrain import faults
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.coding import Coding, unpack
@@ -112,9 +113,15 @@ class CacheReader:
     def _read_shard(self, number: int, rows: np.ndarray) -> "Stored":
         path = self._paths[number]
         try:
+            faults.point("cache.read")
             return self._shard(number, path).read(rows)
         except (OSError, KeyError, ValueError, IndexError) as error:
-            reason = str(error).splitlines()[0]
+            if not self.folder.is_dir():
+                raise RunError(
+                    f"the cache {self.folder} is gone, from which shard {path.name} was to be read; "
+                    "put it back, and run the same command again"
+                ) from error
+            reason = "it is missing" if isinstance(error, FileNotFoundError) else str(error).splitlines()[0]
             raise RunError(
                 f"shard {path} cannot be read ({reason}): run kdtrain verify {self.folder} --repair, "
                 "then the same cache-teacher command again"

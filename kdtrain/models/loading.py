@@ -14,6 +14,7 @@ import copy
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,10 +121,19 @@ def model_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def export_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, *, dtype: str | None = None) -> None:
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The files of a tokenizer in a folder, by name."""
+    paths = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: path.read_bytes() for path in sorted(paths)}
+
+
+def export_model(
+    model: nn.Module, tokenizer: Mapping[str, bytes] | None, out: Path, *, dtype: str | None = None
+) -> None:
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load.
 
-    model: a model or a `SplitModel`. dtype: of the weights written; by default the model's own. In a folder
+    model: a model or a `SplitModel`. tokenizer: its files (`tokenizer_files`), if any. dtype: of the weights written;
+    by default the model's own. In a folder
     that holds a model or a tokenizer already their files are replaced once the new ones are complete, and
     others, such as a model card, are left. A model made without a tokenizer learns here which token ends a
     text. Raises `UsageError` for a folder of anything else, `RunError` where the disk does not take it.
@@ -138,7 +148,7 @@ def export_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, *, 
         partial.mkdir(parents=True)
     try:
         with writing(out):
-            _write_model(model, tokenizer_folder, partial, dtype)
+            _write_model(model, tokenizer or {}, partial, dtype)
             _move_over(partial, out)
     except SafetensorError as error:
         raise RunError(f"{out}: the weights cannot be written: {one_line(error)}") from error
@@ -146,15 +156,13 @@ def export_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, *, 
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, dtype: str | None) -> None:
+def _write_model(model: nn.Module, tokenizer: Mapping[str, bytes], out: Path, dtype: str | None) -> None:
     whole: Any = _whole(model)
-    if tokenizer_folder is not None:
-        if whole.generation_config is not None and whole.generation_config.eos_token_id is None:
-            eos = load_tokenizer(tokenizer_folder).eos_token_id
-            whole.generation_config.update(eos_token_id=eos, pad_token_id=eos)
-        files = (file for pattern in _TOKENIZER_FILES for file in tokenizer_folder.glob(pattern))
-        for file in filter(Path.is_file, files):
-            shutil.copyfile(file, out / file.name)
+    for name, content in tokenizer.items():
+        (out / name).write_bytes(content)
+    if tokenizer and whole.generation_config is not None and whole.generation_config.eos_token_id is None:
+        eos = load_tokenizer(out).eos_token_id
+        whole.generation_config.update(eos_token_id=eos, pad_token_id=eos)
     if dtype is not None:
         whole = copy.deepcopy(whole).to(getattr(torch, dtype))
     whole.save_pretrained(out)

@@ -9,7 +9,7 @@ from kdtrain.cache.provenance import Manifest
 from kdtrain.checkpoint.store import load
 from kdtrain.config import DistillConfig, sections
 from kdtrain.errors import RunError, UsageError, advice
-from kdtrain.models.loading import export_model, load_tokenizer
+from kdtrain.models.loading import export_model, load_tokenizer, tokenizer_files
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
@@ -88,13 +88,14 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
         )
         if run.collector is not None:
             run.collector.forget_after(at.step)
+        tokenizer = tokenizer_files(made.folder / "tokenizer")  # what is exported: the cache may be gone by then
         _announce(made, begun_at)
         _train(run)
         run.writers.close()
     except OSError as error:
         where, kept = error.filename or config.out, "published checkpoints are intact"
         raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}") from None
-    return _finish(run, made.folder)
+    return _finish(run, tokenizer)
 
 
 def _log_of(config: DistillConfig) -> Path | None:
@@ -173,7 +174,7 @@ def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
     return config.teacher or str((manifest.settings.teacher or {}).get("spec"))
 
 
-def _finish(run: Run, folder: Path) -> int:
+def _finish(run: Run, tokenizer: dict[str, bytes]) -> int:
     """Export the best student and print what became of the run."""
     progress, config = run.state.progress, run.config
     distils = run.step.has_teacher and config.objective.distils
@@ -194,13 +195,13 @@ def _finish(run: Run, folder: Path) -> int:
         controller = run.adaptive.controller
         result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
     if run.stopped_by is None:
-        on_main(lambda: _export(run, folder))
+        on_main(lambda: _export(run, tokenizer))
         result["student"] = str(config.out / "student")
     show(f"distill {config.out}", result, config.json)
     return 0
 
 
-def _export(run: Run, folder: Path) -> None:
+def _export(run: Run, tokenizer: dict[str, bytes]) -> None:
     """Write the best student, or the last one where none is best. No other rank takes part."""
     out, step = run.config.out / "student", run.state.progress.step
     student: torch.nn.Module = run.state.student
@@ -212,7 +213,7 @@ def _export(run: Run, folder: Path) -> None:
         checkpoint = load(_best(run))
         run.state.load(checkpoint.tensors, checkpoint.state)
         step = run.state.progress.step
-    export_model(student, folder / "tokenizer", out)
+    export_model(student, tokenizer, out)
     write_origin(out, str(run.identity["cache"]), step)
 
 

@@ -10,7 +10,7 @@ from kdtrain.checkpoint.store import Store, load
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import export_model, load_student, model_of
+from kdtrain.models.loading import export_model, load_student, model_of, tokenizer_files
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
@@ -32,7 +32,7 @@ def main(config: ExportConfig) -> int:
     path = _checkpoint(config.run, config.checkpoint)
     student = student_at(path, torch.device("cpu"))
     tokenizer = tokenizer_of_run(_run_of(path))
-    export_model(student, tokenizer, out, dtype=config.dtype)
+    export_model(student, None if tokenizer is None else tokenizer_files(tokenizer), out, dtype=config.dtype)
     state = load(path).state
     step = state["progress"]["step"]
     write_origin(out, state["cache"], step)

@@ -98,8 +98,10 @@ def steps(run: Run, count: int) -> list[Timed]:
     taken: list[Timed] = []
     started = time.perf_counter()
     for batches in run.feed().steps():
-        numbers = take_step(run, batches, StopRequest())
-        assert numbers is not None  # nobody asks this one to stop
+        stop = StopRequest()
+        numbers = take_step(run, batches, stop)
+        stop.raise_failed()
+        assert numbers is not None  # nobody else asks this one to stop
         if numbers.pop("skipped"):
             if run.scale.absorbs(math.isfinite(numbers["loss"])):
                 run.scale.update(overflowed=True)
