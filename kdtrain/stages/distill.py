@@ -85,6 +85,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
             *(config, run.step, run.writers, run.validation_source, load_tokenizer(made.folder / "tokenizer")),
             init=made.spec.init,
             finished=at.step,
+            samples=made.manifest.codec.draws,
         )
         if run.collector is not None:
             run.collector.forget_after(at.step)

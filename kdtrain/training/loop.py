@@ -99,7 +99,9 @@ def _end(run: Run, stop: StopRequest) -> None:
 def _report(run: Run, shown: Bar, numbers: dict[str, float]) -> None:
     number = run.state.progress.step
     run.writers.metrics(number, numbers)
-    text = run.reporter.finished(number, numbers, checkpoint=0 if run.published is None else run.published[0])
+    checkpoint = 0 if run.published is None else run.published[0]
+    epochs = run.state.progress.sequences / len(run.train_source)
+    text = run.reporter.finished(number, numbers, checkpoint, epochs)
     shown.update(number, text)
     if number % run.config.monitor.log_freq == 0 or run.finished() or number == 1:
         log.info("step %d/%d %s", number, run.total, text)
