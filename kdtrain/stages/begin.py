@@ -65,7 +65,7 @@ def _resume(run: Run) -> Path | None:
         relink_best(run)  # a kill may have come between the checkpoint and its link
         return run.store.folder / path.name
     progress.best_loss = progress.best_step = None  # it is among the other run's checkpoints
-    on_main(lambda: run.store.unlink("best"))
+    on_main(lambda: run.store.remove_link("best"))
     return path
 
 

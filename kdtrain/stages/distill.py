@@ -1,5 +1,6 @@
 """`kdtrain distill`: train a student from a cache, from an online teacher, or by cross-entropy on text."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 from kdtrain.cache.provenance import Manifest
 from kdtrain.checkpoint.store import load
 from kdtrain.config import DistillConfig, sections
-from kdtrain.errors import RunError, UsageError, advice
-from kdtrain.models.loading import export_model, load_tokenizer
+from kdtrain.errors import RunError, UsageError, advice, writing
+from kdtrain.files import set_aside
+from kdtrain.models.loading import export_model, is_export, load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
@@ -22,7 +24,7 @@ from kdtrain.stages.build import logit_width
 from kdtrain.stages.common import show
 from kdtrain.stages.export import student_at
 from kdtrain.stages.occupied import occupied
-from kdtrain.stages.run_folder import launch, restarted, resuming, write_description, write_origin
+from kdtrain.stages.run_folder import launch, restarted, resuming, write_description
 from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
 from kdtrain.training.reporter import Reporter
@@ -211,8 +213,12 @@ def _export(run: Run, folder: Path) -> None:
         checkpoint = load(_best(run))
         run.state.load(checkpoint.tensors, checkpoint.state)
         step = run.state.progress.step
-    export_model(student, folder / "tokenizer", out)
-    write_origin(out, str(run.identity["cache"]), step)
+    with writing(out):
+        if os.path.lexists(out) and not is_export(out):
+            log.warning("%s was not written by kdtrain, and is now %s", out, set_aside(out.parent, out.name, "old"))
+    origin = {"cache": str(run.identity["cache"]), "step": step}
+    if aside := export_model(student, folder / "tokenizer", out, origin=origin):
+        log.warning("%s held more than an export, and is now %s", out, aside)
 
 
 def _best(run: Run) -> Path:

@@ -1,6 +1,5 @@
 """`kdtrain inspect`: a cache, a run or a checkpoint as a table, or what this machine can do."""
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -13,6 +12,7 @@ from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.manifest import problem
 from kdtrain.checkpoint.store import Store, load, read_state
 from kdtrain.config import InspectConfig
+from kdtrain.files import read_json
 from kdtrain.precision.modes import has_bf16, why_not_compile
 from kdtrain.precision.probe import capabilities
 from kdtrain.stages.common import show
@@ -129,7 +129,7 @@ def _run(path: Path) -> dict[str, Any]:
 
 def _student(environment: Path) -> Any:
     try:
-        return json.loads(environment.read_text())["student"]
+        return read_json(environment, dict[str, Any])["student"]
     except (OSError, ValueError, KeyError):
         return f"{environment.name} cannot be read"
 
