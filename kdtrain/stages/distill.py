@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from kdtrain.cache.provenance import Manifest
-from kdtrain.checkpoint.store import load
 from kdtrain.config import DistillConfig, sections
 from kdtrain.errors import RunError, UsageError, advice, writing
 from kdtrain.files import set_aside
@@ -30,6 +29,7 @@ from kdtrain.training.loop import train
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
 from kdtrain.training.saving import tell_published
+from kdtrain.training.state import load_saved
 from kdtrain.training.stopping import interruptible
 
 
@@ -207,10 +207,10 @@ def _export(run: Run, folder: Path) -> None:
     student: torch.nn.Module = run.state.student
     if run.spread.kind == "fsdp":  # nobody here has all of it
         path = _best(run) if run.state.progress.best_step else run.store.choose("latest")
-        checkpoint = load(path)
+        checkpoint = load_saved(path)
         student, step = student_at(path, torch.device("cpu")), checkpoint.state["progress"]["step"]
     elif run.state.progress.best_step:
-        checkpoint = load(_best(run))
+        checkpoint = load_saved(_best(run))
         run.state.load(checkpoint.tensors, checkpoint.state)
         step = run.state.progress.step
     with writing(out):

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from kdtrain.checkpoint.manifest import is_checkpoint, problem
-from kdtrain.checkpoint.store import Store, load, read_state
+from kdtrain.checkpoint.store import Store
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel, split
@@ -15,6 +15,7 @@ from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
 from kdtrain.stages.run_folder import is_run, refuse_no_folder
+from kdtrain.training.state import load_saved, read_saved
 
 
 def main(config: ExportConfig) -> int:
@@ -33,7 +34,7 @@ def main(config: ExportConfig) -> int:
     path = _checkpoint(config.run, config.checkpoint)
     student = student_at(path, torch.device("cpu"))
     tokenizer = tokenizer_of_run(_run_of(path))
-    state = read_state(path)
+    state = read_saved(path)
     step = state["progress"]["step"]
     aside = export_model(student, tokenizer, out, dtype=config.dtype, origin={"cache": state["cache"], "step": step})
     if aside:
@@ -67,7 +68,7 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
 
 def student_at(path: Path, device: torch.device) -> SplitModel:
     """The student of a checkpoint folder, built from what the checkpoint says of it."""
-    checkpoint = load(path)
+    checkpoint = load_saved(path)
     described = checkpoint.state["student"]
     student = split(model_of(described["architecture"], described["attention"]))
     own = student.state_dict()
