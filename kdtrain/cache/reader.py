@@ -28,9 +28,9 @@ from kdtrain import faults
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.coding import Coding, unpack
-from kdtrain.cache.files import file_digest
 from kdtrain.cache.provenance import Manifest, check_sizes, read_manifest
 from kdtrain.errors import RunError, UsageError
+from kdtrain.files import file_digest
 from kdtrain.objective.targets import Targets
 
 MAX_OPEN = 16
@@ -80,7 +80,7 @@ class CacheReader:
             there = ", ".join(self.manifest.splits)
             raise UsageError(f"the cache {folder} has no split '{split}'; it has {there}")
         self.split = split
-        self._shards: list[dict[str, Any]] = self.manifest.splits[split]["shards"]
+        self._shards = self.manifest.splits[split]["shards"]
         self._paths = [layout.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._sound: dict[int, tuple[int, int, int]] = {}
