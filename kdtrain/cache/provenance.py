@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.files import canonical_json, file_digest, json_digest, read_sealed, sealed
+from kdtrain.cache.shard_reader import content_problem
 from kdtrain.errors import UsageError, writing
 
 
@@ -108,9 +109,14 @@ class Manifest:
     def from_json(cls, record: dict[str, Any]) -> Manifest:
         """The inverse of `to_json`."""
         own = {f.name: record[f.name] for f in fields(cls) if f.name != "settings"}
-        for shard in (shard for split in own["splits"].values() for shard in split["shards"]):
-            if not layout.SHARD_NAME.fullmatch(shard["name"]):
-                raise ValueError(f"'{shard['name']}' is no name of a shard")
+        for split, summary in own["splits"].items():
+            most, left = record["sequences_per_shard"], summary["sequences"]
+            for number, shard in enumerate(summary["shards"]):
+                expected = layout.shard_name(split, number), min(most, left - number * most)
+                if (shard["name"], shard["sequences"]) != expected or split not in layout.SPLITS or expected[1] < 1:
+                    raise ValueError(f"the shards of {str(split)[:80]} are not those of {left} sequences")
+            if left != sum(shard["sequences"] for shard in summary["shards"]):
+                raise ValueError(f"the shards of {str(split)[:80]} are not those of {left} sequences")
         return cls(settings=CacheSettings.from_json(record), **own)
 
 
@@ -228,13 +234,22 @@ def _problems(folder: Path) -> Iterator[Problem]:
         return
     yield from _settings_problems(folder, manifest.settings.digest())
     yield from _file_problems(folder, manifest)
-    for split in manifest.splits.values():
-        for stated in split["shards"]:
-            yield from _sidecar_problems(folder, stated["name"], stated)
+    settings = manifest.settings
+    for split, summary in manifest.splits.items():
+        for number, stated in enumerate(summary["shards"]):
+            found = list(_sidecar_problems(folder, stated["name"], stated))
+            yield from found
+            if found:
+                continue
+            path, first = layout.shard_path(folder, stated["name"]), number * settings.sequences_per_shard
+            wrong = content_problem(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
+            if wrong is not None:
+                yield Problem(f"{path}: {wrong}", stated["name"])
 
 
 def verify_cache(folder: Path | str) -> list[str]:
-    """Every file of a cache against its digest: one line a problem, empty if all is well; nothing is changed.
+    """Every file of a cache against its digest, and every shard against the format: one line a problem, empty if all
+    is well; nothing is changed.
 
     An unfinished cache is a problem too. UsageError: there is no cache at `folder`.
     """

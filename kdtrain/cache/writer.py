@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torch import Tensor
 from kdtrain import __version__, faults
 from kdtrain.cache import fidelity, layout, topk
 from kdtrain.cache.beside import Beside
+from kdtrain.cache.checks import check_structure
 from kdtrain.cache.claim import enter
 from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.files import PUBLISH_POINTS, file_digest, publish_json, published
@@ -41,9 +43,9 @@ from kdtrain.cache.provenance import (
     shard_problem,
 )
 from kdtrain.cache.ranks import Alone, Ranks, Rounds, Teacher
-from kdtrain.cache.reader import Shard, batch_of
 from kdtrain.cache.rows import Row, Rows, shards_of
 from kdtrain.cache.shard import ShardWriter
+from kdtrain.cache.shard_reader import Shard, batch_of, naming
 from kdtrain.errors import RunError, UsageError, writing
 
 Progress = Callable[[int, int | None], None]
@@ -126,7 +128,7 @@ class CacheWriter:
         return number * self.settings.sequences_per_shard, name, part, digest
 
     def _build_or_keep(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
-        if record := self._built(name, digest):
+        if record := self._built(split, first, name, part, digest):
             self._broken += record["broken"]
             self._rounds.done += len(part.tokens)
             self._rounds.broken = len(self._broken)
@@ -142,13 +144,18 @@ class CacheWriter:
                 f"{self.settings.vocab_size}: use the teacher's own tokenizer"
             )
 
-    def _built(self, name: str, digest: str) -> dict[str, Any] | None:
+    def _built(self, split: str, first: int, name: str, part: Rows, digest: str) -> dict[str, Any] | None:
+        """The record of a shard that is there and is this one."""
+        path, spec = layout.shard_path(self.folder, name), self.settings.codec
         try:
             record = read_sidecar(self.folder, name)
+            same = record["rows_sha256"] == digest and record["settings_sha256"] == self.settings.digest()
+            if not same or shard_problem(self.folder, record) is not None:
+                return None
+            check_structure(path, spec, self.settings.seq_len, split, first, len(part.tokens))
         except (OSError, ValueError):
             return None
-        same = record["rows_sha256"] == digest and record["settings_sha256"] == self.settings.digest()
-        return record if same and shard_problem(self.folder, record) is None else None
+        return record
 
     def _build_shard(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
         number, spec = len(part.tokens), self.settings.codec
@@ -319,9 +326,9 @@ class CacheWriter:
         name, sequences, _ = self._splits[split][0]
         spec, length = self.settings.codec, self.settings.seq_len
         number, positions = fidelity.sample_size(sequences, length, spec.vocab_size)
-        shard = Shard(layout.shard_path(self.folder, name), spec)
-        batch = batch_of([shard.read(np.arange(number))], spec)
-        shard.close()
+        path = layout.shard_path(self.folder, name)
+        with naming(path), closing(Shard(path, spec)) as shard:
+            batch = batch_of([shard.read(np.arange(number), checked=False)], spec)
         masked = self.settings.document_mask
         asked = self._rounds.ask if self._rounds.sharded else self.teacher
         found, span = fidelity.measure(batch, asked, document_mask=masked, positions=positions)
