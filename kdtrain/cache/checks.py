@@ -23,6 +23,7 @@ from kdtrain.cache.codec import FLOOR, CodecSpec
 from kdtrain.cache.coding import LOWEST, Arrays, Coding
 from kdtrain.cache.hdf5 import Hdf5File, Link
 from kdtrain.cache.layout import DICTIONARY, DatasetLayout
+from kdtrain.files import open_regular
 
 LARGEST_RATIO, SLACK = 1000, 2**26
 """A shard may unpack to so many times the bytes of its file, and so many bytes more. Real ones: 2 to 8 times."""
@@ -52,7 +53,7 @@ def check_structure(path: Path, spec: CodecSpec, seq_len: int, split: str, first
 
     ValueError: it differs, or declares more than it holds. OSError: it cannot be read.
     """
-    with open(path, "rb", buffering=0) as raw:
+    with open_regular(path) as raw:
         try:
             file = Hdf5File(raw)
             root = file.root()

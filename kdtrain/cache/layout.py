@@ -72,13 +72,13 @@ class DatasetLayout:
 
 
 SHARD_NAME = re.compile(r"[a-z]+-[0-9]{5,}")
-"""What a shard may be called: names of a manifest become paths, and what is called otherwise is never deleted."""
+"""What a shard may be called: names of a manifest become paths, and what is called otherwise is not kdtrain's."""
 
 
 def is_shard_file(name: str) -> bool:
-    """Whether a file of this name in `shards/` is a shard or a sidecar, published or half-written."""
+    """Whether a file of this name in `shards/` is a shard or a sidecar."""
     stem, _, suffix = name.partition(".")
-    return SHARD_NAME.fullmatch(stem) is not None and suffix in ("h5", "json", "h5.tmp", "json.tmp")
+    return SHARD_NAME.fullmatch(stem) is not None and suffix in ("h5", "json")
 
 
 def shard_name(split: str, number: int) -> str:

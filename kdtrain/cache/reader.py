@@ -21,10 +21,10 @@ import numpy as np
 
 from kdtrain.cache import layout
 from kdtrain.cache.checks import check_structure
-from kdtrain.cache.files import file_digest
 from kdtrain.cache.provenance import Manifest, check_sizes, read_manifest
 from kdtrain.cache.shard_reader import CachedBatch, Shard, Stored, batch_of, naming
 from kdtrain.errors import UsageError
+from kdtrain.files import file_digest
 
 MAX_OPEN = 16
 """Shards kept open at once. Each holds 0.6 MiB of HDF5's own, which no setting lowers, and its lists: 0.25 MiB at
@@ -43,7 +43,7 @@ class CacheReader:
             there = ", ".join(self.manifest.splits)
             raise UsageError(f"the cache {folder} has no split '{split}'; it has {there}")
         self.split = split
-        self._shards: list[dict[str, Any]] = self.manifest.splits[split]["shards"]
+        self._shards = self.manifest.splits[split]["shards"]
         self._paths = [layout.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._sound: dict[int, tuple[int, int, int]] = {}

@@ -19,10 +19,10 @@ from kdtrain.cache import layout
 from kdtrain.cache.checks import check_flags, check_lists, check_stored, check_structure, check_values
 from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.coding import Coding, unpack
-from kdtrain.errors import RunError
+from kdtrain.errors import RunError, system_error
 from kdtrain.objective.targets import Targets
 
-_AT_ONCE = 2**20  # entries that `content_problem` looks at at once
+_AT_ONCE = 2**20  # entries that `check_content` looks at at once
 
 
 @dataclass(frozen=True)
@@ -163,20 +163,23 @@ def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None
     )
 
 
-def content_problem(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> str | None:
-    """What is wrong with a shard, all of whose numbers are read; None: it is as the format has it."""
+def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
+    """Read all of a shard, and compare it with what `layout.create_shard` makes of the same arguments.
+
+    ValueError: it differs, or its numbers cannot be. OSError: the system does not let it be read.
+    """
     entries = seq_len * max(1, spec.vocab_size if spec.kind == "dense" else spec.columns)
     step = max(1, _AT_ONCE // entries)
+    check_structure(path, spec, seq_len, split, first, number)
     try:
-        check_structure(path, spec, seq_len, split, first, number)
         with closing(Shard(path, spec)) as shard:
             for start in range(0, number, step):
                 batch_of([shard.read(np.arange(start, min(start + step, number)), checked=False)], spec)
     except MemoryError:
         raise
     except Exception as error:
-        return _reason(error)
-    return None
+        said = system_error(error)
+        raise said if said and said.errno else ValueError(_reason(error)) from error
 
 
 @contextmanager

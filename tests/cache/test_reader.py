@@ -12,11 +12,11 @@ import torch
 
 from kdtrain.cache import layout, reader
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.files import file_digest
 from kdtrain.cache.moments import STEP_SLOPE, STEP_SPREAD, STEP_VALUE
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.shard_reader import Runs, Shard
 from kdtrain.errors import RunError, UsageError
+from kdtrain.files import file_digest
 from kdtrain.objective.targets import SparseTargets
 
 
