@@ -69,7 +69,6 @@ class Shard:
             if spec.kind == "sparse":
                 self._coding = Coding.from_arrays(layout.read_dictionary(self._file), spec)
                 check_lists(self._coding)
-            # A list of the names: an error inside a loop over `items` would keep h5py's lock for ever, in a thread.
             sets = {name: self._file[name] for name in list(self._file) if name != layout.DICTIONARY}
             # Masks are few runs in few chunks: read once, kept as runs.
             flags = {name: sets.pop(name)[()] for name in ("loss_mask", "segments")}
