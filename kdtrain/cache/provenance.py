@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.shard_reader import check_content
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import (
     LARGE,
@@ -331,13 +332,30 @@ def _problems(folder: Path) -> Iterator[Problem]:
     if problem := _settings_problem(folder, manifest.settings.digest()):
         yield problem
     yield from _file_problems(folder, manifest)
-    for split in manifest.splits.values():
-        for stated in split["shards"]:
-            yield from _sidecar_problems(folder, stated["name"], stated)
+    settings = manifest.settings
+    for split, summary in manifest.splits.items():
+        for number, stated in enumerate(summary["shards"]):
+            found = list(_sidecar_problems(folder, stated["name"], stated))
+            yield from found
+            if not found and (problem := _content_problem(folder, settings, split, number, stated)):
+                yield problem
+
+
+def _content_problem(
+    folder: Path, settings: CacheSettings, split: str, number: int, stated: ShardRecord
+) -> Problem | None:
+    """What is wrong inside a shard that is as it was written: a stranger may have written it."""
+    path, first = layout.shard_path(folder, stated["name"]), number * settings.sequences_per_shard
+    try:
+        check_content(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
+    except (OSError, ValueError) as error:
+        return _unreadable(path, error, f"{layout.SHARDS}/{path.name}")
+    return None
 
 
 def verify_cache(folder: Path | str) -> list[str]:
-    """Every file of a cache against its digest: one line a problem, empty if all is well; nothing is changed.
+    """Every file of a cache against its digest, and every shard against the format: one line a problem, empty if all
+    is well; nothing is changed.
 
     An unfinished cache is a problem too. UsageError: there is no cache at `folder`.
     """

@@ -20,6 +20,7 @@ import importlib.metadata
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torch import Tensor
 from kdtrain import __version__, faults
 from kdtrain.cache import fidelity, layout, topk
 from kdtrain.cache.beside import Beside
+from kdtrain.cache.checks import check_structure
 from kdtrain.cache.claim import enter
 from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.provenance import (
@@ -44,9 +46,9 @@ from kdtrain.cache.provenance import (
     shard_problem,
 )
 from kdtrain.cache.ranks import Alone, Ranks, Rounds, Teacher
-from kdtrain.cache.reader import Shard, batch_of
 from kdtrain.cache.rows import Row, Rows, shards_of
 from kdtrain.cache.shard import ShardWriter
+from kdtrain.cache.shard_reader import Shard, batch_of, naming
 from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, file_digest, json_digest, publish_json, published, read_sealed, set_aside
 
@@ -143,7 +145,7 @@ class CacheWriter:
             )
 
     def _build_or_keep(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
-        if record := self._built(name, digest):
+        if record := self._built(split, first, name, part, digest):
             self._broken += record["broken"]
             self._rounds.done += len(part.tokens)
             self._rounds.broken = len(self._broken)
@@ -159,10 +161,17 @@ class CacheWriter:
                 f"{self.settings.vocab_size}: use the teacher's own tokenizer"
             )
 
-    def _built(self, name: str, digest: str) -> Sidecar | None:
+    def _built(self, split: str, first: int, name: str, part: Rows, digest: str) -> Sidecar | None:
         """The record of a shard that need not be built. RunError: what is there cannot be read."""
         record = self._vouched(name)
-        return record if record and self._is_of(record, digest) else None
+        if record is None or not self._is_of(record, digest):
+            return None
+        path, settings = layout.shard_path(self.folder, name), self.settings
+        try:
+            check_structure(path, settings.codec, settings.seq_len, split, first, len(part.tokens))
+        except ValueError:
+            return None
+        return record
 
     def _vouched(self, name: str) -> Sidecar | None:
         """The record of a shard that is as it was written; None where there is none, or it is damaged."""
@@ -367,9 +376,9 @@ class CacheWriter:
         name, sequences, _ = self._splits[split][0]
         spec, length = self.settings.codec, self.settings.seq_len
         number, positions = fidelity.sample_size(sequences, length, spec.vocab_size)
-        shard = Shard(layout.shard_path(self.folder, name), spec)
-        batch = batch_of([shard.read(np.arange(number))], spec)
-        shard.close()
+        path = layout.shard_path(self.folder, name)
+        with naming(path), closing(Shard(path, spec)) as shard:
+            batch = batch_of([shard.read(np.arange(number), checked=False)], spec)
         masked = self.settings.document_mask
         asked = self._rounds.ask if self._rounds.sharded else self.teacher
         found, span = fidelity.measure(batch, asked, document_mask=masked, positions=positions)
