@@ -10,7 +10,7 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import export_model, load_student, model_of, refuse_foreign
+from kdtrain.models.loading import export_model, load_student, model_of, refuse_foreign, tokenizer_files
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
@@ -33,7 +33,8 @@ def main(config: ExportConfig) -> int:
         raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
     path = _checkpoint(config.run, config.checkpoint)
     student = student_at(path, torch.device("cpu"))
-    tokenizer = tokenizer_of_run(_run_of(path))
+    folder = tokenizer_of_run(_run_of(path))
+    tokenizer = None if folder is None else tokenizer_files(folder)
     state = read_saved(path)
     step = state["progress"]["step"]
     aside = export_model(student, tokenizer, out, dtype=config.dtype, origin={"cache": state["cache"], "step": step})
