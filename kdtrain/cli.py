@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
-from kdtrain.errors import RunError, UsageError, advice
+from kdtrain.errors import RunError, UsageError, advice, refuse_no_path
 from kdtrain.files import read_toml
 
 COMMANDS: dict[str, type] = {
@@ -32,6 +32,8 @@ COMMANDS: dict[str, type] = {
     "verify": options.VerifyConfig,
     "export": options.ExportConfig,
 }
+_LONGEST = 2000
+"""Characters of a message; more come only of names in a file that nobody reads."""
 POSITIONAL = {"inspect": "path", "verify": "path", "export": "run"}
 
 
@@ -69,7 +71,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _run(command: str, argv: list[str]) -> int:
     if command not in COMMANDS:
-        raise UsageError(f"unknown command '{command}'; {_nearest(command, list(COMMANDS))}")
+        raise UsageError(f"unknown command '{command[:80]}'; {_nearest(command, list(COMMANDS))}")
+    _refuse_impossible_launch()
     config = _parse_once(command, argv)
     stage = importlib.import_module(f"kdtrain.stages.{command.replace('-', '_')}")
     return int(stage.main(config) or 0)
@@ -91,11 +94,21 @@ def parse(command: str, argv: list[str]) -> Any:
     caught = io.StringIO()
     try:
         with contextlib.redirect_stderr(caught), _wide():
-            return tyro.cli(tyro.conf.OmitArgPrefixes[kind], prog=f"kdtrain {command}", args=argv)  # type: ignore[valid-type,misc]
+            config = tyro.cli(tyro.conf.OmitArgPrefixes[kind], prog=f"kdtrain {command}", args=argv)  # type: ignore[valid-type,misc]
     except SystemExit as stop:
         if not stop.code:
             raise
         raise UsageError(_one_line(caught.getvalue(), [key for keys in _keys(kind).values() for key in keys])) from None
+    for table in options.sections(config).values():
+        for name, value in table.items():
+            flag = f"--{name.replace('_', '-')}"
+            if isinstance(value, str):
+                refuse_no_path(value, flag)
+                if value.startswith("~"):
+                    raise UsageError(
+                        f"{flag} {value}: ~ is for the shell, which did not replace it; write the path out"
+                    )
+    return config
 
 
 def _named(command: str, argv: list[str]) -> list[str]:
@@ -182,6 +195,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    refuse_no_path(str(path), "--config")
     try:
         return read_toml(path)
     except OSError as error:
@@ -219,6 +233,22 @@ def _overview() -> str:
     )
 
 
+def _refuse_impossible_launch() -> None:
+    """Refuse what a launcher such as torchrun cannot have set in the environment, where ranks are read as numbers."""
+    found = {}
+    for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
+        text = os.environ.get(name) or str(least)
+        if not re.fullmatch(r"\d{1,6}", text) or int(text) < least:
+            raise UsageError(
+                f"{name}={text[:20]} in the environment is not a number from {least}; unset it, or use torchrun"
+            )
+        found[name] = int(text)
+    if found["RANK"] >= found["WORLD_SIZE"]:
+        raise UsageError(
+            f"RANK={found['RANK']} in the environment, with WORLD_SIZE={found['WORLD_SIZE']}; use torchrun"
+        )
+
+
 def _parse_once(command: str, argv: list[str]) -> Any:
     """`parse`; what it refuses is the same on every process of a node, of which the first one says it."""
     try:
@@ -230,9 +260,11 @@ def _parse_once(command: str, argv: list[str]) -> Any:
 
 def _fail(code: int, message: str, told: bool = False, cause: bool = True) -> typing.NoReturn:
     """Leave with `code` and one line, unless another rank has `told` it; torchrun hears of what is the `cause`."""
-    message = " ".join(message.split())
-    if os.environ.get("RANK", "0") != "0" and not message.startswith("rank "):
-        message = f"rank {os.environ['RANK']}: {message}"
+    # A name in a stranger's file may steer the terminal that it is shown on.
+    message = " ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in message.replace("\n", " ")).split())
+    message = message if len(message) <= _LONGEST else message[:_LONGEST] + "..."
+    if (rank := os.environ.get("RANK") or "0") != "0" and rank.isdigit() and not message.startswith("rank "):
+        message = f"rank {rank}: {message}"
     if not told:
         print(f"kdtrain: {message}", file=sys.stderr)
     if cause:

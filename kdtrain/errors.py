@@ -3,7 +3,8 @@
 A `UsageError` is raised before anything was done, for what cannot be: an unknown option, a vocabulary that does not
 fit, a cache that is not finished. A `RunError` is raised for what went wrong while running. Both carry one line
 that says what is wrong, where, and what to do; the command prints that line and no traceback. `writing` and
-`making` make one of what the operating system says to a write, whoever passes it on.
+`making` make one of what the operating system says to a write, whoever passes it on; `refuse_no_path` refuses what
+it would not even look up.
 """
 
 import errno
@@ -75,3 +76,11 @@ def making(path: Path) -> Iterator[None]:
             if error.errno not in _NO_FOLDER:
                 raise
             raise UsageError(f"{path} cannot be made: {error.strerror}; name another folder") from error
+
+
+def refuse_no_path(text: str, name: str) -> None:
+    """Raise a UsageError that begins with `name` for what no file system takes: a NUL, or far too many bytes."""
+    if "\0" in text:
+        raise UsageError(f"{name} {text[:80]!r} holds a NUL; take it out")
+    if len(os.fsencode(text)) > 4095 or any(len(os.fsencode(part)) > 255 for part in text.split("/")):
+        raise UsageError(f"{name} '{text[:60]}...' is longer than a path can be: 255 bytes a name, 4,095 in all")

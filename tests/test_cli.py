@@ -104,6 +104,9 @@ def test_the_file_alone_may_hold_what_is_required(tmp_path):
         ("[run]\nsteps = 'many'\n", ["--steps", "many"]),
         ("[run]\nsteps = 1.5\n", ["--steps", "1.5"]),
         ("[run\n", ["not TOML"]),
+        ("x = " + "[" * 20_000 + "]" * 20_000, ["nested too deep"]),
+        ('[checkpoint]\nload = "a\\u0000b"\n', ["--load", "holds a NUL"]),
+        ("[checkpoint]\nload = '~/runs'\n", ["--load ~/runs", "write the path out"]),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
@@ -122,6 +125,12 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
         ([*DISTILL, "--steps"], ["--steps"]),
         ([*DISTILL, "--steps", "x"], ["--steps", "x"]),
         (["--cache", "c", "--out", "o"], ["--student"]),
+        ([*DISTILL, "--out", "~no-such-user/x"], ["--out ~no-such-user/x", "write the path out"]),
+        *(
+            ([*DISTILL, flag, "n" * 5000], [flag, "longer than a path can be"])
+            for flag in ("--out", "--cache", "--config", "--student", "--load", "--resume")
+        ),
+        ([*DISTILL, "--out", "p/" * 2500], ["--out", "255 bytes a name, 4,095 in all"]),
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
@@ -181,12 +190,38 @@ def test_what_a_stage_raises_becomes_one_line_and_its_exit_code(monkeypatch, cap
 
 def test_a_rank_names_itself_is_silent_where_another_has_spoken_and_tells_torchrun(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     error = RunError("the disk is full")
     assert ended(monkeypatch, capsys, raising(error)) == (1, "kdtrain: rank 3: the disk is full\n")
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "rank 3: the disk is full"
     error.told = True
     assert ended(monkeypatch, capsys, raising(error)) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({"RANK": "x"}, "RANK=x in the environment is not a number from 0"),
+        ({"RANK": "-1"}, "RANK=-1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 in the environment, with WORLD_SIZE=2"),
+        ({"RANK": "1"}, "RANK=1 in the environment, with WORLD_SIZE=1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment is not a number from 1"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=99999"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused_before_the_stage_on_every_process(monkeypatch, capsys, environment, words):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    code, stderr = ended(monkeypatch, capsys, lambda config: pytest.fail("the stage was called"))
+    assert code == 2 and words in stderr and len(stderr.splitlines()) == 1
+
+
+def test_no_message_is_longer_than_a_screen(monkeypatch, capsys):
+    _, stderr = ended(monkeypatch, capsys, raising(UsageError("n" * 5000)))
+    assert len(stderr) < 2100
 
 
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch, capsys):

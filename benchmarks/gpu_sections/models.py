@@ -64,7 +64,10 @@ def _made(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> An
     config = AutoConfig.for_model(table.pop("model_type"), **table)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
+        return model.to(device)
 
 
 def vocabulary(shape: str) -> int:

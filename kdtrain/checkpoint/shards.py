@@ -106,7 +106,7 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
             dcp.load(tensors, storage_reader=reader, planner=_WholePlanner(), no_dist=True)
     except MemoryError:
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # which is a BaseException
         # A header may say anything, and DCP meets it with errors of many kinds.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         said = next(iter(str(cause).splitlines()), type(cause).__name__)

@@ -9,14 +9,16 @@ second half does not see the first.
 A conversation goes through the tokenizer's chat template, and only what the assistant says is learned from.
 Which characters those are the template says, if it marks them with `{% generation %}`; otherwise they follow
 from rendering the conversation up to each assistant turn. Characters become tokens by the tokenizer's own
-offsets. eos is added only where the template writes none.
+offsets. eos is added only where the template writes none. The template itself runs in a child process (`templates`).
 
 The order and content of the rows depend on the documents alone. `num_workers` threads tokenize ahead of the
 reader (the tokenizer runs outside Python's lock, so threads do), and a few batches at most are in memory at a
 time.
 """
 
+import contextlib
 import copy
+import functools
 import re
 import threading
 from collections import deque
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kdtrain.data.corpus import Document
+from kdtrain.data.templates import Renderer, Spans
 from kdtrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +44,6 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # One token of the stream: whether it may be a label, and whether a document starts with it.
 _STREAM = np.dtype([("token", np.int32), ("label", np.bool_), ("start", np.bool_)])
 _Array = np.ndarray[Any, np.dtype[Any]]
-_Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,16 @@ def pack(
     """
     if seq_len < 1 or num_workers < 0:
         raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
-    return _rows(_in_order(_Encoder(tokenizer), _batches(documents), num_workers), seq_len, document_mask)
+    return _packed(_Encoder(tokenizer), _batches(documents), num_workers, seq_len, document_mask)
+
+
+def _packed(
+    encoder: "_Encoder", batches: Iterator[list["_Piece"]], num_workers: int, seq_len: int, document_mask: bool
+) -> Iterator[PackedRow]:
+    try:
+        yield from _rows(_in_order(encoder, batches, num_workers), seq_len, document_mask)
+    finally:
+        encoder.close()
 
 
 def _rows(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterator[PackedRow]:
@@ -164,7 +175,6 @@ class _Encoder:
             raise UsageError("the tokenizer has no fast backend; use one whose folder holds a tokenizer.json")
         if tokenizer.eos_token_id is None:
             raise UsageError("the tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json")
-        self._tokenizer = tokenizer
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         # A tokenizer.json may carry the truncation it was once used with, which would silently cut every
         # text.
@@ -173,12 +183,17 @@ class _Encoder:
         written = self._backend.encode("a").ids[:1]
         self._bos = written if written == [tokenizer.bos_token_id] else []
         self._eos = [tokenizer.eos_token_id]
-        # The template engine tracks `generation` blocks in an environment that all threads share.
-        self._template_lock = threading.Lock()
+        self._render = Renderer(functools.partial(_render, tokenizer))
+        self._render_lock = threading.Lock()
+
+    def close(self) -> None:
+        """End the process that renders conversations."""
+        self._render.close()
 
     def __call__(self, batch: list[_Piece]) -> _Array:
         texts = [piece.text for piece in batch if piece.document.messages is None]
-        encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
+        with _panics_refused():
+            encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
         return np.concatenate(
             [
                 self._text(piece, next(encoded).ids)
@@ -194,9 +209,10 @@ class _Encoder:
         return stream
 
     def _conversation(self, key: str, messages: list[dict[str, str]]) -> _Array:
-        with self._template_lock:
-            text, spans = _render(self._tokenizer, key, messages)
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        with self._render_lock:
+            text, spans = self._render(key, messages)
+        with _panics_refused():
+            encoding = self._backend.encode(text, add_special_tokens=False)
         stream = _stream(encoding.ids, label=False)
         starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         for span_start, span_stop in spans:
@@ -207,7 +223,19 @@ class _Encoder:
         return stream
 
 
-def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]) -> tuple[str, _Spans]:
+@contextlib.contextmanager
+def _panics_refused() -> Iterator[None]:
+    """Make a UsageError of a panic in the tokenizer's Rust, such as that of a pattern which backtracks without end."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's, which is not an Exception, and cannot be imported
+            raise
+        said = " ".join(str(error).split())[:200]
+        raise UsageError(f"the tokenizer cannot take this text ({said}); use another tokenizer") from None
+
+
+def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]) -> tuple[str, Spans]:
     """The conversation as text, and the [start, stop) characters of it that the assistant says."""
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template; use one that has, or --text-column for plain text")
@@ -215,14 +243,14 @@ def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[
         if _GENERATION.search(tokenizer.get_chat_template()):
             return _render_marked(tokenizer, messages)
         return _render_prefixes(tokenizer, key, messages)
-    except UsageError:
+    except (UsageError, MemoryError):
         raise
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{key}: the chat template refuses this conversation: {reason}") from error
 
 
-def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str, str]]) -> tuple[str, _Spans]:
+def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str, str]]) -> tuple[str, Spans]:
     # Not `return_assistant_tokens_mask`: it misses the last tokens of a turn that ends in a character of
     # several tokens, and marks all that follows a turn that ends in a character without a token.
     from transformers.utils import chat_template_utils
@@ -240,7 +268,7 @@ def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str
 
 def _render_prefixes(
     tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]
-) -> tuple[str, _Spans]:
+) -> tuple[str, Spans]:
     def render(stop: int, prompt: bool = False) -> str:
         turns = messages[:stop]
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt))

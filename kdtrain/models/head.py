@@ -144,12 +144,19 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None) -> Spli
 
     probe_tokens_BT: token ids, int64 [B, T >= 4]; by default 2 x 16 ids drawn with a fixed seed. The
     model's mode is left as it was; its attention implementation becomes `CAUSAL_SDPA` where it was sdpa and
-    that is proven equal. Raises `UsageError` for a model that looks at later tokens (an encoder).
+    that is proven equal. Raises `UsageError` for a model that looks at later tokens (an encoder), and for one whose
+    configuration makes its own shapes disagree.
     """
     tokens_BT = default_probe(model) if probe_tokens_BT is None else probe_tokens_BT
     pieces = SplitModel(model)
     with _evaluation(model), torch.no_grad(), torch.autocast(tokens_BT.device.type, enabled=False):
-        probe = _Probe(pieces, tokens_BT)
+        try:
+            probe = _Probe(pieces, tokens_BT)
+        except torch.OutOfMemoryError:
+            raise
+        except _FAILURES as error:
+            said = " ".join(str(error).split())[:200]
+            raise UsageError(f"{_name(model)} cannot be run as it is configured: {said}") from error
         probe.refuse_encoders()
         probe.use_causal_sdpa()
         pieces.separates_documents = probe.documents_are_separate()

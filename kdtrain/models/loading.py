@@ -20,13 +20,14 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import file_digest, hidden_folder, publish_json, read_sealed, remove_folder, swap_in, typed
-from kdtrain.models.hub import ask, ask_tokenizer, attention_option, hub_options, one_line
-from kdtrain.models.scratch import configuration, model_from_config, model_from_layers
+from kdtrain.models.hub import ask, ask_config, ask_tokenizer, attention_option, config_of, one_line, revision_of
+from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
 from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.trust import refuse_foreign_weights
 
 ORIGIN = "kdtrain.json"
 """Beside an exported model: where it comes from, and the SHA-256 of its files, sealed."""
@@ -43,16 +44,24 @@ def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
         return load_tokenizer(read_spec(source.teacher))
     if source.source is None:
         raise UsageError(f"{source.name}: this spec names no tokenizer; add tokenizer = a folder or hub id")
-    return ask_tokenizer(source.source, **hub_options(source))
+    return ask_tokenizer(source.source, revision=revision_of(source), trust_remote_code=source.trust_remote_code)
 
 
 def load_teacher(spec: ModelSpec, device: str, seed: int = 0) -> PreTrainedModel:
     """Load a model to be asked: in evaluation mode, without gradients, in the dtype of its spec.
 
-    seed: of the weights, for a spec that starts from scratch. Raises `UsageError` for what cannot be loaded.
+    seed: of the weights, for a spec that starts from scratch. Raises `UsageError` for what cannot be loaded, and
+    for non-finite weights, which a loss would blame on the student or the data.
     """
     model: Any = _build(spec, getattr(torch, spec.dtype), None, seed)
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise UsageError(
+                f"teacher {spec.name}: {name} is non-finite in {spec.dtype}; fetch or export the teacher again, "
+                "or set another dtype in its spec"
+            )
+    return cast(PreTrainedModel, model)
 
 
 def vocabulary(spec: ModelSpec) -> int:
@@ -73,9 +82,21 @@ def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: 
         raise UsageError(
             f"student {spec.name} has {held:,} tokens and needs {vocab_size:,}; take one of that vocabulary"
         )
+    _drop_sampling_that_cannot_be_saved(model)
     # An embedding's padding row gets no gradient. Packed rows are not padded, and many models pad with eos.
     model.get_input_embeddings().padding_idx = None
     return model.to(device).train()
+
+
+def _drop_sampling_that_cannot_be_saved(model: PreTrainedModel) -> None:
+    """Keep only the special tokens of a generation_config.json that transformers loads and refuses to write."""
+    given = model.generation_config
+    try:
+        if given is not None:
+            given.validate(strict=True)
+    except (ValueError, TypeError):
+        tokens = {f"{each}_token_id": getattr(given, f"{each}_token_id") for each in ("bos", "eos", "pad")}
+        model.generation_config = GenerationConfig(**tokens)
 
 
 def architecture(model: nn.Module) -> dict[str, Any]:
@@ -85,15 +106,15 @@ def architecture(model: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if key not in ("transformers_version", "dtype", "_name_or_path")}
 
 
-def model_of(kept: dict[str, Any], attention: str) -> PreTrainedModel:
-    """A float32 model of an `architecture`, its weights to be filled in. `UsageError`: transformers lacks its kind."""
-    if kept.get("model_type") not in CONFIG_MAPPING:
-        raise UsageError(f"this transformers knows no model_type '{kept.get('model_type')}'")
-    config = AutoConfig.for_model(**kept)
-    wanted = None if attention == "sdpa" else attention  # see `hub.attention_option`
-    with torch.random.fork_rng():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=wanted)
-    return cast(PreTrainedModel, model)
+def model_of(name: str, kept: dict[str, Any], attention: str) -> PreTrainedModel:
+    """A float32 model of an `architecture`, its weights to be filled in.
+
+    Both may have been written by anyone: code is not run, whatever they name. Raises `UsageError` that begins with
+    `name`.
+    """
+    table = dict(kept)
+    config = config_of(name, table.pop("model_type", None), table)
+    return new_model(name, config, attention, trust_remote_code=False)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -225,9 +246,18 @@ def _build(spec: ModelSpec, dtype: torch.dtype, vocab_size: int | None, seed: in
 
 
 def _pretrained(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
-    source, load = cast(str, spec.source), cast(Any, AutoModelForCausalLM.from_pretrained)
-    options = hub_options(spec) | {"dtype": dtype, "attn_implementation": attention_option(spec)}
-    model, found = ask(source, lambda: load(source, use_safetensors=True, output_loading_info=True, **options))
+    source, trusted = cast(str, spec.source), spec.trust_remote_code
+    options = {"revision": revision_of(spec), "dtype": dtype, "attn_implementation": attention_option(spec.attention)}
+    config = ask_config(spec)
+
+    def load() -> Any:
+        if not trusted:
+            refuse_foreign_weights(source, revision_of(spec))
+        return AutoModelForCausalLM.from_pretrained(
+            source, config=config, trust_remote_code=trusted, use_safetensors=True, output_loading_info=True, **options
+        )
+
+    model, found = ask(source, load)
     if missing := sorted(found["missing_keys"]):
         raise UsageError(f"{source}: the weights lack {missing[0]} and {len(missing) - 1} more of the model's")
-    return model
+    return cast(PreTrainedModel, model)

@@ -101,9 +101,12 @@ def _measured(spec: ModelSpec, config: PreTrainedConfig, seq_len: int, mode: str
 
 
 def _fake(spec: ModelSpec, config: PreTrainedConfig) -> Any:
-    make = AutoModelForCausalLM.from_config
-    options = {"dtype": torch.float32, "trust_remote_code": spec.trust_remote_code}
-    model: Any = make(copy.deepcopy(config), attn_implementation=attention_option(spec), **options)
+    model: Any = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config),
+        attn_implementation=attention_option(spec.attention),
+        trust_remote_code=spec.trust_remote_code,
+        dtype=torch.float32,
+    )
     if model.config._attn_implementation == "sdpa":  # as training does, and without a mask that needs numbers
         model.set_attn_implementation(CAUSAL_SDPA)
     return model.train()

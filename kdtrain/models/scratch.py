@@ -9,17 +9,16 @@ norms and head, is copied as it is.
 
 import copy
 import difflib
+import os
 import re
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kdtrain.errors import UsageError
-from kdtrain.models.hub import ask, ask_tokenizer, attention_option, hub_options
+from kdtrain.models.hub import ask, ask_config, ask_tokenizer, attention_option, config_of
 from kdtrain.models.spec import ModelSpec
 
 # Written by older configurations, and taken over into `rope_parameters` by transformers.
@@ -87,40 +86,60 @@ def _teacher_name(name: str, list_name: str, layers: tuple[int, ...]) -> str:
 
 
 def _initialised(spec: ModelSpec, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    make = AutoModelForCausalLM.from_config
-    options = {"attn_implementation": attention_option(spec), "trust_remote_code": spec.trust_remote_code}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = ask(spec.name, lambda: make(config, dtype=torch.float32, **options))
+        model = new_model(spec.name, config, spec.attention, trust_remote_code=spec.trust_remote_code)
     if model.generation_config is not None and model.generation_config.pad_token_id is None:
         eos = config.eos_token_id
         model.generation_config.pad_token_id = eos[0] if isinstance(eos, list) else eos
     return model
 
 
+def new_model(name: str, config: PreTrainedConfig, attention: str, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Make a float32 model of a configuration, on initial weights. Raises `UsageError` that begins with `name`."""
+
+    def make() -> PreTrainedModel:
+        how = attention_option(attention)
+        made = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=how, trust_remote_code=trust_remote_code, dtype=torch.float32
+        )
+        return cast(PreTrainedModel, made)
+
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        needed = 4 * sum(each.numel() for each in ask(name, make).parameters())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise UsageError(
+            f"{name}: its weights take {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}; "
+            "make its configuration smaller"
+        )
+    return ask(name, make)
+
+
 def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
     """The transformers configuration of a spec; `vocab_size` where its `[config]` leaves that out."""
     if spec.config is None:
-        source = cast(str, spec.source)
-        return ask(source, lambda: AutoConfig.from_pretrained(source, **hub_options(spec)))
+        return ask_config(spec)
     table = dict(spec.config)
     model_type = table.pop("model_type")
-    _refuse_unknown_keys(spec, model_type, table)
+    if model_type in CONFIG_MAPPING:
+        _refuse_unknown_keys(spec, model_type, table)
     if vocab_size is not None:
         table.setdefault("vocab_size", vocab_size)
     if "vocab_size" not in table:
         raise UsageError(f"{spec.name}: [config] has no vocab_size, and there is no cache to take it from; add it")
-    return ask(spec.name, lambda: AutoConfig.for_model(model_type, **_special_tokens(spec, table) | table))
+    if type(table["vocab_size"]) is not int:
+        raise UsageError(f"{spec.name}: [config] vocab_size = {table['vocab_size']!r} is not a whole number")
+    return config_of(spec.name, model_type, _special_tokens(spec, table) | table)
 
 
 def _refuse_unknown_keys(spec: ModelSpec, model_type: str, table: dict[str, Any]) -> None:
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        hint = _nearest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        raise UsageError(f"{spec.name}: model_type '{model_type}' is no causal LM of transformers{hint}")
-    default = ask(spec.name, lambda: AutoConfig.for_model(model_type))
+    default = ask(spec.name, CONFIG_MAPPING[model_type])
     for key in table:
         if not hasattr(default, key) and key not in _OLD_KEYS:
-            raise UsageError(f"{spec.name}: [config] {key} is unknown to {model_type}{_nearest(key, vars(default))}")
+            near = difflib.get_close_matches(key, list(vars(default)), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"{spec.name}: [config] {key} is unknown to {model_type}{hint}")
 
 
 def _special_tokens(spec: ModelSpec, table: dict[str, Any]) -> dict[str, int | None]:
@@ -137,8 +156,3 @@ def _special_tokens(spec: ModelSpec, table: dict[str, Any]) -> dict[str, int | N
             "bos_token_id": eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id,
         }
     return {key: None if id is None or id >= table["vocab_size"] else id for key, id in ids.items()}
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""

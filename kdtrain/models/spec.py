@@ -15,13 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import read_toml
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 INITS = ("pretrained", "scratch", "teacher-layers")
 
+MAX_TEACHERS = 8
+"""How many specs may stand behind each other as `teacher`."""
+
+_FOREIGN = ("config.json", "config.toml", "manifest.json", "state.json")
+"""What lies in a model folder, a run, a cache and a checkpoint, any of which may be somebody else's."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -50,7 +55,7 @@ class ModelSpec:
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with a model on the hub. Off unless you turn it on."""
+    """Run the Python code that comes with a model. Off unless you turn it on, in a spec of your own."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be, with a `ValueError` of one line that names the key."""
@@ -84,11 +89,14 @@ def read_spec(spec: str) -> ModelSpec:
 
     Raises `UsageError` if it is none of these, for an unknown key, and for values that cannot be.
     """
+    refuse_no_path(spec, "spec")
     path = Path(spec)
     if path.is_dir():
         return _from_folder(path)
     if path.suffix == ".toml":
-        return _from_toml(path)
+        found = _from_toml(path)
+        _refuse_endless_teachers(path, found)
+        return found
     if path.is_file():
         raise UsageError(f"{spec}: a spec is a TOML file, a model folder or a hub id, and this is another file")
     if not is_hub_id(spec):
@@ -123,12 +131,35 @@ def _from_toml(path: Path) -> ModelSpec:
     for key in ("source", "tokenizer", "teacher"):
         if isinstance(values.get(key), str):
             values[key] = _relative_to(path.parent, values[key], f"{path}: {key}")
+            if key != "teacher" and Path(values[key]).is_file():
+                raise UsageError(f"{path}: {key} = '{values[key]}' is a file; name a folder or a hub id")
     if isinstance(values.get("layers"), list):
         values["layers"] = tuple(values["layers"])
     try:
-        return ModelSpec(**values)
+        spec = ModelSpec(**values)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
+    if spec.trust_remote_code and any((path.parent / name).exists() for name in _FOREIGN):
+        raise UsageError(
+            f"{path}: trust_remote_code = true has to stand in a spec of your own, and this one came with what it "
+            "trusts; copy it elsewhere if you trust that"
+        )
+    return spec
+
+
+def _refuse_endless_teachers(path: Path, spec: ModelSpec) -> None:
+    """Follow `teacher` from spec to spec, as a build will: it has to end, and not to run code that `spec` does not."""
+    behind, chain = spec, [str(path)]
+    while behind.teacher is not None:
+        chain.append(behind.teacher)
+        if len(chain) > MAX_TEACHERS:
+            raise UsageError(f"{path}: its teacher has a teacher, and so on, without end: {' -> '.join(chain[:4])} ...")
+        behind = _from_toml(Path(behind.teacher)) if behind.teacher.endswith(".toml") else read_spec(behind.teacher)
+        if behind.trust_remote_code and not spec.trust_remote_code:
+            raise UsageError(
+                f"{path}: its teacher {behind.name} wants to run code; set trust_remote_code = true here too if you "
+                "trust that"
+            )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -143,7 +174,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _relative_to(folder: Path, source: str, where: str) -> str:
-    path = folder / Path(source).expanduser()
+    refuse_no_path(source, where)
+    try:
+        path = folder / Path(source).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{where} = '{source}': there is no user of that name, or no home folder") from None
     if path.exists():
         return os.path.normpath(path)
     if not is_hub_id(source):

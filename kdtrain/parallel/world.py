@@ -102,6 +102,7 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
         timeout: seconds that a rank waits for another one in a collective, or for its sign of life.
 
     Raises:
+        UsageError: the environment does not say where the ranks meet.
         RunError: another rank is gone, or did not come in time.
     """
     global _words, _timeout
@@ -111,6 +112,10 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    port = os.environ.get("MASTER_PORT", "")
+    if not os.environ.get("MASTER_ADDR") or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 65536:
+        found = f"MASTER_ADDR={os.environ.get('MASTER_ADDR', '')} and MASTER_PORT={port}"
+        raise of_all(UsageError(f"{found} in the environment name no host and port (1 to 65535); use torchrun"))
     try:
         _timeout = timedelta(seconds=timeout)
         store, number, world = _own_store(_timeout)

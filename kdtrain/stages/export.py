@@ -70,16 +70,21 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
     """The student of a checkpoint folder, built from what the checkpoint says of it."""
     checkpoint = load_saved(path)
     described = checkpoint.state["student"]
-    student = split(model_of(described["architecture"], described["attention"]))
+    student = split(model_of(f"checkpoint {path}", described["architecture"], described["attention"]))
     own = student.state_dict()
     weights = {
         name.removeprefix("student."): value
         for name, value in checkpoint.tensors.items()
         if name.startswith("student.")
     }
-    unknown = weights.keys() - own.keys()
-    if unknown:
-        raise RunError(f"checkpoint {path} does not fit student {described['name']}: {sorted(unknown)[0]} is unknown")
+    if unknown := [entry for entry, value in weights.items() if entry not in own or own[entry].shape != value.shape]:
+        raise RunError(
+            f"checkpoint {path} does not fit student {described['name']}: "
+            f"{sorted(unknown)[0]} is unknown or of another shape"
+        )
+    filled = {own[entry].data_ptr() for entry in weights}  # a tied weight is kept under one of its names
+    if missing := [entry for entry, value in own.items() if value.data_ptr() not in filled]:
+        raise RunError(f"checkpoint {path} lacks {missing[0]} of student {described['name']}")
     with torch.no_grad():
         for entry, value in weights.items():
             own[entry].copy_(value)

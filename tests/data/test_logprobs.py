@@ -76,5 +76,5 @@ def test_a_bad_file_is_named(tmp_path: Path, file: Path) -> None:
     with pytest.raises(UsageError, match="has 1 records; it needs two"):
         list(logprob_rows(tmp_path / "one.jsonl", "train", 5, 2))
     file.write_text("{")
-    with pytest.raises(UsageError, match="line 1: no JSON"):
+    with pytest.raises(UsageError, match="line 1: not JSON"):
         list(logprob_rows(file, "train", 5, 2))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import Regex, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.data import packing
@@ -211,3 +211,15 @@ def test_a_tokenizer_without_eos_or_without_fast_backend_is_refused_at_the_call(
         pack([], eosless, 8)
     with pytest.raises(UsageError, match="no fast backend"):
         pack([], object(), 8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_pattern_of_the_tokenizer_that_backtracks_without_end_is_refused(
+    num_workers: int, tokenizer: PreTrainedTokenizerFast
+):
+    slow = pre_tokenizers.Split(Regex("(a|a)*$"), "isolated")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [slow, tokenizer.backend_tokenizer.pre_tokenizer]
+    )
+    with pytest.raises(UsageError, match=r"the tokenizer cannot take this text .*retry-limit-in-match"):
+        list(pack(_texts("a" * 60 + "b"), tokenizer, 4, num_workers=num_workers))

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from kdtrain.checkpoint.manifest import seal
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 # short and not compiled, for the day on which one of them is not refused
@@ -97,6 +98,39 @@ WORLD = {
         ("evaluate", "--student", "run", "--cache", "cache", "--split", "test"),
         ["'test'", "validation"],
     ),
+    "spec that is its own teacher": ((*DISTILL, "--student", "circle.toml"), ["circle.toml", "without end"]),
+    "spec nested too deep": ((*DISTILL, "--student", "deep.toml"), ["deep.toml", "nested too deep"]),
+    "spec in the home of nobody": ((*DISTILL, "--student", "home.toml"), ["home.toml", "'~nosuchuser/m'", "no user"]),
+    "uneven heads": ((*DISTILL, "--student", "heads.toml"), ["num_key_value_heads = 3", "num_attention_heads = 4"]),
+    "empty vocabulary": ((*DISTILL, "--student", "nothing.toml"), ["vocab_size = 0", "at least 1"]),
+    "no layers": ((*DISTILL, "--student", "flat.toml"), ["num_hidden_layers = 0", "at least 1"]),
+    "layers without end": ((*DISTILL, "--student", "deepest.toml"), ["num_hidden_layers = 1,000,000,000"]),
+    "wider than the machine": ((*DISTILL, "--student", "wide.toml"), ["wide", "GiB"]),
+    "wider than the machine to evaluate": (
+        ("evaluate", "--student", "wide.toml", "--cache", "cache"),
+        ["wide: its weights take", "this machine has"],
+    ),
+    "code beside a model": ((*DISTILL, "--student", "code"), ["code: it brings its own code", "trust_remote_code"]),
+    "code beside a teacher": (
+        (*TEACHER, "--data", "corpus", "--teacher", "code"),
+        ["tokenizer_class = 'AutoModelForCausalLM' is not a tokenizer"],
+    ),
+    "kernel of a model": ((*DISTILL, "--student", "kernel"), ["_attn_implementation = 'kernels-community/x'"]),
+    "pickle behind an index": ((*DISTILL, "--student", "pickled"), ["names 'weights.bin'", "not a safetensors file"]),
+    "code of a run": (("export", "code-run", "--out", "x"), ["code-run/checkpoints/step", "model_type 'vit'"]),
+    "kernel of a run": (("evaluate", "--student", "kernel-run", "--cache", "cache"), ["attention = 'kernels-comm"]),
+    "template without end": (
+        (*TEACHER, "--teacher", "endless", "--data", "chat.jsonl", "--messages-column", "messages"),
+        ["the chat template takes more than"],
+    ),
+    "teacher of NaN": (
+        (*TEACHER, "--data", "corpus", "--teacher", "nan-teacher"),
+        ["teacher nan-teacher: model.embed_tokens.weight is non-finite"],
+    ),
+    "teacher of NaN online": (
+        (*ONLINE, "--seq-len", 32, "--teacher", "nan-teacher"),
+        ["teacher nan-teacher: model.embed_tokens.weight is non-finite"],
+    ),
     "unknown device": ((*DISTILL, "--device", "abacus"), ["abacus", "cuda"]),
 }
 
@@ -129,7 +163,60 @@ def broken(bench, distilled):
     manifest = json.loads((root / "edited/manifest.json").read_text())
     manifest["temperature_range"]["max"] = 100.0
     (root / "edited/manifest.json").write_text(json.dumps(manifest))
+    write_hostile(bench)
     return bench
+
+
+def write_hostile(bench):
+    """Specs, model folders and runs that somebody else may have made; `executed` is what their code would leave."""
+    root = bench.root
+    teacher = "init = 'teacher-layers'\nlayers = [0]\nteacher = 'circle.toml'\n"
+    (root / "circle.toml").write_text(teacher)
+    (root / "deep.toml").write_text("x = " + "[" * 20_000 + "]" * 20_000)
+    (root / "home.toml").write_text("source = '~nosuchuser/m'\n")
+    bench.student("heads", num_key_value_heads=3)
+    bench.student("nothing", vocab_size=0)
+    bench.student("flat", num_hidden_layers=0)
+    bench.student("deepest", num_hidden_layers=10**9)
+    bench.student("wide", hidden_size=10**9, vocab_size=300)
+    code = f"open({str(root / 'executed')!r}, 'w').close()\n"
+    auto_map = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    for name in ("code", "kernel", "pickled", "endless", "nan-teacher"):
+        shutil.copytree(root / "teacher", root / name)
+        (root / name / "code.py").write_text(code)
+    edit(root / "code/config.json", model_type="vit", auto_map=auto_map)
+    edit(root / "code/tokenizer_config.json", tokenizer_class="AutoModelForCausalLM")
+    edit(root / "kernel/config.json", _attn_implementation="kernels-community/x")
+    (root / "pickled/model.safetensors").rename(root / "pickled/weights.bin")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "weights.bin"}}
+    (root / "pickled/model.safetensors.index.json").write_text(json.dumps(index))
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    for path in (root / "endless").glob("chat_template*"):
+        path.unlink()
+    edit(root / "endless/tokenizer_config.json", chat_template=loops)
+    write_model_folder(root / "nan-teacher", spoiled(tiny_model("llama", 300)))
+    for name in ("code-run", "kernel-run"):
+        shutil.copytree(root / "run", root / name, symlinks=True)
+    for path in (root / "code-run/checkpoints").glob("step-*"):
+        reseal(path, lambda student: student["architecture"].update(model_type="vit", auto_map=auto_map))
+    for path in (root / "kernel-run/checkpoints").glob("step-*"):
+        reseal(path, lambda student: student.update(attention="kernels-community/x"))
+
+
+def edit(path, **entries):
+    """Put entries into a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def reseal(checkpoint, change):
+    """Change what a checkpoint says of its student, and let its manifest say that this is right."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    change(state["student"])
+    text = json.dumps(state).encode()
+    (checkpoint / "state.json").write_bytes(text)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["state.json"] = [len(text), hashlib.sha256(text).hexdigest()]
+    (checkpoint / "manifest.json").write_text(seal(manifest["step"], manifest["rollbacks"], manifest["files"]))
 
 
 # Importing torch and transformers is most of what a refusal costs: it is done once, and each command is a fork of that.
@@ -182,6 +269,7 @@ def assert_refused(bench, run, argv, words):
     assert done.stdout == ""
     assert {name: digests(bench.root / name) for name in before} == before
     assert not (bench.root / "new" / "checkpoints").exists()
+    assert not (bench.root / "executed").exists()
 
 
 @pytest.mark.parametrize("argv, words", COMMAND_LINE.values(), ids=COMMAND_LINE)

@@ -94,6 +94,13 @@ def test_what_is_neither_file_nor_folder_nor_hub_id_is_refused_in_one_line(tmp_p
         ("init = 'teacher-layers'\nteacher = 'a/b'\nlayers = ['0']", "layers is a list of numbers"),
         ("init = 'teacher-layers'\nteacher = 'a/b'\nlayers = [0]\nsource = 'c/d'", "take source out"),
         ("source = 'a/b'\ntrust_remote_code = 'yes'", "trust_remote_code is true or false"),
+        ("x = " + "[" * 20_000 + "]" * 20_000, "nested too deep"),
+        ("source = '~no-such-user/m'", "source = '~no-such-user/m': there is no user of that name"),
+        ("source = 'a\\u0000b'".replace("'", '"'), "holds a NUL; take it out"),
+        ("tokenizer = '" + "n" * 5000 + "'\nsource = 'a/b'", "is longer than a path can be"),
+        ("source = '" + "n/" * 2500 + "'", "is longer than a path can be: 255 bytes a name, 4,095 in all"),
+        ("source = 'spec.toml'", "is a file; name a folder or a hub id"),
+        ("init = 'teacher-layers'\nlayers = [0]\nteacher = 'spec.toml'", "has a teacher, and so on, without end"),
     ],
 )
 def test_a_wrong_toml_is_refused_in_one_line_that_names_file_and_key(tmp_path, text, line):
@@ -102,3 +109,11 @@ def test_a_wrong_toml_is_refused_in_one_line_that_names_file_and_key(tmp_path, t
         read_spec(path)
     assert str(caught.value).startswith(path) and line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_two_specs_that_name_each_other_as_teacher_are_refused(tmp_path):
+    for own, other in (("a", "b"), ("b", "a")):
+        text = f"init = 'teacher-layers'\nlayers = [0]\nteacher = '{other}.toml'\n"
+        (tmp_path / f"{own}.toml").write_text(text)
+    with pytest.raises(UsageError, match=r"without end: .*a\.toml -> .*b\.toml -> .*a\.toml -> .*b\.toml \.\.\."):
+        read_spec(str(tmp_path / "a.toml"))

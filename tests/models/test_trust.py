@@ -1,0 +1,283 @@
+"""A model folder, a checkpoint or a spec of somebody else runs nothing, fetches nothing and unpickles nothing."""
+
+import ast
+import builtins
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from kdtrain.errors import UsageError
+from kdtrain.models import hub, scratch
+from kdtrain.models.hub import ask_config
+from kdtrain.models.loading import architecture, load_student, load_teacher, load_tokenizer, model_of
+from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+open({mark!r}, "w").close()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class Config(LlamaConfig): model_type = "mine"
+class Model(LlamaForCausalLM): config_class = Config
+class Tokenizer(PreTrainedTokenizerFast): pass
+def generate(*args, **keywords): pass
+"""
+OWN_CODE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoModel": "code.Model"}
+
+
+class Pickled:
+    """What leaves a mark where it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def mark(tmp_path, monkeypatch):
+    """A path that only foreign code makes; whoever asks for leave to run it would be told yes."""
+    monkeypatch.setattr(builtins, "input", lambda prompt="": pytest.fail(f"asked: {prompt}"))
+    return tmp_path / "executed"
+
+
+@pytest.fixture
+def folder(tmp_path, mark):
+    """A model folder with Python beside it."""
+    made = write_model_folder(tmp_path / "m", tiny_model(), tiny_tokenizer())
+    for name in ("code.py", "custom_generate/generate.py"):
+        (made / name).parent.mkdir(exist_ok=True)
+        (made / name).write_text(CODE.format(mark=str(mark)))
+    return made
+
+
+def entries(folder, file="config.json", **values):
+    """Put entries into one of a folder's JSON files."""
+    table = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(table | values))
+
+
+def as_model(folder):
+    return load_teacher(read_spec(str(folder)), "cpu")
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
+        ({"model_type": "mine", "auto_map": OWN_CODE}, "it brings its own code"),
+        ({"model_type": "vit", "auto_map": OWN_CODE}, "it brings its own code"),
+        ({"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "a/b--code.Model"}}, "it brings its own code"),
+        ({"_attn_implementation": "kernels-community/flash-attn3"}, "_attn_implementation = 'kernels-community/flash"),
+        ({"_attn_implementation_internal": "a/b"}, "_attn_implementation_internal = 'a/b'"),
+        ({"per_layer_config": {"0": {"attn_implementation": "a/b"}}}, "attn_implementation = 'a/b'"),
+        ({"experts_implementation": "sonicmoe"}, "experts_implementation = 'sonicmoe'"),
+        ({"attribute_map": {"_attn_implementation_internal": "x"}, "x": "a/b"}, "attribute_map in its configuration"),
+        ({"to_dict": 1}, "to_dict in its configuration would replace a part of transformers"),
+        ({"__class__": "x"}, "__class__ in its configuration"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "its weights are quantised"),
+        ({"transformers_weights": "adapter_model.bin"}, "transformers_weights = 'adapter_model.bin'"),
+        ({"num_hidden_layers": 1001}, "num_hidden_layers = 1,001: at most 1,000 can be made"),
+        ({"num_labels": 10**9}, "num_labels = 1,000,000,000: at most 1,000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: a model needs at least 1"),
+        ({"vocab_size": -1}, "vocab_size = -1: a model needs at least 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 4"),
+    ],
+)
+def test_a_configuration_that_is_more_than_data_is_refused_in_one_line(folder, mark, values, line):
+    entries(folder, **values)
+    with pytest.raises(UsageError) as caught:
+        as_model(folder)
+    message = str(caught.value)
+    assert message.startswith(f"{folder}: ") and line in message and "\n" not in message
+    assert not mark.exists()
+
+
+def test_code_beside_a_model_that_transformers_has_itself_is_not_run(folder, mark):
+    entries(folder, auto_map=OWN_CODE)
+    entries(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]})
+    assert type(as_model(folder)).__module__.startswith("transformers.")
+    assert type(load_tokenizer(folder)).__module__.startswith("transformers.")
+    assert not mark.exists()
+
+
+def test_code_is_run_where_ones_own_spec_says_so(folder, mark, tmp_path):
+    entries(folder, model_type="mine", auto_map=OWN_CODE)
+    (tmp_path / "own.toml").write_text("source = 'm'\ntrust_remote_code = true\n")
+    load_teacher(read_spec(str(tmp_path / "own.toml")), "cpu")
+    assert mark.exists()
+
+
+def test_a_spec_that_lies_in_a_model_folder_cannot_trust_it(folder):
+    (folder / "spec.toml").write_text("source = '.'\ntrust_remote_code = true\n")
+    with pytest.raises(UsageError, match="has to stand in a spec of your own, and this one came with what it trusts"):
+        read_spec(str(folder / "spec.toml"))
+
+
+def test_a_spec_is_not_talked_into_trust_by_that_of_its_teacher(folder, tmp_path):
+    (tmp_path / "teacher.toml").write_text("source = 'm'\ntrust_remote_code = true\n")
+    text = "init = 'teacher-layers'\nteacher = 'teacher.toml'\nlayers = [0]\n"
+    (tmp_path / "s.toml").write_text(text)
+    with pytest.raises(UsageError, match="its teacher teacher wants to run code; set trust_remote_code = true here"):
+        read_spec(str(tmp_path / "s.toml"))
+    (tmp_path / "s.toml").write_text(text + "trust_remote_code = true\n")
+    assert read_spec(str(tmp_path / "s.toml")).trust_remote_code
+
+
+def test_a_part_of_a_composite_model_cannot_bring_code(folder, mark):
+    text = tiny_model("gemma2").config.to_dict() | {"model_type": "gemma3_text"}
+    vision = {"model_type": "encodec", "auto_map": OWN_CODE}
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": vision})
+    )
+    with pytest.raises(UsageError):
+        as_model(folder)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["AutoModelForCausalLM", "AutoModel", "LlamaForCausalLM", "pipeline"])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+def test_a_class_that_is_no_tokenizer_is_not_loaded_as_one(folder, mark, name, file):
+    entries(folder, model_type="vit", auto_map=OWN_CODE)
+    (folder / "model.safetensors").unlink()
+    torch.save(Pickled(mark), folder / "pytorch_model.bin")
+    if file == "config.json":
+        (folder / "tokenizer_config.json").unlink()
+    entries(folder, file, tokenizer_class=name)
+    with pytest.raises(UsageError, match=f"tokenizer_class = '{name}' is not a tokenizer"):
+        load_tokenizer(folder)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "../other/model.safetensors", "/etc/model.safetensors", 1])
+def test_an_index_may_name_safetensors_beside_it_alone(folder, mark, name):
+    (folder / "model.safetensors").unlink()
+    torch.save(Pickled(mark), folder / "weights.bin")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=r"index\.json names .*, which is not a safetensors file beside it"):
+        as_model(folder)
+    assert not mark.exists()
+
+
+def test_an_adapter_is_refused_and_not_left_out_without_a_word(folder):
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
+    with pytest.raises(UsageError, match=r"it holds an adapter \(adapter_config.json\), which is not read"):
+        as_model(folder)
+
+
+@pytest.mark.parametrize(
+    "values, attention, line",
+    [
+        ({"model_type": "vit", "auto_map": OWN_CODE}, "sdpa", "model_type 'vit' is no causal LM"),
+        ({"model_type": ["llama"]}, "sdpa", "is no causal LM"),
+        ({"_attn_implementation": "a/b"}, "sdpa", "_attn_implementation = 'a/b'"),
+        ({}, "kernels-community/flash-attn3", "attention = 'kernels-community/flash-attn3' is unknown; use sdpa"),
+        ({}, None, "attention = None is unknown"),
+        ({}, "flash_attention_2", "flash_attention_2 is not installed here"),
+        ({"hidden_size": 10**9}, "sdpa", "c: its weights take"),
+        ({"num_hidden_layers": 10**9}, "sdpa", "at most 1,000 can be made"),
+    ],
+)
+def test_an_architecture_from_a_checkpoint_is_data(folder, mark, values, attention, line):
+    kept = architecture(tiny_model()) | {"name_or_path": str(folder), "auto_map": OWN_CODE} | values
+    with pytest.raises(UsageError) as caught:
+        model_of("c", kept, attention)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+    assert not mark.exists()
+
+
+def test_an_architecture_of_a_known_kind_is_built_by_transformers_whatever_else_it_names(folder, mark):
+    kept = architecture(tiny_model()) | {"auto_map": OWN_CODE}
+    assert architecture(model_of("c", kept | {"name_or_path": str(folder)}, "sdpa")) == kept
+    assert not mark.exists()
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_its_memory_is_taken(monkeypatch):
+    spec = ModelSpec(name="s", config=SHAPES["llama"] | {"hidden_size": 4 * 10**8}, init="scratch")
+    made = scratch.AutoModelForCausalLM.from_config
+
+    def counted(*args, **keywords):
+        assert torch.empty(0).device.type == "meta", "memory was taken"
+        return made(*args, **keywords)
+
+    monkeypatch.setattr(scratch.AutoModelForCausalLM, "from_config", counted)
+    with pytest.raises(UsageError, match=r"s: its weights take [0-9,]+ GiB, and this machine has"):
+        load_student(spec, vocab_size=300, seed=0, device="cpu")
+
+
+def test_a_non_finite_weight_of_a_teacher_is_said_to_be_the_teachers(folder):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[299, 3] = float("nan")
+    write_model_folder(folder, model)
+    with pytest.raises(UsageError, match=r"teacher m: model\.embed_tokens\.weight is non-finite in float32; fetch or"):
+        as_model(folder)
+
+
+def test_sampling_settings_that_transformers_would_not_write_do_not_stop_an_export(folder, tmp_path):
+    settings = {"do_sample": False, "temperature": 0.3, "eos_token_id": 299}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    student = load_student(read_spec(str(folder)), vocab_size=None, seed=0, device="cpu")
+    assert student.generation_config.eos_token_id == 299
+    write_model_folder(tmp_path / "out", student)
+
+
+def calls_without_consent(tree):
+    """Lines on which something is loaded, or made of a configuration, that does not say whether code may run."""
+    asked = {
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and any(each.arg == "trust_remote_code" and ast.unparse(each.value) != "True" for each in node.keywords)
+    }
+    loaders = ("from_pretrained", "from_config")
+    return [
+        n.lineno for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in loaders and id(n) not in asked
+    ]
+
+
+@pytest.mark.parametrize("folder", ["kdtrain", "benchmarks", "teachers"])
+def test_every_call_that_loads_says_whether_code_may_run(folder):
+    found = {str(path): calls_without_consent(ast.parse(path.read_text())) for path in (ROOT / folder).rglob("*.py")}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "code, found",
+    [
+        ("AutoConfig.from_pretrained(x, trust_remote_code=spec.trust)", False),
+        ("AutoConfig.from_pretrained(x)", True),
+        ("AutoConfig.from_pretrained(x, **options)", True),
+        ("AutoModel.from_config(x, trust_remote_code=True)", True),
+        ("make = AutoModel.from_config", True),
+    ],
+)
+def test_a_call_that_does_not_say_it_is_found(code, found):
+    assert bool(calls_without_consent(ast.parse(code))) is found
+
+
+def test_transformers_never_asks_on_stdin_and_fetches_no_kernels():
+    from transformers import dynamic_module_utils
+    from transformers.integrations import hub_kernels
+
+    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 0
+    assert not hub_kernels._kernels_enabled
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        dynamic_module_utils.resolve_trust_remote_code(None, "m", has_local_code=False, has_remote_code=True)
+
+
+def test_a_hub_id_is_asked_for_the_revision_of_its_spec(monkeypatch):
+    asked = []
+
+    def answer(source, *, revision):
+        asked.append((source, revision))
+        return {"model_type": "llama", "to_dict": 1}, {}
+
+    monkeypatch.setattr(hub.PreTrainedConfig, "get_config_dict", answer)
+    with pytest.raises(UsageError, match="to_dict"):
+        ask_config(ModelSpec(name="s", source="a/b", revision="v2"))
+    assert asked == [("a/b", "v2")]
