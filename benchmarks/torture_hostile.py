@@ -52,7 +52,10 @@ def main() -> int:
         print("\n".join(f"{each.family}: {each.name}" for each in cases))
         return 0
     started = time.monotonic()
-    with _folder(options.keep) as folder, Bench(folder, options.seed, options.seconds, options.keep is not None) as bench:
+    with (
+        _folder(options.keep) as folder,
+        Bench(folder, options.seed, options.seconds, options.keep is not None) as bench,
+    ):
         ended = [(case, *bench.run(case, shown=True)) for case in cases]
         differing = [_named(case) for case in cases[: options.cold] if not bench.same_cold(case)]
     record = _record(ended, differing, options, time.monotonic() - started)
@@ -85,7 +88,10 @@ class Bench:
         root = self.folder / f"case-{self._number}"
         remove(root)
         place = Place(root, self.folder / "base", case.seed(self.seed))
-        case.attack(place)
+        try:
+            case.attack(place)
+        except Exception as error:
+            raise RuntimeError(f"the attack of {_named(case)} failed") from error
         before = tree(root)
         done = self.runner(case.argv, place.here, _environment(root) | case.environment, cold or case.cold, **case.how)
         wrong = failures(case, done, place, before, self.sound)
@@ -98,8 +104,10 @@ class Bench:
     def same_cold(self, case: Case) -> bool:
         """Whether the command ends the same in an interpreter of its own."""
         (warm, _), (cold, _) = self.run(case), self.run(case, cold=True)
-        last = [(each.code, each.stderr.replace(f"-{number}", "").splitlines()[-1:]) for each, number in
-                ((warm, self._number - 1), (cold, self._number))]
+        last = [
+            (each.code, each.stderr.replace(f"-{number}", "").splitlines()[-1:])
+            for each, number in ((warm, self._number - 1), (cold, self._number))
+        ]
         return last[0] == last[1]
 
 

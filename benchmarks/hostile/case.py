@@ -12,6 +12,7 @@ from typing import Any
 
 import h5py
 import hdf5plugin  # noqa: F401  (registers the filters of a shard)
+
 from hostile import seal
 from hostile.base import BUILD, SPARSE, TRAIN
 

@@ -8,13 +8,17 @@ def cases() -> Cases:
     """One for each command, and resealing without a change."""
     found = Cases("controls")
     for command in COMMANDS:
-        found.add("untouched", command, _nothing, ends="works", same=command in ("evaluate", "model", "again", "finish"))
+        found.add(
+            "untouched", command, _nothing, ends="works", same=command in ("evaluate", "model", "again", "finish")
+        )
     for command in ("verify", "repair", "inspect", "evaluate", "distill", "again"):
         found.add("sealed again", command, _resealed, ends="works", same=command == "evaluate")
     for command in ("export", "resume", "inspect run", "verify run", "evaluate run"):
         found.add("sealed again", command, Place.seal_run, ends="works")
     for command in ("verify", "evaluate", "distill"):
-        found.add("cache is a link", command, lambda place: place.twin("cache"), ends="works", same=command == "evaluate")
+        found.add(
+            "cache is a link", command, lambda place: place.twin("cache"), ends="works", same=command == "evaluate"
+        )
     for command in ("export", "inspect run"):
         found.add("run is a link", command, lambda place: place.twin("run"), ends="works")
     found.add("extra file of the user", "repair", lambda place: _extra(place), ends="works")

@@ -15,8 +15,9 @@ def all_cases() -> list[Case]:
 
 
 def spread(cases: list[Case], every: int) -> list[Case]:
-    """Of each family the first case of every so many."""
-    chosen = []
+    """One of every so many, at least one of each family: always the same ones, at no regular distance."""
+    chosen: list[Case] = []
     for family in dict.fromkeys(case.family for case in cases):
-        chosen += [case for case in cases if case.family == family][::every]
+        shuffled = sorted((case for case in cases if case.family == family), key=lambda case: case.seed(0))
+        chosen += shuffled[::every]
     return chosen

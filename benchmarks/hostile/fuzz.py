@@ -15,10 +15,21 @@ def cases() -> Cases:
         command = ("evaluate", "distill", "verify")[number % 3]
         found.add(f"shard {number}", command, _shard(number), ends="either", says="cache")
     for number in range(12):
-        found.add(f"manifest {number}", ("verify", "distill")[number % 2], _file("cache/manifest.json", number), resealed=False, ends="either")
+        found.add(
+            f"manifest {number}",
+            ("verify", "distill")[number % 2],
+            _file("cache/manifest.json", number),
+            resealed=False,
+            ends="either",
+        )
         attack = _checkpoint(f"{_NEWEST}/shard-00001-00001.safetensors", number)
         found.add(f"checkpoint's tensors {number}", ("export", "resume")[number % 2], attack, ends="either")
-        found.add(f"checkpoint's state {number}", ("export", "resume")[number % 2], _checkpoint(f"{_NEWEST}/state.json", number), ends="either")
+        found.add(
+            f"checkpoint's state {number}",
+            ("export", "resume")[number % 2],
+            _checkpoint(f"{_NEWEST}/state.json", number),
+            ends="either",
+        )
         found.add(f"weights {number}", "model", _file("model/model.safetensors", number), ends="either")
         found.add(f"tokenizer {number}", "build", _file("teacher/tokenizer.json", number), ends="either")
     for number in range(6):

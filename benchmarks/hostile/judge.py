@@ -50,8 +50,7 @@ def failures(case: Case, done: Done, place: Place, before: Tree, sound: dict[str
     if done.hung:
         found.append(f"hung: killed after {done.seconds:.0f} s")
     elif "Traceback (most recent call last)" in done.stderr + done.stdout:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1]
-        found.append(f"traceback: {last[:200]}")
+        found.append(f"traceback: {_traceback(done.stderr)}")
     elif done.code not in (0, 1, 2):
         found.append(f"crashed: exit code {done.code}")
     elif done.code == 0:
@@ -63,6 +62,13 @@ def failures(case: Case, done: Done, place: Place, before: Tree, sound: dict[str
     if done.left:
         found.append(f"processes: left {', '.join(done.left)}")
     return found + [f"files: {change}" for change in _changes(case, place, before)[:4]]
+
+
+def _traceback(stderr: str) -> str:
+    """The exception, and the last line of kdtrain's that it passed through."""
+    last = [line.strip() for line in stderr.splitlines() if line.strip()][-1]
+    places = re.findall(r'/(kdtrain/[\w/]+\.py)", line (\d+)', stderr)
+    return f"{last[:200]} ({':'.join(places[-1]) if places else 'nowhere in kdtrain'})"
 
 
 def _refused(case: Case, done: Done) -> list[str]:
@@ -100,8 +106,7 @@ def _found_damage(done: Done) -> bool:
         told = json.loads(done.stdout)
     except ValueError:
         return False
-    problems = told.get("problems")
-    return told.get("ok") is False and bool(problems) and not any("\n" in each for each in problems)
+    return told.get("ok") is False and bool(told.get("problems"))
 
 
 def _accepted(case: Case, done: Done, sound: dict[str, Any]) -> list[str]:

@@ -1,9 +1,10 @@
-"""Links where files are expected: symbolic ones, and those that HDF5 has (external, soft, external storage, virtual)."""
+"""Links where files are expected: symbolic ones, and those of HDF5 (external, soft, external storage, virtual)."""
 
 from collections.abc import Callable
 
 import h5py
 import numpy as np
+
 from hostile.case import COMMANDS, Cases, Place
 
 CACHE = (
@@ -58,14 +59,21 @@ def _caches(found: Cases) -> None:
     for name in CACHE:
         file = f"cache/{name}"
         found.add(f"{name} to the user's", "repair", away(file), resealed=False)
-        found.add(f"{name} to nothing", "repair", nowhere(file), resealed=False)
+        found.add(f"{name} to nothing", ("repair", "verify")[len(name) % 2], nowhere(file), resealed=False)
         behind = damaged.get(name, file)
         found.add(f"{name} to its damaged self", "repair", twin(file, behind), resealed=False)
         found.add(f"{name} to the user's", "distill", away(file), resealed=False, ends=_unread(name))
         found.add(f"{name} to itself elsewhere", "evaluate", twin(file), ends="either", same=True)
         found.add(f"{name} to itself", "verify", lambda place, file=file: place.link(file, place.path(file).name))
         found.add(f"{name} to the user's", "again", away(file), resealed=False, ends="either", writes=("cache",))
-    for name in ("tokenizer", "tokenizer.tmp", "shards", "settings.json.tmp", ".building-0", "shards/train-00001.h5.tmp"):
+    for name in (
+        "tokenizer",
+        "tokenizer.tmp",
+        "shards",
+        "settings.json.tmp",
+        ".building-0",
+        "shards/train-00001.h5.tmp",
+    ):
         folder = name in ("tokenizer", "tokenizer.tmp", "shards")
         for target in ("docs/shards" if name == "shards" else "docs" if folder else "docs/letter.txt", "empty/new"):
             attack = _linked(f"unfinished/{name}", target)
@@ -83,7 +91,12 @@ def _linked(name: str, target: str) -> Callable[[Place], None]:
 
 def _shards(found: Cases) -> None:
     for number, name in enumerate(DATASETS):
-        for kind, attack in (("external link", _external), ("soft link", _soft), ("external storage", _raw), ("virtual", _virtual)):
+        for kind, attack in (
+            ("external link", _external),
+            ("soft link", _soft),
+            ("external storage", _raw),
+            ("virtual", _virtual),
+        ):
             found.add(f"{name} as {kind}", ("evaluate", "distill")[number % 2], _in_shard(attack, name))
     for kind, attack in (("external link", _external), ("soft link", _soft)):
         found.add(f"dictionary as {kind}", "evaluate", _in_shard(attack, "dictionary"))
@@ -177,7 +190,11 @@ def _runs(found: Cases) -> None:
         found.add(f"{name} to the user's", "resume", _linked(f"run/checkpoints/{name}", target), ends="either")
     found.add("tensorboard to the user's", _with_board(), _linked("run/tensorboard", "docs"), ends="either")
     for name in ("student", "student/config.json", "student/model.safetensors"):
-        found.add(f"{name} to the user's", ("evaluate", "--student", "run/student", *COMMANDS["model"][3:]), away(f"run/{name}"))
+        found.add(
+            f"{name} to the user's",
+            ("evaluate", "--student", "run/student", *COMMANDS["model"][3:]),
+            away(f"run/{name}"),
+        )
 
 
 def _linked_to(name: str, target: str) -> Callable[[Place], None]:
@@ -192,7 +209,9 @@ def _outputs(found: Cases) -> None:
     over = (*COMMANDS["export"], "--overwrite")
     found.add("--out to the user's folder", over, _linked("new", "docs"))
     found.add("--out to an empty folder", over, _linked("new", "empty"), ends="either", writes=("new", "../empty"))
-    found.add("--out to nothing", COMMANDS["export"], _linked("new", "empty/new"), ends="either", writes=("new", "../empty"))
+    found.add(
+        "--out to nothing", COMMANDS["export"], _linked("new", "empty/new"), ends="either", writes=("new", "../empty")
+    )
     for name in ("model.safetensors", "config.json", "tokenizer.json", "kdtrain.json"):
         found.add(f"exported, {name} to the user's", over, _exported(name), ends="either")
     found.add("new.tmp to the user's", over, _linked("new.tmp", "docs"), ends="either")

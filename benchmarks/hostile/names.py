@@ -27,36 +27,36 @@ _TREE = ("..", "a/../../..", "./././..", "/", "//", "~", "~nosuchuser/x", "$HOME
 def cases() -> Cases:
     """Manifests of caches and checkpoints, indices of weights, specs, options."""
     found = Cases("names")
-    for kind, name in PATHS.items():
+    for number, (kind, name) in enumerate(PATHS.items()):
         shard = name.replace("letter.txt", "shards/train-00000")
-        for command in ("verify", "repair"):
-            found.add(f"tokenizer file {kind}", command, _manifest(_tokenizer_file(name)), resealed=False, ends="either")
-            found.add(f"shard {kind}", command, _manifest(_shard(shard)), resealed=False)
-            found.add(f"sidecar's shard {kind}", command, _sidecar(shard), resealed=False, ends="either")
+        one, other = ("verify", "repair")[:: 1 - 2 * (number % 2)]
+        found.add(f"tokenizer file {kind}", "repair", _manifest(_tokenizer_file(name)), resealed=False, ends="either")
+        found.add(f"shard {kind}", one, _manifest(_shard(shard)), resealed=False)
+        found.add(f"sidecar's shard {kind}", other, _sidecar(shard), resealed=False, ends="either")
         found.add(f"shard {kind}", "distill", _manifest(_shard(shard)), resealed=False)
         found.add(f"split {kind}", "verify", _manifest(_split(name)), resealed=False, ends="either")
         found.add(f"teacher {kind}", "inspect", _settings(_told(name)), ends="either")
-        found.add(f"checkpoint's file {kind}", "verify checkpoint", _checkpoint(name), resealed=False, ends="either")
-        found.add(f"checkpoint's file {kind}", "export", _checkpoint(name), resealed=False, ends="either")
+        command = ("verify checkpoint", "export")[number % 2]
+        found.add(f"checkpoint's file {kind}", command, _checkpoint(name), resealed=False, ends="either")
         found.add(f"tensor {kind}", "export", _tensor(name), ends="either")
         if "\ud800" not in name:
             found.add(f"weights' file {kind}", "model", _index(name))
-            found.add(f"spec's source {kind}", "distill", _spec("source", name), says="student")
-            found.add(f"spec's tokenizer {kind}", "distill", _spec("tokenizer", name), says="student", ends=_here(name))
+            found.add(f"spec's source {kind}", "distill", _spec("source", name))
+            found.add(f"spec's tokenizer {kind}", "distill", _spec("tokenizer", name))
             found.add(f"student's name {kind}", "distill", _spec("name", name), ends="either")
-    for name in _TREE:
-        for key in ("source", "tokenizer", "teacher"):
-            found.add(f"spec's {key} {name}", "distill", _spec(key, name), says="student")
+    for number, name in enumerate(_TREE):
+        for key in ("source", "tokenizer", "teacher")[number % 2 :]:
+            found.add(f"spec's {key} {name}", "distill", _spec(key, name))
     _options(found)
     for name in ("-", "--json", "a b", "ä", "\x1b[2J", "a\nb", "'", "a" * 250):
-        found.add(f"a model folder called {name[:20]!r}", _with("model", "--student", f"./{name}"), _called(name), ends="works")
+        found.add(
+            f"a model folder called {name[:20]!r}",
+            _with("model", "--student", f"./{name}"),
+            _called(name),
+            ends="works",
+        )
         found.add(f"text called {name[:20]!r}", "build", _text_called(name), ends="works")
     return found
-
-
-def _here(name: str) -> str:
-    """A tokenizer of this name is the folder of the spec itself, or none."""
-    return "refused"
 
 
 def _manifest(change: seal.Edit) -> Callable[[Place], None]:
@@ -154,12 +154,42 @@ def _text_called(name: str) -> Callable[[Place], None]:
     return attack
 
 
-_VALUES = ("a" * 5_000, "~nosuchuser/x", "", "\udcff\udcfe", "a\nb", "\x1b[2J", "-", ".", "..", "nul/../x", "a/" * 2_000)
-_PATHS = (
-    *(("distill", "--cache"), ("distill", "--student"), ("online", "--teacher"), ("plain", "--data"), ("distill", "--out")),
-    *(("build", "--out"), ("export", "--out"), ("load", "--load"), ("logprobs", "--from-logprobs"), ("model", "--student")),
+_VALUES = (
+    "a" * 5_000,
+    "~nosuchuser/x",
+    "",
+    "\udcff\udcfe",
+    "a\nb",
+    "\x1b[2J",
+    "-",
+    ".",
+    "..",
+    "nul/../x",
+    "a/" * 2_000,
 )
-_WORDS = (("distill", "--device"), ("resume", "--resume"), ("export", "--checkpoint"), ("distill", "--config"), ("chat", "--messages-column"))
+_PATHS = (
+    *(
+        ("distill", "--cache"),
+        ("distill", "--student"),
+        ("online", "--teacher"),
+        ("plain", "--data"),
+        ("distill", "--out"),
+    ),
+    *(
+        ("build", "--out"),
+        ("export", "--out"),
+        ("load", "--load"),
+        ("logprobs", "--from-logprobs"),
+        ("model", "--student"),
+    ),
+)
+_WORDS = (
+    ("distill", "--device"),
+    ("resume", "--resume"),
+    ("export", "--checkpoint"),
+    ("distill", "--config"),
+    ("chat", "--messages-column"),
+)
 
 
 def _with(command: str, flag: str, value: str) -> tuple[str, ...]:
@@ -174,7 +204,7 @@ def _with(command: str, flag: str, value: str) -> tuple[str, ...]:
 def _options(found: Cases) -> None:
     for number, (command, flag) in enumerate((*_PATHS, *_WORDS)):
         for offset, value in enumerate(_VALUES):
-            if (number + offset) % 2 and (command, flag) not in _PATHS[:4]:
+            if (number + offset) % 3:
                 continue
             # a folder may be called almost anything
             ends = "either" if flag == "--out" else "refused"
@@ -184,7 +214,9 @@ def _options(found: Cases) -> None:
     for command in ("inspect", "verify", "export"):
         for value in _VALUES:
             rest = ("--out", "new") if command == "export" else ()
-            found.add(f"path {value[:12]!r}{' and so on' if len(value) > 12 else ''}", (command, value, *rest), _nothing)
+            found.add(
+                f"path {value[:12]!r}{' and so on' if len(value) > 12 else ''}", (command, value, *rest), _nothing
+            )
     for name, words in _STRANGE.items():
         found.add(name, words, _nothing, writes=())
 

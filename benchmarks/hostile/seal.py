@@ -35,7 +35,9 @@ def record(path: Path) -> Iterator[dict[str, Any]]:
     path.write_text(spelled(content))
 
 
-def cache(folder: Path, manifest: Edit | None = None, settings: Edit | None = None, sidecar: Edit | None = None) -> None:
+def cache(
+    folder: Path, manifest: Edit | None = None, settings: Edit | None = None, sidecar: Edit | None = None
+) -> None:
     """Seal a cache whose files were changed, after further changes to its records."""
     with record(folder / "settings.json") as asked:
         if settings:

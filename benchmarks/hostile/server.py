@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 20.0
 MEMORY = 4 * 2**30
 _GRACE = 1.0  # seconds that a helper process has for ending after the command
+_COLD = 3.0  # importing torch on a busy machine takes this many times longer than commands may
 _SUBREAPER = 36
 _CAPABILITIES = 0x20080522
 _READS_ALL = 0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
@@ -79,12 +80,21 @@ class Runner:
         """Run `kdtrain ARGV`. cold: in an interpreter of its own. how: see `_become`."""
         assert self._server.stdin is not None and self._server.stdout is not None
         streams = {"stdin": str(self._yes), "stdout": str(self._out), "stderr": str(self._err)} | how
-        request = {**streams, "argv": argv, "cwd": str(cwd), "environment": environment, "cold": cold, "seconds": self._seconds}
+        request = {
+            **streams,
+            "argv": argv,
+            "cwd": str(cwd),
+            "environment": environment,
+            "cold": cold,
+            "seconds": self._seconds * (_COLD if cold else 1),
+        }
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         answer = json.loads(self._server.stdout.readline())
         said = [path.read_text(encoding="utf-8", errors="backslashreplace") for path in (self._out, self._err)]
-        return Done(argv, answer["code"], *said, answer["seconds"], answer["memory"], answer["hung"], tuple(answer["left"]))
+        return Done(
+            argv, answer["code"], *said, answer["seconds"], answer["memory"], answer["hung"], tuple(answer["left"])
+        )
 
     def close(self) -> None:
         """End the server."""
@@ -119,7 +129,13 @@ def _import_everything() -> None:
     for module in pkgutil.walk_packages(kdtrain.__path__, "kdtrain."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    late = ("datasets", "torch._dynamo", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "tyro.conf")
+    late = (
+        "datasets",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+        "tyro.conf",
+    )
     for name in late:  # what commands import when they need it
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)

@@ -6,8 +6,9 @@ from typing import Any
 
 import h5py
 import numpy as np
+
 from hostile import seal
-from hostile.case import COMMANDS, Cases, Place
+from hostile.case import Cases, Place
 from hostile.shapes import LISTS, PLAIN, header_of, in_shards, write_safetensors
 
 HUGE = 10**12
@@ -33,12 +34,23 @@ def cases() -> Cases:
     for name, change in _MANIFEST.items():
         for command in ("verify", "distill"):
             found.add(f"manifest has {name}", command, _manifest(change), ends="either")
-    for name in ("cache/manifest.json", "cache/settings.json", "cache/shards/train-00000.json", "cache/tokenizer/tokenizer.json"):
+    for name in (
+        "cache/manifest.json",
+        "cache/settings.json",
+        "cache/shards/train-00000.json",
+        "cache/tokenizer/tokenizer.json",
+    ):
         found.add(f"{name} of 1 TB", "verify", _holes(name), resealed=False)
         found.add(f"{name} of 1 TB", "repair", _holes(name), resealed=False)
         found.add(f"{name} of 300 MB", "distill", _long(name), resealed=False, ends="either")
     newest = "run/checkpoints/step-00000004"
-    for name in ("run/config.toml", "run/environment.json", "run/metrics.jsonl", "run/events.jsonl", f"{newest}/state.json"):
+    for name in (
+        "run/config.toml",
+        "run/environment.json",
+        "run/metrics.jsonl",
+        "run/events.jsonl",
+        f"{newest}/state.json",
+    ):
         for command in ("inspect run", "resume"):
             found.add(f"{name} of 1 TB", command, _holes(name), resealed=False, ends="either")
             found.add(f"{name} of 300 MB", command, _long(name), resealed=False, ends="either")
@@ -80,7 +92,9 @@ def _chunked(file: h5py.File, name: str) -> None:
     whole = (max(shape[0], 2**32 // row - 1), *shape[1:])
     plist.set_chunk(whole)
     del file[name]
-    h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape, tuple([h5py.h5s.UNLIMITED] * len(shape))), plist)
+    h5py.h5d.create(
+        file.id, name.encode(), kind, h5py.h5s.create_simple(shape, tuple([h5py.h5s.UNLIMITED] * len(shape))), plist
+    )
 
 
 def _bomb(file: h5py.File, name: str) -> None:
@@ -117,9 +131,14 @@ def _deep(file: h5py.File, name: str) -> None:
 
 _SETTINGS: dict[str, Callable[[dict[str, Any]], None]] = {
     "seq_len 10^12": lambda record: record.update(seq_len=HUGE),
-    "vocabulary of 4 billion": lambda record: (record["codec"].update(vocab_size=2**32 - 2), record.update(vocab_size=2**32 - 2)),
+    "vocabulary of 4 billion": lambda record: (
+        record["codec"].update(vocab_size=2**32 - 2),
+        record.update(vocab_size=2**32 - 2),
+    ),
     "head as large as the vocabulary": lambda record: record["codec"].update(head=300),
-    "a million knots": lambda record: record["codec"].update(knots=[1.5 + (10**6 - n) / 10**6 for n in range(10**6)] + [1.0, 0.5]),
+    "a million knots": lambda record: record["codec"].update(
+        knots=[1.5 + (10**6 - n) / 10**6 for n in range(10**6)] + [1.0, 0.5]
+    ),
     "shards of 10^12": lambda record: record.update(sequences_per_shard=HUGE),
     "a tokenizer of 10^12": lambda record: record.update(tokenizer_size=HUGE),
 }
@@ -132,10 +151,16 @@ def _settings(change: Callable[[dict[str, Any]], None]) -> Callable[[Place], Non
 _MANIFEST: dict[str, Callable[[dict[str, Any]], None]] = {
     "10^12 sequences": lambda record: record["splits"]["train"].update(sequences=HUGE),
     "10^12 sequences in a shard": lambda record: record["splits"]["train"]["shards"][0].update(sequences=HUGE),
-    "a shard 100,000 times": lambda record: record["splits"]["train"]["shards"].extend(record["splits"]["train"]["shards"] * 50_000),
-    "10,000 splits": lambda record: record["splits"].update({f"split{n}": record["splits"]["train"] for n in range(10_000)}),
+    "a shard 100,000 times": lambda record: record["splits"]["train"]["shards"].extend(
+        record["splits"]["train"]["shards"] * 50_000
+    ),
+    "10,000 splits": lambda record: record["splits"].update(
+        {f"split{n}": record["splits"]["train"] for n in range(10_000)}
+    ),
     "a shard of 2^63 bytes": lambda record: record["splits"]["train"]["shards"][0].update(bytes=2**63),
-    "100,000 tokenizer files": lambda record: record["tokenizer_files"].update({f"f{n}": "0" * 64 for n in range(100_000)}),
+    "100,000 tokenizer files": lambda record: record["tokenizer_files"].update(
+        {f"f{n}": "0" * 64 for n in range(100_000)}
+    ),
 }
 
 
@@ -215,6 +240,3 @@ def _header(size: int) -> Callable[[Place], None]:
         write_safetensors(path, json.dumps(header).encode(), data, size)
 
     return attack
-
-
-

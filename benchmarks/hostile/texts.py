@@ -63,40 +63,72 @@ def _some(number: int, step: int) -> Iterator[tuple[str, bytes]]:
 
 def _caches(found: Cases) -> None:
     for number, name in enumerate(_CACHE):
-        for kind, content in JSON.items():
+        for kind, content in _some(number, 2):
             found.add(f"{name}: {kind}", "verify", _wrote(f"cache/{name}", content), resealed=False, says="cache")
-        for kind, content in _some(number, 3):
+        for kind, content in _some(number, 5):
             found.add(f"{name}: {kind}", "repair", _wrote(f"cache/{name}", content), resealed=False, says="cache")
-    for kind, content in JSON.items():
-        found.add(f"manifest.json: {kind}", "distill", _wrote("cache/manifest.json", content), resealed=False, says="cache")
     for kind, content in _some(1, 2):
+        found.add(
+            f"manifest.json: {kind}", "distill", _wrote("cache/manifest.json", content), resealed=False, says="cache"
+        )
+    for kind, content in _some(1, 3):
         attack = _wrote("unfinished/settings.json", content)
         found.add(f"unfinished, settings.json: {kind}", "finish", attack, resealed=False, says="unfinished")
         attack = _wrote("unfinished/shards/train-00000.json", content)
         found.add(f"unfinished, sidecar: {kind}", "finish", attack, resealed=False, ends="either")
-    keys = ("codec", "data", "seq_len", "sequences", "sequences_per_shard", "teacher", "tokenizer_digest", "tokenizer_size")
+    keys = (
+        "codec",
+        "data",
+        "seq_len",
+        "sequences",
+        "sequences_per_shard",
+        "teacher",
+        "tokenizer_digest",
+        "tokenizer_size",
+    )
     keys += ("splits", "splits.train", "splits.train.shards", "splits.train.shards.0", "splits.train.shards.0.name")
     keys += ("splits.train.shards.0.bytes", "splits.train.shards.0.sha256", "temperature_range", "tokenizer_files")
     keys += ("index_sha256", "versions", "fidelity", "bytes_per_token", "document_mask", "seed", "vocab_size")
     for number, where in enumerate(keys):
-        for offset, command in enumerate(("distill", "verify", "inspect")):
+        for offset, command in enumerate(("distill", ("verify", "inspect")[number % 2])):
             value = _WRONG[(3 * number + offset) % len(_WRONG)]
             attack = _record("manifest", where, value)
             shown = json.dumps(value)
             ends = "either" if where in _SHOWN or command != "distill" else "refused"
             found.add(f"manifest's {where} is {shown}", command, attack, ends=ends, resealed=False, says="cache")
-        attack = _record("manifest", where, None, missing=True)
-        ends = "either" if where in _SHOWN else "refused"
-        found.add(f"manifest without {where}", "distill", attack, ends=ends, resealed=False, says="cache")
-    for number, where in enumerate(("name", "sequences", "first_sequence", "stored", "broken", "rows_sha256", "bytes", "sha256")):
+        if number % 3 == 0:
+            attack = _record("manifest", where, None, missing=True)
+            ends = "either" if where in _SHOWN else "refused"
+            found.add(f"manifest without {where}", "distill", attack, ends=ends, resealed=False, says="cache")
+    for number, where in enumerate(
+        ("name", "sequences", "first_sequence", "stored", "broken", "rows_sha256", "bytes", "sha256")
+    ):
         attack = _record("sidecar", where, _WRONG[number])
         found.add(f"sidecar's {where} is {json.dumps(_WRONG[number])}", "repair", attack, ends="either", resealed=False)
         attack = _in_unfinished(where, _WRONG[(number + 4) % len(_WRONG)])
-        found.add(f"unfinished, sidecar's {where} is {json.dumps(_WRONG[(number + 4) % len(_WRONG)])}", "finish", attack, ends="either")
+        found.add(
+            f"unfinished, sidecar's {where} is {json.dumps(_WRONG[(number + 4) % len(_WRONG)])}",
+            "finish",
+            attack,
+            ends="either",
+        )
 
 
-_SHOWN = ("data", "versions", "fidelity", "bytes_per_token", "teacher", "tokenizer_digest", "tokenizer_files", "index_sha256",
-          "seed", "sequences", "document_mask", "tokenizer_size", "vocab_size")
+_SHOWN = (
+    "data",
+    "versions",
+    "fidelity",
+    "bytes_per_token",
+    "teacher",
+    "tokenizer_digest",
+    "tokenizer_files",
+    "index_sha256",
+    "seed",
+    "sequences",
+    "document_mask",
+    "tokenizer_size",
+    "vocab_size",
+)
 
 
 def _record(record: str, where: str, value: Any, missing: bool = False) -> Callable[[Place], None]:
@@ -122,17 +154,28 @@ def _in_unfinished(where: str, value: Any) -> Callable[[Place], None]:
 
 def _runs(found: Cases) -> None:
     for number, name in enumerate(("state.json", "manifest.json")):
-        for kind, content in JSON.items():
+        for kind, content in _some(number, 1 + number):
             attack = _in_checkpoint(name, content)
-            found.add(f"{name} of a checkpoint: {kind}", "resume", attack, ends="either", resealed=False, says="step|run")
-        for kind, content in _some(number, 3):
+            found.add(
+                f"{name} of a checkpoint: {kind}", "resume", attack, ends="either", resealed=False, says="step|run"
+            )
+        for kind, content in _some(number, 4):
             attack = _in_checkpoint(name, content)
-            found.add(f"{name} of a checkpoint: {kind}", "inspect run", attack, ends="either", resealed=False, says="step|run")
-            found.add(f"{name} of a checkpoint: {kind}", "export", attack, resealed=False, says="step|run")
+            found.add(
+                f"{name} of a checkpoint: {kind}", "inspect run", attack, ends="either", resealed=False, says="step|run"
+            )
+        for kind, content in _some(2 + number, 4):
+            found.add(
+                f"{name} of a checkpoint: {kind}",
+                "export",
+                _in_checkpoint(name, content),
+                resealed=False,
+                says="step|run",
+            )
     for number, name in enumerate(("environment.json", "student/kdtrain.json", "metrics.jsonl", "events.jsonl")):
-        for kind, content in _some(number, 3):
-            for command in ("inspect run", "resume"):
-                found.add(f"{name}: {kind}", command, _wrote(f"run/{name}", content), ends="either")
+        for position, (kind, content) in enumerate(_some(number, 3)):
+            command = ("inspect run", "resume")[(number + position) % 2]
+            found.add(f"{name}: {kind}", command, _wrote(f"run/{name}", content), ends="either")
     for kind, line in _LINES.items():
         for name in ("metrics.jsonl", "events.jsonl"):
             found.add(f"{name} with {kind}", "resume", _appended(f"run/{name}", line), ends="works")
@@ -170,11 +213,21 @@ def _in_checkpoint(name: str, content: bytes) -> Callable[[Place], None]:
 def _models(found: Cases) -> None:
     for kind, content in JSON.items():
         found.add(f"config.json: {kind}", "model", _wrote("model/config.json", content), says="model")
+    for kind, content in _some(1, 2):
         found.add(f"tokenizer.json: {kind}", "build", _wrote("teacher/tokenizer.json", content), says="teacher")
+    for kind, content in _some(0, 4):
         attack = _wrote("cache/tokenizer/tokenizer.json", content)
-        found.add(f"the cache's tokenizer.json: {kind}", "distill", _sealed_after(attack), ends="either", says="cache|tokenizer")
-    for number, name in enumerate(("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")):
-        for kind, content in _some(number, 2):
+        found.add(
+            f"the cache's tokenizer.json: {kind}",
+            "distill",
+            _sealed_after(attack),
+            ends="either",
+            says="cache|tokenizer",
+        )
+    for number, name in enumerate(
+        ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
+    ):
+        for kind, content in _some(number, 4):
             attack = _wrote(f"teacher/{name}", content)
             found.add(f"teacher's {name}: {kind}", "build", attack, ends="either", says="teacher")
     for kind, content in _some(1, 3):
@@ -182,7 +235,9 @@ def _models(found: Cases) -> None:
         found.add(f"weights' index: {kind}", "model", _without_weights(attack), says="model")
     for where, value in _TOKENIZER:
         shown = json.dumps(value)[:40]
-        found.add(f"tokenizer's {where} is {shown}", "build", _in_json("teacher/tokenizer.json", where, value), ends="either")
+        found.add(
+            f"tokenizer's {where} is {shown}", "build", _in_json("teacher/tokenizer.json", where, value), ends="either"
+        )
     for where, value in _TOKENIZER_CONFIG:
         shown = json.dumps(value)[:40]
         attack = _in_json("teacher/tokenizer_config.json", where, value)
@@ -261,13 +316,15 @@ def _tomls(found: Cases) -> None:
         found.add(f"student.toml: {kind}", "distill", _text("student.toml", text), says="student.toml")
         found.add(f"--config: {kind}", with_config, _text("options.toml", text), says="options.toml")
         found.add(f"run/config.toml: {kind}", "resume", _text("run/config.toml", text), ends="either", says="run")
-        found.add(f"run/config.toml: {kind}", "inspect run", _text("run/config.toml", text), ends="either", says="run")
-        found.add(f"run/config.toml: {kind}", "export", _text("run/config.toml", text), ends="either", says="run")
+        other = ("inspect run", "export")[len(kind) % 2]
+        found.add(f"run/config.toml: {kind}", other, _text("run/config.toml", text), ends="either", says="run")
     for where, text in _OPTIONS.items():
         found.add(f"--config {where}", with_config, _text("options.toml", text), says="options.toml|--")
     for where, text in _RUN_CONFIGS.items():
-        for command in ("evaluate run", "export"):
-            found.add(f"run/config.toml: {where}", command, _text("run/config.toml", text), ends="either", says="run|cache")
+        for command in ("evaluate run", "export")[len(where) % 2 :][:1]:
+            found.add(
+                f"run/config.toml: {where}", command, _text("run/config.toml", text), ends="either", says="run|cache"
+            )
 
 
 def _text(name: str, text: str) -> Callable[[Place], None]:
@@ -307,18 +364,43 @@ _RUN_CONFIGS = {
 
 def _specs(found: Cases) -> None:
     layers = "init = 'teacher-layers'\nlayers = [0]\n[config]\nmodel_type = 'llama'\n"
-    found.add("spec that is its own teacher", "distill", _text("student.toml", f"teacher = 'student.toml'\n{layers}"), says="student")
+    found.add(
+        "spec that is its own teacher",
+        "distill",
+        _text("student.toml", f"teacher = 'student.toml'\n{layers}"),
+        says="student",
+    )
     found.add("two specs, each the other's teacher", "distill", _two_specs(layers), says="student|other")
     found.add("a chain of 2,000 specs", "distill", _chain(layers), says="student|spec")
-    found.add("teacher that is a cycle", ("cache-teacher", "--teacher", "student.toml", *COMMANDS["build"][3:]),
-              _text("student.toml", f"teacher = 'student.toml'\n{layers}"), says="student")
+    found.add(
+        "teacher that is a cycle",
+        ("cache-teacher", "--teacher", "student.toml", *COMMANDS["build"][3:]),
+        _text("student.toml", f"teacher = 'student.toml'\n{layers}"),
+        says="student",
+    )
     for line in _SPEC_LINES:
         found.add(f"spec with {line[:60]}", "distill", _replaced(line), says="student")
 
 
 _SPEC_LINES = (
-    *("source = 5", "source = ['a']", "config = 5", "config = []", "config = 'llama'", "tokenizer = 5", "tokenizer = []"),
-    *("layers = ['a']", "layers = [[1]]", "layers = 5", "dtype = 5", "dtype = 'os'", "init = 5", "attention = 'kernels-community/x'"),
+    *(
+        "source = 5",
+        "source = ['a']",
+        "config = 5",
+        "config = []",
+        "config = 'llama'",
+        "tokenizer = 5",
+        "tokenizer = []",
+    ),
+    *(
+        "layers = ['a']",
+        "layers = [[1]]",
+        "layers = 5",
+        "dtype = 5",
+        "dtype = 'os'",
+        "init = 5",
+        "attention = 'kernels-community/x'",
+    ),
     *("attention = 5", "name = 5", "revision = 5", "trust_remote_code = 'no'", "trust_remote_code = 1", "teacher = {}"),
 )
 
@@ -354,13 +436,15 @@ def _chain(layers: str) -> Callable[[Place], None]:
 
 
 _TEMPLATES = {
-    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "nested loops": "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3,
     "a long loop that prints": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
     "a text times 10^10": "{{ 'a' * 10000000000 }}",
     "a text times 10^8": "{{ ('a' * 100000000) | length }}",
     "a power": "{{ 9 ** 9 ** 9 }}",
     "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "a macro that doubles": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a macro that doubles": "{% macro f(n) %}{% if n %}"
+    + "{{ f(n - 1) }}" * 2
+    + "{% endif %}{% endmacro %}{{ f(60) }}",
     "Python's classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "Python's globals": "{{ cycler.__init__.__globals__.os.system('touch pwned') }}",
     "open brackets": "{{ ((((",
@@ -376,7 +460,13 @@ _TEMPLATES = {
 
 def _templates(found: Cases) -> None:
     for kind, template in _TEMPLATES.items():
-        found.add(f"chat template: {kind}", "chat", _template(template), ends="either", says="template|teacher|chat|conversation")
+        found.add(
+            f"chat template: {kind}",
+            "chat",
+            _template(template),
+            ends="either",
+            says="template|teacher|chat|conversation",
+        )
 
 
 def _template(text: str) -> Callable[[Place], None]:
@@ -431,9 +521,24 @@ def _data(found: Cases) -> None:
         line = json.dumps({"messages": turns}).encode() + b"\n"
         found.add(f"conversations: {kind}", "chat", _wrote("chat.jsonl", line * 40), ends="either", says="chat.jsonl")
     for kind, content in _RECORDS.items():
-        found.add(f"log-probabilities: {kind}", "logprobs", _appended("logprobs.jsonl", content), ends="either", says="logprobs.jsonl")
+        found.add(
+            f"log-probabilities: {kind}",
+            "logprobs",
+            _appended("logprobs.jsonl", content),
+            ends="either",
+            says="logprobs.jsonl",
+        )
     parquet = ("cache-teacher", "--teacher", "teacher", "--data", "data.parquet", *COMMANDS["build"][5:])
-    for kind, content in {"empty": b"PAR1PAR1", "a footer of 2 GB": b"PAR1" + b"\xff\xff\xff\x7fPAR1", "noise": bytes(range(256)) * 40}.items():
+    for kind, content in {
+        "empty": b"PAR1PAR1",
+        "a footer of 2 GB": b"PAR1" + b"\xff\xff\xff\x7fPAR1",
+        "noise": bytes(range(256)) * 40,
+    }.items():
         found.add(f"parquet: {kind}", parquet, _wrote("data.parquet", content), says="data.parquet")
-    for kind, content in {"zero bytes": b"\0" * 9_000, "not UTF-8": b"\xff" * 9_000, "one word": b"a" * 50_000, "blank": b" \n" * 9_000}.items():
+    for kind, content in {
+        "zero bytes": b"\0" * 9_000,
+        "not UTF-8": b"\xff" * 9_000,
+        "one word": b"a" * 50_000,
+        "blank": b" \n" * 9_000,
+    }.items():
         found.add(f"text: {kind}", "build", _wrote("corpus/a.txt", content), ends="either", says="corpus")

@@ -1,10 +1,11 @@
-"""Numbers that cannot be, in files of the right form: in shards, manifests, checkpoints, weights and log-probabilities."""
+"""Numbers that cannot be, in files of the right form: shards, manifests, checkpoints, weights, log-probabilities."""
 
 import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from hostile import seal
 from hostile.case import COMMANDS, Cases, Place
 from hostile.shapes import header_of, in_shards, write_as, write_safetensors
@@ -49,7 +50,11 @@ _SHARDS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray], str]] = {
     "no label counts": ("loss_mask", _filled(0), "either"),
     "no label has numbers": ("loss_mask", _filled(2), "either"),
     "segments 255": ("segments", _filled(255), "refused"),
-    "segments that fall": ("segments", lambda values: np.broadcast_to(np.arange(32, 0, -1, np.uint8), values.shape), "either"),
+    "segments that fall": (
+        "segments",
+        lambda values: np.broadcast_to(np.arange(32, 0, -1, np.uint8), values.shape),
+        "either",
+    ),
     "one id code of 65,535": ("ids", _filled(65_535, np.s_[0, 0, 0]), "refused"),
     "id codes 60,000": ("ids", _filled(60_000), "refused"),
     "id codes just behind the lists": ("ids", _filled(64 + 1 + 2 * V + 9), "refused"),
@@ -115,7 +120,10 @@ _SETTINGS: list[tuple[str, Any, str]] = [
     *(("sequences_per_shard", value, "either") for value in (1, 15, 17)),
     *(("codec.head", value, "refused") for value in (-1, 0, 3, 5, 301)),
     *(("codec.draws", value, "refused") for value in (-1, 0, 7, 256)),
-    *(("codec.knots", value, "refused") for value in ([], [1.0], [1.0, 1.5], [NAN, 1.0], [1.5, 1.0, -1.0], [1e308, 1.0])),
+    *(
+        ("codec.knots", value, "refused")
+        for value in ([], [1.0], [1.0, 1.5], [NAN, 1.0], [1.5, 1.0, -1.0], [1e308, 1.0])
+    ),
     *(("codec.kind", value, "refused") for value in ("dense", "tokens", "exec")),
     *(("codec.vocab_size", value, "refused") for value in (0, -300, 1, 299, 2**70)),
     *(("tokenizer_size", value, "either") for value in (0, -1, 301, 2**70)),
@@ -140,13 +148,13 @@ def _records(found: Cases) -> None:
     for number, (where, value, ends) in enumerate(_SETTINGS):
         command = ("distill", "evaluate")[number % 2]
         attack = _sealed("settings", where, value)
-        found.add(f"{where} = {value}", command, attack, ends=ends, says="cache")
-    for where, value, ends in _MANIFEST:
-        attack = _sealed("manifest", where, value)
-        if not where.startswith(("bytes", "fidelity")):
-            found.add(f"{where} = {value}", "distill", attack, ends=ends, says="cache")
-        # a table of what a manifest says is no lie, whatever it says
-        found.add(f"{where} = {value}", ("inspect", "cache"), attack, ends="either", says="cache")
+        found.add(f"{where} = {value!r}", command, attack, ends=ends, says="cache")
+    for number, (where, value, ends) in enumerate(_MANIFEST):
+        attack, about = _sealed("manifest", where, value), where.startswith(("bytes", "fidelity"))
+        if not about:
+            found.add(f"{where} = {value!r}", "distill", attack, ends=ends, says="cache")
+        if about or number % 3 == 0:  # a table of what a manifest says is no lie, whatever it says
+            found.add(f"{where} = {value!r}", ("inspect", "cache"), attack, ends="either", says="cache")
 
 
 def _sealed(record: str, where: str, value: Any) -> Callable[[Place], None]:
@@ -164,8 +172,8 @@ _PROGRESS: list[tuple[str, Any]] = [
     *(("epoch", value) for value in (-1, 2**70, "0")),
     *(("loss", value) for value in ("low", [])),
     *(("lr_factor", value) for value in (NAN, -1.0, 1e308, "1", None)),
-    *(("skipped_data", value) for value in ("0", [[8, 4]], [[0, 2**62]], [[0]], [["a", "b"]], [[NAN, 4]])),
-    *(("best_loss", value) for value in ("5", -INF)),
+    *(("skipped_data", value) for value in ("0", [["a", "b"]], [[NAN, 4]])),
+    *(("best_loss", value) for value in ("5", [])),
     *(("best_step", value) for value in ("4", -1)),
     *(("rollbacks", value) for value in (-1, "0")),
     *(("more", value) for value in (1,)),
@@ -203,24 +211,38 @@ _HARMLESS = {
 
 
 def _checkpoints(found: Cases) -> None:
-    for where, value in (*((f"progress.{name}", value) for name, value in _PROGRESS), *_STATE):
+    changes = [*((f"progress.{name}", value) for name, value in _PROGRESS), *_STATE]
+    for number, (where, value) in enumerate(changes):
         shown = "missing" if value is _MISSING else json.dumps(value)[:40]
         about = where.startswith(("progress", "watchers", "options"))
         # what nobody reads is nobody's matter: a wrong loss is shown and does nothing
         ends = "either" if where in _SHOWN else "refused"
-        found.add(f"{where} is {shown}", "resume", _state(where, value), ends=ends, says="run/checkpoints|step-00000004")
+        found.add(
+            f"{where} is {shown}", "resume", _state(where, value), ends=ends, says="run/checkpoints|step-00000004"
+        )
         command = "inspect run" if about else "inspect checkpoint"
-        found.add(f"{where} is {shown}", command, _state(where, value), ends="either", says="run|step-00000004")
+        if number % 3 == 0:
+            found.add(f"{where} is {shown}", command, _state(where, value), ends="either", says="run|step-00000004")
     for name, value in _ARCHITECTURE:
         shown = "missing" if value is _MISSING else json.dumps(value)[:40]
         attack = _state(f"student.architecture.{name}", value)
-        found.add(f"architecture's {name} is {shown}", "export", attack, ends="either", says="run/checkpoints|step-00000004")
-    for value in (_MISSING, "flash_attention_2", "kernels-community/flash-attn", "org/name:function", "os.system", 5, None, "sdpa|eager"):
+        found.add(
+            f"architecture's {name} is {shown}", "export", attack, ends="either", says="run/checkpoints|step-00000004"
+        )
+    for value in (
+        _MISSING,
+        "flash_attention_2",
+        "kernels-community/flash-attn",
+        "org/name:function",
+        "os.system",
+        5,
+        None,
+        "sdpa|eager",
+    ):
         shown = "missing" if value is _MISSING else json.dumps(value)
         attack = _state("student.attention", value)
-        found.add(f"attention is {shown}", "export", attack, says="run/checkpoints|step-00000004")
-        if value is not _MISSING:
-            found.add(f"attention is {shown}", "evaluate run", attack, says="run/checkpoints|step-00000004")
+        command = ("export", "evaluate run")[len(shown) % 2]
+        found.add(f"attention is {shown}", command, attack, says="run/checkpoints|step-00000004")
 
 
 _SHOWN = ("progress.loss", "progress.best_step", "watchers", "progress.epoch", "progress.tokens")
@@ -245,13 +267,39 @@ def _parent(record: Any, where: str) -> Any:
 def _weights(found: Cases) -> None:
     for value in (NAN, INF, 1e38):
         for command in ("build", "online"):
-            found.add(f"teacher's weights {value}", command, _filled_weights("teacher", value), says="teacher", ends=_huge(value))
-        found.add(f"student's weights {value}", ("distill", "--student", "model", *_but_student()), _filled_weights("model", value), says="student|model", ends=_huge(value))
+            found.add(
+                f"teacher's weights {value}",
+                command,
+                _filled_weights("teacher", value),
+                says="teacher",
+                ends=_huge(value),
+            )
+        found.add(
+            f"student's weights {value}",
+            ("distill", "--student", "model", *_but_student()),
+            _filled_weights("model", value),
+            says="student|model",
+            ends=_huge(value),
+        )
         found.add(f"model's weights {value}", "model", _filled_weights("model", value), ends="either", says="model")
-        found.add(f"checkpoint's weights {value}", "resume", _filled_checkpoint(value, "student."), says="run|step", ends=_huge(value))
-        found.add(f"checkpoint's moments {value}", "resume", _filled_checkpoint(value, "exp_avg_sq"), says="run|step", ends=_huge(value))
+        found.add(
+            f"checkpoint's weights {value}",
+            "resume",
+            _filled_checkpoint(value, "student."),
+            says="run|step",
+            ends=_huge(value),
+        )
+        found.add(
+            f"checkpoint's moments {value}",
+            "resume",
+            _filled_checkpoint(value, "exp_avg_sq"),
+            says="run|step",
+            ends=_huge(value),
+        )
     found.add("checkpoint's moments -1", "resume", _filled_checkpoint(-1.0, "exp_avg_sq"), says="run|step")
-    found.add("checkpoint's temperature NaN", "resume", _filled_checkpoint(NAN, "temperature"), says="run|step", ends="either")
+    found.add(
+        "checkpoint's temperature NaN", "resume", _filled_checkpoint(NAN, "temperature"), says="run|step", ends="either"
+    )
     found.add("checkpoint's weights NaN", "export", _filled_checkpoint(NAN, "student."), ends="either")
 
 
@@ -337,8 +385,9 @@ _SPEC: list[tuple[str, Any, str]] = [
     *(("num_key_value_heads", value, "refused") for value in (0, -2)),
     *(("num_attention_heads", value, "refused") for value in (0, 5, -4)),
     *(("hidden_size", value, "refused") for value in (0, -32, 30)),
-    *(("intermediate_size", value, "refused") for value in (0, -1)),
-    *(("max_position_embeddings", value, "refused") for value in (0, -1, 31)),
+    *(("intermediate_size", value, ends) for value, ends in ((0, "either"), (-1, "refused"))),
+    *(("max_position_embeddings", value, "either") for value in (0, -1)),
+    ("max_position_embeddings", 31, "refused"),
     *(("rms_norm_eps", value, "either") for value in (-1.0, 1e308)),
     *(("hidden_act", value, "refused") for value in ("os.system", "")),
     ("initializer_range", 1e308, "either"),
