@@ -17,7 +17,6 @@ share is the time stood still, as the run's events tell it, over the time of all
 import argparse
 import json
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -85,7 +84,7 @@ def saves(scratch: Path, tensors: dict[str, torch.Tensor], number: int) -> dict[
     size = sum(tensor.nbytes for tensor in tensors.values())
     result: dict[str, Any] = {"MiB": round(size / 2**20, 1), "tensors": len(tensors), "saves": number}
     for kind, asynchronous in (("in_place", False), ("background", True)):
-        saver = Saver(Store(scratch / "saves", keep_rolling=2), asynchronous)
+        saver = Saver(Store(scratch / f"saves-{size}-{kind}", keep_rolling=2), asynchronous)
         stalls, totals, taken = [], [], []
         for step in range(number):
             started = time.perf_counter()
@@ -95,7 +94,6 @@ def saves(scratch: Path, tensors: dict[str, torch.Tensor], number: int) -> dict[
         for step in range(number, 2 * number):
             taken.append(lost(saver, step, tensors, statistics.median(totals)))
         saver.close()
-        shutil.rmtree(scratch / "saves")
         result[kind] = {"first_stall": stalls[0], "stall": statistics.median(stalls[1:])}
         result[kind] |= {"total": statistics.median(totals[1:]), "taken": statistics.median(taken)}
     return result

@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import time
-import tomllib
 import types
 import typing
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 from kdtrain import config as options
 from kdtrain.errors import RunError, UsageError, advice
+from kdtrain.files import read_toml
 
 COMMANDS: dict[str, type] = {
     "cache-teacher": options.CacheTeacherConfig,
@@ -183,10 +183,10 @@ def _flag(name: str, value: Any) -> list[str]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return read_toml(path)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UsageError(f"--config {path}: not TOML: {error}") from None
 
 

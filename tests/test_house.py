@@ -24,7 +24,7 @@ MAX_LINES = 600
 
 SIBLINGS = ("checkpoint", "parallel", "precision", "objective", "cache", "data", "models", "monitor")
 LEVELS = {"__main__": 5, "testing": 5, "cli": 4, "stages": 3, "training": 2}
-LEVELS |= dict.fromkeys(SIBLINGS, 1) | {"config": 0, "faults": -1, "errors": -1, "kdtrain": -1}
+LEVELS |= dict.fromkeys(SIBLINGS, 1) | {"config": 0, "files": -1, "faults": -2, "errors": -2, "kdtrain": -2}
 EXCEPTIONS = {("cache", "kdtrain.objective.targets"), ("checkpoint", "kdtrain.parallel.world")}
 
 COMMANDS = ("cache-teacher", "distill", "evaluate", "inspect", "verify", "export")

@@ -9,7 +9,7 @@ real text cost less. Reading is one thread in random order from warm files, batc
 is what a step of the 1 B student takes longer with the reader than with one batch held on the device, in turn.
 """
 
-import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +57,7 @@ def run(options: Options) -> int:
     record = Record("cache", options, vars(sizes) | {"compile": options.compile})
     folder = options.scratch / "caches"
     for name in sizes.teachers:
-        record.measure(f"build-{name}", lambda name=name: _building(options, sizes, name, folder / "built"))
+        record.measure(f"build-{name}", lambda name=name: _building(options, sizes, name))
     record.measure("encode", lambda: _encoding(options, sizes))
     for kept in sizes.kept:
         spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(sizes.student), head=kept)
@@ -69,7 +69,7 @@ def run(options: Options) -> int:
     return record.finish()
 
 
-def _building(options: Options, sizes: Sizes, name: str, folder: Path) -> dict[str, Any]:
+def _building(options: Options, sizes: Sizes, name: str) -> dict[str, Any]:
     device, rows = options.device, models.text(sizes.sequences, sizes.length)
     teacher = models.make_teacher(name, device)
     mode = "bf16" if device.type == "cuda" else "fp32"
@@ -89,16 +89,16 @@ def _building(options: Options, sizes: Sizes, name: str, folder: Path) -> dict[s
             teacher.model(input_ids=tokens_BT.to(device), use_cache=False)
 
     def built() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        settings = _settings(spec, sizes.length)
-        writer = CacheWriter(folder, settings, teacher=asked, batch_size=sizes.batch)
-        writer.build("train", rows)
-        writer.close()
+        with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+            settings = _settings(spec, sizes.length)
+            writer = CacheWriter(Path(folder) / "built", settings, teacher=asked, batch_size=sizes.batch)
+            writer.build("train", rows)
+            writer.close()
 
     sides = {"bare": every(bare), "asked": every(lambda tokens_BT: asked(tokens_BT, None)), "built": built}
     times = in_turn(sides, sizes.rounds, device)
     number = tokens_nT.numel()
-    found = {
+    return {
         "tokens": number,
         "seconds": times,
         "tokens_a_second": {side: number / each for side, each in medians(times).items()},
@@ -107,8 +107,6 @@ def _building(options: Options, sizes: Sizes, name: str, folder: Path) -> dict[s
         "built_over_asked": 1 / over(times, "built", "asked"),
         "memory": peak_of(built, device),
     }
-    shutil.rmtree(folder, ignore_errors=True)
-    return found
 
 
 def _encoding(options: Options, sizes: Sizes) -> dict[str, Any]:

@@ -7,11 +7,12 @@ all: the steps that are taken while it runs, against as many without. The share 
 """
 
 import math
-import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from checkpoint import GOAL
@@ -68,9 +69,8 @@ def _training(options: Options, sizes: Sizes) -> tuple[Callable[[], Any], Bench]
 def _saves(
     options: Options, sizes: Sizes, bench: Bench, step: Callable[[], Any], seconds: float, asynchronous: bool
 ) -> dict[str, Any]:
-    folder = options.scratch / "checkpoints"
-    shutil.rmtree(folder, ignore_errors=True)
-    saver = Saver(Store(folder, keep_rolling=1), asynchronous)
+    folder = tempfile.TemporaryDirectory(dir=options.scratch)
+    saver = Saver(Store(Path(folder.name) / "checkpoints", keep_rolling=1), asynchronous)
     tensors = bench.run.state.tensors()
     stalls, totals = [], []
 
@@ -97,7 +97,7 @@ def _saves(
         count = min(max(math.ceil(1.2 * total / seconds), 2), 200)
         found |= _taken(lambda: save(sizes.saves), saver.wait, step, count, options)
     saver.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.cleanup()
     return found
 
 

@@ -54,7 +54,9 @@ class Options:
     @property
     def scratch(self) -> Path:
         """Where caches and checkpoints are made: beside tiny records, and out of the way of others."""
-        return self.out if self.tiny else ROOT / "runs" / "gpu"
+        folder = self.out if self.tiny else ROOT / "runs" / "gpu"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     @property
     def counts(self) -> bool:

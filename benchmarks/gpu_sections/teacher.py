@@ -13,9 +13,9 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,19 @@ def run(options: Options) -> int:
 
 def _pace(options: Options, sizes: Sizes) -> float:
     """Tokens a second over the last steps of a short run."""
-    run = options.scratch / "teacher-trial"
-    shutil.rmtree(run, ignore_errors=True)
-    words = ("--run", str(run), "--steps", str(sizes.trial), "--batch-size", str(sizes.batch), "--keep-tokenizer")
-    made = make_teacher.train(make_teacher._parser().parse_args(words))
-    return last_pace((made / "metrics.jsonl").read_text())
+    folder = tempfile.TemporaryDirectory(dir=options.scratch)
+    words = (
+        "--run",
+        f"{folder.name}/trial",
+        "--steps",
+        str(sizes.trial),
+        "--batch-size",
+        str(sizes.batch),
+        "--keep-tokenizer",
+    )
+    with folder:
+        made = make_teacher.train(make_teacher._parser().parse_args(words))
+        return last_pace((made / "metrics.jsonl").read_text())
 
 
 def last_pace(metrics: str) -> float:
@@ -85,15 +93,15 @@ def _trained(options: Options, sizes: Sizes, pace: float) -> dict[str, Any]:
 
 def _tiny(options: Options) -> dict[str, Any]:
     """The training alone, on short sequences, in this process."""
-    run = options.scratch / "teacher-run"
-    shutil.rmtree(run, ignore_errors=True)
-    words = ("--run", str(run), "--steps", "2", "--batch-size", "2", "--keep-tokenizer")
+    folder = tempfile.TemporaryDirectory(dir=options.scratch)
+    words = ("--run", f"{folder.name}/run", "--steps", "2", "--batch-size", "2", "--keep-tokenizer")
     before, make_teacher.kdtrain = make_teacher.kdtrain, lambda *each: _in_process([*each], options)
     try:
-        made = make_teacher.train(make_teacher._parser().parse_args(words))
+        with folder:
+            made = make_teacher.train(make_teacher._parser().parse_args(words))
+            return {"steps": 2, "tokens_a_second": last_pace((made / "metrics.jsonl").read_text())}
     finally:
         make_teacher.kdtrain = before
-    return {"steps": 2, "tokens_a_second": last_pace((made / "metrics.jsonl").read_text())}
 
 
 def _in_process(words: list[str], options: Options) -> dict[str, Any]:

@@ -9,21 +9,22 @@ files are the same, but one may stop with an error.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kdtrain import faults
 from kdtrain.cache import layout
-from kdtrain.cache.files import fsync, publish_json, read_sealed
-from kdtrain.cache.lock import Lock
 from kdtrain.cache.provenance import CacheSettings, Manifest, check_sizes, read_manifest
 from kdtrain.cache.ranks import Ranks
 from kdtrain.errors import RunError, UsageError, making, writing
+from kdtrain.files import Lock, file_digest, hidden_folder, publish_json, read_sealed, refuse_links, swap_in, sweep
 
 _LOCK = ".building-"
+_OWN = re.compile(rf"{re.escape(_LOCK)}[0-9]+|\.{layout.SETTINGS}\.[0-9a-f]{{12}}\.tmp")
+"""What a builder makes before settings.json has its name, and what bars nobody."""
 _TOKENIZER_FILES = (
     "token*.json",
     "special_tokens_map.json",
@@ -88,31 +89,34 @@ def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; --out must be a folder")
-    if not folder.exists() or all(path.name.startswith(_LOCK) for path in folder.iterdir()):
+    if not folder.exists() or holds_nothing(folder):
         return None
     if (folder / layout.MANIFEST).exists():
         manifest = read_manifest(folder)
         _refuse_others(folder, manifest.settings.to_json(), settings, "holds a finished cache")
         check_sizes(folder, manifest)
         return manifest
-    if (folder / layout.SETTINGS).exists():
-        _refuse_others(folder, _stored_settings(folder), settings, "holds an unfinished cache")
-    elif not (folder / layout.SHARDS).is_dir() or any(
-        not layout.is_shard_file(path.name) for path in (folder / layout.SHARDS).iterdir()
-    ):
-        raise UsageError(f"{folder} holds files that are no cache; choose another --out")
+    if not (folder / layout.SETTINGS).exists():
+        raise UsageError(f"{folder} holds files that are not a cache; choose another --out")
+    refuse_links(folder)
+    _refuse_others(folder, _stored_settings(folder), settings, "holds an unfinished cache")
     return None
 
 
 def holds_nothing(folder: Path) -> bool:
     """Whether there are no files in a folder but those that a builder makes before settings.json has its name."""
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    own = f"{layout.SETTINGS}.tmp"
-    return all(path.parent == folder and (path.name.startswith(_LOCK) or path.name == own) for path in files)
+    return all(path.parent == folder and _OWN.fullmatch(path.name) for path in files)
 
 
 def begin(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
-    """Make settings.json and the tokenizer files in a folder that exists. RunError: it cannot be written."""
+    """Make settings.json and the tokenizer files in a folder that exists, and remove what killed builders left.
+
+    RunError: it cannot be written.
+    """
+    with writing(folder):
+        sweep(folder)
+        sweep(folder / layout.SHARDS)
     if not (folder / layout.SETTINGS).exists():
         publish_json(folder / layout.SETTINGS, settings.to_json(), "cache.settings")
     if tokenizer is not None:
@@ -144,6 +148,8 @@ def _stored_settings(folder: Path) -> dict[str, Any]:
     path = folder / layout.SETTINGS
     try:
         return {key: value for key, value in read_sealed(path).items() if key != "digest"}
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; make it readable") from error
     except ValueError as error:
         raise UsageError(
             f"{path} was altered or damaged ({error}); run kdtrain verify {folder} --repair first"
@@ -169,17 +175,18 @@ def _differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
 
 
 def _copy_tokenizer(tokenizer: Any, target: Path) -> None:
-    temporary = target.with_name(target.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(temporary)
-    else:
-        for path in sorted({p for pattern in _TOKENIZER_FILES for p in Path(tokenizer).glob(pattern)}):
-            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, temporary / path.name)
-    for path in temporary.rglob("*"):
-        fsync(path)
-    faults.point("cache.tokenizer.before-rename")
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
-    fsync(target.parent)
+    """Put the tokenizer's files into the folder `target`; other files that stood there are moved aside."""
+    with hidden_folder(target) as hidden:
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(hidden)
+        else:
+            for path in sorted({p for pattern in _TOKENIZER_FILES for p in Path(tokenizer).glob(pattern)}):
+                (shutil.copytree if path.is_dir() else shutil.copyfile)(path, hidden / path.name)
+        if target.is_dir() and _digests(target) == _digests(hidden):
+            return
+        swap_in(hidden, target, "cache.tokenizer")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 by file."""
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in folder.rglob("*") if path.is_file()}

@@ -102,11 +102,6 @@ class CodecSpec:
         """A plain record of the fields."""
         return {**asdict(self), "knots": list(self.knots)}
 
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "CodecSpec":
-        """The inverse of `to_json`."""
-        return cls(**{**record, "knots": tuple(record["knots"])})
-
 
 def default_knots(head: int) -> tuple[float, ...]:
     """The knots of beta that a codec with `head` kept entries takes if none are named."""

@@ -29,8 +29,9 @@ FIT_ENTRIES = 2**22
 """Kept entries of a shard that its lists and weights are made from."""
 FINENESS = 192
 """Codes of log p a unit of log(1 - log p)."""
-_LOWEST = round(FINENESS * np.log1p(-FLOOR))  # the code of what cannot be
-_LOGPROBS = -np.expm1(np.arange(_LOWEST + 1) / FINENESS)
+LOWEST = round(FINENESS * np.log1p(-FLOOR))
+"""The code of what cannot be."""
+_LOGPROBS = -np.expm1(np.arange(LOWEST + 1) / FINENESS)
 _LOGPROBS[-1] = FLOOR
 _LOGPROBS = np.append(_LOGPROBS, np.full(2**16 - len(_LOGPROBS), np.nan)).astype(np.float32)
 Arrays = dict[str, np.ndarray]

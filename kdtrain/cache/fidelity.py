@@ -97,7 +97,7 @@ def temperature_range(errors: list[dict[str, float]]) -> dict[str, Any]:
     while high + 1 < len(errors) and errors[high + 1]["worst"] < TOLERANCE:
         high += 1
     worst = max(row["worst"] for row in errors[low : high + 1])
-    return {"min": errors[low]["T"], "max": errors[high]["T"], "worst_error": worst, "rule": RULE}
+    return {"min": float(errors[low]["T"]), "max": float(errors[high]["T"]), "worst_error": worst, "rule": RULE}
 
 
 def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta: float) -> dict[str, Any]:

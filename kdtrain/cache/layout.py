@@ -25,6 +25,7 @@ import hdf5plugin
 import numpy as np
 
 from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.dictionary import WIDTH
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "validation", "test")
@@ -63,15 +64,21 @@ class DatasetLayout:
         """What reads where nothing was written: NaN, or the largest value."""
         return np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).max
 
+    @property
+    def block(self) -> int:
+        """Numbers that are shuffled together by bits: a chunk, as far as it goes."""
+        # Blocks of the usual 4,096 numbers cost 2 % more bytes and twice the time to read.
+        return min(_BLOCK, -(-self.sequences * math.prod(self.chunk) // 8) * 8)
+
 
 SHARD_NAME = re.compile(r"[a-z]+-[0-9]{5,}")
-"""What a shard may be called: names of a manifest become paths, and what is called otherwise is never deleted."""
+"""What a shard may be called: names of a manifest become paths, and what is called otherwise is not kdtrain's."""
 
 
 def is_shard_file(name: str) -> bool:
-    """Whether a file of this name in `shards/` is a shard or a sidecar, published or half-written."""
+    """Whether a file of this name in `shards/` is a shard or a sidecar."""
     stem, _, suffix = name.partition(".")
-    return SHARD_NAME.fullmatch(stem) is not None and suffix in ("h5", "json", "h5.tmp", "json.tmp")
+    return SHARD_NAME.fullmatch(stem) is not None and suffix in ("h5", "json")
 
 
 def shard_name(split: str, number: int) -> str:
@@ -124,6 +131,21 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
     )
     add("numbers", np.dtype(np.uint16), (spec.columns + spec.draws + 2 * len(spec.knots) + 3, length), about)
     return found
+
+
+def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, DatasetLayout]:
+    """Every data set of the group `dictionary` by name, each one chunk, for `rows` of candidates and `common` entries.
+
+    Their shapes are whole: no n comes before them.
+    """
+    numbers, features = 2 * len(spec.knots) + 2, 7 if spec.head else 1
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+        "context_row": ((spec.vocab_size,), np.min_scalar_type(max(1, rows - 1))),
+        "candidates": ((rows, WIDTH), spec.id_dtype),
+        "common": ((common,), spec.id_dtype),
+        "tail_weights": ((numbers, features + numbers), np.dtype(np.float32)),
+    }
+    return {name: DatasetLayout(shape, dtype, shape, "", bits=False) for name, (shape, dtype) in shapes.items()}
 
 
 class _Sink(RawIOBase):
@@ -192,16 +214,20 @@ def creating(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
         sink.check()
 
 
-def _describe(target: h5py.File | h5py.Group, spec: CodecSpec, seq_len: int, split: str) -> None:
-    facts = {"codec": spec.kind, "head": spec.head, "draws": spec.draws, "vocab_size": spec.vocab_size}
-    target.attrs.update({"format_version": FORMAT_VERSION, "split": split, "seq_len": seq_len, **facts})
-    target.attrs["knots"] = np.asarray(spec.knots, np.float64)
+def attributes(spec: CodecSpec, seq_len: int, split: str) -> dict[str, Any]:
+    """The attributes of a shard, and of a group of the index; each has more."""
+    codec = {"codec": spec.kind, "head": spec.head, "draws": spec.draws, "vocab_size": spec.vocab_size}
+    return {"format_version": FORMAT_VERSION, "split": split, "seq_len": seq_len, **codec, "knots": spec.knots}
+
+
+def _describe(target: h5py.File | h5py.Group, spec: CodecSpec, seq_len: int, split: str, **more: int) -> None:
+    found = attributes(spec, seq_len, split) | more
+    target.attrs.update({**found, "knots": np.asarray(found["knots"], np.float64)})
 
 
 def create_shard(file: h5py.File, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
     """Lay out an empty shard for sequences first .. first + number - 1 of `split`."""
-    _describe(file, spec, seq_len, split)
-    file.attrs.update({"first_sequence": first, "sequences": number})
+    _describe(file, spec, seq_len, split, first_sequence=first, sequences=number)
     for name, layout in datasets(spec, seq_len).items():
         dataset = file.create_dataset(
             name,
@@ -219,9 +245,7 @@ def create_shard(file: h5py.File, spec: CodecSpec, seq_len: int, split: str, fir
 def _compression(layout: DatasetLayout | None = None) -> dict[str, Any]:
     if layout is None or not layout.bits:
         return {"shuffle": True, "compression": hdf5plugin.Zstd(clevel=_LEVEL)}
-    # One block a chunk: blocks of the usual 4,096 numbers cost 2 % more bytes and twice the time to read.
-    numbers = layout.sequences * math.prod(layout.chunk)
-    return {"compression": hdf5plugin.Bitshuffle(nelems=min(_BLOCK, -(-numbers // 8) * 8), cname="zstd", clevel=_LEVEL)}
+    return {"compression": hdf5plugin.Bitshuffle(nelems=layout.block, cname="zstd", clevel=_LEVEL)}
 
 
 def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
@@ -234,7 +258,8 @@ def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
 
 def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
     """The inverse of `write_dictionary`. KeyError: there is none."""
-    return {name: dataset[()] for name, dataset in file[DICTIONARY].items()}
+    group = file[DICTIONARY]
+    return {name: group[name][()] for name in list(group)}
 
 
 def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, Sequence[tuple[str, int]]]) -> None:
@@ -246,8 +271,7 @@ def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, 
     with creating(path) as (file, _):
         for split, parts in shards.items():
             group = file.create_group(split)
-            _describe(group, spec, seq_len, split)
-            group.attrs["sequences_per_shard"] = parts[0][1]
+            _describe(group, spec, seq_len, split, sequences_per_shard=parts[0][1])
             total = sum(number for _, number in parts)
             if spec.kind == "sparse":
                 links = group.create_group(DICTIONARY)

@@ -29,6 +29,7 @@ EMPTY_TAIL = -1e4
 MARK = 2**16 - 1
 """The code, in place of the first number's, of an empty tail."""
 _LARGEST = 32_766
+_LARGEST_FEATURE = 50.0
 _RIDGE = 1e-6
 _GRAIN = 4096  # weights are multiples of 1/4096: rounding in the sums that made them does not show
 
@@ -59,7 +60,7 @@ def features(head_logprobs_HN: np.ndarray) -> np.ndarray:
     mass_N = np.add.reduce(np.exp(head_logprobs_HN), out=found_FN[5])
     np.log(np.maximum(1 - mass_N, np.float32(1e-3)), out=found_FN[6])
     # An entry that cannot be would drown the others.
-    seen_HN = np.maximum(head_logprobs_HN, np.float32(-50))
+    seen_HN = np.maximum(head_logprobs_HN, np.float32(-_LARGEST_FEATURE))
     found_FN[1], found_FN[2], found_FN[3] = seen_HN[0], seen_HN[head // 2], seen_HN[-1]
     np.divide(np.add.reduce(seen_HN), np.float32(head), out=found_FN[4])
     return found_FN
@@ -110,6 +111,13 @@ class Predictor:
         inverse = np.linalg.inv(np.eye(len(weights)) - weights[:, width:])
         solved = np.hstack([inverse @ weights[:, :width], inverse * steps(self.knots)])
         return np.ascontiguousarray(solved[np.argsort(order(self.knots))], np.float32)
+
+    @property
+    def largest(self) -> float:
+        """The size that no number exceeds, whatever is stored; not finite where the weights are too large for fp32."""
+        width = self.weights.shape[1] - len(self.weights)
+        bounds = [_LARGEST_FEATURE] * width + [_LARGEST + 2] * len(self.weights)
+        return float((np.abs(self._solved).astype(np.float64) @ bounds).max())
 
     def decode(self, features_FN: np.ndarray, codes_MN: np.ndarray) -> np.ndarray:
         """L at the knots, slopes, mean and deviation [M, N] fp32, in this order."""

@@ -3,22 +3,41 @@
 `settings.json`, written first, states what was asked for; shards carry its digest, so that a resume never
 mixes two caches. `manifest.json`, written last and sealed by its own digest, repeats the settings and adds
 digests of every shard, the index and the tokenizer files, the measured fidelity, and bytes a token. Every
-reader starts at it.
+reader starts at it. Both may have come from elsewhere, sealed by whoever made them: what is read is typed, and numbers
+that lead to memory or to paths are checked against each other.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, NamedTuple, TypedDict
+
+from msgspec import Meta
 
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.files import canonical_json, file_digest, json_digest, read_sealed, sealed
+from kdtrain.cache.shard_reader import check_content
 from kdtrain.errors import UsageError, writing
+from kdtrain.files import (
+    LARGE,
+    canonical_json,
+    file_digest,
+    json_digest,
+    publish_json,
+    read_sealed,
+    read_text,
+    refuse_links,
+    sealed,
+    set_aside,
+    typed,
+)
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +46,9 @@ class CacheSettings:
 
     codec: CodecSpec
     """How a distribution is kept; its vocab_size is the teacher's (output head, padding included)."""
-    seq_len: int
+    seq_len: Annotated[int, Meta(ge=1, lt=2**31)]
     """Positions a sequence, T; a row holds T + 1 tokens."""
-    tokenizer_size: int
+    tokenizer_size: Count
     """Number of entries of the tokenizer; at most codec.vocab_size."""
     tokenizer_digest: str | None = None
     """See `tokenizer_digest`."""
@@ -41,7 +60,7 @@ class CacheSettings:
     """Packed documents do not see each other; the student follows it."""
     seed: int = 0
     """Of the draws."""
-    sequences_per_shard: int = 512
+    sequences_per_shard: Annotated[int, Meta(ge=1, lt=2**31)] = 512
     """S: shard s holds the sequences [s*S, (s+1)*S)."""
     sequences: dict[str, int | None] = field(default_factory=dict)
     """Limit by split; None or no entry: all there are."""
@@ -58,14 +77,60 @@ class CacheSettings:
         return json.loads(canonical_json({"format_version": layout.FORMAT_VERSION, **record}))
 
     @classmethod
-    def from_json(cls, record: dict[str, Any]) -> CacheSettings:
-        """The inverse of `to_json`; keys of others are ignored."""
-        known = {f.name: record[f.name] for f in fields(cls)}
-        return cls(**{**known, "codec": CodecSpec.from_json(record["codec"])})
+    def from_json(cls, record: dict[str, Any]) -> "CacheSettings":
+        """The inverse of `to_json`; other keys are ignored. ValueError: a key that does not fit."""
+        return typed(record, cls)
 
     def digest(self) -> str:
         """SHA-256 over `to_json`; each shard carries it."""
         return json_digest(self.to_json())
+
+
+class ShardRecord(TypedDict):
+    """A shard in the manifest."""
+
+    name: Annotated[str, Meta(pattern=f"^{layout.SHARD_NAME.pattern}$")]
+    sequences: Count
+    sha256: Digest
+    bytes: Count
+
+
+class SplitRecord(TypedDict):
+    """A split in the manifest."""
+
+    sequences: Count
+    broken: Count
+    """Sequences that the teacher had no numbers for."""
+    tokens_sha256: Digest
+    """Of all tokens, as little-endian uint32."""
+    shards: Annotated[list[ShardRecord], Meta(min_length=1)]
+
+
+class Sidecar(TypedDict):
+    """What stands beside a shard."""
+
+    name: str
+    split: str
+    first_sequence: Count
+    sequences: Count
+    sha256: Digest
+    bytes: Count
+    stored: dict[str, Count]
+    """Bytes by data set."""
+    broken: list[str]
+    """Sequences that the teacher had no numbers for, as SPLIT and number."""
+    rows_sha256: Digest
+    settings_sha256: Digest
+
+
+class TemperatureRange(TypedDict):
+    """The temperatures at which a cache is right."""
+
+    min: Annotated[float, Meta(gt=0)]
+    max: float
+    worst_error: float
+    """Of log Z, nats."""
+    rule: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +138,15 @@ class Manifest:
     """A finished cache, as its manifest states it."""
 
     settings: CacheSettings
-    splits: dict[str, dict[str, Any]]
-    """By split: sequences, tokens_sha256 (little-endian uint32), shards (name, sequences, sha256, bytes)."""
+    splits: dict[str, SplitRecord]
     fidelity: dict[str, Any] | None
     """See `fidelity.measure`; None for the codec `tokens`."""
-    temperature_range: dict[str, Any] | None
-    """min, max, worst_error (nats), rule: where log Z of the cache is right."""
+    temperature_range: TemperatureRange | None
+    """None for the codec `tokens`."""
     bytes_per_token: dict[str, float]
     """On disk by data set, `overhead` (HDF5's own) and `total`."""
-    index_sha256: str
-    tokenizer_files: dict[str, str]
+    index_sha256: Digest
+    tokenizer_files: dict[str, Digest]
     """SHA-256 by file name."""
     versions: dict[str, str]
     """kdtrain and the libraries it was built with."""
@@ -105,29 +169,47 @@ class Manifest:
         return sealed({**self.settings.to_json(), **own})
 
     @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Manifest:
-        """The inverse of `to_json`."""
-        own = {f.name: record[f.name] for f in fields(cls) if f.name != "settings"}
-        for shard in (shard for split in own["splits"].values() for shard in split["shards"]):
-            if not layout.SHARD_NAME.fullmatch(shard["name"]):
-                raise ValueError(f"'{shard['name']}' is no name of a shard")
-        return cls(settings=CacheSettings.from_json(record), **own)
+    def from_json(cls, record: dict[str, Any]) -> "Manifest":
+        """The inverse of `to_json`. ValueError: a key that does not fit, or numbers that contradict each other."""
+        manifest = typed({**record, "settings": record}, cls)
+        for split, stated in manifest.splits.items():
+            _refuse_contradictions(split, stated, manifest.settings.sequences_per_shard)
+        for name in manifest.tokenizer_files:
+            if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
+                raise ValueError(f"tokenizer_files: '{name}' is not a name inside the folder")
+        span = manifest.temperature_range
+        if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
+            raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
+        return manifest
+
+
+def _refuse_contradictions(split: str, stated: SplitRecord, per_shard: int) -> None:
+    """A read looks for sequence i in shard i // per_shard, so that every shard but the last must be full."""
+    counts = [shard["sequences"] for shard in stated["shards"]]
+    full = all(count == per_shard for count in counts[:-1]) and 1 <= counts[-1] <= per_shard
+    if split not in layout.SPLITS or not full or sum(counts) != stated["sequences"]:
+        raise ValueError(f"splits.{split}: its shards do not make up {stated['sequences']} sequences")
+    for number, shard in enumerate(stated["shards"]):
+        if shard["name"] != layout.shard_name(split, number):
+            raise ValueError(f"splits.{split}: '{shard['name']}' is not the name of shard {number}")
 
 
 def read_manifest(folder: Path | str) -> Manifest:
     """The manifest of a finished cache. UsageError: none there, unfinished, altered, unknown version."""
     folder = Path(folder)
     path = folder / layout.MANIFEST
-    if not path.is_file():
+    if not path.exists():
         if (folder / layout.SETTINGS).exists() or (folder / layout.SHARDS).exists():
             raise UsageError(f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it")
         raise UsageError(f"{folder} holds no cache (no {layout.MANIFEST}); make one with kdtrain cache-teacher")
     try:
-        record = read_sealed(path)
+        record = read_sealed(path, LARGE)
         version = record.get("format_version")
         if version == layout.FORMAT_VERSION:
             return Manifest.from_json(record)
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; make it readable") from error
+    except ValueError as error:
         raise UsageError(
             f"{path} was altered or damaged ({error}): kdtrain verify {folder} --repair, then cache-teacher"
         ) from error
@@ -136,17 +218,18 @@ def read_manifest(folder: Path | str) -> Manifest:
 
 
 class Problem(NamedTuple):
-    """Something that is not as it was written; `shard` is the name of the shard to drop, if it is one."""
+    """Something that is not as it was written."""
 
     text: str
-    shard: str | None = None
+    aside: str | None = None
+    """The damaged file or folder, relative to the cache; empty: it is missing; None: it cannot be read now."""
 
 
-def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
-    """The sealed record of a shard. ValueError or OSError: there is none that can be trusted."""
-    record = read_sealed(layout.sidecar_path(folder, name))
-    if record.get("name") != name:
-        raise ValueError(f"it belongs to shard {record.get('name')}")
+def read_sidecar(folder: Path, name: str) -> Sidecar:
+    """The sealed record of a shard. OSError: it cannot be read. ValueError: it is not to be trusted."""
+    record = typed(read_sealed(layout.sidecar_path(folder, name)), Sidecar)
+    if record["name"] != name:
+        raise ValueError(f"it belongs to shard {record['name']}")
     return record
 
 
@@ -161,80 +244,118 @@ def check_sizes(folder: Path | str, manifest: Manifest) -> None:
     if found:
         more = f" (and {len(found) - 1} more shards)" if len(found) > 1 else ""
         command = "command" if manifest.codec.kind == "tokens" else "cache-teacher command"
-        raise UsageError(f"{found[0]}{more}: run kdtrain verify {folder} --repair, then the same {command} again")
+        raise UsageError(f"{found[0].text}{more}: run kdtrain verify {folder} --repair, then the same {command} again")
 
 
-def shard_problem(folder: Path, record: dict[str, Any], *, digest: bool = True) -> str | None:
-    """What is wrong with the shard that `record` (name, bytes, sha256) describes; None: nothing.
+def shard_problem(folder: Path, record: ShardRecord | Sidecar, *, digest: bool = True) -> Problem | None:
+    """What is wrong with the shard that `record` describes; None: nothing.
 
     digest: whether the SHA-256 is compared, for which all of it is read.
     """
     path = layout.shard_path(folder, record["name"])
-    if not path.is_file():
-        return f"{path}: is missing"
-    if path.stat().st_size != record["bytes"]:
-        return f"{path}: has {path.stat().st_size} bytes instead of {record['bytes']}"
-    if digest and file_digest(path) != record["sha256"]:
-        return f"{path}: its content changed (SHA-256 differs)"
+    aside = f"{layout.SHARDS}/{path.name}"
+    try:
+        found = path.stat().st_size
+        if found != record["bytes"]:
+            return Problem(f"{path}: has {found} bytes instead of {record['bytes']}", aside)
+        if digest and file_digest(path) != record["sha256"]:
+            return Problem(f"{path}: its content changed (SHA-256 differs)", aside)
+    except (OSError, ValueError) as error:
+        return _unreadable(path, error, aside)
     return None
 
 
-def _sidecar_problems(folder: Path, name: str, stated: dict[str, Any] | None) -> Iterator[Problem]:
+def _unreadable(path: Path, error: OSError | ValueError, aside: str) -> Problem:
+    """A file that is missing or that the system does not give us now is not damaged: nothing is moved for it."""
+    if isinstance(error, FileNotFoundError):
+        return Problem(f"{path}: is missing", "")
+    if isinstance(error, OSError):
+        return Problem(f"{path}: cannot be read ({error.strerror}); make it readable")
+    return Problem(f"{path}: {error}", aside)
+
+
+def _sidecar_problems(folder: Path, name: str, stated: ShardRecord | None) -> Iterator[Problem]:
     path = layout.sidecar_path(folder, name)
+    aside = f"{layout.SHARDS}/{path.name}"
+    record: ShardRecord | Sidecar | None = stated
     try:
-        record = read_sidecar(folder, name)
+        sidecar = read_sidecar(folder, name)
+        record = stated or sidecar
+        if stated and any(sidecar[key] != value for key, value in stated.items()):  # type: ignore[literal-required]
+            yield Problem(f"{path}: does not describe the shard that the manifest names", aside)
     except (OSError, ValueError) as error:
-        reason = "is missing" if isinstance(error, FileNotFoundError) else str(error)
-        yield Problem(f"{path}: {reason}", name)
-        record = stated or {}
-    if stated and any(record.get(key) != value for key, value in stated.items()):
-        yield Problem(f"{path}: does not describe the shard that the manifest names", name)
-    if (stated or record) and (problem := shard_problem(folder, stated or record)):
-        yield Problem(problem, name)
+        yield _unreadable(path, error, aside)
+    if record and (problem := shard_problem(folder, record)):
+        yield problem
 
 
 def _file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
     expected = {layout.INDEX: manifest.index_sha256}
     expected |= {f"{layout.TOKENIZER}/{name}": digest for name, digest in manifest.tokenizer_files.items()}
     for name, digest in expected.items():
-        path = folder / name
-        if not path.is_file():
-            yield Problem(f"{path}: is missing")
-        elif file_digest(path) != digest:
-            yield Problem(f"{path}: its content changed (SHA-256 differs)")
+        path, aside = folder / name, name.split("/", 1)[0]
+        try:
+            if file_digest(path) != digest:
+                yield Problem(f"{path}: its content changed (SHA-256 differs)", aside)
+        except (OSError, ValueError) as error:
+            problem = _unreadable(path, error, aside)
+            # A tokenizer folder that lacks a file is damaged as a whole; the index is made again in any case.
+            missing = isinstance(error, FileNotFoundError) and aside == layout.TOKENIZER and (folder / aside).exists()
+            yield problem._replace(aside=aside) if missing else problem
 
 
-def _settings_problems(folder: Path, digest: str | None) -> Iterator[Problem]:
+def _settings_problem(folder: Path, digest: str | None) -> Problem | None:
     path = folder / layout.SETTINGS
     try:
-        changed = digest not in (None, CacheSettings.from_json(read_sealed(path)).digest())
-        if changed:
-            yield Problem(f"{path}: does not state what the manifest states")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        yield Problem(f"{path}: {'is missing' if isinstance(error, FileNotFoundError) else error}")
+        found = CacheSettings.from_json(read_sealed(path)).digest()
+    except (OSError, ValueError) as error:
+        return _unreadable(path, error, layout.SETTINGS)
+    if digest in (None, found):
+        return None
+    return Problem(f"{path}: does not state what the manifest states", layout.SETTINGS)
 
 
 def _problems(folder: Path) -> Iterator[Problem]:
     try:
         manifest = read_manifest(folder)
     except UsageError as error:
-        if not (folder / layout.SHARDS).is_dir():
-            raise
-        yield Problem(str(error))
-        yield from _settings_problems(folder, None)
-        names = {path.stem for path in (folder / layout.SHARDS).iterdir() if path.suffix in (".h5", ".json")}
+        finished, damaged = os.path.lexists(folder / layout.MANIFEST), isinstance(error.__cause__, ValueError)
+        if not (folder / layout.SHARDS).is_dir() or (finished and not error.__cause__):
+            raise  # not a cache, or one of another version
+        yield Problem(str(error), layout.MANIFEST if damaged else None)
+        if problem := _settings_problem(folder, None):
+            yield problem
+        names = {path.stem for path in (folder / layout.SHARDS).iterdir() if layout.is_shard_file(path.name)}
         for name in sorted(names):
             yield from _sidecar_problems(folder, name, None)
         return
-    yield from _settings_problems(folder, manifest.settings.digest())
+    if problem := _settings_problem(folder, manifest.settings.digest()):
+        yield problem
     yield from _file_problems(folder, manifest)
-    for split in manifest.splits.values():
-        for stated in split["shards"]:
-            yield from _sidecar_problems(folder, stated["name"], stated)
+    settings = manifest.settings
+    for split, summary in manifest.splits.items():
+        for number, stated in enumerate(summary["shards"]):
+            found = list(_sidecar_problems(folder, stated["name"], stated))
+            yield from found
+            if not found and (problem := _content_problem(folder, settings, split, number, stated)):
+                yield problem
+
+
+def _content_problem(
+    folder: Path, settings: CacheSettings, split: str, number: int, stated: ShardRecord
+) -> Problem | None:
+    """What is wrong inside a shard that is as it was written: a stranger may have written it."""
+    path, first = layout.shard_path(folder, stated["name"]), number * settings.sequences_per_shard
+    try:
+        check_content(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
+    except (OSError, ValueError) as error:
+        return _unreadable(path, error, f"{layout.SHARDS}/{path.name}")
+    return None
 
 
 def verify_cache(folder: Path | str) -> list[str]:
-    """Every file of a cache against its digest: one line a problem, empty if all is well; nothing is changed.
+    """Every file of a cache against its digest, and every shard against the format: one line a problem, empty if all
+    is well; nothing is changed.
 
     An unfinished cache is a problem too. UsageError: there is no cache at `folder`.
     """
@@ -242,26 +363,44 @@ def verify_cache(folder: Path | str) -> list[str]:
 
 
 def repair(folder: Path | str) -> list[str]:
-    """Drop what `verify_cache` finds bad, so that the same cache-teacher command builds it again; the files that
-    were there and are gone, manifest and index among them.
+    """Move aside what `verify_cache` finds damaged, so that the same cache-teacher command builds it again; the new
+    paths of what was moved. Nothing is deleted.
 
-    A sound cache is left as it is. RunError: the folder cannot be written.
+    A sound cache is left as it is, and so is what cannot be read. UsageError: nothing in the folder proves that kdtrain
+    wrote it, or there is a link in it. RunError: the folder cannot be written.
     """
     folder = Path(folder)
+    refuse_links(folder)
     problems = list(_problems(folder))
-    dropped = [folder / layout.MANIFEST, folder / layout.INDEX] if problems else []
-    for problem in problems:
-        if problem.shard:
-            dropped += [layout.shard_path(folder, problem.shard), layout.sidecar_path(folder, problem.shard)]
-        elif problem.text.startswith(f"{folder / layout.SETTINGS}:"):
-            dropped.append(folder / layout.SETTINGS)
-        elif problem.text.startswith(f"{folder / layout.TOKENIZER}/"):
-            dropped += [path for path in (folder / layout.TOKENIZER).rglob("*") if path.is_file()]
-    gone = [path for path in dict.fromkeys(dropped) if path.exists()]
-    for path in gone:
-        with writing(path):
-            path.unlink()
-    return [str(path) for path in gone]
+    if all(problem.aside is None for problem in problems):
+        return []
+    settings = _sealed_settings(folder)
+    names = [problem.aside for problem in problems if problem.aside]
+    # Both are made again at the end of a build; a manifest that stays would call the cache finished.
+    names += [name for name in (layout.MANIFEST, layout.INDEX) if os.path.lexists(folder / name)]
+    with writing(folder):
+        if layout.SETTINGS in names:
+            names.remove(layout.SETTINGS)
+            moved = [set_aside(folder, layout.SETTINGS, "damaged")]
+        else:
+            moved = []
+        if not (folder / layout.SETTINGS).exists():
+            publish_json(folder / layout.SETTINGS, settings.to_json(), "cache.settings")
+        moved += [set_aside(folder, name, "damaged") for name in dict.fromkeys(names)]
+    return [str(path) for path in moved]
+
+
+def _sealed_settings(folder: Path) -> CacheSettings:
+    """The settings of a cache by whichever of its two seals holds. UsageError: neither does."""
+    for name in (layout.MANIFEST, layout.SETTINGS):
+        try:
+            return CacheSettings.from_json(read_sealed(folder / name, LARGE))
+        except (OSError, ValueError):
+            continue
+    raise UsageError(
+        f"neither {layout.MANIFEST} nor {layout.SETTINGS} of {folder} proves that kdtrain wrote it, and nothing was "
+        "changed; move the folder away and build the cache again"
+    )
 
 
 def check_student(manifest: Manifest, vocab_size: int) -> None:
@@ -300,7 +439,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
         path = Path(tokenizer) / "tokenizer.json"
         if not path.is_file():
             raise UsageError(f"{path} is missing; the folder must hold a fast tokenizer")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = read_text(path, LARGE)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read: {error}") from error
     else:
         text = tokenizer.backend_tokenizer.to_str()
     content = json.loads(text)

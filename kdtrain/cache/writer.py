@@ -1,9 +1,10 @@
 """Building a cache: rows through the teacher into shards, each complete or absent.
 
 A cache is built in this order: settings.json; per shard the HDF5 file, then its sidecar; at the end
-index.h5 and the manifest. Each is written as .tmp, flushed, renamed. A killed build loses the shard in
-work: started again, it passes over each shard whose sidecar, size and digest are right and whose tokens are
-those of today's rows. A thread encodes and writes one batch while the teacher works on the next.
+index.h5 and the manifest. Each is written under a hidden name, flushed, renamed. A killed build loses the shard in
+work: started again, it keeps each shard whose sidecar, size and digest are right and whose tokens are those of
+today's rows. What stands in the place of a shard and is not vouched for by its sidecar is moved aside. A thread
+encodes and writes one batch while the teacher works on the next.
 
 A sequence for which the teacher gives a logit that is no number is kept with its loss masked out, and
 counted; more than one in a thousand of them stop the build.
@@ -16,8 +17,10 @@ logits of two batches live at once; shards that other ranks build are read from 
 
 import hashlib
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,21 +33,24 @@ from torch import Tensor
 from kdtrain import __version__, faults
 from kdtrain.cache import fidelity, layout, topk
 from kdtrain.cache.beside import Beside
+from kdtrain.cache.checks import check_structure
 from kdtrain.cache.claim import enter
 from kdtrain.cache.codec import encode_sequences
-from kdtrain.cache.files import PUBLISH_POINTS, file_digest, publish_json, published
 from kdtrain.cache.provenance import (
     CacheSettings,
     Manifest,
+    Sidecar,
+    SplitRecord,
     read_manifest,
     read_sidecar,
     shard_problem,
 )
 from kdtrain.cache.ranks import Alone, Ranks, Rounds, Teacher
-from kdtrain.cache.reader import Shard, batch_of
 from kdtrain.cache.rows import Row, Rows, shards_of
 from kdtrain.cache.shard import ShardWriter
+from kdtrain.cache.shard_reader import Shard, batch_of, naming
 from kdtrain.errors import RunError, UsageError, writing
+from kdtrain.files import PUBLISH_POINTS, file_digest, publish_json, published, read_sealed, set_aside
 
 Progress = Callable[[int, int | None], None]
 """(sequences done so far, how many in all or None)."""
@@ -126,7 +132,7 @@ class CacheWriter:
         return number * self.settings.sequences_per_shard, name, part, digest
 
     def _build_or_keep(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
-        if record := self._built(name, digest):
+        if record := self._built(split, first, name, part, digest):
             self._broken += record["broken"]
             self._rounds.done += len(part.tokens)
             self._rounds.broken = len(self._broken)
@@ -142,13 +148,35 @@ class CacheWriter:
                 f"{self.settings.vocab_size}: use the teacher's own tokenizer"
             )
 
-    def _built(self, name: str, digest: str) -> dict[str, Any] | None:
+    def _built(self, split: str, first: int, name: str, part: Rows, digest: str) -> Sidecar | None:
+        """The record of a shard that need not be built. RunError: what is there cannot be read."""
+        record = self._vouched(name)
+        if record is None or not self._is_of(record, digest):
+            return None
+        path, settings = layout.shard_path(self.folder, name), self.settings
+        try:
+            check_structure(path, settings.codec, settings.seq_len, split, first, len(part.tokens))
+        except ValueError:
+            return None
+        return record
+
+    def _vouched(self, name: str) -> Sidecar | None:
+        """The record of a shard that is as it was written; None where there is none, or it is damaged."""
         try:
             record = read_sidecar(self.folder, name)
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return None
-        same = record["rows_sha256"] == digest and record["settings_sha256"] == self.settings.digest()
-        return record if same and shard_problem(self.folder, record) is None else None
+        except OSError as error:
+            path = layout.sidecar_path(self.folder, name)
+            raise RunError(f"{path} cannot be read: {error.strerror}; make it readable") from error
+        problem = shard_problem(self.folder, record)
+        if problem is not None and problem.aside is None:
+            raise RunError(problem.text)
+        return record if problem is None else None
+
+    def _is_of(self, record: Sidecar, digest: str) -> bool:
+        """Whether a shard is of today's rows and settings."""
+        return record["rows_sha256"] == digest and record["settings_sha256"] == self.settings.digest()
 
     def _build_shard(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
         number, spec = len(part.tokens), self.settings.codec
@@ -159,7 +187,8 @@ class CacheWriter:
                 self._fill(shard, split, first, part)
                 stored = shard.finish()
                 faults.point("cache.shard.before-close")
-            record = {"sha256": file_digest(temporary), "bytes": temporary.stat().st_size}
+            record: dict[str, Any] = {"sha256": file_digest(temporary), "bytes": temporary.stat().st_size}
+            self._make_way(name, record["sha256"])
         record |= {
             "name": name,
             "split": split,
@@ -170,6 +199,15 @@ class CacheWriter:
         }
         record |= {"rows_sha256": digest, "settings_sha256": self.settings.digest()}
         publish_json(layout.sidecar_path(self.folder, name), record, "cache.sidecar")
+
+    def _make_way(self, name: str, digest: str) -> None:
+        """Move aside what stands where a shard is to be published, unless it is the same or kdtrain's own."""
+        if self._vouched(name) is None:
+            path, sidecar = layout.shard_path(self.folder, name), layout.sidecar_path(self.folder, name)
+            if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or file_digest(path) != digest):
+                set_aside(self.folder, f"{layout.SHARDS}/{path.name}", "damaged")
+            if os.path.lexists(sidecar) and not _is_sealed(sidecar):
+                set_aside(self.folder, f"{layout.SHARDS}/{sidecar.name}", "damaged")
 
     def _fill(self, shard: ShardWriter, split: str, first: int, part: Rows) -> None:
         waiting: tuple[int, Future[None]] | None = None
@@ -262,7 +300,7 @@ class CacheWriter:
         total = sum(record["sequences"] for records in sidecars.values() for record in records)
         self._broken = broken
         self._stop_if_broken(len(broken), total, total)
-        self._remove_strays({record["name"] for records in sidecars.values() for record in records})
+        self._set_strays_aside({record["name"] for records in sidecars.values() for record in records})
         measured, span = self._measure()
         index, spec, length = self.folder / layout.INDEX, self.settings.codec, self.settings.seq_len
         with published(index, "cache.index") as temporary:
@@ -274,7 +312,7 @@ class CacheWriter:
             settings=self.settings,
             splits={split: self._summary(split, records) for split, records in sidecars.items()},
             fidelity=measured,
-            temperature_range=span,
+            temperature_range=span,  # type: ignore[arg-type]
             bytes_per_token=_bytes_per_token([r for records in sidecars.values() for r in records], length),
             index_sha256=file_digest(index),
             tokenizer_files={path.relative_to(tokenizer).as_posix(): file_digest(path) for path in files},
@@ -285,31 +323,37 @@ class CacheWriter:
         self.close()
         return self.manifest
 
-    def _sidecar(self, name: str, sequences: int, digest: str) -> dict[str, Any]:
+    def _sidecar(self, name: str, sequences: int, digest: str) -> Sidecar:
         try:
             record = read_sidecar(self.folder, name)
         except (OSError, ValueError) as error:
             path = layout.sidecar_path(self.folder, name)
             raise RunError(f"{path} is not there or damaged ({error}); run the same command again") from error
-        if record["rows_sha256"] != digest or record["settings_sha256"] != self.settings.digest():
+        if not self._is_of(record, digest):
             raise RunError(f"the shard {name} of {self.folder} is of other data; run the same command again")
         return record
 
-    def _remove_strays(self, names: set[str]) -> None:
-        """Shards beyond the last, from data that was longer once, and half-written files."""
+    def _set_strays_aside(self, names: set[str]) -> None:
+        """Move shards beyond the last out of the way, which are from data that was longer once."""
         with writing(self.folder / layout.SHARDS):
-            for path in (self.folder / layout.SHARDS).iterdir():
-                left = path.suffix == ".tmp" or path.stem not in names
-                if left and layout.is_shard_file(path.name):
-                    path.unlink()
+            for path in sorted((self.folder / layout.SHARDS).iterdir()):
+                if path.stem not in names and layout.is_shard_file(path.name):
+                    set_aside(self.folder, f"{layout.SHARDS}/{path.name}", "left")
 
-    def _summary(self, split: str, records: list[dict[str, Any]]) -> dict[str, Any]:
-        keys = ("name", "sequences", "sha256", "bytes")
+    def _summary(self, split: str, records: list[Sidecar]) -> SplitRecord:
         return {
             "sequences": sum(record["sequences"] for record in records),
             "broken": sum(len(record["broken"]) for record in records),
             "tokens_sha256": self._tokens[split].hexdigest(),
-            "shards": [{key: record[key] for key in keys} for record in records],
+            "shards": [
+                {
+                    "name": record["name"],
+                    "sequences": record["sequences"],
+                    "sha256": record["sha256"],
+                    "bytes": record["bytes"],
+                }
+                for record in records
+            ],
         }
 
     def _measure(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -319,9 +363,9 @@ class CacheWriter:
         name, sequences, _ = self._splits[split][0]
         spec, length = self.settings.codec, self.settings.seq_len
         number, positions = fidelity.sample_size(sequences, length, spec.vocab_size)
-        shard = Shard(layout.shard_path(self.folder, name), spec)
-        batch = batch_of([shard.read(np.arange(number))], spec)
-        shard.close()
+        path = layout.shard_path(self.folder, name)
+        with naming(path), closing(Shard(path, spec)) as shard:
+            batch = batch_of([shard.read(np.arange(number), checked=False)], spec)
         masked = self.settings.document_mask
         asked = self._rounds.ask if self._rounds.sharded else self.teacher
         found, span = fidelity.measure(batch, asked, document_mask=masked, positions=positions)
@@ -348,7 +392,14 @@ def write_cache(
         writer.close()
 
 
-def _bytes_per_token(records: list[dict[str, Any]], seq_len: int) -> dict[str, float]:
+def _is_sealed(path: Path) -> bool:
+    try:
+        return bool(read_sealed(path))
+    except ValueError:
+        return False
+
+
+def _bytes_per_token(records: list[Sidecar], seq_len: int) -> dict[str, float]:
     tokens = sum(record["sequences"] for record in records) * seq_len
     names = list(records[0]["stored"])
     by_name = {name: sum(record["stored"][name] for record in records) / tokens for name in names}

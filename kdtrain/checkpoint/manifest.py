@@ -8,13 +8,30 @@ that is no tensor) and the safetensors files of `shards.py`.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, TypedDict
+
+from msgspec import Meta
 
 from kdtrain.checkpoint import shards, tiers
+from kdtrain.files import file_digest, parse_json, read_json, read_text, typed
 
 MANIFEST, STATE = "manifest.json", "state.json"
 VERSION = 2
+
+
+_NAME = re.compile(r"state\.json|shard-[0-9]{5}-[0-9]{5}\.safetensors")
+"""What a file of a checkpoint is called: names of a manifest become paths."""
+
+
+class _Record(TypedDict):
+    version: int
+    step: Annotated[int, Meta(ge=0, le=2**62)]
+    rollbacks: Annotated[int, Meta(ge=0, le=2**62)]
+    files: dict[str, tuple[Annotated[int, Meta(ge=0)], str]]
+    digest: str
 
 
 def seal(step: int, rollbacks: int, files: Mapping[str, tuple[int, str]]) -> str:
@@ -31,30 +48,46 @@ def problem(path: Path, digests: bool = True) -> str | None:
     `digests=False` looks at names and sizes only, which costs nothing.
     """
     try:
-        text = (path / MANIFEST).read_text(encoding="utf-8")
-        manifest = json.loads(text)
-        if manifest["version"] != VERSION:
-            return f"its format is version {manifest['version']!r}, and this kdtrain reads version {VERSION}"
-        files: dict[str, tuple[int, str]] = manifest["files"]
-        if text != seal(manifest["step"], manifest["rollbacks"], files):
-            return f"{MANIFEST} does not match its own digest"
-        for name in [*sorted(files.keys() - {STATE}), STATE]:
-            size, digest = files[name]
-            if (wrong := _file_problem(path / name, size, digest, digests)) is not None:
-                return f"{name} {wrong}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else type(error).__name__
-        return f"{MANIFEST} cannot be read ({reason})"
+        files = _files(path)
+    except OSError as error:
+        return f"{MANIFEST} cannot be read ({error.strerror})"
+    except ValueError as error:
+        return f"{MANIFEST}: {error}"
+    for name in [*sorted(files.keys() - {STATE}), STATE]:
+        if (wrong := _file_problem(path / name, *files[name], digests)) is not None:
+            return f"{name} {wrong}"
     unknown = sorted(each.name for each in path.glob(f"*{shards.SUFFIX}") if each.name not in files)
     return f"{unknown[0]} does not belong to it" if unknown else None
+
+
+def sealed_files(path: Path) -> set[str]:
+    """The names that the sealed manifest of a checkpoint vouches for, its own among them; none where it does not."""
+    try:
+        return {MANIFEST, *_files(path)}
+    except (OSError, ValueError):
+        return set()
+
+
+def _files(path: Path) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 by name. OSError: the manifest cannot be read. ValueError: it is not one of this version."""
+    text = read_text(path / MANIFEST)
+    record = parse_json(text)
+    if isinstance(record, dict) and record.get("version", VERSION) != VERSION:
+        raise ValueError(f"its format is version {record['version']!r}, and this kdtrain reads version {VERSION}")
+    record = typed(record, _Record)
+    if text != seal(record["step"], record["rollbacks"], record["files"]):
+        raise ValueError("it does not match its own digest")
+    if STATE not in record["files"] or not all(map(_NAME.fullmatch, record["files"])):
+        raise ValueError("it names files that a checkpoint does not have")
+    return record["files"]
 
 
 def entry_of(path: Path, name: str, valid: bool = True) -> tiers.Entry:
     """Where in the run the checkpoint `path` was taken: by its manifest, or by its name where that cannot be read."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        return tiers.Entry(name, int(manifest["step"]), int(manifest["rollbacks"]), valid)
-    except (OSError, ValueError, KeyError, TypeError):
+        manifest = read_json(path / MANIFEST, _Record)
+        return tiers.Entry(name, manifest["step"], manifest["rollbacks"], valid)
+    except (OSError, ValueError):
         return tiers.Entry(name, tiers.step_in(name), 0, valid)
 
 
@@ -70,24 +103,14 @@ def is_checkpoint(path: Path) -> bool:
     return tiers.tier(path.name) != "special" or STATE in inside or shard
 
 
-def sync(path: Path) -> None:
-    """Force a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _file_problem(path: Path, size: int, digest: str, digests: bool) -> str | None:
     try:
         if not path.is_file():
             return "is missing"
         if path.stat().st_size != size:
             return f"has {path.stat().st_size} bytes instead of {size}"
-        with open(path, "rb") as file:
-            if digests and hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                return "does not match its SHA-256"
+        if digests and file_digest(path) != digest:
+            return "does not match its SHA-256"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder of safetensors files (`shards.py`), `state.json` and a sealed `manifest.json` (`manifest.py`).
 It is written under a hidden name, flushed to the disk, and renamed into place, so that a published one is complete;
-what does not match its manifest is named and passed over, and never deleted. `latest` and `best` are symbolic links,
-replaced atomically. Nothing is ever unpickled.
+what does not match its manifest, or holds a file that its manifest does not name, is never deleted. `latest` and `best`
+are symbolic links, replaced atomically. Nothing is ever unpickled.
 
 A second name for the same state (`epoch-0001` beside `step-00000250`) costs no space, because its files are hard
 links; what damages one then damages both. One process writes a folder at a time.
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,24 @@ import torch
 
 from kdtrain import faults
 from kdtrain.checkpoint import shards, tiers
-from kdtrain.checkpoint.manifest import MANIFEST, STATE, entry_of, is_checkpoint, problem, seal, sync
+from kdtrain.checkpoint.manifest import MANIFEST, STATE, entry_of, is_checkpoint, problem, seal, sealed_files
 from kdtrain.errors import RunError, UsageError
+from kdtrain.files import (
+    LARGE,
+    fsync,
+    point_link,
+    read_json,
+    remove_folder,
+    remove_link,
+    set_aside,
+    swap_in,
+    sweep,
+    temporary_name,
+)
 from kdtrain.parallel.world import is_main, of_all, on_main
 
-_REPLACED = ".replaced"
+_REPLACED = ".replaced-1"
+"""What the older of two checkpoints of one name bears between the two renames of a save."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,7 @@ class Store:
         self.words = words
         self.keep = tiers.Keep(keep_rolling, keep_epochs, keep_special)
         self._whole: dict[str, object] = {}
+        self._changing = threading.RLock()  # the thread that saves sweeps, the one that trains makes links
 
     def save(
         self, name: str, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], rollbacks: int = 0
@@ -75,21 +90,20 @@ class Store:
         Raises:
             RunError: the disk is full or cannot be written; names the entry. What was published before is intact.
         """
-        final, hidden = self._places(name)
 
         def finish() -> None:
             files[STATE] = _write(hidden / STATE, json.dumps(state, indent=1))
             faults.point("checkpoint.before-manifest")
             _write(hidden / MANIFEST, seal(step, rollbacks, files))
-            self._rename(name)
-            self._whole[name] = _fingerprint(final)
+            self._publish(hidden, name)
+            self._whole[name] = _fingerprint(self.folder / name)
             self.link("latest", name)
 
         with self._cleaning(name):
-            on_main(lambda: self._prepare(name), self.words)
+            hidden = Path(on_main(lambda: str(self._prepare(name)), self.words))
             files = shards.write(hidden, tensors, self.words)
             on_main(finish, self.words)
-        return final
+        return self.folder / name
 
     def copy(self, name: str, to: str) -> Path:
         """Publish the checkpoint `name` under a second name, by hard links where the disk has them.
@@ -99,31 +113,28 @@ class Store:
         """
         assert name != to
         source = self.path(name)
-        final, hidden = self._places(to)
         with self._cleaning(to):
-            self._prepare(to)
-            for file in sorted(source.iterdir()):
-                _link_or_copy(file, hidden / file.name)
-            self._rename(to)
-        return final
+            hidden = self._prepare(to)
+            for file in sorted(sealed_files(source)):
+                _link_or_copy(source / file, hidden / file)
+            self._publish(hidden, to)
+        return self.folder / to
 
     def link(self, name: str, target: str) -> None:
         """Point the link `name` (latest, best) at the checkpoint `target`, atomically."""
         faults.point("checkpoint.before-link")
-        hidden = self.folder / f".{name}.tmp"
-        hidden.unlink(missing_ok=True)
-        hidden.symlink_to(target)
-        os.replace(hidden, self.folder / name)
-        sync(self.folder)
+        with self._changing:
+            point_link(self.folder / name, target)
 
-    def unlink(self, name: str) -> None:
+    def remove_link(self, name: str) -> None:
         """Remove the link `name`, if it is there."""
-        (self.folder / name).unlink(missing_ok=True)
+        remove_link(self.folder / name)
 
     def linked(self, name: str) -> str | None:
-        """The checkpoint that the link `name` points at, whether it is there or not."""
+        """The checkpoint that the link `name` points at, whether it is there or not; None where it leads elsewhere."""
         link = self.folder / name
-        return os.readlink(link) if link.is_symlink() else None
+        target = os.readlink(link) if link.is_symlink() else None
+        return None if target is None or os.sep in target or target.startswith(".") else target
 
     def path(self, name: str) -> Path:
         """The folder of a checkpoint; where a kill came between the two renames of a save, the older one's."""
@@ -197,18 +208,13 @@ class Store:
         if not tiers.removable(self.entries(), self.keep, kept):
             return []
         # sizes cannot tell a flipped bit: before anything is removed, what is to remain in its place is read once
-        removed = tiers.removable(self.entries(self._is_whole), self.keep, kept)
-        for name in removed:
-            self.remove(name)
-        return removed
+        return [name for name in tiers.removable(self.entries(self._is_whole), self.keep, kept) if self.remove(name)]
 
-    def remove(self, name: str) -> None:
-        """Remove a checkpoint that is there."""
-        hidden = self.folder / f".{name}.removed"
-        os.rename(self.folder / name, hidden)  # a kill while its files go must not leave half a checkpoint
-        faults.point("checkpoint.pruning")
-        shutil.rmtree(hidden)
+    def remove(self, name: str) -> bool:
+        """Remove a checkpoint that is there; False: it holds what its manifest does not name, and stays."""
+        path = self.folder / name
         self._whole.pop(name, None)
+        return remove_folder(path, sealed_files(path), "checkpoint.pruning")
 
     def set_aside_after(self, step: int, rollbacks: int | None = None) -> list[str]:
         """Rename the checkpoints later than `step`, which a run that goes on from there has left; their old names.
@@ -231,57 +237,48 @@ class Store:
         self._set_aside(damaged, "damaged")
         return damaged
 
-    def _places(self, name: str) -> tuple[Path, Path]:
-        """Where a checkpoint is published, and where it is written before."""
-        return self.folder / name, self.folder / f".{name}.tmp"
-
-    def _prepare(self, name: str) -> None:
+    def _prepare(self, name: str) -> Path:
         """Make the hidden folder of a checkpoint to be written."""
         assert tiers.is_name(name), name
         self._settle()
-        self._places(name)[1].mkdir(parents=True)
+        hidden = temporary_name(self.folder / name)
+        hidden.mkdir(parents=True)
+        return hidden
 
-    def _rename(self, name: str) -> None:
+    def _publish(self, hidden: Path, name: str) -> None:
         """Give a hidden folder that is complete its name."""
-        final, hidden = self._places(name)
-        sync(hidden)
-        faults.point("checkpoint.before-rename")
+        final = self.folder / name
         if final.exists() and problem(final) is not None:
             self._set_aside([name], "damaged")
-        elif final.exists():
-            os.rename(final, self.folder / f"{name}{_REPLACED}")
-            faults.point("checkpoint.between-renames")
-        os.rename(hidden, final)
-        sync(self.folder)
+        swap_in(hidden, final, "checkpoint", "replaced")
         faults.point("checkpoint.after-rename")
         self._settle()
 
     @contextlib.contextmanager
     def _cleaning(self, name: str) -> Iterator[None]:
         """Leave nothing half written when the disk fails inside, and say so by a `RunError`."""
-        final, hidden = self._places(name)
         try:
             yield
         except (OSError, shards.EntryError) as error:
             if is_main():
-                shutil.rmtree(hidden, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     self._settle()
             raise of_all(
-                RunError(f"checkpoint {final} could not be written: {_cause(error)}; earlier ones are intact")
+                RunError(
+                    f"checkpoint {self.folder / name} could not be written: {_cause(error)}; earlier ones are intact"
+                )
             ) from None
 
     def _settle(self) -> None:
         """Finish what a kill has cut short: a name between two renames, half a folder, a folder half removed."""
-        for replaced in self.folder.glob(f"*{_REPLACED}"):
-            final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
-            if not final.exists():
-                os.rename(replaced, final)
-            else:
-                os.rename(replaced, replaced.with_name(f".{final.name}.removed"))
-        for left in [*self.folder.glob(".*.tmp"), *self.folder.glob(".*.removed")]:
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
+        with self._changing:
+            for replaced in self.folder.glob(f"*{_REPLACED}"):
+                final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+                if not final.exists():
+                    swap_in(replaced, final, "checkpoint.settle")
+                elif not remove_folder(replaced, sealed_files(replaced), "checkpoint.settle.removing"):
+                    set_aside(self.folder, replaced.name, "left")
+            sweep(self.folder)
 
     def _is_whole(self, name: str) -> bool:
         """`problem`, remembered for as long as the files are the same."""
@@ -296,20 +293,14 @@ class Store:
         return True
 
     def _set_aside(self, names: list[str], word: str) -> None:
-        moved = {}
-        for name in names:
-            number = 1
-            while (aside := self.folder / f"{name}.{word}-{number}").exists():
-                number += 1
-            os.rename(self.path(name), aside)
-            moved[name] = aside.name
+        moved = {name: set_aside(self.folder, self.path(name).name, word).name for name in names}
         remaining = self.names()
         for link, target in (
             ("latest", remaining[-1] if remaining else None),
             ("best", moved.get(self.linked("best") or "") if word == "left" else None),
         ):
             if self.linked(link) in moved:
-                self.link(link, target) if target else (self.folder / link).unlink()
+                self.link(link, target) if target else self.remove_link(link)
 
 
 def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
@@ -325,8 +316,7 @@ def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
 
 def read_state(path: Path) -> dict[str, Any]:
     """The numbers, options and digests of a checkpoint that `problem` has found to be whole, without its tensors."""
-    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return state
+    return read_json(path / STATE, dict[str, Any], LARGE)
 
 
 def _write(path: Path, text: str) -> tuple[int, str]:
@@ -347,7 +337,7 @@ def _link_or_copy(source: Path, to: Path) -> None:
         os.link(source, to)
     except OSError:
         shutil.copyfile(source, to)
-        sync(to)
+        fsync(to)
 
 
 def _fingerprint(path: Path) -> object:

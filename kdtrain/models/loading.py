@@ -14,6 +14,7 @@ import copy
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +24,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kdtrain.errors import RunError, UsageError, making, writing
+from kdtrain.files import file_digest, hidden_folder, publish_json, read_sealed, remove_folder, swap_in, typed
 from kdtrain.models.hub import ask, ask_tokenizer, attention_option, hub_options, one_line
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers
 from kdtrain.models.spec import ModelSpec, read_spec
 
+ORIGIN = "kdtrain.json"
+"""Beside an exported model: where it comes from, and the SHA-256 of its files, sealed."""
 _TOKENIZER_FILES = ("*token*", "vocab.*", "merges.txt", "chat_template*", "*.model")
 
 
@@ -120,30 +124,63 @@ def model_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def export_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, *, dtype: str | None = None) -> None:
-    """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load.
+def export_model(
+    model: nn.Module,
+    tokenizer_folder: Path | None,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    origin: Mapping[str, Any] | None = None,
+) -> Path | None:
+    """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and swap it in whole.
 
-    model: a model or a `SplitModel`. dtype: of the weights written; by default the model's own. In a folder
-    that holds a model or a tokenizer already their files are replaced once the new ones are complete, and
-    others, such as a model card, are left. A model made without a tokenizer learns here which token ends a
-    text. Raises `UsageError` for a folder of anything else, `RunError` where the disk does not take it.
+    model: a model or a `SplitModel`; made without a tokenizer, it learns here which token ends a text. dtype: of the
+    weights written; by default the model's own. origin: where it comes from, for `kdtrain.json`, which also seals the
+    digests of all files. A folder that was exported before is replaced; where it holds anything that was not exported,
+    it is moved aside, and its new path returned.
+
+    UsageError: `out` holds what kdtrain did not write. RunError: the disk does not take it.
     """
-    holds_model = any((out / name).is_file() for name in ("config.json", "tokenizer.json"))
+    refuse_foreign(out)
     out = out.resolve()
-    if out.exists() and not holds_model and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: holds something else than a model; choose another folder")
-    partial = out.with_name(out.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    with making(out):
-        partial.mkdir(parents=True)
     try:
-        with writing(out):
+        with making(out), hidden_folder(out) as partial, writing(out):
             _write_model(model, tokenizer_folder, partial, dtype)
-            _move_over(partial, out)
+            digests = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
+            publish_json(partial / ORIGIN, {**(origin or {}), "files": digests}, "export.origin")
+            aside = swap_in(partial, out, "export")
+            removed = aside is not None and remove_folder(aside, _exported(aside), "export.removing")
+            return None if removed else aside
     except SafetensorError as error:
         raise RunError(f"{out}: the weights cannot be written: {one_line(error)}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse_foreign(out: Path) -> None:
+    """Refuse to export into a file, a link, or a folder with anything in it that was not exported (`UsageError`)."""
+    if out.is_symlink():
+        raise UsageError(f"{out} is a link; name the folder itself")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; name a folder")
+    if out.exists() and any(out.iterdir()) and not is_export(out):
+        raise UsageError(f"{out} holds what kdtrain did not write; name another folder")
+
+
+def is_export(folder: Path) -> bool:
+    """Whether `export_model` wrote a folder, whatever has become of its files since: by its sealed `kdtrain.json`."""
+    try:
+        return bool(read_sealed(folder / ORIGIN))
+    except (OSError, ValueError):
+        return False
+
+
+def _exported(folder: Path) -> set[str]:
+    """The names of an export whose files are all as they were written; none where one is not."""
+    try:
+        files = typed(read_sealed(folder / ORIGIN).get("files"), dict[str, str])
+        sound = all(file_digest(folder / name) == digest for name, digest in files.items())
+    except (OSError, ValueError):
+        return set()
+    return {ORIGIN, *files} if sound else set()
 
 
 def _write_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, dtype: str | None) -> None:
@@ -158,19 +195,6 @@ def _write_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, dty
     if dtype is not None:
         whole = copy.deepcopy(whole).to(getattr(torch, dtype))
     whole.save_pretrained(out)
-
-
-def _move_over(partial: Path, out: Path) -> None:
-    if not out.exists():
-        partial.rename(out)
-        return
-    new = {file.name for file in partial.iterdir()}
-    for name in sorted(new):
-        (partial / name).replace(out / name)
-    # A single file of weights and an index of several are both looked for: an older one would be loaded.
-    for weights in out.glob("*.safetensors*"):
-        if weights.name not in new:
-            weights.unlink()
 
 
 def max_positions(model: nn.Module) -> int | None:

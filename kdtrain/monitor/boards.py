@@ -6,12 +6,12 @@ that a run goes back to, and keeps texts; W&B cannot, and shows both tries over 
 
 import importlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from kdtrain.errors import RunError, UsageError
+from kdtrain.files import publish_text, read_json
 from kdtrain.monitor.histograms import Histogram
 
 METRICS = ("train/loss", "validation/loss", "validation/kl")
@@ -145,9 +145,7 @@ class WeightsAndBiases:
                 f"W&B did not start: {error}; log in with wandb login, set WANDB_MODE=offline, "
                 "or leave out --wandb-project"
             ) from None
-        hidden = identity.with_name(".wandb.json.tmp")
-        hidden.write_text(json.dumps({"id": self.run.id, "project": project}) + "\n")
-        os.replace(hidden, identity)
+        publish_text(identity, json.dumps({"id": self.run.id, "project": project}) + "\n", "monitor.wandb")
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
@@ -188,8 +186,8 @@ class WeightsAndBiases:
 def _identity(path: Path) -> str | None:
     """The id in wandb.json; None where there is none that can be read."""
     try:
-        return str(json.loads(path.read_text())["id"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_json(path, dict[str, str])["id"])
+    except (OSError, ValueError, KeyError):
         return None
 
 

@@ -6,7 +6,6 @@ that rolls back while it trains (`rewind`). Events are never forgotten.
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from kdtrain.config import MonitorConfig
+from kdtrain.files import publish_text
 from kdtrain.monitor.boards import Board, TensorBoard, WeightsAndBiases
 from kdtrain.monitor.histograms import Joined, histograms
 
@@ -162,6 +162,4 @@ def _forget(path: Path, trained: int, validated: int) -> None:
                 kept.append(text)
         except (ValueError, KeyError, TypeError):
             break
-    hidden = path.with_suffix(".tmp")
-    hidden.write_text("".join(text + "\n" for text in kept))
-    os.replace(hidden, path)
+    publish_text(path, "".join(text + "\n" for text in kept), "monitor.forget")

@@ -12,7 +12,6 @@ The file is replaced as a whole at each collection, so that a killed run leaves 
 """
 
 import fnmatch
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.errors import UsageError
+from kdtrain.files import published
 from kdtrain.precision.mx import ELEMENTS, mx_scale
 from kdtrain.precision.products import Recipe, quantized_operand
 
@@ -103,12 +103,11 @@ class Collector:
     @contextmanager
     def _replacing(self) -> Iterator[h5py.File]:
         assert self.path is not None
-        hidden = self.path.with_name(f".{self.path.name}.tmp")
-        if self.path.exists():
-            shutil.copyfile(self.path, hidden)
-        with h5py.File(hidden, "a" if self.path.exists() else "w") as file:
-            yield file
-        os.replace(hidden, self.path)
+        with published(self.path, "precision.collect") as hidden:
+            if self.path.exists():
+                shutil.copyfile(self.path, hidden)
+            with h5py.File(hidden, "a" if self.path.exists() else "w") as file:
+                yield file
 
 
 def statistics(values: Tensor, kind: str, recipe: Recipe | None, dtype: torch.dtype) -> dict[str, Any]:

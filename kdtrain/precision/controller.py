@@ -21,8 +21,9 @@ in the fallback. Checkpoints carry the decision that was made when they were wri
 import math
 import statistics
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
+from kdtrain.files import typed
 from kdtrain.precision.policy import Action, Forget, Policy, Recover, Save, Say, Snapshot, SwitchTo
 
 PATIENCE = 3
@@ -64,6 +65,13 @@ class _Memory:
     """Whether any loss of this window came under the threshold."""
     spent: bool = False
     """Whether it was said that no switches are left."""
+
+
+class _State(TypedDict):
+    memory: _Memory
+    streaks: dict[str, _Streaks]
+    clean: list[float]
+    saved: list[tuple[str, bool]]
 
 
 class Controller:
@@ -150,11 +158,12 @@ class Controller:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        self._memory = _Memory(**state["memory"])
+        known = typed(state, _State)
+        self._memory = known["memory"]
         # of other rules than the run's, where it began with a state of another run
-        self._streaks = {rule: _Streaks(**state["streaks"].get(rule, {})) for rule in self._streaks}
-        self._clean = list(state["clean"])
-        self._saved = [(name, good) for name, good in state["saved"]]
+        self._streaks = {rule: known["streaks"].get(rule, _Streaks()) for rule in self._streaks}
+        self._clean = known["clean"]
+        self._saved = known["saved"]
 
     def forget_buffer(self) -> None:
         """Empty the recovery buffer: what it names is among another run's checkpoints."""

@@ -5,12 +5,20 @@ The scale is halved by a step whose gradients overflow, which is not taken, and 
 step's outcome anyway.
 """
 
-from typing import Any
+from typing import Any, TypedDict
+
+from kdtrain.files import typed
 
 START, LEAST, LARGEST = 2.0**16, 1.0, 2.0**24
 GROW_AFTER = 2000
 """Steps without an overflow after which the scale is doubled."""
 WARN_BELOW = 2.0**8
+
+
+class _Memory(TypedDict):
+    value: float
+    good: int
+    warned_at: float
 
 
 class LossScale:
@@ -52,4 +60,5 @@ class LossScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
         if self.enabled:
-            self.value, self.good, self.warned_at = state["value"], state["good"], state["warned_at"]
+            known = typed(state, _Memory)
+            self.value, self.good, self.warned_at = known["value"], known["good"], known["warned_at"]

@@ -5,7 +5,6 @@ the same way, in the same order, in flat memory, and a resume never tokenises ag
 """
 
 import os
-import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.errors import UsageError
+from kdtrain.files import set_aside
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import architecture, checkpoint_activations, load_student, load_tokenizer, model_digest
 from kdtrain.models.spec import ModelSpec, read_spec
@@ -246,7 +246,7 @@ def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, 
     except UsageError:
         if goes_on or not holds_tokens(folder):
             raise
-        shutil.rmtree(folder)  # other tokens, of a try that was refused before it became a run
+        set_aside(config.out, folder.name, "left")  # other tokens, of a try that was refused before it became a run
         build_tokens(folder, config.data, tokenizer, width)
     return folder
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kdtrain.checkpoint.store import Checkpoint, load
+from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.config import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log
@@ -13,7 +13,7 @@ from kdtrain.parallel.world import of_all, on_main, together
 from kdtrain.stages.run_folder import changes, refuse_changes
 from kdtrain.training.run import Run
 from kdtrain.training.saving import relink_best
-from kdtrain.training.state import Progress
+from kdtrain.training.state import Progress, load_saved
 
 _KINDS = {"temperature": ("temperature_mode",), "hidden": ("hidden_loss", "hidden_layers")}
 """Parts of the state that other options give other entries."""
@@ -44,7 +44,7 @@ def _resume(run: Run) -> Path | None:
         return None
     path = Path(found)
     with together():
-        checkpoint = load(path, run.state.like)
+        checkpoint = load_saved(path, run.state.like)
         refuse_changes(checkpoint.state["options"], run.config)
         _refuse_strange(run, checkpoint, path, ("cache", "student", "teacher"))
         run.state.load(checkpoint.tensors, checkpoint.state)
@@ -65,7 +65,7 @@ def _resume(run: Run) -> Path | None:
         relink_best(run)  # a kill may have come between the checkpoint and its link
         return run.store.folder / path.name
     progress.best_loss = progress.best_step = None  # it is among the other run's checkpoints
-    on_main(lambda: run.store.unlink("best"))
+    on_main(lambda: run.store.remove_link("best"))
     return path
 
 
@@ -101,7 +101,7 @@ def start_from(run: Run, path: Path) -> Path:
                 f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000"
             )
         path = run.store.choose(str(path.resolve()))
-        checkpoint = load(path, run.state.like)
+        checkpoint = load_saved(path, run.state.like)
         _refuse_strange(run, checkpoint, path, ("student",))
         _say_what_differs(run, checkpoint)
         saved = checkpoint.state["options"]
@@ -136,7 +136,7 @@ def _differ(saved: dict[str, Any], config: DistillConfig, names: tuple[str, ...]
 
 
 def _same_order(checkpoint: Checkpoint, config: DistillConfig) -> bool:
-    return bool(checkpoint.state["options"]["run"]["seed"] == config.seed)
+    return bool(checkpoint.state["options"].get("run", {}).get("seed") == config.seed)
 
 
 def _say_what_differs(run: Run, checkpoint: Checkpoint) -> None:

@@ -1,6 +1,5 @@
 """Building caches: a teacher's, and the caches of bare tokens that runs and evaluations make for themselves."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +10,13 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.claim import holds_nothing
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.files import file_digest
 from kdtrain.cache.provenance import CacheSettings, Manifest, tokenizer_digest
 from kdtrain.cache.topk import keep
 from kdtrain.cache.writer import write_cache
 from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.data.logprobs import logprob_rows
 from kdtrain.errors import UsageError
+from kdtrain.files import file_digest, read_sealed
 from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import bar
@@ -181,8 +180,8 @@ def holds_tokens(folder: Path) -> bool:
     if holds_nothing(folder):
         return True
     try:
-        return bool(json.loads((folder / "settings.json").read_text())["codec"]["kind"] == "tokens")
-    except (OSError, ValueError, KeyError, TypeError):
+        return CacheSettings.from_json(read_sealed(folder / "settings.json")).codec.kind == "tokens"
+    except (OSError, ValueError):
         return False
 
 

@@ -1,15 +1,16 @@
 """`kdtrain distill`: train a student from a cache, from an online teacher, or by cross-entropy on text."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kdtrain.cache.provenance import Manifest
-from kdtrain.checkpoint.store import load
 from kdtrain.config import DistillConfig, sections
-from kdtrain.errors import RunError, UsageError, advice
-from kdtrain.models.loading import export_model, load_tokenizer
+from kdtrain.errors import RunError, UsageError, advice, writing
+from kdtrain.files import set_aside
+from kdtrain.models.loading import export_model, is_export, load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
@@ -22,12 +23,13 @@ from kdtrain.stages.build import logit_width
 from kdtrain.stages.common import show
 from kdtrain.stages.export import student_at
 from kdtrain.stages.occupied import occupied
-from kdtrain.stages.run_folder import launch, restarted, resuming, write_description, write_origin
+from kdtrain.stages.run_folder import launch, restarted, resuming, write_description
 from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
 from kdtrain.training.saving import tell_published
+from kdtrain.training.state import load_saved
 from kdtrain.training.stopping import interruptible
 
 
@@ -205,14 +207,18 @@ def _export(run: Run, folder: Path) -> None:
     student: torch.nn.Module = run.state.student
     if run.spread.kind == "fsdp":  # nobody here has all of it
         path = _best(run) if run.state.progress.best_step else run.store.choose("latest")
-        checkpoint = load(path)
+        checkpoint = load_saved(path)
         student, step = student_at(path, torch.device("cpu")), checkpoint.state["progress"]["step"]
     elif run.state.progress.best_step:
-        checkpoint = load(_best(run))
+        checkpoint = load_saved(_best(run))
         run.state.load(checkpoint.tensors, checkpoint.state)
         step = run.state.progress.step
-    export_model(student, folder / "tokenizer", out)
-    write_origin(out, str(run.identity["cache"]), step)
+    with writing(out):
+        if os.path.lexists(out) and not is_export(out):
+            log.warning("%s was not written by kdtrain, and is now %s", out, set_aside(out.parent, out.name, "old"))
+    origin = {"cache": str(run.identity["cache"]), "step": step}
+    if aside := export_model(student, folder / "tokenizer", out, origin=origin):
+        log.warning("%s held more than an export, and is now %s", out, aside)
 
 
 def _best(run: Run) -> Path:

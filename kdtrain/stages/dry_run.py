@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import Store, read_state
+from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log, setup_logging
@@ -37,6 +37,7 @@ from kdtrain.stages.rehearsal import (
 from kdtrain.stages.run_folder import is_run, refuse_changes
 from kdtrain.training.run import Run
 from kdtrain.training.schedule import decay_steps
+from kdtrain.training.state import read_saved
 from kdtrain.training.validate import validate
 
 
@@ -150,7 +151,7 @@ def _begins(config: DistillConfig, settled: DistillConfig) -> str:
         if name is None:
             return "anew"
         path = store.path(name)
-    refuse_changes(read_state(path)["options"], replace(settled, out=config.out))
+    refuse_changes(read_saved(path)["options"], replace(settled, out=config.out))
     return f"at {path.name}"
 
 

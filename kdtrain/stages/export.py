@@ -6,15 +6,16 @@ from pathlib import Path
 import torch
 
 from kdtrain.checkpoint.manifest import is_checkpoint, problem
-from kdtrain.checkpoint.store import Store, load
+from kdtrain.checkpoint.store import Store
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import export_model, load_student, model_of
+from kdtrain.models.loading import export_model, load_student, model_of, refuse_foreign
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
-from kdtrain.stages.run_folder import is_run, refuse_no_folder, write_origin
+from kdtrain.stages.run_folder import is_run, refuse_no_folder
+from kdtrain.training.state import load_saved, read_saved
 
 
 def main(config: ExportConfig) -> int:
@@ -27,15 +28,17 @@ def main(config: ExportConfig) -> int:
     setup_logging()
     out = config.out
     refuse_no_folder(out)
-    if out.exists() and not (out.is_dir() and (config.overwrite or not any(out.iterdir()))):
-        raise UsageError(f"--out {out} is not empty; name another folder, or add --overwrite")
+    refuse_foreign(out)
+    if out.exists() and any(out.iterdir()) and not config.overwrite:
+        raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
     path = _checkpoint(config.run, config.checkpoint)
     student = student_at(path, torch.device("cpu"))
     tokenizer = tokenizer_of_run(_run_of(path))
-    export_model(student, tokenizer, out, dtype=config.dtype)
-    state = load(path).state
+    state = read_saved(path)
     step = state["progress"]["step"]
-    write_origin(out, state["cache"], step)
+    aside = export_model(student, tokenizer, out, dtype=config.dtype, origin={"cache": state["cache"], "step": step})
+    if aside:
+        log.warning("%s held more than an export, and is now %s", out, aside)
     parameters = sum(each.numel() for each in student.parameters())
     show(
         f"export {out}",
@@ -65,7 +68,7 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
 
 def student_at(path: Path, device: torch.device) -> SplitModel:
     """The student of a checkpoint folder, built from what the checkpoint says of it."""
-    checkpoint = load(path)
+    checkpoint = load_saved(path)
     described = checkpoint.state["student"]
     student = split(model_of(described["architecture"], described["attention"]))
     own = student.state_dict()

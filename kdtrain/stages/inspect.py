@@ -1,6 +1,5 @@
 """`kdtrain inspect`: a cache, a run or a checkpoint as a table, or what this machine can do."""
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -11,12 +10,15 @@ import torch
 from kdtrain.cache.provenance import check_sizes, read_manifest
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.manifest import problem
-from kdtrain.checkpoint.store import Store, load, read_state
+from kdtrain.checkpoint.store import Store
 from kdtrain.config import InspectConfig
+from kdtrain.errors import RunError
+from kdtrain.files import read_json
 from kdtrain.precision.modes import has_bf16, why_not_compile
 from kdtrain.precision.probe import capabilities
 from kdtrain.stages.common import show
 from kdtrain.stages.verify import kind_of
+from kdtrain.training.state import load_saved, read_saved
 
 
 def main(config: InspectConfig) -> int:
@@ -129,7 +131,7 @@ def _run(path: Path) -> dict[str, Any]:
 
 def _student(environment: Path) -> Any:
     try:
-        return json.loads(environment.read_text())["student"]
+        return read_json(environment, dict[str, Any])["student"]
     except (OSError, ValueError, KeyError):
         return f"{environment.name} cannot be read"
 
@@ -137,8 +139,12 @@ def _student(environment: Path) -> Any:
 def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
     """A checkpoint in a line: `loss` is the last training loss, `best_loss` the best validation's until then."""
     path = store.path(entry.name)
-    wrong = problem(path)
-    progress = {} if wrong else read_state(path)["progress"]
+    progress: dict[str, Any] = {}
+    if (wrong := problem(path)) is None:
+        try:
+            progress = read_saved(path)["progress"]
+        except RunError as error:
+            wrong = str(error)
     return {
         "step": entry.step if entry.step >= 0 else None,
         "loss": progress.get("loss"),
@@ -152,7 +158,7 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
 def _checkpoint(path: Path) -> dict[str, Any]:
     if (wrong := problem(path)) is not None:
         return {"verdict": f"damaged: {wrong}"}
-    checkpoint = load(path)
+    checkpoint = load_saved(path)
     numbers = sum(tensor.numel() for tensor in checkpoint.tensors.values())
     return {
         "verdict": "ok",

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kdtrain.cache.lock import HeldError, Lock
 from kdtrain.config import DistillConfig
 from kdtrain.errors import making
+from kdtrain.files import HeldError, Lock, remove_empty, sweep
 from kdtrain.monitor.progress import log
 from kdtrain.parallel.world import on_main
-from kdtrain.stages.run_folder import LOCK, claim, holds_run, launch, make, remove_empty
+from kdtrain.stages.run_folder import LOCK, claim, holds_run, launch, make
 
 HANDOVER = 120.0
 """Seconds that a launch waits for an earlier try of its own: a file server gives up a lost node after 90 or so."""
@@ -45,7 +45,8 @@ def _enter(config: DistillConfig, held: "list[_Place]") -> bool:
     with making(config.out):
         holds_run(config)  # what is refused stays as it was
         held.append(_Place(config.out))
-        goes_on = claim(config)
+        if goes_on := claim(config):
+            sweep(config.out)
         if not config.out.exists():  # an earlier run was moved aside, and the file that is locked went with it
             held.append(_Place(config.out))
         return goes_on

@@ -5,17 +5,16 @@ An earlier run in `--out` is neither read nor touched.
 """
 
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kdtrain.checkpoint import tiers
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError, making
+from kdtrain.files import hidden_folder
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.world import gathered, is_main, of_all, on_main, pick_device, ranks
@@ -63,22 +62,18 @@ def existing(path: Path) -> Path:
 @contextmanager
 def _folder(out: Path) -> Iterator[Path]:
     """A hidden folder beside `out`, the same for all ranks, removed with all that is in it."""
+    with ExitStack() as stack:
 
-    def make() -> str:
-        with making(out):
-            if out.exists() and not out.is_dir():
-                raise UsageError(f"--out {out} is a file; name a folder")
-            if not is_run(out):
-                refuse_strange(out)
-            return tempfile.mkdtemp(prefix=f".{out.name}.rehearsal-", dir=existing(out.resolve().parent))
+        def make() -> str:
+            with making(out):
+                if out.exists() and not out.is_dir():
+                    raise UsageError(f"--out {out} is a file; name a folder")
+                if not is_run(out):
+                    refuse_strange(out)
+                return str(stack.enter_context(hidden_folder(existing(out.resolve().parent) / out.name)))
 
-    folder = Path(on_main(make))
-    try:
-        yield folder
+        yield Path(on_main(make))
         gathered(None)  # until every rank has read in it what it wants
-    finally:
-        if is_main():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

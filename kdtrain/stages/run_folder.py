@@ -4,19 +4,18 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import sys
-import tomllib
 import typing
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.manifest import sync
 from kdtrain.config import DistillConfig, plain, sections
-from kdtrain.errors import RunError, UsageError, making, writing
+from kdtrain.errors import RunError, UsageError, making
+from kdtrain.files import make_folder, publish_text, read_json, read_toml, refuse_links, remove_empty, set_aside
 from kdtrain.monitor.progress import log
 from kdtrain.stages.build import holds_tokens
 
@@ -46,8 +45,10 @@ FREE = {
 
 LOCK = ".training"
 """What a launch holds while it works in the folder: see `occupied`."""
-_LEFT = (LOCK, ".config.toml.tmp", ".environment.json.tmp")
+_LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+|\.(config\.toml|environment\.json)\.[0-9a-f]{{12}}\.tmp")
 """What a kill leaves of a try that did not become a run, beside its tokens."""
+_LINKS = ("checkpoints/best", "checkpoints/latest")
+"""The links that a run makes itself."""
 
 LIBRARIES = (
     "kdtrain",
@@ -90,6 +91,7 @@ def claim(config: DistillConfig) -> bool:
     if config.checkpoint.resume == "never":
         _move_aside(config.out)
         return False
+    refuse_links(config.out, _LINKS)
     return _agreed(config)
 
 
@@ -98,10 +100,10 @@ def restarted(config: DistillConfig) -> bool:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.checkpoint.resume == "auto":
         return False
     try:
-        begun = json.loads((config.out / "environment.json").read_text(encoding="utf-8"))["launch"]
-    except (OSError, ValueError, KeyError, TypeError):
+        begun = read_json(config.out / "environment.json", dict[str, Any]).get("launch")
+    except (OSError, ValueError):
         return False
-    return bool(begun == launch())
+    return begun is not None and begun == launch()
 
 
 def resuming(config: DistillConfig, wanted: bool) -> DistillConfig:
@@ -120,14 +122,14 @@ def launch() -> str | None:
 def is_run(folder: Path) -> bool:
     """Whether `folder` was written by `kdtrain distill`: its config.toml names a student and a folder of a run."""
     try:
-        return {"student", "out"} <= tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["run"].keys()
+        return {"student", "out"} <= read_toml(folder / "config.toml")["run"].keys()
     except (OSError, ValueError, KeyError, AttributeError):
         return False
 
 
 def refuse_strange(out: Path) -> None:
     """Refuse a folder with anything in it but what a try of `distill` left that did not become a run."""
-    strange = sorted(path.name for path in out.iterdir() if path.name not in _LEFT) if out.is_dir() else []
+    strange = sorted(path.name for path in out.iterdir() if not _LEFT.fullmatch(path.name)) if out.is_dir() else []
     if "data" in strange and holds_tokens(out / "data"):
         strange.remove("data")
     if strange:
@@ -135,25 +137,11 @@ def refuse_strange(out: Path) -> None:
 
 
 def make(out: Path) -> list[Path]:
-    """Make a folder; those that were not there before, innermost first.
-
-    Raises:
-        UsageError: no folder can be there.
-        RunError: it cannot be written.
-    """
-    with making(out):
-        made = [path for path in (out, *out.parents) if not path.exists()]
-        out.mkdir(parents=True, exist_ok=True)
+    """`make_folder`, for a folder that is written to."""
+    made = make_folder(out)
     if not os.access(out, os.W_OK):
         raise RunError(f"--out {out} cannot be written: permission denied; make the folder writable")
     return made
-
-
-def remove_empty(made: list[Path]) -> None:
-    """Remove what `make` has made and nobody has used."""
-    for folder in made:
-        with suppress(OSError):
-            folder.rmdir()
 
 
 def refuse_no_folder(out: Path) -> None:
@@ -162,13 +150,6 @@ def refuse_no_folder(out: Path) -> None:
         there = out.exists()
     if not there:
         remove_empty(make(out))
-
-
-def write_origin(student: Path, cache: str, step: int) -> None:
-    """Write beside an exported student which cache (its digest) it learned from, in how many steps."""
-    path = student / "kdtrain.json"
-    with writing(path):
-        path.write_text(json.dumps({"cache": cache, "step": step}, indent=1) + "\n")
 
 
 def _agreed(config: DistillConfig) -> bool:
@@ -183,11 +164,8 @@ def _agreed(config: DistillConfig) -> bool:
 
 
 def _move_aside(out: Path) -> None:
-    out, number = out.resolve(), 1
-    while (aside := out.with_name(f"{out.name}.old-{number}")).exists():
-        number += 1
-    out.rename(aside)
-    (aside / LOCK).unlink(missing_ok=True)
+    out = out.resolve()
+    aside = set_aside(out.parent, out.name, "old")
     log.info("the earlier run was moved to %s", aside)
 
 
@@ -230,7 +208,7 @@ def refuse_changes(saved: dict[str, Any], config: DistillConfig) -> None:
 
 def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
     """Write `config.toml` (as `--config` reads it) and `environment.json` into the run."""
-    _write(config.out / "config.toml", to_toml(sections(config)))
+    publish_text(config.out / "config.toml", to_toml(sections(config)), "run.config")
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -239,21 +217,7 @@ def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
         "libraries": {name: _version(name) for name in LIBRARIES},
         **facts,
     }
-    _write(config.out / "environment.json", json.dumps(environment, indent=1) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file by `text` whole: what was there stays until all of it is on the disk."""
-    hidden = path.with_name(f".{path.name}.tmp")
-    try:
-        with writing(path):
-            hidden.write_text(text, encoding="utf-8")
-            sync(hidden)
-            os.replace(hidden, path)
-    except BaseException:
-        with suppress(OSError):
-            hidden.unlink(missing_ok=True)
-        raise
+    publish_text(config.out / "environment.json", json.dumps(environment, indent=1) + "\n", "run.environment")
 
 
 def to_toml(tables: dict[str, dict[str, Any]]) -> str:

@@ -11,12 +11,20 @@ best student and stops nothing.
 
 import math
 from collections import deque
-from typing import Any
+from typing import Any, TypedDict
 
 from kdtrain.config import StoppingConfig
+from kdtrain.files import typed
 
 WINDOW = 50
 """Losses in the average, and steps between two looks at it."""
+
+
+class _Memory(TypedDict):
+    losses: list[float]
+    best: float | None
+    waited: int
+    spikes: int
 
 
 class EarlyStopping:
@@ -83,5 +91,6 @@ class EarlyStopping:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another one remembered."""
-        self._losses = deque(state["losses"], maxlen=WINDOW)
-        self._best, self._waited, self._spikes = state["best"], state["waited"], state["spikes"]
+        known = typed(state, _Memory)
+        self._losses = deque(known["losses"], maxlen=WINDOW)
+        self._best, self._waited, self._spikes = known["best"], known["waited"], known["spikes"]

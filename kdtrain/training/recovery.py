@@ -17,14 +17,14 @@ from einops import rearrange
 from safetensors import SafetensorError
 
 from kdtrain import faults
-from kdtrain.checkpoint.store import Checkpoint, load
+from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log
 from kdtrain.parallel.world import gathered, of_all, on_main, rank, together, world_size
 from kdtrain.training.nan_hooks import find_first, write_bundle
 from kdtrain.training.run import Run
 from kdtrain.training.saving import relink_best, save
-from kdtrain.training.state import seed_everything
+from kdtrain.training.state import load_saved, seed_everything
 from kdtrain.training.update import batch_number, full_tokens
 
 
@@ -115,7 +115,7 @@ def roll_back(run: Run, first: int) -> bool:
         run.spikes.forget()
         return False
     with together():
-        checkpoint = load(run.store.path(name), run.state.like)
+        checkpoint = load_saved(run.store.path(name), run.state.like)
     go_back(run, checkpoint, "rollback", guards.spike_lr_factor, first=first)
     return True
 

@@ -105,7 +105,7 @@ def relink_best(run: Run) -> None:
             if run.store.problem(name) is None:
                 run.store.link("best", name)
                 return True
-        run.store.unlink("best")
+        run.store.remove_link("best")
         return False
 
     if not on_main(relink):

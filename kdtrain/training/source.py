@@ -155,12 +155,16 @@ class Feed:
             yield itertools.islice(batches, len(self.indices(step)) // self.micro)
 
     def _ahead(self) -> Iterator[CachedBatch]:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed") as reader:
-            waiting: deque[Future[CachedBatch]] = deque()
+        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
+        waiting: deque[Future[CachedBatch]] = deque()
+        try:
             for job in self._jobs():
                 waiting.append(reader.submit(self.source.read, job))
                 if len(waiting) > 1:
                     yield waiting.popleft().result()
+        finally:
+            # not waited for: a read from a file system that does not answer would keep a command that has failed
+            reader.shutdown(wait=False, cancel_futures=True)
 
     def _jobs(self) -> Iterator[np.ndarray]:
         for step in itertools.count():

@@ -15,13 +15,20 @@ What it gives up: a rise that each window can follow, such as a slow drift, is n
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from kdtrain.config import GuardsConfig
+from kdtrain.files import typed
 
 MAD_FACTOR = 6 * 1.4826
 _LEAST_MAD = 1e-3
 """Of the median: losses that hardly vary must not make any rise a spike."""
+
+
+class _Memory(TypedDict):
+    clean: list[float]
+    spiky: int
+    suspicious_since: int | None
 
 
 class SpikeDetector:
@@ -89,8 +96,9 @@ class SpikeDetector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another detector remembered."""
-        self._clean = deque(state["clean"], maxlen=self._clean.maxlen)
-        self._spiky, self.suspicious_since = state["spiky"], state["suspicious_since"]
+        known = typed(state, _Memory)
+        self._clean = deque(known["clean"], maxlen=self._clean.maxlen)
+        self._spiky, self.suspicious_since = known["spiky"], known["suspicious_since"]
 
 
 def _median(numbers: Sequence[float] | deque[float]) -> float:

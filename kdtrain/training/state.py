@@ -8,21 +8,27 @@ import random
 from collections import deque
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Annotated, Any, NotRequired, Protocol, TypedDict
 
 import numpy as np
 import torch
+from msgspec import Meta
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from kdtrain.checkpoint.store import Checkpoint
+from kdtrain.checkpoint import shards
+from kdtrain.checkpoint.store import Checkpoint, load, read_state
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.errors import RunError
+from kdtrain.files import typed
 from kdtrain.models.head import SplitModel
 from kdtrain.parallel.sharded import cut_like, part_of
 from kdtrain.parallel.world import local, rank
 from kdtrain.parallel.wrap import reshard
 from kdtrain.training import snapshots
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Stateful(Protocol):
@@ -37,34 +43,81 @@ class Stateful(Protocol):
 class Progress:
     """How far a run is, and what happened to it."""
 
-    step: int = 0
+    step: Count = 0
     """Optimizer steps taken."""
-    sequences: int = 0
+    sequences: Count = 0
     """The cursor: sequences of the endless stream of epochs that lie behind, trained on or skipped."""
-    epoch: int = 0
+    epoch: Count = 0
     """Passes over the training split that a checkpoint was made of."""
-    tokens: int = 0
+    tokens: Count = 0
     """Unmasked tokens trained on."""
     loss: float | None = None
     """Loss of the last step."""
     best_loss: float | None = None
     """Lowest validation cross-entropy in nats."""
-    best_step: int | None = None
+    best_step: Count | None = None
     """The step it was measured at."""
-    validated_step: int | None = None
+    validated_step: Count | None = None
     """The last step that was measured."""
-    skips: int = 0
+    skips: Count = 0
     """Steps that were not taken because loss or gradient were not finite."""
-    skips_in_a_row: int = 0
+    skips_in_a_row: Count = 0
     """Those since the last step that was taken."""
-    rollbacks: int = 0
+    rollbacks: Count = 0
     """How often the run went back behind a loss spike."""
-    lr_factor: float = 1.0
+    lr_factor: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """What rollbacks have multiplied the learning rate by."""
-    skipped_data: list[list[int]] = field(default_factory=list)
+    skipped_data: list[Annotated[list[Count], Meta(min_length=2, max_length=2)]] = field(default_factory=list)
     """[first, last) sequences of the stream that a rollback left out."""
     stopped: str | None = None
     """Why the run was stopped early; None while it goes on."""
+
+
+class _Student(TypedDict):
+    name: str
+    architecture: dict[str, Any]
+    attention: str
+
+
+class _Numbers(TypedDict):
+    """What `TrainState.own_numbers` returns."""
+
+    progress: Progress
+    watchers: dict[str, dict[str, Any]]
+
+
+class _Saved(_Numbers):
+    """What a run writes into `state.json`."""
+
+    cache: str
+    options: dict[str, dict[str, Any]]
+    student: _Student
+    teacher: str | None
+    snapshots: NotRequired[list[_Numbers]]
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """The numbers, options and digests in a checkpoint folder that `checkpoint.manifest.problem` found whole.
+
+    Raises:
+        RunError: names the key that is missing or of another type; who sealed the checkpoint may be a stranger.
+    """
+    try:
+        state = read_state(path)
+        typed(state, _Saved)
+    except ValueError as error:
+        raise RunError(f"{path}/state.json is not what a run writes: {error}") from error
+    return state
+
+
+def load_saved(path: Path, like: shards.Like | None = None) -> Checkpoint:
+    """`checkpoint.store.load`, of a checkpoint whose numbers pass `read_saved`.
+
+    Raises:
+        RunError: as both.
+    """
+    read_saved(path)
+    return load(path, like)
 
 
 @dataclass
@@ -160,7 +213,10 @@ class TrainState:
         self.progress = Progress(**numbers["progress"])
         for name, watcher in self.watchers.items():
             if memory and name in numbers["watchers"]:
-                watcher.load_state_dict(numbers["watchers"][name])
+                try:
+                    watcher.load_state_dict(numbers["watchers"][name])
+                except ValueError as error:
+                    raise RunError(f"the checkpoint's '{name}' is not what a run writes: {error}") from error
 
     def _parts(self) -> list[tuple[str, nn.Module]]:
         return [("student", self.student), ("temperature", self.temperature), ("hidden", self.hidden)]

@@ -6,7 +6,7 @@ back to the newest good state.
 
 import copy
 
-from kdtrain.checkpoint.store import Checkpoint, load
+from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.monitor.progress import log
 from kdtrain.parallel.world import on_main, together
 from kdtrain.precision.policy import Action, Forget, Recover, Save, Say, Snapshot, SwitchTo
@@ -15,6 +15,7 @@ from kdtrain.training.recovery import go_back
 from kdtrain.training.run import Run
 from kdtrain.training.saving import save
 from kdtrain.training.snapshots import snapshot
+from kdtrain.training.state import load_saved
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.update import full_tokens
 
@@ -101,7 +102,7 @@ def _newest_on_disk(run: Run, adaptive: Adaptive) -> Checkpoint | None:
     if name is None:
         return None
     with together():
-        return load(run.store.path(name), run.state.like)
+        return load_saved(run.store.path(name), run.state.like)
 
 
 def _step(kept: Checkpoint) -> int:

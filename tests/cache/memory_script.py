@@ -1,61 +1,80 @@
-"""Builds a cache, or reads it at random: ACTION FOLDER. Prints the median memory in MiB, at first and at last.
+"""Builds caches of several sizes in FOLDER and reads each at random; prints what the process held at the end of each.
 
-"At first" is the first tenth of the sequences, "at last" the last tenth: ten times as many have then been seen.
+Held is what was asked of the allocator and not given back: unlike resident memory it does not depend on which freed
+pages the system has taken back by then. At the end is over the last tenth of the sequences, of which the least counts,
+so that a batch in the making does not.
+
+Prints a line of JSON for each size: sequences, bytes held while building, while reading, and stored.
 """
 
-import re
-import statistics
+import ctypes
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from kdtrain.cache import reader
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.provenance import CacheSettings
-from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.packing import PackedRow
 
-SEQ_LEN, VOCAB_SIZE, PER_SHARD, SEQUENCES = 256, 300, 40, 3200
+SEQ_LEN, VOCAB_SIZE, PER_SHARD, BATCH = 128, 300, 50, 5
+SIZES = (100, 200, 400, 600)
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo`."""
+
+    _fields_ = [(name, ctypes.c_int) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )]  # fmt: skip
+
+
+libc = ctypes.CDLL(None)
+libc.mallinfo.restype = MallInfo
 
 
 class Gauge:
-    """Samples of the memory of this process's own, by how many sequences are done."""
+    """The least that was held over the last tenth of `sequences`."""
 
-    def __init__(self) -> None:
-        self.samples: list[tuple[int, int]] = []
+    def __init__(self, sequences: int) -> None:
+        self.begin, self.held = 0.9 * sequences, sys.maxsize
 
     def __call__(self, done: int, _: int | None = None) -> None:
-        found = re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        assert found
-        self.samples.append((done, int(found[1])))
-
-    def median(self, first: int, last: int) -> float:
-        return statistics.median(kib for done, kib in self.samples if first < done <= last) / 1024
+        if done > self.begin:
+            found = libc.mallinfo()
+            self.held = min(self.held, found.uordblks + found.hblkhd)
 
 
-def build(folder: str, gauge: Gauge) -> None:
-    random = np.random.RandomState(0)
+def build(folder: Path, sequences: int) -> int:
+    random, gauge = np.random.RandomState(0), Gauge(sequences)
     table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     ones, zeros = np.ones(SEQ_LEN, dtype=bool), np.zeros(SEQ_LEN, dtype=np.int32)
-    rows = (PackedRow(random.randint(0, VOCAB_SIZE, SEQ_LEN + 1), ones, zeros) for _ in range(SEQUENCES))
-    codec = CodecSpec(kind="sparse", vocab_size=VOCAB_SIZE, head=12)
-    facts = {"seq_len": SEQ_LEN, "tokenizer_size": VOCAB_SIZE, "sequences_per_shard": PER_SHARD}
-    settings = CacheSettings(codec=codec, **facts)
-    options = {"teacher": lambda tokens_BT, _: table[tokens_BT], "batch_size": 8, "progress": gauge}
+    rows = (PackedRow(random.randint(0, VOCAB_SIZE, SEQ_LEN + 1), ones, zeros) for _ in range(sequences))
+    codec = CodecSpec(kind="sparse", vocab_size=VOCAB_SIZE, head=100)
+    settings = CacheSettings(codec=codec, seq_len=SEQ_LEN, tokenizer_size=VOCAB_SIZE, sequences_per_shard=PER_SHARD)
+    options = {"teacher": lambda tokens_BT, _: table[tokens_BT], "batch_size": BATCH, "progress": gauge}
     write_cache(folder, settings, {"train": rows}, **options)
+    return gauge.held
 
 
-def read(folder: str, gauge: Gauge) -> None:
-    reader = CacheReader(folder, "train")
-    order = np.random.RandomState(1).permutation(SEQUENCES)
-    for start in range(0, SEQUENCES, 8):
-        reader.read(order[start : start + 8])
-        gauge(start + 8)
+def read(folder: Path, sequences: int) -> int:
+    cache, gauge = reader.CacheReader(folder, "train"), Gauge(sequences)
+    order = np.random.RandomState(1).permutation(sequences)
+    for start in range(0, sequences, BATCH):
+        cache.read(order[start : start + BATCH])
+        gauge(start + BATCH)
+    return gauge.held
 
 
 if __name__ == "__main__":
-    gauge = Gauge()
-    {"build": build, "read": read}[sys.argv[1]](sys.argv[2], gauge)
-    print(gauge.median(0, SEQUENCES // 10), gauge.median(SEQUENCES * 9 // 10, SEQUENCES))
+    # Open shards take memory, up to a number: fewer than the smallest cache has.
+    reader.MAX_OPEN = 1
+    for sequences in SIZES:
+        folder = Path(sys.argv[1], str(sequences))
+        held = {"build": build(folder, sequences), "read": read(folder, sequences)}
+        stored = sum(path.stat().st_size for path in (folder / "shards").glob("*.h5"))
+        print(json.dumps({"sequences": sequences, **held, "stored": stored}), flush=True)

@@ -30,7 +30,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, fi
 
 def test_a_folder_of_other_things_is_refused(tmp_path: Path, workshop, codecs) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UsageError, match="no cache; choose another --out"):
+    with pytest.raises(UsageError, match="not a cache; choose another --out"):
         CacheWriter(tmp_path, workshop.settings(codecs["tokens"]), teacher=None)
     with pytest.raises(UsageError, match="is a file"):
         CacheWriter(tmp_path / "thesis.tex", workshop.settings(codecs["tokens"]), teacher=None)
@@ -79,5 +79,5 @@ def test_files_of_others_in_a_folder_of_shards_are_neither_built_among_nor_delet
     assert precious.exists()
     (tmp_path / "d" / "shards").mkdir(parents=True)
     (tmp_path / "d" / "shards" / "precious.json").write_text("{}")
-    with pytest.raises(UsageError, match="no cache"):
+    with pytest.raises(UsageError, match="not a cache"):
         write_cache(tmp_path / "d", settings, workshop.splits(), teacher=teacher)

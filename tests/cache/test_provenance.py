@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.files import publish_json, read_sealed
 from kdtrain.cache.provenance import (
     CacheSettings,
     check_student,
@@ -24,6 +23,7 @@ from kdtrain.cache.provenance import (
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
 from kdtrain.errors import UsageError
+from kdtrain.files import publish_json, read_sealed
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +118,12 @@ def test_repair_drops_only_what_is_bad(cache: Path) -> None:
     assert left == ["train-00000.h5", "train-00002.h5", "validation-00000.h5"]
 
 
-def test_repair_says_which_files_it_dropped_and_nothing_else(cache: Path) -> None:
+def test_repair_says_which_files_it_moved_aside_and_nothing_else(cache: Path) -> None:
     _flip(cache / layout.MANIFEST, 0.3)
-    assert repair(cache) == [str(cache / layout.MANIFEST), str(cache / layout.INDEX)]
-    assert repair(cache) == []  # unfinished, which verify says, and nothing in it is bad
+    assert repair(cache) == [f"{cache / name}.damaged-1" for name in (layout.MANIFEST, layout.INDEX)]
+    assert repair(cache) == []  # unfinished, which verify says, and nothing in it is damaged
     _flip(layout.shard_path(cache, "train-00001"))
-    assert repair(cache) == [str(cache / "shards" / f"train-00001.{suffix}") for suffix in ("h5", "json")]
+    assert repair(cache) == [str(cache / "shards" / "train-00001.h5.damaged-1")]
 
 
 def test_a_shard_of_another_size_is_said_before_anything_is_read_by_whoever_opens_the_cache(

@@ -71,13 +71,13 @@ def test_a_finished_cache_is_left_alone(tmp_path: Path, workshop, codecs) -> Non
 def test_two_ranks_build_the_cache_of_one(whole: Path, tmp_path: Path, workshop) -> None:
     spec = CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8)
     settings, folder = workshop.settings(spec), tmp_path / "c"
-    for rank in (1, 0):
-        writer = CacheWriter(folder, settings, teacher=workshop.teacher(), batch_size=3, ranks=Alone(rank, 2))
+    writers = []
+    for rank in (0, 1):
+        writers.append(CacheWriter(folder, settings, teacher=workshop.teacher(), batch_size=3, ranks=Alone(rank, 2)))
         for split, rows in workshop.splits().items():
-            writer.build(split, rows)
-        if rank:
-            writer.close()
-    writer.finish()
+            writers[rank].build(split, rows)
+        writers[rank].close()
+    writers[0].finish()
     workshop.assert_equal(folder, whole)
 
 

@@ -164,13 +164,13 @@ def test_a_file_that_was_put_in_beside_the_shards_is_noticed(store):
 def test_a_manifest_that_was_written_for_other_files_does_not_make_them_a_checkpoint(store):
     folder = store.folder / "step-00000020"
     (folder / MANIFEST).write_text(seal(20, 0, {}))
-    assert store.problem("step-00000020") == "manifest.json cannot be read (KeyError)"
+    assert store.problem("step-00000020") == "manifest.json: it names files that a checkpoint does not have"
     (folder / MANIFEST).write_text(
         json.dumps({"version": 2, "step": 20, "rollbacks": 0, "files": {}, "digest": "0" * 64})
     )
-    assert store.problem("step-00000020") == "manifest.json does not match its own digest"
+    assert store.problem("step-00000020") == "manifest.json: it does not match its own digest"
     (folder / MANIFEST).write_text("[]")
-    assert store.problem("step-00000020") == "manifest.json cannot be read (TypeError)"
+    assert store.problem("step-00000020") == "manifest.json: Expected object, got array"
 
 
 def test_damage_does_not_change_which_ones_are_newer(store):

@@ -227,7 +227,7 @@ def test_a_disk_that_is_really_full_is_an_error_that_names_the_checkpoint_and_th
 
 
 def test_what_a_kill_left_half_written_is_no_checkpoint_and_is_cleared_away(store):
-    for name in (".step-00000040.tmp", ".epoch-0001.removed"):
+    for name in (".step-00000040.0123456789ab.tmp", ".epoch-0001.ba9876543210.tmp"):
         (store.folder / name).mkdir()
         (store.folder / name / SHARD).write_bytes(b"half")
     assert store.newest_valid() == ("step-00000030", [])
@@ -238,7 +238,7 @@ def test_what_a_kill_left_half_written_is_no_checkpoint_and_is_cleared_away(stor
 
 def test_a_kill_between_the_two_renames_loses_neither_the_checkpoint_nor_the_link_to_it(store):
     store.link("best", "step-00000030")
-    os.rename(store.folder / "step-00000030", store.folder / "step-00000030.replaced")
+    os.rename(store.folder / "step-00000030", store.folder / "step-00000030.replaced-1")
     assert store.names() == ["step-00000010", "step-00000020", "step-00000030"]
     assert store.newest_valid() == ("step-00000030", [])
     assert_equal(load(store.choose("best")).tensors, tensors(30))
@@ -250,7 +250,9 @@ def test_a_kill_between_the_two_renames_loses_neither_the_checkpoint_nor_the_lin
 def test_a_checkpoint_of_another_format_is_refused_in_words(store):
     folder = store.folder / "step-00000030"
     (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": {}}))
-    assert store.problem("step-00000030") == "its format is version 1, and this kdtrain reads version 2"
+    assert store.problem("step-00000030") == (
+        "manifest.json: its format is version 1, and this kdtrain reads version 2"
+    )
 
 
 def test_nothing_in_a_checkpoint_is_pickled(store):

@@ -89,7 +89,7 @@ WORLD = {
     "folder of a run": ((*DISTILL, "--out", "run", "--resume", "never"), ["run", "--overwrite"]),
     "other options than the run's": ((*DISTILL, "--out", "run", "--lr", 0.5), ["--lr (was 0.01, now 0.5)"]),
     "cache over another": ((*TEACHER, "--data", "corpus", "--out", "cache"), ["codec.head: 12 there", "--out"]),
-    "cache over something else": ((*TEACHER, "--data", "corpus", "--out", "corpus"), ["corpus", "no cache"]),
+    "cache over something else": ((*TEACHER, "--data", "corpus", "--out", "corpus"), ["corpus", "not a cache"]),
     "unknown checkpoint": (("export", "run", "--out", "x", "--checkpoint", "step-9"), ["step-9", "step-00000008"]),
     "export of no run": (("export", "corpus", "--out", "x"), ["corpus", "no run"]),
     "inspect of nothing": (("inspect", "corpus"), ["corpus", "neither"]),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kdtrain import faults
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import split
 from kdtrain.models.loading import (
@@ -105,23 +107,49 @@ def test_a_student_smaller_than_the_vocabulary_is_refused_and_a_padded_one_is_no
         student(tmp_path / "m", vocab_size=301)
 
 
-def test_exporting_over_a_model_replaces_it_and_leaves_the_model_card(tmp_path):
-    write_model_folder(tmp_path / "m", tiny_model(seed=1), tiny_tokenizer())
-    (tmp_path / "m" / "README.md").write_text("card")
-    (tmp_path / "m" / "model-00001-of-00002.safetensors").write_text("of an older export")
+def test_exporting_over_an_export_replaces_it_whole(tmp_path):
+    assert export_model(tiny_model(seed=1), None, tmp_path / "m") is None
+    assert export_model(tiny_model("gpt2", seed=2), None, tmp_path / "m") is None
+    assert model_digest(student(tmp_path / "m")) == model_digest(tiny_model("gpt2", seed=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("change", ["another file", "a file that was edited", "a link"])
+def test_an_export_that_holds_anything_else_is_moved_aside_whole(tmp_path, change):
+    export_model(tiny_model(seed=1), None, tmp_path / "m")
+    path = tmp_path / "m" / ("config.json" if change == "a file that was edited" else "card")
+    path.symlink_to(tmp_path) if change == "a link" else path.write_text("mine")
+    assert export_model(tiny_model(seed=2), None, tmp_path / "m") == tmp_path / "m.old-1"
+    assert model_digest(student(tmp_path / "m")) == model_digest(tiny_model(seed=2))
+    assert (tmp_path / "m.old-1" / path.name).is_symlink() or (tmp_path / "m.old-1" / path.name).read_text() == "mine"
+
+
+def test_a_kill_while_an_export_is_swapped_in_leaves_each_of_the_two_whole(tmp_path):
+    export_model(tiny_model(seed=1), None, tmp_path / "m")
+    for point, name in (("export.before-rename", "m"), ("export.between-renames", "m.old-1")):
+        if (child := os.fork()) == 0:
+            os.environ["KDTRAIN_FAULT"] = f"{point}:kill"
+            faults.read()
+            export_model(tiny_model(seed=2), None, tmp_path / "m")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert model_digest(student(tmp_path / name)) == model_digest(tiny_model(seed=1))
+    assert not (tmp_path / "m").exists()
     export_model(tiny_model(seed=2), None, tmp_path / "m")
     assert model_digest(student(tmp_path / "m")) == model_digest(tiny_model(seed=2))
-    assert (tmp_path / "m" / "README.md").read_text() == "card"
-    assert len(list((tmp_path / "m").glob("*.safetensors"))) == 1
 
 
 def test_exporting_into_a_folder_of_something_else_is_refused_and_leaves_it_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="holds something else than a model"):
+    with pytest.raises(UsageError, match="holds what kdtrain did not write"):
         export_model(tiny_model(), None, tmp_path)
-    with pytest.raises(UsageError, match="holds something else than a model"):
+    with pytest.raises(UsageError, match="is a file"):
         export_model(tiny_model(), None, tmp_path / "notes.txt")
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    with pytest.raises(UsageError, match="is a link"):
+        export_model(tiny_model(), None, tmp_path / "link")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "link", "notes.txt"]
 
 
 @pytest.mark.parametrize(

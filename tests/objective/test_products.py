@@ -1,9 +1,25 @@
+"""The products of an output head, on this processor and on others that are played here.
+
+What the code asks of a processor is answered for it, and the two products that only some have are stood in for by
+slow ones that round alike: so every branch is tested on every machine, and none of it depends on the one at hand.
+"""
+
+import contextlib
+import ctypes
+
 import pytest
 import torch
 
 from kdtrain.objective import brgemm, products
 from kdtrain.objective.products import Products
 
+MACHINES = {
+    "AVX2": {"bf16": False, "avx512_bf16": False, "amx": False},
+    "AVX512": {"bf16": True, "avx512_bf16": False, "amx": False},
+    "AVX512-BF16": {"bf16": True, "avx512_bf16": True, "amx": False},
+    "AMX": {"bf16": True, "avx512_bf16": True, "amx": True},
+}
+"""What oneDNN and PyTorch say of a processor."""
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
@@ -32,28 +48,83 @@ def relative(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-@pytest.fixture(params=["as it is", "without its kernel", "without bf16", "without a fast product"])
+def kernel(rows, columns, width, a_row, b_row, c_row, add, a, b, c, packed):
+    """What `brgemm._kernel()` does with memory, where there is no such kernel."""
+
+    def at(address, kind, shape, row):
+        size = ((shape[0] - 1) * row + shape[1]) * kind.itemsize
+        flat = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=kind)
+        return flat.as_strided(shape, (row, 1))
+
+    assert packed and not add and b_row == columns
+    pairs = at(b, torch.bfloat16, (width // 2, 2 * columns), 2 * columns).view(-1, columns, 2)
+    right = pairs.transpose(1, 2).reshape(width, columns)
+    at(c, torch.float32, (rows, columns), c_row)[:] = at(a, torch.bfloat16, (rows, width), a_row).float() @ right.float()
+
+
+def play(monkeypatch, bf16, avx512_bf16, amx):
+    """Answer for a processor, and multiply as it does."""
+    monkeypatch.setattr(products, "_has_bf16", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    for module, name in ((products, "_onednn_is_exact"), (brgemm, "usable")):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    monkeypatch.setattr(brgemm, "_kernel", lambda: kernel)
+    may_round, exact = [False], torch.mm
+
+    @contextlib.contextmanager
+    def onednn(wanted):
+        may_round.append(wanted)
+        yield
+        may_round.pop()
+
+    def mm(a, b, **rest):
+        if amx and may_round[-1] and a.dtype == torch.float32:
+            a, b = a.bfloat16().float(), b.bfloat16().float()
+        return exact(a, b, **rest)
+
+    monkeypatch.setattr(products, "_onednn", onednn)
+    monkeypatch.setattr(torch, "mm", mm)
+
+
+@pytest.fixture(params=["as it is", "as it is, without the kernel", *MACHINES])
 def machine(request, monkeypatch):
-    """This machine, and what it would be with less."""
-    if request.param != "as it is":
+    """This machine, or another one."""
+    if request.param in MACHINES:
+        play(monkeypatch, **MACHINES[request.param])
+    elif request.param != "as it is":
         monkeypatch.setattr(brgemm, "usable", lambda: False)
-    if request.param in ("without bf16", "without a fast product"):
-        monkeypatch.setattr(products, "_onednn_is_exact", lambda: False)
-    if request.param == "without bf16":
-        monkeypatch.setattr(products, "_has_bf16", lambda: False)
+    return request.param
 
 
-@pytest.mark.usefixtures("machine")
+def weights_multiplied(kind, weight, device, machine):
+    """What may stand for the weight in a product: itself, or itself rounded to the dtype of the hidden states."""
+    if device == "cuda":
+        return [weight.to(kind)]
+    if kind != torch.bfloat16:
+        return [weight]
+    if machine not in MACHINES:
+        return [weight, weight.to(kind)]
+    return [weight.to(kind) if MACHINES[machine]["avx512_bf16"] else weight]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind,weight_kind", KINDS)
-def test_logits_are_never_rounded_below_fp32(kind, weight_kind, device):
+def test_logits_are_never_rounded_below_fp32(kind, weight_kind, device, machine):
     hidden, weight, _ = tensors(kind, weight_kind, device)
     made = Products(hidden, weight)
     logits = made.logits(hidden, torch.empty(96, 300, dtype=made.dtype, device=device))
-    rounds = device == "cuda" or torch.cpu._is_amx_tile_supported() or made.packed is not None
-    weight = weight.to(kind) if rounds else weight
     assert logits.dtype == torch.promote_types(kind, torch.float32)
-    assert relative(logits, hidden.double() @ weight.double().T) < (1e-14 if kind == torch.float64 else 5e-7)
+    wanted = [hidden.double() @ each.double().T for each in weights_multiplied(kind, weight, device, machine)]
+    assert min(relative(logits, each) for each in wanted) < (1e-14 if kind == torch.float64 else 5e-7)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_kernel_is_for_avx512_bf16_and_fp32_products_by_onednn_for_avx512_and_neither_for_amx(name, monkeypatch):
+    play(monkeypatch, **MACHINES[name])
+    hidden, weight, _ = tensors(torch.bfloat16, torch.bfloat16, "cpu")
+    assert (Products(hidden, weight).packed is not None) == (name == "AVX512-BF16")
+    assert Products(hidden.float(), weight).onednn == name.startswith("AVX512")
 
 
 @pytest.mark.usefixtures("machine")
@@ -104,7 +175,16 @@ def test_compiled_roundings_and_packings_change_nothing():
         assert torch.equal(plain, compiled)
 
 
-@pytest.mark.skipif(not brgemm.usable(), reason="this machine has no bf16 kernel with an fp32 result")
+@pytest.fixture(params=["the kernel", "one that stands in for it"])
+def packing(request, monkeypatch):
+    """A machine that packs weights."""
+    if request.param != "the kernel":
+        play(monkeypatch, **MACHINES["AVX512-BF16"])
+    elif not brgemm.usable():
+        pytest.skip("this machine has no bf16 kernel with an fp32 result")
+
+
+@pytest.mark.usefixtures("packing")
 def test_the_kernel_gives_the_same_bits_on_any_number_of_threads():
     hidden, weight, _ = tensors(torch.bfloat16, torch.bfloat16, "cpu", vocab=1000)
     threads, found = torch.get_num_threads(), []
@@ -119,11 +199,13 @@ def test_the_kernel_gives_the_same_bits_on_any_number_of_threads():
 
 
 def test_a_kernel_that_multiplies_wrong_is_not_used(monkeypatch):
+    play(monkeypatch, **MACHINES["AVX512-BF16"])
+    assert brgemm.usable()
     monkeypatch.setattr(brgemm.PackedWeight, "logits", lambda self, hidden, out: out.zero_())
-    assert not brgemm.usable.__wrapped__()
+    assert not brgemm.usable()
 
 
-@pytest.mark.skipif(not brgemm.usable(), reason="this machine has no bf16 kernel with an fp32 result")
+@pytest.mark.usefixtures("packing")
 def test_an_interruption_in_a_product_is_not_swallowed(monkeypatch):
     hidden, weight, _ = tensors(torch.bfloat16, torch.bfloat16, "cpu", vocab=1000)
     packed = brgemm.PackedWeight(weight)

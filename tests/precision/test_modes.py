@@ -19,8 +19,21 @@ def test_auto_is_bf16_where_the_device_computes_in_it(monkeypatch, has, auto):
     assert pick_mode("bf16", CPU) == "bf16"
 
 
-def test_a_cpu_without_bf16_instructions_does_not_claim_it(monkeypatch):
-    monkeypatch.setattr(modes, "_avx512_bf16", lambda: False)
+@pytest.mark.parametrize("flags, onednn, has", [
+    ("fma avx2", False, False),
+    ("avx2 avx512_vnni", True, False),
+    ("avx512_vnni avx512_bf16", True, True),
+    ("avx512_bf16 amx_bf16 amx_tile", True, True),
+    ("amx_bf16 amx_tile", True, True),
+    ("avx512_bf16", False, False),
+])  # fmt: skip
+def test_a_cpu_has_bf16_where_its_flags_and_onednn_say_so(monkeypatch, tmp_path, flags, onednn, has):
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(modes, "Path", lambda _: tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    assert has_bf16(CPU) == has
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not has_bf16(CPU)
 
 

@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 
-from kdtrain import faults
+from kdtrain import faults, files
 from kdtrain.config import DistillConfig
-from kdtrain.stages import run_folder
 from kdtrain.stages.occupied import occupied
 from kdtrain.stages.run_folder import LOCK
 
@@ -51,20 +50,20 @@ def test_a_full_disk_under_a_description_is_one_line_and_the_same_command_goes_o
     workbench, command, monkeypatch, name
 ):
     def full(path):
-        if name in path.name:
+        if path.name.startswith(f".{name}"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     out = workbench.root / f"full-{name}"
     argv = (*command, "--cache", "cache", "--out", out.name)
     with monkeypatch.context() as patched:
-        patched.setattr(run_folder, "sync", full)
+        patched.setattr(files, "fsync", full)
         code, said = line(workbench.call(*argv))
     assert code == 1
     assert said.startswith(f"cannot write full-{name}/{name}: No space left on device; ")
     assert said.endswith("free some space and run it again")
     assert not list(out.rglob("*.tmp")) and not (out / LOCK).exists()
     out.mkdir(exist_ok=True)
-    (out / f".{name}.tmp").write_text("")  # as a kill leaves it
+    (out / f".{name}.0123456789ab.tmp").write_text("")  # as a kill leaves it
     assert workbench.call(*argv)[0] == 0
 
 
@@ -75,7 +74,7 @@ def test_a_full_disk_under_the_tokens_is_one_line_and_the_same_command_goes_on(w
         patched.setattr(faults, "_calls", Counter())
         code, said = line(workbench.call(*argv))
     assert (code, "full-data/data/settings.json: No space left on device" in said) == (1, True)
-    for name in (".building-0", "settings.json.tmp"):  # as a kill leaves them
+    for name in (".building-0", ".settings.json.0123456789ab.tmp"):  # as a kill leaves them
         (workbench.root / "full-data" / "data" / name).write_text("")
     assert workbench.call(*argv)[0] == 0
 

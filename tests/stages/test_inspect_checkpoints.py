@@ -21,7 +21,8 @@ def run(tmp_path):
     run.mkdir()
     (run / "config.toml").write_text('[run]\nstudent = "s"\nout = "run"\n')
     store = Store(run / "checkpoints")
-    state = {"cache": "c", "options": {}, "progress": {"step": 12, "loss": 2.5, "best_loss": None}}
+    state = {"cache": "c", "options": {}, "student": {"name": "s", "architecture": {}, "attention": "sdpa"}}
+    state |= {"progress": {"step": 12, "loss": 2.5, "best_loss": None}, "watchers": {}, "teacher": None}
     for name, step in zip(NAMES, (10, 10, 12, 20), strict=True):
         store.save(name, step, {"student.w": torch.zeros(50_000)}, state)
     store.link("best", "step-00000010")

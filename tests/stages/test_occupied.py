@@ -55,7 +55,7 @@ def test_one_that_moves_a_run_aside_holds_the_new_folder(config, anew):
             with pytest.raises(UsageError, match="another process is training"), occupied(each):
                 pass
     aside = config.out.with_name("run.old-1")
-    assert {path.name for path in aside.iterdir()} == {"config.toml", "environment.json"}
+    assert {path.name for path in aside.iterdir()} == {"config.toml", "environment.json", LOCK}
     assert {path.name for path in config.out.iterdir()} == {"config.toml", "environment.json"}
 
 

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtrain import cli
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.provenance import CacheSettings
 from kdtrain.config import CheckpointConfig, DistillConfig, ObjectiveConfig, OptimizerConfig, sections
 from kdtrain.errors import UsageError
+from kdtrain.files import publish_json
 from kdtrain.stages.run_folder import (
     FREE,
     claim,
@@ -60,7 +63,8 @@ def test_an_earlier_run_is_gone_on_with(run):
 def test_what_a_run_left_before_it_began_does_not_bar_the_way(tmp_path):
     (tmp_path / "data").mkdir()
     assert claim(config_of(tmp_path)) is False
-    (tmp_path / "data" / "settings.json").write_text('{"codec": {"kind": "tokens"}}')
+    settings = CacheSettings(codec=CodecSpec(kind="tokens", vocab_size=300), seq_len=8, tokenizer_size=300)
+    publish_json(tmp_path / "data" / "settings.json", settings.to_json(), "x")
     assert claim(config_of(tmp_path)) is False
 
 
@@ -68,9 +72,9 @@ def test_what_a_run_left_before_it_began_does_not_bar_the_way(tmp_path):
     "left",
     [
         (".training", "data/.building-0", "data/shards/"),
-        ("data/.building-0", "data/.building-1", "data/settings.json.tmp", "data/shards/"),
-        (".config.toml.tmp",),
-        (".environment.json.tmp", ".training", "data/"),
+        ("data/.building-0", "data/.building-1", "data/.settings.json.0123456789ab.tmp", "data/shards/"),
+        (".config.toml.0123456789ab.tmp",),
+        (".environment.json.0123456789ab.tmp", ".training", "data/"),
     ],
 )
 def test_what_a_kill_or_a_full_disk_left_that_holds_nothing_is_not_strange(tmp_path, left):

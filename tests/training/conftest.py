@@ -137,11 +137,20 @@ class Workshop:
             validation_source=validation or RandomSource(5, seed=1),
             spikes=spikes,
             stopping=stopping,
+            identity=IDENTITY,
         )
         run.writers = Writers(out, 0, None, MonitorConfig(tensorboard=False))
         run.reporter = Reporter(config, step, run.writers, run.validation_source, None, init="scratch", finished=0)
         yield run
         run.writers.close()
+
+
+IDENTITY: dict[str, Any] = {
+    "cache": "c",
+    "options": {},
+    "student": {"name": "s", "architecture": {}, "attention": "sdpa"},
+    "teacher": None,
+}
 
 
 def _config(out: Path, steps: int, options: dict[str, Any]) -> DistillConfig:

@@ -115,7 +115,7 @@ def test_a_rollback_does_not_bring_back_an_early_stop_that_was_put_aside(worksho
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
         run.state.progress.stopped = "the loss is flat"
         run.state.progress.step, run.state.progress.sequences = 24, 96
-        run.saver.save(["step-00000024"], 24, run.state.tensors(), run.state.numbers())
+        run.saver.save(["step-00000024"], 24, run.state.tensors(), {**run.identity, **run.state.numbers()})
         run.saver.wait()
         run.state.progress.stopped = None
         for step in range(1, 25):

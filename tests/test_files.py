@@ -1,0 +1,231 @@
+"""What others wrote is read within bounds; what kdtrain removes or renames is its own, and never behind a link.
+
+That nothing else in the project removes, replaces or renames is read off the syntax trees.
+"""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kdtrain import files
+from kdtrain.errors import RunError, UsageError
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("kdtrain", "benchmarks", "teachers")
+# What tortures the commands does so in temporary folders of its own, which it also damages and removes.
+SOURCES = sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py") if not p.name.startswith("torture_"))
+
+REMOVING = {"unlink", "rmtree", "rmdir", "removedirs", "rename", "renames", "move"}
+OF_MODULES = {"os", "shutil", "Path", "pathlib"}
+
+
+def removals(tree: ast.AST) -> list[str]:
+    """Calls that remove, replace or rename a file; `replace` of strings, dataclasses and tensors is something else."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil"):
+            found += [each.name for each in node.names if each.name in REMOVING | {"remove", "replace"}]
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name, owner = node.func.attr, node.func.value
+        module = isinstance(owner, ast.Name) and owner.id in OF_MODULES
+        path_replace = name == "replace" and len(node.args) == 1 and not node.keywords
+        if name in REMOVING or (module and name in ("remove", "replace")) or path_replace:
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_nothing_but_the_files_room_removes_replaces_or_renames():
+    found = {str(path.relative_to(ROOT)): removals(ast.parse(path.read_text(encoding="utf-8"))) for path in SOURCES}
+    assert {name for name, calls in found.items() if calls} == {"kdtrain/files.py"}, found
+
+
+@pytest.mark.parametrize(
+    "line, counts",
+    [
+        ("path.unlink(missing_ok=True)", True),
+        ("shutil.rmtree(folder)", True),
+        ("os.replace(a, b)", True),
+        ("os.remove(a)", True),
+        ("path.replace(other)", True),
+        ("path.rename(other)", True),
+        ("from os import replace", True),
+        ("text.replace('a', 'b')", False),
+        ("names.remove('a')", False),
+        ("dataclasses.replace(config, out=out)", False),
+    ],
+)
+def test_what_counts_as_a_removal(line, counts):
+    assert bool(removals(ast.parse(line))) is counts
+
+
+@pytest.fixture
+def strange(tmp_path):
+    """Files that are no files, by kind."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zero"])
+def test_what_is_not_a_regular_file_is_refused_and_nothing_waits_for_it(strange, kind):
+    for read in (files.read_text, files.file_digest, files.read_sealed, files.read_toml):
+        with pytest.raises(ValueError, match="is not a regular file"):
+            read(strange / kind)
+
+
+def test_a_file_that_is_too_large_is_not_read_into_memory(tmp_path):
+    with open(tmp_path / "large.json", "wb") as file:
+        file.truncate(2**40)  # sparse: a terabyte that takes no room
+    with pytest.raises(ValueError, match="more than 1,048,576 bytes"):
+        files.read_json(tmp_path / "large.json", dict)
+
+
+@pytest.mark.parametrize("depth", [65, 900, 200_000])
+def test_what_is_nested_too_deep_is_refused(tmp_path, depth):
+    (tmp_path / "deep.json").write_text('{"a":' * depth + "1" + "}" * depth)
+    (tmp_path / "deep.toml").write_text("a = " + "[" * depth + "]" * depth)
+    (tmp_path / "dotted.toml").write_text(".".join("a" * depth) + " = 1")
+    with pytest.raises(ValueError, match=r"nested too deep|more than|too many dots"):
+        files.read_json(tmp_path / "deep.json", dict)
+    for name in ("deep.toml", "dotted.toml"):
+        with pytest.raises(ValueError, match=r"nested too deep|more than|too many dots"):
+            files.read_toml(tmp_path / name)
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int
+
+
+@dataclass(frozen=True)
+class Outer:
+    parts: list[Inner]
+
+
+def test_a_record_of_other_types_is_refused_with_its_key(tmp_path):
+    (tmp_path / "a.json").write_text('{"parts": [{"size": 1}, {"size": "2"}]}')
+    with pytest.raises(ValueError, match=r"Expected int, got str - at parts\[1\].size"):
+        files.read_json(tmp_path / "a.json", Outer)
+    (tmp_path / "a.json").write_text('{"parts": [{"size": 1}]}')
+    assert files.read_json(tmp_path / "a.json", Outer) == Outer([Inner(1)])
+
+
+def test_a_published_file_is_whole_or_the_one_before_it_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    with pytest.raises(UnicodeEncodeError):
+        files.publish_text(path, "half\udcff", "x")
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+    files.publish_text(path, "after", "x")
+    assert path.read_text() == "after" and list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_never_share_a_temporary_name(tmp_path):
+    assert len({files.temporary_name(tmp_path / "a") for _ in range(100)}) == 100
+
+
+def test_a_link_is_pointed_elsewhere_and_what_is_not_a_link_is_left_alone(tmp_path):
+    files.point_link(tmp_path / "best", "one")
+    files.point_link(tmp_path / "best", "two")
+    assert os.readlink(tmp_path / "best") == "two"
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(OSError, match="not a link stands there"):
+        files.point_link(tmp_path / "latest", "one")
+    files.remove_link(tmp_path / "latest")
+    files.remove_link(tmp_path / "best")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+def test_what_is_set_aside_keeps_its_bytes_and_no_other_name_is_taken(tmp_path):
+    for text in ("one", "two"):
+        (tmp_path / "a.h5").write_text(text)
+        files.set_aside(tmp_path, "a.h5", "damaged")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "a.h5.damaged-1": "one",
+        "a.h5.damaged-2": "two",
+    }
+
+
+def test_nothing_is_set_aside_behind_a_link_and_a_link_itself_is(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.h5").write_text("mine")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "shards").symlink_to("../docs")
+    with pytest.raises(UsageError, match="shards is a link"):
+        files.set_aside(tmp_path / "cache", "shards/a.h5", "damaged")
+    files.set_aside(tmp_path / "cache", "shards", "damaged")
+    assert (tmp_path / "cache" / "shards.damaged-1").is_symlink()
+    assert (tmp_path / "docs" / "a.h5").read_text() == "mine"
+
+
+def test_a_folder_is_removed_only_where_a_seal_vouches_for_all_of_it(tmp_path):
+    def folder(*names: str) -> Path:
+        path = tmp_path / "x"
+        path.mkdir(exist_ok=True)
+        for name in names:
+            (path / name).write_text("")
+        return path
+
+    assert not files.remove_folder(folder("a", "mine"), {"a"}, "x")
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["a", "mine"]
+    assert not files.remove_folder(folder(), set(), "x")
+    (tmp_path / "link").symlink_to("x")
+    assert not files.remove_folder(tmp_path / "link", {"a", "mine"}, "x")
+    assert files.remove_folder(folder(), {"a", "mine"}, "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_a_sweep_removes_what_kdtrain_left_half_written_and_nothing_else(tmp_path):
+    kept = [".notes.tmp", ".a.0123456789ab", "a.0123456789ab.tmp", ".b.0123456789aB.tmp", "c.tmp"]
+    for name in (*kept, ".a.h5.0123456789ab.tmp"):
+        (tmp_path / name).write_text("")
+    hidden = files.temporary_name(tmp_path / "step-1")
+    hidden.mkdir()
+    (hidden / "half").symlink_to(tmp_path / "c.tmp")
+    (tmp_path / ".d.0123456789ab.tmp").symlink_to("..")
+    files.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    (tmp_path / "link").symlink_to(".")
+    (tmp_path / ".a.h5.0123456789ab.tmp").write_text("")
+    files.sweep(tmp_path / "link")
+    assert (tmp_path / ".a.h5.0123456789ab.tmp").exists()
+
+
+def test_links_in_a_folder_that_is_written_to_are_refused_by_name(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best").symlink_to("nowhere")
+    files.refuse_links(tmp_path, ["checkpoints/best"])
+    with pytest.raises(UsageError, match="best is a link"):
+        files.refuse_links(tmp_path)
+
+
+def test_a_lock_is_taken_through_no_link_and_waits_for_no_pipe(strange):
+    (strange / "victim").write_text("mine")
+    (strange / "lock").symlink_to("victim")
+    with pytest.raises(RunError, match="lock: Too many levels"):
+        files.Lock(strange / "lock", "held", "me")
+    assert (strange / "victim").read_text() == "mine"
+    with pytest.raises(RunError, match="is not a regular file"):
+        files.Lock(strange / "pipe", "held")
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    code = "import sys, time; from pathlib import Path; from kdtrain.files import Lock\n"
+    code += "held = Lock(Path(sys.argv[1]), 'held', 'other'); print('held', flush=True); time.sleep(60)"
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(files.HeldError, match="busy") as caught:
+            files.Lock(path, "busy")
+        assert caught.value.holder == "other"
+        other.send_signal(signal.SIGKILL)
+    files.Lock(path, "busy").release()
+    assert not path.exists()
