@@ -1,10 +1,10 @@
 """What becomes of commands that are given what a stranger made? Each attack is run, judged and counted.
 
-`make torture`, or `python benchmarks/torture_hostile.py [--only FAMILY] [--case NAME] [--cold N] [--keep FOLDER]`.
+`make torture`, or `python benchmarks/torture_hostile.py [--only FAMILY] [--case NAME] [--few N] [--cold N]`.
 
 Caches, runs, checkpoints, model folders, specs, data and environments are attacked in the ways of `hostile/`, with
 all digests made anew where there are any, and the real command is run on each: in a fork of a process that has
-everything imported (`--cold N`: the first N in an interpreter each as well, which has to end the same). It has 20
+everything imported (`--cold N`: N of them in an interpreter of their own as well, which has to end the same). It has 20
 seconds and 4 GiB and may end with exit code 1 or 2 and one line on stderr, or with 0 and a right result. It may change
 nothing but the folder it was told to write, remove nothing of the user's, and leave no process. The result is
 benchmarks/results/torture-hostile.json.
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--only", help="one family")
     parser.add_argument("--case", help="cases whose name holds this")
     parser.add_argument("--cold", type=int, default=0, help="so many in an interpreter of their own as well")
-    parser.add_argument("--every", type=int, default=1, help="of each family the first case of every so many")
+    parser.add_argument("--few", type=int, help="so many of each family")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of a command")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="names alone")
@@ -47,7 +47,7 @@ def main() -> int:
     options = parser.parse_args()
     cases = [each for each in families.all_cases() if options.only in (None, each.family)]
     cases = [each for each in cases if options.case is None or options.case in f"{each.family}: {each.name}"]
-    cases = families.spread(cases, options.every)
+    cases = cases if options.few is None else families.sample(cases, options.few)
     if options.list:
         print("\n".join(f"{each.family}: {each.name}" for each in cases))
         return 0
@@ -57,9 +57,10 @@ def main() -> int:
         Bench(folder, options.seed, options.seconds, options.keep is not None) as bench,
     ):
         ended = [(case, *bench.run(case, shown=True)) for case in cases]
-        differing = [_named(case) for case in cases[: options.cold] if not bench.same_cold(case)]
+        cold = sorted(cases, key=lambda case: case.seed(1))[: options.cold]
+        differing = [_named(case) for case in cold if not bench.same_cold(case)]
     record = _record(ended, differing, options, time.monotonic() - started)
-    if options.out != RESULT or (options.only is None and options.case is None and options.every == 1):
+    if options.out != RESULT or (options.only is None and options.case is None and options.few is None):
         options.out.parent.mkdir(exist_ok=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps({name: value for name, value in record.items() if name != "failed"}, indent=1))
@@ -102,13 +103,13 @@ class Bench:
         return done, wrong
 
     def same_cold(self, case: Case) -> bool:
-        """Whether the command ends the same in an interpreter of its own."""
-        (warm, _), (cold, _) = self.run(case), self.run(case, cold=True)
-        last = [
-            (each.code, each.stderr.replace(f"-{number}", "").splitlines()[-1:])
-            for each, number in ((warm, self._number - 1), (cold, self._number))
-        ]
-        return last[0] == last[1]
+        """Whether the command ends the same in an interpreter of its own: exit code and line."""
+        ends = []
+        for cold in (False, True):
+            done, _ = self.run(case, cold)
+            line = next((line for line in done.stderr.splitlines() if line.startswith("kdtrain: ")), "")
+            ends.append((done.code, line.replace(f"case-{self._number}", "")))
+        return ends[0] == ends[1]
 
 
 def _environment(root: Path) -> dict[str, str | None]:

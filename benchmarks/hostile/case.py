@@ -153,6 +153,8 @@ class Case:
     """`refused`: exit code 1 or 2 and one line; `works`: exit code 0; `either`: one of both."""
     same: bool = False
     """Exit code 0 is right only with the numbers of the sound cache and model."""
+    finite: bool = True
+    """Exit code 0 is right only with a loss that is a number."""
     says: str = ""
     """A regular expression that the line of a refusal has to match: which file, whose numbers."""
     writes: tuple[str, ...] | None = None

@@ -14,10 +14,9 @@ def all_cases() -> list[Case]:
     return cases
 
 
-def spread(cases: list[Case], every: int) -> list[Case]:
-    """One of every so many, at least one of each family: always the same ones, at no regular distance."""
+def sample(cases: list[Case], number: int) -> list[Case]:
+    """So many of each family: always the same ones, at no regular distance."""
     chosen: list[Case] = []
     for family in dict.fromkeys(case.family for case in cases):
-        shuffled = sorted((case for case in cases if case.family == family), key=lambda case: case.seed(0))
-        chosen += shuffled[::every]
+        chosen += sorted((case for case in cases if case.family == family), key=lambda case: case.seed(0))[:number]
     return chosen

@@ -311,7 +311,9 @@ TOML: dict[str, str] = {
 
 
 def _tomls(found: Cases) -> None:
-    with_config = (*COMMANDS["distill"], "--config", "options.toml")
+    words = COMMANDS["distill"]
+    at = words.index("--steps")
+    with_config = (*words[:at], *words[at + 2 :], "--config", "options.toml")  # a flag would win over the file
     for kind, text in TOML.items():
         found.add(f"student.toml: {kind}", "distill", _text("student.toml", text), says="student.toml")
         found.add(f"--config: {kind}", with_config, _text("options.toml", text), says="options.toml")

@@ -96,7 +96,8 @@ def _shards(found: Cases) -> None:
     for number, (name, (dataset, change, ends)) in enumerate(_SHARDS.items()):
         attack = in_shards(_changed(change), dataset)
         command = ("evaluate", "distill")[number % 2]
-        found.add(name, command, attack, ends=ends, says="train-00000|validation-00000|cache")
+        finite = not name.startswith("no label")  # the mean over nothing is none
+        found.add(name, command, attack, ends=ends, finite=finite, says="train-00000|validation-00000|cache")
 
 
 def _changed(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any, str], None]:
@@ -281,7 +282,7 @@ def _weights(found: Cases) -> None:
             says="student|model",
             ends=_huge(value),
         )
-        found.add(f"model's weights {value}", "model", _filled_weights("model", value), ends="either", says="model")
+        found.add(f"model's weights {value}", "model", _filled_weights("model", value), ends="either", finite=False)
         found.add(
             f"checkpoint's weights {value}",
             "resume",
