@@ -91,7 +91,7 @@ def write_model_folder(path: Path, model: PreTrainedModel, tokenizer: PreTrained
     return path
 
 
-def run_ranks(script: Path, world: int, *argv: object, seconds: float = 120.0) -> None:
+def run_ranks(script: Path, world: int, *argv: object, seconds: float = 500.0) -> None:
     """Run `python script argv...` in `world` processes on this machine, as ranks of one group.
 
     Each finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. `AssertionError`, with what

@@ -9,13 +9,13 @@ inherit it. A test that wants something else passes its own environment to its o
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Two workers on two cores: a second thread each costs more than it brings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-settings.register_profile("fuzz", deadline=None, print_blob=True)
+settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("kdtrain", settings.get_profile("fuzz"), derandomize=True)
 settings.load_profile("kdtrain")
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -194,6 +195,27 @@ def test_an_error_of_our_own_keeps_its_traceback(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kdtrain.stages.inspect", stage)
     with pytest.raises(RuntimeError, match="a mistake"):
         cli.main(["inspect", "x"])
+
+
+HANGING = """
+import sys, threading, time
+from kdtrain import __main__, cli
+
+def main():
+    threading.Thread(target=time.sleep, args=(float(sys.argv[2]),)).start()
+    print("all that is to be said", file=sys.stderr)
+    raise SystemExit(int(sys.argv[1]))
+
+cli.main, __main__.LIMIT = main, 1.0
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize("code, seconds, ended_with", [(2, 600, 1), (2, 0, 2), (0, 3, 0)])
+def test_a_command_that_has_failed_ends_although_a_thread_of_it_does_not(code, seconds, ended_with):
+    argv = [sys.executable, "-c", HANGING, str(code), str(seconds)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (ended_with, "all that is to be said\n")
 
 
 @pytest.mark.parametrize("returned, code", [(0, 0), (None, 0), (1, 1)])

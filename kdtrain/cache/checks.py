@@ -2,9 +2,8 @@
 
 `check_structure` compares the file with what `layout.create_shard` would make, before HDF5 opens it: the names, types,
 shapes, chunks, fill values and filters of all data sets, the attributes, where each chunk lies and how large it
-unpacks. It reads no data but the first bytes of each chunk, once a shard. `check_lists` and `check_values` look at the
-numbers, each once: ids and tokens below V, probabilities that are some, a tail that fits to them. A number of the tail
-is stored as a distance from a prediction, so that it is bounded where the prediction is.
+unpacks. It reads no data but the first bytes of each chunk, once a shard. The others look at numbers, each once: masks
+and lists when a shard is opened, sequences when they are first read, as they are stored and as they unpack.
 
 What it gives up: numbers that are possible and wrong. A stranger's cache may still teach anything.
 """
@@ -237,12 +236,13 @@ def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
         raise ValueError(f"the token {largest} is outside of the vocabulary of {spec.vocab_size}")
     if spec.kind == "sparse":
         numbers_nRT, entries = arrays["numbers"], spec.columns
+        wide = np.uint32 if entries < 2**16 else np.uint64  # sums that do not wrap around
         counts = numbers_nRT[:, entries : entries + spec.draws]
         if numbers_nRT[:, -1].max() == np.iinfo(np.uint16).max:
             raise ValueError("it lacks targets")
-        if max(numbers_nRT[:, -1].max(), numbers_nRT[:, :entries].sum(1, np.uint64).max()) > LOWEST:
+        if max(numbers_nRT[:, -1].max(), numbers_nRT[:, :entries].sum(1, wide).max()) > LOWEST:
             raise ValueError("a log-probability is not between -10,000 and 0")
-        if counts.size and counts.sum(1, np.uint64).max() > spec.draws:
+        if counts.size and counts.sum(1, wide).max() > spec.draws:
             raise ValueError(f"more than {spec.draws} samples were drawn for a token")
     if spec.kind == "dense":
         if np.isnan(arrays["label_logprob"]).any():
@@ -260,26 +260,35 @@ def _are_logprobs(values: np.ndarray) -> bool:
 
 def check_values(kept: Arrays, spec: CodecSpec) -> None:
     """ValueError: what sparse sequences unpack to, arrays [n, T, ...], is not a distribution."""
-    ids, probabilities, head = kept["ids"], np.exp(kept["logprobs"]), spec.head
+    ids, head, one = kept["ids"], spec.head, spec.knots.index(1.0)
     if head and ids[..., :head].max() >= spec.vocab_size:
         raise ValueError("an entry of a head is absent")
+    with np.errstate(over="ignore"):
+        tail_nT = np.exp(kept["tail"][..., one])
+    head_nT = _mass(kept["logprobs"][..., :head]) if head else np.zeros_like(tail_nT)
+    drawn_nT = np.zeros_like(tail_nT)
     if spec.draws:
         absent = ids[..., head:] == spec.absent
         if (absent != (kept["draws"][..., head:] == 0)).any():
             raise ValueError("a sample has no count, or a count no sample")
-        probabilities[..., head:][absent] = 0
-    one, number = spec.knots.index(1.0), len(spec.knots)
-    with np.errstate(over="ignore"):
-        mass = probabilities[..., :head].sum(-1) + np.exp(kept["tail"][..., one])
-    if not max(probabilities.sum(-1).max(), mass.max()) <= MASS:
-        raise ValueError("probabilities of one token sum to more than 1")
-    values, slopes = kept["tail"][..., :number], kept["tail"][..., number:]
-    most = math.log(spec.vocab_size) + 0.1
+        drawn_nT = _mass(np.where(absent, FLOOR, kept["logprobs"][..., head:]))
+    if not (head_nT + np.maximum(drawn_nT, tail_nT)).max() <= MASS:
+        raise ValueError("the probabilities of a token sum to more than 1")
+    number, most = len(spec.knots), math.log(spec.vocab_size) + 0.1
     for name, found, low, high in (
-        ("log-partition", values, _LEAST, most),
-        ("slope", slopes, _LEAST, 0.1),
+        ("log-partition", kept["tail"][..., :number], _LEAST, most),
+        ("slope", kept["tail"][..., number:], _LEAST, 0.1),
         ("mean", kept["logit_mean"], _LEAST, 0.1),
         ("deviation", kept["logit_std"], -0.1, -_LEAST),
     ):
         if not (found.min() >= low and found.max() <= high):
             raise ValueError(f"the {name} of a tail is out of range")
+
+
+def _mass(logprobs_nTK: np.ndarray) -> np.ndarray:
+    """[n, T] the sum of the probabilities of each token."""
+    # A column at a time: an array as large as all of them costs more, here and in what is unpacked next.
+    mass_nT = np.exp(logprobs_nTK[..., 0])
+    for k in range(1, logprobs_nTK.shape[-1]):
+        mass_nT += np.exp(logprobs_nTK[..., k])
+    return mass_nT

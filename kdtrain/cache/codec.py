@@ -31,6 +31,7 @@ KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 """Default knots of beta: T from 2/3 to 4."""
 FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
 """The default below `SMALL_HEAD` kept entries: what is likely is then in the tail, whose curve bends sharply."""
+MAX_KNOTS = 64
 SMALL_HEAD = 4
 FLOOR = -1e4
 """The log-probability of what cannot be, and the tail numbers of an empty tail: finite, and 0 after exp."""
@@ -74,8 +75,10 @@ class CodecSpec:
         if self.head + self.draws == 0:
             raise ValueError("--head 0 with --draws 0 keeps nothing; set one of them, or use --dense")
         descending = all(a > b > 0 for a, b in zip(self.knots, self.knots[1:], strict=False))
-        if len(self.knots) < 2 or not descending or 1.0 not in self.knots:
-            raise ValueError(f"knots {self.knots} must be at least two, descending, above 0, with 1.0 among them")
+        if not 2 <= len(self.knots) <= MAX_KNOTS or not descending or 1.0 not in self.knots:
+            raise ValueError(
+                f"knots {self.knots[:8]} must be 2 to {MAX_KNOTS}, descending, above 0, with 1.0 among them"
+            )
 
     @property
     def columns(self) -> int:

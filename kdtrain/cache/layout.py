@@ -259,6 +259,7 @@ def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
 def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
     """The inverse of `write_dictionary`. KeyError: there is none."""
     group = file[DICTIONARY]
+    # Not over `items`: an error inside such a loop keeps h5py's lock, for ever if another thread raises it again.
     return {name: group[name][()] for name in list(group)}
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kdtrain import faults
 from kdtrain.cache import layout
 from kdtrain.cache.checks import check_structure
 from kdtrain.cache.provenance import Manifest, check_sizes, read_manifest
@@ -87,6 +88,7 @@ class CacheReader:
 
     def _read_shard(self, number: int, rows: np.ndarray) -> Stored:
         with naming(self._paths[number]):
+            faults.point("cache.read")
             shard = self._shard(number, self._paths[number])
             return shard.read(rows, checked=bool(self._checked[number][rows].all()))
 

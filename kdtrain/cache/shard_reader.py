@@ -4,6 +4,7 @@ A shard is read with as few calls of HDF5 as there are runs of neighbours, and i
 masks are checked when it is opened, its sequences when they are first read (`checks`).
 """
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -68,7 +69,6 @@ class Shard:
             if spec.kind == "sparse":
                 self._coding = Coding.from_arrays(layout.read_dictionary(self._file), spec)
                 check_lists(self._coding)
-            # A list of the names: an error inside a loop over `items` would keep h5py's lock for ever, in a thread.
             sets = {name: self._file[name] for name in list(self._file) if name != layout.DICTIONARY}
             # Masks are few runs in few chunks: read once, kept as runs.
             flags = {name: sets.pop(name)[()] for name in ("loss_mask", "segments")}
@@ -190,8 +190,20 @@ def naming(path: Path) -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:
+        cache, said = path.parents[1], system_error(error)
+        if not cache.is_dir():
+            raise RunError(
+                f"the cache {cache} is gone, from which shard {path.name} was to be read; "
+                "put it back, and run the same command again"
+            ) from error
+        if said is not None and said.errno not in (None, errno.ENOENT):
+            # Not damage: a repair would move a sound shard aside.
+            raise RunError(
+                f"shard {path} cannot be read now ({said.strerror}): make it readable, and run the same command again"
+            ) from error
+        reason = "it is missing" if isinstance(error, FileNotFoundError) else _reason(error)
         raise RunError(
-            f"shard {path} cannot be read ({_reason(error)}): run kdtrain verify {path.parents[1]} --repair, "
+            f"shard {path} cannot be read ({reason}): run kdtrain verify {cache} --repair, "
             "then the same cache-teacher command again"
         ) from error
 

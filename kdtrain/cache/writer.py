@@ -50,7 +50,7 @@ from kdtrain.cache.rows import Row, Rows, shards_of
 from kdtrain.cache.shard import ShardWriter
 from kdtrain.cache.shard_reader import Shard, batch_of, naming
 from kdtrain.errors import RunError, UsageError, writing
-from kdtrain.files import PUBLISH_POINTS, file_digest, publish_json, published, read_sealed, set_aside
+from kdtrain.files import PUBLISH_POINTS, file_digest, json_digest, publish_json, published, read_sealed, set_aside
 
 Progress = Callable[[int, int | None], None]
 """(sequences done so far, how many in all or None)."""
@@ -111,12 +111,14 @@ class CacheWriter:
         limited = islice(rows, self.settings.sequences.get(split))
         self._splits[split], self._tokens[split] = [], hashlib.sha256()
         shards = enumerate(shards_of(iter(limited), self.settings.sequences_per_shard))
-        while row := list(islice(shards, self.ranks.world)):
-            own = [self._listed(split, number, part) for number, part in row][self.ranks.rank :][:1]
+        while row := [self._listed(split, *each) for each in islice(shards, self.ranks.world)]:
+            self._agree(split, row)
+            own = row[self.ranks.rank :][:1]
             del row
             for job in own:
                 self._build_or_keep(split, *job)
             self._rounds.rest()
+        self._agree(split, [])
         if not self._splits[split]:
             raise UsageError(
                 f"the {split} data give no whole sequence of {self.settings.seq_len} tokens; "
@@ -130,6 +132,17 @@ class CacheWriter:
         self._splits[split].append((name, len(part.tokens), digest))
         self._tokens[split].update(np.ascontiguousarray(part.tokens, dtype="<u4").tobytes())
         return number * self.settings.sequences_per_shard, name, part, digest
+
+    def _agree(self, split: str, row: list[tuple[int, str, Rows, str]]) -> None:
+        """Refuse to build from data that are not the same on all ranks. UsageError."""
+        found = self.ranks.gather(int(json_digest([digest for *_, digest in row])[:15], 16))
+        others = [rank for rank, each in enumerate(found) if each != found[0]]
+        if others:
+            first = row[0][0] if row else sum(sequences for _, sequences, _ in self._splits[split])
+            raise UsageError(
+                f"the {split} data differ between the ranks from sequence {first} on: rank {others[0]} has others than "
+                "rank 0; give all ranks the same --data"
+            )
 
     def _build_or_keep(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
         if record := self._built(split, first, name, part, digest):

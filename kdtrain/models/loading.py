@@ -13,7 +13,6 @@ warning; here that is refused.
 import copy
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -124,9 +123,15 @@ def model_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The files of a tokenizer in a folder, by name."""
+    paths = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: path.read_bytes() for path in sorted(paths)}
+
+
 def export_model(
     model: nn.Module,
-    tokenizer_folder: Path | None,
+    tokenizer: Mapping[str, bytes] | None,
     out: Path,
     *,
     dtype: str | None = None,
@@ -134,10 +139,10 @@ def export_model(
 ) -> Path | None:
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and swap it in whole.
 
-    model: a model or a `SplitModel`; made without a tokenizer, it learns here which token ends a text. dtype: of the
-    weights written; by default the model's own. origin: where it comes from, for `kdtrain.json`, which also seals the
-    digests of all files. A folder that was exported before is replaced; where it holds anything that was not exported,
-    it is moved aside, and its new path returned.
+    model: a model or a `SplitModel`; made without a tokenizer, it learns here which token ends a text. tokenizer: its
+    files (`tokenizer_files`). dtype: of the weights written; by default the model's own. origin: where it comes from,
+    for `kdtrain.json`, which also seals the digests of all files. A folder that was exported before is replaced; where
+    it holds anything that was not exported, it is moved aside, and its new path returned.
 
     UsageError: `out` holds what kdtrain did not write. RunError: the disk does not take it.
     """
@@ -145,7 +150,7 @@ def export_model(
     out = out.resolve()
     try:
         with making(out), hidden_folder(out) as partial, writing(out):
-            _write_model(model, tokenizer_folder, partial, dtype)
+            _write_model(model, tokenizer or {}, partial, dtype)
             digests = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
             publish_json(partial / ORIGIN, {**(origin or {}), "files": digests}, "export.origin")
             aside = swap_in(partial, out, "export")
@@ -183,15 +188,13 @@ def _exported(folder: Path) -> set[str]:
     return {ORIGIN, *files} if sound else set()
 
 
-def _write_model(model: nn.Module, tokenizer_folder: Path | None, out: Path, dtype: str | None) -> None:
+def _write_model(model: nn.Module, tokenizer: Mapping[str, bytes], out: Path, dtype: str | None) -> None:
     whole: Any = _whole(model)
-    if tokenizer_folder is not None:
-        if whole.generation_config is not None and whole.generation_config.eos_token_id is None:
-            eos = load_tokenizer(tokenizer_folder).eos_token_id
-            whole.generation_config.update(eos_token_id=eos, pad_token_id=eos)
-        files = (file for pattern in _TOKENIZER_FILES for file in tokenizer_folder.glob(pattern))
-        for file in filter(Path.is_file, files):
-            shutil.copyfile(file, out / file.name)
+    for name, content in tokenizer.items():
+        (out / name).write_bytes(content)
+    if tokenizer and whole.generation_config is not None and whole.generation_config.eos_token_id is None:
+        eos = load_tokenizer(out).eos_token_id
+        whole.generation_config.update(eos_token_id=eos, pad_token_id=eos)
     if dtype is not None:
         whole = copy.deepcopy(whole).to(getattr(torch, dtype))
     whole.save_pretrained(out)

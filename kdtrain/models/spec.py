@@ -105,7 +105,7 @@ def _from_folder(folder: Path) -> ModelSpec:
     for candidate in (folder, folder / "student"):
         if (candidate / "config.json").is_file():
             return ModelSpec(name=folder.resolve().name, source=os.path.normpath(candidate))
-    if (folder / "config.toml").is_file():
+    if (folder / "config.toml").is_file() or (folder / "checkpoints").is_dir():
         raise UsageError(f"{folder}: this run has no exported student; write one with 'kdtrain export {folder}'")
     raise UsageError(f"{folder}: no config.json in this folder; a model folder has one")
 

@@ -1,7 +1,8 @@
 """Numbers a step, for programs and for the eye: `metrics.jsonl`, `events.jsonl`, and the boards that are asked for.
 
 A run that goes on from step s first forgets what was written after s, so that each step stands once; so does a run
-that rolls back while it trains (`rewind`). Events are never forgotten.
+that rolls back while it trains (`rewind`). Events are never forgotten. A line that cannot be read, because a kill cut
+it short or a byte was damaged, is left out and counted; what is appended then begins a line of its own.
 """
 
 import json
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 
 from kdtrain.config import MonitorConfig
-from kdtrain.files import publish_text
+from kdtrain.errors import UsageError
+from kdtrain.files import SMALL, open_regular, parse_json, publish_text, typed
 from kdtrain.monitor.boards import Board, TensorBoard, WeightsAndBiases
 from kdtrain.monitor.histograms import Joined, histograms
+from kdtrain.monitor.progress import log
 
 
 class Writers:
@@ -28,7 +31,7 @@ class Writers:
         validated_step: the last step whose validation the run remembers; of later ones it is removed as well.
         config: which boards are written.
     Raises:
-        UsageError: W&B is asked for, and its package is missing.
+        UsageError: W&B is asked for, and its package is missing; or something other than a file has the name of one.
         RunError: W&B does not start.
     """
 
@@ -43,6 +46,7 @@ class Writers:
             self.boards.append(WeightsAndBiases(folder, fresh, config.wandb_project, config.wandb_name))
         for name in ("metrics.jsonl", "samples.jsonl"):
             _forget(folder / name, resume_step, -1 if validated_step is None else validated_step)
+        _forget(folder / "events.jsonl", math.inf, math.inf)
         self.file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  # closed by close()
 
     def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -150,16 +154,26 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _forget(path: Path, trained: int, validated: int) -> None:
-    """Remove the lines of later steps, of training and of validation, and a last line that a kill cut short."""
-    if not path.exists():
+def _forget(path: Path, trained: float, validated: float) -> None:
+    """Leave out the lines of later steps, of training and of validation, and those that cannot be read.
+
+    Raises:
+        UsageError: something other than a file stands there.
+    """
+    kept, unreadable = [], []
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(SMALL), b""), 1):
+                try:
+                    record = typed(parse_json(line.decode()), dict[str, Any])
+                    if typed(record.get("step"), int) <= (validated if "validation/loss" in record else trained):
+                        kept.append(line.decode().rstrip("\n"))
+                except ValueError:
+                    unreadable.append(number)
+    except FileNotFoundError:
         return
-    kept = []
-    for text in path.read_text().splitlines():
-        try:
-            numbers = json.loads(text)
-            if numbers["step"] <= (validated if "validation/loss" in numbers else trained):
-                kept.append(text)
-        except (ValueError, KeyError, TypeError):
-            break
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}; move it away") from None
+    if unreadable:
+        log.warning("%s: left out %d lines that cannot be read, first line %d", path, len(unreadable), unreadable[0])
     publish_text(path, "".join(text + "\n" for text in kept), "monitor.forget")

@@ -107,6 +107,10 @@ class Collector:
             if self.path.exists():
                 shutil.copyfile(self.path, hidden)
             with h5py.File(hidden, "a" if self.path.exists() else "w") as file:
+                if name := _leads_out(file):
+                    raise UsageError(
+                        f"{self.path} leads to another file at '{name}', which is not followed; move it away"
+                    )
                 yield file
 
 
@@ -188,6 +192,16 @@ def _append(group: h5py.Group, name: str, value: Any) -> None:
         group.create_dataset(name, (0, *shape), kind, maxshape=(None, *shape), chunks=(64, *shape))
     group[name].resize(len(group[name]) + 1, axis=0)
     group[name][-1] = value
+
+
+def _leads_out(file: h5py.File) -> str | None:
+    """The first name that stands for what is elsewhere: a run may have been downloaded, and its rows are changed."""
+
+    def elsewhere(name: str, each: h5py.Group | h5py.Dataset) -> str | None:
+        return name if isinstance(each, h5py.Dataset) and (each.external or each.is_virtual) else None
+
+    linked = file.visititems_links(lambda name, link: None if isinstance(link, h5py.HardLink) else name)
+    return linked or file.visititems(elsewhere)
 
 
 def _groups(file: h5py.File) -> Iterator[h5py.Group]:

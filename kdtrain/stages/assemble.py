@@ -33,6 +33,7 @@ from kdtrain.precision.controller import Controller
 from kdtrain.precision.linear import convert
 from kdtrain.precision.modes import head_dtype, why_not_compile
 from kdtrain.precision.scale import LossScale
+from kdtrain.stages.agreement import agree, weights_digest
 from kdtrain.stages.begin import allowing
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
 from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
@@ -118,6 +119,8 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
             "student": {"name": spec.name, "architecture": architecture(student), "attention": spec.attention},
             "teacher": None if teacher is None else model_digest(teacher),
         }
+    compared = {name: identity[name] for name in ("cache", "student", "teacher")}
+    agree(lambda: {**compared, "the student's weights": weights_digest(student)})
     document_mask = manifest.settings.document_mask
     total = _total_steps(config, len(readers["train"]))
     compiles = _compiles(config, device)

@@ -21,6 +21,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import bar
 from kdtrain.parallel import world
+from kdtrain.stages.agreement import agree
 from kdtrain.stages.common import Teacher, rows
 
 T = TypeVar("T")
@@ -97,6 +98,7 @@ def build_cache(
             "sequences_per_shard": config.sequences_per_shard,
         }
     )
+    agree(settings.to_json)
     built = {"batch_size": config.batch_size, "sharded": sharded, "ranks": AllRanks()}
     return _write(config.out, settings, config.data, tokenizer, asked, **built)
 
@@ -139,6 +141,7 @@ def build_from_logprobs(
         data={"logprobs": path.name, "sha256": digest},
         sequences_per_shard=config.sequences_per_shard,
     )
+    agree(settings.to_json)
     return write_cache(
         config.out,
         settings,

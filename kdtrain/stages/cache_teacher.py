@@ -11,8 +11,9 @@ from kdtrain.models.loading import load_tokenizer, model_digest, vocabulary
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel.plan import Plan
-from kdtrain.parallel.world import is_main, of_all, on_main, peak_memory_mb, pick_device, ranks, together, world_size
+from kdtrain.parallel.world import is_main, of_all, on_main, peak_memory_mb, pick_device, together, world_size
 from kdtrain.precision.modes import pick_mode
+from kdtrain.stages.agreement import same_ranks
 from kdtrain.stages.build import build_cache, build_from_logprobs
 from kdtrain.stages.common import ask, check_fits, open_teacher, show, wide_head
 from kdtrain.stages.planning import free_everywhere, shards_teacher
@@ -30,7 +31,7 @@ def main(config: CacheTeacherConfig) -> int:
     setup_logging(quiet=not is_main())
     device = pick_device(config.device)
     started = time.monotonic()
-    with ranks(device, config.parallel.rank_timeout):
+    with same_ranks(config, device):
         try:
             manifest = _build(config, device)
         except UsageError as error:

@@ -10,13 +10,14 @@ from kdtrain.cache.provenance import Manifest
 from kdtrain.config import DistillConfig, sections
 from kdtrain.errors import RunError, UsageError, advice, writing
 from kdtrain.files import set_aside
-from kdtrain.models.loading import export_model, is_export, load_tokenizer
+from kdtrain.models.loading import export_model, is_export, load_tokenizer, tokenizer_files
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import SilentWriters, Writers
-from kdtrain.parallel.world import is_main, on_main, peak_memory_mb, pick_device, rank, ranks, together, world_size
+from kdtrain.parallel.world import is_main, on_main, peak_memory_mb, pick_device, rank, together, world_size
 from kdtrain.stages import dry_run, sanity
+from kdtrain.stages.agreement import same_ranks
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.begin import begin
 from kdtrain.stages.build import logit_width
@@ -53,7 +54,7 @@ def main(config: DistillConfig) -> int:
 
 def _distill(config: DistillConfig) -> int:
     setup_logging(quiet=not is_main())
-    with ranks(pick_device(config.device), config.parallel.rank_timeout):
+    with same_ranks(config, pick_device(config.device)):
         return _among_ranks(config)
 
 
@@ -86,16 +87,18 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
             *(config, run.step, run.writers, run.validation_source, load_tokenizer(made.folder / "tokenizer")),
             init=made.spec.init,
             finished=at.step,
+            samples=made.manifest.codec.draws,
         )
         if run.collector is not None:
             run.collector.forget_after(at.step)
+        tokenizer = tokenizer_files(made.folder / "tokenizer")  # what is exported: the cache may be gone by then
         _announce(made, begun_at)
         _train(run)
         run.writers.close()
     except OSError as error:
         where, kept = error.filename or config.out, "published checkpoints are intact"
         raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}") from None
-    return _finish(run, made.folder)
+    return _finish(run, tokenizer)
 
 
 def _log_of(config: DistillConfig) -> Path | None:
@@ -174,7 +177,7 @@ def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
     return config.teacher or str((manifest.settings.teacher or {}).get("spec"))
 
 
-def _finish(run: Run, folder: Path) -> int:
+def _finish(run: Run, tokenizer: dict[str, bytes]) -> int:
     """Export the best student and print what became of the run."""
     progress, config = run.state.progress, run.config
     distils = run.step.has_teacher and config.objective.distils
@@ -195,13 +198,13 @@ def _finish(run: Run, folder: Path) -> int:
         controller = run.adaptive.controller
         result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
     if run.stopped_by is None:
-        on_main(lambda: _export(run, folder))
+        on_main(lambda: _export(run, tokenizer))
         result["student"] = str(config.out / "student")
     show(f"distill {config.out}", result, config.json)
     return 0
 
 
-def _export(run: Run, folder: Path) -> None:
+def _export(run: Run, tokenizer: dict[str, bytes]) -> None:
     """Write the best student, or the last one where none is best. No other rank takes part."""
     out, step = run.config.out / "student", run.state.progress.step
     student: torch.nn.Module = run.state.student
@@ -217,7 +220,7 @@ def _export(run: Run, folder: Path) -> None:
         if os.path.lexists(out) and not is_export(out):
             log.warning("%s was not written by kdtrain, and is now %s", out, set_aside(out.parent, out.name, "old"))
     origin = {"cache": str(run.identity["cache"]), "step": step}
-    if aside := export_model(student, folder / "tokenizer", out, origin=origin):
+    if aside := export_model(student, tokenizer, out, origin=origin):
         log.warning("%s held more than an export, and is now %s", out, aside)
 
 

@@ -1,6 +1,5 @@
 """`kdtrain export`: a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
 
-import tomllib
 from pathlib import Path
 
 import torch
@@ -10,11 +9,11 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import export_model, load_student, model_of, refuse_foreign
+from kdtrain.models.loading import export_model, load_student, model_of, refuse_foreign, tokenizer_files
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
-from kdtrain.stages.run_folder import is_run, refuse_no_folder
+from kdtrain.stages.run_folder import is_run, options_of, refuse_no_folder
 from kdtrain.training.state import load_saved, read_saved
 
 
@@ -33,7 +32,8 @@ def main(config: ExportConfig) -> int:
         raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
     path = _checkpoint(config.run, config.checkpoint)
     student = student_at(path, torch.device("cpu"))
-    tokenizer = tokenizer_of_run(_run_of(path))
+    folder = tokenizer_of_run(_run_of(path))
+    tokenizer = None if folder is None else tokenizer_files(folder)
     state = read_saved(path)
     step = state["progress"]["step"]
     aside = export_model(student, tokenizer, out, dtype=config.dtype, origin={"cache": state["cache"], "step": step})
@@ -88,9 +88,10 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
 
 def tokenizer_of_run(run: Path) -> Path | None:
     """The tokenizer folder that a run's tokens were made with: its cache's, or its own."""
-    if not is_run(run):
+    options = options_of(run)
+    if options is None:
         return None
-    cache = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["run"].get("cache")
+    cache = options.get("cache")
     folder = (Path(cache) if cache else run / "data") / "tokenizer"
     if folder.is_dir():
         return folder

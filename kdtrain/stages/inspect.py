@@ -14,6 +14,7 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config import InspectConfig
 from kdtrain.errors import RunError
 from kdtrain.files import read_json
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.precision.modes import has_bf16, why_not_compile
 from kdtrain.precision.probe import capabilities
 from kdtrain.stages.common import show
@@ -27,6 +28,7 @@ def main(config: InspectConfig) -> int:
     Raises:
         UsageError: the path is neither a cache nor a run nor a checkpoint, or the cache is not finished or damaged.
     """
+    setup_logging()
     if config.hardware:
         show("hardware", hardware(), config.json)
         return 0

@@ -17,7 +17,8 @@ from kdtrain.errors import RunError, UsageError, making
 from kdtrain.files import hidden_folder
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.monitor.writers import SilentWriters, Writers
-from kdtrain.parallel.world import gathered, is_main, of_all, on_main, pick_device, ranks
+from kdtrain.parallel.world import gathered, is_main, of_all, on_main, pick_device
+from kdtrain.stages.agreement import same_ranks
 from kdtrain.stages.assemble import Assembled, assemble
 from kdtrain.stages.run_folder import is_run, refuse_strange
 from kdtrain.training.reporter import Reporter
@@ -35,8 +36,7 @@ def rehearsal(config: DistillConfig) -> Iterator[Assembled]:
         RunError: nothing can be written beside `--out`.
     """
     silent = replace(config.monitor, tensorboard=False, wandb_project=None, wandb_name=None)
-    device = pick_device(config.device)
-    with ranks(device, config.parallel.rank_timeout), _folder(config.out) as folder:
+    with same_ranks(config, pick_device(config.device)), _folder(config.out) as folder:
         made = assemble(replace(config, out=folder, monitor=silent), goes_on=False)
         run = made.run
         run.writers = Writers(folder, 0, None, silent) if is_main() else SilentWriters(silent)
@@ -93,8 +93,10 @@ def steps(run: Run, count: int) -> list[Timed]:
     taken: list[Timed] = []
     started = time.perf_counter()
     for batches in run.feed().steps():
-        numbers = take_step(run, batches, StopRequest())
-        assert numbers is not None  # nobody asks this one to stop
+        stop = StopRequest()
+        numbers = take_step(run, batches, stop)
+        stop.raise_failed()
+        assert numbers is not None  # nobody else asks this one to stop
         if numbers.pop("skipped"):
             if run.scale.absorbs(math.isfinite(numbers["loss"])):
                 run.scale.update(overflowed=True)

@@ -9,15 +9,17 @@ import sys
 import typing
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
+from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig, plain, sections
 from kdtrain.errors import RunError, UsageError, making
-from kdtrain.files import make_folder, publish_text, read_json, read_toml, refuse_links, remove_empty, set_aside
+from kdtrain.files import make_folder, publish_text, read_json, read_toml, refuse_links, remove_empty, set_aside, typed
 from kdtrain.monitor.progress import log
 from kdtrain.stages.build import holds_tokens
+from kdtrain.training.state import read_saved
 
 FREE = {
     "run": {
@@ -92,6 +94,9 @@ def claim(config: DistillConfig) -> bool:
         _move_aside(config.out)
         return False
     refuse_links(config.out, _LINKS)
+    for path in (config.out / name for name in _LINKS):
+        if path.exists() and not path.is_symlink():
+            raise UsageError(f"{path} is not a link, and the run needs that name for one; move it away")
     return _agreed(config)
 
 
@@ -119,12 +124,53 @@ def launch() -> str | None:
     return None if name is None else f"{name} {os.environ.get('MASTER_ADDR')} {os.getppid()}"
 
 
+class RunOptions(TypedDict):
+    """Options of a run that other commands need."""
+
+    student: str
+    cache: NotRequired[str | None]
+
+
+class _Run(RunOptions):
+    out: str
+
+
+class _Config(TypedDict):
+    run: _Run
+
+
+_recovered: set[Path] = set()
+"""Runs whose lost options this process has logged."""
+
+
 def is_run(folder: Path) -> bool:
-    """Whether `folder` was written by `kdtrain distill`: its config.toml names a student and a folder of a run."""
+    """Whether `folder` was written by `kdtrain distill`."""
+    return options_of(folder) is not None
+
+
+def options_of(folder: Path) -> RunOptions | None:
+    """The options of a run; None where `folder` is no run.
+
+    They stand in its config.toml. Where that is lost or garbled, those in the newest valid checkpoint stand for them.
+    """
     try:
-        return {"student", "out"} <= read_toml(folder / "config.toml")["run"].keys()
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
+        return typed(read_toml(folder / "config.toml"), _Config)["run"]
+    except (OSError, ValueError) as error:
+        reason = "is lost" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+    store = Store(folder / "checkpoints")
+    name = store.newest_valid()[0]
+    if name is None:
+        return None
+    try:
+        found = typed(read_saved(store.path(name))["options"].get("run"), RunOptions)
+    except ValueError as error:
+        raise RunError(f"{store.path(name)}/state.json is not what a run writes: options.run: {error}") from error
+    if folder.resolve() not in _recovered:
+        _recovered.add(folder.resolve())
+        log.warning(
+            "%s %s; the options of the run are those in its checkpoint %s", folder / "config.toml", reason, name
+        )
+    return found
 
 
 def refuse_strange(out: Path) -> None:

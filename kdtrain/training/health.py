@@ -46,6 +46,42 @@ class ClippedShare:
         )
 
 
+class LearnedSamples:
+    """Whether the student has learned the samples in its targets by heart, said once.
+
+    A divergence is at least 0, and so is the mean of its estimates from fresh samples. A cache's samples are the same
+    in every epoch: a student that fits them brings the estimate to 0 and below while it moves away from the teacher.
+
+    Args:
+        samples: entries drawn for a token; with 0 there is nothing to be learned.
+        window: steps in the mean.
+    """
+
+    def __init__(self, samples: int, window: int = 50) -> None:
+        self.samples = samples
+        self.steps: deque[float] = deque(maxlen=window)
+        self.warned = False
+
+    @property
+    def mean(self) -> float:
+        """Of the divergence in the last steps, nats; infinite before there are enough."""
+        return math.fsum(self.steps) / len(self.steps) if len(self.steps) == self.steps.maxlen else math.inf
+
+    def add(self, divergence: float, epochs: float) -> str | None:
+        """Take the divergence of a step, a mean over its tokens; the warning when the window's mean is 0 or less."""
+        if not self.samples or not math.isfinite(divergence):
+            return None
+        self.steps.append(divergence)
+        if self.warned or self.mean > 0:
+            return None
+        self.warned = True
+        return (
+            f"the divergence from the teacher is {self.mean:.3f} nats over the last {len(self.steps)} steps, and fresh "
+            f"samples give none below 0: after {epochs:.1f} epochs the student has learned the {self.samples} samples "
+            "a token by heart; cache more text, or with a larger --head or --draws, or train fewer steps"
+        )
+
+
 class MemoryGrowth:
     """How much more memory a process holds than after its warm-up; more than half again is said once.
 

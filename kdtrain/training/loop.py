@@ -24,7 +24,8 @@ def train(run: Run) -> None:
     """Train to the last step, to an early stop, or until a signal; the newest checkpoint holds the last finished step.
 
     Raises:
-        RunError: too many steps in a row are not finite, too many spikes, or a checkpoint cannot be written.
+        RunError: too many steps in a row are not finite, too many spikes, a checkpoint cannot be written, or the data
+            cannot be read any more: then the last finished step is saved first.
     """
     state = run.state
     shown = Bar("distill", run.total, state.progress.step, every=math.inf)
@@ -76,6 +77,7 @@ def train(run: Run) -> None:
         _end(run, stop)
         run.saver.wait()
         tell_published(run)
+        stop.raise_failed()
 
 
 def _end(run: Run, stop: StopRequest) -> None:
@@ -86,7 +88,7 @@ def _end(run: Run, stop: StopRequest) -> None:
         run.state.optimizer.zero_grad(set_to_none=True)
         if progress.step > 0 and not is_saved(run):
             save(run, f"interrupted-{progress.step:08d}")
-        run.writers.event("stop", progress.step, signal=stop.name)
+        run.writers.event("stop", progress.step, **{"reason" if stop.failed else "signal": stop.name})
         how = "the same command" if run.config.checkpoint.resume in ("auto", "latest") else "--resume latest"
         log.info("stopped by %s after step %d; %s goes on from there", stop.name, progress.step, how)
     elif progress.stopped is not None:
@@ -97,7 +99,9 @@ def _end(run: Run, stop: StopRequest) -> None:
 def _report(run: Run, shown: Bar, numbers: dict[str, float]) -> None:
     number = run.state.progress.step
     run.writers.metrics(number, numbers)
-    text = run.reporter.finished(number, numbers, checkpoint=0 if run.published is None else run.published[0])
+    checkpoint = 0 if run.published is None else run.published[0]
+    epochs = run.state.progress.sequences / len(run.train_source)
+    text = run.reporter.finished(number, numbers, checkpoint, epochs)
     shown.update(number, text)
     if number % run.config.monitor.log_freq == 0 or run.finished() or number == 1:
         log.info("step %d/%d %s", number, run.total, text)
@@ -126,7 +130,7 @@ def _validate(run: Run, stop: StopRequest) -> bool:
         vocab_size=step.vocab_size,
         micro=run.micro,
         batches=run.config.monitor.eval_batches * (run.config.micro_batch_size or run.config.batch_size) // run.micro,
-        stop=stop.agree,
+        read=stop.read,
     )
     run.spread.reshard()
     if metrics is None:

@@ -15,7 +15,7 @@ from kdtrain.monitor.progress import log, status
 from kdtrain.monitor.writers import Writers
 from kdtrain.parallel.sharded import joiner
 from kdtrain.parallel.world import local, memory_mb
-from kdtrain.training.health import ClippedShare, MemoryGrowth, gradients_of, initial_loss
+from kdtrain.training.health import ClippedShare, LearnedSamples, MemoryGrowth, gradients_of, initial_loss
 from kdtrain.training.samples import Sampler
 from kdtrain.training.source import Source
 from kdtrain.training.step import DistillStep
@@ -32,6 +32,7 @@ class Reporter:
         tokenizer: what makes text of tokens; without one there are no samples.
         init: where the student's weights come from, as its spec says it.
         finished: steps finished before this process.
+        samples: entries drawn for a token of the targets.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Reporter:
         *,
         init: str,
         finished: int,
+        samples: int = 0,
     ) -> None:
         self.config, self.step, self.writers, self.init = config, step, writers, init
         self.sampler = None if tokenizer is None else Sampler(step, validation, tokenizer, config.seed)
         self.clipped = ClippedShare(config.optimizer.clip)
         every = (config.checkpoint.checkpoint_freq, config.monitor.eval_freq)
         self.memory = MemoryGrowth(finished + 1, every=every)
+        self.learned = LearnedSamples(samples)
         self.looked = False
 
     def initial(self, loss: float) -> None:
@@ -75,20 +78,25 @@ class Reporter:
             tensors |= {f"gradients/{name}": local(each) for name, each in there.items()}
             self.writers.histograms(number, tensors, joiner(list(named.values())))
 
-    def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int) -> str:
+    def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> str:
         """After step `number`: samples where due, warnings, and the line of the step.
 
         Args:
             number: the step.
             numbers: what is known of it, by the names of metrics.jsonl.
             checkpoint: the step of the last checkpoint, 0 where there is none.
+            epochs: passes over the training split until now.
         """
         if self.sampler is not None and _due(number, self.config.monitor.sample_freq):
             self.writers.samples(number, self.sampler.texts())
         held = memory_mb(self.step.device)
         grown, leak = self.memory.add(number, held)
         norm = numbers.get("grad_norm", math.nan)
-        for text in (self.clipped.add(norm), leak):
+        by_heart = self.learned.add(numbers.get("kd", math.nan), epochs)
+        if by_heart is not None:
+            facts = {"epochs": round(epochs, 2), "samples": self.learned.samples, "divergence": self.learned.mean}
+            self.writers.event("learned-samples", number, **facts)
+        for text in (self.clipped.add(norm), leak, by_heart):
             if text is not None:
                 log.warning(text)
         own = {"ckpt": checkpoint - number, "memory_mb": held, "mem_delta": grown, "mode": self.step.present_mode}

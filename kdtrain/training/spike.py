@@ -5,7 +5,10 @@ A loss is spiky when it lies above a threshold made from the clean losses before
     factor   factor * mean
     mad      median + 6 * 1.4826 * MAD      (MAD: median distance from the median; 1.4826 MAD estimate one sigma)
 
-and a spike is confirmed by `patience` spiky losses in a row, so that one bad batch is none. Only clean losses enter the
+A factor of a mean says something of losses above 0 only. Where one of the clean losses is 0 or below, as on sampled
+targets that the student has learned by heart, `factor` judges as `mad` does, which knows no zero.
+
+A spike is confirmed by `patience` spiky losses in a row, so that one bad batch is none. Only clean losses enter the
 window: a mean or a deviation that has seen the spike would soon accept it. Losses that are not finite belong to the
 guard (`guards`), and one of exactly 0 is that of a step without an unmasked token: neither is clean or spiky.
 
@@ -74,12 +77,11 @@ class SpikeDetector:
         """What a loss must lie above to be spiky; infinite while too little is known."""
         if len(self._clean) < self.minimum:
             return math.inf
-        if self.rule == "mad":
+        if self.rule == "mad" or min(self._clean) <= 0:
             middle = _median(self._clean)
             spread = _median([abs(loss - middle) for loss in self._clean])
             return middle + MAD_FACTOR * max(spread, _LEAST_MAD * abs(middle))
-        mean = math.fsum(self._clean) / len(self._clean)
-        return self.factor * mean if mean > 0 else math.inf
+        return self.factor * math.fsum(self._clean) / len(self._clean)
 
     def reset(self) -> None:
         """Forget the spike; the clean losses before it stay, and judge what follows."""

@@ -1,16 +1,23 @@
 """Stopping when asked: SIGINT and SIGTERM end a run at the next micro-batch, a second signal at once.
 
-Ranks stop together or not at all, whichever of them was asked: a request counts once they have agreed on it.
+Ranks stop together or not at all, whichever of them was asked: a request counts once they have agreed on it. A rank
+that cannot read its data asks as well, so that all save the last finished step before the run ends by its error.
 """
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from kdtrain.parallel.world import most, world_size
+from kdtrain.errors import RunError
+from kdtrain.parallel.world import most, together, world_size
+
+T = TypeVar("T")
+
+_FAILED = signal.NSIG
+"""What a rank asks with that could not read, above every signal: it is what all of them hear."""
 
 
 @contextlib.contextmanager
@@ -34,13 +41,17 @@ def interruptible() -> Iterator[None]:
 class StopRequest:
     """While the block runs, a first signal is remembered and a second ends the process.
 
-    True once all ranks know of it (for a process alone that is at once); `name` is then the signal's.
+    True once all ranks know of it (for a process alone that is at once); `name` is then the signal's, or says what
+    failed.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.asked = 0
         """The number of the signal that this process got, 0 while there was none."""
+        self.failed = False
+        """Whether a rank could not read; `raise_failed` ends the run."""
+        self._error: RunError | None = None
         self._before: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
@@ -48,13 +59,30 @@ class StopRequest:
 
     def agree(self) -> bool:
         """Ask the other ranks; whether to stop. Every rank must call it, at the same point of its work."""
-        self.settle(most(self.asked))
+        self.settle(most(_FAILED if self._error else self.asked))
         return bool(self)
 
     def settle(self, asked: int) -> None:
         """Take over what the ranks agreed on: the largest of their `asked`."""
         if asked and self.name is None:
-            self.name = signal.Signals(asked).name
+            self.failed = asked == _FAILED
+            self.name = "a failed read" if self.failed else signal.Signals(asked).name
+
+    def read(self, action: Callable[[], T]) -> T | None:
+        """What `action` reads; None where a rank was asked to stop, or could not read. Every rank must call it."""
+        found = None
+        try:
+            found = action()
+        except RunError as error:
+            self._error = error
+        return None if self.agree() else found
+
+    def raise_failed(self) -> None:
+        """Raise on all ranks what one of them could not read, if that ended the run. Every rank must call it."""
+        if self.failed:
+            with together():
+                if self._error is not None:
+                    raise self._error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:

@@ -75,7 +75,11 @@ def settle(run: Run) -> None:
 def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> LossOutput | None:
     """Add up the gradients of a step, those of all ranks; None when a stop was requested in between."""
     sums: LossOutput | None = None
-    for number, batch in enumerate(batches, 1):
+    for number in range(1, run.micros + 1):
+        # before its forward: a rank without a batch could not take part in what the others exchange
+        batch = stop.read(lambda: next(batches))
+        if batch is None:
+            return None
         if sums is None:
             _look_at(run, batch, run.state.progress.step + 1)
         last = number == run.micros
@@ -85,8 +89,7 @@ def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> L
             faults.changed("train.loss", loss, batch_number(run)).backward()
         sums = output if sums is None else LossOutput(*(a + b for a, b in zip(sums, output, strict=True)))
         faults.point("train.after-micro-batch")
-        # several ranks finish a step whose gradients are exchanged, and agree at its end
-        if stop or (not last and stop.agree()):
+        if stop:
             return None
     return sums
 

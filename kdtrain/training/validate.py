@@ -1,6 +1,7 @@
 """Validation: the student against text and teacher, over a split read in order, each rank a part of it."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,9 +23,9 @@ def validate(
     vocab_size: int,
     micro: int,
     batches: int | None,
-    stop: Callable[[], bool] = lambda: False,
+    read: Callable[[Callable[[], CachedBatch]], CachedBatch | None] = lambda action: action(),
 ) -> Metrics | None:
-    """Sums over the first sequences of `source`, those of all ranks; None when `stop` said so in between.
+    """Sums over the first sequences of `source`, those of all ranks; None when `read` gave none in between.
 
     Ranks take turns by micro-batches, and all of them take as many, because a sharded student needs every rank.
 
@@ -35,17 +36,17 @@ def validate(
         vocab_size: the vocabulary of the data.
         micro: sequences in a forward; the last one is filled up with masked copies, so that its shape is the same.
         batches: at most this many forwards of all ranks together; all of the split when None.
-        stop: asked before each forward, by every rank.
+        read: what each batch is read through, by every rank, see `StopRequest.read`.
     """
     total = Metrics()
     count = len(source) if batches is None else min(len(source), batches * micro)
     with torch.no_grad():
         for start in range(rank() * micro, count + rank() * micro, world_size() * micro):
             faults.point("validate.batch")
-            if stop():
-                return None
             numbers = np.minimum(np.arange(start, start + micro), count - 1)
-            batch = source.read(numbers)
+            batch = read(partial(source.read, numbers))
+            if batch is None:
+                return None
             mask_BT = (
                 batch.loss_mask
                 & torch.as_tensor(np.arange(start, start + micro) < count, device=batch.loss_mask.device)[:, None]

@@ -17,6 +17,8 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.provenance import CacheSettings, read_manifest
 from kdtrain.cache.writer import write_cache
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 SEQ_LEN = 16
 
 

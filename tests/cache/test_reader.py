@@ -119,7 +119,15 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path, workshop, cod
     shards = CacheReader(cache, "train")
     layout.shard_path(cache, "train-00001").unlink()
     shards.read([0])
-    with pytest.raises(RunError, match=r"train-00001.h5 cannot be read .*verify"):
+    with pytest.raises(RunError, match=r"train-00001.h5 cannot be read \(it is missing\): .*verify"):
+        shards.read([4])
+
+
+def test_a_cache_that_is_gone_is_an_error_that_names_it_and_no_repair(tmp_path: Path, workshop, codecs) -> None:
+    cache = workshop.build(tmp_path / "c", codecs["head"])
+    shards = CacheReader(cache, "train")
+    cache.rename(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=r"the cache .*/c is gone, .* train-00001.h5 .*put it back"):
         shards.read([4])
 
 

@@ -211,13 +211,14 @@ RANKS = (
 import torch.distributed, torch.distributed.fsdp
 
 for line in sys.stdin:
-    words, environments, said = json.loads(line)
+    each, said = json.loads(line)
     ranks = {}
-    for number, environment in enumerate(environments):
+    for number, (words, environment, folder) in enumerate(each):
         child = os.fork()
         if child:
             ranks[child] = number
             continue
+        os.chdir(folder)
         be_the_command(words, environment, f"{said}.{number}")
     codes, ended = [None] * len(ranks), []
     while None in codes:
@@ -243,20 +244,28 @@ class Ranks(Bench):
 
     def launch(self, world: int, *argv: object, fault: str | None = None, **environment: str) -> list[Done]:
         """Run `kdtrain ARGV` in `world` ranks, with the environment that torchrun would give them."""
+        return self.launch_each([(argv, self.root)] * world, fault, **environment)
+
+    def launch_each(
+        self, ranks: list[tuple[tuple[object, ...], Path]], fault: str | None = None, **environment: str
+    ) -> list[Done]:
+        """`launch`, where each rank has an ARGV and a folder of its own."""
+        world = len(ranks)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         common = {"WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **environment}
         common = common if world > 1 else environment
-        words, said = [str(word) for word in argv], self.root / "said-in-ranks"
+        words, said = [[str(word) for word in argv] for argv, _ in ranks], self.root / "said-in-ranks"
         common |= self._asking(fault)
         places = [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
+        each = list(zip(words, places, [str(folder) for _, folder in ranks], strict=True))
         assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(json.dumps([words, places, str(said)]) + "\n")
+        self._server.stdin.write(json.dumps([each, str(said)]) + "\n")
         self._server.stdin.flush()
         codes, self.apart = json.loads(self._server.stdout.readline())
         texts = [[Path(f"{said}.{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(world)]
-        done = [self.done(words, code, *text) for code, text in zip(codes, texts, strict=True)]
+        done = [self.done(own, code, *text) for own, code, text in zip(words, codes, texts, strict=True)]
         self._assert_fired(fault, *done)
         return done
 

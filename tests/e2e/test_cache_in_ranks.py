@@ -149,5 +149,6 @@ def test_torchrun_says_which_rank_was_killed_and_what_it_left_is_finished(bench,
     killed = subprocess.run(
         [*command, *words], cwd=bench.root, env={**variables, **fault}, capture_output=True, text=True
     )
-    assert killed.returncode == 1 and "SIGKILL" in killed.stderr and time.monotonic() - started < 60
+    assert killed.returncode == 1 and "SIGKILL" in killed.stderr
+    assert time.monotonic() - started < 500  # less than what ranks wait for each other
     _same(ranks.ok(2, "by-torchrun"), of_one)

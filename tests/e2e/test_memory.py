@@ -1,7 +1,8 @@
 """What `distill` needs in memory does not grow with the cache."""
 
+import statistics
+
 import numpy as np
-import pytest
 import torch
 
 from kdtrain.cache.codec import CodecSpec
@@ -10,11 +11,13 @@ from kdtrain.cache.reader import MAX_OPEN
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.packing import PackedRow
 
-SEQ_LEN = 128
+SEQ_LEN, PER_SHARD, KEPT, BATCH = 64, 10, 100, 16
+SIZES = (170, 420, 670)
 
 
 def write(bench, name, sequences):
-    """A cache of random tokens; 3,000 sequences are 7 MB on the disk and eight times that once decoded."""
+    """A cache of random tokens, with many small shards: as many are open for the smallest as for the largest."""
+    assert min(SIZES) > MAX_OPEN * PER_SHARD
     random = np.random.RandomState(0)
 
     def rows(number):
@@ -24,26 +27,24 @@ def write(bench, name, sequences):
 
     table = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
     settings = CacheSettings(
-        codec=CodecSpec(kind="sparse", vocab_size=300, head=12),
+        codec=CodecSpec(kind="sparse", vocab_size=300, head=KEPT),
         seq_len=SEQ_LEN,
         tokenizer_size=300,
-        sequences_per_shard=100,
+        sequences_per_shard=PER_SHARD,
     )
     splits = {"train": rows(sequences), "validation": rows(4)}
     tokenizer = bench.root / "teacher"
     write_cache(bench.root / name, settings, splits, teacher=lambda tokens_BT, _: table[tokens_BT], tokenizer=tokenizer)
 
 
-@pytest.mark.slow
-def test_peak_memory_does_not_grow_with_the_number_of_sequences(bench):
-    peaks = {}
-    for sequences in (300, 3000):
-        write(bench, f"of-{sequences}", sequences)
-        argv = ("--cache", f"of-{sequences}", "--student", "student.toml", "--out", f"from-{sequences}", *bench.eager)
-        # 190 steps of 16 read every sequence of the larger one
-        done = bench.run("distill", *argv, "--steps", 190, "--batch-size", 16, "--micro-batch-size", 4, "--json")
-        peaks[sequences] = done.json["peak_memory_mb"]
-    decoded = 2700 * SEQ_LEN * 12 * (8 + 4) / 2**20  # ids and log-probabilities of the further sequences, in MiB
-    tolerance = MAX_OPEN * 1.0  # MiB: 3 shards are open for the smaller one, as many as are ever open for the other
-    assert decoded > 2 * tolerance
-    assert peaks[3000] < peaks[300] + tolerance
+def test_peak_memory_does_not_grow_with_the_number_of_sequences(forks):
+    peaks = []
+    for sequences in SIZES:
+        write(forks, f"of-{sequences}", sequences)
+        argv = ("--cache", f"of-{sequences}", "--student", "student.toml", "--out", f"from-{sequences}", *forks.eager)
+        steps = sequences // BATCH + 1  # reads every sequence
+        done = forks.run("distill", *argv, "--steps", steps, "--batch-size", BATCH, "--micro-batch-size", 4, "--json")
+        peaks.append(done.json["peak_memory_mb"])
+    decoded = SEQ_LEN * KEPT * (8 + 4) / 2**20  # ids and log-probabilities of a sequence, in MiB
+    # Seen: peaks within 2 MiB, where the sequences that the largest cache has more are 37 MiB decoded.
+    assert statistics.linear_regression(SIZES, peaks).slope < 0.2 * decoded

@@ -21,6 +21,7 @@ from kdtrain.models.loading import (
     load_tokenizer,
     max_positions,
     model_digest,
+    tokenizer_files,
 )
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
@@ -40,7 +41,7 @@ def is_tied(model):
 def test_an_exported_student_is_loaded_by_transformers_and_gives_its_logits(tmp_path, shape):
     pieces = split(tiny_model(shape).eval())
     tiny_tokenizer(300).save_pretrained(tmp_path / "tokenizer")
-    export_model(pieces, tmp_path / "tokenizer", tmp_path / "out")
+    export_model(pieces, tokenizer_files(tmp_path / "tokenizer"), tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded.eval()(TOKENS_BT).logits, pieces.model(TOKENS_BT).logits)
     assert is_tied(loaded) == is_tied(pieces.model)

@@ -1,6 +1,7 @@
 """metrics.jsonl and events.jsonl: each step once, whatever happened in between."""
 
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from kdtrain.config import MonitorConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.boards import require_wandb
+from kdtrain.monitor.progress import log
 from kdtrain.monitor.writers import Writers
 
 PLAIN = MonitorConfig(tensorboard=False)
@@ -70,6 +72,40 @@ def test_a_line_that_a_kill_cut_short_is_forgotten(tmp_path, rest):
         file.write(rest)
     written(tmp_path, 2, 2, [3])
     assert steps_of(tmp_path) == [(1, False), (2, False), (2, True), (3, False)]
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    texts = []
+    monkeypatch.setattr(log, "warning", lambda text, *values: texts.append(text % values))
+    return texts
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "events.jsonl"])
+def test_lines_that_cannot_be_read_are_left_out_counted_and_said_once_and_no_other_is_lost(tmp_path, warnings, name):
+    whole = [json.dumps({"step": step, "event": "x"}).encode() for step in range(1, 7)]
+    spoiled = [
+        whole[0],
+        b'{"st\xffep": 2}',
+        whole[2][:9],
+        b"7",
+        b'{"event": "x"}',
+        b"[" * 10**5,
+        *whole[3:],
+        b'{"step": 6, "ev',
+    ]
+    (tmp_path / name).write_bytes(b"\n".join(spoiled))
+    writers = Writers(tmp_path, 9, 9, PLAIN)
+    writers.event("resume", 9)
+    writers.close()
+    assert [line["step"] for line in lines(tmp_path, name)][:5] == [1, 4, 5, 6] + [9] * (name == "events.jsonl")
+    assert warnings == [f"{tmp_path / name}: left out 6 lines that cannot be read, first line 2"]
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(UsageError, match=r"events.jsonl: it is not a regular file; move it away"):
+        Writers(tmp_path, 0, None, PLAIN)
 
 
 def test_a_number_that_is_not_finite_is_null(tmp_path):

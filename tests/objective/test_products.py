@@ -59,7 +59,9 @@ def kernel(rows, columns, width, a_row, b_row, c_row, add, a, b, c, packed):
     assert packed and not add and b_row == columns
     pairs = at(b, torch.bfloat16, (width // 2, 2 * columns), 2 * columns).view(-1, columns, 2)
     right = pairs.transpose(1, 2).reshape(width, columns)
-    at(c, torch.float32, (rows, columns), c_row)[:] = at(a, torch.bfloat16, (rows, width), a_row).float() @ right.float()
+    at(c, torch.float32, (rows, columns), c_row)[:] = (
+        at(a, torch.bfloat16, (rows, width), a_row).float() @ right.float()
+    )
 
 
 def play(monkeypatch, bf16, avx512_bf16, amx):

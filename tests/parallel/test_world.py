@@ -55,7 +55,7 @@ def test_two_ranks_agree_on_the_largest_and_keep_their_own(tmp_path):
         subprocess.Popen([*argv, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    assert [each.communicate(timeout=120)[0].strip() for each in ranks] == [
+    assert [each.communicate(timeout=300)[0].strip() for each in ranks] == [
         "[1.0, 1.0, 0.0] [0.0, 1.0, 0.0]",
         "[1.0, 1.0, 0.0] [1.0, 0.0, 0.0]",
     ]

@@ -98,3 +98,20 @@ def test_collecting_recompiles_nothing_and_leaves_no_gradient(tmp_path):
             assert all(each.grad is None for each in student.parameters())
             forward(tokens).square().mean().backward()
             student.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("link", [h5py.ExternalLink("others.h5", "/rows"), h5py.SoftLink("/exponents")])
+def test_rows_that_lie_in_another_file_are_not_touched(tmp_path, link):
+    student, made = collector(tmp_path)
+    made.collect(2, "bf16", eager_pass(student))
+    with h5py.File(tmp_path / "others.h5", "w") as file:
+        rows = file.create_group("rows")
+        for name in ("step", "amax"):
+            rows.create_dataset(name, data=np.arange(3), maxshape=(None,))
+    with h5py.File(tmp_path / "tensors.h5", "a") as file:
+        file["a"] = link
+    before = [(tmp_path / name).read_bytes() for name in ("others.h5", "tensors.h5")]
+    for change in (lambda: made.forget_after(0), lambda: made.collect(4, "bf16", eager_pass(student))):
+        with pytest.raises(UsageError, match=r"tensors.h5 leads to another file at 'a'"):
+            change()
+    assert before == [(tmp_path / name).read_bytes() for name in ("others.h5", "tensors.h5")]

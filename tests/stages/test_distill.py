@@ -1,8 +1,10 @@
 """What `kdtrain distill` says before it trains: of a folder that another holds, a full disk, a damaged cache."""
 
 import errno
+import json
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +113,29 @@ def test_a_folder_that_cannot_be_is_refused_before_any_work(workbench, command, 
     for each in commands:
         code, said = line(workbench.call(*each))
         assert (code, said.startswith(f"{out} cannot be made: "), said.endswith("; name another folder")) == (2, 1, 1)
+
+
+def test_samples_learned_by_heart_are_said_once_with_epochs_and_samples(workbench):
+    build = (
+        "cache-teacher",
+        "--teacher",
+        "teacher",
+        "--out",
+        "sampled",
+        "--num-sequences",
+        8,
+        "--head",
+        0,
+        "--draws",
+        2,
+    )
+    assert workbench.call(*build, *workbench.text, "--precision", "fp32")[0] == 0
+    run = ("distill", "--cache", "sampled", "--student", "student.toml", "--out", "by-heart", *workbench.plain)
+    code, _, stderr = workbench.call(*run, "--steps", 80, "--lr", 1e-2, "--alpha", 1, "--no-early-stopping")
+    assert code == 0
+    events = [json.loads(line) for line in Path("by-heart/events.jsonl").read_text().splitlines()]
+    (event,) = [each for each in events if each["event"] == "learned-samples"]
+    # 8 sequences are one step of an epoch
+    assert (event["epochs"], event["samples"]) == (event["step"], 2) and event["divergence"] <= 0
+    (said,) = [line for line in stderr.splitlines() if "by heart" in line]
+    assert f"after {event['epochs']:.1f} epochs" in said and "the 2 samples a token" in said

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kdtrain.training.health import ClippedShare, MemoryGrowth, gradients_of, initial_loss
+from kdtrain.training.health import ClippedShare, LearnedSamples, MemoryGrowth, gradients_of, initial_loss
 
 
 def test_more_than_a_tenth_of_clipped_steps_is_said_once_with_the_advice():
@@ -33,6 +33,26 @@ def test_a_step_that_is_not_clipped_does_not_count(clip, norm):
 def test_a_share_of_less_than_a_window_is_no_news():
     share = ClippedShare(clip=1.0, window=100)
     assert [share.add(2.0) for _ in range(99)] == [None] * 99
+
+
+def divergences(watch, values):
+    return [watch.add(value, epochs=0.5 * number) for number, value in enumerate(values)]
+
+
+def test_samples_that_were_learned_by_heart_are_said_once_with_epochs_and_samples():
+    found = divergences(LearnedSamples(6, window=4), [0.3, 0.1, 0.0, -0.1, -0.2, -0.3, 0.5, -9.0])
+    assert [bool(text) for text in found] == [False, False, False, False, True, False, False, False]
+    assert "-0.050 nats over the last 4 steps" in found[4]
+    assert "after 2.0 epochs" in found[4] and "the 6 samples a token" in found[4]
+
+
+@pytest.mark.parametrize(
+    "samples, values",
+    [(0, [-1.0] * 20), (6, [0.1, -0.09] * 10), (6, [-1.0] * 3), (6, [math.nan] * 20)],
+    ids=["targets without samples", "noise around a divergence above 0", "too few steps", "no divergence"],
+)
+def test_samples_that_were_not_learned_are_no_news(samples, values):
+    assert divergences(LearnedSamples(samples, window=4), values) == [None] * len(values)
 
 
 def held(growth, values, first=1):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kdtrain import faults
+from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.training.loop import train
@@ -259,6 +260,47 @@ def test_a_stop_in_the_last_validation_leaves_it_to_the_next_start(workshop):
         run.writers = later.writers
         train(run)
     assert (run.stopped_by, run.state.progress.validated_step) == (None, 2)
+
+
+def failing(workshop, size, last):
+    """A source that cannot be read once it was read `last` times."""
+
+    class Failing(workshop.source):
+        def read(self, indices):
+            if len(self.reads) == last:
+                raise RunError("the cache is gone")
+            return super().read(indices)
+
+    return Failing(size)
+
+
+@pytest.mark.parametrize("last, finished", [(0, 0), (1, 0), (4, 2), (5, 2)])
+def test_data_that_cannot_be_read_any_more_end_a_run_whose_last_finished_step_is_saved(workshop, last, finished):
+    options = {"steps": 4, "micro_batch_size": 2, "eval_freq": 100}
+    with workshop.run("whole", checkpoint_freq=1, **options) as whole:
+        train(whole)
+    with (
+        workshop.run("failing", train=failing(workshop, 10, last), **options) as run,
+        pytest.raises(RunError, match="the cache is gone"),
+    ):
+        train(run)
+    name = f"interrupted-{finished:08d}" if finished else None
+    assert run.store.newest_valid()[0] == name
+    if name is not None:
+        expected, saved = load(whole.store.path(f"step-{finished:08d}")), load(run.store.path(name))
+        assert all(torch.equal(tensor, expected.tensors[key]) for key, tensor in saved.tensors.items())
+        assert saved.state["progress"] == expected.state["progress"]
+    events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
+    assert [each["reason"] for each in events if each["event"] == "stop"] == ["a failed read"]
+
+
+def test_a_validation_that_cannot_be_read_any_more_ends_a_run_whose_last_step_is_saved(workshop):
+    with (
+        workshop.run(validation=failing(workshop, 5, 3), steps=3, eval_freq=2, checkpoint_freq=100) as run,
+        pytest.raises(RunError, match="the cache is gone"),
+    ):
+        train(run)
+    assert run.store.newest_valid()[0] == "interrupted-00000002"
 
 
 def test_a_finished_run_that_is_started_again_measures_and_saves_nothing_again(workshop):

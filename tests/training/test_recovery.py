@@ -10,7 +10,7 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
-from kdtrain.training import recovery
+from kdtrain.training import recovery, update
 from kdtrain.training.loop import train
 from kdtrain.training.saving import relink_best
 
@@ -19,10 +19,10 @@ SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 100, "early_stopping": 
 
 @pytest.fixture
 def spikes(monkeypatch):
-    """Multiply the loss by 30 at these batches."""
+    """Multiply the loss by 30, or another factor, at these batches."""
 
-    def ask(batches):
-        monkeypatch.setenv("KDTRAIN_FAULT", f"train.loss:x30:{batches}")
+    def ask(batches, factor=30):
+        monkeypatch.setenv("KDTRAIN_FAULT", f"train.loss:x{factor}:{batches}")
         faults.read()
         return faults._changed
 
@@ -55,6 +55,18 @@ def test_a_run_goes_back_behind_a_spike_leaves_its_data_out_and_halves_the_rate(
     assert (event["step"], event["first"], event["skipped"], event["lr_factor"]) == (24, 26, [96, 112], 0.5)
     assert list(losses(run)) == list(range(1, 41))
     assert max(losses(run).values()) < 10 * losses(run)[1]
+
+
+def test_a_run_whose_loss_is_below_zero_goes_back_behind_a_spike_too(workshop, spikes, monkeypatch):
+    total = update._total_loss
+    monkeypatch.setattr(update, "_total_loss", lambda *given: total(*given) - 1e4)
+    fired = spikes("26-28", factor=-30)
+    with workshop.run(train=workshop.source(400), **SPIKE) as run:
+        train(run)
+    assert fired == {"train.loss"}
+    assert max(losses(run).values()) < 0
+    assert (run.state.progress.step, run.state.progress.rollbacks) == (40, 1)
+    assert events(run, "rollback")[0]["first"] == 26
 
 
 def test_the_weights_after_a_rollback_are_those_of_the_checkpoint_from_before_the_spike(workshop, spikes):

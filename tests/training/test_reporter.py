@@ -31,7 +31,7 @@ def backward(run):
 
 def test_a_line_holds_what_the_step_knows_and_what_the_process_holds(workshop):
     with workshop.run() as run:
-        text = reporter_of(run).finished(7, {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5}, checkpoint=4)
+        text = reporter_of(run).finished(7, {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5}, checkpoint=4, epochs=0.7)
     assert text.startswith("loss=2.0000 lr=1.00e-03 grad_norm=0.500 ckpt=-3 memory_mb=")
     assert text.endswith(" mem_delta=+0 mode=fp32")
 
@@ -70,7 +70,7 @@ def test_samples_and_histograms_come_when_they_are_due_and_leave_the_training_as
         state = torch.get_rng_state()
         for number in range(1, 7):
             reporter.gradients(number)
-            reporter.finished(number, {"loss": 1.0}, 0)
+            reporter.finished(number, {"loss": 1.0}, 0, 0.0)
         assert run.step.training and torch.equal(torch.get_rng_state(), state)
     samples = [json.loads(text) for text in (run.config.out / "samples.jsonl").read_text().splitlines()]
     assert shown == [2, 4, 6]
@@ -83,7 +83,7 @@ def test_nothing_is_written_where_it_is_turned_off(workshop, monkeypatch):
     with workshop.run(histogram_freq=0, sample_freq=0) as run:
         reporter = reporter_of(run, tiny_tokenizer(300))
         reporter.gradients(250)
-        reporter.finished(250, {"loss": 1.0}, 0)
+        reporter.finished(250, {"loss": 1.0}, 0, 0.0)
     assert not (run.config.out / "samples.jsonl").exists()
 
 

@@ -69,6 +69,22 @@ def test_an_error_of_the_reader_arrives_at_its_step(overlaps):
         list(next(feed))
 
 
+def test_an_error_of_the_reader_does_not_wait_for_a_read_that_never_ends():
+    answers, answered = threading.Event(), []
+
+    class Stuck(Numbers):
+        def read(self, numbers):
+            if numbers[0] == 3:
+                answered.append(answers.wait(20))
+            return super().read(numbers)
+
+    batches = next(Feed(Stuck(overlaps=True, fails_at=0), indices, 3).steps())
+    with pytest.raises(OSError, match="a shard is gone"):
+        next(batches)
+    assert not answered
+    answers.set()
+
+
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(workshop, document_mask):
     tokens, asked = workshop.source(6), []

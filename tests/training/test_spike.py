@@ -20,6 +20,12 @@ def falling(seed, noise=0.06):
     return [(2.2 + 5.4 * math.exp(-step / 60)) * (1 + noise * draw.gauss(0, 1)) for step in range(1, STEPS + 1)]
 
 
+def below_zero(seed):
+    """The loss of a student that learns the samples of its targets by heart: from 2.6 through 0 to -0.4."""
+    draw = random.Random(seed)
+    return [-0.4 + 3 * math.exp(-step / 60) + 0.06 * draw.gauss(0, 1) for step in range(1, STEPS + 1)]
+
+
 def confirmed(detector, losses):
     """(step at which a spike was confirmed, the step it began at), or None."""
     for step, loss in enumerate(losses, 1):
@@ -52,6 +58,25 @@ def test_a_sustained_spike_is_confirmed_at_its_third_step_and_its_first_is_named
 @each_seed
 def test_a_doubled_loss_is_no_spike_of_the_factor_rule_and_is_what_the_mad_rule_is_for(seed):
     assert confirmed(SpikeDetector("factor"), with_spike(falling(seed), 2, 200)) is None
+
+
+@each_rule
+@each_seed
+def test_a_spike_of_a_loss_below_zero_is_confirmed_at_its_third_step_too(rule, seed):
+    losses = below_zero(seed)
+    assert max(losses[SPIKE - 128 :]) < 0
+    assert confirmed(SpikeDetector(rule), losses) is None
+    spiky = [loss + 2 if step >= SPIKE else loss for step, loss in enumerate(losses, 1)]
+    assert confirmed(SpikeDetector(rule), spiky) == (SPIKE + 2, SPIKE)
+
+
+@each_seed
+def test_a_loss_that_swings_around_zero_has_no_spike_and_one_of_it_is_found(seed):
+    draw = random.Random(seed)
+    losses = [0.01 + 0.06 * draw.gauss(0, 1) for _ in range(STEPS)]
+    assert confirmed(SpikeDetector("factor"), losses) is None
+    spiky = [loss + 2 if step >= SPIKE else loss for step, loss in enumerate(losses, 1)]
+    assert confirmed(SpikeDetector("factor"), spiky) == (SPIKE + 2, SPIKE)
 
 
 @each_rule

@@ -1,0 +1,173 @@
+"""A shard that a stranger made and sealed is refused in one line, whatever is in it, and a sound one never is."""
+
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hostile_kit import DENSE, FAMILIES, TYPES, Change, payload, remade, reseal
+
+from kdtrain.cache import checks, layout, reader, shard_reader
+from kdtrain.cache.checks import check_structure
+from kdtrain.cache.provenance import read_manifest, verify_cache
+from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.shard_reader import check_content
+from kdtrain.errors import RunError
+
+CASES = [
+    pytest.param(change, id=f"{family}: {name}") for family in FAMILIES for name, change in FAMILIES[family].items()
+]
+DATA_SETS = ("tokens", "loss_mask", "segments", "ids", "numbers")
+LISTS = tuple(f"dictionary/{name}" for name in ("context_row", "candidates", "common", "tail_weights"))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory, workshop, codecs) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("sound")
+    return {name: workshop.build(root / name, codecs[name]) for name in ("both", "dense", "tokens")}
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, sound):
+    """A copy of a cache whose first shard is changed, with digests that fit."""
+
+    def make(change: Change, codec: str = "both") -> Path:
+        shutil.copytree(sound[codec], tmp_path / "hostile")
+        change(layout.shard_path(tmp_path / "hostile", "train-00000"))
+        reseal(tmp_path / "hostile")
+        return tmp_path / "hostile"
+
+    return make
+
+
+def assert_refused(cache: Path) -> None:
+    path, shards = layout.shard_path(cache, "train-00000"), CacheReader(cache, "train")
+    started = time.monotonic()
+    with pytest.raises(RunError) as caught:
+        shards.read(range(4, -1, -1))
+    assert str(caught.value).startswith(f"shard {path} cannot be read (")
+    assert str(caught.value).count("\n") == 0
+    assert len(shards.read(range(4, 8)).tokens) == 4, "the other shards are read"
+    problems = verify_cache(cache)
+    assert [problem for problem in problems if problem.startswith(f"{path}: ")] == problems != []
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("change", CASES)
+def test_a_shard_that_is_not_as_the_format_has_it_is_refused_and_named(hostile, change: Change) -> None:
+    assert_refused(hostile(change))
+
+
+@pytest.mark.parametrize("change", DENSE.values(), ids=DENSE)
+def test_a_dense_shard_that_is_not_as_the_format_has_it_is_refused_and_named(hostile, change: Change) -> None:
+    assert_refused(hostile(change, "dense"))
+
+
+@pytest.mark.parametrize("name", [*DATA_SETS, *LISTS])
+def test_what_is_made_again_as_the_format_has_it_is_read(hostile, sound, name: str) -> None:
+    """So it is the one change of each case above that is refused."""
+    cache = hostile(payload(name, lambda data: data) if name in LISTS else remade(name))
+    assert verify_cache(cache) == []
+    ours, theirs = (CacheReader(each, "train").read(range(10)) for each in (cache, sound["both"]))
+    assert np.array_equal(ours.tokens, theirs.tokens)
+    assert np.array_equal(ours.targets.ids, theirs.targets.ids)
+
+
+def test_a_shard_that_unpacks_to_far_more_than_its_file_is_refused(sound, monkeypatch) -> None:
+    manifest, path = read_manifest(sound["both"]), layout.shard_path(sound["both"], "train-00000")
+    arguments = (path, manifest.codec, manifest.settings.seq_len, "train", 0, 4)
+    check_structure(*arguments)
+    monkeypatch.setattr(checks, "SLACK", 0)
+    monkeypatch.setattr(checks, "LARGEST_RATIO", 0.1)
+    with pytest.raises(ValueError, match=r"it declares \d+ bytes of data in a file of \d+"):
+        check_structure(*arguments)
+
+
+@pytest.mark.parametrize("codec", ["both", "dense", "tokens"])
+def test_numbers_are_looked_at_once_and_again_when_the_file_has_changed(sound, tmp_path, codec, monkeypatch) -> None:
+    cache, looked = tmp_path / "cache", []
+    shutil.copytree(sound[codec], cache)
+    for module, name in ((reader, "check_structure"), (shard_reader, "check_stored"), (shard_reader, "check_values")):
+        check = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, name=name, check=check: looked.append(name) or check(*given))
+    shards = CacheReader(cache, "train")
+    once = ["check_structure", "check_stored", *(["check_values"] if codec == "both" else [])]
+    for rows, expected in ([0, 1], once), ([1, 0], []), ([0, 2], once[1:]), ([0, 1, 2], []), ([3], once[1:]), ([3], []):
+        looked.clear()
+        shards.read(rows)
+        assert looked == expected, rows
+    os.utime(layout.shard_path(cache, "train-00000"))
+    shards.close()
+    looked.clear()
+    shards.read([0])
+    assert looked == once
+
+
+def test_no_change_of_a_byte_that_passes_crashes_hdf5(sound, tmp_path) -> None:
+    """In a process of its own: what is not refused is read by HDF5, to an end or an error that it raises."""
+    process = multiprocessing.get_context("fork").Process(target=_read_what_passes, args=(sound["both"], tmp_path))
+    process.start()
+    process.join(120)
+    process.kill()
+    assert process.exitcode == 0
+
+
+def _read_what_passes(cache: Path, folder: Path) -> None:
+    manifest, path = read_manifest(cache), folder / "changed.h5"
+    content, luck, passed = layout.shard_path(cache, "train-00000").read_bytes(), random.Random(0), 0
+    resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+    for _ in range(400):
+        changed = bytearray(content)
+        for _ in range(luck.choice([1, 1, 2, 8])):
+            place = luck.randrange(len(changed))
+            changed[place] = luck.choice([0, 1, 127, 255, changed[place] ^ (1 << luck.randrange(8))])
+        path.write_bytes(changed)
+        arguments = (path, manifest.codec, manifest.settings.seq_len, "train", 0, 4)
+        try:
+            check_structure(*arguments)
+            passed += 1
+            check_content(*arguments)
+        except ValueError:
+            continue
+    assert 40 < passed < 400
+
+
+LOCK = """
+import pathlib, sys, threading, h5py
+from kdtrain.cache import reader
+from kdtrain.errors import RunError
+
+def read():
+    try:
+        reader.CacheReader(cache, "train").read([0])
+    except RunError as error:
+        errors.append(error)  # as training does, which raises it again in another thread
+        print("refused", flush=True)
+
+cache, errors, reader.check_structure = pathlib.Path(sys.argv[1]), [], lambda *given: None
+thread = threading.Thread(target=read)
+thread.start()
+thread.join()
+h5py.File(cache / "index.h5")
+print("read")
+"""
+
+
+def test_an_error_in_a_thread_that_reads_leaves_the_lock_of_hdf5_free(hostile) -> None:
+    """The lock is the process's: one that is left locked by a thread that ended stops every read, and the exit."""
+    cache = hostile(TYPES["type for a data set"])
+    done = subprocess.run([sys.executable, "-c", LOCK, str(cache)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "refused\nread\n"), done.stderr
+
+
+def test_only_shards_are_read_and_never_the_index(sound, tmp_path) -> None:
+    shutil.copytree(sound["both"], tmp_path / "cache")
+    (tmp_path / "cache" / layout.INDEX).write_text("not HDF5")
+    assert len(CacheReader(tmp_path / "cache", "train").read(range(10)).tokens) == 10

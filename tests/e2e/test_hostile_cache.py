@@ -1,0 +1,62 @@
+"""A cache that a stranger made and sealed ends every command in one line, and the command itself ends."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cache"))
+
+from hostile_kit import LINKS, SHAPES, TYPES, VALUES, reseal
+
+CASES = {
+    "type": (TYPES["type for a data set"], "an object header of it has another layout"),
+    "link": (LINKS["external link"], "it has a soft or external link"),
+    "80 GB": (SHAPES["80 GB of common entries"], "'dictionary/common' has 40000000000 rows instead of 1 to 300"),
+    "NaN": (VALUES["weight that is not a number"], "its dictionary has weights that predict nothing"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def hostile(request, bench, cached) -> str:
+    """What is wrong with the first shard of the cache `hostile`, whose digests all fit."""
+    shutil.rmtree(bench.root / "hostile", ignore_errors=True)
+    shutil.copytree(bench.root / "cache", bench.root / "hostile")
+    change, reason = CASES[request.param]
+    change(bench.root / "hostile/shards/train-00000.h5")
+    reseal(bench.root / "hostile")
+    return reason
+
+
+@pytest.mark.timeout(200)
+def test_training_from_a_hostile_cache_fails_in_one_line(bench, forks, hostile):
+    shutil.rmtree(bench.root / "new", ignore_errors=True)
+    argv = ("distill", "--cache", "hostile", "--student", "student.toml", "--out", "new", "--steps", 4)
+    done = forks.run(*argv, *bench.eager, *bench.fast)
+    assert done.code == 1
+    assert f"hostile/shards/train-00000.h5 cannot be read ({hostile})" in done.refusal()
+    assert "kdtrain verify hostile" in done.refusal()
+
+
+def test_verify_names_a_hostile_shard_and_what_is_wrong_with_it(forks, hostile):
+    done = forks.run("verify", "hostile", "--json")
+    assert done.code == 1
+    assert f'"problems": ["hostile/shards/train-00000.h5: {hostile}"]' in done.stdout.replace('\\"', '"')
+
+
+@pytest.mark.parametrize("hostile", ["NaN"], indirect=True)
+def test_a_hostile_shard_is_refused_by_evaluate(bench, distilled, forks, hostile):
+    done = forks.run("evaluate", "--student", "run", "--cache", "hostile", "--split", "train")
+    assert done.code == 1
+    assert f"hostile/shards/train-00000.h5 cannot be read ({hostile})" in done.refusal()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("hostile", ["type"], indirect=True)
+def test_a_command_that_failed_in_the_thread_that_reads_ends(bench, hostile):
+    """In a process of its own, whose end is Python's."""
+    argv = ("distill", "--cache", "hostile", "--student", "student.toml", "--out", "own", "--steps", 4)
+    done = bench.run(*argv, *bench.eager, *bench.fast)
+    assert (done.code, done.stdout) == (1, "")
+    assert done.refusal().startswith("kdtrain: shard hostile/shards/train-00000.h5 cannot be read (")
