@@ -60,8 +60,6 @@ _HARMLESS: dict[str, dict[str, str | None]] = {
     "TORCHELASTIC_ERROR_FILE is a folder": {"TORCHELASTIC_ERROR_FILE": "/tmp"},
 }
 _COLD: dict[str, dict[str, str | None]] = {
-    "OMP_NUM_THREADS=x": {"OMP_NUM_THREADS": "x"},
-    "OMP_NUM_THREADS=-1": {"OMP_NUM_THREADS": "-1"},
     "PYTHONIOENCODING=ascii": {"PYTHONIOENCODING": "ascii"},
     "LC_ALL=nonsense": {"LC_ALL": "no_SUCH.locale"},
     "HF_HOME is a file": {"HF_HOME": "/dev/null"},
