@@ -174,6 +174,8 @@ class Manifest:
         manifest = typed({**record, "settings": record}, cls)
         for split, stated in manifest.splits.items():
             _refuse_contradictions(split, stated, manifest.settings.sequences_per_shard)
+        if manifest.settings.tokenizer_size > manifest.vocab_size:
+            raise ValueError(f"tokenizer_size: {manifest.settings.tokenizer_size} is more than the vocabulary")
         for name in manifest.tokenizer_files:
             if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
                 raise ValueError(f"tokenizer_files: '{name}' is not a name inside the folder")
@@ -295,7 +297,9 @@ def _file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
     for name, digest in expected.items():
         path, aside = folder / name, name.split("/", 1)[0]
         try:
-            if file_digest(path) != digest:
+            if aside == layout.TOKENIZER and path.stat().st_size > LARGE:
+                yield Problem(f"{path}: has more than {LARGE:,} bytes", aside)
+            elif file_digest(path) != digest:
                 yield Problem(f"{path}: its content changed (SHA-256 differs)", aside)
         except (OSError, ValueError) as error:
             problem = _unreadable(path, error, aside)

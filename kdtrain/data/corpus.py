@@ -11,6 +11,7 @@ documents, so that a small source may have an empty split, which is an error.
 """
 
 import json
+import logging
 import os
 import re
 import sysconfig
@@ -180,7 +181,7 @@ def _local(path: Path, text_column: str, messages_column: str | None, streaming:
         return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
     import datasets
 
-    datasets.disable_progress_bars()
+    _quiet(datasets)
     files = {split: [str(root / name) for name in group] for split, group in groups.items()}
     with _readable(str(path)):
         loaded = datasets.load_dataset(kind, data_files=files, streaming=streaming)
@@ -204,6 +205,12 @@ def _local_files(path: Path) -> tuple[Path, str, list[str]]:
     return root, _KINDS[kinds[0]], names
 
 
+def _quiet(datasets: Any) -> None:
+    """No bars, and no second line beside the one that we make of an error."""
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)
+
+
 def _split_in_name(name: str) -> str | None:
     """`train` for train.jsonl, train-00000-of-00004.parquet, wiki.train.txt and train/a.txt, and so on."""
     *folders, file = Path(name.lower()).with_suffix("").parts
@@ -215,7 +222,7 @@ def _split_in_name(name: str) -> str | None:
 def _hub(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
     import datasets
 
-    datasets.disable_progress_bars()
+    _quiet(datasets)
     name, _, subset = source.removeprefix("hf:").partition(":")
     if not name:
         raise UsageError(f"{source}: names no data set; write hf:NAME or hf:NAME:SUBSET")

@@ -16,7 +16,6 @@ teacher saw each record alone, whatever it is packed with here.
 Shapes: T positions, K entries wanted.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from kdtrain.errors import UsageError
+from kdtrain.files import parse_json
 
 _WITHHELD = 20
 _COLUMNS = ("tokens", "top_ids", "top_logprobs")
@@ -75,14 +75,14 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         return
     if path.suffix not in (".jsonl", ".json"):
         raise UsageError(f"--from-logprobs {path}: give a .jsonl or .parquet file")
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)
+                yield parse_json(line.decode("utf-8"))
             except ValueError as error:
-                raise UsageError(f"{path}, line {number}: no JSON: {error}") from None
+                raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -105,8 +105,8 @@ def _positions(record: Any, where: str, entries: int) -> Iterator[tuple[Any, ...
         raise UsageError(f"{where}: {len(tokens)} tokens, {len(ids)} top_ids, {len(logprobs)} top_logprobs")
     for i, token in enumerate(tokens):
         at = f"{where}, position {i}"
-        if not isinstance(token, int) or token < 0:
-            raise UsageError(f"{at}: '{token}' is no token id")
+        if not isinstance(token, int) or not 0 <= token < 2**31:
+            raise UsageError(f"{at}: '{token}' is not a token id")
         yield (token, i == 0, *_top(ids[i], logprobs[i], token, at, entries))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.config import DistillConfig
-from kdtrain.errors import UsageError
+from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log
 from kdtrain.parallel.world import of_all, on_main, together
 from kdtrain.stages.run_folder import changes, refuse_changes
@@ -47,7 +47,7 @@ def _resume(run: Run) -> Path | None:
         checkpoint = load_saved(path, run.state.like)
         refuse_changes(checkpoint.state["options"], run.config)
         _refuse_strange(run, checkpoint, path, ("cache", "student", "teacher"))
-        run.state.load(checkpoint.tensors, checkpoint.state)
+        _take_over(run, checkpoint, path)
     run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
     progress = run.state.progress
     if progress.step > run.total:
@@ -67,6 +67,13 @@ def _resume(run: Run) -> Path | None:
     progress.best_loss = progress.best_step = None  # it is among the other run's checkpoints
     on_main(lambda: run.store.remove_link("best"))
     return path
+
+
+def _take_over(run: Run, checkpoint: Checkpoint, path: Path, **how: Any) -> None:
+    try:
+        run.state.load(checkpoint.tensors, checkpoint.state, **how)
+    except RunError as error:
+        raise RunError(f"{path}: {error}") from error
 
 
 def _find(run: Run, wanted: str) -> str | None:
@@ -111,7 +118,7 @@ def start_from(run: Run, path: Path) -> Path:
                 "or add --override-opt-param-scheduler to start a new one"
             )
         leave = [part for part, names in _KINDS.items() if _differ(saved, run.config, names)]
-        run.state.load(checkpoint.tensors, checkpoint.state, leave=leave, memory=not anew)
+        _take_over(run, checkpoint, path, leave=leave, memory=not anew)
     progress, same_data = run.state.progress, checkpoint.state["cache"] == run.identity["cache"]
     cursor = progress.sequences if same_data and _same_order(checkpoint, run.config) else 0
     if anew:

@@ -12,7 +12,7 @@ from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.manifest import problem
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import InspectConfig
-from kdtrain.errors import RunError
+from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_json
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.precision.modes import has_bf16, why_not_compile
@@ -36,7 +36,12 @@ def main(config: InspectConfig) -> int:
     kind = kind_of(config.path)
     table = {"cache": _cache, "run": _run, "checkpoint": _checkpoint}[kind](config.path)
     if kind == "cache" and not config.json:
-        table = _with_lines(table)
+        try:
+            table = _with_lines(table)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(
+                f"the fidelity in {config.path} is not what kdtrain writes ({error!r}); use --json"
+            ) from None
     show(f"{kind} {config.path}", table, config.json)
     return 0
 

@@ -51,7 +51,7 @@ def test_parquet_reads_as_jsonl(file: Path) -> None:
     "change, message",
     [
         ({"top_ids": [None] * 8}, "9 tokens, 8 top_ids, 9 top_logprobs"),
-        ({"tokens": ["a"] * 9}, "position 0: 'a' is no token id"),
+        ({"tokens": ["a"] * 9}, "position 0: 'a' is not a token id"),
         ({"top_ids": [None] + [[1, 1, 2]] * 8}, "position 1: .* each id once"),
         ({"top_ids": [None] + [[1]] * 8, "top_logprobs": [None] + [[-1.0]] * 8}, "1 entries; use --head 1"),
         ({"top_logprobs": [None] + [[0.0, 0.0, 0.0]] * 8}, "no natural logarithms"),
