@@ -46,9 +46,10 @@ bench: venv ## measure; writes benchmarks/results and benchmarks/figures
 	$(PY) benchmarks/parallel.py
 	$(PY) benchmarks/scaling.py
 
-torture: venv ## break caches and runs off in every way, flip bits; writes benchmarks/results/torture-*.json (an hour)
+torture: venv ## break caches and runs off, flip bits, attack; writes benchmarks/results/torture-*.json (two hours)
 	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_cache.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_run.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_hostile.py --cold 20
 
 teacher: venv ## make the shipped teacher and its tokenizer again (hours)
 	$(PY) teachers/make_teacher.py
