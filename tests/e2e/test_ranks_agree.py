@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import kdtrain
+from kdtrain.models.loading import load_tokenizer
+from kdtrain.stages import agreement
 from kdtrain.testing import tiny_model, write_model_folder
 
 RUN = ("distill", "--cache", "cache", "--student", "student.toml", "--steps", 2, "--batch-size", 4, "--lr", 1e-3)
@@ -83,15 +85,18 @@ def test_ranks_whose_student_has_other_weights_are_refused(ranks, elsewhere):
     assert "the student's weights is " in refused(ranks, argv, out, folder=elsewhere)
 
 
+def put_another_teacher(folder: Path) -> None:
+    """Other weights under the name of the teacher, with its tokenizer."""
+    tokenizer = load_tokenizer(folder / "teacher")
+    shutil.rmtree(folder / "teacher")
+    write_model_folder(folder / "teacher", tiny_model("llama", 300, seed=5), tokenizer)
+
+
 def test_ranks_with_another_online_teacher_are_refused(ranks, elsewhere):
-    shutil.rmtree(elsewhere / "teacher")
-    write_model_folder(elsewhere / "teacher", tiny_model("llama", 300, seed=5))
+    put_another_teacher(elsewhere)
     out = ranks.root / "teachers"
     argv = ("distill", "--teacher", "teacher", "--student", "student.toml", "--steps", 2, "--batch-size", 4)
     argv += (*ranks.small, *ranks.eager, "--out", out)
-    (elsewhere / "student.toml").write_text((ranks.root / "student.toml").read_text())
-    shutil.copy2(ranks.root / "teacher" / "tokenizer.json", elsewhere / "teacher")
-    shutil.copy2(ranks.root / "teacher" / "tokenizer_config.json", elsewhere / "teacher")
     assert "teacher is " in refused(ranks, argv, out, folder=elsewhere)
 
 
@@ -102,7 +107,7 @@ def test_a_cache_is_not_built_by_ranks_with_different_options(ranks):
 
 
 def test_a_cache_is_not_built_by_ranks_with_different_teachers(ranks, elsewhere):
-    write_model_folder(elsewhere / "teacher", tiny_model("llama", 300, seed=5))
+    put_another_teacher(elsewhere)
     out = ranks.root / "of-teachers"
     assert "teacher.weights_digest is " in refused(ranks, (*BUILD, *ranks.small, "--out", out), out, folder=elsewhere)
 
@@ -127,8 +132,6 @@ def test_a_cache_is_not_built_of_different_data(ranks, elsewhere, changed):
 def test_code_of_another_version_is_another_run(ranks, tmp_path, monkeypatch):
     copy = tmp_path / "kdtrain"
     shutil.copytree(Path(kdtrain.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    from kdtrain.stages import agreement
-
     same = agreement._code()
     monkeypatch.setattr(agreement, "__file__", str(copy / "stages" / "agreement.py"))
     assert agreement._code() == same
