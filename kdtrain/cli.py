@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
-from kdtrain.errors import RunError, UsageError, advice, refuse_no_path
+from kdtrain.errors import RunError, UsageError, advice, printable, refuse_no_path
 from kdtrain.files import read_toml
 
 COMMANDS: dict[str, type] = {
@@ -260,8 +260,7 @@ def _parse_once(command: str, argv: list[str]) -> Any:
 
 def _fail(code: int, message: str, told: bool = False, cause: bool = True) -> typing.NoReturn:
     """Leave with `code` and one line, unless another rank has `told` it; torchrun hears of what is the `cause`."""
-    # A name in a stranger's file may steer the terminal that it is shown on.
-    message = " ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in message.replace("\n", " ")).split())
+    message = printable(" ".join(message.split()))
     message = message if len(message) <= _LONGEST else message[:_LONGEST] + "..."
     if (rank := os.environ.get("RANK") or "0") != "0" and rank.isdigit() and not message.startswith("rank "):
         message = f"rank {rank}: {message}"

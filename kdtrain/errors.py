@@ -78,6 +78,11 @@ def making(path: Path) -> Iterator[None]:
             raise UsageError(f"{path} cannot be made: {error.strerror}; name another folder") from error
 
 
+def printable(text: str) -> str:
+    """`text` with what steers a terminal, line breaks among it, spelled out: a stranger's file may name anything."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def refuse_no_path(text: str, name: str) -> None:
     """Raise a UsageError that begins with `name` for what no file system takes: a NUL, or far too many bytes."""
     if "\0" in text:

@@ -22,6 +22,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config, tok
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from kdtrain.errors import UsageError
+from kdtrain.files import LARGE
 from kdtrain.models.spec import ATTENTIONS
 
 MAX_LAYERS = 1000
@@ -90,6 +91,9 @@ def refuse_foreign_weights(source: str, revision: str) -> None:
 
 def refuse_foreign_tokenizer(source: str, revision: str) -> None:
     """Refuse a tokenizer whose class is not one: transformers loads any class of its own by that name, models too."""
+    vocabulary = Path(source, "tokenizer.json")
+    if vocabulary.is_file() and vocabulary.stat().st_size > LARGE:
+        raise UsageError(f"{vocabulary} has more than {LARGE:,} bytes: it is not a tokenizer")
     try:
         config = PreTrainedConfig.get_config_dict(source, revision=revision)[0]
     except OSError:  # a tokenizer alone, or nothing at all, of which transformers says what is missing

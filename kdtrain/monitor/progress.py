@@ -17,6 +17,8 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from kdtrain.errors import printable
+
 log = logging.getLogger("kdtrain")
 console = Console(stderr=True)
 
@@ -42,6 +44,13 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
         log.addHandler(_plain(_LogFile(file)))
 
 
+class _OneLine(logging.Formatter):
+    """A record on one line, whatever names it quotes."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
 class _LogFile(logging.FileHandler):
     """A log file whose errors, a full disk say, are errors of the run, and not lines on stderr."""
 
@@ -52,7 +61,7 @@ class _LogFile(logging.FileHandler):
 
 
 def _plain(handler: logging.Handler) -> logging.Handler:
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(_OneLine("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     return handler
 
 

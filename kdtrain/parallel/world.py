@@ -136,7 +136,10 @@ def _own_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
     torchrun keeps one store for all tries (`--max-restarts`), in which gloo would look up the addresses of the dead.
     """
-    store, number, world = next(dist.rendezvous("env://", timeout=timeout))
+    try:
+        store, number, world = next(dist.rendezvous("env://", timeout=timeout))
+    except ValueError as error:
+        raise UsageError(f"the environment does not say where the ranks meet ({error}); use torchrun") from error
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return store, number, world
     return dist.PrefixStore(_name_of_try(store, number, world, timeout), store), number, world
