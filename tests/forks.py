@@ -6,35 +6,39 @@ is two lines: the ids of the processes when they are there, and, when they have 
 between the first end and the last. See `server` in conftest.py.
 """
 
+import contextlib
+import gc
 import importlib
 import json
 import os
 import pkgutil
 import runpy
 import sys
+import threading
 import time
+import traceback
 
 import torch
 
 import kdtrain
 from kdtrain import faults
-from kdtrain.testing import tiny_model
 
 
 def main() -> None:
-    """Fork for each line; the forks return from here, and end as any other process does."""
+    """Import everything, and fork for each line."""
     for each in pkgutil.walk_packages(kdtrain.__path__, "kdtrain."):
         if not each.name.endswith("__main__"):
             importlib.import_module(each.name)
     for shape in ("llama", "gpt2"):
-        tiny_model(shape)  # imports its code
+        kdtrain.testing.tiny_model(shape)  # imports its code
     torch.set_num_threads(1)
+    gc.freeze()  # a collection in a fork would copy all of its memory
     for line in sys.stdin:
         asked, children = json.loads(line), {}
         for number, environment in enumerate(asked["environments"]):
             child = os.fork()
             if not child:
-                return become(asked, environment, f"{asked['said']}.{number}")
+                become(asked, environment, f"{asked['said']}.{number}")
             children[child] = number
         print(json.dumps(list(children)), flush=True)
         codes, ended = [0] * len(children), []
@@ -46,7 +50,10 @@ def main() -> None:
 
 
 def become(asked: dict, environment: dict[str, str], said: str) -> None:
-    """Be the program, as if it had been started."""
+    """Be the program, as if it had been started, and end.
+
+    Tearing the interpreter down would take longer than most programs; only its threads are waited for.
+    """
     for handle, path in enumerate((os.devnull, f"{said}.out", f"{said}.err")):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), handle)
     os.chdir(asked["folder"])
@@ -54,7 +61,22 @@ def become(asked: dict, environment: dict[str, str], said: str) -> None:
     faults.read()
     sys.argv = [asked["program"], *asked["argv"]]
     sys.path.insert(0, os.path.dirname(asked["program"]))
-    runpy.run_path(asked["program"], run_name="__main__")
+    code = 1
+    try:
+        runpy.run_path(asked["program"], run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
