@@ -1,10 +1,10 @@
-"""The ways in which a run is broken off: where, how, and with which options; all of them, and a pairwise selection.
+"""The ways in which a run is broken off: where, how, and with which options; all of them, and a selection.
 
 The runs are 30 steps of 6 sequences over 40: an epoch ends inside step 7. Checkpoints come every 4 steps,
 validations every 3. In a run with a rollback the losses of batches 24 to 26 are 30 times what they were: the spike is
 confirmed at step 26, the run goes back to step 20 and leaves batches 21 to 26 out, and it is broken off after that, or
 shortly before the spike. Runs are in fp32, quantised, or in adaptive quantisation that falls back and returns: all
-ways in fp32, and of the others as many as the selection takes.
+ways in fp32, and of the others as many as it takes for each pair of values of two dimensions to come up.
 """
 
 import itertools
@@ -87,8 +87,28 @@ def argv(options: Options, out: str, asynchronous: bool = True) -> list[str]:
     return words + ([] if asynchronous else ["--no-async-save"])
 
 
+SELECTED: tuple[Options, ...] = (
+    (1, "fixed", False, "fp32"),
+    (3, "schedule", True, "mxfp4"),
+    (1, "adversarial", True, "adaptive"),
+    (3, "likelihood", False, "fp32"),
+    (1, "minimize", True, "mxfp4"),
+    (3, "fixed", False, "adaptive"),
+)
+"""Options in which each value of each comes up; both halves have all formats, accumulations and rollbacks."""
+
+
+def selection() -> list[Case]:
+    """Each place with each way, each way with all selected options, and each place with half of them."""
+    return [
+        Case(where, how, *SELECTED[place % 2 * 3 + (place + way) % 3])
+        for place, where in enumerate(WHERE)
+        for way, how in enumerate(HOW)
+    ]
+
+
 def every_case() -> list[Case]:
-    """All combinations in fp32, and the selection in the other formats."""
+    """All combinations in fp32, and a pairwise selection in the other formats."""
     return [each for each in _product() if each.format == "fp32"] + [
         each for each in pairwise() if each.format != "fp32"
     ]

@@ -1,6 +1,6 @@
 """Does a run that is broken off end with the same bits? Every way of breaking it off, and kills at random times.
 
-`make torture`, or `python benchmarks/torture_run.py [--pairwise] [--kills 50] [--seed 0] [--out FILE]`.
+`make torture`, or `python benchmarks/torture_run.py [--selection] [--kills 50] [--seed 0] [--out FILE]`.
 
 The command `kdtrain distill` is started in a fork of this process, broken off as `resume_matrix` says, and started
 again until it ends by itself. Then its newest checkpoint is compared with that of a run that nobody disturbed: every
@@ -37,20 +37,21 @@ CLOCK = ("tok/s", "eta_h")
 def main() -> int:
     """Run the matrix and the kills; 0 when every run ended equal and every fault fired."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairwise", action="store_true", help="a selection that holds every pair of two dimensions")
+    parser.add_argument("--selection", action="store_true", help="each place with each way, over a few options")
     parser.add_argument("--kills", type=int, default=50, help="kills at random times")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     out = options.out.resolve()
-    cases = matrix.pairwise() if options.pairwise else matrix.every_case()
+    cases = matrix.selection() if options.selection else matrix.every_case()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
         _materials()
         wholes = Wholes()
         found = [_case(case, wholes) for case in _shown(cases, "case")]
-        killed, fired = _random_kills(random.Random(options.seed), options.kills, wholes)
+        given = [case.options for case in cases]
+        killed, fired = _random_kills(random.Random(options.seed), options.kills, given, wholes)
     differ = [each for each in [*found, *killed] if each["differs"]]
     result = {
         "cases": len(cases),
@@ -98,9 +99,10 @@ def _case(case: matrix.Case, wholes: Wholes) -> dict[str, Any]:
     return {"run": case.name, "wanted": len(case.faults()), "fired": fired, "differs": differs}
 
 
-def _random_kills(choose: random.Random, kills: int, wholes: Wholes) -> tuple[list[dict[str, Any]], int]:
-    """Kill runs of random options after random times until `kills` have hit; what each run differed in."""
-    every = [case.options for case in matrix.every_case()]
+def _random_kills(
+    choose: random.Random, kills: int, every: list[matrix.Options], wholes: Wholes
+) -> tuple[list[dict[str, Any]], int]:
+    """Kill runs of random ones of `every` options after random times until `kills` have hit; what they differed in."""
     found, fired, number = [], 0, 0
     while fired < kills:
         options, number = choose.choice(every), number + 1

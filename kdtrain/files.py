@@ -64,13 +64,18 @@ def open_regular(path: Path) -> BufferedReader:
     return open(handle, "rb")
 
 
-def read_text(path: Path, limit: int = SMALL) -> str:
-    """The text of a UTF-8 file. OSError: it cannot be read. ValueError: it is no such file, or too large."""
+def read_bytes(path: Path, limit: int = SMALL) -> bytes:
+    """The content of a file. OSError: it cannot be read. ValueError: it is not a regular file, or too large."""
     with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"it has more than {limit:,} bytes")
-    return content.decode("utf-8")
+    return content
+
+
+def read_text(path: Path, limit: int = SMALL) -> str:
+    """The text of a UTF-8 file. OSError, ValueError: as `read_bytes`, or it is not UTF-8."""
+    return read_bytes(path, limit).decode("utf-8")
 
 
 def read_json(path: Path, kind: type[T], limit: int = SMALL) -> T:

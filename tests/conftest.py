@@ -6,7 +6,13 @@ The environment is set here, before torch or transformers are imported, so that 
 inherit it. A test that wants something else passes its own environment to its own process.
 """
 
+import json
 import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +20,8 @@ from hypothesis import HealthCheck, settings
 # Two workers on two cores: a second thread each costs more than it brings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What these tests compile is compiled in less time than a pool of compilers takes to start.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("kdtrain", settings.get_profile("fuzz"), derandomize=True)
@@ -26,6 +34,81 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanting and not _has_cuda():
         config.hook.pytest_deselected(items=wanting)
         items[:] = [item for item in items if item not in wanting]
+
+
+class Server:
+    """A process that has imported everything and forks into programs (forks.py), one after the other."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("forks.py"))]
+        self._process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def begin(
+        self, program: Path, argv: list[str], folder: Path, said: Path, world: int = 1, **environment: str
+    ) -> list[int]:
+        """Start `program` in `folder` and return the ids of its processes.
+
+        With a world of several ranks each has the environment that torchrun would give it. What they say goes to
+        SAID.RANK.out and SAID.RANK.err.
+        """
+        return self.begin_each(program, [(argv, folder)] * world, said, **environment)
+
+    def begin_each(
+        self, program: Path, each: list[tuple[list[str], Path]], said: Path, **environment: str
+    ) -> list[int]:
+        """`begin`, where each rank has arguments and a folder of its own."""
+        ranks = zip(each, _ranks(len(each)), strict=True)
+        places = [{"argv": a, "folder": f, "environment": environment | own} for (a, f), own in ranks]
+        asked = {"program": program, "places": places, "said": said}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked, default=str) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def end(self) -> tuple[list[int], float]:
+        """Wait for what was begun: exit codes, and the seconds between the first end and the last."""
+        codes, apart = self._answer()
+        return codes, apart
+
+    def _answer(self) -> list:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The process that forks, started when it is first asked for."""
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def run_ranks(server: Server, tmp_path: Path):
+    """`kdtrain.testing.run_ranks` in forks: run a script in several ranks, and return what each wrote to stdout."""
+
+    def run(script: Path, world: int, *argv: object) -> list[str]:
+        said = tmp_path / "said"
+        server.begin(script, [str(word) for word in argv], tmp_path, said, world)
+        codes, _ = server.end()
+        assert codes == [0] * world, "\n".join(Path(f"{said}.{rank}.err").read_text() for rank in range(world))
+        return [Path(f"{said}.{rank}.out").read_text() for rank in range(world)]
+
+    return run
+
+
+def _ranks(world: int) -> list[dict[str, str]]:
+    if world == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    return [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
 
 
 def _has_cuda() -> bool:

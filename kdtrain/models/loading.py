@@ -23,7 +23,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kdtrain.errors import RunError, UsageError, making, writing
-from kdtrain.files import file_digest, hidden_folder, publish_json, read_sealed, remove_folder, swap_in, typed
+from kdtrain.files import (
+    LARGE,
+    file_digest,
+    hidden_folder,
+    publish_json,
+    read_bytes,
+    read_sealed,
+    remove_folder,
+    swap_in,
+    typed,
+)
 from kdtrain.models.hub import ask, ask_config, ask_tokenizer, attention_option, config_of, one_line, revision_of
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
 from kdtrain.models.spec import ModelSpec, read_spec
@@ -145,9 +155,12 @@ def model_digest(model: nn.Module) -> str:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer in a folder, by name."""
+    """The files of a tokenizer in a folder, by name. UsageError: one cannot be read."""
     paths = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
-    return {path.name: path.read_bytes() for path in sorted(paths)}
+    try:
+        return {path.name: read_bytes(path, LARGE) for path in sorted(paths)}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder}: a file of the tokenizer cannot be read: {error}") from error
 
 
 def export_model(

@@ -1,26 +1,24 @@
-"""A bench for the real command: tiny models and text in a folder, and `kdtrain` started in processes of its own.
+"""A bench for the real command: tiny models and text in a folder, and `kdtrain` run in it in processes of its own.
 
-Every process is the command as a user starts it, `python -m kdtrain ...`, in the folder of the bench. Each file of
-tests has a bench of its own, so that no two can mean different runs by one name. What costs seconds is made once a
-session and copied: a cache of the tiny teacher, and a student trained from it.
+Most of them are forks of a process that has imported everything, `server` of the conftest.py above; `Bench.alone`
+starts the command as a user does, `python -m kdtrain ...`. Each file of tests has a bench of its own, so that no two
+can mean different runs by one name. What costs seconds is made once a session and copied: a cache of the tiny teacher,
+and a student trained from it, both by the command that a user starts.
 """
 
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
 import torch
 
+import kdtrain
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
@@ -69,24 +67,67 @@ class Bench:
     fast = ("--lr", 1e-2, "--warmup-steps", 0, "--batch-size", 6)
     """At which rate, so that a few steps change a student."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, server: Any) -> None:
+        self.root, self.server = root, server
+        self._words: list[str] = []
+        self.apart = 0.0
+        """Seconds between the end of the first rank of the last command and that of the last."""
 
-    def run(self, *argv: object, fault: str | None = None, **environment: str) -> Done:
-        """Run `kdtrain ARGV`; a `fault` (or one of several, joined with commas) that did not fire is an error."""
+    def alone(self, *argv: object) -> Done:
+        """Run `kdtrain ARGV` as a user does, in a process of its own."""
         words = [str(word) for word in argv]
-        variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
         ended = subprocess.run(
             [sys.executable, "-m", "kdtrain", *words],
             cwd=self.root,
-            env={**os.environ, **variables, **self._asking(fault)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
         )
-        done = self.done(words, ended.returncode, ended.stdout, ended.stderr)
-        self._assert_fired(fault, done)
+        return self.done(words, ended.returncode, ended.stdout, ended.stderr)
+
+    def run(self, *argv: object, fault: str | None = None, **environment: str) -> Done:
+        """Run `kdtrain ARGV`; a `fault` (or one of several, joined with commas) that did not fire is an error."""
+        (done,) = self.launch(1, *argv, fault=fault, **environment)
         return done
+
+    def launch(self, world: int, *argv: object, fault: str | None = None, **environment: str) -> list[Done]:
+        """Run `kdtrain ARGV` in `world` ranks, with the environment that torchrun would give them."""
+        self.begin(*argv, world=world, **environment, **self._asking(fault))
+        done = self.end()
+        self._assert_fired(fault, *done)
+        return done
+
+    def launch_each(
+        self, ranks: list[tuple[tuple[object, ...], Path]], fault: str | None = None, **environment: str
+    ) -> list[Done]:
+        """`launch`, where each rank has an ARGV and a folder of its own."""
+        program, each = _program(), [([str(word) for word in argv], folder) for argv, folder in ranks]
+        self._words = each[0][0]
+        self.server.begin_each(program, each, self.root / "said", **environment, **self._asking(fault))
+        done = self.end()
+        self._assert_fired(fault, *done)
+        return done
+
+    def begin(self, *argv: object, world: int = 1, **environment: str) -> list[int]:
+        """Start `kdtrain ARGV`; the ids of its processes. Nothing else may be started before its `end`."""
+        self._words = [str(word) for word in argv]
+        return self.server.begin(_program(), self._words, self.root, self.root / "said", world, **environment)
+
+    def end(self) -> list[Done]:
+        """Wait for what was begun; what each rank did."""
+        codes, self.apart = self.server.end()
+        done = []
+        for rank, code in enumerate(codes):
+            out, err = ((self.root / f"said.{rank}.{kind}").read_text() for kind in ("out", "err"))
+            done.append(self.done(self._words, code, out, err))
+        return done
+
+    def ok(self, world: int, *argv: object) -> Done:
+        """What rank 0 said of a command that ended well on all ranks, of which the others said nothing."""
+        first, *others = self.launch(world, *argv)
+        assert [each.code for each in (first, *others)] == [0] * world, "\n".join(e.stderr for e in (first, *others))
+        assert [(each.stdout, each.stderr) for each in others] == [("", "")] * len(others)
+        return first
 
     def _asking(self, fault: str | None) -> dict[str, str]:
         """The environment that asks for a fault."""
@@ -132,167 +173,14 @@ class Bench:
         return path
 
 
-FORKED = """
-import json, os, sys, time
-import torch
-from kdtrain import cli, faults
-from kdtrain.stages import cache_teacher, distill
-
-torch.set_num_threads(1)
-
-def be_the_command(words, environment, said):
-    for handle, name in enumerate(("/dev/null", said + ".out", said + ".err")):
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), handle)
-    os.environ.update(environment)
-    faults.read()
-    code = 1
-    try:
-        cli.main(words)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-"""
-"""What a process that has everything imported makes its forks do."""
-
-FORKS = (
-    FORKED
-    + """
-for line in sys.stdin:
-    words, asked, said = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        be_the_command(words, asked, said)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-)
-
-
-class Forks(Bench):
-    """The same bench, whose commands are forks of a process that has imported everything: half a second each."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKS], cwd=root, env=environment, text=True, stdin=PIPE, stdout=PIPE
-        )
-
-    def run(self, *argv: object, fault: str | None = None, **environment: str) -> Done:
-        """Run `kdtrain ARGV` in a fork; faults as in the command of its own."""
-        words, said = [str(word) for word in argv], self.root / "said"
-        assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(json.dumps([words, {**environment, **self._asking(fault)}, str(said)]) + "\n")
-        self._server.stdin.flush()
-        code = int(self._server.stdout.readline())
-        out, err = (said.with_suffix(kind).read_text() for kind in (".out", ".err"))
-        done = self.done(words, code, out, err)
-        self._assert_fired(fault, done)
-        return done
-
-    def close(self) -> None:
-        """End the process that forks."""
-        self._server.communicate()
-
-
-@pytest.fixture(scope="module")
-def forks(bench: Bench, cached: Done) -> Iterator[Forks]:
-    """The bench with its cache, for many short commands."""
-    forks = Forks(bench.root)
-    yield forks
-    forks.close()
-
-
-RANKS = (
-    FORKED
-    + """
-import torch.distributed, torch.distributed.fsdp
-
-for line in sys.stdin:
-    each, said = json.loads(line)
-    ranks = {}
-    for number, (words, environment, folder) in enumerate(each):
-        child = os.fork()
-        if child:
-            ranks[child] = number
-            continue
-        os.chdir(folder)
-        be_the_command(words, environment, f"{said}.{number}")
-    codes, ended = [None] * len(ranks), []
-    while None in codes:
-        child, status = os.wait()
-        codes[ranks[child]] = os.waitstatus_to_exitcode(status)
-        ended.append(time.monotonic())
-    print(json.dumps([codes, ended[-1] - ended[0]]), flush=True)
-"""
-)
-
-
-class Ranks(Bench):
-    """The same bench, whose commands are several ranks: forks of one process that has imported everything."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", RANKS], cwd=root, env=environment, text=True, stdin=PIPE, stdout=PIPE
-        )
-        self.apart = 0.0
-        """Seconds between the end of the first rank of the last command and that of the last."""
-
-    def launch(self, world: int, *argv: object, fault: str | None = None, **environment: str) -> list[Done]:
-        """Run `kdtrain ARGV` in `world` ranks, with the environment that torchrun would give them."""
-        return self.launch_each([(argv, self.root)] * world, fault, **environment)
-
-    def launch_each(
-        self, ranks: list[tuple[tuple[object, ...], Path]], fault: str | None = None, **environment: str
-    ) -> list[Done]:
-        """`launch`, where each rank has an ARGV and a folder of its own."""
-        world = len(ranks)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        common = {"WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **environment}
-        common = common if world > 1 else environment
-        words, said = [[str(word) for word in argv] for argv, _ in ranks], self.root / "said-in-ranks"
-        common |= self._asking(fault)
-        places = [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
-        each = list(zip(words, places, [str(folder) for _, folder in ranks], strict=True))
-        assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(json.dumps([each, str(said)]) + "\n")
-        self._server.stdin.flush()
-        codes, self.apart = json.loads(self._server.stdout.readline())
-        texts = [[Path(f"{said}.{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(world)]
-        done = [self.done(own, code, *text) for own, code, text in zip(words, codes, texts, strict=True)]
-        self._assert_fired(fault, *done)
-        return done
-
-    def ok(self, world: int, *argv: object) -> Done:
-        """What rank 0 said of a command that ended well on all ranks, of which the others said nothing."""
-        first, *others = self.launch(world, *argv)
-        assert [each.code for each in (first, *others)] == [0] * world, "\n".join(e.stderr for e in (first, *others))
-        assert [(each.stdout, each.stderr) for each in others] == [("", "")] * len(others)
-        return first
-
-    def close(self) -> None:
-        """End the process that forks."""
-        self._server.communicate()
-
-
-@pytest.fixture(scope="module")
-def ranks_of(bench: Bench) -> Iterator[Ranks]:
-    """The bench, for commands in several ranks."""
-    ranks = Ranks(bench.root)
-    yield ranks
-    ranks.close()
+def _program() -> Path:
+    return Path(kdtrain.__file__).with_name("__main__.py")
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def made(tmp_path_factory: pytest.TempPathFactory, server: Any) -> Bench:
     """What the benches are copied from: models, specs and text."""
-    made = Bench(tmp_path_factory.mktemp("made"))
+    made = Bench(tmp_path_factory.mktemp("made"), server)
     tokenizer = tiny_tokenizer(300)
     tokenizer.chat_template = _CHAT
     write_model_folder(made.root / "teacher", opinionated(tiny_model("llama", 300, seed=1)), tokenizer)
@@ -307,14 +195,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="session")
 def _cache(made: Bench) -> Done:
-    return made.run(
+    return made.alone(
         "cache-teacher", "--teacher", "teacher", "--out", "cache", *Bench.small, "--head", 12, "--json"
     ).ok()
 
 
 @pytest.fixture(scope="session")
 def _run(made: Bench, _cache: Done) -> Done:
-    return made.run(
+    return made.alone(
         *("distill", "--cache", "cache", "--student", "student.toml", "--out", "run", "--steps", 8, "--lr", 1e-2),
         *("--warmup-steps", 2, "--batch-size", 8, "--checkpoint-freq", 4, "--eval-freq", 4, "--json"),
         *("--no-compile", "--precision", "fp32", "--log-freq", 1),
@@ -329,7 +217,7 @@ def bench(made: Bench, tmp_path_factory: pytest.TempPathFactory) -> Bench:
         shutil.copytree(made.root / name, root / name)
     for path in (*made.root.glob("*.toml"), made.root / "chat.jsonl"):
         shutil.copy2(path, root)
-    return Bench(root)
+    return Bench(root, made.server)
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +232,18 @@ def distilled(bench: Bench, made: Bench, cached: Done, _run: Done) -> Done:
     """`run`: the student after 8 steps from `cache`, with checkpoints at 4 and 8."""
     shutil.copytree(made.root / "run", bench.root / "run", symlinks=True)
     return _run
+
+
+@pytest.fixture(scope="module")
+def forks(bench: Bench, cached: Done) -> Bench:
+    """The bench with its cache."""
+    return bench
+
+
+@pytest.fixture(scope="module")
+def ranks_of(bench: Bench) -> Bench:
+    """The bench, for commands in several ranks."""
+    return bench
 
 
 def opinionated(model: torch.nn.Module) -> torch.nn.Module:

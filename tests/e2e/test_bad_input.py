@@ -6,8 +6,6 @@ Nothing that was published before is touched by either.
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -181,7 +179,7 @@ def write_hostile(bench):
     bench.student("wide", hidden_size=10**9, vocab_size=300)
     code = f"open({str(root / 'executed')!r}, 'w').close()\n"
     auto_map = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
-    for name in ("code", "kernel", "pickled", "endless", "nan-teacher"):
+    for name in ("code", "kernel", "pickled", "endless"):
         shutil.copytree(root / "teacher", root / name)
         (root / name / "code.py").write_text(code)
     edit(root / "code/config.json", model_type="vit", auto_map=auto_map)
@@ -194,7 +192,7 @@ def write_hostile(bench):
     for path in (root / "endless").glob("chat_template*"):
         path.unlink()
     edit(root / "endless/tokenizer_config.json", chat_template=loops)
-    write_model_folder(root / "nan-teacher", spoiled(tiny_model("llama", 300)))
+    write_model_folder(root / "nan-teacher", spoiled(tiny_model("llama", 300)), tiny_tokenizer(300))
     for name in ("code-run", "kernel-run"):
         shutil.copytree(root / "run", root / name, symlinks=True)
     for path in (root / "code-run/checkpoints").glob("step-*"):
@@ -219,50 +217,16 @@ def reseal(checkpoint, change):
     (checkpoint / "manifest.json").write_text(seal(manifest["step"], manifest["rollbacks"], manifest["files"]))
 
 
-# Importing torch and transformers is most of what a refusal costs: it is done once, and each command is a fork of that.
-WARM = """
-import json, os, runpy, sys
-from kdtrain.stages import cache_teacher, distill, evaluate, export, inspect
-for line in sys.stdin:
-    argv, *streams = json.loads(line)
-    if not (child := os.fork()):
-        for number, path in zip((1, 2), streams):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.argv = ["kdtrain", *argv]
-        runpy.run_module("kdtrain", run_name="__main__")
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def warm(broken):
-    """A function like `bench.run`, seconds faster."""
-    streams = [broken.root / "stdout", broken.root / "stderr"]
-    server = subprocess.Popen(
-        [sys.executable, "-c", WARM], cwd=broken.root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-    def run(*argv):
-        words = [str(word) for word in argv]
-        print(json.dumps([words, *map(str, streams)]), file=server.stdin, flush=True)
-        code = int(server.stdout.readline())
-        return broken.done(words, code, *(path.read_text() for path in streams))
-
-    yield run
-    server.stdin.close()
-    server.wait()
-
-
 def digests(folder):
     """SHA-256 of every file below a folder, by name."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def assert_refused(bench, run, argv, words):
+def assert_refused(bench, argv, words):
     before = {name: digests(bench.root / name) for name in ("cache", "run", "corpus")}
     shutil.rmtree(bench.root / "new", ignore_errors=True)
-    done = run(*argv)
+    done = bench.run(*argv)
     assert done.code == 2, done.stderr
     message = done.refusal()
     assert [word for word in words if word not in message] == [], message
@@ -274,12 +238,12 @@ def assert_refused(bench, run, argv, words):
 
 @pytest.mark.parametrize("argv, words", COMMAND_LINE.values(), ids=COMMAND_LINE)
 def test_what_the_command_line_cannot_mean_is_one_line_and_exit_code_2(broken, argv, words):
-    assert_refused(broken, broken.run, argv, words)
+    assert_refused(broken, argv, words)
 
 
 @pytest.mark.parametrize("argv, words", WORLD.values(), ids=WORLD)
-def test_what_does_not_go_together_is_one_line_and_exit_code_2(broken, warm, argv, words):
-    assert_refused(broken, warm, argv, words)
+def test_what_does_not_go_together_is_one_line_and_exit_code_2(broken, argv, words):
+    assert_refused(broken, argv, words)
 
 
 def test_after_a_refusal_the_right_command_runs_in_the_same_folder(broken):

@@ -73,7 +73,7 @@ def test_killed_under_one_number_of_ranks_and_finished_under_another(ranks, of_o
     assert ended[victim].code == -signal.SIGKILL
     assert [each.code for each in others] == [1] * (first - 1)
     assert ["lost another rank" in each.refusal() for each in others] == [True] * (first - 1)
-    assert ranks.bench.apart < 60
+    assert ranks.bench.apart < 300
     shards = {path: path.stat().st_mtime_ns for path in (ranks.root / out / "shards").glob("*.h5")}
     assert shards
     _same(ranks.ok(then, out), of_one)

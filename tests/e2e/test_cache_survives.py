@@ -4,11 +4,11 @@ One cache is built by a chain of commands, each killed at the next point: that i
 each command also goes on from what the last one left. In the end the cache equals one that nobody disturbed.
 """
 
+import contextlib
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,17 +96,16 @@ def test_a_cache_killed_five_times_at_random_moments_is_the_undisturbed_one(benc
 
 def _killed(bench, folder: Path, seconds: float) -> bool:
     """Run the command and kill it so long after its lock; whether it was still running."""
-    command = [sys.executable, "-m", "kdtrain", *(str(word) for word in _command(bench, folder.name))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     for lock in folder.glob(".building-*"):
         lock.unlink()  # of the command killed before
-    process = subprocess.Popen(command, cwd=bench.root, env=environment, **silent)
-    while process.poll() is None and not list(folder.glob(".building-*")):
-        time.sleep(0.005)
-    time.sleep(seconds)
-    process.kill()
-    return process.wait() == -signal.SIGKILL
+    (process,) = bench.begin(*_command(bench, folder.name))
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        while not list(folder.glob(".building-*")):
+            os.kill(process, 0)
+            time.sleep(0.005)
+        time.sleep(seconds)
+        os.kill(process, signal.SIGKILL)
+    return bench.end()[0].code == -signal.SIGKILL
 
 
 @pytest.fixture

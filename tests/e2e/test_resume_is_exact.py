@@ -1,9 +1,10 @@
 """A run that is broken off ends with the same bits: where, how, with which options, and after a rollback or not.
 
-The matrix is in benchmarks/resume_matrix.py: here a selection in which every pair of two of its dimensions comes up,
-and a few kills at random times; `make torture` does all of it. Each run is the real command, in a process of its own.
+The matrix is in benchmarks/resume_matrix.py: here a selection in which every place is met in every way, and a few
+kills at random times; `make torture` does all of it. Each run is the real command, in a process of its own.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -23,21 +24,33 @@ def matrix():
     sys.path.remove(str(BENCHMARKS))
 
 
-def test_the_selection_holds_every_pair_of_values_of_two_dimensions(matrix):
+def test_the_torture_holds_every_pair_of_values_of_two_dimensions(matrix):
     pairs = {pair for case in matrix.pairwise() for pair in matrix._pairs(case)}
+    assert pairs == {pair for case in matrix._product() for pair in matrix._pairs(case)}
     assert pairs == {pair for case in matrix.every_case() for pair in matrix._pairs(case)}
 
 
+def test_the_selection_meets_each_place_in_each_way_and_each_of_both_with_each_option(matrix):
+    cases = matrix.selection()
+    assert {(case.where, case.how) for case in cases} == set(itertools.product(matrix.WHERE, matrix.HOW))
+    for name in ("accumulation", "rollback", "format"):
+        values = {getattr(case, name) for case in matrix._product()}
+        for other, places in (("where", matrix.WHERE), ("how", matrix.HOW)):
+            met = {(getattr(case, other), getattr(case, name)) for case in cases}
+            assert met == set(itertools.product(places, values)), (other, name)
+    assert {(case.how, case.temperature) for case in cases} == set(itertools.product(matrix.HOW, matrix.TEMPERATURE))
+
+
 @pytest.mark.slow
-def test_every_pair_of_ways_to_break_a_run_off_ends_with_the_same_bits(matrix, tmp_path):
+def test_a_run_broken_off_anywhere_in_any_way_ends_with_the_same_bits(matrix, tmp_path):
     out = tmp_path / "result.json"
-    argv = [sys.executable, str(BENCHMARKS / "torture_run.py"), "--pairwise", "--kills", "5", "--out", str(out)]
+    argv = [sys.executable, str(BENCHMARKS / "torture_run.py"), "--selection", "--kills", "5", "--out", str(out)]
     ended = subprocess.run(argv, capture_output=True, text=True)
     assert out.exists(), ended.stderr[-2000:]
     result = json.loads(out.read_text())
     assert result["differences"] == []
     assert result["faults_that_did_not_fire"] == 0
-    cases = matrix.pairwise()
+    cases = matrix.selection()
     assert (result["cases"], result["faults_fired"]) == (len(cases), sum(len(case.faults()) for case in cases))
     assert result["random_kills"] >= 5
     assert ended.returncode == 0

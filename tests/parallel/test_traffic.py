@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from kdtrain.parallel import traffic
-from kdtrain.testing import run_ranks
 
 LAYER = [(6, 4), (4,)]
 ROOT = [(10, 4)]
@@ -38,5 +37,5 @@ def test_copies_of_a_sharded_model_reduce_their_parts():
     assert found.calls["all_reduce"] == 2
 
 
-def test_what_three_ranks_exchange_is_what_the_formulas_say():
+def test_what_three_ranks_exchange_is_what_the_formulas_say(run_ranks):
     run_ranks(Path(__file__).with_name("traffic_script.py"), 3)

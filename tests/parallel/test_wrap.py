@@ -4,12 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.testing import run_ranks
-
 SCRIPT = Path(__file__).parent / "wrap_script.py"
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_promise_of_the_script_holds_on_each_rank(world, capfd):
-    run_ranks(SCRIPT, world)
-    assert len(capfd.readouterr().out.splitlines()) == SCRIPT.read_text().split("PROMISES = (")[1].count(",\n")
+def test_every_promise_of_the_script_holds_on_each_rank(world, run_ranks):
+    said, *_ = run_ranks(SCRIPT, world)
+    assert len(said.splitlines()) == SCRIPT.read_text().split("PROMISES = (")[1].count(",\n")

@@ -63,7 +63,7 @@ def main() -> None:
     ):
         if hasattr(dist, name):
             setattr(dist, name, counted(plain, getattr(dist, name)))
-    with ranks(torch.device("cpu"), 60.0):
+    with ranks(torch.device("cpu"), 300.0):
         for micro_batches in (1, 3):
             toy = Toy()
             shapes = [each.shape for each in toy.parameters()]

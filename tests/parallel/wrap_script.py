@@ -260,7 +260,7 @@ PROMISES = (
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with ranks(CPU, 60):
+    with ranks(CPU, 300):
         for promise in PROMISES:
             promise()
             if dist.get_rank() == 0:

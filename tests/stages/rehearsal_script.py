@@ -9,7 +9,7 @@ import torch
 from kdtrain.parallel.world import is_main, rank, ranks
 from kdtrain.stages.rehearsal import _folder
 
-with ranks(torch.device("cpu"), timeout=60.0):
+with ranks(torch.device("cpu"), timeout=300.0):
     with _folder(Path(sys.argv[1])) as folder:
         time.sleep(0.5 * rank())
         assert folder.is_dir(), "rank 0 did not wait"
