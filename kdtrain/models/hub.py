@@ -22,7 +22,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import ATTENTIONS, ModelSpec
-from kdtrain.models.trust import refuse_code, refuse_foreign_tokenizer, refuse_impossible
+from kdtrain.models.trust import refuse_code, refuse_foreign_tokenizer, refuse_impossible, refuse_large_files
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -85,6 +85,7 @@ def ask_config(spec: ModelSpec) -> PreTrainedConfig:
     source, revision = cast(str, spec.source), revision_of(spec)
 
     def load() -> PreTrainedConfig:
+        refuse_large_files(source)
         table, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         if not spec.trust_remote_code:
             refuse_code(source, table)
@@ -110,6 +111,7 @@ def ask_tokenizer(source: str, *, revision: str = "main", trust_remote_code: boo
     """Load a fast tokenizer from a folder or the hub. Raises `UsageError`."""
 
     def load() -> Any:
+        refuse_large_files(source)
         if not trust_remote_code:
             refuse_foreign_tokenizer(source, revision)
         return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)

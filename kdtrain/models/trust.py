@@ -10,7 +10,6 @@ This is a list of what transformers 5 is known to act on, not a proof; what it d
 of which `hub.ask` makes a line.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +21,14 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config, tok
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from kdtrain.errors import UsageError
-from kdtrain.files import LARGE
+from kdtrain.files import LARGE, parse_json
 from kdtrain.models.spec import ATTENTIONS
 
 MAX_LAYERS = 1000
 """Layers are made one by one; the deepest models have about 130."""
+MOST_JSON = 2**25
+"""Bytes of a configuration or an index of weights at most; the largest known has 9e6."""
+_READ_WHOLE = ("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
 
 _IMPLEMENTATIONS = (None, *ATTENTIONS, "grouped_mm", "batched_mm")
 """Of attention and of experts; any other name is that of a kernel on the hub, or unknown."""
@@ -53,6 +55,14 @@ def refuse_impossible(source: str, table: dict[str, Any]) -> None:
             f"{source}: num_key_value_heads = {shared} does not divide num_attention_heads = {heads}; "
             "choose one that does"
         )
+
+
+def refuse_large_files(source: str) -> None:
+    """Refuse a folder in which a file that transformers reads into memory whole is larger than any such file is."""
+    for path in (path for pattern in _READ_WHOLE for path in Path(source).glob(pattern)):
+        limit = LARGE if path.name.startswith(("tokenizer.", "vocab.", "merges.")) else MOST_JSON
+        if path.is_file() and path.stat().st_size > limit:
+            raise UsageError(f"{path} has more than {limit:,} bytes; a model's file of that name is smaller")
 
 
 def refuse_code(source: str, table: dict[str, Any]) -> None:
@@ -84,16 +94,13 @@ def refuse_foreign_weights(source: str, revision: str) -> None:
     index = _file(source, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is None:
         return
-    for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()):
+    for name in set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()):
         if not _is_safe_name(name):
             raise UsageError(f"{source}: {index.name} names {_short(name)}, which is not a safetensors file beside it")
 
 
 def refuse_foreign_tokenizer(source: str, revision: str) -> None:
     """Refuse a tokenizer whose class is not one: transformers loads any class of its own by that name, models too."""
-    vocabulary = Path(source, "tokenizer.json")
-    if vocabulary.is_file() and vocabulary.stat().st_size > LARGE:
-        raise UsageError(f"{vocabulary} has more than {LARGE:,} bytes: it is not a tokenizer")
     try:
         config = PreTrainedConfig.get_config_dict(source, revision=revision)[0]
     except OSError:  # a tokenizer alone, or nothing at all, of which transformers says what is missing

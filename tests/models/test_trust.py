@@ -163,6 +163,16 @@ def test_an_index_may_name_safetensors_beside_it_alone(folder, mark, name):
     assert not mark.exists()
 
 
+@pytest.mark.parametrize(
+    "name, size", [("config.json", 2**25), ("tokenizer.json", 2**28), ("chat_template.jinja", 2**25)]
+)
+def test_a_file_larger_than_any_model_has_is_not_read(folder, name, size):
+    with open(folder / name, "a") as file:
+        file.truncate(size + 1)  # takes no space
+    with pytest.raises(UsageError, match=f"{name} has more than {size:,} bytes"):
+        load_tokenizer(folder)
+
+
 def test_an_adapter_is_refused_and_not_left_out_without_a_word(folder):
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
     with pytest.raises(UsageError, match=r"it holds an adapter \(adapter_config.json\), which is not read"):
