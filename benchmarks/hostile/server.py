@@ -79,6 +79,8 @@ class Runner:
     ) -> Done:
         """Run `kdtrain ARGV`. cold: in an interpreter of its own. how: see `_become`."""
         assert self._server.stdin is not None and self._server.stdout is not None
+        for path in (self._out, self._err):
+            path.write_text("")  # a command may be told to print elsewhere
         streams = {"stdin": str(self._yes), "stdout": str(self._out), "stderr": str(self._err)} | how
         request = {
             **streams,
