@@ -70,7 +70,11 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
     """The student of a checkpoint folder, built from what the checkpoint says of it."""
     checkpoint = load_saved(path)
     described = checkpoint.state["student"]
-    student = split(model_of(f"checkpoint {path}", described["architecture"], described["attention"]))
+    model = model_of(f"checkpoint {path}", described["architecture"], described["attention"])
+    try:
+        student = split(model)
+    except UsageError as error:
+        raise UsageError(f"checkpoint {path}: {error}") from error
     own = student.state_dict()
     weights = {
         name.removeprefix("student."): value

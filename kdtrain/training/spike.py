@@ -99,6 +99,8 @@ class SpikeDetector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another detector remembered."""
         known = typed(state, _Memory)
+        if not all(map(math.isfinite, known["clean"])):
+            raise ValueError("clean holds a non-finite loss")
         self._clean = deque(known["clean"], maxlen=self._clean.maxlen)
         self._spiky, self.suspicious_since = known["spiky"], known["suspicious_since"]
 
