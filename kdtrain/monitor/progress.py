@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from kdtrain.errors import printable
+from kdtrain.errors import UsageError, printable
 
 log = logging.getLogger("kdtrain")
 console = Console(stderr=True)
@@ -41,6 +41,8 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
     else:
         log.addHandler(_plain(logging.StreamHandler(sys.stderr)))
     if file is not None:
+        if file.exists() and not file.is_file():  # whoever opens a pipe waits for its reader
+            raise UsageError(f"{file} is not a regular file; move it away")
         log.addHandler(_plain(_LogFile(file)))
 
 
