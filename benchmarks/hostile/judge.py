@@ -54,7 +54,7 @@ def failures(case: Case, done: Done, place: Place, before: Tree, sound: dict[str
     elif done.code not in (0, 1, 2):
         found.append(f"crashed: exit code {done.code}")
     elif done.code == 0:
-        found += _accepted(case, done, sound)
+        found += _accepted(case, done, place, sound)
     else:
         found += _refused(case, done)
     if done.memory > MEMORY:
@@ -109,7 +109,7 @@ def _found_damage(done: Done) -> bool:
     return told.get("ok") is False and bool(told.get("problems"))
 
 
-def _accepted(case: Case, done: Done, sound: dict[str, Any]) -> list[str]:
+def _accepted(case: Case, done: Done, place: Place, sound: dict[str, Any]) -> list[str]:
     if case.ends == "refused":
         return [f"accepted: {done.stdout.strip()[:200]!r}"]
     foreign = [line for line in done.stderr.splitlines() if not _LOG.match(line)]
@@ -121,10 +121,10 @@ def _accepted(case: Case, done: Done, sound: dict[str, Any]) -> list[str]:
         told = json.loads(done.stdout, parse_constant=_no_constant)
     except ValueError as error:
         return [f"wrong: stdout is not a JSON object ({error})"]
-    return _wrong_numbers(case, told, sound)
+    return _wrong_result(case, told, place, sound)
 
 
-def _wrong_numbers(case: Case, told: dict[str, Any], sound: dict[str, Any]) -> list[str]:
+def _wrong_result(case: Case, told: dict[str, Any], place: Place, sound: dict[str, Any]) -> list[str]:
     command = case.argv[0]
     if command == "verify":
         return [] if told["ok"] is True else ["wrong: exit code 0 and not ok"]
@@ -136,6 +136,10 @@ def _wrong_numbers(case: Case, told: dict[str, Any], sound: dict[str, Any]) -> l
     if command == "distill":
         loss = told["best_validation_loss"]
         return [] if _is_number(loss) or not case.finite else [f"wrong: the best validation loss is {loss}"]
+    if command == "export":
+        out = place.path(told["student"])
+        lost = [name for name in ("config.json", "model.safetensors", "kdtrain.json") if not (out / name).is_file()]
+        return [f"wrong: exported no {name}" for name in lost]
     if command == "cache-teacher" and case.same and told["digest"] != sound["cache"]["digest"]:
         return ["wrong: another digest than the sound cache's"]
     return []
