@@ -298,12 +298,14 @@ def remove_empty(made: list[Path]) -> None:
 def refuse_links(folder: Path, allowed: Collection[str] = ()) -> None:
     """Refuse to write into a folder with a symbolic link in it: what lies behind one belongs to somebody else.
 
-    allowed: paths of links, relative to the folder. The folder itself may be a link. UsageError: names the link.
+    allowed: paths of links, relative to the folder. The folder itself may be a link, and so may what bears a temporary
+    name: a command killed in `point_link` leaves one, and `sweep` removes it. UsageError: names the link.
     """
     for inside, folders, names in os.walk(folder):
         for name in sorted(folders + names):
             path = Path(inside, name)
-            if path.is_symlink() and path.relative_to(folder).as_posix() not in allowed:
+            allows = _TEMPORARY.fullmatch(name) or path.relative_to(folder).as_posix() in allowed
+            if path.is_symlink() and not allows:
                 raise UsageError(f"{path} is a link, and nothing is written through links; put a real one there")
 
 

@@ -57,7 +57,7 @@ class Server:
         self, program: Path, each: list[tuple[list[str], Path]], said: Path, **environment: str
     ) -> list[int]:
         """`begin`, where each rank has arguments and a folder of its own."""
-        ranks = zip(each, _ranks(len(each)), strict=True)
+        ranks = zip(each, _ranks(len(each)) if len(each) > 1 else [{}], strict=True)
         places = [{"argv": a, "folder": f, "environment": environment | own} for (a, f), own in ranks]
         asked = {"program": program, "places": places, "said": said}
         assert self._process.stdin is not None
@@ -93,7 +93,8 @@ def run_ranks(server: Server, tmp_path: Path):
 
     def run(script: Path, world: int, *argv: object) -> list[str]:
         said = tmp_path / "said"
-        server.begin(script, [str(word) for word in argv], tmp_path, said, world)
+        environment = _ranks(1)[0] if world == 1 else {}
+        server.begin(script, [str(word) for word in argv], tmp_path, said, world, **environment)
         codes, _ = server.end()
         assert codes == [0] * world, "\n".join(Path(f"{said}.{rank}.err").read_text() for rank in range(world))
         return [Path(f"{said}.{rank}.out").read_text() for rank in range(world)]
@@ -102,8 +103,6 @@ def run_ranks(server: Server, tmp_path: Path):
 
 
 def _ranks(world: int) -> list[dict[str, str]]:
-    if world == 1:
-        return [{}]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

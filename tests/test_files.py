@@ -213,6 +213,22 @@ def test_links_in_a_folder_that_is_written_to_are_refused_by_name(tmp_path):
         files.refuse_links(tmp_path)
 
 
+def test_the_link_that_a_killed_command_left_half_made_is_no_stranger_s(tmp_path, monkeypatch):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "kept").touch()
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(os, "replace", _interrupt)
+        files.point_link(tmp_path / "latest", "target")
+    assert any(path.is_symlink() for path in tmp_path.iterdir())
+    files.refuse_links(tmp_path)
+    files.sweep(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["target", "kept"]
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def test_a_lock_is_taken_through_no_link_and_waits_for_no_pipe(strange):
     (strange / "victim").write_text("mine")
     (strange / "lock").symlink_to("victim")

@@ -101,8 +101,16 @@ def test_a_shard_that_was_cut_short_is_said_at_once_by_every_command_that_opens_
     assert not (workbench.root / "of-damaged").exists()
 
 
-@pytest.mark.parametrize("out", ["/proc/nope/r", "text.txt/r", "x" * 300])
-def test_a_folder_that_cannot_be_is_refused_before_any_work(workbench, command, out):
+@pytest.mark.parametrize(
+    "out, begins, ends",
+    [
+        ("/proc/nope/r", "/proc/nope/r cannot be made: ", "; name another folder"),
+        ("text.txt/r", "text.txt/r cannot be made: ", "; name another folder"),
+        ("x" * 300, f"--out '{'x' * 60}...' is longer than a path can be: ", "255 bytes a name, 4,095 in all"),
+    ],
+    ids=["no-folder", "below-a-file", "too-long"],
+)
+def test_a_folder_that_cannot_be_is_refused_before_any_work(workbench, command, out, begins, ends):
     run = (*command, "--cache", "cache", "--out", out)
     commands = [
         run,
@@ -112,7 +120,7 @@ def test_a_folder_that_cannot_be_is_refused_before_any_work(workbench, command, 
     ]
     for each in commands:
         code, said = line(workbench.call(*each))
-        assert (code, said.startswith(f"{out} cannot be made: "), said.endswith("; name another folder")) == (2, 1, 1)
+        assert (code, said.startswith(begins), said.endswith(ends)) == (2, 1, 1), said
 
 
 def test_samples_learned_by_heart_are_said_once_with_epochs_and_samples(workbench):
