@@ -20,7 +20,14 @@ class UsageError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The command failed while it was running; it ends with exit code 1."""
+    """The command failed while it was running; it ends with exit code 1.
+
+    reason: the `stop_reason` of the run that it ended, a word of result.json.
+    """
+
+    def __init__(self, message: str, reason: str = "error") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 _ADVICE = {

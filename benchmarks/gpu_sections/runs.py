@@ -25,7 +25,9 @@ from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel.wrap import Alone
 from kdtrain.precision.linear import Switch
+from kdtrain.training.divergence import DivergenceWatch
 from kdtrain.training.early import EarlyStopping
+from kdtrain.training.guards import GradientExplosion
 from kdtrain.training.run import Run
 from kdtrain.training.source import CachedSource, Feed, Source
 from kdtrain.training.spike import SpikeDetector
@@ -159,7 +161,9 @@ class Bench:
             saver=Saver(store),
             train_source=empty,
             validation_source=empty,
-            spikes=SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience),
+            spikes=SpikeDetector.of(config.guards),
+            divergence=DivergenceWatch(config.guards.divergence_factor),
+            explosion=GradientExplosion(config.stopping),
             stopping=EarlyStopping(config.stopping),
             spread=Alone(step, student),
         )

@@ -293,8 +293,8 @@ class GuardsConfig:
     """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
     nan_hooks: Literal["first", "always", "off"] = "first"
     """Name the module where a step went bad: run the first one again with hooks, keep hooks on (slow), or do not."""
-    spike_rule: Literal["factor", "mad", "none"] = "factor"
-    """A loss is a spike above --spike-factor times its average, or above median + 6 * 1.4826 * MAD of clean losses."""
+    spike_rule: Literal["mad", "factor", "none"] = "mad"
+    """A loss is a spike above the median of clean ones by 6 robust deviations and half, or by --spike-factor."""
     spike_factor: float = 3.0
     """How many times its moving average a loss must be for --spike-rule factor."""
     spike_patience: int = 3
@@ -303,6 +303,8 @@ class GuardsConfig:
     """What the learning rate is multiplied by at each rollback."""
     max_rollbacks: int = 3
     """Rollbacks in a run; 0 never goes back."""
+    divergence_factor: float = 1.2
+    """A run has diverged when its cross-entropy stays above this many times what it was before the first step."""
 
     def __post_init__(self) -> None:
         refuse(self.max_skips < 0, "--max-skips must be 0 or more")
@@ -314,26 +316,32 @@ class GuardsConfig:
         refuse(self.spike_patience < 1, "--spike-patience must be at least 1")
         refuse(not 0 < self.spike_lr_factor <= 1, f"--spike-lr-factor {self.spike_lr_factor} must lie in (0, 1]")
         refuse(self.max_rollbacks < 0, "--max-rollbacks must be 0 or more")
+        refuse(not self.divergence_factor > 1, f"--divergence-factor {self.divergence_factor} must be above 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoppingConfig:
     """When a run ends before its last step because nothing is to be won."""
 
-    early_stopping: bool = True
-    """Stop when the training loss no longer falls, or gradients stay huge."""
+    early_stopping: bool = False
+    """Look out for a plateau: a validation loss that no longer falls."""
+    early_stopping_interval: int = 250
+    """Steps between two looks at the newest validation loss; a look without a new one does not count."""
     early_stopping_patience: int = 5
-    """Looks in a row, one every 50 steps, without a better 50-step average of the training loss."""
+    """Looks in a row without a better loss that make a plateau."""
     early_stopping_min_delta: float = 0.01
-    """Nats by which the average must fall below the best one to be better."""
+    """Nats by which the loss must fall below the best one to be better."""
     early_stopping_warmup: int = 50
-    """First steps, in which nothing is looked at."""
+    """First steps, in which neither loss nor gradient is looked at."""
+    on_plateau: Literal["decay", "stop"] = "decay"
+    """What a plateau in the stable phase of --lr-schedule wsd does: begin the decay, or stop. Elsewhere it stops."""
     grad_spike_threshold: float = 1000.0
     """Gradient norm before clipping above which a step counts as a gradient spike."""
     grad_spike_patience: int = 3
-    """Gradient spikes in a row after which the run stops."""
+    """Gradient spikes in a row after which the run ends with exit 1, with or without --early-stopping."""
 
     def __post_init__(self) -> None:
+        refuse(self.early_stopping_interval < 1, "--early-stopping-interval must be at least 1")
         refuse(self.early_stopping_patience < 1, "--early-stopping-patience must be at least 1")
         refuse(
             not 0 <= self.early_stopping_min_delta < float("inf"),

@@ -41,7 +41,9 @@ from kdtrain.stages.planning import free_everywhere, plan_run
 from kdtrain.stages.run_folder import deciding
 from kdtrain.stages.spread import cut_student, cut_teacher, loading_device, micro_batch, spread
 from kdtrain.training.adaptive import Adaptive
+from kdtrain.training.divergence import DivergenceWatch
 from kdtrain.training.early import EarlyStopping
+from kdtrain.training.guards import GradientExplosion
 from kdtrain.training.hidden import HiddenPlan, plan_hidden_loss
 from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.run import Run
@@ -142,16 +144,19 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     temperature = _temperature(config, total).to(device)
     adaptive = _adaptive(config, plan, total)
     scale = LossScale(mode == "fp16")
-    watch = config.guards
-    spikes = SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience)
-    stopping = EarlyStopping(config.stopping)
+    spikes = SpikeDetector.of(config.guards)
+    divergence = DivergenceWatch(config.guards.divergence_factor)
+    explosion, stopping = GradientExplosion(config.stopping), EarlyStopping(config.stopping)
     state = TrainState(
         student,
         temperature,
         make_optimizer(student, temperature, config.optimizer, config.objective, hidden.loss if hidden else None),
         Progress(),
         hidden.loss if hidden else nn.Module(),
-        watchers={"spikes": spikes, "stopping": stopping, "scale": scale},
+        watchers={
+            **{"spikes": spikes, "divergence": divergence, "explosion": explosion, "stopping": stopping},
+            "scale": scale,
+        },
     )
     if adaptive is not None:
         state.watchers["adaptive"] = adaptive
@@ -176,7 +181,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     store = _store(config, new_words())
     run = Run(
         config=config,
-        total=total,
+        planned=total,
         micro=micro_batch(config),
         step=step,
         spread=spread(over_ranks, step),
@@ -186,6 +191,8 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         train_source=sources["train"],
         validation_source=sources["validation"],
         spikes=spikes,
+        divergence=divergence,
+        explosion=explosion,
         stopping=stopping,
         scale=scale,
         adaptive=adaptive,

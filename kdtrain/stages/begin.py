@@ -64,7 +64,7 @@ def _resume(run: Run) -> Path | None:
         run.published = (progress.step, progress.validated_step)
         relink_best(run)  # a kill may have come between the checkpoint and its link
         return run.store.folder / path.name
-    progress.best_loss = progress.best_step = None  # it is among the other run's checkpoints
+    progress.best_loss = progress.best_step = progress.first_loss = None  # they are of the other run's checkpoints
     on_main(lambda: run.store.remove_link("best"))
     return path
 
@@ -125,6 +125,7 @@ def start_from(run: Run, path: Path) -> Path:
         run.state.progress = Progress(sequences=cursor, epoch=cursor // len(run.train_source))
     else:
         progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
+        progress.first_loss = progress.last_loss = None
         progress.sequences, progress.epoch = cursor, cursor // len(run.train_source)
         if run.adaptive is not None:
             run.adaptive.controller.forget_buffer()

@@ -28,9 +28,10 @@ FREE = {
     },
     "data": {"num_workers", "streaming"},
     "precision": {"compile", "compile_mode", "collect_tensors", "collect_every"},
-    "guards": {"max_skips", "nan_hooks", "max_rollbacks"},
+    "guards": {"max_skips", "nan_hooks", "max_rollbacks", "divergence_factor"},
     "stopping": {
-        *("early_stopping", "early_stopping_patience", "early_stopping_min_delta", "early_stopping_warmup"),
+        *("early_stopping", "early_stopping_interval", "early_stopping_patience", "early_stopping_min_delta"),
+        *("early_stopping_warmup", "on_plateau"),
         *("grad_spike_threshold", "grad_spike_patience"),
     },
     "checkpoint": {

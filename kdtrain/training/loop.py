@@ -1,18 +1,21 @@
 """The training loop, meant to be read from top to bottom.
 
 A step is taken (`update`), watched (`recovery`: skipped where it is not finite, gone back behind where the loss
-spikes; `early`: ended where nothing is gained any more), reported, validated and saved when that is due. A stop
-request is honoured after the micro-batch in work: the unfinished step leaves no trace.
+spikes or stays worse than it began; `early`: ended where nothing is gained any more), reported, validated and saved
+when that is due. A stop request is honoured after the micro-batch in work: the unfinished step leaves no trace.
 """
 
 import math
 import time
+from enum import Enum
 
+from kdtrain.checkpoint import tiers
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import Bar, Rate, line, log
 from kdtrain.parallel.world import of_all
-from kdtrain.training.recovery import roll_back, skip
+from kdtrain.training.recovery import roll_back_divergence, skip, went_back
 from kdtrain.training.run import Run
+from kdtrain.training.schedule import decay_steps
 from kdtrain.training.saving import ends_epoch, is_saved, save, save_if_due, tell_published
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.switching import decide, warm_up
@@ -24,8 +27,8 @@ def train(run: Run) -> None:
     """Train to the last step, to an early stop, or until a signal; the newest checkpoint holds the last finished step.
 
     Raises:
-        RunError: too many steps in a row are not finite, too many spikes, a checkpoint cannot be written, or the data
-            cannot be read any more: then the last finished step is saved first.
+        RunError: too many steps in a row are not finite, too many rollbacks, gradients that stay huge, a checkpoint
+            cannot be written, or the data cannot be read any more: then the last finished step is saved first.
     """
     state = run.state
     shown = Bar("distill", run.total, state.progress.step, every=math.inf)
@@ -33,10 +36,11 @@ def train(run: Run) -> None:
     started = time.monotonic()
     with StopRequest() as stop, shown.bar:
         settle(run)
-        if _validation_due(run):
-            improved = _validate(run, stop)
-            if state.progress.step > 0:
-                save_if_due(run, improved=improved, ends_epoch=ends_epoch(run))
+        if run.published is None or _validation_due(run):
+            improved = _validate(run, stop) is Outcome.BEST
+            save_if_due(run, improved=improved, ends_epoch=ends_epoch(run))
+        if run.published is None and not stop:  # what a rollback may go back to, whatever the first steps do
+            save(run, tiers.rolling_name(state.progress.step))
         warm_up(run, stop)
         while not (run.finished() or stop):
             for batches in run.feed().steps():
@@ -44,8 +48,8 @@ def train(run: Run) -> None:
                 if numbers is None:
                     break
                 if numbers.pop("skipped"):
-                    went_back = skip(run, numbers) and decide(run, state.progress.step + 1, math.nan)
-                    if stop or went_back:
+                    recovered = skip(run, numbers) and decide(run, state.progress.step + 1, math.nan)
+                    if stop or recovered:
                         break
                     continue
                 progress = state.progress
@@ -58,19 +62,22 @@ def train(run: Run) -> None:
                 run.tokens += int(numbers["tokens"])
                 run.seconds = time.monotonic() - started
 
-                first_of_spike = run.spikes.update(progress.step, numbers["loss"])
-                if first_of_spike is not None and roll_back(run, first_of_spike):
+                if went_back(run, numbers):
                     break
-                progress.stopped = run.stopping.update(progress.step, numbers["loss"], numbers["grad_norm"])
+                run.stopping.add(numbers["loss"])
                 numbers |= {"loss_avg": run.stopping.average} | rate.add(
                     progress.step, int(numbers["tokens"]), run.seconds
                 )
                 _report(run, shown, numbers)
 
-                improved = _validation_due(run) and _validate(run, stop)
+                outcome = _validate(run, stop) if _validation_due(run) else None
+                if outcome is Outcome.DIVERGED:
+                    roll_back_divergence(run, progress.last_loss)
+                    break
+                _look_for_plateau(run, shown, rate)
                 ended = ends_epoch(run)
                 decide(run, progress.step, numbers["loss"])
-                save_if_due(run, improved=improved, ends_epoch=ended)
+                save_if_due(run, improved=outcome is Outcome.BEST, ends_epoch=ended)
                 tell_published(run)
                 if run.finished() or stop:
                     break
@@ -115,11 +122,21 @@ def _validation_due(run: Run) -> bool:
     return wanted and progress.validated_step != progress.step
 
 
-def _validate(run: Run, stop: StopRequest) -> bool:
-    """Measure the validation split; whether the student is the best so far.
+class Outcome(Enum):
+    """What a validation says of the student."""
 
-    Cross-entropy and not the objective: it means the same at every temperature and for every divergence. A loss that
-    is no number is said, and is never the best.
+    BEST = "the best one so far"
+    ORDINARY = "neither"
+    DIVERGED = "worse than it may be"
+
+
+def _validate(run: Run, stop: StopRequest) -> Outcome | None:
+    """Measure the validation split; None where a stop request prevented it.
+
+    Cross-entropy and not the objective: it means the same at every temperature and for every divergence.
+
+    Raises:
+        RunError: the loss is non-finite before the first step.
     """
     step, progress = run.step, run.state.progress
     step.eval()
@@ -134,7 +151,7 @@ def _validate(run: Run, stop: StopRequest) -> bool:
     )
     run.spread.reshard()
     if metrics is None:
-        return False
+        return None
     numbers = {f"validation/{name}": value for name, value in summary(metrics).items() if value is not None}
     run.writers.metrics(progress.step, numbers)
     log.info("validation at step %d %s", progress.step, line(numbers))
@@ -142,13 +159,35 @@ def _validate(run: Run, stop: StopRequest) -> bool:
     loss = numbers["validation/loss"]
     if progress.step == 0:
         run.reporter.initial(loss)
+    if not metrics.tokens:
+        return Outcome.ORDINARY
     if not math.isfinite(loss):
-        text = f"validation at step {progress.step}: loss {loss}"
-        if metrics.tokens and (progress.step == 0 or (run.finished() and progress.best_step is None)):
-            raise of_all(RunError(f"{text}, and none before was finite; look at the student's weights or lower --lr"))
-        log.warning("%s; this student will not be the best", text)
-        return False
-    if progress.step > 0 and (progress.best_loss is None or loss < progress.best_loss):
+        log.warning("validation at step %d: loss %s", progress.step, loss)
+        if progress.first_loss is None:
+            text = f"the validation loss is {loss} before the first step; look at the student's weights"
+            raise of_all(RunError(text, "non-finite"))
+        return Outcome.DIVERGED
+    run.stopping.validated(loss)
+    progress.first_loss = loss if progress.first_loss is None else progress.first_loss
+    progress.last_loss, progress.teacher_loss = loss, numbers.get("validation/teacher_loss")
+    if run.divergence.validated(loss):
+        return Outcome.DIVERGED
+    if progress.best_loss is None or loss < progress.best_loss:
         progress.best_loss, progress.best_step = loss, progress.step
-        return True
-    return False
+        return Outcome.BEST
+    return Outcome.ORDINARY
+
+
+def _look_for_plateau(run: Run, shown: Bar, rate: Rate) -> None:
+    """Begin the decay, or end the run, where nothing is gained any more."""
+    progress, options = run.state.progress, run.config.optimizer
+    reason = run.stopping.plateau(progress.step)
+    if reason is None:
+        return
+    if options.lr_schedule != "wsd" or run.config.stopping.on_plateau == "stop":
+        progress.stopped = reason
+    elif options.warmup_steps <= progress.step < run.total - decay_steps(run.planned, options):
+        progress.decay_from = progress.step
+        shown.total = rate.total = run.total
+        run.writers.event("decay", progress.step, reason=reason, steps=run.total)
+        log.info("a plateau begins the decay, which ends at step %d: %s", run.total, reason)

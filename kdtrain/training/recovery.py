@@ -1,4 +1,4 @@
-"""What is done about a step that went wrong: a non-finite one is skipped, a spike is gone back behind.
+"""What is done about a step that went wrong: a non-finite one is skipped, a spike and a divergence are rolled back.
 
 A skipped step has changed no weight, no moment and no counter but its own; its data is passed over, and its number is
 that of the next try. The first one is looked into: its micro-batches run again, in eager mode, with hooks that name
@@ -60,7 +60,8 @@ def skip(run: Run, numbers: dict[str, float]) -> bool:
             RunError(
                 f"{progress.skips_in_a_row} steps in a row, the last one {where}, had no finite loss or gradient "
                 f"(--max-skips {limit}); the newest checkpoint is {newest or 'none'}; "
-                "look at the data (kdtrain verify) or lower --lr"
+                "look at the data (kdtrain verify) or lower --lr",
+                "non-finite",
             )
         )
     return True
@@ -92,32 +93,59 @@ def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
     run.writers.event("not-finite", run.state.progress.step, finding=said, bundle=folder.name)
 
 
-def roll_back(run: Run, first: int) -> bool:
-    """Go back behind the spike that began at step `first`; False where no checkpoint is from before it.
+def went_back(run: Run, numbers: dict[str, float]) -> bool:
+    """Look at the numbers of a step that was taken; whether it made the run go back to an earlier state.
+
+    Raises:
+        RunError: it would be one more than `--max-rollbacks`; or the gradients stay huge.
+    """
+    step = run.state.progress.step
+    cross_entropy = numbers.get("ce", numbers["loss"])  # the loss itself where there is no other part
+    parts = {name: numbers[name] for name in ("kd_T1", "hidden") if name in numbers} | {"ce": cross_entropy}
+    if (first := run.spikes.update(step, parts)) is not None:
+        _roll_back(run, f"a loss spike since step {first}, confirmed at step {step}", first, first=first)
+        return True
+    if run.divergence.update(cross_entropy):
+        roll_back_divergence(run, None)
+        return True
+    if (reason := run.explosion.update(step, numbers["grad_norm"])) is not None:
+        raise of_all(RunError(reason, "gradient-explosion"))
+    return False
+
+
+def roll_back_divergence(run: Run, validation: float | None) -> None:
+    """Go back to the best state there is. validation: the loss that shows it, nats; None: those of training do.
 
     Raises:
         RunError: it would be one more than `--max-rollbacks`.
     """
+    progress, watch = run.state.progress, run.divergence
+    which = "the last training losses lie" if validation is None else f"the validation loss {validation:.4f} lies"
+    limit = f"{watch.limit:.4f}, --divergence-factor {watch.factor:g} times what the run began with"
+    _roll_back(run, f"diverged at step {progress.step}: {which} above {limit}", (progress.best_step or 0) + 1)
+
+
+def _roll_back(run: Run, what: str, before: int, **facts: int) -> None:
+    """Go back to the newest checkpoint of a step earlier than `before`, because of `what`.
+
+    Raises:
+        RunError: it would be one more than `--max-rollbacks`, or no such checkpoint is left.
+    """
     guards, bad = run.config.guards, run.state.progress
-    log.warning("a loss spike since step %d, confirmed at step %d", first, bad.step)
     run.saver.wait()
-    name = on_main(lambda: run.store.newest_valid(before=first, planned=True)[0])
-    if bad.rollbacks >= guards.max_rollbacks:
+    name = on_main(lambda: run.store.newest_valid(before=before, planned=True)[0])
+    if name is None or bad.rollbacks >= guards.max_rollbacks:
         raise of_all(
             RunError(
-                f"a loss spike at step {first} after {bad.rollbacks} rollbacks (--max-rollbacks); the newest "
-                f"checkpoint from before it is {name or 'none'}; lower --lr or look at the data"
+                f"{what}, after {bad.rollbacks} rollbacks (--max-rollbacks {guards.max_rollbacks}); the newest "
+                f"checkpoint from before it is {name or 'none'}; lower --lr or look at the data",
+                "diverged",
             )
         )
-    if name is None:
-        log.warning("no checkpoint is from before it: going on; a lower --checkpoint-freq would have kept one")
-        run.writers.event("spike", bad.step, first=first)
-        run.spikes.forget()
-        return False
+    log.warning(what)
     with together():
         checkpoint = load_saved(run.store.path(name), run.state.like)
-    go_back(run, checkpoint, "rollback", guards.spike_lr_factor, first=first)
-    return True
+    go_back(run, checkpoint, "rollback", guards.spike_lr_factor, **facts)
 
 
 def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts: int) -> None:
@@ -137,7 +165,8 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
         raise of_all(
             RunError(
                 f"going back to {to.name} would be one more than --max-rollbacks {run.config.guards.max_rollbacks}; "
-                "lower --lr or look at the data"
+                "lower --lr or look at the data",
+                "diverged",
             )
         )
     on_main(lambda: run.store.set_aside_after(to.state["progress"]["step"]))
@@ -151,6 +180,7 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
     progress.stopped = None
     progress.sequences = bad.sequences
     run.spikes.reset()
+    run.divergence.reset()
     relink_best(run)
     run.writers.rewind(progress.step)
     if run.collector is not None:

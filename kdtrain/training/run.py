@@ -15,9 +15,12 @@ from kdtrain.precision.collect import Collector
 from kdtrain.precision.scale import LossScale
 from kdtrain.training.adaptive import Adaptive
 from kdtrain.training.bounds import BoundWatch
+from kdtrain.training.divergence import DivergenceWatch
 from kdtrain.training.early import EarlyStopping
+from kdtrain.training.guards import GradientExplosion
 from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.reporter import Reporter
+from kdtrain.training.schedule import decay_steps
 from kdtrain.training.source import Feed, Source
 from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import TrainState
@@ -30,10 +33,11 @@ class Run:
 
     Args:
         config: every option.
-        total: optimizer steps in all.
+        planned: optimizer steps in all; a plateau may end the run before (`total`).
         micro: sequences in a micro-batch of one rank.
         spread: what the step is called through, and when gradients are exchanged between ranks.
-        spikes, stopping: the guards that look at each step's loss; their memory is in `state.watchers`.
+        spikes, divergence, explosion, stopping: the guards that look at the numbers of each step; their memory is in
+            `state.watchers`.
         scale: what the loss is multiplied by before the backward, in fp16.
         adaptive: when the student is quantised; None where that does not change.
         collector: of statistics of tensors, where they are asked for.
@@ -46,7 +50,7 @@ class Run:
     """
 
     config: DistillConfig
-    total: int
+    planned: int
     micro: int
     step: DistillStep
     spread: Alone
@@ -56,6 +60,8 @@ class Run:
     train_source: Source
     validation_source: Source
     spikes: SpikeDetector
+    divergence: DivergenceWatch
+    explosion: GradientExplosion
     stopping: EarlyStopping
     scale: LossScale = field(default_factory=lambda: LossScale(False))
     adaptive: Adaptive | None = None
@@ -69,6 +75,12 @@ class Run:
     tokens: int = 0
     published: tuple[int, int | None] | None = None
     bounds: BoundWatch = field(default_factory=BoundWatch)
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps in all, as is known now."""
+        begun = self.state.progress.decay_from
+        return self.planned if begun is None else begun + decay_steps(self.planned, self.config.optimizer)
 
     @property
     def micros(self) -> int:

@@ -11,12 +11,15 @@ from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.objective.temperature import scheduled
 
 
-def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
-    """The rate of optimizer step `step` (1 .. total)."""
+def learning_rate(step: int, total: int, config: OptimizerConfig, decay_from: int | None = None) -> float:
+    """The rate of optimizer step `step` (1 .. total). decay_from: the last step of `wsd`'s stable phase, if not due."""
     warmup = min(config.warmup_steps, total)
     if step <= warmup:
         return config.lr * step / max(warmup, 1)
-    return config.min_lr + (config.lr - config.min_lr) * _share(step, total, warmup, config)
+    start = warmup
+    if config.lr_schedule == "wsd":
+        start = max(total - decay_steps(total, config), warmup) if decay_from is None else decay_from
+    return config.min_lr + (config.lr - config.min_lr) * _share(step, total, start, config)
 
 
 def alpha(step: int, total: int, config: ObjectiveConfig) -> float:
@@ -29,12 +32,9 @@ def decay_steps(total: int, config: OptimizerConfig) -> int:
     return min(config.decay_steps or max(total // 5, 1), total)
 
 
-def _share(step: int, total: int, warmup: int, config: OptimizerConfig) -> float:
+def _share(step: int, total: int, start: int, config: OptimizerConfig) -> float:
     """How much of the way from the smallest to the peak rate is left, 1 to 0."""
-    if config.lr_schedule == "constant":
-        return 1.0
-    start = warmup if config.lr_schedule == "cosine" else max(total - decay_steps(total, config), warmup)
-    if step <= start:
+    if config.lr_schedule == "constant" or step <= start:
         return 1.0
     done = (step - start) / max(total - start, 1)
     shape = "cosine" if config.lr_schedule == "cosine" else config.decay_shape

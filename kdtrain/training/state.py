@@ -53,8 +53,14 @@ class Progress:
     """Unmasked tokens trained on."""
     loss: float | None = None
     """Loss of the last step."""
+    first_loss: float | None = None
+    """Validation cross-entropy before the first step of this run, nats."""
+    last_loss: float | None = None
+    """That of the last validation; non-finite ones are left out."""
     best_loss: float | None = None
-    """Lowest validation cross-entropy in nats."""
+    """Lowest one, that before the first step among them."""
+    teacher_loss: float | None = None
+    """The teacher's own validation cross-entropy, nats, where its targets tell."""
     best_step: Count | None = None
     """The step it was measured at."""
     validated_step: Count | None = None
@@ -71,6 +77,8 @@ class Progress:
     """[first, last) sequences of the stream that a rollback left out."""
     stopped: str | None = None
     """Why the run was stopped early; None while it goes on."""
+    decay_from: Count | None = None
+    """The step whose plateau began the decay of `wsd` before it was due."""
 
 
 class _Student(TypedDict):

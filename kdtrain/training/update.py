@@ -98,7 +98,10 @@ def _over_ranks(
     run: Run, own: LossOutput, temperature: torch.Tensor, stop: StopRequest
 ) -> tuple[torch.Tensor, LossOutput, torch.Tensor]:
     """The step's mean loss in fp64, its sums, and the signal to stop by (0 for none), over all ranks."""
-    total = faults.changed("train.loss", _total_loss(run, own, temperature), batch_number(run))
+    named = own._asdict().items()
+    parts = {name: faults.changed("train.loss", each, batch_number(run)) for name, each in named if name != "tokens"}
+    own = LossOutput(**parts, tokens=own.tokens)
+    total = _total_loss(run, own, temperature)
     if world_size() == 1:
         return total / own.tokens.double().clamp(min=1), own, total.new_zeros(())
     asked = [total.new_tensor(float(stop.asked == each)) for each in _SIGNALS]
@@ -167,11 +170,12 @@ def full_tokens(run: Run) -> float:
 def _prepare(run: Run, number: int) -> float:
     """Set random generators, learning rate, temperature and alpha for step `number`; return the rate."""
     seed_everything(run.config.seed, number)
-    rate = learning_rate(number, run.total, run.config.optimizer) * run.state.progress.lr_factor
+    progress = run.state.progress
+    rate = learning_rate(number, run.total, run.config.optimizer, progress.decay_from) * progress.lr_factor
     for group in run.state.optimizer.param_groups:
         group["lr"] = rate * group["peak"]
     run.step.temperature.set_step(number - 1)
-    run.step.alpha = alpha(number, run.total, run.config.objective)
+    run.step.alpha = alpha(number, run.planned, run.config.objective)
     run.step.train()
     return rate
 

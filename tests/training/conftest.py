@@ -28,7 +28,9 @@ from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel.wrap import Alone
 from kdtrain.testing import tiny_model
+from kdtrain.training.divergence import DivergenceWatch
 from kdtrain.training.early import EarlyStopping
+from kdtrain.training.guards import GradientExplosion
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
 from kdtrain.training.spike import SpikeDetector
@@ -94,15 +96,17 @@ class Workshop:
         config = _config(out, steps, {"lr": 1e-2, "warmup_steps": 0, "batch_size": 4, **options})
         student = self.student(**model or {})
         temperature = _temperature(config.objective, steps)
-        watch = config.guards
-        spikes = SpikeDetector(watch.spike_rule, watch.spike_factor, watch.spike_patience)
-        stopping = EarlyStopping(config.stopping)
+        spikes = SpikeDetector.of(config.guards)
+        divergence = DivergenceWatch(config.guards.divergence_factor)
+        explosion, stopping = GradientExplosion(config.stopping), EarlyStopping(config.stopping)
         state = TrainState(
             student,
             temperature,
             make_optimizer(student, temperature, config.optimizer, config.objective),
             Progress(),
-            watchers={"spikes": spikes, "stopping": stopping},
+            watchers={
+                **{"spikes": spikes, "divergence": divergence, "explosion": explosion, "stopping": stopping},
+            },
         )
         step = DistillStep(
             student,
@@ -126,7 +130,7 @@ class Workshop:
         )
         run = Run(
             config=config,
-            total=steps,
+            planned=steps,
             micro=config.micro_batch_size or config.batch_size,
             step=step,
             spread=Alone(step, student),
@@ -136,6 +140,8 @@ class Workshop:
             train_source=train or RandomSource(10),
             validation_source=validation or RandomSource(5, seed=1),
             spikes=spikes,
+            divergence=divergence,
+            explosion=explosion,
             stopping=stopping,
             identity=IDENTITY,
         )

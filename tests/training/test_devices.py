@@ -90,7 +90,7 @@ def trained(workshop, name, device, steps, **options):
         if newest is not None:
             found = load(run.store.path(newest))
             run.state.load(found.tensors, found.state)
-        run.total = steps
+        run.planned = steps
         train(run)
         run.saver.close()
         return {key: each.detach().cpu().clone() for key, each in run.state.tensors().items()}

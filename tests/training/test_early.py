@@ -1,4 +1,4 @@
-"""Early stopping: what ends a run early, what does not, and that a resume keeps the patience."""
+"""Early stopping: what a plateau is, what is none, what follows from one, and that a resume keeps the patience."""
 
 import json
 import math
@@ -8,101 +8,143 @@ import pytest
 
 from kdtrain.config import StoppingConfig
 from kdtrain.training.early import EarlyStopping
-
-
-def feed(early, losses, norms=None, first=1):
-    """(step, reason) of the stop, or None."""
-    for step, loss in enumerate(losses, first):
-        reason = early.update(step, loss, 1.0 if norms is None else norms[step - first])
-        if reason is not None:
-            return step, reason
-    return None
+from kdtrain.training.loop import train
+from kdtrain.training.state import load_saved
 
 
 def early(**options):
-    return EarlyStopping(StoppingConfig(**options))
+    return EarlyStopping(StoppingConfig(**{"early_stopping": True, "early_stopping_interval": 50, **options}))
 
 
-def flat(steps, seed=0):
+def feed(watching, validations, first=1, every=50):
+    """(step, reason) of the plateau, or None; a validation every `every` steps, of the losses in turn."""
+    for number, loss in enumerate(validations, first):
+        watching.validated(loss)
+        if (reason := watching.plateau(number * every)) is not None:
+            return number * every, reason
+    return None
+
+
+def flat(looks, seed=0):
     draw = random.Random(seed)
-    return [2.0 + 0.005 * draw.gauss(0, 1) for _ in range(steps)]
+    return [2.0 + 0.003 * draw.random() for _ in range(looks)]
 
 
-def test_a_flat_loss_stops_the_run_at_the_fifth_look_after_the_best_one():
-    step, reason = feed(early(), flat(1000))
+def test_a_flat_validation_loss_is_a_plateau_at_the_fifth_look_after_the_best_one():
+    step, reason = feed(early(), flat(20))
     # the first look after the warm-up is at step 100 and sets the best; the five that follow are no better
     assert step == 350
-    assert "50-step average of the loss 2.0" in reason
-    assert "not 0.01 better at 5 looks in a row" in reason
-    assert "\n" not in reason
+    assert reason.startswith("validation loss 2.00")
+    assert reason.endswith("not 0.01 better at 5 looks in a row")
 
 
 def test_a_loss_that_falls_slowly_goes_on():
     # 0.003 a look is less than --early-stopping-min-delta, but within five looks it adds up
-    assert feed(early(), [3 - 0.003 * step / 50 for step in range(5000)]) is None
+    assert feed(early(), [3 - 0.003 * look for look in range(100)]) is None
 
 
-def test_patience_and_least_improvement_are_options():
-    assert feed(early(early_stopping_patience=2), flat(1000))[0] == 200
-    assert feed(early(early_stopping_warmup=300), flat(1000))[0] == 600
-    falling = [3 - 0.2 * step / 50 for step in range(600)]
+def test_patience_interval_warm_up_and_least_improvement_are_options():
+    assert feed(early(early_stopping_patience=2), flat(20))[0] == 200
+    assert feed(early(early_stopping_warmup=300), flat(20))[0] == 600
+    assert feed(early(early_stopping_interval=100), flat(20))[0] == 600
+    falling = [3 - 0.2 * look for look in range(12)]
     assert feed(early(early_stopping_min_delta=0.1), falling) is None
     assert feed(early(early_stopping_min_delta=2.0), falling)[0] == 350
 
 
 def test_an_improvement_gives_the_patience_back():
-    losses = [2.0] * 300 + [1.9] * 700
-    assert feed(early(), losses)[0] == 600
+    assert feed(early(), [2.0] * 6 + [1.9] * 14)[0] == 600
+
+
+def test_a_look_without_a_validation_since_the_last_one_does_not_count():
+    watching = early(early_stopping_patience=1)
+    watching.validated(2.0)
+    assert [watching.plateau(step) for step in (100, 150, 200, 250)] == [None] * 4
+    watching.validated(2.0)
+    assert watching.plateau(300) is not None
+
+
+def test_without_a_validation_split_the_average_of_the_training_loss_is_looked_at():
+    watching = early()
+    found = []
+    for step in range(1, 401):
+        watching.add(2.0)
+        found.append(watching.plateau(step))
+    assert next(step for step, reason in enumerate(found, 1) if reason) == 350
+    assert found[349].startswith("50-step average of the training loss 2.0000 at step 350")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_never_an_improvement_and_never_in_the_average(bad):
+def test_a_non_finite_loss_is_never_an_improvement_and_never_in_the_average(bad):
     watching = early()
-    assert feed(watching, [bad] * 100) is None
+    for _ in range(100):
+        watching.add(bad)
     assert math.isnan(watching.average)
-    assert feed(watching, [2.0] * 50, first=101) is None
+    watching.add(2.0)
     assert watching.average == 2.0
-    assert feed(watching, [bad] * 250, first=151)[0] == 400
+    assert feed(watching, [2.0, 2.0] + [bad] * 10)[0] == 350
 
 
-def test_gradients_above_the_threshold_three_times_in_a_row_stop_the_run():
-    step, reason = feed(early(), [2.0] * 200, [1.0] * 100 + [1500.0] * 100)
-    assert step == 103
-    assert "gradient norm above 1000 at 3 steps in a row, 1500 at step 103" in reason
-
-
-def test_two_in_a_row_do_not():
-    assert feed(early(), [2.0] * 200, [1.0] * 100 + [1500.0, 1500.0, 1.0] * 33 + [1.0]) is None
-
-
-def test_gradients_that_are_not_finite_never_stop_a_run_since_an_early_stop_is_a_good_end():
-    for bad in (math.nan, math.inf):
-        assert feed(early(), [2.0] * 200, [bad] * 200) is None
-
-
-def test_nothing_counts_in_the_warm_up():
-    assert feed(early(early_stopping_warmup=50), [2.0] * 52, [1e6] * 52) is None
-    assert feed(early(early_stopping_warmup=50), [2.0] * 60, [1e6] * 60)[0] == 53
-
-
-def test_switched_off_it_never_stops_and_still_knows_the_average():
-    watching = early(early_stopping=False)
-    assert feed(watching, flat(1000), [1e9] * 1000) is None
-    assert watching.average == pytest.approx(2.0, abs=0.005)
-
-
-def test_the_average_is_that_of_the_last_fifty_losses():
-    watching = early()
-    feed(watching, range(1, 81))
+def test_switched_off_as_it_is_by_default_it_finds_nothing_and_still_knows_the_average():
+    watching = EarlyStopping(StoppingConfig(early_stopping_interval=50))
+    for loss in range(1, 81):
+        watching.add(loss)
+    assert feed(watching, flat(100)) is None
     assert watching.average == sum(range(31, 81)) / 50
 
 
-@pytest.mark.parametrize("cut", [30, 120, 349])
-def test_what_was_taken_over_through_json_stops_at_the_same_step_with_the_same_words(cut):
-    losses = flat(400, seed=3)
+@pytest.mark.parametrize("cut", [1, 3, 6])
+def test_what_was_taken_over_through_json_finds_the_same_plateau_with_the_same_words(cut):
+    losses = flat(20, seed=3)
     expected = feed(early(), losses)
     first, second = early(), early()
-    feed(first, losses[:cut])
+    for loss in range(30):
+        first.add(loss)
+    assert feed(first, losses[:cut]) is None
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.average == first.average
     assert feed(second, losses[cut:], first=cut + 1) == expected
+
+
+FLAT = {"lr": 1e-9, "min_lr": 0.0, "early_stopping": True, "early_stopping_interval": 2, "eval_freq": 2}
+FLAT |= {"early_stopping_warmup": 0, "early_stopping_patience": 2, "checkpoint_freq": 100}
+
+
+def rates(run):
+    lines = [json.loads(text) for text in (run.config.out / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["lr"] for line in lines if "lr" in line}
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
+def test_a_plateau_stops_the_run_where_no_decay_is_left_to_begin(workshop, schedule):
+    with workshop.run(steps=40, lr_schedule=schedule, on_plateau="stop", **FLAT) as run:
+        train(run)
+    assert run.state.progress.step == 6
+    assert "validation loss" in run.state.progress.stopped
+
+
+def test_a_plateau_in_the_stable_phase_begins_the_decay_and_the_run_ends_with_it(workshop):
+    with workshop.run(steps=40, lr_schedule="wsd", decay_steps=8, decay_shape="linear", **FLAT) as run:
+        train(run)
+    progress = run.state.progress
+    assert (progress.decay_from, progress.step, progress.stopped) == (6, 14, None)
+    assert [rates(run)[step] for step in range(5, 15)] == pytest.approx(
+        [1e-9, 1e-9, *(1e-9 * (1 - done / 8) for done in range(1, 9))]
+    )
+
+
+def test_a_run_that_is_resumed_in_a_decay_that_a_plateau_began_ends_with_the_same_weights(workshop):
+    options = {"steps": 40, "lr_schedule": "wsd", "decay_steps": 8, **FLAT, "lr": 1e-4, "early_stopping_min_delta": 9.0}
+    with workshop.run("whole", **options) as whole:
+        train(whole)
+    with workshop.run("cut", **options | {"checkpoint_freq": 9}) as cut:
+        train(cut)
+        cut.saver.wait()
+        saved = load_saved(cut.store.path("step-00000009"))
+    with workshop.run("again", **options) as again:
+        again.state.load(saved.tensors, saved.state)
+        assert again.total == whole.total == 14
+        train(again)
+    ends = [run.state.student.state_dict() for run in (whole, again)]
+    assert again.state.progress.step == 14
+    assert all(each.equal(ends[1][name]) for name, each in ends[0].items())

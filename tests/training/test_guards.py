@@ -1,13 +1,14 @@
-"""The non-finite guard: a step that is skipped leaves no trace."""
+"""The guards of a step: a skipped one leaves no trace, and gradients that stay huge end the run."""
 
+import json
 import math
 
 import pytest
 import torch
 
-from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.config import ObjectiveConfig, OptimizerConfig, StoppingConfig
 from kdtrain.testing import tiny_model
-from kdtrain.training.guards import guarded_step, not_finite
+from kdtrain.training.guards import GradientExplosion, guarded_step, not_finite
 from kdtrain.training.source import Feed
 from kdtrain.training.state import make_optimizer
 from kdtrain.training.stopping import StopRequest
@@ -150,3 +151,30 @@ def test_a_step_whose_temperature_alone_has_a_bad_gradient_is_skipped_as_well(wo
             True,
         )
         assert differing(run.state.tensors(), before) == []
+
+
+def explosion(norms, **options):
+    """The step at which these gradient norms, of steps 1, 2, ..., end a run; None where they do not."""
+    watching = GradientExplosion(StoppingConfig(**options))
+    return next((step for step, norm in enumerate(norms, 1) if watching.update(step, norm)), None)
+
+
+def test_gradients_above_the_threshold_three_times_in_a_row_are_an_explosion():
+    assert explosion([1.0] * 100 + [1500.0] * 100) == 103
+    assert explosion([1.0] * 100 + [1500.0, 1500.0, 1.0] * 30) is None
+    assert explosion([1.0] * 100 + [1500.0] * 100, grad_spike_threshold=2000.0) is None
+    assert explosion([1.0] * 100 + [1500.0] * 100, grad_spike_patience=5) == 105
+
+
+def test_no_gradient_counts_in_the_warm_up_and_a_non_finite_one_never():
+    assert explosion([1e6] * 52) is None
+    assert explosion([1e6] * 60) == 53
+    for bad in (math.nan, math.inf):
+        assert explosion([1.0] * 100 + [bad] * 100) is None
+
+
+def test_an_explosion_is_counted_on_through_json():
+    first, second = (GradientExplosion(StoppingConfig(early_stopping_warmup=0)) for _ in range(2))
+    assert [first.update(step, 1e6) for step in (1, 2)] == [None, None]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert "gradient norm above 1000 (--grad-spike-threshold) at 3 steps in a row" in second.update(3, 1e6)

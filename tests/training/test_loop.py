@@ -134,21 +134,20 @@ def test_a_broken_teacher_ends_the_run_and_nothing_broken_is_saved(workshop):
     source = workshop.source(10, broken=tuple(range(10)))
     with (
         workshop.run(train=source, checkpoint_freq=1, max_skips=2) as run,
-        pytest.raises(RunError, match=r"3 steps in a row.*--max-skips 2.*newest checkpoint is none"),
+        pytest.raises(RunError, match=r"3 steps in a row.*--max-skips 2.*newest checkpoint is step-00000000"),
     ):
         train(run)
-    assert run.store.names() == []
+    assert run.store.names() == ["step-00000000"]
 
 
 def test_the_best_student_is_the_one_of_the_lowest_validation_loss(workshop):
     with workshop.run(steps=8, eval_freq=1, lr=0.3, alpha=1.0) as run:
         train(run)
-    losses = {line["step"]: line["validation/loss"] for line in metrics(run)[1] if line["step"]}
+    losses = {line["step"]: line["validation/loss"] for line in metrics(run)[1]}
     best = min(losses, key=losses.__getitem__)
     assert (run.state.progress.best_step, run.state.progress.best_loss) == (best, losses[best])
-    best_saved = min((step for step in losses if step > 0), key=losses.__getitem__)
-    if best > 0:
-        assert os.readlink(run.store.folder / "best") == f"step-{best_saved:08d}"
+    assert os.readlink(run.store.folder / "best") == f"step-{best:08d}"
+    assert (run.state.progress.first_loss, run.state.progress.last_loss) == (losses[0], losses[8])
 
 
 def test_old_checkpoints_are_pruned_and_the_best_is_kept(workshop):
@@ -208,7 +207,7 @@ def test_a_stop_saves_the_last_finished_step_and_nothing_of_the_unfinished_one(w
     expected = weights(whole) if finished else start
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run).items())
     assert all(parameter.grad is None for parameter in run.step.parameters())
-    assert run.store.newest_valid()[0] == (f"interrupted-{finished:08d}" if finished else None)
+    assert run.store.newest_valid()[0] == (f"interrupted-{finished:08d}" if finished else "step-00000000")
 
 
 def test_a_checkpoint_is_told_of_once_it_is_published_and_never_before(workshop, monkeypatch):
@@ -227,8 +226,8 @@ def test_a_checkpoint_is_told_of_once_it_is_published_and_never_before(workshop,
     monkeypatch.setattr(faults, "point", point)
     with workshop.run(steps=4, checkpoint_freq=1) as run:
         train(run)
-        assert [set(names) - set(published) for names, published in seen] == [set()] * 5
-    assert told() == ["step-00000001", "step-00000002", "step-00000003", "epoch-0001", "step-00000004"]
+        assert [set(names) - set(published) for names, published in seen] == [set()] * 6
+    assert told() == ["step-00000000", "step-00000001", "step-00000002", "step-00000003", "epoch-0001", "step-00000004"]
     assert any(names for names, _ in seen)  # while it trained
 
 
@@ -284,12 +283,11 @@ def test_data_that_cannot_be_read_any_more_end_a_run_whose_last_finished_step_is
         pytest.raises(RunError, match="the cache is gone"),
     ):
         train(run)
-    name = f"interrupted-{finished:08d}" if finished else None
+    name = f"interrupted-{finished:08d}" if finished else "step-00000000"
     assert run.store.newest_valid()[0] == name
-    if name is not None:
-        expected, saved = load(whole.store.path(f"step-{finished:08d}")), load(run.store.path(name))
-        assert all(torch.equal(tensor, expected.tensors[key]) for key, tensor in saved.tensors.items())
-        assert saved.state["progress"] == expected.state["progress"]
+    expected, saved = load(whole.store.path(f"step-{finished:08d}")), load(run.store.path(name))
+    assert all(torch.equal(tensor, expected.tensors[key]) for key, tensor in saved.tensors.items())
+    assert saved.state["progress"] == expected.state["progress"]
     events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
     assert [each["reason"] for each in events if each["event"] == "stop"] == ["a failed read"]
 

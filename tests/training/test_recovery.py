@@ -57,18 +57,6 @@ def test_a_run_goes_back_behind_a_spike_leaves_its_data_out_and_halves_the_rate(
     assert max(losses(run).values()) < 10 * losses(run)[1]
 
 
-def test_a_run_whose_loss_is_below_zero_goes_back_behind_a_spike_too(workshop, spikes, monkeypatch):
-    total = update._total_loss
-    monkeypatch.setattr(update, "_total_loss", lambda *given: total(*given) - 1e4)
-    fired = spikes("26-28", factor=-30)
-    with workshop.run(train=workshop.source(400), **SPIKE) as run:
-        train(run)
-    assert fired == {"train.loss"}
-    assert max(losses(run).values()) < 0
-    assert (run.state.progress.step, run.state.progress.rollbacks) == (40, 1)
-    assert events(run, "rollback")[0]["first"] == 26
-
-
 def test_the_weights_after_a_rollback_are_those_of_the_checkpoint_from_before_the_spike(workshop, spikes):
     spikes("26-28")
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
@@ -96,12 +84,43 @@ def test_a_rollback_too_many_ends_the_run_and_the_checkpoints_stay(workshop, spi
     assert run.store.newest_valid()[0] is not None
 
 
-def test_without_a_checkpoint_from_before_it_a_run_goes_on(workshop, spikes):
+def test_a_run_goes_back_to_its_beginning_where_no_other_checkpoint_is_from_before_the_spike(workshop, spikes):
     spikes("26-28")
     with workshop.run(train=workshop.source(400), **SPIKE | {"checkpoint_freq": 100}) as run:
         train(run)
-    assert (run.state.progress.step, run.state.progress.rollbacks) == (40, 0)
-    assert events(run, "spike")[0]["first"] == 26
+    assert (run.state.progress.step, run.state.progress.rollbacks) == (40, 1)
+    assert events(run, "rollback")[0]["step"] == 0
+    assert run.state.progress.skipped_data == [[0, 112]]
+
+
+def test_without_any_checkpoint_from_before_it_the_run_has_diverged(workshop, spikes, monkeypatch):
+    spikes("26-28")
+    with workshop.run(train=workshop.source(400), **SPIKE) as run:
+        monkeypatch.setattr(run.store, "newest_valid", lambda **_: (None, []))
+        with pytest.raises(RunError, match="newest checkpoint from before it is none") as ended:
+            train(run)
+    assert ended.value.reason == "diverged"
+
+
+def test_a_loss_that_stays_above_its_beginning_takes_the_run_back_to_its_best_state(workshop, spikes):
+    spikes("2-14", factor=1.5)  # too early for a spike, and for good
+    with workshop.run(train=workshop.source(400), **SPIKE | {"eval_freq": 5}) as run:
+        train(run)
+    assert (run.state.progress.step, run.state.progress.rollbacks, run.state.progress.lr_factor) == (40, 1, 0.5)
+    assert events(run, "rollback")[0]["step"] in (0, 5, 10)
+
+
+@pytest.mark.parametrize("rule", ["mad", "none"])
+def test_a_run_that_diverges_again_and_again_ends_as_diverged_with_its_first_state_on_the_disk(workshop, rule):
+    options = SPIKE | {"steps": 200, "checkpoint_freq": 50, "lr": 30.0, "spike_rule": rule, "eval_freq": 50}
+    with (
+        workshop.run(train=workshop.source(400), grad_spike_threshold=1e30, clip=0.0, **options) as run,
+        pytest.raises(RunError, match="lower --lr") as ended,
+    ):
+        train(run)
+    assert ended.value.reason in ("diverged", "non-finite")
+    assert (run.state.progress.best_step, run.state.progress.rollbacks) == (0, 3)
+    assert load(run.store.choose("best")).state["progress"]["step"] == 0
 
 
 def test_the_checkpoint_that_a_rollback_needs_outlives_pruning(workshop, spikes):
@@ -131,7 +150,7 @@ def test_a_rollback_does_not_bring_back_an_early_stop_that_was_put_aside(worksho
         run.saver.wait()
         run.state.progress.stopped = None
         for step in range(1, 25):
-            run.spikes.update(step, 1.0)
+            run.spikes.update(step, {"ce": 6.0})
         train(run)
     assert (run.state.progress.rollbacks, run.state.progress.stopped, run.state.progress.step) == (1, None, 40)
 

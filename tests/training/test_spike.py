@@ -29,7 +29,7 @@ def below_zero(seed):
 def confirmed(detector, losses):
     """(step at which a spike was confirmed, the step it began at), or None."""
     for step, loss in enumerate(losses, 1):
-        if (begin := detector.update(step, loss)) is not None:
+        if (begin := detector.update(step, {"ce": loss})) is not None:
             return step, begin
     return None
 
@@ -92,14 +92,14 @@ def test_a_slow_drift_upwards_is_no_spike(rule, seed):
 def test_outliers_shorter_than_the_patience_are_no_spike_and_do_not_blunt_the_next_one(rule, length):
     detector, losses = SpikeDetector(rule), with_spike(falling(0), 30, length)
     assert confirmed(detector, losses) is None
-    assert detector.threshold() < 4 * 2.2
+    assert detector.threshold("ce") < 4 * 2.2
     assert detector.suspicious_since is None
 
 
 @each_rule
 def test_a_spike_stays_one_however_long_it_lasts(rule):
     detector = SpikeDetector(rule, window=32)
-    found = [detector.update(step, loss) for step, loss in enumerate(with_spike(falling(1), 30, 200), 1)]
+    found = [detector.update(step, {"ce": loss}) for step, loss in enumerate(with_spike(falling(1), 30, 200), 1)]
     assert found[SPIKE + 1 : SPIKE + 199] == [SPIKE] * 198
     assert set(found) == {None, SPIKE}
 
@@ -108,7 +108,7 @@ def test_suspicion_begins_with_the_first_spiky_loss_and_ends_with_a_clean_one():
     detector = SpikeDetector("factor", minimum=2)
     seen = []
     for step, loss in enumerate([1.0, 1.0, 9.0, 9.0, 1.0, 9.0], 1):
-        detector.update(step, loss)
+        detector.update(step, {"ce": loss})
         seen.append(detector.suspicious_since)
     assert seen == [None, None, 3, 3, None, 6]
 
@@ -116,22 +116,40 @@ def test_suspicion_begins_with_the_first_spiky_loss_and_ends_with_a_clean_one():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_is_neither_clean_nor_spiky(bad):
     detector = SpikeDetector("factor", minimum=2)
-    found = [detector.update(step, loss) for step, loss in enumerate([1.0, bad, 1.0, 9.0, bad, 9.0, bad, 9.0], 1)]
+    found = [detector.update(step, {"ce": loss}) for step, loss in enumerate([1.0, bad, 1.0, 9.0, bad, 9.0, bad, 9.0], 1)]
     assert found == [None] * 7 + [4]
-    assert detector.threshold() == 3.0
+    assert detector.threshold("ce") == 3.0
 
 
 def test_nothing_is_judged_before_there_are_enough_clean_losses():
     detector = SpikeDetector("factor", minimum=20)
     assert confirmed(detector, [1.0] * 19) is None
-    assert detector.threshold() == math.inf
-    detector.update(20, 1.0)
-    assert detector.threshold() == 3.0
+    assert detector.threshold("ce") == math.inf
+    detector.update(20, {"ce": 1.0})
+    assert detector.threshold("ce") == 3.0
 
 
 def test_losses_that_hardly_vary_do_not_make_a_small_rise_a_spike():
     assert confirmed(SpikeDetector("mad"), [2.0] * 40 + [2.01] * 10) is None
-    assert confirmed(SpikeDetector("mad"), [2.0] * 40 + [2.1] * 10) == (43, 41)
+    assert confirmed(SpikeDetector("mad"), [2.0] * 40 + [2.99] * 10) is None
+    assert confirmed(SpikeDetector("mad"), [2.0] * 40 + [3.01] * 10) == (43, 41)
+    assert confirmed(SpikeDetector("mad"), [0.01] * 40 + [0.1] * 10) is None  # nats, of a student that is its teacher
+    assert confirmed(SpikeDetector("mad"), [0.01] * 40 + [0.12] * 10) == (43, 41)
+
+
+@pytest.mark.parametrize("part", ["ce", "kd_T1", "hidden"])
+def test_each_part_of_the_loss_is_judged_by_its_own_past(part):
+    detector = SpikeDetector("mad")
+    calm = {"ce": 4.0, "kd_T1": 1.0, "hidden": 0.5}
+    found = [detector.update(step, calm | ({part: 2.1 * calm[part]} if step > 40 else {})) for step in range(1, 44)]
+    assert found == [None] * 42 + [41]
+
+
+def test_a_part_that_comes_late_is_judged_once_enough_is_known_of_it():
+    detector = SpikeDetector("mad")
+    assert all(detector.update(step, {"ce": 4.0}) is None for step in range(1, 41))
+    assert all(detector.update(step, {"ce": 4.0, "kd_T1": 1.0}) is None for step in range(41, 61))
+    assert [detector.update(step, {"ce": 4.0, "kd_T1": 3.0}) for step in (61, 62, 63)] == [None, None, 61]
 
 
 @each_rule
@@ -140,9 +158,9 @@ def test_steps_without_a_token_have_a_loss_of_zero_and_make_no_later_loss_a_spik
 
 
 def test_the_options_make_the_detector():
-    detector = SpikeDetector.of(GuardsConfig(spike_factor=2.0, spike_patience=2))
+    detector = SpikeDetector.of(GuardsConfig(spike_rule="factor", spike_factor=2.0, spike_patience=2))
     assert confirmed(detector, with_spike(falling(0, noise=0.01), 2.5, 200)) == (SPIKE + 1, SPIKE)
-    assert SpikeDetector.of(GuardsConfig(spike_rule="mad")).rule == "mad"
+    assert SpikeDetector.of(GuardsConfig()).rule == "mad"
 
 
 def test_the_rule_none_never_finds_anything():
@@ -152,16 +170,9 @@ def test_the_rule_none_never_finds_anything():
 def test_a_reset_forgets_the_spike_and_keeps_what_is_clean():
     detector = SpikeDetector("factor")
     confirmed(detector, with_spike(falling(0), 30, 200))
-    threshold = detector.threshold()
+    threshold = detector.threshold("ce")
     detector.reset()
-    assert (detector.suspicious_since, detector.threshold()) == (None, threshold)
-
-
-def test_what_is_forgotten_is_learned_anew():
-    detector = SpikeDetector("factor")
-    confirmed(detector, with_spike(falling(0), 30, 200))
-    detector.forget()
-    assert (detector.suspicious_since, detector.threshold()) == (None, math.inf)
+    assert (detector.suspicious_since, detector.threshold("ce")) == (None, threshold)
 
 
 @given(st.lists(st.floats(0, 100), max_size=60), st.integers(0, 60), st.sampled_from(["factor", "mad"]))
@@ -170,7 +181,7 @@ def test_a_detector_taken_over_through_json_finds_what_the_first_would_have_foun
         return SpikeDetector(rule, factor=1.5, patience=2, window=8, minimum=3)
 
     def feed(detector, part):
-        return [(detector.update(step, loss), detector.threshold()) for step, loss in part]
+        return [(detector.update(step, {"ce": loss}), detector.threshold("ce")) for step, loss in part]
 
     whole, first, second, numbered = make(), make(), make(), list(enumerate(losses))
     found = feed(first, numbered[:cut])
