@@ -150,7 +150,6 @@ class Bench:
         optimizer = make_optimizer(student, temperature, config.optimizer, config.objective)
         store = Store(folder / "checkpoints")
         empty = Tokens(torch.zeros(1, seq_len + 1, dtype=torch.int64), options.device)
-        watch = config.guards
         self.run = Run(
             config=config,
             total=total,

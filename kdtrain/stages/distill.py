@@ -1,5 +1,6 @@
 """`kdtrain distill`: train a student from a cache, from an online teacher, or by cross-entropy on text."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kdtrain.models.spec import read_spec
 from kdtrain.monitor.boards import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import SilentWriters, Writers
-from kdtrain.parallel.world import is_main, on_main, peak_memory_mb, pick_device, rank, together, world_size
+from kdtrain.parallel.world import is_main, on_main, pick_device, rank, together, world_size
 from kdtrain.stages import dry_run, sanity
 from kdtrain.stages.agreement import same_ranks
 from kdtrain.stages.assemble import Assembled, assemble
@@ -24,6 +25,7 @@ from kdtrain.stages.build import logit_width
 from kdtrain.stages.common import show
 from kdtrain.stages.export import student_at
 from kdtrain.stages.occupied import occupied
+from kdtrain.stages.result import how_it_ended, reason_of, tell_outcome, write_result
 from kdtrain.stages.run_folder import launch, restarted, resuming, write_description
 from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
@@ -48,7 +50,8 @@ def main(config: DistillConfig) -> int:
     except KeyboardInterrupt as asked:
         tried = "interrupted; nothing was left behind"
         log.info("stopped while not training; the same command goes on" if what is _distill else tried)
-        show(f"distill {config.out}", {"run": str(config.out), "stopped_by": str(asked) or "SIGINT"}, config.json)
+        stopped = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(asked) or "SIGINT"}
+        show(f"distill {config.out}", stopped, config.json)
         return 0
 
 
@@ -96,8 +99,14 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
         _train(run)
         run.writers.close()
     except OSError as error:
+        _fail(run, error)
         where, kept = error.filename or config.out, "published checkpoints are intact"
-        raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}") from None
+        raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}", reason_of(error)) from None
+    except UsageError:
+        raise
+    except Exception as error:
+        _fail(run, error)
+        raise
     return _finish(run, tokenizer)
 
 
@@ -179,29 +188,25 @@ def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
 
 def _finish(run: Run, tokenizer: dict[str, bytes]) -> int:
     """Export the best student and print what became of the run."""
-    progress, config = run.state.progress, run.config
-    distils = run.step.has_teacher and config.objective.distils
-    result: dict[str, Any] = {
-        "run": str(config.out),
-        "step": progress.step,
-        "steps": run.total,
-        "stopped_by": run.stopped_by,
-        "tokens": progress.tokens,
-        "seconds": round(run.seconds, 1),
-        "tokens_per_second": round(run.tokens / run.seconds, 1) if run.seconds else None,
-        "temperature": float(run.step.temperature.value().detach()) if distils else None,
-        "best_validation_loss": progress.best_loss,
-        "best_step": progress.best_step,
-        "peak_memory_mb": round(peak_memory_mb(run.step.device), 1),
-    }
-    if run.adaptive is not None:
-        controller = run.adaptive.controller
-        result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
+    config = run.config
+    reason = "signal" if run.stopped_by else "early-stop" if run.state.progress.stopped else "done"
+    result = how_it_ended(run, reason)
     if run.stopped_by is None:
+        tell_outcome(result)
         on_main(lambda: _export(run, tokenizer))
         result["student"] = str(config.out / "student")
+    write_result(run, result)
     show(f"distill {config.out}", result, config.json)
     return 0
+
+
+def _fail(run: Run, error: Exception) -> None:
+    """Write and print what became of a run that an error ended; whoever caught the error raises it again."""
+    result = how_it_ended(run, reason_of(error), str(error))
+    with contextlib.suppress(RunError):  # a full disk may be what the error is about
+        write_result(run, result)
+    if run.config.json:
+        show("", result, True)
 
 
 def _export(run: Run, tokenizer: dict[str, bytes]) -> None:
@@ -209,10 +214,10 @@ def _export(run: Run, tokenizer: dict[str, bytes]) -> None:
     out, step = run.config.out / "student", run.state.progress.step
     student: torch.nn.Module = run.state.student
     if run.spread.kind == "fsdp":  # nobody here has all of it
-        path = _best(run) if run.state.progress.best_step else run.store.choose("latest")
+        path = run.store.choose("latest") if run.state.progress.best_step is None else _best(run)
         checkpoint = load_saved(path)
         student, step = student_at(path, torch.device("cpu")), checkpoint.state["progress"]["step"]
-    elif run.state.progress.best_step:
+    elif run.state.progress.best_step is not None:
         checkpoint = load_saved(_best(run))
         run.state.load(checkpoint.tensors, checkpoint.state)
         step = run.state.progress.step

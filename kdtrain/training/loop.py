@@ -15,8 +15,8 @@ from kdtrain.monitor.progress import Bar, Rate, line, log
 from kdtrain.parallel.world import of_all
 from kdtrain.training.recovery import roll_back_divergence, skip, went_back
 from kdtrain.training.run import Run
-from kdtrain.training.schedule import decay_steps
 from kdtrain.training.saving import ends_epoch, is_saved, save, save_if_due, tell_published
+from kdtrain.training.schedule import decay_steps
 from kdtrain.training.stopping import StopRequest
 from kdtrain.training.switching import decide, warm_up
 from kdtrain.training.update import settle, take_step

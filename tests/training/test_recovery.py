@@ -10,7 +10,7 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
-from kdtrain.training import recovery, update
+from kdtrain.training import recovery
 from kdtrain.training.loop import train
 from kdtrain.training.saving import relink_best
 

@@ -116,7 +116,9 @@ def test_suspicion_begins_with_the_first_spiky_loss_and_ends_with_a_clean_one():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_is_neither_clean_nor_spiky(bad):
     detector = SpikeDetector("factor", minimum=2)
-    found = [detector.update(step, {"ce": loss}) for step, loss in enumerate([1.0, bad, 1.0, 9.0, bad, 9.0, bad, 9.0], 1)]
+    found = [
+        detector.update(step, {"ce": loss}) for step, loss in enumerate([1.0, bad, 1.0, 9.0, bad, 9.0, bad, 9.0], 1)
+    ]
     assert found == [None] * 7 + [4]
     assert detector.threshold("ce") == 3.0
 

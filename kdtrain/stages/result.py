@@ -1,0 +1,134 @@
+"""How a run ended: `result.json`, which is also what `distill --json` prints."""
+
+import contextlib
+import errno
+from collections import Counter
+from pathlib import Path
+from typing import Any, TypedDict
+
+from kdtrain.errors import RunError
+from kdtrain.files import SMALL, open_regular, parse_json, publish_json, read_json, typed
+from kdtrain.monitor.progress import log
+from kdtrain.parallel.world import is_main, peak_memory_mb
+from kdtrain.training.run import Run
+
+RESULT = "result.json"
+
+
+class _Event(TypedDict):
+    event: str
+    level: str
+
+
+class _Other(TypedDict):
+    """What is read of the result of another run."""
+
+    objective: str
+    cache: str
+    student_name: str
+    best_validation_loss: float
+
+
+def reason_of(error: BaseException) -> str:
+    """The `stop_reason` of a run that an error ended: diverged, gradient-explosion, non-finite, oom, disk or error."""
+    if isinstance(error, RunError):
+        return error.reason
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk"
+    # torch reports a device out of memory, and a failed allocation on the CPU, as RuntimeErrors
+    out_of_memory = "out of memory" in str(error) or "can't allocate memory" in str(error)
+    return "oom" if isinstance(error, MemoryError) or out_of_memory else "error"
+
+
+def how_it_ended(run: Run, reason: str, error: str | None = None) -> dict[str, Any]:
+    """What became of the run, by the names of `result.json`: losses in nats a token, None where nothing is known."""
+    progress, config = run.state.progress, run.config
+    distils = run.step.has_teacher and config.objective.distils
+    best, plain = progress.best_loss, None if not distils else _plain_cross_entropy(run)
+    result: dict[str, Any] = {
+        "run": str(config.out),
+        "stop_reason": reason,
+        "error": error,
+        "stopped_by": run.stopped_by,
+        "step": progress.step,
+        "steps": run.total,
+        "tokens": progress.tokens,
+        "seconds": round(run.seconds, 1),
+        "tokens_per_second": round(run.tokens / run.seconds, 1) if run.seconds else None,
+        "temperature": float(run.step.temperature.value().detach()) if distils else None,
+        "objective": "distillation" if distils else "cross-entropy",
+        "first_validation_loss": progress.first_loss,
+        "best_validation_loss": best,
+        "best_step": progress.best_step,
+        "last_validation_loss": progress.last_loss,
+        "teacher_validation_loss": progress.teacher_loss,
+        "cross_entropy_validation_loss": None if plain is None else plain[1],
+        "cross_entropy_run": None if plain is None else plain[0],
+        "better_than_start": _below(best, progress.first_loss),
+        "better_than_teacher": _below(best, progress.teacher_loss),
+        "better_than_cross_entropy": _below(best, None if plain is None else plain[1]),
+        "rollbacks": progress.rollbacks,
+        "skipped_steps": progress.skips,
+        "warnings": _warnings(config.out),
+        "cache": run.identity["cache"],
+        "student_name": _student_name(run),
+        "student": None,
+        "peak_memory_mb": round(peak_memory_mb(run.step.device), 1),
+    }
+    if run.adaptive is not None:
+        controller = run.adaptive.controller
+        result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
+    return result
+
+
+def write_result(run: Run, result: dict[str, Any]) -> None:
+    """Publish it in the run's folder, on rank 0. RunError: the folder cannot be written."""
+    if is_main():
+        publish_json(run.config.out / RESULT, result, "run.result")
+
+
+def tell_outcome(result: dict[str, Any]) -> None:
+    """Warn of a student that is not better than it began, or than plain cross-entropy."""
+    first, last, best = (result[f"{which}_validation_loss"] for which in ("first", "last", "best"))
+    worse = first is not None and last is not None and last > first
+    if worse or result["better_than_start"] is False:
+        what = "ended worse than it began" if worse else "is no better than it began"
+        text = "the student %s: validation loss %.4f, at the end %.4f; exported is that of step %d, %.4f"
+        log.warning(text, what, first, last, result["best_step"], best)
+    if result["better_than_cross_entropy"] is False:
+        text = (
+            "the student's validation loss %.4f is not below %.4f, that of plain cross-entropy on the same cache in %s"
+        )
+        log.warning(text, best, result["cross_entropy_validation_loss"], result["cross_entropy_run"])
+
+
+def _below(loss: float | None, other: float | None) -> bool | None:
+    return None if loss is None or other is None else loss < other
+
+
+def _student_name(run: Run) -> str:
+    described: Any = run.identity["student"]
+    return str(described["name"])
+
+
+def _plain_cross_entropy(run: Run) -> tuple[str, float] | None:
+    """The best run beside this one that trained the same student on the same cache by cross-entropy; its loss."""
+    found: list[tuple[float, str]] = []
+    for path in sorted(run.config.out.parent.glob(f"*/{RESULT}")):
+        with contextlib.suppress(OSError, ValueError):
+            other = read_json(path, _Other)
+            same = (other["cache"], other["student_name"]) == (run.identity["cache"], _student_name(run))
+            if same and other["objective"] == "cross-entropy":
+                found.append((other["best_validation_loss"], str(path.parent)))
+    return min(found)[::-1] if found else None
+
+
+def _warnings(out: Path) -> dict[str, int]:
+    """How many warnings of each kind the run has had, over all its starts."""
+    counts: Counter[str] = Counter()
+    with contextlib.suppress(OSError, ValueError), open_regular(out / "events.jsonl") as file:
+        for line in iter(lambda: file.readline(SMALL), b""):
+            with contextlib.suppress(ValueError):
+                event = typed(parse_json(line.decode()), _Event)
+                counts[event["event"]] += event["level"] == "warning"
+    return {kind: count for kind, count in sorted(counts.items()) if count}
