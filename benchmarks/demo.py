@@ -150,7 +150,6 @@ def distill_command(settings: Settings, out: Path, kind: str, seed: int) -> list
         *("--steps", f"{settings.steps}", "--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}"),
         *("--eval-freq", f"{settings.eval_freq}", "--seed", f"{seed}", *objective[kind]),
         *([] if settings.compile else ["--no-compile"]),
-        "--no-early-stopping",  # both kinds see the same number of tokens
     ]
 
 

@@ -138,7 +138,7 @@ def common(settings: Settings, out: Path, folder: Path) -> list[str]:
     return [
         *("distill", "--cache", f"{out}/cache", "--student", settings.student, "--out", f"{folder}"),
         *("--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}", "--temperature", "1"),
-        *("--no-tensorboard", "--sample-freq", "0", "--no-early-stopping"),
+        *("--no-tensorboard", "--sample-freq", "0"),
     ]
 
 

@@ -72,10 +72,10 @@ def test_the_defaults_are_those_of_the_design():
     }
     objective = config.objective
     assert (objective.alpha, objective.divergence, objective.tail) == (0.9, "forward-kl", "ghost")
-    assert (objective.temperature, objective.temperature_mode) == (2.0, "fixed")
+    assert (objective.temperature, objective.temperature_mode) == (1.0, "fixed")
     assert (config.monitor.eval_freq, config.monitor.eval_batches) == (250, 50)
-    assert dataclasses.astuple(config.guards) == (10, "first", "factor", 3.0, 3, 0.5, 3)
-    assert dataclasses.astuple(config.stopping) == (True, 5, 0.01, 50, 1000.0, 3)
+    assert dataclasses.astuple(config.guards) == (10, "first", "mad", 3.0, 3, 0.5, 3, 1.2)
+    assert dataclasses.astuple(config.stopping) == (False, 250, 5, 0.01, 50, "decay", 1000.0, 3)
     assert (config.checkpoint.checkpoint_freq, config.checkpoint.keep_rolling) == (250, 10)
     cache = options.CacheTeacherConfig(teacher="t", out=Path("o"), data=options.DataConfig(data="stdlib"))
     assert (cache.batch_size, cache.sequences_per_shard, cache.precision) == (16, 512, "bf16")
@@ -193,7 +193,7 @@ def test_a_learned_temperature_goes_with_every_divergence_that_moves_with_it(mod
         assert options.ObjectiveConfig(temperature_mode=mode, divergence=divergence).learns_temperature
     options.ObjectiveConfig(temperature_mode=mode, alpha=0.0, alpha_end=0.5, alpha_schedule="linear")
     for still in ("fixed", "schedule"):
-        assert not options.ObjectiveConfig(temperature_mode=still, divergence="logit-mse", alpha=0.0).learns_temperature
+        assert not options.ObjectiveConfig(temperature_mode=still, temperature=2.0, divergence="logit-mse", alpha=0.0).learns_temperature
 
 
 def test_sections_are_plain_values_by_section():

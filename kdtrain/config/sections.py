@@ -111,7 +111,7 @@ class ObjectiveConfig:
     """What is mixed of the teacher into the student by --divergence skew-kl, and the reverse by skew-reverse-kl."""
     tail: Literal["ghost", "drop", "renormalize", "control-variate"] = "ghost"
     """What stands for entries not kept: one bucket, nothing, the head scaled to 1, or a bucket that draws correct."""
-    temperature: float = 2.0
+    temperature: float = 1.0
     """Temperature T of both distributions; where a learnable one starts."""
     temperature_mode: Literal["fixed", "schedule", "adversarial", "likelihood", "minimize"] = "fixed"
     """How T moves: not, by a schedule, or learned by one of three rules (docs/temperature.md)."""
@@ -156,6 +156,11 @@ class ObjectiveConfig:
     def _refuse_idle_options(self) -> None:
         """Raise a `UsageError` for a T that cannot be learned, and for options that nothing would follow."""
         mode = f"--temperature-mode {self.temperature_mode}"
+        refuse(
+            self.temperature_mode == "schedule" and self.temperature == self.temperature_end,
+            f"{mode} goes from {self.temperature:g} to {self.temperature_end:g}; give another --temperature or "
+            "--temperature-end",
+        )
         refuse(
             self.learns_temperature and not self.distils,
             f"{mode} has nothing to learn from at --alpha 0, where no divergence is taken; raise --alpha",

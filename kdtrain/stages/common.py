@@ -129,7 +129,7 @@ def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
     if not is_main():
         return
     if as_json:
-        print(json.dumps(_finite(dict(table))))
+        print(json.dumps(finite(dict(table))))
         return
     shown = Table(title=title, show_header=False, title_justify="left")
     shown.add_column()
@@ -153,12 +153,12 @@ def _text(value: Any, inner: bool = False) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """`value` with every number that is not finite as null, which JSON cannot say otherwise."""
     if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
+        return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return str(value) if isinstance(value, Path) else value

@@ -2,14 +2,16 @@
 
 import contextlib
 import errno
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, TypedDict
 
 from kdtrain.errors import RunError
-from kdtrain.files import SMALL, open_regular, parse_json, publish_json, read_json, typed
+from kdtrain.files import SMALL, open_regular, parse_json, publish_text, read_json, typed
 from kdtrain.monitor.progress import log
 from kdtrain.parallel.world import is_main, peak_memory_mb
+from kdtrain.stages.common import finite
 from kdtrain.training.run import Run
 
 RESULT = "result.json"
@@ -84,7 +86,7 @@ def how_it_ended(run: Run, reason: str, error: str | None = None) -> dict[str, A
 def write_result(run: Run, result: dict[str, Any]) -> None:
     """Publish it in the run's folder, on rank 0. RunError: the folder cannot be written."""
     if is_main():
-        publish_json(run.config.out / RESULT, result, "run.result")
+        publish_text(run.config.out / RESULT, json.dumps(finite(result), indent=1) + "\n", "run.result")
 
 
 def tell_outcome(result: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def test_hooks_that_are_off_look_at_nothing(forks):
     assert state(forks, "row-off")["skips"] == 1
 
 
-SPIKE = ("--checkpoint-freq", 4, "--no-early-stopping")
+SPIKE = ("--checkpoint-freq", 4)
 SPIKED = "train.loss:x30:26-28"
 
 
@@ -134,7 +134,7 @@ def test_a_spike_is_gone_back_behind_and_the_run_ends_well(forks):
 def test_spikes_without_end_end_the_run_with_exit_1(forks):
     done = start(forks, "spikes", *SPIKE, "--max-rollbacks", 1, fault="train.loss:x30:26-1000", steps=60)
     assert done.code == 1
-    assert "after 1 rollbacks (--max-rollbacks)" in done.refusal()
+    assert "after 1 rollbacks (--max-rollbacks 1)" in done.refusal()
     assert not (forks.root / "spikes" / "student").exists()
 
 
@@ -165,18 +165,59 @@ def test_sigterm_while_saving_or_skipping_ends_well_and_the_run_comes_to_the_sam
 
 def test_a_loss_that_is_flat_stops_the_run_early_with_the_reason_and_a_student(forks):
     flat = ("--lr", 1e-9, "--min-lr", 0, "--early-stopping-patience", 1, "--early-stopping-warmup", 0)
-    done = start(forks, "flat", *flat, "--json", steps=300)
-    assert done.json["step"] == 100 < 300
-    assert "stopped early after step 100: 50-step average of the loss" in done.stderr
+    flat += ("--early-stopping-interval", 10, "--eval-freq", 10)
+    done = start(forks, "flat", *flat, "--early-stopping", "--json", steps=60)
+    assert (done.json["step"], done.json["stop_reason"]) == (20, "early-stop")
+    assert "stopped early after step 20: validation loss" in done.stderr
     assert (forks.root / "flat/student/model.safetensors").exists()
-    assert forks.newest("flat").name == "step-00000100"
-    assert "50-step average" in events(forks, "flat", "stop")[0]["reason"]
-    assert start(forks, "flat", *flat, "--json", steps=300).json["step"] == 100
-    assert start(forks, "flat", *flat, "--no-early-stopping", "--json", steps=102).json["step"] == 102
+    assert forks.newest("flat").name == "step-00000020"
+    assert "validation loss" in events(forks, "flat", "stop")[0]["reason"]
+    assert start(forks, "flat", *flat, "--early-stopping", "--json", steps=60).json["step"] == 20
+    done = start(forks, "flat", *flat, "--no-early-stopping", "--json", steps=22)
+    assert (done.json["step"], done.json["stop_reason"]) == (22, "done")
 
 
-def test_gradients_that_stay_huge_stop_the_run_early(forks):
+def test_gradients_that_stay_huge_end_the_run_with_exit_1(forks):
     huge = ("--grad-spike-threshold", 1e-6, "--early-stopping-warmup", 2)
-    done = start(forks, "huge", *huge, "--json")
-    assert done.json["step"] == 5
-    assert "gradient norm above 1e-06 at 3 steps in a row" in done.stderr
+    done = start(forks, "huge", *huge)
+    assert done.code == 1
+    assert "gradient norm above 1e-06 (--grad-spike-threshold) at 3 steps in a row" in done.refusal()
+    assert result(forks, "huge")["stop_reason"] == "gradient-explosion"
+    assert not (forks.root / "huge" / "student").exists()
+
+
+def result(bench, run):
+    return json.loads((bench.root / run / "result.json").read_text())
+
+
+@pytest.mark.parametrize("spikes", ["mad", "none"])
+def test_a_rate_far_too_high_ends_with_exit_1_as_diverged_and_exports_nothing(forks, spikes):
+    high = ("--lr", 10, "--warmup-steps", 0, "--grad-spike-threshold", 1e30, "--spike-rule", spikes)
+    done = start(forks, f"high-{spikes}", *high, "--checkpoint-freq", 100, "--json", steps=80)
+    assert done.code == 1, done.stderr
+    ended = result(forks, f"high-{spikes}")
+    assert ended == json.loads(done.stdout)
+    assert (ended["stop_reason"], ended["rollbacks"], ended["best_step"]) == ("diverged", 3, 0)
+    assert ended["error"] in done.refusal()
+    assert not (forks.root / f"high-{spikes}" / "student").exists()
+
+
+def test_a_run_that_makes_its_student_worse_says_so_and_exports_what_it_began_with(forks):
+    start(forks, "good", "--lr", 1e-2, steps=60).ok()
+    worse = ("--load", "good/checkpoints/latest", "--override-opt-param-scheduler", "--divergence-factor", 100)
+    done = start(forks, "worse", *worse, "--lr", 0.3, "--spike-rule", "none", "--json", steps=4)
+    ended = done.json
+    assert ended["last_validation_loss"] > ended["first_validation_loss"]
+    assert (ended["stop_reason"], ended["best_step"], ended["better_than_start"]) == ("done", 0, False)
+    assert "the student ended worse than it began" in done.stderr and "exported is that of step 0" in done.stderr
+    first = load_file(forks.root / "good/student/model.safetensors")
+    exported = load_file(forks.root / "worse/student/model.safetensors")
+    assert all(torch.equal(each, exported[name]) for name, each in first.items())
+
+
+def test_a_distilled_student_is_compared_with_plain_cross_entropy_beside_it(forks):
+    start(forks, "pairs/plain", "--alpha", 0, steps=8).ok()
+    better = start(forks, "pairs/same", "--lr", 1e-9, "--min-lr", 0, "--json", steps=8)
+    assert (better.json["cross_entropy_run"], better.json["better_than_cross_entropy"]) == ("pairs/plain", False)
+    assert "is not below" in better.stderr
+    assert result(forks, "pairs/plain")["better_than_cross_entropy"] is None
