@@ -20,7 +20,14 @@ class UsageError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The command failed while it was running; it ends with exit code 1."""
+    """The command failed while it was running; it ends with exit code 1.
+
+    reason: the kind of failure, for programs: `disk`, `oom`, or `error` where nothing more is known.
+    """
+
+    def __init__(self, message: str, *, reason: str = "error") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 _ADVICE = {
@@ -28,6 +35,8 @@ _ADVICE = {
     errno.EDQUOT: "free some space, or ask for a larger quota",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or take a file system that holds larger ones",
 }
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 """What the system says of a path at which there cannot be a folder, however empty the disk."""
@@ -42,6 +51,13 @@ def system_error(error: BaseException) -> OSError | None:
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror or str(error).splitlines()[0])
     return None
+
+
+def reason(error: BaseException) -> str:
+    """The `reason` of a RunError, and of what the system said: `disk` where there is no room, else `error`."""
+    if isinstance(error, RunError):
+        return error.reason
+    return "disk" if isinstance(error, OSError) and error.errno in _FULL else "error"
 
 
 def advice(error: OSError) -> str:
@@ -62,7 +78,8 @@ def writing(path: Path) -> Iterator[None]:
             raise
         mend = _ADVICE.get(said.errno or 0, "make the folder writable")
         raise RunError(
-            f"cannot write {path}: {said.strerror}; what was finished before is kept: {mend} and run it again"
+            f"cannot write {path}: {said.strerror}; what was finished before is kept: {mend} and run it again",
+            reason=reason(said),
         ) from error
 
 

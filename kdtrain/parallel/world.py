@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, reason
 from kdtrain.parallel.waiting import at_work
 
 T = TypeVar("T")
@@ -328,13 +328,13 @@ def _broadcast(text: str | None, group: Any) -> str:
 
 def _said(error: Exception) -> dict[str, Any]:
     text = f"{error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-    return {"usage": isinstance(error, UsageError), "error": text}
+    return {"usage": isinstance(error, UsageError), "error": text, "reason": reason(error)}
 
 
 def _understood(said: dict[str, Any]) -> Any:
     if "error" not in said:
         return said["result"]
-    error = (UsageError if said["usage"] else RunError)(said["error"])
+    error = UsageError(said["error"]) if said["usage"] else RunError(said["error"], reason=said["reason"])
     error.told = True  # type: ignore[union-attr]
     raise error
 

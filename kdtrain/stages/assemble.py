@@ -182,7 +182,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         spread=spread(over_ranks, step),
         state=state,
         store=store,
-        saver=Saver(store, asynchronous=config.checkpoint.async_save),
+        saver=Saver(store, config.checkpoint.async_save, config.checkpoint.disk_patience),
         train_source=sources["train"],
         validation_source=sources["validation"],
         spikes=spikes,
@@ -232,6 +232,7 @@ def _store(config: DistillConfig, words: Any) -> Store:
         keep_rolling=keep.keep_rolling,
         keep_epochs=keep.keep_epochs,
         keep_special=keep.keep_special,
+        keep_aside=keep.keep_aside,
         words=words,
     )
 

@@ -8,7 +8,7 @@ import torch
 
 from kdtrain.cache.provenance import Manifest
 from kdtrain.config import DistillConfig, sections
-from kdtrain.errors import RunError, UsageError, advice, writing
+from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import set_aside
 from kdtrain.models.loading import export_model, is_export, load_tokenizer, tokenizer_files
 from kdtrain.models.spec import read_spec
@@ -97,7 +97,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
         run.writers.close()
     except OSError as error:
         where, kept = error.filename or config.out, "published checkpoints are intact"
-        raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}") from None
+        raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}", reason=reason(error)) from None
     return _finish(run, tokenizer)
 
 

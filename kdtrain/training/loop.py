@@ -32,6 +32,7 @@ def train(run: Run) -> None:
     rate = Rate(run.total)
     started = time.monotonic()
     with StopRequest() as stop, shown.bar:
+        run.saver.asked_to_stop = lambda: stop.asked > 0
         settle(run)
         if _validation_due(run):
             improved = _validate(run, stop)

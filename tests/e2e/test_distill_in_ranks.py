@@ -229,7 +229,8 @@ def test_a_rank_that_hangs_is_noticed_in_time(ranks):
 
 
 def test_a_full_disk_of_one_rank_is_said_once_and_ends_all(ranks):
-    ended = ranks.launch(2, *RUN, *CACHED, *FSDP, "--out", "no-space-of-one", fault="checkpoint.write:enospc:30000@1")
+    command = (*RUN, *CACHED, *FSDP, "--disk-patience", 0, "--out", "no-space-of-one")
+    ended = ranks.launch(2, *command, fault="checkpoint.write:enospc:30000-9999999@1")
     assert [each.code for each in ended] == [1, 1]
     said = [line for each in ended for line in each.stderr.splitlines() if line.startswith("kdtrain: ")]
     assert len(said) == 1 and "No space left on device" in said[0] and "no-space-of-one/checkpoints" in said[0]
