@@ -352,6 +352,11 @@ def memory_mb(device: torch.device) -> float:
     """What this process holds now in MiB: of a GPU's memory (cached blocks too), or resident on a CPU; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device) / 2**20
+    return resident_mb()
+
+
+def resident_mb() -> float:
+    """What this process holds of the machine's memory now, in MiB; 0 if unknown."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if pages.exists() else 0.0
 

@@ -1,6 +1,7 @@
 """`kdtrain distill`: train a student from a cache, from an online teacher, or by cross-entropy on text."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,8 @@ def _train(run: Run) -> None:
             tell_published(run)
         except (RunError, OSError) as error:
             log.warning("%s", error)
+            with suppress(OSError):  # the disk is full, say, and the first error is the one to be raised
+                run.writers.event("save", run.state.progress.step, "error", message=str(error))
         raise
     run.saver.close()
 
@@ -218,15 +221,16 @@ def _export(run: Run, tokenizer: dict[str, bytes]) -> None:
         step = run.state.progress.step
     with writing(out):
         if os.path.lexists(out) and not is_export(out):
-            log.warning("%s was not written by kdtrain, and is now %s", out, set_aside(out.parent, out.name, "old"))
+            moved = set_aside(out.parent, out.name, "old")
+            run.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
     origin = {"cache": str(run.identity["cache"]), "step": step}
     if aside := export_model(student, tokenizer, out, origin=origin):
-        log.warning("%s held more than an export, and is now %s", out, aside)
+        run.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
 
 
 def _best(run: Run) -> Path:
     try:
         return run.store.choose("best")
     except (UsageError, RunError) as error:
-        log.warning("%s; taking the newest instead", error)
+        run.writers.warning("best", run.state.progress.step, f"{error}; taking the newest instead")
         return run.store.choose("latest")

@@ -57,7 +57,7 @@ def train(run: Run) -> None:
                 progress.loss = numbers["loss"]
                 run.scale.update(overflowed=False)
                 run.tokens += int(numbers["tokens"])
-                run.seconds = time.monotonic() - started
+                before, run.seconds = run.seconds, time.monotonic() - started
 
                 first_of_spike = run.spikes.update(progress.step, numbers["loss"])
                 if first_of_spike is not None and roll_back(run, first_of_spike):
@@ -66,6 +66,8 @@ def train(run: Run) -> None:
                 numbers |= {"loss_avg": run.stopping.average} | rate.add(
                     progress.step, int(numbers["tokens"]), run.seconds
                 )
+                if before:  # the first step's interval would be that of the compiler
+                    numbers["tok/s_last"] = numbers["tokens"] / (run.seconds - before)
                 _report(run, shown, numbers)
 
                 improved = _validation_due(run) and _validate(run, stop)
@@ -89,7 +91,7 @@ def _end(run: Run, stop: StopRequest) -> None:
         run.state.optimizer.zero_grad(set_to_none=True)
         if progress.step > 0 and not is_saved(run):
             save(run, f"interrupted-{progress.step:08d}")
-        run.writers.event("stop", progress.step, **{"reason" if stop.failed else "signal": stop.name})
+        run.writers.event("stop", progress.step, "info", **{"reason" if stop.failed else "signal": stop.name})
         how = "the same command" if run.config.checkpoint.resume in ("auto", "latest") else "--resume latest"
         log.info("stopped by %s after step %d; %s goes on from there", stop.name, progress.step, how)
     elif progress.stopped is not None:
@@ -99,7 +101,6 @@ def _end(run: Run, stop: StopRequest) -> None:
 
 def _report(run: Run, shown: Bar, numbers: dict[str, float]) -> None:
     number = run.state.progress.step
-    run.writers.metrics(number, numbers)
     checkpoint = 0 if run.published is None else run.published[0]
     epochs = run.state.progress.sequences / len(run.train_source)
     text = run.reporter.finished(number, numbers, checkpoint, epochs)
@@ -147,7 +148,7 @@ def _validate(run: Run, stop: StopRequest) -> bool:
         text = f"validation at step {progress.step}: loss {loss}"
         if metrics.tokens and (progress.step == 0 or (run.finished() and progress.best_step is None)):
             raise of_all(RunError(f"{text}, and none before was finite; look at the student's weights or lower --lr"))
-        log.warning("%s; this student will not be the best", text)
+        run.writers.warning("validation", progress.step, f"{text}; this student will not be the best")
         return False
     if progress.step > 0 and (progress.best_loss is None or loss < progress.best_loss):
         progress.best_loss, progress.best_step = loss, progress.step

@@ -39,20 +39,22 @@ def skip(run: Run, numbers: dict[str, float]) -> bool:
     progress, limit = run.state.progress, run.config.guards.max_skips
     if run.scale.absorbs(math.isfinite(numbers["loss"])):
         progress.sequences += run.config.batch_size
-        if (warning := run.scale.update(overflowed=True)) is not None:
-            log.warning(warning)
+        was, warning = run.scale.value, run.scale.update(overflowed=True)
+        halved = f"gradients overflowed in fp16 at step {progress.step + 1}: loss scale {was:g} -> {run.scale.value:g}"
+        log.info(halved)
+        run.writers.event("loss-scale", progress.step, value=run.scale.value, was=was, message=halved)
+        if warning is not None:
+            run.writers.warning("low-loss-scale", progress.step, warning)
         return False
     number, indices = progress.step + 1, run.share(progress.sequences)
     where = f"batch {batch_number(run)} at step {number}"
-    log.warning("%s: loss %s, gradient norm %s: not taken", where, numbers["loss"], numbers["grad_norm"])
+    progress.skips_in_a_row += 1
+    text = f"{where}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}: not taken"
+    run.writers.warning("skip", progress.step, text, batch=batch_number(run), in_a_row=progress.skips_in_a_row)
     if run.hooks is not None or (progress.skips == 0 and run.config.guards.nan_hooks == "first"):
         _look_into(run, number, indices)
     progress.skips += 1
-    progress.skips_in_a_row += 1
     progress.sequences += run.config.batch_size
-    run.writers.event(
-        "skip", progress.step, batch=progress.sequences // run.config.batch_size, in_a_row=progress.skips_in_a_row
-    )
     if progress.skips_in_a_row > limit:
         run.saver.wait()
         newest = on_main(lambda: run.store.newest_valid()[0])
@@ -84,12 +86,12 @@ def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
         try:
             write_bundle(folder, run.config, indices, batches, finding)
         except (OSError, SafetensorError) as error:
-            log.warning("%s could not be written: %s", folder, error)
+            run.writers.warning("bundle", run.state.progress.step, f"{folder} could not be written: {error}")
     said = "every tensor they see is finite" if (text := found[first]) is None else str(text[1])
     if world_size() > 1:
         said = f"rank {first}: {said}"
-    log.warning("batch %d at step %d, %s: %s; what shows it is in %s", batch_number(run), number, how, said, folder)
-    run.writers.event("not-finite", run.state.progress.step, finding=said, bundle=folder.name)
+    named = f"batch {batch_number(run)} at step {number}, {how}: {said}; what shows it is in {folder}"
+    run.writers.warning("not-finite", run.state.progress.step, named, finding=said, bundle=folder.name)
 
 
 def roll_back(run: Run, first: int) -> bool:
@@ -99,7 +101,8 @@ def roll_back(run: Run, first: int) -> bool:
         RunError: it would be one more than `--max-rollbacks`.
     """
     guards, bad = run.config.guards, run.state.progress
-    log.warning("a loss spike since step %d, confirmed at step %d", first, bad.step)
+    text = f"a loss spike since step {first}, confirmed at step {bad.step}"
+    run.writers.warning("spike", bad.step, text, first=first)
     run.saver.wait()
     name = on_main(lambda: run.store.newest_valid(before=first, planned=True)[0])
     if bad.rollbacks >= guards.max_rollbacks:
@@ -110,8 +113,8 @@ def roll_back(run: Run, first: int) -> bool:
             )
         )
     if name is None:
-        log.warning("no checkpoint is from before it: going on; a lower --checkpoint-freq would have kept one")
-        run.writers.event("spike", bad.step, first=first)
+        text = "no checkpoint is from before it: going on; a lower --checkpoint-freq would have kept one"
+        run.writers.warning("no-rollback", bad.step, text, first=first)
         run.spikes.forget()
         return False
     with together():
@@ -157,10 +160,6 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
         run.collector.forget_after(progress.step)
     save(run, f"{word}_{progress.rollbacks}_iter{progress.step}")
     skipped = progress.skipped_data[-1]
-    run.writers.event(word, progress.step, skipped=skipped, lr_factor=progress.lr_factor, **facts)
-    log.warning(
-        "went back to %s; sequences %d to %d of the stream are left out, the learning rate is multiplied by %g",
-        to.name,
-        *skipped,
-        progress.lr_factor,
-    )
+    text = f"went back to {to.name}; sequences {skipped[0]} to {skipped[1]} of the stream are left out, "
+    text += f"the learning rate is multiplied by {progress.lr_factor:g}"
+    run.writers.warning(word, progress.step, text, skipped=skipped, lr_factor=progress.lr_factor, **facts)

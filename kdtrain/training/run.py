@@ -42,6 +42,7 @@ class Run:
         stopped_by: the signal that ended training, if one did.
         seconds, tokens: spent and trained on by this process; a clock is no part of the state.
         hooks: those of `--nan-hooks always`.
+        waited: seconds that this rank waited for the data of the step in work.
         published: the step, and the step that was validated, of the newest checkpoint.
     """
 
@@ -67,6 +68,7 @@ class Run:
     stopped_by: str | None = None
     seconds: float = 0.0
     tokens: int = 0
+    waited: float = 0.0
     published: tuple[int, int | None] | None = None
     bounds: BoundWatch = field(default_factory=BoundWatch)
 

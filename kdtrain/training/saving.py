@@ -58,6 +58,8 @@ def tell_published(run: Run) -> None:
 
     In the thread that trains, as all events: those of a run stand in the order in which it learned of them.
     """
+    for text in run.saver.warnings():
+        run.writers.event("disk-full", run.state.progress.step, "warning", message=text)
     for each in run.saver.published():
         for name in each.names:
             run.writers.event("checkpoint", each.step, name=name, stood_still=each.stood_still)

@@ -10,6 +10,7 @@ go in one more exchange behind it, so that every number from there on is that of
 """
 
 import signal
+import time
 from collections.abc import Iterator
 
 import torch
@@ -37,13 +38,14 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
     if run.hooks is not None:
         run.hooks.take()  # what a validation left
     rate = _prepare(run, number)
+    run.waited = 0.0
     own = accumulate(run, batches, stop)
     if own is None:
         return None
     temperature = run.step.temperature.value().detach().clone()
     loss, sums, asked = _over_ranks(run, own, temperature, stop)
     _add_up(_uncounted(run))
-    run.reporter.backward()
+    run.reporter.backward(number)
     norm = _clip(run, sums.tokens)
     run.reporter.gradients(number)
     pull = run.step.temperature.log_gradient()
@@ -52,6 +54,9 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")
     numbers = _numbers(run, sums, loss, norm, temperature, skipped, asked, rate) | _of_formats(run)
+    numbers["data_wait_s"] = run.waited
+    if run.scale.enabled:
+        numbers["loss_scale"] = run.scale.value
     stop.settle(int(numbers.pop("asked")))
     return numbers if pull is None else numbers | {"dL/dlogT": float(pull)}
 
@@ -77,7 +82,7 @@ def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> L
     sums: LossOutput | None = None
     for number in range(1, run.micros + 1):
         # before its forward: a rank without a batch could not take part in what the others exchange
-        batch = stop.read(lambda: next(batches))
+        batch = stop.read(lambda: _next(run, batches))
         if batch is None:
             return None
         if sums is None:
@@ -92,6 +97,14 @@ def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> L
         if stop:
             return None
     return sums
+
+
+def _next(run: Run, batches: Iterator[CachedBatch]) -> CachedBatch:
+    """The next micro-batch; how long it was waited for is added up."""
+    started = time.perf_counter()
+    batch = next(batches)
+    run.waited += time.perf_counter() - started
+    return batch
 
 
 def _over_ranks(

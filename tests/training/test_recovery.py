@@ -24,7 +24,7 @@ def spikes(monkeypatch):
     def ask(batches, factor=30):
         monkeypatch.setenv("KDTRAIN_FAULT", f"train.loss:x{factor}:{batches}")
         faults.read()
-        return faults._changed
+        return faults._fired
 
     yield ask
     monkeypatch.undo()
