@@ -223,6 +223,8 @@ class CheckpointConfig:
 
     checkpoint_freq: int = 250
     """Steps between checkpoints."""
+    checkpoint_minutes: float = 10.0
+    """Minutes without a checkpoint after which one is made all the same; 0 for never. No rollback goes back to it."""
     keep_rolling: int = 10
     """Newest checkpoints kept of those that --checkpoint-freq makes; the best one is kept besides."""
     keep_epochs: int = 5
@@ -248,6 +250,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         refuse(self.checkpoint_freq < 1, "--checkpoint-freq must be at least 1")
+        refuse(not 0 <= self.checkpoint_minutes < float("inf"), "--checkpoint-minutes must be 0 or more")
         for name in ("keep_rolling", "keep_epochs", "keep_special"):
             refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
         refuse(self.keep_aside < 0, "--keep-aside must be 0 or more")

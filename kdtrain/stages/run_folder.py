@@ -34,8 +34,8 @@ FREE = {
         *("grad_spike_threshold", "grad_spike_patience"),
     },
     "checkpoint": {
-        *("checkpoint_freq", "keep_rolling", "keep_epochs", "keep_special", "keep_aside", "async_save"),
-        *("disk_patience", "resume", "auto_resume", "overwrite"),
+        *("checkpoint_freq", "checkpoint_minutes", "keep_rolling", "keep_epochs", "keep_special", "keep_aside"),
+        *("async_save", "disk_patience", "resume", "auto_resume", "overwrite"),
     },
     "monitor": {
         *("eval_freq", "eval_batches", "log_freq", "tensorboard"),

@@ -44,6 +44,7 @@ def train(run: Run) -> None:
                 numbers = take_step(run, batches, stop)
                 if numbers is None:
                     break
+                by_clock = numbers.pop("clock") > 0
                 if numbers.pop("skipped"):
                     went_back = skip(run, numbers) and decide(run, state.progress.step + 1, math.nan)
                     if stop or went_back:
@@ -73,7 +74,7 @@ def train(run: Run) -> None:
                 improved = _validation_due(run) and _validate(run, stop)
                 ended = ends_epoch(run)
                 decide(run, progress.step, numbers["loss"])
-                save_if_due(run, improved=improved, ends_epoch=ended)
+                save_if_due(run, improved=improved, ends_epoch=ended, by_clock=by_clock)
                 tell_published(run)
                 if run.finished() or stop:
                     break
@@ -142,6 +143,7 @@ def _validate(run: Run, stop: StopRequest) -> bool:
     log.info("validation at step %d %s", progress.step, line(numbers))
     progress.validated_step = progress.step
     loss = numbers["validation/loss"]
+    progress.validation_loss = loss if math.isfinite(loss) else None
     if progress.step == 0:
         run.reporter.initial(loss)
     if not math.isfinite(loss):

@@ -59,6 +59,8 @@ class Progress:
     """The step it was measured at."""
     validated_step: Count | None = None
     """The last step that was measured."""
+    validation_loss: float | None = None
+    """Its validation cross-entropy in nats."""
     skips: Count = 0
     """Steps that were not taken because loss or gradient were not finite."""
     skips_in_a_row: Count = 0

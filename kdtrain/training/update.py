@@ -19,9 +19,10 @@ from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.sharded import clip_norm_
-from kdtrain.parallel.world import local, summed, world_size
+from kdtrain.parallel.world import is_main, local, summed, world_size
 from kdtrain.training.guards import guarded_step, not_finite
 from kdtrain.training.run import Run
+from kdtrain.training.saving import clock_is_due
 from kdtrain.training.schedule import alpha, learning_rate
 from kdtrain.training.state import seed_everything
 from kdtrain.training.stopping import StopRequest
@@ -43,7 +44,7 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
     if own is None:
         return None
     temperature = run.step.temperature.value().detach().clone()
-    loss, sums, asked = _over_ranks(run, own, temperature, stop)
+    loss, sums, asked, clock = _over_ranks(run, own, temperature, stop)
     _add_up(_uncounted(run))
     run.reporter.backward(number)
     norm = _clip(run, sums.tokens)
@@ -53,7 +54,7 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
     guarded_step(state.optimizer, skipped)
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")
-    numbers = _numbers(run, sums, loss, norm, temperature, skipped, asked, rate) | _of_formats(run)
+    numbers = _numbers(run, sums, loss, norm, temperature, skipped, asked, clock, rate) | _of_formats(run)
     numbers["data_wait_s"] = run.waited
     if run.scale.enabled:
         numbers["loss_scale"] = run.scale.value
@@ -109,17 +110,19 @@ def _next(run: Run, batches: Iterator[CachedBatch]) -> CachedBatch:
 
 def _over_ranks(
     run: Run, own: LossOutput, temperature: torch.Tensor, stop: StopRequest
-) -> tuple[torch.Tensor, LossOutput, torch.Tensor]:
-    """The step's mean loss in fp64, its sums, and the signal to stop by (0 for none), over all ranks."""
+) -> tuple[torch.Tensor, LossOutput, torch.Tensor, torch.Tensor]:
+    """The step's mean loss in fp64, its sums, the signal to stop by (0 for none), and whether the clock of rank 0 asks
+    for a checkpoint (1 or 0), over all ranks."""
     total = faults.changed("train.loss", _total_loss(run, own, temperature), batch_number(run))
+    clock = total.new_tensor(float(is_main() and clock_is_due(run)))
     if world_size() == 1:
-        return total / own.tokens.double().clamp(min=1), own, total.new_zeros(())
+        return total / own.tokens.double().clamp(min=1), own, total.new_zeros(()), clock
     asked = [total.new_tensor(float(stop.asked == each)) for each in _SIGNALS]
-    vector = summed(torch.stack([total, *(each.double() for each in own), *asked]))
+    vector = summed(torch.stack([total, *(each.double() for each in own), clock, *asked]))
     sums = LossOutput(*vector[1 : 1 + len(own)])
-    votes = vector[1 + len(own) :]
+    clock, votes = vector[1 + len(own)], vector[2 + len(own) :]
     signal_number = (votes > 0).double() * votes.new_tensor(_SIGNALS)
-    return vector[0] / sums.tokens.clamp(min=1), sums, signal_number.max()
+    return vector[0] / sums.tokens.clamp(min=1), sums, signal_number.max(), clock
 
 
 def _add_up(gradients: list[torch.Tensor]) -> None:
@@ -245,12 +248,13 @@ def _numbers(
     temperature: torch.Tensor,
     skipped: torch.Tensor,
     asked: torch.Tensor,
+    clock: torch.Tensor,
     rate: float,
 ) -> dict[str, float]:
     """The step's numbers as means over its tokens, read from the device in one go; T as the loss saw it."""
     tensors = [loss, sums.cross_entropy, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
-    read = torch.stack([each.double() for each in (*tensors, skipped, asked)]).tolist()
-    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, not_taken, signal_number = read
+    read = torch.stack([each.double() for each in (*tensors, skipped, asked, clock)]).tolist()
+    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, not_taken, signal_number, by_clock = read
     count = max(tokens, 1.0)
     parts: dict[str, float] = {}
     if run.step.has_teacher and run.step.alpha:
@@ -259,5 +263,5 @@ def _numbers(
             parts["alpha"] = run.step.alpha
     if run.step.hidden_loss is not None:
         parts |= {"ce": ce / count, "hidden": hidden / count}
-    told = {"skipped": not_taken, "asked": signal_number}
+    told = {"skipped": not_taken, "asked": signal_number, "clock": by_clock}
     return {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens, **told}
