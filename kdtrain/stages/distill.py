@@ -28,6 +28,7 @@ from kdtrain.stages.occupied import occupied
 from kdtrain.stages.run_folder import launch, restarted, resuming, write_description
 from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
+from kdtrain.training.memory import FIRST_STEPS, out_of_memory
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
 from kdtrain.training.saving import tell_published
@@ -77,6 +78,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
     on_main(lambda: write_description(config, facts))
     setup_logging(_log_of(config), quiet=not is_main())
     at = run.state.progress
+    run.halves_until = at.step + FIRST_STEPS
     try:
         run.writers = (
             Writers(config.out, at.step, at.validated_step, config.monitor)
@@ -113,7 +115,7 @@ def _train(run: Run) -> None:
     """`train`, and nothing left in flight behind it, however it ended."""
     try:
         train(run)
-    except BaseException:
+    except BaseException as failure:
         try:
             run.saver.close()
             tell_published(run)
@@ -121,6 +123,9 @@ def _train(run: Run) -> None:
             log.warning("%s", error)
             with suppress(OSError):  # the disk is full, say, and the first error is the one to be raised
                 run.writers.event("save", run.state.progress.step, "error", message=str(error))
+        if out_of_memory(failure):
+            said = "out of memory; lower --micro-batch-size, --batch-size or --seq-len"
+            raise RunError(said, reason="oom") from failure
         raise
     run.saver.close()
 
@@ -195,6 +200,7 @@ def _finish(run: Run, tokenizer: dict[str, bytes]) -> int:
         "temperature": float(run.step.temperature.value().detach()) if distils else None,
         "best_validation_loss": progress.best_loss,
         "best_step": progress.best_step,
+        "micro_batch_size": run.micro,
         "peak_memory_mb": round(peak_memory_mb(run.step.device), 1),
     }
     if run.adaptive is not None:

@@ -132,7 +132,7 @@ def _validate(run: Run, stop: StopRequest) -> bool:
         step.student.head,
         vocab_size=step.vocab_size,
         micro=run.micro,
-        batches=run.config.monitor.eval_batches * (run.config.micro_batch_size or run.config.batch_size) // run.micro,
+        batches=run.config.monitor.eval_batches * (run.config.micro_batch_given or run.config.batch_size) // run.micro,
         read=stop.read,
     )
     run.spread.reshard()

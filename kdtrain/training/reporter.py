@@ -97,7 +97,7 @@ class Reporter:
         held = memory_mb(self.step.device)
         grown, leak = self.memory.add(number, held)
         if leak is not None:
-            self.writers.warning("memory", number, leak)
+            self.writers.warning("memory-growth", number, leak)
         by_heart = self.learned.add(numbers.get("kd", math.nan), epochs)
         if by_heart is not None:
             facts = {"epochs": round(epochs, 2), "samples": self.learned.samples, "divergence": self.learned.mean}

@@ -45,6 +45,7 @@ class Run:
         hooks: those of `--nan-hooks always`.
         waited: seconds that this rank waited for the data of the step in work.
         saved_at: when this process saved last, or began, in seconds of its clock.
+        halves_until: the last step in which a micro-batch without memory is halved, which is done once.
         published: the step, and the step that was validated, of the newest checkpoint.
     """
 
@@ -71,6 +72,7 @@ class Run:
     seconds: float = 0.0
     tokens: int = 0
     waited: float = 0.0
+    halves_until: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     published: tuple[int, int | None] | None = None
     bounds: BoundWatch = field(default_factory=BoundWatch)

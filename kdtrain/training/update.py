@@ -21,6 +21,7 @@ from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.sharded import clip_norm_
 from kdtrain.parallel.world import is_main, local, summed, world_size
 from kdtrain.training.guards import guarded_step, not_finite
+from kdtrain.training.memory import halve_micro_batch, out_of_memory
 from kdtrain.training.run import Run
 from kdtrain.training.saving import clock_is_due
 from kdtrain.training.schedule import alpha, learning_rate
@@ -31,7 +32,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> dict[str, float] | None:
-    """Take the next step and return its numbers, means over its tokens; None when a stop was requested in between.
+    """Take the next step and return its numbers, means over its tokens; None when a stop was requested in between, or
+    where it did not fit into memory and is to be tried again from `run.feed`.
 
     `skipped` is 1 where nothing was updated, because the loss or a gradient is not finite on one of the ranks, else 0.
     """
@@ -40,7 +42,15 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
         run.hooks.take()  # what a validation left
     rate = _prepare(run, number)
     run.waited = 0.0
-    own = accumulate(run, batches, stop)
+    own, fits = None, True
+    try:
+        own = accumulate(run, batches, stop)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        fits = False
+    if not fits:  # behind the block, in which the error still holds the tensors
+        halve_micro_batch(run)
     if own is None:
         return None
     temperature = run.step.temperature.value().detach().clone()
