@@ -189,7 +189,8 @@ class Saver:
         """Make room for a checkpoint of `size` bytes the first time, then wait a minute; whether to try again."""
         if tries == 0:
             gone = self.store.make_room(size, protected)
-            self._tell(f"the disk is full: removed {', '.join(gone) or 'nothing'} to make room for checkpoint {name}")
+            done = f"removed {', '.join(gone)}" if gone else "nothing can be removed"
+            self._tell(f"the disk is full: {done} to make room for checkpoint {name}")
             return True
         if tries > self.patience:
             return False
