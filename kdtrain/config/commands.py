@@ -102,7 +102,7 @@ class DistillConfig:
     batch_size: int = 16
     """Sequences in an optimizer step, over all ranks; decides the result."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Sequences in a forward of a rank: the memory. Their product by the ranks divides the batch size; auto: by plan."""
+    """Sequences in a forward of a rank: the memory. Its product by the ranks divides the batch size; auto: by plan."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the student's layers and compute the rest again: less memory, a third more time."""
     allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = ()
