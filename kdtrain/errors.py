@@ -25,7 +25,7 @@ class RunError(RuntimeError):
     reason: the `stop_reason` of the run that it ended, a word of result.json.
     """
 
-    def __init__(self, message: str, reason: str = "error") -> None:
+    def __init__(self, message: str, *, reason: str = "error") -> None:
         super().__init__(message)
         self.reason = reason
 
@@ -35,6 +35,8 @@ _ADVICE = {
     errno.EDQUOT: "free some space, or ask for a larger quota",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or take a file system that holds larger ones",
 }
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 """What the system says of a path at which there cannot be a folder, however empty the disk."""
@@ -49,6 +51,13 @@ def system_error(error: BaseException) -> OSError | None:
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror or str(error).splitlines()[0])
     return None
+
+
+def reason(error: BaseException) -> str:
+    """The `reason` of a RunError, and of what the system said: `disk` where there is no room, else `error`."""
+    if isinstance(error, RunError):
+        return error.reason
+    return "disk" if isinstance(error, OSError) and error.errno in _FULL else "error"
 
 
 def advice(error: OSError) -> str:
@@ -69,7 +78,8 @@ def writing(path: Path) -> Iterator[None]:
             raise
         mend = _ADVICE.get(said.errno or 0, "make the folder writable")
         raise RunError(
-            f"cannot write {path}: {said.strerror}; what was finished before is kept: {mend} and run it again"
+            f"cannot write {path}: {said.strerror}; what was finished before is kept: {mend} and run it again",
+            reason=reason(said),
         ) from error
 
 

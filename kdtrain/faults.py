@@ -2,8 +2,8 @@
 
 `KDTRAIN_FAULT="cache.shard.before-rename:kill:2"` makes the second call of `point("cache.shard.before-rename")` kill
 the process. Actions: `kill` (SIGKILL), `term` (SIGTERM), `hang` (for `HANG` seconds), `raise` (RuntimeError),
-`enospc` (OSError). A point that counts something else than calls, such as bytes, fires when that number is reached;
-`kill:2@1` is meant for rank 1.
+`enospc` (OSError), `oom` (torch's OutOfMemoryError). A point that counts something else than calls, such as bytes,
+fires when that number is reached; `enospc:2-9` fires from the second call to the ninth, and `kill:2@1` on rank 1.
 
 `KDTRAIN_FAULT="train.gradient:nan:7@1"` makes `changed("train.gradient", tensor, 7)` spoil the first entry on rank 1;
 `train.loss:x30:12-15` multiplies by 30 at the numbers 12 to 15. The number is the caller's and no count of calls, so
@@ -24,7 +24,7 @@ HANG = 8.0
 """Seconds that a process hangs for."""
 
 _calls: Counter[str] = Counter()
-_changed: set[str] = set()
+_fired: set[str] = set()
 
 
 def _wanted() -> dict[str, tuple[str, str]]:
@@ -43,7 +43,7 @@ def read() -> None:
     global _faults
     _faults = _wanted()
     _calls.clear()
-    _changed.clear()
+    _fired.clear()
 
 
 def point(name: str, count: int = 1) -> None:
@@ -57,9 +57,10 @@ def point(name: str, count: int = 1) -> None:
     call, _, rank = when.partition("@")
     if rank not in ("", os.environ.get("RANK", "0")):
         return
+    first, _, last = call.partition("-")
     before = _calls[name]
     _calls[name] += count
-    if not before < int(call) <= _calls[name]:
+    if not (before < int(last or first) and int(first) <= _calls[name]):
         return
     _write_down(name)
     if action == "kill":
@@ -68,12 +69,16 @@ def point(name: str, count: int = 1) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     elif action == "enospc":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    elif action == "oom":
+        import torch
+
+        raise torch.OutOfMemoryError(f"out of memory: fault {name} was asked for")
     elif action == "hang":
         time.sleep(HANG)
     elif action == "raise":
         raise RuntimeError(f"fault {name} was asked for")
     else:
-        raise ValueError(f"KDTRAIN_FAULT: action '{action}' is unknown; use kill, term, hang, raise or enospc")
+        raise ValueError(f"KDTRAIN_FAULT: action '{action}' is unknown; use kill, term, hang, raise, enospc or oom")
 
 
 def changed(name: str, tensor: Any, number: int) -> Any:
@@ -93,9 +98,7 @@ def changed(name: str, tensor: Any, number: int) -> Any:
         factors.mul_(float(action[1:]))
     else:
         raise ValueError(f"KDTRAIN_FAULT: action '{action}' changes no tensor; use nan or x30")
-    if name not in _changed:
-        _changed.add(name)
-        _write_down(name)
+    _write_down(name)
     return tensor * factors
 
 
@@ -107,6 +110,9 @@ def _meant(when: str, number: int) -> bool:
 
 
 def _write_down(name: str) -> None:
+    if name in _fired:
+        return
+    _fired.add(name)
     if log := os.environ.get("KDTRAIN_FAULT_LOG"):
         with open(log, "a") as file:
             file.write(name + "\n")

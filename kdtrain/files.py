@@ -48,6 +48,9 @@ _DEPTH = 64
 """How deep a record may be nested."""
 _DOTS = 1000
 """How many dots a line of TOML may have: no key has so many parts, and a list of numbers seldom."""
+ASIDE = ("damaged", "left", "old", "replaced")
+"""Words that `set_aside` puts into a name."""
+_ASIDE = re.compile(rf".+\.(?:{'|'.join(ASIDE)})-\d+")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
 
 
@@ -312,8 +315,11 @@ def refuse_links(folder: Path, allowed: Collection[str] = ()) -> None:
 def set_aside(folder: Path, name: str, word: str) -> Path:
     """Rename `folder`/`name`, a relative path, to the first free NAME.WORD-1, -2, ...; the new path.
 
+    word: one of `ASIDE`.
+
     A link is renamed itself. UsageError: a folder on the way to it is a link. OSError: it cannot be renamed.
     """
+    assert word in ASIDE, word
     path = folder
     for part in Path(name).parts[:-1]:
         path /= part
@@ -324,6 +330,15 @@ def set_aside(folder: Path, name: str, word: str) -> Path:
         number += 1
     os.rename(path, aside)
     return aside
+
+
+def aside_in(folder: Path) -> list[Path]:
+    """What `set_aside` has renamed in `folder` itself, by name, oldest first: the one that was written to longest ago.
+
+    Numbers do not tell: one that has become free is given again.
+    """
+    found = [path for path in folder.iterdir() if _ASIDE.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda path: (path.lstat().st_mtime_ns, path.name))
 
 
 def remove_folder(path: Path, files: Collection[str], label: str) -> bool:

@@ -193,7 +193,9 @@ def test_a_learned_temperature_goes_with_every_divergence_that_moves_with_it(mod
         assert options.ObjectiveConfig(temperature_mode=mode, divergence=divergence).learns_temperature
     options.ObjectiveConfig(temperature_mode=mode, alpha=0.0, alpha_end=0.5, alpha_schedule="linear")
     for still in ("fixed", "schedule"):
-        assert not options.ObjectiveConfig(temperature_mode=still, temperature=2.0, divergence="logit-mse", alpha=0.0).learns_temperature
+        assert not options.ObjectiveConfig(
+            temperature_mode=still, temperature=2.0, divergence="logit-mse", alpha=0.0
+        ).learns_temperature
 
 
 def test_sections_are_plain_values_by_section():

@@ -68,6 +68,20 @@ def sealed_files(path: Path) -> set[str]:
         return set()
 
 
+def vouched_files(path: Path) -> set[str]:
+    """The names of all files in a checkpoint, each as the sealed manifest says it was written; none where one is not.
+
+    Files may be missing. This proves that kdtrain wrote what is there, as names alone do not.
+    """
+    try:
+        files, there = _files(path), {each.name for each in path.iterdir()}
+    except (OSError, ValueError):
+        return set()
+    others = there - {MANIFEST}
+    proven = all(name in files and _file_problem(path / name, *files[name], digests=True) is None for name in others)
+    return there if proven else set()
+
+
 def _files(path: Path) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 by name. OSError: the manifest cannot be read. ValueError: it is not one of this version."""
     text = read_text(path / MANIFEST)

@@ -2,19 +2,23 @@
 
 `save` copies everything into buffers of its own, pinned where the tensors are on a GPU and used again by the next
 save, and a thread does the rest: files, digests, links, pruning. One save is in flight; the next one waits for it.
-What goes wrong in the thread is raised by the next `save`, `wait` or `close`, and never lost. The buffers cost as
+What goes wrong in the thread is raised by the next `save`, `wait` or `close`, and never lost. Where the disk is full,
+the oldest of what can be missed goes, and the save is tried again, at once and then once a minute. The buffers cost as
 much memory as the state has; `asynchronous=False` saves in place and needs none.
 
 Several ranks save together: each copies and writes its part, and rank 0 publishes, links and prunes. What the
 threads have to say to each other goes over a group of their own, so that training goes on with the others.
 """
 
+import contextlib
 import copy
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,8 +26,12 @@ import torch
 
 from kdtrain import faults
 from kdtrain.checkpoint.store import Store
-from kdtrain.errors import RunError
+from kdtrain.errors import RunError, reason
 from kdtrain.parallel.world import local, lost, of_all, on_main, with_local
+
+MINUTE = 60.0
+"""Seconds between two tries on a full disk."""
+log = logging.getLogger("kdtrain")
 
 
 @dataclass
@@ -44,11 +52,16 @@ class Saver:
     Args:
         store: where they go.
         asynchronous: whether in a thread.
+        patience: minutes that a save waits for room on a full disk.
     """
 
-    def __init__(self, store: Store, asynchronous: bool = True) -> None:
+    def __init__(self, store: Store, asynchronous: bool = True, patience: int = 0) -> None:
         self.store = store
         self.asynchronous = asynchronous
+        self.patience = patience
+        self.asked_to_stop: Callable[[], bool] = lambda: False
+        """Whether a save is to wait for room no longer; asked on rank 0."""
+        self._warnings: list[str] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -97,12 +110,14 @@ class Saver:
             faults.point("checkpoint.before-prune")
             self.store.prune(protected)
 
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        work = partial(self._patiently, publish, partial(self._when_full, names[0], size, protected))
         if self.asynchronous:
             # no daemon: a process that ends without `close` still finishes what it has begun to write
-            self._thread = threading.Thread(target=self._attempt, args=(publish,), name="checkpoint")
+            self._thread = threading.Thread(target=self._attempt, args=(work,), name="checkpoint")
             self._thread.start()
         else:
-            self._attempt(publish)
+            self._attempt(work)
             self.wait()
         begun.stood_still = time.perf_counter() - started
         return begun.stood_still
@@ -112,6 +127,13 @@ class Saver:
         news = []
         while self._begun and self._begun[0].whole:
             news.append(self._begun.pop(0))
+        return news
+
+    def warnings(self) -> list[str]:
+        """What was logged about a full disk since this was asked last. Asked as `published` is."""
+        news = []
+        while self._warnings:
+            news.append(self._warnings.pop(0))
         return news
 
     def wait(self) -> None:
@@ -131,7 +153,8 @@ class Saver:
             raise gone from error
         if isinstance(error, OSError):
             where = error.filename or self.store.folder
-            raise of_all(RunError(f"{where}: {error.strerror or error}; published checkpoints are intact")) from None
+            said = f"{where}: {error.strerror or error}; published checkpoints are intact"
+            raise of_all(RunError(said, reason=reason(error))) from None
         if error is not None:
             raise RunError(f"saving into {self.store.folder} failed: {type(error).__name__}: {error}") from error
 
@@ -150,7 +173,39 @@ class Saver:
         except RunError as own:
             if error is None:
                 raise
-            logging.getLogger("kdtrain").error("%s", own)
+            log.error("%s", own)
+
+    def _patiently(self, publish: Callable[[], None], when_full: Callable[[int], bool]) -> None:
+        """`publish`, until the disk is not full or `when_full`, called with the tries so far, has it given up."""
+        for tries in itertools.count():
+            try:
+                return publish()
+            except (RunError, OSError) as error:
+                full = error
+            if reason(full) != "disk" or not on_main(partial(when_full, tries), self.store.words):
+                raise full
+
+    def _when_full(self, name: str, size: int, protected: Collection[str], tries: int) -> bool:
+        """Make room for a checkpoint of `size` bytes the first time, then wait a minute; whether to try again."""
+        if tries == 0:
+            gone = self.store.make_room(size, protected)
+            done = f"removed {', '.join(gone)}" if gone else "nothing can be removed"
+            self._tell(f"the disk is full: {done} to make room for checkpoint {name}")
+            return True
+        if tries > self.patience:
+            return False
+        where = self.store.folder
+        self._tell(f"the disk is full: {name} waits for room in {where}, minute {tries} of {self.patience}")
+        until = time.monotonic() + MINUTE
+        while time.monotonic() < until and not self.asked_to_stop():
+            time.sleep(min(1.0, MINUTE))
+        return not self.asked_to_stop()
+
+    def _tell(self, text: str) -> None:
+        """Log a warning; a log file on the same disk may be full as well."""
+        with contextlib.suppress(OSError):
+            log.warning(text)
+        self._warnings.append(text)
 
     def _attempt(self, publish: Callable[[], None]) -> None:
         try:

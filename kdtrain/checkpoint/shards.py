@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from kdtrain import faults
-from kdtrain.errors import RunError
+from kdtrain.errors import RunError, reason
 from kdtrain.parallel.world import local, with_local
 
 SUFFIX = ".safetensors"
@@ -59,11 +59,11 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class EntryError(Exception):
-    """An entry could not be written: its name, and the cause in words."""
+    """An entry could not be written: its name, the cause in words, and the `errors.reason` of it."""
 
-    def __init__(self, entry: str, cause: str) -> None:
-        super().__init__(entry, cause)
-        self.entry, self.cause = entry, cause
+    def __init__(self, entry: str, cause: str, reason: str) -> None:
+        super().__init__(entry, cause, reason)  # all of it: other processes get a pickle of the error
+        self.entry, self.cause, self.reason = entry, cause, reason
 
 
 def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None) -> dict[str, tuple[int, str]]:
@@ -214,7 +214,7 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tup
             size = file.tell()
             os.fsync(file.fileno())
     except OSError as error:
-        raise EntryError(f"{entry} in {path.name}", error.strerror or str(error)) from None
+        raise EntryError(f"{entry} in {path.name}", error.strerror or str(error), reason(error)) from None
     return size, digest.hexdigest()
 
 

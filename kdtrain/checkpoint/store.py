@@ -2,8 +2,9 @@
 
 A checkpoint is a folder of safetensors files (`shards.py`), `state.json` and a sealed `manifest.json` (`manifest.py`).
 It is written under a hidden name, flushed to the disk, and renamed into place, so that a published one is complete;
-what does not match its manifest, or holds a file that its manifest does not name, is never deleted. `latest` and `best`
-are symbolic links, replaced atomically. Nothing is ever unpickled.
+what does not match its manifest, or holds a file that its manifest does not name, is never deleted. So it is with what
+was set aside: beyond the newest few, what its seal proves to be as it was written is removed. `latest` and `best` are
+symbolic links, replaced atomically. Nothing is ever unpickled.
 
 A second name for the same state (`epoch-0001` beside `step-00000250`) costs no space, because its files are hard
 links; what damages one then damages both. One process writes a folder at a time.
@@ -24,10 +25,20 @@ import torch
 
 from kdtrain import faults
 from kdtrain.checkpoint import shards, tiers
-from kdtrain.checkpoint.manifest import MANIFEST, STATE, entry_of, is_checkpoint, problem, seal, sealed_files
-from kdtrain.errors import RunError, UsageError
+from kdtrain.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    entry_of,
+    is_checkpoint,
+    problem,
+    seal,
+    sealed_files,
+    vouched_files,
+)
+from kdtrain.errors import RunError, UsageError, reason
 from kdtrain.files import (
     LARGE,
+    aside_in,
     fsync,
     point_link,
     read_json,
@@ -59,6 +70,7 @@ class Store:
     Args:
         folder: `runs/NAME/checkpoints`; made when the first checkpoint is saved.
         keep_rolling, keep_epochs, keep_special: how many of the newest valid ones of each tier `prune` keeps.
+        keep_aside: how many of the newest of those set aside it keeps.
         words: the group of ranks that `save` together; None for a process alone. All else is for rank 0.
     """
 
@@ -69,12 +81,15 @@ class Store:
         keep_rolling: int = 10,
         keep_epochs: int = 5,
         keep_special: int = 3,
+        keep_aside: int = 2,
         words: Any = None,
     ) -> None:
         self.folder = folder
         self.words = words
         self.keep = tiers.Keep(keep_rolling, keep_epochs, keep_special)
+        self.keep_aside = keep_aside
         self._whole: dict[str, object] = {}
+        self._unproven: set[str] = set()
         self._changing = threading.RLock()  # the thread that saves sweeps, the one that trains makes links
 
     def save(
@@ -204,11 +219,46 @@ class Store:
 
         The latest, the best and the `protected` stay, and so do damaged ones, which count for nothing.
         """
-        kept = {*protected, *filter(None, map(self.linked, tiers.LINKS))}
+        kept = self._kept(protected)
+        found = self.aside()
+        gone = [path.name for path in found[: max(len(found) - self.keep_aside, 0)] if self._remove_aside(path.name)]
         if not tiers.removable(self.entries(), self.keep, kept):
-            return []
+            return gone
         # sizes cannot tell a flipped bit: before anything is removed, what is to remain in its place is read once
-        return [name for name in tiers.removable(self.entries(self._is_whole), self.keep, kept) if self.remove(name)]
+        old = tiers.removable(self.entries(self._is_whole), self.keep, kept)
+        return gone + [name for name in old if self.remove(name)]
+
+    def make_room(self, size: int, protected: Collection[str] = ()) -> list[str]:
+        """Remove the oldest of what can be missed until `size` bytes are free; the names removed.
+
+        First what was set aside, then checkpoints: the newest of each tier stays, and so does what `prune` never
+        removes.
+        """
+        gone: list[str] = []
+        old = tiers.removable(self.entries(self._is_whole), tiers.Keep(1, 1, 1), self._kept(protected))
+        for remove, names in ((self._remove_aside, [path.name for path in self.aside()]), (self.remove, old)):
+            for name in names:
+                frees = _own_bytes(self.folder / name)
+                if size > 0 and remove(name):
+                    gone.append(name)
+                    size -= frees
+        return gone
+
+    def aside(self) -> list[Path]:
+        """What was set aside, oldest first; without what a kill left between the two renames of a save."""
+        return [path for path in aside_in(self.folder) if not path.name.endswith(_REPLACED)]
+
+    def _kept(self, protected: Collection[str]) -> set[str]:
+        return {*protected, *filter(None, map(self.linked, tiers.LINKS))}
+
+    def _remove_aside(self, name: str) -> bool:
+        """Remove what was set aside; False: a file in it is not as it was written, or a link points at it."""
+        if name in self._unproven | self._kept(()):
+            return False
+        gone = remove_folder(self.folder / name, vouched_files(self.folder / name), "checkpoint.pruning")
+        if not gone:
+            self._unproven.add(name)  # it is not read again at each save
+        return gone
 
     def remove(self, name: str) -> bool:
         """Remove a checkpoint that is there; False: it holds what its manifest does not name, and stays."""
@@ -265,7 +315,8 @@ class Store:
                     self._settle()
             raise of_all(
                 RunError(
-                    f"checkpoint {self.folder / name} could not be written: {_cause(error)}; earlier ones are intact"
+                    f"checkpoint {self.folder / name} could not be written: {_cause(error)}; earlier ones are intact",
+                    reason=error.reason if isinstance(error, shards.EntryError) else reason(error),
                 )
             ) from None
 
@@ -338,6 +389,12 @@ def _link_or_copy(source: Path, to: Path) -> None:
     except OSError:
         shutil.copyfile(source, to)
         fsync(to)
+
+
+def _own_bytes(path: Path) -> int:
+    """Bytes that a checkpoint shares with no other name of its state."""
+    found = [each.lstat() for each in path.iterdir()] if path.is_dir() else []
+    return sum(each.st_size for each in found if each.st_nlink == 1)
 
 
 def _fingerprint(path: Path) -> object:

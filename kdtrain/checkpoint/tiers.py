@@ -1,6 +1,7 @@
 """The tiers of checkpoints: what their names say, which one is newest, and which ones are kept. Pure: no disk here.
 
-Rolling checkpoints are `step-00000250`, epoch checkpoints `epoch-0001`; those of the recovery buffer of adaptive
+Rolling checkpoints are `step-00000250`, epoch checkpoints `epoch-0001`; those that the clock asked for, and no other
+run has, are `clock-00000123`, and one of them is kept. Those of the recovery buffer of adaptive
 quantisation are `window_end_2_iter200` and `window_1_iter100_quantized`, and special ones have any other name
 (`interrupted-00000123`, `rollback_1_iter120`, `switch_to_bf16_iter150`). Names that are hidden, the links `latest` and
 `best`, and what was set aside (`step-00000250.left-1`, `step-00000250.damaged-1`) are no checkpoints.
@@ -11,13 +12,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Tier = Literal["epoch", "rolling", "special", "window"]
+Tier = Literal["clock", "epoch", "rolling", "special", "window"]
 
 LINKS = ("latest", "best")
 _ASIDE = re.compile(r"\.(?:left|damaged)-\d+$")
-_STEP = re.compile(r"^(?:step-|interrupted-)(\d+)|iter(\d+)")
+_STEP = re.compile(r"^(?:step-|interrupted-|clock-)(\d+)|iter(\d+)")
 _WINDOW = re.compile(r"window_(?:end_\d+_iter\d+|\d+_iter\d+_[a-z0-9]+)")
-_RANK: dict[Tier, int] = {"epoch": 0, "rolling": 1, "special": 2, "window": 2}
+_RANK: dict[Tier, int] = {"clock": 0, "epoch": 0, "rolling": 1, "special": 2, "window": 2}
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,27 @@ def epoch_name(number: int) -> str:
     return f"epoch-{number:04d}"
 
 
+def clock_name(step: int) -> str:
+    """The name of a checkpoint of `step` that the clock asked for."""
+    return f"clock-{step:08d}"
+
+
 def is_name(name: str) -> bool:
     """Whether a checkpoint may have this name."""
     return bool(name) and not name.startswith(".") and "/" not in name and name not in LINKS and not _ASIDE.search(name)
 
 
 def is_planned(name: str) -> bool:
-    """Whether a run that nobody interrupts has this checkpoint as well."""
-    return not name.startswith("interrupted-")
+    """Whether a run that nobody interrupts, on any machine, has this checkpoint as well."""
+    return not name.startswith("interrupted-") and tier(name) != "clock"
 
 
 def tier(name: str) -> Tier:
     """The tier that a name belongs to."""
     if re.fullmatch(r"step-\d{8,}", name):
         return "rolling"
+    if re.fullmatch(r"clock-\d{8,}", name):
+        return "clock"
     if _WINDOW.fullmatch(name):
         return "window"
     return "epoch" if re.fullmatch(r"epoch-\d{4,}", name) else "special"
@@ -87,6 +95,7 @@ def removable(entries: Iterable[Entry], keep: Keep, protected: Collection[str] =
     """
     valid = [each for each in ordered(entries) if each.valid]
     kept = {*protected, *(each.name for each in valid[-1:])}
-    for kind, count in (("rolling", keep.rolling), ("epoch", keep.epoch), ("special", keep.special)):
+    counts: list[tuple[Tier, int]] = [("rolling", keep.rolling), ("epoch", keep.epoch), ("special", keep.special)]
+    for kind, count in [*counts, ("clock", 1)]:
         kept |= {each.name for each in [each for each in valid if tier(each.name) == kind][-count:]}
     return [each.name for each in valid if each.name not in kept]

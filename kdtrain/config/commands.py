@@ -101,8 +101,8 @@ class DistillConfig:
     """Passes over the training split, instead of --steps."""
     batch_size: int = 16
     """Sequences in an optimizer step, over all ranks; decides the result."""
-    micro_batch_size: int | None = None
-    """Sequences in one forward of a rank; decides the memory. Its multiple by the ranks must divide the batch size."""
+    micro_batch_size: int | Literal["auto"] | None = None
+    """Sequences in a forward of a rank: the memory. Its product by the ranks divides the batch size; auto: by plan."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the student's layers and compute the rest again: less memory, a third more time."""
     allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = ()
@@ -170,12 +170,17 @@ class DistillConfig:
         refuse(self.steps is not None and self.steps < 1, "--steps must be at least 1")
         refuse(self.epochs is not None and not 0 < self.epochs < float("inf"), "--epochs must be above 0")
         refuse(self.batch_size < 1, "--batch-size must be at least 1")
-        micro = self.micro_batch_size
+        micro = self.micro_batch_given
         refuse(micro is not None and micro < 1, "--micro-batch-size must be at least 1")
         refuse(
             micro is not None and self.batch_size % micro != 0,
             f"--batch-size {self.batch_size} is no multiple of --micro-batch-size {micro}; choose one that is",
         )
+
+    @property
+    def micro_batch_given(self) -> int | None:
+        """--micro-batch-size where it is a number."""
+        return None if self.micro_batch_size == "auto" else self.micro_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

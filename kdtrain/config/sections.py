@@ -228,12 +228,18 @@ class CheckpointConfig:
 
     checkpoint_freq: int = 250
     """Steps between checkpoints."""
+    checkpoint_minutes: float = 10.0
+    """Minutes without a checkpoint after which one is made all the same; 0 for never. No rollback goes back to it."""
     keep_rolling: int = 10
     """Newest checkpoints kept of those that --checkpoint-freq makes; the best one is kept besides."""
     keep_epochs: int = 5
     """Newest checkpoints kept of those at the end of an epoch."""
     keep_special: int = 3
     """Newest checkpoints kept of all others: interruptions, rollbacks, changes of precision."""
+    keep_aside: int = 2
+    """Newest checkpoints kept of those set aside (.left-1, .damaged-1); what may be another's is never removed."""
+    disk_patience: int = 10
+    """Minutes that a checkpoint waits for room on a full disk, where the oldest are gone, before the run ends."""
     async_save: bool = True
     """Write checkpoints in the background; costs as much memory as weights and optimizer have."""
     resume: str = "auto"
@@ -249,8 +255,11 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         refuse(self.checkpoint_freq < 1, "--checkpoint-freq must be at least 1")
+        refuse(not 0 <= self.checkpoint_minutes < float("inf"), "--checkpoint-minutes must be 0 or more")
         for name in ("keep_rolling", "keep_epochs", "keep_special"):
             refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
+        refuse(self.keep_aside < 0, "--keep-aside must be 0 or more")
+        refuse(self.disk_patience < 0, "--disk-patience must be 0 or more")
         refuse(
             self.override_opt_param_scheduler and self.load is None,
             "--override-opt-param-scheduler is about the schedule of a run that is begun with --load; add that",

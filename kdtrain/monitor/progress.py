@@ -21,6 +21,7 @@ from kdtrain.errors import UsageError, printable
 
 log = logging.getLogger("kdtrain")
 console = Console(stderr=True)
+_early: list[tuple[str, str]] = []
 
 
 def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
@@ -29,6 +30,8 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
     quiet: nothing on stderr, bars among it: another rank says it there.
     """
     console.quiet = quiet
+    if file is None:
+        _early.clear()
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in list(log.handlers):
@@ -44,6 +47,19 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
         if file.exists() and not file.is_file():  # whoever opens a pipe waits for its reader
             raise UsageError(f"{file} is not a regular file; move it away")
         log.addHandler(_plain(_LogFile(file)))
+
+
+def warn_early(kind: str, text: str) -> None:
+    """Log a warning of a run whose files are not open yet; `Writers` makes an event of it."""
+    log.warning(text)
+    _early.append((kind, text))
+
+
+def early_warnings() -> list[tuple[str, str]]:
+    """Kind and text of each `warn_early` since this was asked last."""
+    found = _early.copy()
+    _early.clear()
+    return found
 
 
 class _OneLine(logging.Formatter):

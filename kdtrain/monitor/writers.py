@@ -1,8 +1,9 @@
 """Numbers a step, for programs and for the eye: `metrics.jsonl`, `events.jsonl`, and the boards that are asked for.
 
 A run that goes on from step s first forgets what was written after s, so that each step stands once; so does a run
-that rolls back while it trains (`rewind`). Events are never forgotten. A line that cannot be read, because a kill cut
-it short or a byte was damaged, is left out and counted; what is appended then begins a line of its own.
+that rolls back while it trains (`rewind`). Events are never forgotten; each has a level, and every warning is one. A
+line that cannot be read, because a kill cut it short or a byte was damaged, is left out and counted; what is appended
+then begins a line of its own.
 """
 
 import json
@@ -10,7 +11,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,7 +20,9 @@ from kdtrain.errors import UsageError
 from kdtrain.files import SMALL, open_regular, parse_json, publish_text, typed
 from kdtrain.monitor.boards import Board, TensorBoard, WeightsAndBiases
 from kdtrain.monitor.histograms import Joined, histograms
-from kdtrain.monitor.progress import log
+from kdtrain.monitor.progress import early_warnings, log, warn_early
+
+Level = Literal["info", "warning", "error"]
 
 
 class Writers:
@@ -48,6 +51,8 @@ class Writers:
             _forget(folder / name, resume_step, -1 if validated_step is None else validated_step)
         _forget(folder / "events.jsonl", math.inf, math.inf)
         self.file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  # closed by close()
+        for kind, text in early_warnings():
+            self.event(kind, resume_step, "warning", message=text)
 
     def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of `step`; a number that is not finite is written as null."""
@@ -57,11 +62,17 @@ class Writers:
         for board in self.boards:
             board.scalars(step, shown)
 
-    def event(self, kind: str, step: int, **details: Any) -> None:
+    def event(self, kind: str, step: int, level: Level = "info", **details: Any) -> None:
         """Write an intervention (start, resume, stop, best, ...) with its time in seconds since 1970."""
-        _append(self.folder / "events.jsonl", {"time": time.time(), "event": kind, "step": step, **details})
+        record = {"time": time.time(), "event": kind, "level": level, "step": step, **details}
+        _append(self.folder / "events.jsonl", record)
         for board in self.boards:
             board.event(step, kind, details)
+
+    def warning(self, kind: str, step: int, text: str, **details: Any) -> None:
+        """Log `text` as a warning, and write it as an event of this kind, its `message`."""
+        log.warning(text)
+        self.event(kind, step, "warning", message=text, **details)
 
     def histograms(self, step: int, tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> None:
         """Show the distributions of `tensors`; nothing where no board is written. joined: see `histograms`."""
@@ -99,10 +110,10 @@ class Writers:
             board.rewind(step)
 
     def close(self) -> None:
-        """Flush and close everything."""
+        """Flush and close everything; events may still be written."""
         self.file.close()
-        for board in self.boards:
-            board.close()
+        while self.boards:
+            self.boards.pop().close()
 
 
 class SilentWriters(Writers):
@@ -115,7 +126,7 @@ class SilentWriters(Writers):
     def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
         """Nothing."""
 
-    def event(self, kind: str, step: int, **details: Any) -> None:
+    def event(self, kind: str, step: int, level: Level = "info", **details: Any) -> None:
         """Nothing."""
 
     def histograms(self, step: int, tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> None:
@@ -175,5 +186,6 @@ def _forget(path: Path, trained: float, validated: float) -> None:
     except ValueError as error:
         raise UsageError(f"{path}: {error}; move it away") from None
     if unreadable:
-        log.warning("%s: left out %d lines that cannot be read, first line %d", path, len(unreadable), unreadable[0])
+        lines = f"{len(unreadable)} lines that cannot be read, first line {unreadable[0]}"
+        warn_early("unreadable-lines", f"{path}: left out {lines}")
     publish_text(path, "".join(text + "\n" for text in kept), "monitor.forget")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, reason
 from kdtrain.parallel.waiting import at_work
 
 T = TypeVar("T")
@@ -328,13 +328,13 @@ def _broadcast(text: str | None, group: Any) -> str:
 
 def _said(error: Exception) -> dict[str, Any]:
     text = f"{error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-    return {"usage": isinstance(error, UsageError), "error": text}
+    return {"usage": isinstance(error, UsageError), "error": text, "reason": reason(error)}
 
 
 def _understood(said: dict[str, Any]) -> Any:
     if "error" not in said:
         return said["result"]
-    error = (UsageError if said["usage"] else RunError)(said["error"])
+    error = UsageError(said["error"]) if said["usage"] else RunError(said["error"], reason=said["reason"])
     error.told = True  # type: ignore[union-attr]
     raise error
 
@@ -352,6 +352,11 @@ def memory_mb(device: torch.device) -> float:
     """What this process holds now in MiB: of a GPU's memory (cached blocks too), or resident on a CPU; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device) / 2**20
+    return resident_mb()
+
+
+def resident_mb() -> float:
+    """What this process holds of the machine's memory now, in MiB; 0 if unknown."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if pages.exists() else 0.0
 

@@ -37,7 +37,7 @@ from kdtrain.stages.agreement import agree, weights_digest
 from kdtrain.stages.begin import allowing
 from kdtrain.stages.build import build_tokens, holds_tokens, logit_width
 from kdtrain.stages.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
-from kdtrain.stages.planning import free_everywhere, plan_run
+from kdtrain.stages.planning import fitting_micro_batch, free_everywhere, plan_run
 from kdtrain.stages.run_folder import deciding
 from kdtrain.stages.spread import cut_student, cut_teacher, loading_device, micro_batch, spread
 from kdtrain.training.adaptive import Adaptive
@@ -93,7 +93,10 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     free = free_everywhere(device, config.parallel.device_memory)
     with together():
         plan = formats.plan(config.precision, config.quantization, device)
-        over_ranks = plan_run(config, device, free)
+        micro = micro_batch(config)
+        if config.micro_batch_size == "auto":
+            micro = fitting_micro_batch(config, device, free)
+        over_ranks = plan_run(replace(config, micro_batch_size=micro), device, free)
     mode = plan.high
     if config.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
@@ -182,12 +185,12 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     run = Run(
         config=config,
         planned=total,
-        micro=micro_batch(config),
+        micro=micro,
         step=step,
         spread=spread(over_ranks, step),
         state=state,
         store=store,
-        saver=Saver(store, asynchronous=config.checkpoint.async_save),
+        saver=Saver(store, config.checkpoint.async_save, config.checkpoint.disk_patience),
         train_source=sources["train"],
         validation_source=sources["validation"],
         spikes=spikes,
@@ -239,6 +242,7 @@ def _store(config: DistillConfig, words: Any) -> Store:
         keep_rolling=keep.keep_rolling,
         keep_epochs=keep.keep_epochs,
         keep_special=keep.keep_special,
+        keep_aside=keep.keep_aside,
         words=words,
     )
 

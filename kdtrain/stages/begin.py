@@ -8,7 +8,7 @@ from typing import Any
 from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.monitor.progress import log
+from kdtrain.monitor.progress import log, warn_early
 from kdtrain.parallel.world import of_all, on_main, together
 from kdtrain.stages.run_folder import changes, refuse_changes
 from kdtrain.training.run import Run
@@ -82,7 +82,7 @@ def _find(run: Run, wanted: str) -> str | None:
         return str(run.store.choose(wanted))
     name, damaged = run.store.newest_valid()
     for text in damaged:
-        log.warning(text)
+        warn_early("damaged-checkpoint", text)
     if name is None:
         _set_aside(run)
         return None
@@ -90,9 +90,10 @@ def _find(run: Run, wanted: str) -> str | None:
 
 
 def _set_aside(run: Run) -> None:
-    log.warning("NO VALID CHECKPOINT in %s: STARTING ANEW", run.store.folder)
+    text = f"NO VALID CHECKPOINT in {run.store.folder}: STARTING ANEW"
     if damaged := run.store.set_aside_damaged():
-        log.warning("renamed the damaged ones %s; nothing was deleted", ", ".join(damaged))
+        text += f"; renamed the damaged ones {', '.join(damaged)}; nothing was deleted"
+    warn_early("no-valid-checkpoint", text)
 
 
 def start_from(run: Run, path: Path) -> Path:
@@ -152,7 +153,7 @@ def _say_what_differs(run: Run, checkpoint: Checkpoint) -> None:
     if different := [each for each in changes(saved, run.config) if not each.startswith(("--load", "--override"))]:
         log.info("unlike the loaded run: %s", ", ".join(different))
     if checkpoint.state["cache"] != run.identity["cache"]:
-        log.warning("the loaded run read another cache; this one is read from its beginning")
+        warn_early("other-cache", "the loaded run read another cache; this one is read from its beginning")
 
 
 def _refuse_strange(run: Run, checkpoint: Checkpoint, path: Path, what: tuple[str, ...]) -> None:
@@ -169,7 +170,7 @@ def allowing(name: str, config: DistillConfig) -> Iterator[None]:
         yield
     except UsageError as error:
         if name in config.allow_mismatch:
-            log.warning("--allow-mismatch %s: %s", name, error)
+            warn_early("mismatch", f"--allow-mismatch {name}: {error}")
         elif name in ("tokenizer", "cache"):
             raise UsageError(f"{error}; or add --allow-mismatch {name}") from None
         else:

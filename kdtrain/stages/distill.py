@@ -1,7 +1,7 @@
 """`kdtrain distill`: train a student from a cache, from an online teacher, or by cross-entropy on text."""
 
-import contextlib
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from kdtrain.cache.provenance import Manifest
 from kdtrain.config import DistillConfig, sections
-from kdtrain.errors import RunError, UsageError, advice, writing
+from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import set_aside
 from kdtrain.models.loading import export_model, is_export, load_tokenizer, tokenizer_files
 from kdtrain.models.spec import read_spec
@@ -25,10 +25,11 @@ from kdtrain.stages.build import logit_width
 from kdtrain.stages.common import show
 from kdtrain.stages.export import student_at
 from kdtrain.stages.occupied import occupied
-from kdtrain.stages.result import how_it_ended, reason_of, tell_outcome, write_result
+from kdtrain.stages.result import how_it_ended, tell_outcome, write_result
 from kdtrain.stages.run_folder import launch, restarted, resuming, write_description
 from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
+from kdtrain.training.memory import FIRST_STEPS, out_of_memory
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
 from kdtrain.training.saving import tell_published
@@ -79,6 +80,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
     on_main(lambda: write_description(config, facts))
     setup_logging(_log_of(config), quiet=not is_main())
     at = run.state.progress
+    run.halves_until = at.step + FIRST_STEPS
     try:
         run.writers = (
             Writers(config.out, at.step, at.validated_step, config.monitor)
@@ -97,11 +99,13 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
         tokenizer = tokenizer_files(made.folder / "tokenizer")  # what is exported: the cache may be gone by then
         _announce(made, begun_at)
         _train(run)
+        if run.stopped_by is None:
+            tell_outcome(run)
         run.writers.close()
     except OSError as error:
         _fail(run, error)
         where, kept = error.filename or config.out, "published checkpoints are intact"
-        raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}", reason_of(error)) from None
+        raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}", reason=reason(error)) from None
     except UsageError:
         raise
     except Exception as error:
@@ -121,12 +125,17 @@ def _train(run: Run) -> None:
     """`train`, and nothing left in flight behind it, however it ended."""
     try:
         train(run)
-    except BaseException:
+    except BaseException as failure:
         try:
             run.saver.close()
             tell_published(run)
         except (RunError, OSError) as error:
             log.warning("%s", error)
+            with suppress(OSError):  # the disk is full, say, and the first error is the one to be raised
+                run.writers.event("save", run.state.progress.step, "error", message=str(error))
+        if out_of_memory(failure):
+            said = "out of memory; lower --micro-batch-size, --batch-size or --seq-len"
+            raise RunError(said, reason="oom") from failure
         raise
     run.saver.close()
 
@@ -189,10 +198,9 @@ def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
 def _finish(run: Run, tokenizer: dict[str, bytes]) -> int:
     """Export the best student and print what became of the run."""
     config = run.config
-    reason = "signal" if run.stopped_by else "early-stop" if run.state.progress.stopped else "done"
-    result = how_it_ended(run, reason)
+    ended = "signal" if run.stopped_by else "early-stop" if run.state.progress.stopped else "done"
+    result = how_it_ended(run, ended)
     if run.stopped_by is None:
-        tell_outcome(result)
         on_main(lambda: _export(run, tokenizer))
         result["student"] = str(config.out / "student")
     write_result(run, result)
@@ -202,8 +210,8 @@ def _finish(run: Run, tokenizer: dict[str, bytes]) -> int:
 
 def _fail(run: Run, error: Exception) -> None:
     """Write and print what became of a run that an error ended; whoever caught the error raises it again."""
-    result = how_it_ended(run, reason_of(error), str(error))
-    with contextlib.suppress(RunError):  # a full disk may be what the error is about
+    result = how_it_ended(run, reason(error), str(error))
+    with suppress(RunError):  # a full disk may be what the error is about
         write_result(run, result)
     if run.config.json:
         show("", result, True)
@@ -223,15 +231,16 @@ def _export(run: Run, tokenizer: dict[str, bytes]) -> None:
         step = run.state.progress.step
     with writing(out):
         if os.path.lexists(out) and not is_export(out):
-            log.warning("%s was not written by kdtrain, and is now %s", out, set_aside(out.parent, out.name, "old"))
+            moved = set_aside(out.parent, out.name, "old")
+            run.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
     origin = {"cache": str(run.identity["cache"]), "step": step}
     if aside := export_model(student, tokenizer, out, origin=origin):
-        log.warning("%s held more than an export, and is now %s", out, aside)
+        run.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
 
 
 def _best(run: Run) -> Path:
     try:
         return run.store.choose("best")
     except (UsageError, RunError) as error:
-        log.warning("%s; taking the newest instead", error)
+        run.writers.warning("best", run.state.progress.step, f"{error}; taking the newest instead")
         return run.store.choose("latest")

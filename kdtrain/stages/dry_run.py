@@ -172,7 +172,7 @@ def _validation_steps(run: Run) -> list[int]:
 
 def _validation_seconds(run: Run) -> float:
     """Seconds of a whole validation, by those of one forward of each rank."""
-    most = run.config.monitor.eval_batches * (run.config.micro_batch_size or run.config.batch_size) // run.micro
+    most = run.config.monitor.eval_batches * (run.config.micro_batch_given or run.config.batch_size) // run.micro
     forwards = math.ceil(min(math.ceil(len(run.validation_source) / run.micro), most) / world_size())
     run.step.eval()
     started = time.perf_counter()

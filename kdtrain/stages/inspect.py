@@ -2,6 +2,8 @@
 
 import os
 import platform
+import stat
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,11 @@ import torch
 
 from kdtrain.cache.provenance import check_sizes, read_manifest
 from kdtrain.checkpoint import tiers
-from kdtrain.checkpoint.manifest import problem
+from kdtrain.checkpoint.manifest import MANIFEST, problem
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import InspectConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import read_json
+from kdtrain.files import aside_in, read_json
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.precision.modes import has_bf16, why_not_compile
 from kdtrain.precision.probe import capabilities
@@ -93,6 +95,7 @@ def _cache(path: Path) -> dict[str, Any]:
         "temperature range": manifest.temperature_range,
         "fidelity": manifest.fidelity,
         "versions": manifest.versions,
+        **_aside(path.resolve()),
     }
 
 
@@ -128,12 +131,46 @@ def _lines(found: dict[str, Any]) -> list[str]:
 def _run(path: Path) -> dict[str, Any]:
     store = Store(path / "checkpoints")
     environment = path / "environment.json"
+    entries = store.entries()
     return {
         "student": _student(environment),
         "exported": str(path / "student") if (path / "student").is_dir() else None,
         **{link: target for link in tiers.LINKS if (target := store.linked(link)) is not None},
-        "checkpoints": {entry.name: _row(store, entry) for entry in store.entries()},
+        "checkpoints": {entry.name: _row(store, entry) for entry in entries},
+        "checkpoints in all (MiB)": _mib([store.path(entry.name) for entry in entries]),
+        **_aside(path.resolve()),
     }
+
+
+def _aside(path: Path) -> dict[str, Any]:
+    """What lies beside and inside a run or a cache because it was moved aside: MiB by path, and in all."""
+    folders = [path, path / "checkpoints", path / "shards"]
+    found = [each for each in aside_in(path.parent) if each.name.startswith(f"{path.name}.")]
+    found += [each for folder in folders for each in aside_in(folder)]
+    if not found:
+        return {}
+    table = {os.path.relpath(each, path): _mib([each]) for each in found}
+    return {"set aside (MiB)": {**table, "in all": _mib(found)}}
+
+
+def _mib(paths: list[Path]) -> float:
+    """MiB of files and folders; what has several names counts once, and no link is followed."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
+            fact = each.lstat()
+            if not stat.S_ISDIR(fact.st_mode):
+                sizes[fact.st_dev, fact.st_ino] = fact.st_size
+    return round(sum(sizes.values()) / 2**20, 1)
+
+
+def _written(path: Path) -> str | None:
+    """When a checkpoint was written, in local time."""
+    try:
+        seconds = (path / MANIFEST).stat().st_mtime
+    except OSError:
+        return None
+    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
 
 
 def _student(environment: Path) -> Any:
@@ -144,7 +181,10 @@ def _student(environment: Path) -> Any:
 
 
 def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
-    """A checkpoint in a line: `loss` is the last training loss, `best_loss` the best validation's until then."""
+    """A checkpoint in a line: `loss` is the last training loss, `best_loss` the best validation's until then.
+
+    `validation_loss` is its own, where its step was measured.
+    """
     path = store.path(entry.name)
     progress: dict[str, Any] = {}
     if (wrong := problem(path)) is None:
@@ -155,9 +195,11 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
     return {
         "step": entry.step if entry.step >= 0 else None,
         "loss": progress.get("loss"),
+        "validation_loss": progress.get("last_loss") if progress.get("validated_step") == entry.step else None,
         "best_loss": progress.get("best_loss"),
+        "written": _written(path),
         "tier": tiers.tier(entry.name),
-        "MiB": round(sum(file.stat().st_size for file in path.glob("*")) / 2**20, 1),
+        "MiB": _mib([path]),
         "verdict": f"damaged: {wrong}" if wrong else "ok",
     }
 

@@ -5,6 +5,7 @@ with by its options alone, with a line that says so, and is refused by the devic
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,6 +43,27 @@ def plan_run(config: DistillConfig, device: torch.device, free: float | None) ->
     return choose(config.parallel, world_size(), online=config.teacher is not None, job=job, free=free)
 
 
+def fitting_micro_batch(config: DistillConfig, device: torch.device, free: float | None) -> int:
+    """What `--micro-batch-size auto` is: a rank's share of a step, halved until the plan finds room for it.
+
+    free: see `free_everywhere`; without it, or where a model cannot be looked at, the whole share.
+
+    Raises:
+        UsageError: as `plan_run`, of the smallest.
+    """
+    micro, job = config.batch_size // world_size(), job_of(config, device)
+    while job is not None:
+        try:
+            tried = replace(job, micro_batch_size=micro)
+            choose(config.parallel, world_size(), online=config.teacher is not None, job=tried, free=free)
+            break
+        except UsageError:
+            if micro % 2:
+                raise
+            micro //= 2
+    return micro
+
+
 def job_of(config: DistillConfig, device: torch.device) -> Job | None:
     """What the plan must know of a run; None where a model cannot be looked at."""
     mode = formats.plan(config.precision, config.quantization, device).high
@@ -58,7 +80,7 @@ def job_of(config: DistillConfig, device: torch.device) -> Job | None:
         student=looked_at,
         teacher=asked,
         batch_size=config.batch_size,
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=config.micro_batch_given,
         seq_len=seq_len,
         chunk_rows=chunk_rows(looked_at.vocabulary, looked_at.width, narrow or torch.float32, device.type),
         compute_bytes=4 if narrow is None else 2,

@@ -1,15 +1,12 @@
 """How a run ended: `result.json`, which is also what `distill --json` prints."""
 
 import contextlib
-import errno
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kdtrain.errors import RunError
 from kdtrain.files import SMALL, open_regular, parse_json, publish_text, read_json, typed
-from kdtrain.monitor.progress import log
 from kdtrain.parallel.world import is_main, peak_memory_mb
 from kdtrain.stages.common import finite
 from kdtrain.training.run import Run
@@ -31,22 +28,11 @@ class _Other(TypedDict):
     best_validation_loss: float
 
 
-def reason_of(error: BaseException) -> str:
-    """The `stop_reason` of a run that an error ended: diverged, gradient-explosion, non-finite, oom, disk or error."""
-    if isinstance(error, RunError):
-        return error.reason
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "disk"
-    # torch reports a device out of memory, and a failed allocation on the CPU, as RuntimeErrors
-    out_of_memory = "out of memory" in str(error) or "can't allocate memory" in str(error)
-    return "oom" if isinstance(error, MemoryError) or out_of_memory else "error"
-
-
 def how_it_ended(run: Run, reason: str, error: str | None = None) -> dict[str, Any]:
     """What became of the run, by the names of `result.json`: losses in nats a token, None where nothing is known."""
     progress, config = run.state.progress, run.config
     distils = run.step.has_teacher and config.objective.distils
-    best, plain = progress.best_loss, None if not distils else _plain_cross_entropy(run)
+    best, plain = progress.best_loss, _plain_cross_entropy(run)
     result: dict[str, Any] = {
         "run": str(config.out),
         "stop_reason": reason,
@@ -75,6 +61,7 @@ def how_it_ended(run: Run, reason: str, error: str | None = None) -> dict[str, A
         "cache": run.identity["cache"],
         "student_name": _student_name(run),
         "student": None,
+        "micro_batch_size": run.micro,
         "peak_memory_mb": round(peak_memory_mb(run.step.device), 1),
     }
     if run.adaptive is not None:
@@ -89,19 +76,19 @@ def write_result(run: Run, result: dict[str, Any]) -> None:
         publish_text(run.config.out / RESULT, json.dumps(finite(result), indent=1) + "\n", "run.result")
 
 
-def tell_outcome(result: dict[str, Any]) -> None:
+def tell_outcome(run: Run) -> None:
     """Warn of a student that is not better than it began, or than plain cross-entropy."""
-    first, last, best = (result[f"{which}_validation_loss"] for which in ("first", "last", "best"))
-    worse = first is not None and last is not None and last > first
-    if worse or result["better_than_start"] is False:
-        what = "ended worse than it began" if worse else "is no better than it began"
-        text = "the student %s: validation loss %.4f, at the end %.4f; exported is that of step %d, %.4f"
-        log.warning(text, what, first, last, result["best_step"], best)
-    if result["better_than_cross_entropy"] is False:
-        text = (
-            "the student's validation loss %.4f is not below %.4f, that of plain cross-entropy on the same cache in %s"
-        )
-        log.warning(text, best, result["cross_entropy_validation_loss"], result["cross_entropy_run"])
+    progress = run.state.progress
+    first, last, best, number = progress.first_loss, progress.last_loss, progress.best_loss, progress.best_step
+    if first is None or last is None or best is None:
+        return
+    if last > first or best >= first:
+        what = "ended worse than it began" if last > first else "is no better than it began"
+        losses = f"validation loss {first:.4f}, at the end {last:.4f}; exported is that of step {number}, {best:.4f}"
+        run.writers.warning("no-gain", progress.step, f"the student {what}: {losses}")
+    if (plain := _plain_cross_entropy(run)) is not None and best >= plain[1]:
+        there = f"{plain[1]:.4f}, that of plain cross-entropy on this cache in {plain[0]}"
+        run.writers.warning("no-gain", progress.step, f"the student's validation loss {best:.4f} is not below {there}")
 
 
 def _below(loss: float | None, other: float | None) -> bool | None:
@@ -114,7 +101,12 @@ def _student_name(run: Run) -> str:
 
 
 def _plain_cross_entropy(run: Run) -> tuple[str, float] | None:
-    """The best run beside this one that trained the same student on the same cache by cross-entropy; its loss."""
+    """The best run beside this one that trained the same student on the same cache by cross-entropy; its loss.
+
+    None where there is none, and for a run by cross-entropy.
+    """
+    if not (run.step.has_teacher and run.config.objective.distils):
+        return None
     found: list[tuple[float, str]] = []
     for path in sorted(run.config.out.parent.glob(f"*/{RESULT}")):
         with contextlib.suppress(OSError, ValueError):

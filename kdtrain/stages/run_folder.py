@@ -17,7 +17,7 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig, plain, sections
 from kdtrain.errors import RunError, UsageError, making
 from kdtrain.files import make_folder, publish_text, read_json, read_toml, refuse_links, remove_empty, set_aside, typed
-from kdtrain.monitor.progress import log
+from kdtrain.monitor.progress import log, warn_early
 from kdtrain.stages.build import holds_tokens
 from kdtrain.training.state import read_saved
 
@@ -35,8 +35,8 @@ FREE = {
         *("grad_spike_threshold", "grad_spike_patience"),
     },
     "checkpoint": {
-        *("checkpoint_freq", "keep_rolling", "keep_epochs", "keep_special", "async_save"),
-        *("resume", "auto_resume", "overwrite"),
+        *("checkpoint_freq", "checkpoint_minutes", "keep_rolling", "keep_epochs", "keep_special", "keep_aside"),
+        *("async_save", "disk_patience", "resume", "auto_resume", "overwrite"),
     },
     "monitor": {
         *("eval_freq", "eval_batches", "log_freq", "tensorboard"),
@@ -168,9 +168,8 @@ def options_of(folder: Path) -> RunOptions | None:
         raise RunError(f"{store.path(name)}/state.json is not what a run writes: options.run: {error}") from error
     if folder.resolve() not in _recovered:
         _recovered.add(folder.resolve())
-        log.warning(
-            "%s %s; the options of the run are those in its checkpoint %s", folder / "config.toml", reason, name
-        )
+        options = f"the options of the run are those in its checkpoint {name}"
+        warn_early("lost-config", f"{folder / 'config.toml'} {reason}; {options}")
     return found
 
 

@@ -23,7 +23,7 @@ def micro_batch(config: DistillConfig) -> int:
     Raises:
         UsageError: the ranks cannot share a step out evenly, or cannot be put into rows of `--shard-size`.
     """
-    ranks, batch, micro = world_size(), config.batch_size, config.micro_batch_size
+    ranks, batch, micro = world_size(), config.batch_size, config.micro_batch_given
     if (size := config.parallel.shard_size) is not None and ranks % size:
         raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")
     if batch % (ranks * (micro or 1)):

@@ -4,7 +4,6 @@ A T on its bound is no longer learned: the loss wants it further away than it ma
 nature (docs/temperature.md). It is said when it is first seen, and again only after T had left that bound.
 """
 
-from kdtrain.monitor.progress import log
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.temperature import Temperature
 
@@ -20,11 +19,7 @@ class BoundWatch:
         bound = temperature.at_bound()
         if bound is not None and bound != self.named:
             value = float(temperature.value().detach())
-            log.warning(
-                "the learned temperature sits on its %s, %.3f: --temperature-mode %s found nothing inside the bounds",
-                bound,
-                value,
-                mode,
-            )
-            writers.event("temperature-bound", step, bound=bound, temperature=value, mode=mode)
+            text = f"the learned temperature sits on its {bound}, {value:.3f}: --temperature-mode {mode} found nothing"
+            facts = {"bound": bound, "temperature": value, "mode": mode}
+            writers.warning("temperature-bound", step, f"{text} inside the bounds", **facts)
         self.named = bound

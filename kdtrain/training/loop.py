@@ -35,6 +35,7 @@ def train(run: Run) -> None:
     rate = Rate(run.total)
     started = time.monotonic()
     with StopRequest() as stop, shown.bar:
+        run.saver.asked_to_stop = lambda: stop.asked > 0
         settle(run)
         if run.published is None or _validation_due(run):
             improved = _validate(run, stop) is Outcome.BEST
@@ -47,6 +48,7 @@ def train(run: Run) -> None:
                 numbers = take_step(run, batches, stop)
                 if numbers is None:
                     break
+                by_clock = numbers.pop("clock") > 0
                 if numbers.pop("skipped"):
                     recovered = skip(run, numbers) and decide(run, state.progress.step + 1, math.nan)
                     if stop or recovered:
@@ -60,7 +62,7 @@ def train(run: Run) -> None:
                 progress.loss = numbers["loss"]
                 run.scale.update(overflowed=False)
                 run.tokens += int(numbers["tokens"])
-                run.seconds = time.monotonic() - started
+                before, run.seconds = run.seconds, time.monotonic() - started
 
                 if went_back(run, numbers):
                     break
@@ -68,6 +70,8 @@ def train(run: Run) -> None:
                 numbers |= {"loss_avg": run.stopping.average} | rate.add(
                     progress.step, int(numbers["tokens"]), run.seconds
                 )
+                if before:  # the first step's interval would be that of the compiler
+                    numbers["tok/s_last"] = numbers["tokens"] / (run.seconds - before)
                 _report(run, shown, numbers)
 
                 outcome = _validate(run, stop) if _validation_due(run) else None
@@ -77,7 +81,7 @@ def train(run: Run) -> None:
                 _look_for_plateau(run, shown, rate)
                 ended = ends_epoch(run)
                 decide(run, progress.step, numbers["loss"])
-                save_if_due(run, improved=outcome is Outcome.BEST, ends_epoch=ended)
+                save_if_due(run, improved=outcome is Outcome.BEST, ends_epoch=ended, by_clock=by_clock)
                 tell_published(run)
                 if run.finished() or stop:
                     break
@@ -95,7 +99,7 @@ def _end(run: Run, stop: StopRequest) -> None:
         run.state.optimizer.zero_grad(set_to_none=True)
         if progress.step > 0 and not is_saved(run):
             save(run, f"interrupted-{progress.step:08d}")
-        run.writers.event("stop", progress.step, **{"reason" if stop.failed else "signal": stop.name})
+        run.writers.event("stop", progress.step, "info", **{"reason" if stop.failed else "signal": stop.name})
         how = "the same command" if run.config.checkpoint.resume in ("auto", "latest") else "--resume latest"
         log.info("stopped by %s after step %d; %s goes on from there", stop.name, progress.step, how)
     elif progress.stopped is not None:
@@ -105,7 +109,6 @@ def _end(run: Run, stop: StopRequest) -> None:
 
 def _report(run: Run, shown: Bar, numbers: dict[str, float]) -> None:
     number = run.state.progress.step
-    run.writers.metrics(number, numbers)
     checkpoint = 0 if run.published is None else run.published[0]
     epochs = run.state.progress.sequences / len(run.train_source)
     text = run.reporter.finished(number, numbers, checkpoint, epochs)
@@ -146,7 +149,7 @@ def _validate(run: Run, stop: StopRequest) -> Outcome | None:
         step.student.head,
         vocab_size=step.vocab_size,
         micro=run.micro,
-        batches=run.config.monitor.eval_batches * (run.config.micro_batch_size or run.config.batch_size) // run.micro,
+        batches=run.config.monitor.eval_batches * (run.config.micro_batch_given or run.config.batch_size) // run.micro,
         read=stop.read,
     )
     run.spread.reshard()
@@ -162,10 +165,10 @@ def _validate(run: Run, stop: StopRequest) -> Outcome | None:
     if not metrics.tokens:
         return Outcome.ORDINARY
     if not math.isfinite(loss):
-        log.warning("validation at step %d: loss %s", progress.step, loss)
+        run.writers.warning("validation", progress.step, f"validation at step {progress.step}: loss {loss}")
         if progress.first_loss is None:
             text = f"the validation loss is {loss} before the first step; look at the student's weights"
-            raise of_all(RunError(text, "non-finite"))
+            raise of_all(RunError(text, reason="non-finite"))
         return Outcome.DIVERGED
     run.stopping.validated(loss)
     progress.first_loss = loss if progress.first_loss is None else progress.first_loss

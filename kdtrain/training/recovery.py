@@ -39,20 +39,22 @@ def skip(run: Run, numbers: dict[str, float]) -> bool:
     progress, limit = run.state.progress, run.config.guards.max_skips
     if run.scale.absorbs(math.isfinite(numbers["loss"])):
         progress.sequences += run.config.batch_size
-        if (warning := run.scale.update(overflowed=True)) is not None:
-            log.warning(warning)
+        was, warning = run.scale.value, run.scale.update(overflowed=True)
+        halved = f"gradients overflowed in fp16 at step {progress.step + 1}: loss scale {was:g} -> {run.scale.value:g}"
+        log.info(halved)
+        run.writers.event("loss-scale", progress.step, value=run.scale.value, was=was, message=halved)
+        if warning is not None:
+            run.writers.warning("low-loss-scale", progress.step, warning)
         return False
     number, indices = progress.step + 1, run.share(progress.sequences)
     where = f"batch {batch_number(run)} at step {number}"
-    log.warning("%s: loss %s, gradient norm %s: not taken", where, numbers["loss"], numbers["grad_norm"])
+    progress.skips_in_a_row += 1
+    text = f"{where}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}: not taken"
+    run.writers.warning("skip", progress.step, text, batch=batch_number(run), in_a_row=progress.skips_in_a_row)
     if run.hooks is not None or (progress.skips == 0 and run.config.guards.nan_hooks == "first"):
         _look_into(run, number, indices)
     progress.skips += 1
-    progress.skips_in_a_row += 1
     progress.sequences += run.config.batch_size
-    run.writers.event(
-        "skip", progress.step, batch=progress.sequences // run.config.batch_size, in_a_row=progress.skips_in_a_row
-    )
     if progress.skips_in_a_row > limit:
         run.saver.wait()
         newest = on_main(lambda: run.store.newest_valid()[0])
@@ -61,7 +63,7 @@ def skip(run: Run, numbers: dict[str, float]) -> bool:
                 f"{progress.skips_in_a_row} steps in a row, the last one {where}, had no finite loss or gradient "
                 f"(--max-skips {limit}); the newest checkpoint is {newest or 'none'}; "
                 "look at the data (kdtrain verify) or lower --lr",
-                "non-finite",
+                reason="non-finite",
             )
         )
     return True
@@ -85,12 +87,12 @@ def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
         try:
             write_bundle(folder, run.config, indices, batches, finding)
         except (OSError, SafetensorError) as error:
-            log.warning("%s could not be written: %s", folder, error)
+            run.writers.warning("bundle", run.state.progress.step, f"{folder} could not be written: {error}")
     said = "every tensor they see is finite" if (text := found[first]) is None else str(text[1])
     if world_size() > 1:
         said = f"rank {first}: {said}"
-    log.warning("batch %d at step %d, %s: %s; what shows it is in %s", batch_number(run), number, how, said, folder)
-    run.writers.event("not-finite", run.state.progress.step, finding=said, bundle=folder.name)
+    named = f"batch {batch_number(run)} at step {number}, {how}: {said}; what shows it is in {folder}"
+    run.writers.warning("not-finite", run.state.progress.step, named, finding=said, bundle=folder.name)
 
 
 def went_back(run: Run, numbers: dict[str, float]) -> bool:
@@ -103,13 +105,13 @@ def went_back(run: Run, numbers: dict[str, float]) -> bool:
     cross_entropy = numbers.get("ce", numbers["loss"])  # the loss itself where there is no other part
     parts = {name: numbers[name] for name in ("kd_T1", "hidden") if name in numbers} | {"ce": cross_entropy}
     if (first := run.spikes.update(step, parts)) is not None:
-        _roll_back(run, f"a loss spike since step {first}, confirmed at step {step}", first, first=first)
+        _roll_back(run, "spike", f"a loss spike since step {first}, confirmed at step {step}", first, first=first)
         return True
     if run.divergence.update(cross_entropy):
         roll_back_divergence(run, None)
         return True
     if (reason := run.explosion.update(step, numbers["grad_norm"])) is not None:
-        raise of_all(RunError(reason, "gradient-explosion"))
+        raise of_all(RunError(reason, reason="gradient-explosion"))
     return False
 
 
@@ -122,16 +124,18 @@ def roll_back_divergence(run: Run, validation: float | None) -> None:
     progress, watch = run.state.progress, run.divergence
     which = "the last training losses lie" if validation is None else f"the validation loss {validation:.4f} lies"
     limit = f"{watch.limit:.4f}, --divergence-factor {watch.factor:g} times what the run began with"
-    _roll_back(run, f"diverged at step {progress.step}: {which} above {limit}", (progress.best_step or 0) + 1)
+    what = f"diverged at step {progress.step}: {which} above {limit}"
+    _roll_back(run, "divergence", what, (progress.best_step or 0) + 1)
 
 
-def _roll_back(run: Run, what: str, before: int, **facts: int) -> None:
-    """Go back to the newest checkpoint of a step earlier than `before`, because of `what`.
+def _roll_back(run: Run, kind: str, what: str, before: int, **facts: int) -> None:
+    """Go back to the newest checkpoint of a step earlier than `before`, because of `what`, an event of this kind.
 
     Raises:
         RunError: it would be one more than `--max-rollbacks`, or no such checkpoint is left.
     """
     guards, bad = run.config.guards, run.state.progress
+    run.writers.warning(kind, bad.step, what, **facts)
     run.saver.wait()
     name = on_main(lambda: run.store.newest_valid(before=before, planned=True)[0])
     if name is None or bad.rollbacks >= guards.max_rollbacks:
@@ -139,10 +143,9 @@ def _roll_back(run: Run, what: str, before: int, **facts: int) -> None:
             RunError(
                 f"{what}, after {bad.rollbacks} rollbacks (--max-rollbacks {guards.max_rollbacks}); the newest "
                 f"checkpoint from before it is {name or 'none'}; lower --lr or look at the data",
-                "diverged",
+                reason="diverged",
             )
         )
-    log.warning(what)
     with together():
         checkpoint = load_saved(run.store.path(name), run.state.like)
     go_back(run, checkpoint, "rollback", guards.spike_lr_factor, **facts)
@@ -166,7 +169,7 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
             RunError(
                 f"going back to {to.name} would be one more than --max-rollbacks {run.config.guards.max_rollbacks}; "
                 "lower --lr or look at the data",
-                "diverged",
+                reason="diverged",
             )
         )
     on_main(lambda: run.store.set_aside_after(to.state["progress"]["step"]))
@@ -187,10 +190,6 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
         run.collector.forget_after(progress.step)
     save(run, f"{word}_{progress.rollbacks}_iter{progress.step}")
     skipped = progress.skipped_data[-1]
-    run.writers.event(word, progress.step, skipped=skipped, lr_factor=progress.lr_factor, **facts)
-    log.warning(
-        "went back to %s; sequences %d to %d of the stream are left out, the learning rate is multiplied by %g",
-        to.name,
-        *skipped,
-        progress.lr_factor,
-    )
+    text = f"went back to {to.name}; sequences {skipped[0]} to {skipped[1]} of the stream are left out, "
+    text += f"the learning rate is multiplied by {progress.lr_factor:g}"
+    run.writers.warning(word, progress.step, text, skipped=skipped, lr_factor=progress.lr_factor, **facts)

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.config import DistillConfig
-from kdtrain.monitor.progress import log, status
+from kdtrain.monitor.progress import status
 from kdtrain.monitor.writers import Writers
 from kdtrain.parallel.sharded import joiner
-from kdtrain.parallel.world import local, memory_mb
+from kdtrain.parallel.world import local, memory_mb, resident_mb
 from kdtrain.training.health import ClippedShare, LearnedSamples, MemoryGrowth, gradients_of, initial_loss
 from kdtrain.training.samples import Sampler
 from kdtrain.training.source import Source
@@ -54,20 +54,21 @@ class Reporter:
         self.memory = MemoryGrowth(finished + 1, every=every)
         self.learned = LearnedSamples(samples)
         self.looked = False
+        self.utilization_known = step.device.type == "cuda"
 
     def initial(self, loss: float) -> None:
         """Say whether the first validation, before any step, is what it should be; `loss` in nats a token."""
         sound, text = initial_loss(loss, self.step.vocab_size, self.init)
         if not sound:
-            log.warning(text)
+            self.writers.warning("initial-loss", 0, text)
 
-    def backward(self) -> None:
+    def backward(self, number: int) -> None:
         """After a step's last backward, before clipping: name the parameters without a sound gradient, once."""
         if self.looked:
             return
         self.looked = True
         for text in gradients_of(self.step.student).lines():
-            log.warning(text)
+            self.writers.warning("gradients", number, text)
 
     def gradients(self, number: int) -> None:
         """Before the optimizer's step, the gradients clipped: show their distributions where they are due."""
@@ -79,7 +80,7 @@ class Reporter:
             self.writers.histograms(number, tensors, joiner(list(named.values())))
 
     def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> str:
-        """After step `number`: samples where due, warnings, and the line of the step.
+        """After step `number`: its numbers written, samples where due, warnings, and the line of the step.
 
         Args:
             number: the step.
@@ -89,18 +90,35 @@ class Reporter:
         """
         if self.sampler is not None and _due(number, self.config.monitor.sample_freq):
             self.writers.samples(number, self.sampler.texts())
+        norm = numbers.get("grad_norm", math.nan)
+        often = self.clipped.add(norm)
+        share = {"clipped_share": self.clipped.share} if self.config.optimizer.clip else {}
+        self.writers.metrics(number, {**numbers, **share, **self._resources(number)})
         held = memory_mb(self.step.device)
         grown, leak = self.memory.add(number, held)
-        norm = numbers.get("grad_norm", math.nan)
+        if leak is not None:
+            self.writers.warning("memory-growth", number, leak)
         by_heart = self.learned.add(numbers.get("kd", math.nan), epochs)
         if by_heart is not None:
             facts = {"epochs": round(epochs, 2), "samples": self.learned.samples, "divergence": self.learned.mean}
-            self.writers.event("learned-samples", number, **facts)
-        for text in (self.clipped.add(norm), leak, by_heart):
-            if text is not None:
-                log.warning(text)
+            self.writers.warning("learned-samples", number, by_heart, **facts)
+        if often is not None:
+            self.writers.warning("clipped", number, often)
         own = {"ckpt": checkpoint - number, "memory_mb": held, "mem_delta": grown, "mode": self.step.present_mode}
         return status({**numbers, **own})
+
+    def _resources(self, number: int) -> dict[str, float]:
+        """MiB of memory by kind, and where a line is due how busy the GPU was in the last second, in percent."""
+        device, found = self.step.device, {"memory_resident_mb": resident_mb()}
+        if device.type == "cuda":
+            found["memory_allocated_mb"] = torch.cuda.memory_allocated(device) / 2**20
+            found["memory_reserved_mb"] = torch.cuda.memory_reserved(device) / 2**20
+        if self.utilization_known and _due(number, self.config.monitor.log_freq):
+            try:
+                found["gpu_utilization"] = float(torch.cuda.utilization(device))
+            except Exception:  # each of NVML's bindings fails in ways of its own where NVML, or the right to it, lacks
+                self.utilization_known = False
+        return found
 
 
 def _due(number: int, every: int) -> bool:

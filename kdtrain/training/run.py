@@ -1,5 +1,6 @@
 """One training run: its parts, put together by the stage, and passed through the loop."""
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +47,9 @@ class Run:
         stopped_by: the signal that ended training, if one did.
         seconds, tokens: spent and trained on by this process; a clock is no part of the state.
         hooks: those of `--nan-hooks always`.
+        waited: seconds that this rank waited for the data of the step in work.
+        saved_at: when this process saved last, or began, in seconds of its clock.
+        halves_until: the last step in which a micro-batch without memory is halved, which is done once.
         published: the step, and the step that was validated, of the newest checkpoint.
     """
 
@@ -73,6 +77,9 @@ class Run:
     stopped_by: str | None = None
     seconds: float = 0.0
     tokens: int = 0
+    waited: float = 0.0
+    halves_until: int = 0
+    saved_at: float = field(default_factory=time.monotonic)
     published: tuple[int, int | None] | None = None
     bounds: BoundWatch = field(default_factory=BoundWatch)
 

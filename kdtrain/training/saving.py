@@ -1,9 +1,12 @@
 """When a run is saved, under which names, and what the newest checkpoint before a step is.
 
 A state is written once: a rolling checkpoint every `--checkpoint-freq` steps, at the last step, and where validation
-was best; one at the end of each epoch; a special one where something happened (a stop, a rollback, a switch). Where
-a rolling one and an epoch's fall together, the second is a further name of the first.
+was best; one at the end of each epoch; a special one where something happened (a stop, a rollback, a switch); one by
+the clock where `--checkpoint-minutes` have passed without any. Where a rolling one and an epoch's fall together, the
+second is a further name of the first.
 """
+
+import time
 
 from kdtrain.checkpoint import tiers
 from kdtrain.parallel.world import is_main, on_main
@@ -21,13 +24,25 @@ def ends_epoch(run: Run) -> bool:
     return ended
 
 
-def save_if_due(run: Run, *, improved: bool, ends_epoch: bool) -> None:
-    """Save the last finished step where its number, its place in the epoch or its validation asks for it."""
+def clock_is_due(run: Run) -> bool:
+    """Whether this process has not saved for `--checkpoint-minutes`; rank 0's word is what counts."""
+    minutes = run.config.checkpoint.checkpoint_minutes
+    return minutes > 0 and time.monotonic() - run.saved_at >= 60 * minutes
+
+
+def save_if_due(run: Run, *, improved: bool, ends_epoch: bool, by_clock: bool = False) -> None:
+    """Save the last finished step where its number, its place in the epoch or its validation asks for it.
+
+    by_clock: whether the clock asks for it, which counts where nothing else does.
+    """
     progress = run.state.progress
     due = progress.step % run.config.checkpoint.checkpoint_freq == 0 or run.finished()
     names = [tiers.rolling_name(progress.step)] if due or improved else []
     if ends_epoch:
         names.append(tiers.epoch_name(progress.epoch))
+    if by_clock and not names and not is_saved(run):
+        names = [tiers.clock_name(progress.step)]
+        run.reporter.memory.settles.add(progress.step + 1)  # a first save's buffers are not a leak
     if names:
         save(run, *names)
 
@@ -50,6 +65,7 @@ def save(run: Run, *names: str) -> None:
         protected=[*_rollback_target(run, names), *_recovery_buffer(run)] if is_main() else [],
     )
     run.published = (progress.step, progress.validated_step)
+    run.saved_at = time.monotonic()
     tell_published(run)
 
 
@@ -58,6 +74,8 @@ def tell_published(run: Run) -> None:
 
     In the thread that trains, as all events: those of a run stand in the order in which it learned of them.
     """
+    for text in run.saver.warnings():
+        run.writers.event("disk-full", run.state.progress.step, "warning", message=text)
     for each in run.saver.published():
         for name in each.names:
             run.writers.event("checkpoint", each.step, name=name, stood_still=each.stood_still)

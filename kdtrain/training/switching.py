@@ -89,7 +89,8 @@ def load_recovery_checkpoint(run: Run) -> bool:
     if kept and (found is None or _step(kept[-1]) >= _step(found)):
         found = kept.pop()
     if found is None:
-        log.warning("[AdaptiveQuantization] no good state is left to go back to")
+        text = "[AdaptiveQuantization] no good state is left to go back to"
+        run.writers.warning("no-recovery", run.state.progress.step, text)
         return False
     adaptive.controller.spend(found.name)
     go_back(run, found, "recovery")

@@ -10,6 +10,7 @@ go in one more exchange behind it, so that every number from there on is that of
 """
 
 import signal
+import time
 from collections.abc import Iterator
 
 import torch
@@ -18,9 +19,11 @@ from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.sharded import clip_norm_
-from kdtrain.parallel.world import local, summed, world_size
+from kdtrain.parallel.world import is_main, local, summed, world_size
 from kdtrain.training.guards import guarded_step, not_finite
+from kdtrain.training.memory import halve_micro_batch, out_of_memory
 from kdtrain.training.run import Run
+from kdtrain.training.saving import clock_is_due
 from kdtrain.training.schedule import alpha, learning_rate
 from kdtrain.training.state import seed_everything
 from kdtrain.training.stopping import StopRequest
@@ -29,7 +32,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> dict[str, float] | None:
-    """Take the next step and return its numbers, means over its tokens; None when a stop was requested in between.
+    """Take the next step and return its numbers, means over its tokens; None when a stop was requested in between, or
+    where it did not fit into memory and is to be tried again from `run.feed`.
 
     `skipped` is 1 where nothing was updated, because the loss or a gradient is not finite on one of the ranks, else 0.
     """
@@ -37,13 +41,22 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
     if run.hooks is not None:
         run.hooks.take()  # what a validation left
     rate = _prepare(run, number)
-    own = accumulate(run, batches, stop)
+    run.waited = 0.0
+    own, fits = None, True
+    try:
+        own = accumulate(run, batches, stop)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        fits = False
+    if not fits:  # behind the block, in which the error still holds the tensors
+        halve_micro_batch(run)
     if own is None:
         return None
     temperature = run.step.temperature.value().detach().clone()
-    loss, sums, asked = _over_ranks(run, own, temperature, stop)
+    loss, sums, asked, clock = _over_ranks(run, own, temperature, stop)
     _add_up(_uncounted(run))
-    run.reporter.backward()
+    run.reporter.backward(number)
     norm = _clip(run, sums.tokens)
     run.reporter.gradients(number)
     pull = run.step.temperature.log_gradient()
@@ -51,7 +64,10 @@ def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> di
     guarded_step(state.optimizer, skipped)
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")
-    numbers = _numbers(run, sums, loss, norm, temperature, skipped, asked, rate) | _of_formats(run)
+    numbers = _numbers(run, sums, loss, norm, temperature, skipped, asked, clock, rate) | _of_formats(run)
+    numbers["data_wait_s"] = run.waited
+    if run.scale.enabled:
+        numbers["loss_scale"] = run.scale.value
     stop.settle(int(numbers.pop("asked")))
     return numbers if pull is None else numbers | {"dL/dlogT": float(pull)}
 
@@ -77,7 +93,7 @@ def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> L
     sums: LossOutput | None = None
     for number in range(1, run.micros + 1):
         # before its forward: a rank without a batch could not take part in what the others exchange
-        batch = stop.read(lambda: next(batches))
+        batch = stop.read(lambda: _next(run, batches))
         if batch is None:
             return None
         if sums is None:
@@ -94,22 +110,32 @@ def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> L
     return sums
 
 
+def _next(run: Run, batches: Iterator[CachedBatch]) -> CachedBatch:
+    """The next micro-batch; how long it was waited for is added up."""
+    started = time.perf_counter()
+    batch = next(batches)
+    run.waited += time.perf_counter() - started
+    return batch
+
+
 def _over_ranks(
     run: Run, own: LossOutput, temperature: torch.Tensor, stop: StopRequest
-) -> tuple[torch.Tensor, LossOutput, torch.Tensor]:
-    """The step's mean loss in fp64, its sums, and the signal to stop by (0 for none), over all ranks."""
+) -> tuple[torch.Tensor, LossOutput, torch.Tensor, torch.Tensor]:
+    """The step's mean loss in fp64, its sums, the signal to stop by (0 for none), and whether the clock of rank 0 asks
+    for a checkpoint (1 or 0), over all ranks."""
     named = own._asdict().items()
     parts = {name: faults.changed("train.loss", each, batch_number(run)) for name, each in named if name != "tokens"}
     own = LossOutput(**parts, tokens=own.tokens)
     total = _total_loss(run, own, temperature)
+    clock = total.new_tensor(float(is_main() and clock_is_due(run)))
     if world_size() == 1:
-        return total / own.tokens.double().clamp(min=1), own, total.new_zeros(())
+        return total / own.tokens.double().clamp(min=1), own, total.new_zeros(()), clock
     asked = [total.new_tensor(float(stop.asked == each)) for each in _SIGNALS]
-    vector = summed(torch.stack([total, *(each.double() for each in own), *asked]))
+    vector = summed(torch.stack([total, *(each.double() for each in own), clock, *asked]))
     sums = LossOutput(*vector[1 : 1 + len(own)])
-    votes = vector[1 + len(own) :]
+    clock, votes = vector[1 + len(own)], vector[2 + len(own) :]
     signal_number = (votes > 0).double() * votes.new_tensor(_SIGNALS)
-    return vector[0] / sums.tokens.clamp(min=1), sums, signal_number.max()
+    return vector[0] / sums.tokens.clamp(min=1), sums, signal_number.max(), clock
 
 
 def _add_up(gradients: list[torch.Tensor]) -> None:
@@ -236,12 +262,13 @@ def _numbers(
     temperature: torch.Tensor,
     skipped: torch.Tensor,
     asked: torch.Tensor,
+    clock: torch.Tensor,
     rate: float,
 ) -> dict[str, float]:
     """The step's numbers as means over its tokens, read from the device in one go; T as the loss saw it."""
     tensors = [loss, sums.cross_entropy, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
-    read = torch.stack([each.double() for each in (*tensors, skipped, asked)]).tolist()
-    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, not_taken, signal_number = read
+    read = torch.stack([each.double() for each in (*tensors, skipped, asked, clock)]).tolist()
+    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, not_taken, signal_number, by_clock = read
     count = max(tokens, 1.0)
     parts: dict[str, float] = {}
     if run.step.has_teacher and run.step.alpha:
@@ -250,5 +277,5 @@ def _numbers(
             parts["alpha"] = run.step.alpha
     if run.step.hidden_loss is not None:
         parts |= {"ce": ce / count, "hidden": hidden / count}
-    told = {"skipped": not_taken, "asked": signal_number}
+    told = {"skipped": not_taken, "asked": signal_number, "clock": by_clock}
     return {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens, **told}

@@ -254,8 +254,8 @@ def test_after_a_refusal_the_right_command_runs_in_the_same_folder(broken):
 
 def test_a_full_disk_in_a_checkpoint_keeps_the_earlier_ones_and_the_run_goes_on(bench, cached):
     argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "full", "--steps", 3)
-    argv += ("--checkpoint-freq", 1, *bench.eager, *bench.fast)
-    done = bench.run(*argv, fault="checkpoint.before-rename:enospc:2")
+    argv += ("--checkpoint-freq", 1, "--disk-patience", 0, *bench.eager, *bench.fast)
+    done = bench.run(*argv, fault="checkpoint.before-rename:enospc:2-99")
     assert done.code == 1
     message = done.refusal()
     assert "full/checkpoints/step-00000002" in message and "No space left on device" in message

@@ -210,6 +210,15 @@ def test_the_rank_whose_teacher_is_broken_says_what_it_saw(ranks):
     assert 7 in sequences.tolist() and len(sequences) == 3
 
 
+def test_the_clock_of_the_first_rank_asks_all_for_a_checkpoint(ranks):
+    ended = ranks.launch(2, *RUN, *CACHED, *FSDP, "--out", "clock", "--checkpoint-minutes", 1e-6, "--keep-rolling", 1)
+    assert [each.code for each in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    lines = [json.loads(line) for line in (ranks.root / "clock/events.jsonl").read_text().splitlines()]
+    saved = [each["name"] for each in lines if each["event"] == "checkpoint"]
+    assert {f"clock-{step:08d}" for step in (1, 2, 3, 4, 6, 8, 9)} <= set(saved)
+    assert (ranks.root / "clock/checkpoints/clock-00000009").is_dir()
+
+
 def test_a_spike_is_gone_back_behind_by_all(ranks):
     spiky = ("--spike-patience", 2, "--steps", 30, "--checkpoint-freq", 10)
     for world, out in ((1, "spike-alone"), (2, "spike")):
@@ -229,7 +238,8 @@ def test_a_rank_that_hangs_is_noticed_in_time(ranks):
 
 
 def test_a_full_disk_of_one_rank_is_said_once_and_ends_all(ranks):
-    ended = ranks.launch(2, *RUN, *CACHED, *FSDP, "--out", "no-space-of-one", fault="checkpoint.write:enospc:30000@1")
+    command = (*RUN, *CACHED, *FSDP, "--disk-patience", 0, "--out", "no-space-of-one")
+    ended = ranks.launch(2, *command, fault="checkpoint.write:enospc:30000-9999999@1")
     assert [each.code for each in ended] == [1, 1]
     said = [line for each in ended for line in each.stderr.splitlines() if line.startswith("kdtrain: ")]
     assert len(said) == 1 and "No space left on device" in said[0] and "no-space-of-one/checkpoints" in said[0]

@@ -11,7 +11,7 @@ import torch
 from kdtrain.config import MonitorConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.boards import require_wandb
-from kdtrain.monitor.progress import log
+from kdtrain.monitor.progress import log, setup_logging, warn_early
 from kdtrain.monitor.writers import Writers
 
 PLAIN = MonitorConfig(tensorboard=False)
@@ -77,7 +77,7 @@ def test_a_line_that_a_kill_cut_short_is_forgotten(tmp_path, rest):
 @pytest.fixture
 def warnings(monkeypatch):
     texts = []
-    monkeypatch.setattr(log, "warning", lambda text, *values: texts.append(text % values))
+    monkeypatch.setattr(log, "warning", texts.append)
     return texts
 
 
@@ -328,3 +328,29 @@ def test_a_wandb_that_does_not_start_is_one_line_with_what_to_do(tmp_path, wandb
     wandb(RuntimeError("api_key not configured"))
     with pytest.raises(RunError, match=r"api_key not configured.*WANDB_MODE=offline"):
         Writers(tmp_path, 0, None, WANDB)
+
+
+def test_a_warning_is_logged_and_an_event_of_its_kind_with_a_level(tmp_path, warnings):
+    warn_early("mismatch", "another tokenizer")
+    writers = Writers(tmp_path, 3, 3, BOARD)
+    writers.warning("clipped", 4, "too often: 20%", share=0.2)
+    writers.event("switch", 5, mode="bf16")
+    writers.close()
+    writers.warning("export", 5, "not ours")
+    found = [
+        {name: value for name, value in each.items() if name != "time"} for each in lines(tmp_path, "events.jsonl")
+    ]
+    assert found == [
+        {"event": "mismatch", "level": "warning", "step": 3, "message": "another tokenizer"},
+        {"event": "clipped", "level": "warning", "step": 4, "message": "too often: 20%", "share": 0.2},
+        {"event": "switch", "level": "info", "step": 5, "mode": "bf16"},
+        {"event": "export", "level": "warning", "step": 5, "message": "not ours"},
+    ]
+    assert warnings == ["another tokenizer", "too often: 20%", "not ours"]
+
+
+def test_a_warning_of_an_earlier_command_is_no_event_of_this_run(tmp_path, warnings):
+    warn_early("mismatch", "another run's")
+    setup_logging()
+    Writers(tmp_path, 0, None, PLAIN).close()
+    assert not (tmp_path / "events.jsonl").exists()

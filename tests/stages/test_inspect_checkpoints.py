@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import datetime
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ def run(tmp_path):
     (run / "config.toml").write_text('[run]\nstudent = "s"\nout = "run"\n')
     store = Store(run / "checkpoints")
     state = {"cache": "c", "options": {}, "student": {"name": "s", "architecture": {}, "attention": "sdpa"}}
-    state |= {"progress": {"step": 12, "loss": 2.5, "best_loss": None}, "watchers": {}, "teacher": None}
+    progress = {"step": 12, "loss": 2.5, "best_loss": None, "last_loss": 3.5, "validated_step": 10}
+    state |= {"progress": progress, "watchers": {}, "teacher": None}
     for name, step in zip(NAMES, (10, 10, 12, 20), strict=True):
         store.save(name, step, {"student.w": torch.zeros(50_000)}, state)
     store.link("best", "step-00000010")
@@ -46,6 +48,43 @@ def test_inspect_lists_every_checkpoint_with_step_loss_tier_size_and_verdict(run
     assert rows["epoch-0001"]["verdict"] == "ok"
     assert all(row["MiB"] > 0 for row in list(rows.values())[:3])
     assert (table["latest"], table["best"]) == ("step-00000020", "step-00000010")
+
+
+def test_inspect_shows_validation_loss_time_and_size_of_each_checkpoint_and_the_sum(run, capsys):
+    checkpoints = run / "checkpoints"
+    for name in ("step-00000010", "epoch-0001"):
+        os.utime(checkpoints / name / "manifest.json", (1e9, 1e9))
+    (checkpoints / "step-00000020" / "state.json").unlink()
+    os.link(checkpoints / "step-00000010" / "state.json", checkpoints / "step-00000020" / "state.json")
+    _, table = shown(capsys, inspect, InspectConfig(path=run, json=True))
+    rows = table["checkpoints"]
+    assert [row["validation_loss"] for row in rows.values()] == [3.5, 3.5, None, None]
+    written = datetime.fromtimestamp(1e9).isoformat(" ", "seconds")
+    assert (rows["step-00000010"]["written"], rows["epoch-0001"]["written"]) == (written, written)
+    inodes = {each.stat().st_ino: each.stat().st_size for each in checkpoints.glob("*/*") if each.is_file()}
+    assert table["checkpoints in all (MiB)"] == round(sum(inodes.values()) / 2**20, 1) > 0.5
+    assert "set aside (MiB)" not in table
+
+
+def test_inspect_lists_what_was_set_aside_with_its_size_and_the_sum(run, capsys):
+    Store(run / "checkpoints").set_aside_after(11)
+    half = bytes(2**19)
+    (run.parent / "run.old-1" / "deep").mkdir(parents=True)
+    (run.parent / "run.old-1" / "deep" / "log").write_bytes(half)
+    (run.parent / "runaway.old-1").write_bytes(half)
+    (run / "data.left-2").write_bytes(half)
+    (run / "link.left-1").symlink_to("data.left-2")
+    _, table = shown(capsys, inspect, InspectConfig(path=run, json=True))
+    assert table["set aside (MiB)"] == {
+        "../run.old-1": 0.5,
+        "data.left-2": 0.5,
+        "link.left-1": 0.0,
+        "checkpoints/interrupted-00000012.left-1": 0.2,
+        "checkpoints/step-00000020.left-1": 0.2,
+        "in all": 1.4,
+    }
+    inspect.main(InspectConfig(path=run))
+    assert "step-00000020.left-1" in capsys.readouterr().out
 
 
 def test_the_table_for_people_names_every_checkpoint(run, capsys):

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from kdtrain import cli
+from kdtrain.errors import UsageError
+from kdtrain.parallel.plan import USABLE
 from kdtrain.stages import planning
 
 STUDENT = ("--student", "student.toml")
@@ -73,3 +75,23 @@ def test_the_ranks_of_a_node_share_what_its_cpu_has(monkeypatch):
     assert alone is not None and shared is not None
     assert 3 < alone / shared < 5
     assert planning.free_memory(torch.device("cpu"), 2.0) == 2 * 2**30
+
+
+def test_the_automatic_micro_batch_is_the_largest_that_the_plan_finds_room_for(workbench):
+    words = ["--cache", "cache", *STUDENT, "--out", "x", "--batch-size", "12", "--micro-batch-size"]
+    cpu, needs = torch.device("cpu"), {}
+    for micro in (12, 6, 3):
+        needs[micro] = planning.plan_run(cli.parse("distill", [*words, str(micro)]), cpu, None).total
+    assert needs[12] > needs[6] > needs[3]
+    config = cli.parse("distill", [*words, "auto"])
+    for micro in (12, 6, 3):
+        assert planning.fitting_micro_batch(config, cpu, free=needs[micro] / USABLE * 1.001) == micro
+    assert planning.fitting_micro_batch(config, cpu, free=None) == 12
+    with pytest.raises(UsageError, match="are free"):
+        planning.fitting_micro_batch(config, cpu, free=needs[3] / USABLE * 0.99)
+
+
+def test_a_run_takes_the_automatic_micro_batch_and_says_so_in_its_result(workbench):
+    argv = ("distill", "--cache", "cache", *STUDENT, *workbench.plain, "--out", "auto", "--steps", 1)
+    assert workbench.json(*argv, "--micro-batch-size", "auto")["micro_batch_size"] == 8
+    assert 'micro_batch_size = "auto"' in (workbench.root / "auto/config.toml").read_text()

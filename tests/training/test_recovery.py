@@ -10,7 +10,7 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
-from kdtrain.training import recovery
+from kdtrain.training import recovery, saving
 from kdtrain.training.loop import train
 from kdtrain.training.saving import relink_best
 
@@ -24,7 +24,7 @@ def spikes(monkeypatch):
     def ask(batches, factor=30):
         monkeypatch.setenv("KDTRAIN_FAULT", f"train.loss:x{factor}:{batches}")
         faults.read()
-        return faults._changed
+        return faults._fired
 
     yield ask
     monkeypatch.undo()
@@ -139,6 +139,38 @@ def test_a_rollback_does_not_go_back_to_what_an_interruption_left(workshop, spik
         train(run)
     assert events(run, "rollback")[0]["step"] == 24
     assert (run.store.folder / "interrupted-00000025.left-1").is_dir()
+
+
+def test_checkpoints_by_the_clock_change_nothing_of_a_run_that_rolls_back(workshop, spikes):
+    spikes("26-28")
+    ended = {}
+    for minutes in (0, 1e-9):
+        with workshop.run(f"{minutes}", train=workshop.source(400), **SPIKE, checkpoint_minutes=minutes) as run:
+            train(run)
+        saved = [each["name"] for each in events(run, "checkpoint")]
+        assert ("clock-00000027" in saved) == (minutes > 0)
+        by_clock = [int(name[-8:]) for name in saved if name.startswith("clock-")]
+        assert not any(step % 4 == 0 for step in by_clock)  # they are saved as they are
+        assert events(run, "rollback")[0]["step"] == 24
+        ended[minutes] = load(run.store.path("step-00000040"))
+        assert [name for name in run.store.names() if name.startswith("clock-")] == ["clock-00000039"] * (minutes > 0)
+    ours, theirs = ended.values()
+    assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in theirs.tensors)
+    assert ours.state["progress"] == theirs.state["progress"]
+
+
+def test_the_clock_asks_for_a_checkpoint_after_its_minutes_without_one(workshop, monkeypatch):
+    clock = iter(range(25, 10**6, 25))  # a step takes less than 30 s, and two of them more
+    now = [0.0]
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    with workshop.run(train=workshop.source(400), steps=9, checkpoint_freq=4, checkpoint_minutes=0.5) as run:
+        run.saved_at = 0.0
+        monkeypatch.setattr(
+            faults, "point", lambda name, *_: now.__setitem__(0, next(clock)) if "after-s" in name else 0
+        )
+        train(run)
+    saved = [each["name"] for each in events(run, "checkpoint")]
+    assert saved == ["clock-00000003", "step-00000004", "clock-00000007", "step-00000008", "step-00000009"]
 
 
 def test_a_rollback_does_not_bring_back_an_early_stop_that_was_put_aside(workshop, spikes):

@@ -1,14 +1,18 @@
 """What says how a run is doing: it looks, says, and changes nothing."""
 
 import json
+import time
 
 import pytest
 import torch
 
+from kdtrain import faults
 from kdtrain.config import MonitorConfig
 from kdtrain.monitor.progress import log
 from kdtrain.monitor.writers import Writers
+from kdtrain.precision.scale import LossScale
 from kdtrain.testing import tiny_tokenizer
+from kdtrain.training.loop import train
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.samples import Sampler
 
@@ -41,8 +45,8 @@ def test_parameters_without_a_gradient_are_named_once(workshop, said):
         run.state.student.register_parameter("orphan", torch.nn.Parameter(torch.ones(1)))
         backward(run)
         reporter = reporter_of(run)
-        reporter.backward()
-        reporter.backward()
+        reporter.backward(1)
+        reporter.backward(1)
     assert len(said) == 1 and "orphan" in said[0] and "no gradient" in said[0]
 
 
@@ -50,7 +54,7 @@ def test_a_sound_student_is_no_news(workshop, said):
     with workshop.run() as run:
         backward(run)
         reporter = reporter_of(run)
-        reporter.backward()
+        reporter.backward(1)
         reporter.initial(5.7)
     assert said == []
 
@@ -107,3 +111,80 @@ def test_an_option_that_cannot_be_is_refused():
     for options in ({"histogram_freq": -1}, {"sample_freq": -1}, {"wandb_name": "n"}, {"wandb_project": ""}):
         with pytest.raises(UsageError):
             MonitorConfig(**options)
+
+
+def lines_of(run, name):
+    return [json.loads(line) for line in (run.config.out / name).read_text().splitlines()]
+
+
+def test_the_numbers_of_a_step_have_the_memory_and_the_share_of_clipped_steps(workshop):
+    with workshop.run(clip=1.0) as run:
+        reporter = reporter_of(run)
+        for number, norm in enumerate((2.0, 0.5, 0.5, 0.5), 1):
+            reporter.finished(number, {"grad_norm": norm}, checkpoint=0, epochs=0.0)
+    found = lines_of(run, "metrics.jsonl")
+    assert [each["clipped_share"] for each in found] == [1.0, 1 / 2, 1 / 3, 1 / 4]
+    assert all(each["memory_resident_mb"] > 10 for each in found)
+
+
+@pytest.mark.parametrize("nvml", [True, False])
+def test_a_gpu_says_what_it_holds_and_where_nvml_is_there_how_busy_it_is(workshop, monkeypatch, nvml):
+    asked = []
+
+    def utilization(device):
+        asked.append(device)
+        if not nvml:
+            raise ModuleNotFoundError("pynvml")
+        return 87
+
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**20)
+    with workshop.run(log_freq=2) as run:
+        run.step.device = torch.device("cuda")
+        reporter = reporter_of(run)
+        for number in (1, 2, 3, 4):
+            reporter.finished(number, {}, checkpoint=0, epochs=0.0)
+    found = lines_of(run, "metrics.jsonl")
+    assert [(each["memory_allocated_mb"], each["memory_reserved_mb"]) for each in found] == [(3.0, 5.0)] * 4
+    assert [each.get("gpu_utilization") for each in found] == ([None, 87.0] * 2 if nvml else [None] * 4)
+    assert len(asked) == (2 if nvml else 1)
+
+
+def test_what_a_step_waited_for_data_and_the_rate_of_the_last_interval_are_written(workshop):
+    class Slow(workshop.source):
+        def read(self, indices):
+            time.sleep(0.02)
+            return super().read(indices)
+
+    with workshop.run(train=Slow(10), steps=3, micro_batch_size=2) as run:
+        train(run)
+    found = [each for each in lines_of(run, "metrics.jsonl") if "loss" in each]
+    assert all(each["data_wait_s"] >= 0.04 for each in found)
+    assert ["tok/s_last" in each for each in found] == [False, True, True]
+    assert all(0 < each["tok/s_last"] < each["tokens"] / 0.04 for each in found[1:])
+    assert not any("loss_scale" in each for each in found)
+
+
+def test_each_halving_of_the_loss_scale_is_logged_and_an_event(workshop, monkeypatch):
+    monkeypatch.setenv("KDTRAIN_FAULT", "train.gradient:nan:2-3")
+    faults.read()
+    with workshop.run(steps=3) as run:
+        run.scale = LossScale(True)
+        train(run)
+    monkeypatch.undo()
+    faults.read()
+    halved = [each for each in lines_of(run, "events.jsonl") if each["event"] == "loss-scale"]
+    assert [(each["was"], each["value"], each["step"]) for each in halved] == [(2**16, 2**15, 1), (2**15, 2**14, 1)]
+    scales = [each["loss_scale"] for each in lines_of(run, "metrics.jsonl") if "loss" in each]
+    assert scales == [2**16, 2**14, 2**14]
+
+
+def test_every_warning_is_an_event_of_its_kind(workshop):
+    with workshop.run(clip=1e-9) as run:
+        reporter = reporter_of(run)
+        reporter.initial(99.0)
+        for number in range(1, 101):
+            reporter.finished(number, {"grad_norm": 2.0}, checkpoint=0, epochs=0.0)
+    found = [(each["event"], each["level"], each["step"]) for each in lines_of(run, "events.jsonl")]
+    assert found == [("initial-loss", "warning", 0), ("clipped", "warning", 100)]

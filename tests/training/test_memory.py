@@ -1,0 +1,72 @@
+"""A step that does not fit into memory is tried once with half the micro-batch, and gives the same weights."""
+
+import json
+
+import pytest
+import torch
+
+from kdtrain import faults
+from kdtrain.checkpoint.store import load
+from kdtrain.errors import RunError
+from kdtrain.training.loop import train
+from kdtrain.training.memory import out_of_memory
+
+
+@pytest.fixture
+def no_memory(monkeypatch):
+    """Let these micro-batches, by their number in the process, not fit."""
+
+    def plan(when):
+        monkeypatch.setenv("KDTRAIN_FAULT", f"train.after-micro-batch:oom:{when}")
+        faults.read()
+        return faults._fired
+
+    yield plan
+    monkeypatch.undo()
+    faults.read()
+
+
+def test_a_first_step_without_memory_is_taken_in_half_micro_batches_with_the_same_result(workshop, no_memory):
+    options = {"train": workshop.source(40), "steps": 3, "lr_schedule": "constant"}
+    with workshop.run("whole", **options, micro_batch_size=2) as whole:
+        train(whole)
+    fired = no_memory("2")
+    with workshop.run("halved", **options) as run:
+        run.halves_until = 3
+        train(run)
+    assert fired == {"train.after-micro-batch"}
+    assert (run.micro, run.micros, run.state.progress.step) == (2, 2, 3)
+    ours, theirs = (load(each.store.path("step-00000003")).tensors for each in (run, whole))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+    events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
+    (event,) = [each for each in events if each["event"] == "memory"]
+    assert (event["level"], event["micro_batch_size"], event["step"]) == ("warning", 2, 1)
+    said = "out of memory in step 2 with micro-batches of 4 sequences: going on with 2, as --micro-batch-size 2 does"
+    assert event["message"].startswith(said)
+
+
+@pytest.mark.parametrize(
+    "when, options, halves_until, words",
+    [
+        ("1-2", {}, 9, "in step 1 with micro-batches of 2 sequences; lower --micro-batch-size"),
+        ("3", {}, 2, "in step 3 with micro-batches of 4 sequences"),
+        ("1", {"micro_batch_size": 1}, 9, "in step 1 with micro-batches of 1 sequences"),
+    ],
+    ids=["a second time", "after the first steps", "one sequence"],
+)
+def test_memory_that_is_not_enough_after_that_is_an_error_with_a_reason(
+    workshop, no_memory, when, options, halves_until, words
+):
+    no_memory(when)
+    with workshop.run(steps=4, **options) as run:
+        run.halves_until = halves_until
+        with pytest.raises(RunError, match=words) as caught:
+            train(run)
+    assert caught.value.reason == "oom"
+
+
+def test_a_cpu_without_memory_is_known_by_its_words():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert out_of_memory(caught.value)
+    assert not out_of_memory(RuntimeError("shapes differ"))
