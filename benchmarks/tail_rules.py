@@ -11,7 +11,8 @@ chance of a draw, r q_k = P q'_k what the student's own tail would make of P, an
     p_k - r q_k                     control variate
     p_k - r q_k, r q_k at most C p_k    clipped at C: unbiased where it is not
     the same with a share s         s = exp(-K d) on r q_k, d being KL over head and bucket at T = 1, or without a head
-                                    |log p - log q| of a label: unbiased for every s, because d is not from the draws
+                                    |log p - log q| of a label, times 2 beta - 1 within 0 and 1: unbiased for every s
+                                    where no weight is cut, because d is not from the draws
     the same with p_k / pi_k at most W times P, its mean (1 at T = 1, without a bound above it)
     p_k - s r q_k, best s           of each token, for the least variance: what no rule can know
     s (p_k - r q_k)                 blended from the ghost bucket: biased
@@ -127,12 +128,12 @@ class Case:
         self.chance_NV = chance_NV / chance_NV.sum(-1, keepdim=True)
         self.full_NV = self.q_NV - self.p_NV
         self.ghost_NV = self.q_NV - torch.where(self.outside_NV > 0, self.shaped_NV, self.p_NV)
-        self.distance_N1 = self._distance(energy_NV, student_NV.log_softmax(-1), head)
+        self.distance_N1 = self._distance(energy_NV, student_NV.log_softmax(-1), head, beta)
 
-    def _distance(self, log_p_NV: Tensor, log_q_NV: Tensor, head: int) -> Tensor:
+    def _distance(self, log_p_NV: Tensor, log_q_NV: Tensor, head: int, beta: float) -> Tensor:
         if head == 0:
             label_N1 = torch.multinomial(log_p_NV.exp(), 1, generator=torch.Generator().manual_seed(1))
-            return (log_p_NV - log_q_NV).gather(1, label_N1).abs()
+            return (log_p_NV - log_q_NV).gather(1, label_N1).abs() * min(max(2 * beta - 1, 0.0), 1.0)
         inside_N1 = (log_p_NV.exp() * (log_p_NV - log_q_NV) * (1 - self.outside_NV)).sum(-1, keepdim=True)
         p_N1, q_N1 = ((x.exp() * self.outside_NV).sum(-1, keepdim=True) for x in (log_p_NV, log_q_NV))
         return inside_N1 + p_N1 * (p_N1 / q_N1).log()

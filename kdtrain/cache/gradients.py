@@ -60,13 +60,14 @@ def sparse_gradients(
     return found
 
 
-def distance(targets: SparseTargets, log_q_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """[N] in nats, of a student (log q at T = 1) from the cached teacher, from nothing that was drawn.
+def distance(targets: SparseTargets, log_q_NV: Tensor, labels_N: Tensor, beta: float) -> Tensor:
+    """[N] of a student (log q at T = 1) from the cached teacher, from nothing that was drawn.
 
-    KL over head and bucket, or |log p - log q| of the label where there is no head.
+    KL over head and bucket, or where there is no head |log p - log q| of the label times 2 beta - 1, within 0 and 1.
     """
     if targets.head == 0:
-        return (log_q_NV.gather(1, labels_N[:, None])[:, 0] - targets.label_logprob).abs()
+        gap_N = log_q_NV.gather(1, labels_N[:, None])[:, 0] - targets.label_logprob
+        return gap_N.abs() * min(max(2 * beta - 1, 0.0), 1.0)
     log_p_NH, log_mass_N = targets.head_logprobs(1.0), targets.log_tail(1.0) - targets.log_partition(1.0)
     inside_N = (log_p_NH.exp() * (log_p_NH - log_q_NV.gather(1, targets.ids[:, : targets.head]))).sum(-1)
     rest_N = outside(log_q_NV.exp(), targets).clamp(min=_TINY).log()

@@ -14,7 +14,7 @@ class PrecisionConfig:
     """Number formats and compilation."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4"] = "auto"
-    """Format of the student's matrix products; auto is bf16 where the device has it. Weights stay fp32."""
+    """Format of the matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
     fp8_backend: Literal["auto", "transformer-engine", "torchao", "emulated"] = "auto"
     """What makes fp8 products; auto takes what is real on this device, else emulation."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise", "current"] | None = None
@@ -65,10 +65,10 @@ class QuantizationConfig:
 
     time_resume: bool = False
     """Train quantised (fp8 when --precision says nothing else) and fall back by the rules below."""
-    quant_rule: str = "gap"
-    """What sends to the fallback: loss, gap, spike, schedule, or several joined with + (docs/precision.md)."""
+    quant_rule: str | None = None
+    """What sends to the fallback: loss, gap, spike, schedule, or several joined with +; schedule+gap when not given."""
     quant_loss_threshold: float = 0.1
-    """In nats: of the loss under rule loss, of what quantisation costs under rule gap."""
+    """In nats: of the loss under rule loss; under rule gap the most that quantisation may cost, whatever its noise."""
     quant_window_size: int = 5
     """Steps in a window: a checkpoint ends each, and a whole one must be calm before quantisation comes back."""
     quant_checkpoint_interval: int = 1
@@ -94,16 +94,16 @@ class QuantizationConfig:
         for name in ("quant_min_dwell", "quant_max_switches"):
             refuse(getattr(self, name) < 0, f"--{name.replace('_', '-')} must be 0 or more")
         refuse(not 0 < self.quant_loss_threshold < float("inf"), "--quant-loss-threshold must be above 0")
-        unknown = sorted(set(self.rules) - {"loss", "gap", "spike", "schedule"})
+        unknown = set((self.quant_rule or "gap").split("+")) - {"loss", "gap", "spike", "schedule"}
         refuse(
             bool(unknown),
             f"--quant-rule '{self.quant_rule}' is unknown; use loss, gap, spike, schedule, or gap+schedule",
         )
 
-    @property
-    def rules(self) -> tuple[str, ...]:
-        """The rules by name."""
-        return tuple(self.quant_rule.split("+"))
+    def rules(self, lr_schedule: str) -> tuple[str, ...]:
+        """The rules by name, of a run whose learning rate follows `lr_schedule`."""
+        default = "gap" if lr_schedule == "constant" else "schedule+gap"
+        return tuple((self.quant_rule or default).split("+"))
 
     def mode(self, precision: str) -> str:
         """The mode that --precision means: auto is fp8 where quantisation is adaptive."""
@@ -119,6 +119,6 @@ class QuantizationConfig:
             f"--time-resume has nothing to fall back from with --precision {mode}; use fp8, mxfp8 or mxfp4",
         )
         refuse(
-            "schedule" in self.rules and lr_schedule != "wsd",
-            f"--quant-rule schedule needs a decay phase, and --lr-schedule {lr_schedule} has none; use wsd",
+            "schedule" in self.rules(lr_schedule) and lr_schedule == "constant",
+            "--quant-rule schedule needs a decay phase, and --lr-schedule constant has none; use wsd or cosine",
         )

@@ -115,9 +115,10 @@ def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta
 
 @torch.no_grad()
 def _distance(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Tensor:
-    """[R] in nats, how far the student is from the teacher at T = 1, from nothing that was drawn."""
+    """[R] how far the student is from the teacher at T = 1, from nothing that was drawn (`control_variate`)."""
     if targets.head == 0:
-        return (statistics.label - statistics.lse - targets.label_logprob).abs()
+        gap_R = statistics.label - statistics.lse - targets.label_logprob
+        return gap_R.abs() * (2 * beta - 1).clamp(0, 1)
     events = _ghost_events(targets, statistics.at_one(), torch.ones_like(beta))
     return (events.teacher.exp() * (events.teacher - events.student)).sum(-1)
 

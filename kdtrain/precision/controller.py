@@ -9,7 +9,10 @@ Rules, of which several may hold at once; any of them sends to the fallback, and
   window: back. An absolute threshold fits a loss near zero; a cross-entropy of 3 nats never comes under 0.1, which one
   line then says.
 - `gap`: the same with (loss quantised - loss high) on one micro-batch, in nats: what quantisation itself costs.
-  Measured every `probe_every` steps, and at each step while a verdict is near.
+  Measured every `probe_every` steps, and at each step while a verdict is near. Its threshold is its own median + 6
+  times its own noise, 1.4826 * MAD of the last 32 clean measurements and at least a thousandth of the loss: a cost that
+  a format always has is no reason to leave it, one that grows is. The absolute threshold holds as well, from the first
+  measurement on, for a format that harms from the beginning.
 - `spike`: the same with the loss against median + 6 * 1.4826 * MAD of the last 128 clean losses.
 - `schedule`: high from the first step of the learning rate's decay to the end (arXiv 2509.25149, appendix D).
 
@@ -20,7 +23,7 @@ in the fallback. Checkpoints carry the decision that was made when they were wri
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
 from kdtrain.files import typed
@@ -30,9 +33,12 @@ PATIENCE = 3
 """Steps in a row above the threshold, or not finite, that count."""
 CALM_SHARE = 0.8
 """What share of the threshold a value must stay under for a window."""
-_SPIKE_WINDOW, _SPIKE_LEAST, _SPIKE_WIDTH = 128, 16, 6 * 1.4826
+_SPIKE_WINDOW, _SPIKE_LEAST = 128, 16
+_GAP_WINDOW, _GAP_LEAST = 32, 5
+_WIDTH = 6 * 1.4826
+"""Times the MAD: six standard deviations of normal noise."""
 _LEAST_SPREAD = 1e-3
-"""Of the median: losses that hardly vary must not make any rise a spike."""
+"""Of a loss: what hardly varies must not make any rise a spike."""
 
 
 @dataclass
@@ -65,6 +71,8 @@ class _Memory:
     """Whether any loss of this window came under the threshold."""
     spent: bool = False
     """Whether it was said that no switches are left."""
+    gaps: list[float] = field(default_factory=list)
+    """The last measurements of the gap that were not above its threshold."""
 
 
 class _State(TypedDict):
@@ -135,8 +143,8 @@ class Controller:
     def observe(self, step: int, loss: float, gap: float | None = None) -> list[Action]:
         """What to do after step `step` (1, 2, ...).
 
-        loss: the step's loss, reduced over all ranks; not finite if the step was not taken. gap: loss quantised minus
-        loss high, where it was measured.
+        loss: the step's loss, reduced over all ranks; not finite if the step was not taken, and the state is still that
+        of the step before it. gap: loss quantised minus loss high, where it was measured.
 
         The checkpoint of a switch comes last: it holds the snapshot of its own step, and its memory names the one of a
         window that ends there, which a run that is killed between the two has to find when it goes back.
@@ -144,7 +152,8 @@ class Controller:
         before = self.mode
         actions = self._judge(step, loss, gap)
         if self.mode != before:
-            actions += [*_save(f"switch_to_{self.mode}_iter{step}"), SwitchTo(self.mode)]
+            held = step if math.isfinite(loss) else step - 1
+            actions += [Save(f"switch_to_{self.mode}_iter{held}"), SwitchTo(self.mode)]
         return actions
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,25 +209,30 @@ class Controller:
 
     def _update(self, loss: float, gap: float | None) -> dict[str, float]:
         """Count each rule's value, and return its threshold."""
-        policy, thresholds = self.policy, {}
+        bounds = {"loss": self.policy.threshold, "gap": self._gap_bound(loss), "spike": self._spike_bound()}
+        thresholds = {}
         for rule, streaks in self._streaks.items():
             value = gap if rule == "gap" else loss
-            threshold = policy.threshold if rule != "spike" else self._spike_bound()
-            thresholds[rule] = threshold
+            threshold = thresholds[rule] = bounds[rule]
             if value is not None:
                 calm_below = threshold if rule == "spike" else CALM_SHARE * threshold
                 streaks.add(value, threshold, calm_below)
         if "spike" in self._streaks and loss <= thresholds["spike"]:
             self._clean = [*self._clean, loss][-_SPIKE_WINDOW:]
+        if gap is not None and "gap" in self._streaks and gap <= thresholds["gap"]:
+            self._memory.gaps = [*self._memory.gaps, gap][-_GAP_WINDOW:]
         return thresholds
 
     def _spike_bound(self) -> float:
         """Median + 6 scaled MADs of the clean losses; infinity while there are too few of them."""
         if len(self._clean) < _SPIKE_LEAST:
             return math.inf
-        median = statistics.median(self._clean)
-        spread = statistics.median(abs(each - median) for each in self._clean)
-        return median + _SPIKE_WIDTH * max(spread, _LEAST_SPREAD * abs(median))
+        return _bound(self._clean, statistics.median(self._clean))
+
+    def _gap_bound(self, loss: float) -> float:
+        """The policy's threshold, or the gap's median + 6 times its noise where that is less and can be told."""
+        gaps = self._memory.gaps
+        return min(self.policy.threshold, _bound(gaps, loss) if len(gaps) >= _GAP_LEAST else math.inf)
 
     def _decide(self, step: int, loss: float, gap: float | None, thresholds: dict[str, float]) -> list[Action]:
         if self._decays(step):
@@ -278,7 +292,7 @@ class Controller:
             self.spend(name)  # a run that went back comes by the same names again
             self._saved.append((name, good))
             self._trim()  # before it is saved: the memory that it holds is that of a buffer with it in
-            actions += _save(name)
+            actions.append(Save(name))
         return actions
 
     def _trim(self) -> None:
@@ -318,5 +332,8 @@ class Controller:
         return self.switches >= self.policy.max_switches
 
 
-def _save(name: str) -> list[Action]:
-    return [Save(name), Say(f"[AdaptiveQuantization] Checkpoint saved: {name}")]
+def _bound(values: list[float], loss: float) -> float:
+    """Median + 6 scaled MADs of `values`, whose noise counts as at least a thousandth of `loss`."""
+    median = statistics.median(values)
+    spread = statistics.median(abs(each - median) for each in values)
+    return median + _WIDTH * max(spread, _LEAST_SPREAD * abs(loss))

@@ -10,9 +10,17 @@ from pathlib import Path
 import torch
 
 
-def pick_mode(name: str, device: torch.device) -> str:
-    """The mode that `name` means on `device`: `auto` is bf16 where the device computes in it, else fp32."""
-    return name if name != "auto" else ("bf16" if has_bf16(device) else "fp32")
+def pick_mode(name: str, device: torch.device, *, training: bool = False) -> str:
+    """The mode that `name` means on `device`: `auto` is bf16 where the device computes in it.
+
+    Elsewhere it is fp32, but fp16 on a GPU that trains: its loss scale notices what overflows, and nothing does in a
+    teacher.
+    """
+    if name != "auto":
+        return name
+    if has_bf16(device):
+        return "bf16"
+    return "fp16" if training and device.type == "cuda" else "fp32"
 
 
 def has_bf16(device: torch.device) -> bool:

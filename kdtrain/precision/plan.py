@@ -37,7 +37,7 @@ def plan(precision: PrecisionConfig, quantization: QuantizationConfig, device: t
     """
     mode, adaptive = quantization.mode(precision.precision), quantization.time_resume
     if mode not in QUANTIZED:
-        return Plan(pick_mode(mode, device))
+        return Plan(pick_mode(mode, device, training=True))
     scaling, control = precision.fp8_recipe or "tensorwise", precision.scaling_control or "max"
     recipe = make_recipe(mode, scaling, precision.fp8_format, control, precision.quant_stochastic_rounding)
     found = choose(mode, precision.fp8_backend, recipe, scaling, device)
@@ -45,16 +45,17 @@ def plan(precision: PrecisionConfig, quantization: QuantizationConfig, device: t
         return Plan("bf16", lines=(f"no {mode} here ({found}); training in bf16",))
     if found.name == "transformer-engine" and quantization.quant_fallback_scope == "forward":
         raise UsageError("--quant-fallback-scope forward needs --fp8-backend torchao or emulated")
-    high = quantization.quant_fallback_strategy if adaptive else pick_mode("auto", device)
+    high = quantization.quant_fallback_strategy if adaptive else pick_mode("auto", device, training=True)
     return Plan(high, found, recipe, (found.line,), Switch("quantized"))
 
 
-def policy(config: QuantizationConfig, mode: str, decay_start: int) -> Policy:
+def policy(config: QuantizationConfig, mode: str, lr_schedule: str, decay_start: int) -> Policy:
     """What the controller of a run in `mode` is told; decay_start: the last step before the rate's decay."""
+    rules = config.rules(lr_schedule)
     return Policy(
         quantized=mode,
         fallback=config.quant_fallback_strategy,
-        rules=config.rules,
+        rules=rules,
         threshold=config.quant_loss_threshold,
         window=config.quant_window_size,
         snapshot_every=config.quant_checkpoint_interval,
@@ -63,5 +64,5 @@ def policy(config: QuantizationConfig, mode: str, decay_start: int) -> Policy:
         probe_every=config.quant_probe_every,
         min_dwell=config.quant_min_dwell,
         max_switches=config.quant_max_switches,
-        decay_start=decay_start if "schedule" in config.rules else None,
+        decay_start=decay_start if "schedule" in rules else None,
     )

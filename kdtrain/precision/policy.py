@@ -17,7 +17,7 @@ class Policy:
     rules: tuple[str, ...] = ("gap",)
     """Of `RULES`."""
     threshold: float = 0.1
-    """In nats: of the loss under rule `loss`, of the gap under rule `gap`."""
+    """In nats: of the loss under rule `loss`; under rule `gap` the most that its own threshold may be."""
     window: int = 5
     """Steps in a window."""
     snapshot_every: int = 1

@@ -67,7 +67,9 @@ class _QuantizedLinear(torch.autograd.Function):
         compute = compute_dtype(dtype)
         x, x_scale = quantized_operand(x_ND, recipe, "activation", 1, compute)
         w, w_scale = quantized_operand(weight_OD, recipe, "weight", 1, compute)
-        return _scaled(x @ w.T, x_scale, w_scale).to(dtype)
+        # autocast to fp16 would take this product in fp16, which scaled values of fp8 overflow
+        with torch.autocast(x_ND.device.type, enabled=False):
+            return _scaled(x @ w.T, x_scale, w_scale).to(dtype)
 
     @staticmethod
     def backward(  # type: ignore[override]

@@ -220,10 +220,11 @@ def _quantize(config: DistillConfig, plan: formats.Plan, student: SplitModel) ->
 def _adaptive(config: DistillConfig, plan: formats.Plan, total: int) -> Adaptive | None:
     if plan.choice is None or not config.quantization.time_resume:
         return None
-    decay_start = total - decay_steps(total, config.optimizer)
-    controller = Controller(formats.policy(config.quantization, plan.choice.mode, decay_start))
+    options = config.optimizer
+    decay_start = total - decay_steps(total, options)
+    policy = formats.policy(config.quantization, plan.choice.mode, options.lr_schedule, decay_start)
     forward_only = config.quantization.quant_fallback_scope == "forward"
-    return Adaptive(controller, plan.switch, "high-forward" if forward_only else "high")
+    return Adaptive(Controller(policy), plan.switch, "high-forward" if forward_only else "high")
 
 
 def _collector(config: DistillConfig, plan: formats.Plan, student: SplitModel) -> Collector | None:

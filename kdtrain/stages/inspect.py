@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.provenance import check_sizes, read_manifest
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.manifest import MANIFEST, problem
@@ -17,6 +18,7 @@ from kdtrain.config import InspectConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, read_json
 from kdtrain.monitor.progress import setup_logging
+from kdtrain.objective.events import resolve_tail
 from kdtrain.precision.modes import has_bf16, why_not_compile
 from kdtrain.precision.probe import capabilities
 from kdtrain.stages.common import show
@@ -84,6 +86,7 @@ def _cache(path: Path) -> dict[str, Any]:
         "teacher": settings.teacher,
         "data": settings.data,
         "codec": codec,
+        "tail rule": _tail_rule(settings.codec),
         "vocabulary": settings.vocab_size,
         "tokenizer": f"{settings.tokenizer_size:,} entries, digest {(settings.tokenizer_digest or '-')[:12]}",
         "seq_len": settings.seq_len,
@@ -97,6 +100,14 @@ def _cache(path: Path) -> dict[str, Any]:
         "versions": manifest.versions,
         **_aside(path.resolve()),
     }
+
+
+def _tail_rule(codec: CodecSpec) -> str | None:
+    """Which rule `distill` reads the cache by, and which one it could; None where there is no tail."""
+    if codec.kind != "sparse":
+        return None
+    used = resolve_tail("ghost", codec.draws)
+    return f"{used} by default, or --tail control-variate" if codec.draws else used
 
 
 def _with_lines(table: dict[str, Any]) -> dict[str, Any]:

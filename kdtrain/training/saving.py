@@ -9,6 +9,7 @@ second is a further name of the first.
 import time
 
 from kdtrain.checkpoint import tiers
+from kdtrain.monitor.progress import log
 from kdtrain.parallel.world import is_main, on_main
 from kdtrain.training.run import Run
 
@@ -70,7 +71,9 @@ def save(run: Run, *names: str) -> None:
 
 
 def tell_published(run: Run) -> None:
-    """Write an event for each checkpoint that was published since; one that a kill prevented has none.
+    """Write an event for each checkpoint that was published since, and a line for those of adaptive quantisation.
+
+    One that a kill prevented has none.
 
     In the thread that trains, as all events: those of a run stand in the order in which it learned of them.
     """
@@ -79,6 +82,8 @@ def tell_published(run: Run) -> None:
     for each in run.saver.published():
         for name in each.names:
             run.writers.event("checkpoint", each.step, name=name, stood_still=each.stood_still)
+            if name.startswith(("window_", "switch_to_")):
+                log.info("[AdaptiveQuantization] Checkpoint saved: %s", name)
 
 
 def is_saved(run: Run) -> bool:

@@ -34,7 +34,9 @@ def _student() -> torch.Tensor:
 
 def _spread(targets: SparseTargets, z_NV: torch.Tensor, beta: float, rule: str) -> torch.Tensor:
     q_NV, labels = (beta * z_NV).softmax(-1), torch.zeros(SIZE, dtype=torch.int64)
-    scale_N, extra_NK = sparse_gradients(targets, q_NV, beta, distance(targets, z_NV.log_softmax(-1), labels))[rule]
+    scale_N, extra_NK = sparse_gradients(targets, q_NV, beta, distance(targets, z_NV.log_softmax(-1), labels, beta))[
+        rule
+    ]
     return (scale_N[:, None] * q_NV).scatter_add(1, safe_ids(targets, q_NV), extra_NK)
 
 
@@ -65,7 +67,7 @@ def test_gradients_are_those_of_the_objective(rule: str, head: int, draws: int, 
 def test_inner_products_of_the_short_form_are_those_of_the_gradients_spelled_out() -> None:
     targets, q_NV = _targets(5, 9), _student().softmax(-1)
     full_NV = q_NV - torch.rand(SIZE, VOCAB, generator=torch.Generator().manual_seed(2)).softmax(-1)
-    distance_N = distance(targets, q_NV.log(), torch.zeros(SIZE, dtype=torch.int64))
+    distance_N = distance(targets, q_NV.log(), torch.zeros(SIZE, dtype=torch.int64), 1.0)
     short, plain = Angles(), Angles()
     for part in (slice(0, 13), slice(13, SIZE)):
         few = sparse_gradients(targets[part], q_NV[part], 1.0, distance_N[part])

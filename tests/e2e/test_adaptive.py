@@ -31,7 +31,9 @@ def lines(run: Path) -> list[str]:
 
 
 def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(forks):
-    done = distill(forks, "adaptive", "--precision", "mxfp4", *_RULE, *_DWELL, "--json", fault=_RISING)
+    done = distill(
+        forks, "adaptive", "--precision", "mxfp4", *_RULE, *_DWELL, "--no-async-save", "--json", fault=_RISING
+    )
     loss = {line["step"]: f"{line['loss']:.4f}" for line in forks.metrics("adaptive")}
     assert lines(forks.root / "adaptive") == [
         "[TimeResume] Adaptive quantization training enabled",

@@ -32,9 +32,9 @@ def tokens(batch: int = 3, time: int = 20) -> torch.Tensor:
     return torch.randint(0, 300, (batch, time), generator=torch.Generator().manual_seed(5))
 
 
-def gradients(student, forward=None, bf16: bool = True) -> dict[str, torch.Tensor]:
+def gradients(student, forward=None, dtype: torch.dtype | None = torch.bfloat16) -> dict[str, torch.Tensor]:
     student.zero_grad(set_to_none=True)
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
         hidden = (forward or student)(tokens())
     hidden.float().square().mean().backward()
     return {name: each.grad.clone() for name, each in student.named_parameters() if each.grad is not None}
@@ -89,6 +89,19 @@ def test_forward_only_leaves_the_forward_high_and_the_backward_quantised():
             assert torch.equal(student(tokens()), high)
         with switch.at("quantized"):
             assert not torch.equal(student(tokens()), high)
+
+
+@pytest.mark.parametrize("position", ["high", "high-forward"])
+@pytest.mark.parametrize("fallback", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_mode_keeps_its_gradients_under_either_fallback_in_either_scope(backend, fallback, position):
+    student, switch, done = switchable(backend=BACKENDS[backend])
+    exact = gradients(split(tiny_model()), dtype=None)
+    most = 0.5 if backend == "mxfp4" else 0.15
+    for each in ("quantized", position):
+        with switch.at(each):
+            found = gradients(student, dtype=fallback)
+        assert done.quantized and far(found, exact) < most  # a NaN is not below anything
 
 
 def test_emulated_and_torchaos_fp8_agree_to_rounding():
@@ -160,19 +173,19 @@ def test_no_switch_recompiles_anything_or_touches_parameters_or_moments(backend)
     # what inductor makes of the graphs is compared in tests/training/test_compiled_modes.py
     forward = torch.compile(student.forward, dynamic=False, fullgraph=True, backend="aot_eager")
     optimizer = torch.optim.AdamW(student.parameters(), fused=True)
-    gradients(student, forward, bf16=False)
+    gradients(student, forward, dtype=None)
     optimizer.step()
     for position in POSITIONS:
         with switch.at(position):
-            gradients(student, forward, bf16=False)
+            gradients(student, forward, dtype=None)
     with torch.compiler.set_stance("fail_on_recompile"):
         for number in range(9):
             before = state_of(student, optimizer)
             switch.position = POSITIONS[number % len(POSITIONS)]
             after = state_of(student, optimizer)
             assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-            compiled = gradients(student, forward, bf16=False)
-            assert far(compiled, gradients(student, bf16=False)) < 0.01
+            compiled = gradients(student, forward, dtype=None)
+            assert far(compiled, gradients(student, dtype=None)) < 0.01
             optimizer.step()
 
 

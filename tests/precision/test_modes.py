@@ -5,8 +5,10 @@ import shutil
 import pytest
 import torch
 
+from kdtrain.config import PrecisionConfig, QuantizationConfig
 from kdtrain.precision import modes
 from kdtrain.precision.modes import autocast, has_bf16, pick_mode, why_not_compile
+from kdtrain.precision.plan import plan, policy
 
 CPU = torch.device("cpu")
 
@@ -17,6 +19,15 @@ def test_auto_is_bf16_where_the_device_computes_in_it(monkeypatch, has, auto):
     assert pick_mode("auto", CPU) == auto
     assert pick_mode("fp32", CPU) == "fp32"
     assert pick_mode("bf16", CPU) == "bf16"
+
+
+def test_auto_on_a_gpu_without_bf16_trains_in_fp16_and_runs_teachers_in_fp32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    old = torch.device("cuda")
+    assert plan(PrecisionConfig(), QuantizationConfig(), old).high == "fp16"
+    assert pick_mode("auto", old) == "fp32"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    assert plan(PrecisionConfig(), QuantizationConfig(), old).high == "bf16"
 
 
 @pytest.mark.parametrize("flags, onednn, has", [
@@ -55,6 +66,15 @@ def test_what_is_missing_for_a_compiled_run_is_named(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(modes.sysconfig, "get_paths", lambda: {"include": "nowhere"})
     assert why_not_compile(CPU) is not None
+
+
+@pytest.mark.parametrize("schedule, rules, decay_start", [
+    ("wsd", ("schedule", "gap"), 80), ("cosine", ("schedule", "gap"), 80), ("constant", ("gap",), None),
+])  # fmt: skip
+def test_adaptive_quantisation_falls_back_for_the_decay_unless_told_otherwise(schedule, rules, decay_start):
+    found = policy(QuantizationConfig(time_resume=True), "mxfp4", schedule, 80)
+    assert (found.rules, found.decay_start) == (rules, decay_start)
+    assert policy(QuantizationConfig(time_resume=True, quant_rule="loss"), "mxfp4", schedule, 80).rules == ("loss",)
 
 
 def test_a_gpu_brings_its_own_compiler():

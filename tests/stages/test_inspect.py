@@ -31,6 +31,7 @@ def test_a_cache_is_shown_with_a_line_of_fidelity_for_each_temperature_and_tail_
             assert f"{rule}: {each['token_angle']:.1f}° x {each['token_norm']:.3g}, mean" in shown
     assert f"{fidelity['sample']['tokens']:,} tokens of {fidelity['split']}" in shown
     assert "error of log Z at most" in shown
+    assert "tail rule sampled by default, or --tail control-variate" in shown
 
 
 def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixture[str], fidelity: dict) -> None:

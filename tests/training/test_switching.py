@@ -1,6 +1,7 @@
 """Adaptive quantisation in the loop: what is decided is done, said, saved, and the same after a resume."""
 
 import json
+import logging
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from kdtrain import faults
+from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError
 from kdtrain.precision.controller import Controller
@@ -81,7 +83,7 @@ def said(caplog) -> list[str]:
 def test_a_loss_that_rises_and_falls_gives_these_lines_and_these_folders(workshop, fault, caplog):
     fault("train.loss:x2:5-8")
     caplog.set_level("INFO", "kdtrain")
-    with workshop.run(steps=14, checkpoint_freq=100, **CALM) as run:
+    with workshop.run(steps=14, checkpoint_freq=100, async_save=False, **CALM) as run:
         controller = quantise(run, **LOSS)
         train(run)
         loss = {step: f"{numbers['loss']:.4f}" for step, numbers in metrics(run).items()}
@@ -100,6 +102,27 @@ def test_a_loss_that_rises_and_falls_gives_these_lines_and_these_folders(worksho
         "window_end_2_iter8", "window_end_3_iter12", "switch_to_bf16_iter7", "switch_to_mxfp4_iter12", "step-00000014",
     }  # fmt: skip
     assert (controller.switches, controller.steps_quantized) == (2, 7 + 2)
+
+
+def test_a_checkpoint_is_called_saved_when_it_is_published_and_named_by_the_step_it_holds(workshop, fault, caplog):
+    fault("train.gradient:nan:6")
+    found = {}
+
+    def look(record: logging.LogRecord) -> bool:
+        _, saved, name = record.getMessage().partition("Checkpoint saved: ")
+        if saved:
+            found[name] = run.store.problem(name)
+        return True
+
+    caplog.set_level("INFO", "kdtrain")
+    caplog.handler.addFilter(look)
+    with workshop.run(steps=10, checkpoint_freq=100, **CALM) as run:
+        quantise(run, **LOSS)
+        train(run)
+        held = {each.name: each.step for each in run.store.entries() if "iter" in each.name}
+    caplog.handler.removeFilter(look)
+    assert "switch_to_bf16_iter5" in found and set(found.values()) == {None}
+    assert all(tiers.step_in(name) == step for name, step in held.items())
 
 
 def test_snapshots_on_disk_are_named_by_the_mode_and_older_ones_are_deleted(workshop, fault):
