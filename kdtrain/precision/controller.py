@@ -73,6 +73,8 @@ class _Memory:
     """Whether it was said that no switches are left."""
     gaps: list[float] = field(default_factory=list)
     """The last measurements of the gap that were not above its threshold."""
+    decay_from: int | None = None
+    """The last step before a decay that began before it was due."""
 
 
 class _State(TypedDict):
@@ -129,6 +131,10 @@ class Controller:
     def spend(self, name: str) -> None:
         """Take a checkpoint out of the recovery buffer: the run went back to it."""
         self._saved = [each for each in self._saved if each[0] != name]
+
+    def begin_decay(self, step: int) -> None:
+        """The learning rate decays from the step after `step` on, before it was due."""
+        self._memory.decay_from = step
 
     def wants_gap(self, step: int) -> bool:
         """Whether the gap is to be measured at `step`: it is due, or a verdict is near and may be carried out."""
@@ -322,7 +328,8 @@ class Controller:
         ]
 
     def _decays(self, step: int) -> bool:
-        return "schedule" in self.policy.rules and step >= (self.policy.decay_start or 0)
+        planned, begun = self.policy.decay_start or 0, self._memory.decay_from
+        return "schedule" in self.policy.rules and step >= (planned if begun is None else begun)
 
     def _has_dwelt(self, step: int) -> bool:
         last = self._memory.last_switch

@@ -191,6 +191,8 @@ def _look_for_plateau(run: Run, shown: Bar, rate: Rate) -> None:
         progress.stopped = reason
     elif options.warmup_steps <= progress.step < run.total - decay_steps(run.planned, options):
         progress.decay_from = progress.step
+        if run.adaptive is not None:
+            run.adaptive.controller.begin_decay(progress.step)
         shown.total = rate.total = run.total
         run.writers.event("decay", progress.step, reason=reason, steps=run.total)
         log.info("a plateau begins the decay, which ends at step %d: %s", run.total, reason)

@@ -102,6 +102,16 @@ def test_a_loss_that_is_no_number_is_said_to_be_none():
     assert SwitchTo("bf16") in actions
 
 
+def test_a_decay_that_begins_before_it_is_due_ends_quantisation_after_a_resume_too():
+    first, second = (controller(rules=("schedule",), decay_start=100) for _ in range(2))
+    assert first.observe(1, 3.0, None) == [] and first.is_quantized
+    first.begin_decay(2)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for each in (first, second):
+        each.observe(2, 3.0, None)
+        assert not each.is_quantized
+
+
 def test_the_decay_is_said_once():
     made = controller(rules=("schedule",), decay_start=2)
     said = [made.observe(step, 3.0)[:1] for step in (1, 2, 3, 4)]
