@@ -20,7 +20,14 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import architecture, checkpoint_activations, load_student, load_tokenizer, model_digest
+from kdtrain.models.loading import (
+    architecture,
+    checkpoint_activations,
+    generation_settings,
+    load_student,
+    load_tokenizer,
+    model_digest,
+)
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
@@ -117,6 +124,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
             "cache": manifest.digest,
             "options": deciding(config),
             "student": {"name": spec.name, "architecture": architecture(student), "attention": spec.attention},
+            "generation": generation_settings(student),
             "teacher": None if teacher is None else model_digest(teacher),
         }
     compared = {name: identity[name] for name in ("cache", "student", "teacher")}

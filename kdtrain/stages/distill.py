@@ -24,7 +24,14 @@ from kdtrain.stages.build import logit_width
 from kdtrain.stages.common import show
 from kdtrain.stages.export import student_at
 from kdtrain.stages.occupied import occupied
-from kdtrain.stages.run_folder import launch, restarted, resuming, write_description
+from kdtrain.stages.run_folder import (
+    TOKENIZER,
+    launch,
+    restarted,
+    resuming,
+    write_description,
+    write_tokenizer,
+)
 from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
 from kdtrain.training.reporter import Reporter
@@ -74,6 +81,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
     begun_at = begin(run, goes_on)  # before anything is written: what is refused stays as it was
     facts = _facts(made)
     on_main(lambda: write_description(config, facts))
+    on_main(lambda: write_tokenizer(config.out, made.spec, made.folder / "tokenizer"))
     setup_logging(_log_of(config), quiet=not is_main())
     at = run.state.progress
     try:
@@ -91,14 +99,13 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
         )
         if run.collector is not None:
             run.collector.forget_after(at.step)
-        tokenizer = tokenizer_files(made.folder / "tokenizer")  # what is exported: the cache may be gone by then
         _announce(made, begun_at)
         _train(run)
         run.writers.close()
     except OSError as error:
         where, kept = error.filename or config.out, "published checkpoints are intact"
         raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}") from None
-    return _finish(run, tokenizer)
+    return _finish(run)
 
 
 def _log_of(config: DistillConfig) -> Path | None:
@@ -177,7 +184,7 @@ def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
     return config.teacher or str((manifest.settings.teacher or {}).get("spec"))
 
 
-def _finish(run: Run, tokenizer: dict[str, bytes]) -> int:
+def _finish(run: Run) -> int:
     """Export the best student and print what became of the run."""
     progress, config = run.state.progress, run.config
     distils = run.step.has_teacher and config.objective.distils
@@ -198,13 +205,13 @@ def _finish(run: Run, tokenizer: dict[str, bytes]) -> int:
         controller = run.adaptive.controller
         result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
     if run.stopped_by is None:
-        on_main(lambda: _export(run, tokenizer))
+        on_main(lambda: _export(run))
         result["student"] = str(config.out / "student")
     show(f"distill {config.out}", result, config.json)
     return 0
 
 
-def _export(run: Run, tokenizer: dict[str, bytes]) -> None:
+def _export(run: Run) -> None:
     """Write the best student, or the last one where none is best. No other rank takes part."""
     out, step = run.config.out / "student", run.state.progress.step
     student: torch.nn.Module = run.state.student
@@ -220,6 +227,7 @@ def _export(run: Run, tokenizer: dict[str, bytes]) -> None:
         if os.path.lexists(out) and not is_export(out):
             log.warning("%s was not written by kdtrain, and is now %s", out, set_aside(out.parent, out.name, "old"))
     origin = {"cache": str(run.identity["cache"]), "step": step}
+    tokenizer = tokenizer_files(run.config.out / TOKENIZER)
     if aside := export_model(student, tokenizer, out, origin=origin):
         log.warning("%s held more than an export, and is now %s", out, aside)
 
