@@ -133,13 +133,17 @@ class Rate:
         self.times: deque[tuple[float, int]] = deque(maxlen=window)
 
     def add(self, step: int, tokens: int, now: float) -> dict[str, float]:
-        """Tokens a second and hours left after `step`, which had `tokens` and ended at `now`, in seconds."""
+        """Tokens a second and hours left after `step`, which had `tokens` and ended at `now`, in seconds.
+
+        Nothing after the first step, whose time is the compiler's.
+        """
         self.times.append((now, tokens))
         seconds = now - self.times[0][0]
         steps = len(self.times) - 1
-        rate = sum(count for _, count in list(self.times)[1:]) / seconds if seconds > 0 else 0.0
-        left = (self.total - step) * seconds / steps / 3600 if steps else 0.0
-        return {"tok/s": rate, "eta_h": left}
+        if seconds <= 0:
+            return {}
+        rate = sum(count for _, count in list(self.times)[1:]) / seconds
+        return {"tok/s": rate, "eta_h": (self.total - step) * seconds / steps / 3600}
 
 
 STATUS = (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kdtrain.cache.provenance import Manifest
-from kdtrain.config import DistillConfig, sections
+from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError, advice, writing
 from kdtrain.files import set_aside
 from kdtrain.models.loading import export_model, is_export, load_tokenizer, tokenizer_files
@@ -29,6 +29,7 @@ from kdtrain.stages.run_folder import (
     launch,
     restarted,
     resuming,
+    used,
     write_description,
     write_tokenizer,
 )
@@ -90,7 +91,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
             if is_main()
             else SilentWriters(config.monitor)
         )
-        run.writers.hyperparameters(sections(config))
+        run.writers.hyperparameters(used(config))
         run.reporter = Reporter(
             *(config, run.step, run.writers, run.validation_source, load_tokenizer(made.folder / "tokenizer")),
             init=made.spec.init,

@@ -269,9 +269,14 @@ def refuse_changes(saved: dict[str, Any], config: DistillConfig) -> None:
         )
 
 
+def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
+    """The options by section, without those of text where the run reads a cache, which has its own."""
+    return {section: table for section, table in sections(config).items() if section != "data" or config.cache is None}
+
+
 def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
     """Write `config.toml` (as `--config` reads it) and `environment.json` into the run."""
-    publish_text(config.out / "config.toml", to_toml(sections(config)), "run.config")
+    publish_text(config.out / "config.toml", to_toml(used(config)), "run.config")
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
