@@ -293,6 +293,11 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
             f"temperatures {sorted(set(used))} leave the cache's range of {valid['min']:.3g} to {valid['max']:.3g}; "
             "choose --temperature, --temperature-end, --temperature-min and --temperature-max inside"
         )
+    if learnable and valid["min"] == valid["max"]:
+        raise UsageError(
+            f"--temperature-mode {objective.temperature_mode} needs more than one T, and the cache is right at T = "
+            f"{valid['min']:g} only; use --temperature-mode fixed"
+        )
     if learnable and not low < objective.temperature < high:
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
     if low == high:

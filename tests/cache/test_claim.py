@@ -31,8 +31,9 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, fi
 def test_a_build_that_failed_before_its_first_shard_gives_way_to_a_corrected_command(
     tmp_path: Path, workshop, codecs
 ) -> None:
-    with pytest.raises(UsageError, match="train"):
-        write_cache(tmp_path / "c", workshop.settings(codecs["head"]), {"train": iter(())}, teacher=workshop.teacher())
+    short = {"train": workshop.rows(3), "validation": []}
+    with pytest.raises(UsageError, match="the validation data give no whole sequence"):
+        write_cache(tmp_path / "c", workshop.settings(codecs["head"]), short, teacher=workshop.teacher())
     corrected = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, head=5))
     write_cache(tmp_path / "c", corrected, workshop.splits(), teacher=workshop.teacher())
     assert verify_cache(tmp_path / "c") == []
