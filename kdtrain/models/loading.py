@@ -159,10 +159,12 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(how)
 
 
-def model_digest(model: nn.Module) -> str:
-    """Return the SHA-256 of the state dict: names in order, dtypes, shapes and bytes."""
+def model_digest(model: nn.Module, *dtypes: torch.dtype) -> str:
+    """Return the SHA-256 of the state dict: names in order, dtypes, shapes and bytes, cast to each of `dtypes`."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
+        for dtype in dtypes if tensor.is_floating_point() else ():
+            tensor = tensor.to(dtype)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -171,4 +171,7 @@ def line(numbers: Mapping[str, Any]) -> str:
         "T": ".3f",
         "mode": "s",
     }
-    return " ".join(f"{name}={value:{formats.get(name, '.4f')}}" for name, value in numbers.items())
+    return " ".join(
+        f"{name}={value:{formats.get(name) or ('.4f' if abs(value) < 1e6 else '.4g')}}"
+        for name, value in numbers.items()
+    )

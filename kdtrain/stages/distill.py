@@ -94,7 +94,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
         run.writers.hyperparameters(used(config))
         run.reporter = Reporter(
             *(config, run.step, run.writers, run.validation_source, load_tokenizer(made.folder / "tokenizer")),
-            init=made.spec.init,
+            init=made.spec.init if begun_at is None else "loaded",
             finished=at.step,
             samples=made.manifest.codec.draws,
         )

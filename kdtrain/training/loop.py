@@ -30,8 +30,9 @@ def train(run: Run) -> None:
     state = run.state
     shown = Bar("distill", run.total, state.progress.step, every=math.inf)
     rate = Rate(run.total)
-    started = time.monotonic()
+    started, first = time.monotonic(), state.progress.step
     with StopRequest() as stop, shown.bar:
+        stop.compiling = run.step.compile_objective
         settle(run)
         if _validation_due(run):
             improved = _validate(run, stop)
@@ -41,10 +42,13 @@ def train(run: Run) -> None:
         while not (run.finished() or stop):
             for batches in run.feed().steps():
                 numbers = take_step(run, batches, stop)
+                stop.compiling = False
                 if numbers is None:
                     break
                 if numbers.pop("skipped"):
-                    went_back = skip(run, numbers) and decide(run, state.progress.step + 1, math.nan)
+                    loss, norm = numbers["loss"], numbers["grad_norm"]
+                    what, value = ("Gradient norm", norm) if math.isfinite(loss) else ("Loss", loss)
+                    went_back = skip(run, numbers) and decide(run, state.progress.step + 1, value, what)
                     if stop or went_back:
                         break
                     continue
@@ -65,7 +69,7 @@ def train(run: Run) -> None:
                 numbers |= {"loss_avg": run.stopping.average} | rate.add(
                     progress.step, int(numbers["tokens"]), run.seconds
                 )
-                _report(run, shown, numbers)
+                _report(run, shown, numbers, first)
 
                 improved = _validation_due(run) and _validate(run, stop)
                 ended = ends_epoch(run)
@@ -96,10 +100,11 @@ def _end(run: Run, stop: StopRequest) -> None:
         log.info("stopped early after step %d: %s", progress.step, progress.stopped)
 
 
-def _report(run: Run, shown: Bar, numbers: dict[str, float]) -> None:
+def _report(run: Run, shown: Bar, numbers: dict[str, float], first: int) -> None:
+    """Write and show the last finished step; `first` is the one that this process began at."""
     number = run.state.progress.step
     run.writers.metrics(number, numbers)
-    checkpoint = 0 if run.published is None else run.published[0]
+    checkpoint = first if run.published is None else run.published[0]
     epochs = run.state.progress.sequences / len(run.train_source)
     text = run.reporter.finished(number, numbers, checkpoint, epochs)
     shown.update(number, text)

@@ -34,6 +34,12 @@ def test_numbers_are_rounded_for_reading_by_their_kind():
     assert line(numbers) == "loss=1.2346 T=2.000 lr=3.00e-04 tok/s=12,346 grad_norm=0.988"
 
 
+def test_a_number_of_hundreds_of_digits_is_written_in_powers_of_ten():
+    assert line({"validation/perplexity": 1.5e300, "validation/loss": 691.2}) == (
+        "validation/perplexity=1.5e+300 validation/loss=691.2000"
+    )
+
+
 def test_the_line_of_a_step_has_all_names_in_their_order_and_leaves_out_what_is_not_known():
     numbers = {"mode": "bf16", "loss": 1.0, "tokens": 5.0, "ckpt": -150, "memory_mb": 1234.5, "mem_delta": -3.2}
     assert status(numbers) == "loss=1.0000 ckpt=-150 memory_mb=1,234 mem_delta=-3 mode=bf16"

@@ -100,6 +100,8 @@ def test_the_fallback_has_the_name_that_was_asked_for(fallback):
 def test_a_loss_that_is_no_number_is_said_to_be_none():
     actions = controller().observe(7, NAN)
     assert actions[0] == Say(SAID + "Loss nan is not finite, switching to bf16")
+    actions = controller().observe(7, float("inf"), broken="Gradient norm")
+    assert actions[0] == Say(SAID + "Gradient norm inf is not finite, switching to bf16")
     assert SwitchTo("bf16") in actions
 
 
