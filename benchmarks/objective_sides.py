@@ -13,7 +13,7 @@ The same work in pairs, over the whole vocabulary:
 kdtrain-jsd, trl-jsd     JSD at T = 2; given are all of the teacher's log p in fp32 (kdtrain) or its logits in the dtype
                          of the inputs (TRL). TRL has no cross-entropy.
 kdtrain-jsd-online,      cross-entropy and JSD at T = 2; given are the teacher's hidden states and weight, as wide as
-liger-jsd                the student's. Liger's cross-entropy is of the heated logits.
+liger-jsd                the student's.
 The other sides of kdtrain measure the divergence at T = 1 as well, which a training run logs, and these do not.
 
 Shape suffixes: N tokens, D model width, V vocabulary, K kept entries.

@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from plotting import paths
 
 HERE = Path(__file__).parent
 PUBLISHED = {
@@ -54,4 +55,4 @@ def _panel(axis: plt.Axes, codecs: dict[str, dict]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(Path(word) for word in sys.argv[1:])))
+    sys.exit(main(*paths(__doc__, "cache.json", "cache.png")))

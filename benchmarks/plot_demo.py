@@ -6,12 +6,12 @@ made without pyplot, by matplotlib's Agg renderer, which needs no screen.
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from plotting import paths
 
 # from the palette of Okabe and Ito, which people with any colour vision can tell apart
 COLORS = {"cross-entropy": "#D55E00", "distilled": "#0072B2"}
@@ -106,7 +106,6 @@ def _finish(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: plot_demo.py DEMO.json FOLDER")
-    for picture in draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])):
+    record, folder = paths(__doc__, "demo.json")
+    for picture in draw(json.loads(record.read_text()), folder):
         print(picture)

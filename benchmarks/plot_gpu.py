@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from plotting import paths
 from report_gpu import RESULTS, numbers, records
 
 FIGURES = RESULTS.parents[1] / "figures"
@@ -69,4 +70,4 @@ def main(results: Path = RESULTS, figures: Path = FIGURES) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(Path(word) for word in sys.argv[1:])))
+    sys.exit(main(*paths(__doc__, RESULTS.name)))

@@ -5,12 +5,12 @@ made without pyplot, by matplotlib's Agg renderer, which needs no screen.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from plotting import paths
 
 # from the palette of Okabe and Ito, which people with any colour vision can tell apart
 OURS, THEIRS, FLOOR = "#0072B2", "#D55E00", "#999999"
@@ -54,4 +54,5 @@ def _bars(axes: Axes, sides: dict[str, Any], key: str, factor: float, unit: str)
 
 
 if __name__ == "__main__":
-    print(draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])))
+    record, folder = paths(__doc__, "objective.json")
+    print(draw(json.loads(record.read_text()), folder))

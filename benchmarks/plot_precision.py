@@ -5,13 +5,13 @@
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from plotting import paths
 
 QUANTIZED, LINE = "#E69F00", "#0072B2"  # from the palette of Okabe and Ito
 SMOOTHED = 10
@@ -66,4 +66,5 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    record, folder = paths(__doc__, "precision.json")
+    draw(json.loads(record.read_text()), folder)

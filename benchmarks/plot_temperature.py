@@ -5,12 +5,12 @@
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from plotting import paths
 
 # from the palette of Okabe and Ito, which people with any colour vision can tell apart
 COLORS = {"minimize": "#D55E00", "adversarial": "#0072B2", "likelihood": "#009E73"}
@@ -63,4 +63,5 @@ def _paths(axes: Axes, paths: list[dict[str, Any]], bounds: list[float]) -> None
 
 
 if __name__ == "__main__":
-    print(draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])))
+    record, folder = paths(__doc__, "temperature.json")
+    print(draw(json.loads(record.read_text()), folder))

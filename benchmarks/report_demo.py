@@ -75,10 +75,10 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
     bytes_per_token = result["cache"]["bytes_per_token"]
     plan: list[tuple[str, Value, str]] = [
         ("validation loss (nats a token)", lambda run: best(run)[0], ".4f"),
-        ("validation KL to the teacher", lambda run: best(run)[1], ".4f"),
+        ("validation KL to the teacher (top-k and tail bucket: a lower bound)", lambda run: best(run)[1], ".4f"),
         ("test loss", lambda run: run["test"]["loss"], ".4f"),
         ("test perplexity", lambda run: run["test"]["perplexity"], ".2f"),
-        ("test KL to the teacher", lambda run: run["test"]["kl"], ".4f"),
+        ("test KL to the teacher (whole vocabulary: exact)", lambda run: run["test"]["kl"], ".4f"),
         ("top-1 agreement with the teacher", lambda run: run["test"]["agreement"], ".1%"),
         ("ECE", lambda run: run["test"]["ece"], ".2%"),
         ("acceptance, Σ min(p, q)", lambda run: run["test"]["acceptance"], ".1%"),
@@ -132,6 +132,6 @@ def verdict(result: dict[str, Any]) -> str:
     wins = sum(min(gain) > 0 for gain in gains)
     return (
         f"Distilled against cross-entropy, on the same tokens and steps: validation loss {-loss:+.4f}, "
-        f"KL to the teacher {-kl:+.4f} nats; better in both at {wins} of {len(gains)} "
+        f"lower bound of the KL to the teacher {-kl:+.4f} nats; better in both at {wins} of {len(gains)} "
         f"{'seed' if len(gains) == 1 else 'seeds'}."
     )

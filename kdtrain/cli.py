@@ -34,6 +34,8 @@ COMMANDS: dict[str, type] = {
 }
 _LONGEST = 2000
 """Characters of a message; more come only of names in a file that nobody reads."""
+ONCE = ("student", "teacher", "cache", "data", "from-logprobs", "load", "config")
+"""What a command takes one of, and a user may mean several of: of other flags given twice the last one wins."""
 POSITIONAL = {"inspect": "path", "verify": "path", "export": "run"}
 
 
@@ -89,6 +91,7 @@ def parse(command: str, argv: list[str]) -> Any:
 
     kind = COMMANDS[command]
     argv = _named(command, argv)
+    given = argv
     if (path := _value_of("--config", argv)) is not None:
         argv = _toml_flags(Path(path), kind) + argv
     caught = io.StringIO()
@@ -108,6 +111,7 @@ def parse(command: str, argv: list[str]) -> Any:
                     raise UsageError(
                         f"{flag} {value}: ~ is for the shell, which did not replace it; write the path out"
                     )
+    _refuse_repeated(command, given)
     return config
 
 
@@ -123,6 +127,13 @@ def _named(command: str, argv: list[str]) -> list[str]:
         if not word.startswith("-") and not takes_word:
             return [*argv[:position], f"--{POSITIONAL[command]}", *argv[position:]]
     return argv
+
+
+def _refuse_repeated(command: str, argv: list[str]) -> None:
+    flags = [word.split("=", 1)[0] for word in argv]
+    for name in ONCE:
+        if flags.count(f"--{name}") > 1:
+            raise UsageError(f"--{name} is given {flags.count(f'--{name}')} times; kdtrain {command} takes one")
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:

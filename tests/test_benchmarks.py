@@ -123,13 +123,13 @@ def test_validation_figures_are_those_of_the_step_with_the_lowest_loss(report):
     result["runs"][0]["validation"] |= {"loss": [7.5, 3.1, 3.4], "kl": [5.0, 0.9, 0.8]}
     shown = cells(report, result)
     assert shown["validation loss (nats a token)"][0] == "3.1000"
-    assert shown["validation KL to the teacher"][0] == "0.9000"
+    assert shown["validation KL to the teacher (top-k and tail bucket: a lower bound)"][0] == "0.9000"
 
 
 def test_the_verdict_counts_a_seed_only_if_loss_and_kl_are_both_better(report):
     result = result_of(3)
     assert "better in both at 3 of 3 seeds" in report.verdict(result)
-    assert "validation loss -0.2000, KL to the teacher -0.3000" in report.verdict(result)
+    assert "validation loss -0.2000, lower bound of the KL to the teacher -0.3000" in report.verdict(result)
     result["runs"][-1]["validation"]["kl"][-1] = 1.2
     assert "better in both at 2 of 3 seeds" in report.verdict(result)
 

@@ -43,6 +43,16 @@ def test_a_second_path_is_refused():
         cli.parse("verify", ["a", "b"])
 
 
+@pytest.mark.parametrize("again", [["--student", "b"], ["--student=b"]])
+def test_a_second_student_is_refused_rather_than_taken_instead_of_the_first(again):
+    with pytest.raises(UsageError, match=r"^--student is given 2 times; kdtrain evaluate takes one$"):
+        cli.parse("evaluate", ["--student", "a", "--cache", "c", *again])
+
+
+def test_a_flag_that_says_how_may_be_given_again_and_the_last_one_wins():
+    assert cli.parse("distill", [*DISTILL, "--lr", "1e-2", "--lr", "1e-3"]).optimizer.lr == 1e-3
+
+
 def test_options_of_sections_are_flat_flags():
     config = cli.parse(
         "distill", [*DISTILL, "--lr", "1e-2", "--temperature", "3", "--no-compile", "--betas", "0.8", "0.9"]

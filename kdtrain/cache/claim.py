@@ -99,8 +99,16 @@ def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
     if not (folder / layout.SETTINGS).exists():
         raise UsageError(f"{folder} holds files that are not a cache; choose another --out")
     refuse_links(folder)
-    _refuse_others(folder, _stored_settings(folder), settings, "holds an unfinished cache")
+    stored = _stored_settings(folder)
+    if _holds_shards(folder):
+        _refuse_others(folder, stored, settings, "holds an unfinished cache")
     return None
+
+
+def _holds_shards(folder: Path) -> bool:
+    """Whether anything but half of a file that a killed builder left lies among the shards."""
+    shards = folder / layout.SHARDS
+    return shards.is_dir() and any(not path.name.endswith(".tmp") for path in shards.iterdir())
 
 
 def holds_nothing(folder: Path) -> bool:
@@ -117,7 +125,8 @@ def begin(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
     with writing(folder):
         sweep(folder)
         sweep(folder / layout.SHARDS)
-    if not (folder / layout.SETTINGS).exists():
+    # those of a build that failed before its first shard give way to corrected ones
+    if not (folder / layout.SETTINGS).exists() or _stored_settings(folder) != settings.to_json():
         publish_json(folder / layout.SETTINGS, settings.to_json(), "cache.settings")
     if tokenizer is not None:
         with writing(folder / layout.TOKENIZER):

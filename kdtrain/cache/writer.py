@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class CacheWriter:
             self._lock.release()
 
     def build(self, split: str, rows: Iterable[Row]) -> None:
-        """Build what is missing of a split. UsageError: no row. RunError: full disk, broken teacher."""
+        """Build what is missing of a split. RunError: full disk, broken teacher."""
         limited = islice(rows, self.settings.sequences.get(split))
         self._splits[split], self._tokens[split] = [], hashlib.sha256()
         shards = enumerate(shards_of(iter(limited), self.settings.sequences_per_shard))
@@ -119,11 +119,6 @@ class CacheWriter:
                 self._build_or_keep(split, *job)
             self._rounds.rest()
         self._agree(split, [])
-        if not self._splits[split]:
-            raise UsageError(
-                f"the {split} data give no whole sequence of {self.settings.seq_len} tokens; "
-                "use more data or a smaller --seq-len"
-            )
 
     def _listed(self, split: str, number: int, part: Rows) -> tuple[int, str, Rows, str]:
         """Check and count a shard, whoever builds it; what its builder needs."""
@@ -398,11 +393,22 @@ def write_cache(
     try:
         if writer.manifest is not None:
             return writer.manifest if writer.ranks.rank == 0 else None
-        for split, rows in splits.items():
+        # the teacher is not asked for hours over one split before another turns out to be too short
+        for split, rows in {split: _not_empty(split, rows, settings.seq_len) for split, rows in splits.items()}.items():
             writer.build(split, rows)
         return writer.finish()
     finally:
         writer.close()
+
+
+def _not_empty(split: str, rows: Iterable[Row], seq_len: int) -> Iterable[Row]:
+    """The rows of a split. UsageError: there is none."""
+    remaining = iter(rows)
+    for first in remaining:
+        return chain([first], remaining)
+    raise UsageError(
+        f"the {split} data give no whole sequence of {seq_len} tokens; use more data or a smaller --seq-len"
+    )
 
 
 def _is_sealed(path: Path) -> bool:

@@ -6,10 +6,12 @@ where it has them: on the hub by name, in a folder when every file says its spli
 `valid/a.txt`). What is missing is withheld from train, 5 % each, by a hash: of the path of a file, of the
 content of a row, so that equal rows stand on one side (`splits`).
 
-What is given up: a txt file is one document and read whole, and with `streaming` nobody counts the
-documents, so that a small source may have an empty split, which is an error.
+Of fewer than 20 texts, a whole one would be more than that: each is cut at its line ends. What is given up: a txt file
+is one document and read whole, files of another kind are left out with a line that says so, and with `streaming`
+nobody counts the documents, so that a small source may have an empty split, which is an error.
 """
 
+import functools
 import json
 import logging
 import os
@@ -115,13 +117,18 @@ def _select(parts: Mapping[str, _Part], split: str) -> Iterator[Document]:
                 yield document
         return
     ranks = [train.rank(document) for document in train.documents()]
-    if len(ranks) < 3 and withheld:
+    if withheld and len(ranks) < splits.FEW and (len(ranks) < 3 or _can_be_cut(train, withheld)):
         for document in train.documents():
             yield from _cut(document, withheld, split)
         return
     for document, assigned in zip(train.documents(), splits.assign(ranks, withheld), strict=True):
         if assigned == split:
             yield document
+
+
+def _can_be_cut(part: _Part, withheld: Sequence[str]) -> bool:
+    """Whether `_cut` gives every split something of one document at least."""
+    return any(len((document.text or "").splitlines()) > len(withheld) for document in part.documents())
 
 
 def _cut(document: Document, withheld: Sequence[str], split: str) -> Iterator[Document]:
@@ -195,7 +202,10 @@ def _local_files(path: Path) -> tuple[Path, str, list[str]]:
     elif path.is_dir():
         root = path
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-        names = [name for name in names if Path(name).suffix in _KINDS and not re.search(r"(^|/)\.", name)]
+        seen = [name for name in names if not re.search(r"(^|/)\.", name)]
+        names = [name for name in seen if Path(name).suffix in _KINDS]
+        if names and (others := [name for name in seen if Path(name).suffix not in _KINDS]):
+            _say_left_out(path, len(others), others[0])
     else:
         raise UsageError(f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]")
     kinds = sorted({Path(name).suffix for name in names})
@@ -203,6 +213,15 @@ def _local_files(path: Path) -> tuple[Path, str, list[str]]:
         found = f"holds {', '.join(kinds)} files" if kinds else "holds no text"
         raise UsageError(f"{path}: {found}; give files of one kind out of {', '.join(_KINDS)}")
     return root, _KINDS[kinds[0]], names
+
+
+@functools.cache
+def _say_left_out(folder: Path, count: int, first: str) -> None:
+    """Once a process: the files are looked for anew for each split."""
+    what = f"{first} is" if count == 1 else f"{first} and {count - 1} more files are"
+    logging.getLogger("kdtrain").warning(
+        "%s: %s left out; only %s are read, so rename what is to be read", folder, what, ", ".join(_KINDS)
+    )
 
 
 def _quiet(datasets: Any) -> None:

@@ -9,7 +9,8 @@ second half does not see the first.
 A conversation goes through the tokenizer's chat template, and only what the assistant says is learned from.
 Which characters those are the template says, if it marks them with `{% generation %}`; otherwise they follow
 from rendering the conversation up to each assistant turn. Characters become tokens by the tokenizer's own
-offsets. eos is added only where the template writes none. The template itself runs in a child process (`templates`).
+offsets. eos is added where the template does not end with it. What a message says is text: a special token that it
+quotes is spelled out, as those who serve the model do. The template itself runs in a child process (`templates`).
 
 The order and content of the rows depend on the documents alone. `num_workers` threads tokenize ahead of the
 reader (the tokenizer runs outside Python's lock, so threads do), and a few batches at most are in memory at a
@@ -19,6 +20,7 @@ time.
 import contextlib
 import copy
 import functools
+import itertools
 import re
 import threading
 from collections import deque
@@ -183,6 +185,11 @@ class _Encoder:
         written = self._backend.encode("a").ids[:1]
         self._bos = written if written == [tokenizer.bos_token_id] else []
         self._eos = [tokenizer.eos_token_id]
+        special = {token: each.content for token, each in tokenizer.added_tokens_decoder.items() if each.special}
+        self._special = np.array(list(special), dtype=np.int64)
+        self._quotable = sorted(special.values(), key=len, reverse=True)
+        self._literal = copy.deepcopy(self._backend)
+        self._literal.encode_special_tokens = True
         self._render = Renderer(functools.partial(_render, tokenizer))
         self._render_lock = threading.Lock()
 
@@ -209,18 +216,57 @@ class _Encoder:
         return stream
 
     def _conversation(self, key: str, messages: list[dict[str, str]]) -> _Array:
+        messages, quoted = self._without_special(messages)
         with self._render_lock:
             text, spans = self._render(key, messages)
         with _panics_refused():
-            encoding = self._backend.encode(text, add_special_tokens=False)
-        stream = _stream(encoding.ids, label=False)
-        starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            ids, starts, stops = self._encode(text, quoted)
+        stream = _stream(ids, label=False)
         for span_start, span_stop in spans:
             stream["label"] |= (starts < span_stop) & (stops > span_start)
-        if self._eos[0] not in encoding.ids:
+        ends = stops[stream["token"] == self._eos[0]]
+        if not len(ends) or text[ends[-1] :].strip():
             stream = np.concatenate([stream, _stream(self._eos, label=messages[-1]["role"] == "assistant")])
         stream["start"][0] = True
         return stream
+
+    def _without_special(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, str]]:
+        """The messages with a character of nobody's in place of each special token they quote, and which is which."""
+        said = "\0".join(value for message in messages for value in message.values())
+        unused = (each for number in range(0x100000, 0x10FFFE) if (each := chr(number)) not in said)
+        quoted: dict[str, str] = {}
+        for token in self._quotable:
+            if token in said:
+                quoted[mark := next(unused)] = token
+                messages = [{name: value.replace(token, mark) for name, value in each.items()} for each in messages]
+        return messages, quoted
+
+    def _encode(self, text: str, quoted: dict[str, str]) -> tuple[list[int], _Array, _Array]:
+        """The tokens of a rendered conversation, and where in `text` each starts and stops.
+
+        What stands between two special tokens of the template is encoded anew, spelled out, where it quotes one.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids = encoding.ids
+        starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        if not quoted:
+            return ids, starts, stops
+        borders = [-1, *np.flatnonzero(np.isin(ids, self._special)), len(ids)]
+        parts: list[tuple[list[int], _Array, _Array]] = []
+        for before, after in itertools.pairwise(borders):
+            between = slice(before + 1, after)
+            part = ids[between], starts[between], stops[between]
+            first, last = stops[before] if before >= 0 else 0, starts[after] if after < len(ids) else len(text)
+            if not quoted.keys().isdisjoint(text[first:last]):
+                spelled = [quoted.get(each, each) for each in text[first:last]]
+                origin = np.repeat(np.arange(first, last), [len(each) for each in spelled])
+                literal = self._literal.encode("".join(spelled), add_special_tokens=False)
+                begins, ends = np.array(literal.offsets, dtype=np.int64).reshape(-1, 2).T
+                part = literal.ids, origin[np.minimum(begins, len(origin) - 1)], origin[np.maximum(ends, 1) - 1] + 1
+            border = slice(after, after + 1)
+            parts += [part, (ids[border], starts[border], stops[border])]
+        tokens, begin, end = zip(*parts, strict=True)
+        return [*itertools.chain(*tokens)], np.concatenate(begin), np.concatenate(end)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,8 @@
 A document's rank is a number in [0, 1) made of its SHA-256. Validation is the ranks from 0.90 to 0.95, test
 those from 0.95; a split that the source has itself is not withheld, and its ranks stay in train. A rank
 depends on nothing but the document, so a growing source never moves one to another split. The price is that
-few documents may all fall into train: then `assign` takes exact shares of the hash order, and one or two
-texts are cut at line ends (`cut`).
+few documents may all fall into train: then `assign` takes exact shares of the hash order, and fewer than
+`FEW` texts are cut at line ends (`cut`).
 """
 
 import hashlib
@@ -13,6 +13,9 @@ from collections.abc import Sequence
 SPLITS = ("train", "validation", "test")
 # Above this many documents the chance that a hash leaves a split empty is below 1e-44.
 SMALL = 2000
+
+# Below this many, one document is more than the share of a split.
+FEW = 20
 
 _WITHHELD_FROM = {"validation": 0.90, "test": 0.95}
 _SHARE = 0.05

@@ -116,15 +116,29 @@ def architecture(model: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if key not in ("transformers_version", "dtype", "_name_or_path")}
 
 
-def model_of(name: str, kept: dict[str, Any], attention: str) -> PreTrainedModel:
-    """A float32 model of an `architecture`, its weights to be filled in.
+def generation_settings(model: nn.Module) -> dict[str, Any]:
+    """How a model wants to be sampled from and which tokens end its texts, as plain JSON values."""
+    given = _whole(model).generation_config
+    return {} if given is None else json.loads(given.to_json_string())
 
-    Both may have been written by anyone: code is not run, whatever they name. Raises `UsageError` that begins with
+
+def model_of(
+    name: str, kept: dict[str, Any], attention: str, generation: dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """A float32 model of an `architecture`, its weights to be filled in, with its `generation_settings`.
+
+    All may have been written by anyone: code is not run, whatever they name. Raises `UsageError` that begins with
     `name`.
     """
     table = dict(kept)
     config = config_of(name, table.pop("model_type", None), table)
-    return new_model(name, config, attention, trust_remote_code=False)
+    model = new_model(name, config, attention, trust_remote_code=False)
+    if generation is not None and model.generation_config is not None:
+        # GenerationConfig takes every name, those of its own methods among them
+        known = {key: value for key, value in generation.items() if key in model.generation_config.to_dict()}
+        model.generation_config = ask(name, lambda: GenerationConfig(**known))
+        _drop_sampling_that_cannot_be_saved(model)
+    return model
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -145,10 +159,12 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(how)
 
 
-def model_digest(model: nn.Module) -> str:
-    """Return the SHA-256 of the state dict: names in order, dtypes, shapes and bytes."""
+def model_digest(model: nn.Module, *dtypes: torch.dtype) -> str:
+    """Return the SHA-256 of the state dict: names in order, dtypes, shapes and bytes, cast to each of `dtypes`."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
+        for dtype in dtypes if tensor.is_floating_point() else ():
+            tensor = tensor.to(dtype)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

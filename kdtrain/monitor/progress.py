@@ -149,13 +149,17 @@ class Rate:
         self.times: deque[tuple[float, int]] = deque(maxlen=window)
 
     def add(self, step: int, tokens: int, now: float) -> dict[str, float]:
-        """Tokens a second and hours left after `step`, which had `tokens` and ended at `now`, in seconds."""
+        """Tokens a second and hours left after `step`, which had `tokens` and ended at `now`, in seconds.
+
+        Nothing after the first step, whose time is the compiler's.
+        """
         self.times.append((now, tokens))
         seconds = now - self.times[0][0]
         steps = len(self.times) - 1
-        rate = sum(count for _, count in list(self.times)[1:]) / seconds if seconds > 0 else 0.0
-        left = (self.total - step) * seconds / steps / 3600 if steps else 0.0
-        return {"tok/s": rate, "eta_h": left}
+        if seconds <= 0:
+            return {}
+        rate = sum(count for _, count in list(self.times)[1:]) / seconds
+        return {"tok/s": rate, "eta_h": (self.total - step) * seconds / steps / 3600}
 
 
 STATUS = (
@@ -183,4 +187,7 @@ def line(numbers: Mapping[str, Any]) -> str:
         "T": ".3f",
         "mode": "s",
     }
-    return " ".join(f"{name}={value:{formats.get(name, '.4f')}}" for name, value in numbers.items())
+    return " ".join(
+        f"{name}={value:{formats.get(name) or ('.4f' if abs(value) < 1e6 else '.4g')}}"
+        for name, value in numbers.items()
+    )

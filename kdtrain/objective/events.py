@@ -13,8 +13,8 @@ drop         the head's entries only, with true masses: the head's terms of the 
              student = teacher, but that is no minimum: with P the head's mass, the gradient there is
              beta q_j P in the tail and beta q_j (P - 1) in the head. The tail starves, and the value falls
              to P log P < 0.
-renormalize  both sides divided by their mass in the head, as most others do: blind to what the student puts
-             elsewhere. 0 with zero gradient for student = teacher.
+renormalize  both sides divided by their mass in the head: blind to what the student puts elsewhere (some
+             implementations divide the teacher's alone). 0 with zero gradient for student = teacher.
 sampled      head entries with weight p_k, drawn entries with weight
                  w_k = p_tail(1) (c_k / n) p_k(1)^(beta - 1) / Z(beta),
              the importance weight of c_k of n draws from the tail at T = 1 (at head 0, p_tail(1) = 1 and the

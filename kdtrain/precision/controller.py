@@ -146,19 +146,19 @@ class Controller:
         near = gap.above if self.is_quantized else gap.calm
         return step % self.policy.probe_every == 0 or (near > 0 and self._has_dwelt(step))
 
-    def observe(self, step: int, loss: float, gap: float | None = None) -> list[Action]:
+    def observe(self, step: int, loss: float, gap: float | None = None, broken: str | None = None) -> list[Action]:
         """What to do after step `step` (1, 2, ...).
 
-        loss: the step's loss, reduced over all ranks; not finite if the step was not taken, and the state is still that
-        of the step before it. gap: loss quantised minus loss high, where it was measured.
+        loss: the step's loss, reduced over all ranks. gap: loss quantised minus loss high, where it was measured.
+        broken: what was non-finite, the loss or the gradient, if the step was not taken; `loss` is then its value.
 
         The checkpoint of a switch comes last: it holds the snapshot of its own step, and its memory names the one of a
         window that ends there, which a run that is killed between the two has to find when it goes back.
         """
         before = self.mode
-        actions = self._judge(step, loss, gap)
+        actions = self._judge(step, loss, gap) if broken is None else self._broken(step, broken, loss)
         if self.mode != before:
-            held = step if math.isfinite(loss) else step - 1
+            held = step if broken is None else step - 1  # the state is still that of the step before
             actions += [Save(f"switch_to_{self.mode}_iter{held}"), SwitchTo(self.mode)]
         return actions
 

@@ -20,7 +20,14 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import architecture, checkpoint_activations, load_student, load_tokenizer, model_digest
+from kdtrain.models.loading import (
+    architecture,
+    checkpoint_activations,
+    generation_settings,
+    load_student,
+    load_tokenizer,
+    model_digest,
+)
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
@@ -122,6 +129,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
             "cache": manifest.digest,
             "options": deciding(config),
             "student": {"name": spec.name, "architecture": architecture(student), "attention": spec.attention},
+            "generation": generation_settings(student),
             "teacher": None if teacher is None else model_digest(teacher),
         }
     compared = {name: identity[name] for name in ("cache", "student", "teacher")}
@@ -296,6 +304,11 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
         raise UsageError(
             f"temperatures {sorted(set(used))} leave the cache's range of {valid['min']:.3g} to {valid['max']:.3g}; "
             "choose --temperature, --temperature-end, --temperature-min and --temperature-max inside"
+        )
+    if learnable and valid["min"] == valid["max"]:
+        raise UsageError(
+            f"--temperature-mode {objective.temperature_mode} needs more than one T, and the cache is right at T = "
+            f"{valid['min']:g} only; use --temperature-mode fixed"
         )
     if learnable and not low < objective.temperature < high:
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")

@@ -147,7 +147,9 @@ def _text(value: Any, inner: bool = False) -> str:
     if isinstance(value, list | tuple):
         return (", " if inner else "\n").join(_text(each, True) for each in value) or "none"
     if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e-3 else f"{value:,.4f}" if abs(value) < 1e5 else f"{value:,.0f}"
+        if abs(value) < 1e-3 or abs(value) >= 1e12:  # a perplexity may have 300 digits
+            return f"{value:.4g}"
+        return f"{value:,.4f}" if abs(value) < 1e5 else f"{value:,.0f}"
     if value is None or isinstance(value, bool):
         return {None: "-", True: "yes", False: "no"}[value]
     return f"{value:,}" if isinstance(value, int) else str(value)

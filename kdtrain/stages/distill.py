@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kdtrain.cache.provenance import Manifest
-from kdtrain.config import DistillConfig, sections
+from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import set_aside
 from kdtrain.models.loading import export_model, is_export, load_tokenizer, tokenizer_files
@@ -26,7 +26,15 @@ from kdtrain.stages.common import show
 from kdtrain.stages.export import student_at
 from kdtrain.stages.occupied import occupied
 from kdtrain.stages.result import how_it_ended, tell_outcome, write_result
-from kdtrain.stages.run_folder import launch, restarted, resuming, write_description
+from kdtrain.stages.run_folder import (
+    TOKENIZER,
+    launch,
+    restarted,
+    resuming,
+    used,
+    write_description,
+    write_tokenizer,
+)
 from kdtrain.stages.spread import micro_batch
 from kdtrain.training.loop import train
 from kdtrain.training.memory import FIRST_STEPS, out_of_memory
@@ -78,6 +86,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
     begun_at = begin(run, goes_on)  # before anything is written: what is refused stays as it was
     facts = _facts(made)
     on_main(lambda: write_description(config, facts))
+    on_main(lambda: write_tokenizer(config.out, made.spec, made.folder / "tokenizer"))
     setup_logging(_log_of(config), quiet=not is_main())
     at = run.state.progress
     run.halves_until = at.step + FIRST_STEPS
@@ -87,16 +96,15 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
             if is_main()
             else SilentWriters(config.monitor)
         )
-        run.writers.hyperparameters(sections(config))
+        run.writers.hyperparameters(used(config))
         run.reporter = Reporter(
             *(config, run.step, run.writers, run.validation_source, load_tokenizer(made.folder / "tokenizer")),
-            init=made.spec.init,
+            init=made.spec.init if begun_at is None else "loaded",
             finished=at.step,
             samples=made.manifest.codec.draws,
         )
         if run.collector is not None:
             run.collector.forget_after(at.step)
-        tokenizer = tokenizer_files(made.folder / "tokenizer")  # what is exported: the cache may be gone by then
         _announce(made, begun_at)
         _train(run)
         if run.stopped_by is None:
@@ -111,7 +119,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
     except Exception as error:
         _fail(run, error)
         raise
-    return _finish(run, tokenizer)
+    return _finish(run)
 
 
 def _log_of(config: DistillConfig) -> Path | None:
@@ -195,13 +203,13 @@ def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
     return config.teacher or str((manifest.settings.teacher or {}).get("spec"))
 
 
-def _finish(run: Run, tokenizer: dict[str, bytes]) -> int:
+def _finish(run: Run) -> int:
     """Export the best student and print what became of the run."""
     config = run.config
     ended = "signal" if run.stopped_by else "early-stop" if run.state.progress.stopped else "done"
     result = how_it_ended(run, ended)
     if run.stopped_by is None:
-        on_main(lambda: _export(run, tokenizer))
+        on_main(lambda: _export(run))
         result["student"] = str(config.out / "student")
     write_result(run, result)
     show(f"distill {config.out}", result, config.json)
@@ -217,7 +225,7 @@ def _fail(run: Run, error: Exception) -> None:
         show("", result, True)
 
 
-def _export(run: Run, tokenizer: dict[str, bytes]) -> None:
+def _export(run: Run) -> None:
     """Write the best student, or the last one where none is best. No other rank takes part."""
     out, step = run.config.out / "student", run.state.progress.step
     student: torch.nn.Module = run.state.student
@@ -234,6 +242,7 @@ def _export(run: Run, tokenizer: dict[str, bytes]) -> None:
             moved = set_aside(out.parent, out.name, "old")
             run.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
     origin = {"cache": str(run.identity["cache"]), "step": step}
+    tokenizer = tokenizer_files(run.config.out / TOKENIZER)
     if aside := export_model(student, tokenizer, out, origin=origin):
         run.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
 

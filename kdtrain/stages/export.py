@@ -13,7 +13,7 @@ from kdtrain.models.loading import export_model, load_student, model_of, refuse_
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
-from kdtrain.stages.run_folder import is_run, options_of, refuse_no_folder
+from kdtrain.stages.run_folder import TOKENIZER, is_run, options_of, refuse_no_folder
 from kdtrain.training.state import load_saved, read_saved
 
 
@@ -33,6 +33,11 @@ def main(config: ExportConfig) -> int:
     path = _checkpoint(config.run, config.checkpoint)
     student = student_at(path, torch.device("cpu"))
     folder = tokenizer_of_run(_run_of(path))
+    if folder is None:
+        log.warning(
+            "exported without a tokenizer: %s holds none, and its cache is gone; copy the teacher's into %s",
+            *(_run_of(path), out),
+        )
     tokenizer = None if folder is None else tokenizer_files(folder)
     state = read_saved(path)
     step = state["progress"]["step"]
@@ -70,7 +75,8 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
     """The student of a checkpoint folder, built from what the checkpoint says of it."""
     checkpoint = load_saved(path)
     described = checkpoint.state["student"]
-    model = model_of(f"checkpoint {path}", described["architecture"], described["attention"])
+    generation = checkpoint.state.get("generation")
+    model = model_of(f"checkpoint {path}", described["architecture"], described["attention"], generation)
     try:
         student = split(model)
     except UsageError as error:
@@ -96,16 +102,13 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
 
 
 def tokenizer_of_run(run: Path) -> Path | None:
-    """The tokenizer folder that a run's tokens were made with: its cache's, or its own."""
+    """Where the tokenizer of a run's student lies: in the run, or in its cache; None where it is gone."""
     options = options_of(run)
     if options is None:
         return None
     cache = options.get("cache")
-    folder = (Path(cache) if cache else run / "data") / "tokenizer"
-    if folder.is_dir():
-        return folder
-    exported = run / "student"
-    return exported if (exported / "tokenizer.json").exists() else None
+    places = (run / TOKENIZER, (Path(cache) if cache else run / "data") / "tokenizer", run / "student")
+    return next((each for each in places if (each / "tokenizer.json").exists()), None)
 
 
 def _checkpoint(run: Path, wanted: str) -> Path:

@@ -13,12 +13,27 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
+from kdtrain.cache.provenance import tokenizer_digest
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig, plain, sections
-from kdtrain.errors import RunError, UsageError, making
-from kdtrain.files import make_folder, publish_text, read_json, read_toml, refuse_links, remove_empty, set_aside, typed
+from kdtrain.errors import RunError, UsageError, making, writing
+from kdtrain.files import (
+    hidden_folder,
+    make_folder,
+    publish_text,
+    read_json,
+    read_toml,
+    refuse_links,
+    remove_empty,
+    set_aside,
+    swap_in,
+    typed,
+)
+from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.stages.build import holds_tokens
+from kdtrain.stages.common import digest_of
 from kdtrain.training.state import read_saved
 
 FREE = {
@@ -46,6 +61,8 @@ FREE = {
 }
 """Options that may differ when a run goes on; every other one would make it another run."""
 
+TOKENIZER = "tokenizer"
+"""The folder of the tokenizer that the student is exported with."""
 LOCK = ".training"
 """What a launch holds while it works in the folder: see `occupied`."""
 _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+|\.(config\.toml|environment\.json)\.[0-9a-f]{{12}}\.tmp")
@@ -252,9 +269,14 @@ def refuse_changes(saved: dict[str, Any], config: DistillConfig) -> None:
         )
 
 
+def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
+    """The options by section, without those of text where the run reads a cache, which has its own."""
+    return {section: table for section, table in sections(config).items() if section != "data" or config.cache is None}
+
+
 def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
     """Write `config.toml` (as `--config` reads it) and `environment.json` into the run."""
-    publish_text(config.out / "config.toml", to_toml(sections(config)), "run.config")
+    publish_text(config.out / "config.toml", to_toml(used(config)), "run.config")
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -264,6 +286,26 @@ def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
         **facts,
     }
     publish_text(config.out / "environment.json", json.dumps(environment, indent=1) + "\n", "run.environment")
+
+
+def write_tokenizer(out: Path, student: ModelSpec, cached: Path) -> None:
+    """Keep in the run what the student is exported with, unless it is there: the cache may be gone by then.
+
+    The student's own tokenizer, with the chat template of the one in the folder `cached` where it has none; and that
+    one where the student comes without a tokenizer, or with another than its tokens were made with.
+    """
+    target = out / TOKENIZER
+    if target.is_dir():
+        return
+    tokenizer = load_tokenizer(cached)
+    named = student if student.tokenizer or student.init == "pretrained" else None
+    if digest_of(named) == tokenizer_digest(tokenizer):
+        own = load_tokenizer(student)
+        own.chat_template = own.chat_template or tokenizer.chat_template
+        tokenizer = own
+    with writing(target), hidden_folder(target) as hidden:
+        tokenizer.save_pretrained(hidden)
+        swap_in(hidden, target, "run.tokenizer")
 
 
 def to_toml(tables: dict[str, dict[str, Any]]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from einops import rearrange
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +21,7 @@ from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import DistillConfig
 from kdtrain.data import order
 from kdtrain.models.loading import model_digest
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import DTYPES, read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel.world import refuse_many_processes
 from kdtrain.stages.assemble import Assembled
@@ -114,9 +115,12 @@ def _expected_correlation(made: Assembled, config: DistillConfig) -> float | Non
     if made.spec.init != "pretrained":
         return None
     teacher = made.manifest.settings.teacher or {}
-    name = teacher.get("spec") if config.teacher is None else read_spec(config.teacher).name
     digests = (teacher.get("weights_digest"), made.run.identity.get("teacher"))
-    same = made.spec.name == name or model_digest(made.run.state.student) in digests
+    stated = teacher.get("dtype") if config.teacher is None else read_spec(config.teacher).dtype
+    dtype = getattr(torch, stated) if stated in DTYPES else torch.float32
+    # a teacher that is asked in fp32 has weights of its dtype in fp32
+    casts = ((dtype,), (dtype, torch.float32))
+    same = any(model_digest(made.run.state.student, *each) in digests for each in casts)
     return ALIGNED if same else RELATED
 
 

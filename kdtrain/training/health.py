@@ -162,7 +162,7 @@ def initial_loss(loss: float, vocab_size: int, init: str) -> tuple[bool, str]:
         loss: nats a token.
         vocab_size: V; knowing nothing costs ln V.
         init: where the weights come from, as a spec says it. From scratch they know nothing: the loss is ln V, and up
-            to a tenth more where random logits are wide. Pretrained ones are below. Copied layers may be anywhere.
+            to a tenth more where random logits are wide. Pretrained ones are below. Others may be anywhere.
     """
     even = math.log(vocab_size)
     text = f"initial loss {loss:.3f} nats a token, ln V is {even:.3f}"

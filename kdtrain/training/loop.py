@@ -36,6 +36,7 @@ def train(run: Run) -> None:
     started = time.monotonic()
     with StopRequest() as stop, shown.bar:
         run.saver.asked_to_stop = lambda: stop.asked > 0
+        stop.compiling = run.step.compile_objective
         settle(run)
         if run.published is None or _validation_due(run):
             improved = _validate(run, stop) is Outcome.BEST
@@ -46,11 +47,14 @@ def train(run: Run) -> None:
         while not (run.finished() or stop):
             for batches in run.feed().steps():
                 numbers = take_step(run, batches, stop)
+                stop.compiling = False
                 if numbers is None:
                     break
                 by_clock = numbers.pop("clock") > 0
                 if numbers.pop("skipped"):
-                    recovered = skip(run, numbers) and decide(run, state.progress.step + 1, math.nan)
+                    loss, norm = numbers["loss"], numbers["grad_norm"]
+                    what, value = ("Gradient norm", norm) if math.isfinite(loss) else ("Loss", loss)
+                    recovered = skip(run, numbers) and decide(run, state.progress.step + 1, value, what)
                     if stop or recovered:
                         break
                     continue

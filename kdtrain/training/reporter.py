@@ -85,7 +85,7 @@ class Reporter:
         Args:
             number: the step.
             numbers: what is known of it, by the names of metrics.jsonl.
-            checkpoint: the step of the last checkpoint, 0 where there is none.
+            checkpoint: the step of the last checkpoint, or where there is none the one that the run began at.
             epochs: passes over the training split until now.
         """
         if self.sampler is not None and _due(number, self.config.monitor.sample_freq):

@@ -101,6 +101,7 @@ class _Saved(_Numbers):
     options: dict[str, dict[str, Any]]
     student: _Student
     teacher: str | None
+    generation: NotRequired[dict[str, Any]]
     snapshots: NotRequired[list[_Numbers]]
 
 

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from kdtrain.errors import RunError
-from kdtrain.parallel.world import most, together, world_size
+from kdtrain.parallel.world import is_main, most, together, world_size
 
 T = TypeVar("T")
 
@@ -49,6 +49,8 @@ class StopRequest:
         self.name: str | None = None
         self.asked = 0
         """The number of the signal that this process got, 0 while there was none."""
+        self.compiling = False
+        """Whether a compiler may be at work, which no request stops before it is done."""
         self.failed = False
         """Whether a rank could not read; `raise_failed` ends the run."""
         self._error: RunError | None = None
@@ -88,6 +90,9 @@ class StopRequest:
         if self.asked:
             os._exit(128 + number)
         self.asked = number
+        if self.compiling and is_main():
+            # not through the logger, which may be writing at this moment
+            os.write(2, b"compiling, about a minute; press again to stop now\n")
         if world_size() == 1:
             self.settle(number)
 

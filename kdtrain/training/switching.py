@@ -36,13 +36,16 @@ def warm_up(run: Run, stop: StopRequest) -> None:
     run.state.optimizer.zero_grad(set_to_none=True)
 
 
-def decide(run: Run, step: int, loss: float) -> bool:
-    """Carry out what follows from step `step`, taken or tried; whether the run went back to an earlier state."""
+def decide(run: Run, step: int, loss: float, broken: str | None = None) -> bool:
+    """Carry out what follows from step `step`, taken or tried; whether the run went back to an earlier state.
+
+    broken: what was non-finite in a step that was not taken; `loss` is then its value.
+    """
     adaptive = run.adaptive
     if adaptive is None:
         return False
     went_back = False
-    for action in adaptive.controller.observe(step, loss, adaptive.gap):
+    for action in adaptive.controller.observe(step, loss, adaptive.gap, broken):
         went_back = _carry_out(run, adaptive, action, step) or went_back
     return went_back
 

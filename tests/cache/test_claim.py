@@ -28,6 +28,17 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, fi
     assert "\n" not in str(caught.value)
 
 
+def test_a_build_that_failed_before_its_first_shard_gives_way_to_a_corrected_command(
+    tmp_path: Path, workshop, codecs
+) -> None:
+    short = {"train": workshop.rows(3), "validation": []}
+    with pytest.raises(UsageError, match="the validation data give no whole sequence"):
+        write_cache(tmp_path / "c", workshop.settings(codecs["head"]), short, teacher=workshop.teacher())
+    corrected = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, head=5))
+    write_cache(tmp_path / "c", corrected, workshop.splits(), teacher=workshop.teacher())
+    assert verify_cache(tmp_path / "c") == []
+
+
 def test_a_folder_of_other_things_is_refused(tmp_path: Path, workshop, codecs) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match="not a cache; choose another --out"):

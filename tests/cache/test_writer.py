@@ -13,9 +13,10 @@ from kdtrain.errors import RunError, UsageError
 
 
 def test_too_little_text_is_refused(tmp_path: Path, workshop, codecs) -> None:
-    writer = CacheWriter(tmp_path / "c", workshop.settings(codecs["tokens"]), teacher=None)
+    splits = {"train": workshop.rows(3), "validation": []}
     with pytest.raises(UsageError, match="validation data give no whole sequence of 16 tokens"):
-        writer.build("validation", [])
+        write_cache(tmp_path / "c", workshop.settings(codecs["tokens"]), splits, teacher=None)
+    assert list((tmp_path / "c" / "shards").iterdir()) == []
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path, workshop, codecs) -> None:

@@ -1,4 +1,5 @@
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,6 +143,28 @@ def test_a_single_text_is_cut_at_line_ends_into_all_three_splits(tmp_path: Path)
 def test_two_texts_are_each_cut_into_all_three_splits(tmp_path: Path):
     path = _write_rows(tmp_path / "a.jsonl", [{"text": "a\nb\nc"}, {"text": "d\ne\nf"}])
     assert [_read(path, split) for split in _SPLITS] == [["a\n", "d\n"], ["b\n", "e\n"], ["c", "f"]]
+
+
+@pytest.mark.parametrize("count", [3, 19])
+def test_a_few_texts_are_each_cut_so_that_train_has_nine_tenths_of_the_lines(count: int, tmp_path: Path):
+    texts = ["".join(f"line {line} of text {n}\n" for line in range(100)) for n in range(count)]
+    _txt(tmp_path, texts)
+    lines = {split: "".join(_read(tmp_path, split)).splitlines() for split in _SPLITS}
+    assert [len(lines[split]) for split in _SPLITS] == [90 * count, 5 * count, 5 * count]
+    assert sorted(lines["train"] + lines["validation"] + lines["test"]) == sorted("".join(texts).splitlines())
+
+
+def test_files_of_another_kind_beside_texts_are_left_out_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logging.getLogger("kdtrain"), "propagate", True)
+    _txt(tmp_path, _TEXTS)
+    for name in ("notes.md", "README.md", ".hidden"):
+        (tmp_path / name).write_text("left out")
+    for split in _SPLITS:
+        assert "left out" not in _read(tmp_path, split)
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path}: README.md and 1 more files are left out; only .txt, .jsonl, ")
 
 
 def test_three_lines_are_enough_for_three_splits(tmp_path: Path):

@@ -178,6 +178,31 @@ def test_eos_is_not_doubled_where_the_template_writes_it(tokenizer: PreTrainedTo
     assert _learned(rows, tokenizer).decode()[:25] == "." * 20 + "ok" + _EOS[:3]
 
 
+@pytest.mark.parametrize("template", [_MARKED, _PLAIN, _WITH_EOS])
+def test_a_conversation_that_quotes_eos_is_spelled_out_and_ends_with_the_one_of_its_template(
+    template: str, tokenizer: PreTrainedTokenizerFast
+):
+    tokenizer.chat_template = template
+    turns = [("user", f"what is {_EOS}?"), ("assistant", f"{_EOS} ends a 漢{_EOS}.")]
+    talk = Document("talk", messages=[{"role": role, "content": content} for role, content in turns])
+    text = f"<user>what is {_EOS}?<assistant>{_EOS} ends a 漢{_EOS}.{_EOS}"
+    tokens = [*text.removesuffix(_EOS).encode(), tokenizer.eos_token_id]
+    (row,) = pack([talk], tokenizer, len(tokens) - 1)
+    assert tokenizer.decode(row.tokens) == text
+    assert row.tokens.tolist().count(tokenizer.eos_token_id) == 1 and row.tokens[-1] == tokenizer.eos_token_id
+    learned = _learned([row], tokenizer).decode()
+    assert learned == "." * (text.index("<assistant>") + 10) + f"{_EOS} ends a 漢{_EOS}.{_EOS}"
+
+
+def test_eos_is_added_where_the_template_writes_it_earlier_but_not_at_the_end(tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = _WITH_EOS
+    talk = [*_TALK[3:], {"role": "user", "content": "and?"}]
+    text = f"<user>more<assistant>ok{_EOS}<user>and?"
+    (row,) = pack([Document("talk", messages=talk)], tokenizer, len(tokenizer(text).input_ids))
+    assert tokenizer.decode(row.tokens) == text + _EOS
+    assert not row.loss_mask[-1]
+
+
 @pytest.mark.parametrize(
     "template, message",
     [

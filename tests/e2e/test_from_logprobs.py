@@ -25,6 +25,9 @@ def test_a_student_learns_from_a_servers_log_probabilities(bench) -> None:
     assert refused.code == 2
     assert "leave the cache's range of 1 to 1" in refused.refusal()
     assert bench.run(*train, "--out", "said-run", "--temperature", 1, "--json").json["steps"] == 2
+    learned = bench.run(*train, "--out", "said-learned", "--temperature", 1, "--temperature-mode", "likelihood")
+    assert learned.code == 2
+    assert "the cache is right at T = 1 only; use --temperature-mode fixed" in learned.refusal()
     fewer = bench.run("cache-teacher", *options[:-1], 9, "--out", "said-9")
     assert fewer.code == 2
     assert "has 8 entries; use --head 8" in fewer.refusal()

@@ -44,7 +44,7 @@ def test_a_student_learns_from_the_cache(bench, distilled):
 def test_a_run_leaves_on_disk_what_the_design_names(bench, distilled):
     there = {path.name for path in (bench.root / "run").iterdir()}
     files = {"config.toml", "environment.json", "train.log", "metrics.jsonl", "events.jsonl"}
-    assert there == files | {"checkpoints", "tensorboard", "student"}
+    assert there == files | {"checkpoints", "tensorboard", "tokenizer", "student"}
     assert "step 8/8" in (bench.root / "run/train.log").read_text()
     assert (bench.root / "run/checkpoints/latest").resolve() == bench.newest("run")
 

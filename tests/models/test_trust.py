@@ -236,6 +236,15 @@ def test_sampling_settings_that_transformers_would_not_write_do_not_stop_an_expo
     write_model_folder(tmp_path / "out", student)
 
 
+def test_generation_settings_of_a_checkpoint_cannot_replace_what_transformers_calls(folder, tmp_path):
+    kept = architecture(tiny_model())
+    model = model_of("c", kept, "sdpa", {"eos_token_id": [7, 8], "to_json_string": 1, "temperature": 0.3})
+    write_model_folder(tmp_path / "out", model)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [7, 8]
+    with pytest.raises(UsageError, match=r"^c: "):
+        model_of("c", kept, "sdpa", {"watermarking_config": {"a": 1}})
+
+
 def calls_without_consent(tree):
     """Lines on which something is loaded, or made of a configuration, that does not say whether code may run."""
     asked = {

@@ -21,7 +21,7 @@ def quiet():
 
 def test_the_rate_counts_tokens_between_the_first_and_the_last_step_of_the_window():
     rate = Rate(total=10, window=3)
-    assert rate.add(1, 1000, 0.0) == {"tok/s": 0.0, "eta_h": 0.0}
+    assert rate.add(1, 1000, 0.0) == {}
     assert rate.add(2, 100, 2.0)["tok/s"] == 50.0
     assert rate.add(3, 300, 4.0)["tok/s"] == 100.0
     last = rate.add(4, 500, 6.0)
@@ -32,6 +32,12 @@ def test_the_rate_counts_tokens_between_the_first_and_the_last_step_of_the_windo
 def test_numbers_are_rounded_for_reading_by_their_kind():
     numbers = {"loss": 1.23456, "T": 2.0, "lr": 3e-4, "tok/s": 12345.6, "grad_norm": 0.98765}
     assert line(numbers) == "loss=1.2346 T=2.000 lr=3.00e-04 tok/s=12,346 grad_norm=0.988"
+
+
+def test_a_number_of_hundreds_of_digits_is_written_in_powers_of_ten():
+    assert line({"validation/perplexity": 1.5e300, "validation/loss": 691.2}) == (
+        "validation/perplexity=1.5e+300 validation/loss=691.2000"
+    )
 
 
 def test_the_line_of_a_step_has_all_names_in_their_order_and_leaves_out_what_is_not_known():

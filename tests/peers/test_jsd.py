@@ -70,7 +70,7 @@ def test_jsd_and_its_ends_are_those_of_trl(student, beta, divergence, T):
 @pytest.mark.parametrize("alpha", [1.0, 0.6])
 @pytest.mark.parametrize("beta", [0.5, 0.2])
 def test_jsd_is_that_of_liger(student, beta, alpha):
-    """At T = 1: Liger does not multiply by T^2, and takes its cross-entropy of the heated logits."""
+    """At T = 1: Liger does not multiply by T^2."""
     liger = pytest.importorskip("liger_kernel.chunked_loss", reason="Liger-Kernel is not installed")
     hidden, weight, teacher, labels, mask = student
     loss = liger.LigerFusedLinearJSDLoss(weight_hard_loss=1 - alpha, weight_soft_loss=alpha, beta=beta, compiled=False)

@@ -99,6 +99,8 @@ def test_a_loss_that_is_no_number_is_said_to_be_none():
     actions = controller().observe(7, NAN)
     assert Save("switch_to_bf16_iter6") in actions  # step 7 was not taken
     assert actions[0] == Say(SAID + "Loss nan is not finite, switching to bf16")
+    actions = controller().observe(7, float("inf"), broken="Gradient norm")
+    assert actions[0] == Say(SAID + "Gradient norm inf is not finite, switching to bf16")
     assert SwitchTo("bf16") in actions
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -147,3 +148,13 @@ def test_samples_learned_by_heart_are_said_once_with_epochs_and_samples(workbenc
     assert (event["epochs"], event["samples"]) == (event["step"], 2) and event["divergence"] <= 0
     (said,) = [line for line in stderr.splitlines() if "by heart" in line]
     assert f"after {event['epochs']:.1f} epochs" in said and "the 2 samples a token" in said
+
+
+def test_weights_of_another_run_are_not_taken_for_fresh_ones_that_know_too_much(workbench):
+    argv = ("distill", "--student", "student.toml", "--cache", "cache", "--warmup-steps", 0, *workbench.plain)
+    assert workbench.call(*argv, "--out", "knows", "--steps", 25, "--lr", 2e-2, "--no-early-stopping")[0] == 0
+    load = ("--load", "knows/checkpoints/step-00000025", "--override-opt-param-scheduler")
+    code, _, said = workbench.call(*argv, *load, "--out", "loaded", "--steps", 2)
+    first = float(said.partition("validation at step 0 validation/loss=")[2].split()[0])
+    assert first < 0.9 * math.log(300), "or there is nothing to be said"
+    assert code == 0 and "know too much" not in said

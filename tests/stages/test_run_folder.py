@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kdtrain import cli
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.provenance import CacheSettings
-from kdtrain.config import CheckpointConfig, DistillConfig, ObjectiveConfig, OptimizerConfig, sections
+from kdtrain.config import CheckpointConfig, DataConfig, DistillConfig, ObjectiveConfig, OptimizerConfig, sections
 from kdtrain.errors import UsageError
 from kdtrain.files import publish_json
 from kdtrain.stages.run_folder import (
@@ -183,6 +183,13 @@ def test_the_written_configuration_is_read_back_by_the_command(tmp_path):
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["device"] == "cpu"
     assert environment["libraries"]["torch"]
+
+
+def test_the_options_of_text_are_not_written_where_a_cache_brings_its_own(tmp_path):
+    write_description(config_of(tmp_path), {})
+    assert "data" not in tomllib.loads((tmp_path / "config.toml").read_text())
+    write_description(replace(config_of(tmp_path), cache=None, data=DataConfig(data="stdlib", seq_len=64)), {})
+    assert tomllib.loads((tmp_path / "config.toml").read_text())["data"]["seq_len"] == 64
 
 
 values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text()

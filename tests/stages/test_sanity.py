@@ -58,6 +58,23 @@ def test_the_teacher_itself_is_aligned_with_what_it_said(workbench, monkeypatch)
     assert (alike["verdict"], alike["wanted"]) == ("ok", "above 0.9")
 
 
+def test_the_teachers_own_weights_are_known_in_another_dtype_and_under_another_name(workbench, monkeypatch):
+    monkeypatch.setattr(sanity, "STEPS", 1)
+    (workbench.root / "half.toml").write_text("source = 'teacher'\ndtype = 'bfloat16'\n")
+    cache = ("cache-teacher", "--teacher", "half.toml", "--out", "half", "--num-sequences", 16, "--head", 12)
+    for precision in ("fp32", "bf16"):
+        workbench.json(*cache[:4], f"half-{precision}", *cache[5:], *workbench.text, "--precision", precision)
+        found = checked(workbench, "--cache", f"half-{precision}", "--student", "teacher")
+        assert found["teacher-student correlation"]["wanted"] == "above 0.9"
+
+
+def test_a_student_that_only_has_the_teachers_name_is_not_taken_for_it(workbench, monkeypatch):
+    monkeypatch.setattr(sanity, "STEPS", 1)
+    write_model_folder(workbench.root / "other" / "teacher", tiny_model("llama", 300, seed=5), tiny_tokenizer(300))
+    found = checked(workbench, "--cache", "cache", "--student", "other/teacher")
+    assert found["teacher-student correlation"]["wanted"] == "above 0.3"
+
+
 def test_a_student_that_says_to_be_trained_and_is_not_is_to_be_looked_at(workbench):
     wide = tiny_model("llama", 300, seed=9)
     for parameter in wide.parameters():

@@ -170,7 +170,14 @@ def test_the_clock_asks_for_a_checkpoint_after_its_minutes_without_one(workshop,
         )
         train(run)
     saved = [each["name"] for each in events(run, "checkpoint")]
-    assert saved == ["step-00000000", "clock-00000003", "step-00000004", "clock-00000007", "step-00000008", "step-00000009"]
+    assert saved == [
+        "step-00000000",
+        "clock-00000003",
+        "step-00000004",
+        "clock-00000007",
+        "step-00000008",
+        "step-00000009",
+    ]
 
 
 def test_a_rollback_does_not_bring_back_an_early_stop_that_was_put_aside(workshop, spikes):

@@ -38,6 +38,16 @@ def test_a_second_signal_ends_the_process_at_once():
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "first\n")
 
 
+@pytest.mark.parametrize("compiling", [True, False])
+def test_a_request_that_a_compiler_delays_is_answered_at_once(compiling, capfd):
+    with StopRequest() as stop:
+        stop.compiling = compiling
+        signal.raise_signal(signal.SIGINT)
+        assert stop.name == "SIGINT"
+    said = "compiling, about a minute; press again to stop now\n"
+    assert capfd.readouterr().err == (said if compiling else "")
+
+
 def test_sigterm_outside_of_training_is_an_interrupt_and_the_handler_comes_back():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), interruptible():

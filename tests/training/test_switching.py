@@ -236,9 +236,9 @@ def test_the_gap_is_what_quantisation_costs_and_measuring_it_changes_nothing(wor
             quantise(run, rules=("gap",), threshold=100.0, window=100, probe_every=probe_every)
             gaps, observe = [], run.adaptive.controller.observe
 
-            def watched(step, loss, gap, observe=observe, gaps=gaps):
+            def watched(step, loss, gap, broken, observe=observe, gaps=gaps):
                 gaps.append(gap)
-                return observe(step, loss, gap)
+                return observe(step, loss, gap, broken)
 
             run.adaptive.controller.observe = watched
             train(run)
