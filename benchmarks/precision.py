@@ -2,9 +2,9 @@
 
 On one cache of the shipped teacher one student is trained in bf16 at a constant rate, and from its weights and moments
 each of the others goes on for equal steps: in bf16, in fp8, mxfp8 and mxfp4 throughout, in mxfp4 and fp8 under each
-rule of adaptive quantisation, and in mxfp4 under its default; a seed is an order of the data. Formats cost little while a
-loss falls steeply, and most at the end of a training: that is the part that is looked at. The final validation loss (in
-bf16 for all), the share of steps that were quantised, the switches and the gap to bf16 go into
+rule of adaptive quantisation, and in mxfp4 under its default; a seed is an order of the data. Formats cost little while
+a loss falls steeply, and most at the end of a training: that is the part that is looked at. The final validation loss
+(in bf16 for all), the share of steps that were quantised, the switches and the gap to bf16 go into
 `results/precision.json`, and `plot_precision.py` draws the losses with the modes as bands. Formats are emulated on a
 machine without fp8: losses are right, and times say nothing about hardware.
 
