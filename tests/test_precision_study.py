@@ -1,11 +1,14 @@
 """The precision study: kdtrain takes its commands, its table is what the runs say, and its picture is drawn."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from kdtrain import cli
+from kdtrain.precision.controller import Controller
+from kdtrain.precision.policy import Policy
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,6 +38,29 @@ def test_every_command_of_the_study_is_one_that_kdtrain_takes(study):
         assert config.precision.precision == kind.split()[0] and config.quantization.time_resume == (" " in kind)
     assert cli.parse("distill", precision.base_command(settings, out)[1:]).steps == settings.base_steps
     assert cli.parse("cache-teacher", precision.cache_command(settings, out)[1:]).codec.head == 16
+
+
+def test_the_default_wins_back_half_of_what_mxfp4_loses_and_quantises_three_steps_in_four(study):
+    precision, _ = study
+    runs = json.loads((ROOT / precision.RESULT).read_text())["runs"]
+    loss = {(run["kind"], run["seed"]): run["validation_loss"] for run in runs}
+    found = [run for run in runs if run["kind"] == "mxfp4 default"]
+    assert found
+    for run in found:
+        high = loss["bf16", run["seed"]]
+        assert run["validation_loss"] - high <= 0.5 * (loss["mxfp4", run["seed"]] - high)
+        assert run["quantized_share"] >= 0.75
+
+
+def test_no_gap_of_the_record_passes_the_threshold_that_follows_from_its_noise(study):
+    precision, _ = study
+    record = json.loads((ROOT / precision.RESULT).read_text())
+    for run in record["runs"]:
+        gaps = dict(map(tuple, run["gaps"]))
+        controller = Controller(Policy(quantized="mxfp4", rules=("gap",), window=record["settings"]["window"]))
+        for step, loss in enumerate(run["loss"], 1):
+            controller.observe(step, loss, gaps.get(step))
+        assert controller.switches == 0
 
 
 def test_the_table_compares_each_kind_with_bf16_of_its_own_seed_and_the_picture_is_drawn(study, tmp_path):
