@@ -158,7 +158,8 @@ class Controller:
         before = self.mode
         actions = self._judge(step, loss, gap) if broken is None else self._broken(step, broken, loss)
         if self.mode != before:
-            held = step if broken is None else step - 1  # the state is still that of the step before
+            taken = broken is None and math.isfinite(loss)
+            held = step if taken else step - 1
             actions += [Save(f"switch_to_{self.mode}_iter{held}"), SwitchTo(self.mode)]
         return actions
 

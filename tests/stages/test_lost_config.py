@@ -60,7 +60,7 @@ def test_other_commands_know_a_run_without_its_config(workbench, run, argv):
     if command == "export":
         assert (workbench.root / "exported" / "tokenizer.json").exists()
     if command == "inspect":
-        assert json.loads(stdout)["checkpoints"].keys() == {"step-00000001", "step-00000002"}
+        assert json.loads(stdout)["checkpoints"].keys() == {"step-00000000", "step-00000001", "step-00000002"}
 
 
 def test_a_damaged_checkpoint_vouches_for_nothing(workbench, run):

@@ -47,7 +47,7 @@ def test_a_sound_fresh_student_is_well_in_all_that_can_be_said_of_it(workbench):
     assert checks["graph breaks"]["values"]["breaks"] == []
     assert checks["disk"]["values"]["checkpoint_bytes"] > 0
     terms = checks["distillation term and T²"]["values"]
-    assert [each["temperature"] for each in terms["at"]] == [2.0, 4.0]
+    assert [each["temperature"] for each in terms["at"]] == [1.0, 2.0]
     assert terms["factors_over_T2"] == pytest.approx([1.0, 1.0], rel=1e-5)
 
 

@@ -30,7 +30,7 @@ CALM = {"lr": 1e-3, "lr_schedule": "constant", "spike_rule": "none", "checkpoint
 class EachSecond(Controller):
     """Switches after each second step, whatever the loss is; says after each one where to."""
 
-    def observe(self, step: int, loss: float, gap: float | None = None) -> list:
+    def observe(self, step: int, loss: float, gap: float | None = None, broken: str | None = None) -> list:
         self._memory.switches += step % 2 == 0
         self._memory.is_quantized = step // 2 % 2 == 0
         return [SwitchTo(self.mode)]

@@ -99,7 +99,7 @@ def test_a_loss_that_rises_and_falls_gives_these_lines_and_these_folders(worksho
         f"{tag}Checkpoint saved: switch_to_mxfp4_iter12",
     ]
     assert names == {
-        "window_end_2_iter8", "window_end_3_iter12", "switch_to_bf16_iter7", "switch_to_mxfp4_iter12", "step-00000014",
+        "window_end_2_iter8", "window_end_3_iter12", "switch_to_bf16_iter7", "switch_to_mxfp4_iter12", "step-00000000", "step-00000014",
     }  # fmt: skip
     assert (controller.switches, controller.steps_quantized) == (2, 7 + 2)
 
@@ -133,7 +133,7 @@ def test_snapshots_on_disk_are_named_by_the_mode_and_older_ones_are_deleted(work
         names = {each.name for each in run.store.entries() if not each.name.startswith("epoch")}
     assert names == {
         "window_1_iter2_quantized", "window_1_iter6_bf16", "window_1_iter7_bf16", "switch_to_bf16_iter5",
-        "step-00000007",
+        "step-00000000", "step-00000007",
     }  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def test_a_kill_behind_the_first_checkpoint_of_a_step_loses_no_state_that_the_ru
     whole, numbers = go("whole", 16)
     assert numbers["progress"]["skipped_data"] == [[12 * 4, 17 * 4]]
 
-    fault(f"{spikes},checkpoint.after-rename:raise:8")  # behind windows 4 and 8, a switch, and epochs
+    fault(f"{spikes},checkpoint.after-rename:raise:9")  # behind windows 4 and 8, a switch, and epochs
     with pytest.raises(RunError, match=r"fault checkpoint\.after-rename was"):
         go("first", 16)
     store = Store(workshop.folder / "first" / "checkpoints")
