@@ -99,7 +99,8 @@ def test_a_loss_that_rises_and_falls_gives_these_lines_and_these_folders(worksho
         f"{tag}Checkpoint saved: switch_to_mxfp4_iter12",
     ]
     assert names == {
-        "window_end_2_iter8", "window_end_3_iter12", "switch_to_bf16_iter7", "switch_to_mxfp4_iter12", "step-00000000", "step-00000014",
+        "window_end_2_iter8", "window_end_3_iter12", "switch_to_bf16_iter7", "switch_to_mxfp4_iter12",
+        "step-00000000", "step-00000014",
     }  # fmt: skip
     assert (controller.switches, controller.steps_quantized) == (2, 7 + 2)
 
