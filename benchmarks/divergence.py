@@ -17,9 +17,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from demo import cpu_model
 
 from kdtrain.config import GuardsConfig
 from kdtrain.training.divergence import DivergenceWatch
@@ -63,7 +66,8 @@ def main() -> int:
         train(options.runs, name, how)
     series = {name: lines(options.runs / name) for name in {**SOUND, **WRONG}}
     table = {name: judge(make, series) for name, make in RULES.items()}
-    record = {"date": time.strftime("%Y-%m-%d"), "sound": list(SOUND), "wrong": list(WRONG), "rules": table}
+    where = {"date": time.strftime("%Y-%m-%d"), "torch": metadata.version("torch"), "cpu": cpu_model()}
+    record = {"environment": where, "sound": list(SOUND), "wrong": list(WRONG), "rules": table}
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
     for name, found in table.items():
         wrong = ", ".join(f"{run} {step}" for run, step in found["wrong"].items())

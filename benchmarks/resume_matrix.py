@@ -83,7 +83,7 @@ def argv(options: Options, out: str, asynchronous: bool = True) -> list[str]:
         "--no-compile",
         *FORMATS[form],
     ]
-    words += ["--no-tensorboard", "--temperature-mode", temperature]
+    words += ["--no-tensorboard", "--temperature", "2", "--temperature-mode", temperature]
     return words + ([] if asynchronous else ["--no-async-save"])
 
 

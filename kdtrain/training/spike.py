@@ -50,7 +50,7 @@ class SpikeDetector:
         minimum: clean values of a part without which it is not judged.
     """
 
-    def __init__(self, rule: str, factor: float = 3.0, patience: int = 3, window: int = 32, minimum: int = 20) -> None:
+    def __init__(self, rule: str, factor: float = 3.0, patience: int = 3, window: int = 32, minimum: int = 10) -> None:
         self.rule = rule
         self.factor = factor
         self.patience = patience
