@@ -4,6 +4,7 @@ Loss and perplexity are of the text; KL, agreement and acceptance are of the tea
 a dense cache and over head and tail bucket with a sparse one (a lower bound of KL, an upper bound of acceptance).
 """
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 from kdtrain.cache.provenance import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.config import EvaluateConfig
-from kdtrain.errors import UsageError
+from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
@@ -34,6 +35,7 @@ def main(config: EvaluateConfig) -> int:
 
     Raises:
         UsageError: student, teacher and data do not go together.
+        RunError: the loss is non-finite.
     """
     setup_logging()
     refuse_many_processes()
@@ -64,6 +66,9 @@ def main(config: EvaluateConfig) -> int:
                 batches=None,
             )
         assert metrics is not None
+        loss = summary(metrics)["loss"]
+        if metrics.tokens and loss is not None and not math.isfinite(loss):
+            raise RunError(f"--student {config.student} has a loss of {loss}; look at its weights")
         result: dict[str, Any] = {"student": config.student, "sequences": len(source), **summary(metrics)}
     if config.json:
         result["calibration"] = calibration(metrics)  # 45 numbers are for programs

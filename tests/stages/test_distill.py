@@ -4,10 +4,13 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from kdtrain import faults, files
 from kdtrain.config import DistillConfig
@@ -158,3 +161,12 @@ def test_weights_of_another_run_are_not_taken_for_fresh_ones_that_know_too_much(
     first = float(said.partition("validation at step 0 validation/loss=")[2].split()[0])
     assert first < 0.9 * math.log(300), "or there is nothing to be said"
     assert code == 0 and "know too much" not in said
+
+
+def test_a_student_whose_loss_is_no_number_is_no_measurement(workbench):
+    shutil.copytree(workbench.root / "teacher", workbench.root / "broken")
+    weights = load_file(workbench.root / "broken" / "model.safetensors")
+    weights["model.norm.weight"].fill_(torch.nan)
+    save_file(weights, workbench.root / "broken" / "model.safetensors", {"format": "pt"})
+    code, said = line(workbench.call("evaluate", "--student", "broken", "--cache", "cache"))
+    assert (code, said) == (1, "--student broken has a loss of nan; look at its weights")
