@@ -27,7 +27,7 @@ from kdtrain.checkpoint import shards, tiers
 from kdtrain.checkpoint.manifest import MANIFEST, STATE, entry_of, is_checkpoint, problem, seal, sealed_files
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import (
-    LARGE,
+    MEDIUM,
     fsync,
     point_link,
     read_json,
@@ -316,7 +316,7 @@ def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
 
 def read_state(path: Path) -> dict[str, Any]:
     """The numbers, options and digests of a checkpoint that `problem` has found to be whole, without its tensors."""
-    return read_json(path / STATE, dict[str, Any], LARGE)
+    return read_json(path / STATE, dict[str, Any], MEDIUM)
 
 
 def _write(path: Path, text: str) -> tuple[int, str]:

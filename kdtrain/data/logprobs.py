@@ -25,9 +25,11 @@ import numpy as np
 
 from kdtrain.data.corpus import refuse_decoded
 from kdtrain.errors import UsageError
-from kdtrain.files import parse_json
+from kdtrain.files import LARGE, parse_json
 
 _WITHHELD = 20
+_NUMBERS = 2**24
+"""Of one record at most."""
 _COLUMNS = ("tokens", "top_ids", "top_logprobs")
 
 
@@ -77,11 +79,13 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix not in (".jsonl", ".json"):
         raise UsageError(f"--from-logprobs {path}: give a .jsonl or .parquet file")
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(LARGE + 1), b""), 1):
+            if len(line) > LARGE:
+                raise UsageError(f"{path}, line {number}: has more than {LARGE:,} bytes; write one record a line")
             if not line.strip():
                 continue
             try:
-                yield parse_json(line.decode("utf-8"))
+                yield parse_json(line.decode("utf-8"), _NUMBERS)
             except ValueError as error:
                 raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
 
