@@ -120,8 +120,9 @@ class CacheWriter:
             self._rounds.rest()
         self._agree(split, [])
         if not self._splits[split]:
+            source = self.settings.data.get("source") or self.settings.data.get("logprobs")
             raise UsageError(
-                f"the {split} data give no whole sequence of {self.settings.seq_len} tokens; "
+                f"{source}: the {split} data give no whole sequence of {self.settings.seq_len} tokens; "
                 "use more data or a smaller --seq-len"
             )
 

@@ -246,7 +246,7 @@ def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[
     except (UsageError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
         raise UsageError(f"{key}: the chat template refuses this conversation: {reason}") from error
 
 
