@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
-from kdtrain.errors import RunError, UsageError, advice, printable, refuse_no_path
+from kdtrain.errors import RunError, UsageError, advice, panics_refused, printable, refuse_no_path
 from kdtrain.files import read_toml
 
 COMMANDS: dict[str, type] = {
@@ -75,7 +75,8 @@ def _run(command: str, argv: list[str]) -> int:
     _refuse_impossible_launch()
     config = _parse_once(command, argv)
     stage = importlib.import_module(f"kdtrain.stages.{command.replace('-', '_')}")
-    return int(stage.main(config) or 0)
+    with panics_refused("a tokenizer fails"):  # wherever it is asked; the places that know its name say it
+        return int(stage.main(config) or 0)
 
 
 def parse(command: str, argv: list[str]) -> Any:

@@ -78,6 +78,17 @@ def making(path: Path) -> Iterator[None]:
             raise UsageError(f"{path} cannot be made: {error.strerror}; name another folder") from error
 
 
+@contextmanager
+def panics_refused(what: str) -> Iterator[None]:
+    """Make a UsageError that begins with `what` of a panic in a library written in Rust, such as tokenizers."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's, which is not an Exception, and cannot be imported
+            raise
+        raise UsageError(f"{what} ({' '.join(str(error).split())[:200]}); use another tokenizer") from None
+
+
 def printable(text: str) -> str:
     """`text` with what steers a terminal, line breaks among it, spelled out: a stranger's file may name anything."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -224,6 +224,12 @@ def test_no_message_is_longer_than_a_screen(monkeypatch, capsys):
     assert len(stderr) < 2100
 
 
+def test_a_tokenizer_that_panics_ends_in_one_line(monkeypatch, capsys):
+    panic = type("PanicException", (BaseException,), {})
+    code, line = ended(monkeypatch, capsys, raising(panic("index out of\nbounds")))
+    assert (code, line) == (2, "kdtrain: a tokenizer fails (index out of bounds); use another tokenizer\n")
+
+
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch, capsys):
     stage = types.ModuleType("kdtrain.stages.inspect")
     stage.main = raising(RuntimeError("a mistake in the program"))

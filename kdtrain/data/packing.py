@@ -16,7 +16,6 @@ reader (the tokenizer runs outside Python's lock, so threads do), and a few batc
 time.
 """
 
-import contextlib
 import copy
 import functools
 import re
@@ -31,7 +30,7 @@ import numpy as np
 
 from kdtrain.data.corpus import Document
 from kdtrain.data.templates import Renderer, Spans
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, panics_refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 _PIECE_CHARACTERS = 1 << 20
 _BATCH_CHARACTERS = 1 << 18
 _BATCH_PIECES = 256
+_PANIC = "the tokenizer cannot take this text"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # One token of the stream: whether it may be a label, and whether a document starts with it.
@@ -180,7 +180,8 @@ class _Encoder:
         # text.
         self._backend.no_truncation()
         self._backend.no_padding()
-        written = self._backend.encode("a").ids[:1]
+        with panics_refused(_PANIC):
+            written = self._backend.encode("a").ids[:1]
         self._bos = written if written == [tokenizer.bos_token_id] else []
         self._eos = [tokenizer.eos_token_id]
         self._render = Renderer(functools.partial(_render, tokenizer))
@@ -192,7 +193,7 @@ class _Encoder:
 
     def __call__(self, batch: list[_Piece]) -> _Array:
         texts = [piece.text for piece in batch if piece.document.messages is None]
-        with _panics_refused():
+        with panics_refused(_PANIC):
             encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
         return np.concatenate(
             [
@@ -211,7 +212,7 @@ class _Encoder:
     def _conversation(self, key: str, messages: list[dict[str, str]]) -> _Array:
         with self._render_lock:
             text, spans = self._render(key, messages)
-        with _panics_refused():
+        with panics_refused(_PANIC):
             encoding = self._backend.encode(text, add_special_tokens=False)
         stream = _stream(encoding.ids, label=False)
         starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
@@ -221,18 +222,6 @@ class _Encoder:
             stream = np.concatenate([stream, _stream(self._eos, label=messages[-1]["role"] == "assistant")])
         stream["start"][0] = True
         return stream
-
-
-@contextlib.contextmanager
-def _panics_refused() -> Iterator[None]:
-    """Make a UsageError of a panic in the tokenizer's Rust, such as that of a pattern which backtracks without end."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # pyo3's, which is not an Exception, and cannot be imported
-            raise
-        said = " ".join(str(error).split())[:200]
-        raise UsageError(f"the tokenizer cannot take this text ({said}); use another tokenizer") from None
 
 
 def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]) -> tuple[str, Spans]:

@@ -1,11 +1,12 @@
 import itertools
+import json
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.data import packing
@@ -223,3 +224,11 @@ def test_a_pattern_of_the_tokenizer_that_backtracks_without_end_is_refused(
     )
     with pytest.raises(UsageError, match=r"the tokenizer cannot take this text .*retry-limit-in-match"):
         list(pack(_texts("a" * 60 + "b"), tokenizer, 4, num_workers=num_workers))
+
+
+def test_a_tokenizer_that_panics_at_the_first_word_is_refused(tokenizer: PreTrainedTokenizerFast):
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AYWJj"}
+    broken = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token="<|endoftext|>")
+    with pytest.raises(UsageError, match="the tokenizer cannot take this text .*; use another tokenizer"):
+        pack([], broken, 8)
