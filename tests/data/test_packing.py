@@ -230,5 +230,5 @@ def test_a_tokenizer_that_panics_at_the_first_word_is_refused(tokenizer: PreTrai
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AYWJj"}
     broken = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token="<|endoftext|>")
-    with pytest.raises(UsageError, match="the tokenizer cannot take this text .*; use another tokenizer"):
+    with pytest.raises(UsageError, match=r"the tokenizer cannot take this text .*; use another tokenizer"):
         pack([], broken, 8)
