@@ -180,6 +180,8 @@ class Manifest:
         for name in manifest.tokenizer_files:
             if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
                 raise ValueError(f"tokenizer_files: '{name}' is not a name inside the folder")
+        if "total" not in manifest.bytes_per_token:
+            raise ValueError("bytes_per_token: total is missing")
         span = manifest.temperature_range
         if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
             raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
