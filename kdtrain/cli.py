@@ -34,6 +34,8 @@ COMMANDS: dict[str, type] = {
 }
 _LONGEST = 2000
 """Characters of a message; more come only of names in a file that nobody reads."""
+_MOST = 2**53
+"""Of a count: what a float still tells apart, and more than any run gets to. A seed has a bound of its own."""
 POSITIONAL = {"inspect": "path", "verify": "path", "export": "run"}
 
 
@@ -103,6 +105,9 @@ def parse(command: str, argv: list[str]) -> Any:
     for table in options.sections(config).values():
         for name, value in table.items():
             flag = f"--{name.replace('_', '-')}"
+            numbers = value if isinstance(value, list) else [value]
+            if name != "seed" and any(type(each) is int and abs(each) > _MOST for each in numbers):
+                raise UsageError(f"{flag} {str(value)[:40]} is beyond what can be counted; choose at most 2^53")
             if isinstance(value, str):
                 refuse_no_path(value, flag)
                 if value.startswith("~"):

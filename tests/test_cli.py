@@ -43,6 +43,15 @@ def test_a_second_path_is_refused():
         cli.parse("verify", ["a", "b"])
 
 
+@pytest.mark.parametrize("number", [2**53 + 1, 2**63 - 1, 2**2000])
+def test_a_number_beyond_all_counting_is_refused(tmp_path, number):
+    with pytest.raises(UsageError, match=r"--keep-rolling \d+ is beyond what can be counted; choose at most 2\^53"):
+        parsed(tmp_path, f"[checkpoint]\nkeep_rolling = {number}\n")
+    with pytest.raises(UsageError, match=r"--steps \d+ is beyond"):
+        cli.parse("distill", [*DISTILL, f"--steps={number}"])
+    assert cli.parse("distill", [*DISTILL, f"--steps={2**53}", f"--seed={2**63 - 1}"]).steps == 2**53
+
+
 def test_options_of_sections_are_flat_flags():
     config = cli.parse(
         "distill", [*DISTILL, "--lr", "1e-2", "--temperature", "3", "--no-compile", "--betas", "0.8", "0.9"]

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _PIECE_CHARACTERS = 1 << 20
 _BATCH_CHARACTERS = 1 << 18
 _BATCH_PIECES = 256
-_PANIC = "the tokenizer cannot take this text"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # One token of the stream: whether it may be a label, and whether a document starts with it.
@@ -171,16 +170,17 @@ class _Encoder:
     """Turns a batch of pieces into its part of the stream; may be called from several threads."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._name = f"the tokenizer {getattr(tokenizer, 'name_or_path', '')}".rstrip()
         if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise UsageError("the tokenizer has no fast backend; use one whose folder holds a tokenizer.json")
+            raise UsageError(f"{self._name} has no fast backend; use one whose folder holds a tokenizer.json")
         if tokenizer.eos_token_id is None:
-            raise UsageError("the tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json")
+            raise UsageError(f"{self._name} has no end-of-sequence token; set eos_token in tokenizer_config.json")
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         # A tokenizer.json may carry the truncation it was once used with, which would silently cut every
         # text.
         self._backend.no_truncation()
         self._backend.no_padding()
-        with panics_refused(_PANIC):
+        with panics_refused(f"{self._name} cannot take this text"):
             written = self._backend.encode("a").ids[:1]
         self._bos = written if written == [tokenizer.bos_token_id] else []
         self._eos = [tokenizer.eos_token_id]
@@ -193,7 +193,7 @@ class _Encoder:
 
     def __call__(self, batch: list[_Piece]) -> _Array:
         texts = [piece.text for piece in batch if piece.document.messages is None]
-        with panics_refused(_PANIC):
+        with panics_refused(f"{self._name} cannot take this text"):
             encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
         return np.concatenate(
             [
@@ -212,7 +212,7 @@ class _Encoder:
     def _conversation(self, key: str, messages: list[dict[str, str]]) -> _Array:
         with self._render_lock:
             text, spans = self._render(key, messages)
-        with panics_refused(_PANIC):
+        with panics_refused(f"{self._name} cannot take this text"):
             encoding = self._backend.encode(text, add_special_tokens=False)
         stream = _stream(encoding.ids, label=False)
         starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T

@@ -208,7 +208,8 @@ def test_an_error_in_a_worker_reaches_the_reader(tokenizer: PreTrainedTokenizerF
 def test_a_tokenizer_without_eos_or_without_fast_backend_is_refused_at_the_call(make_tokenizer: _Make):
     eosless = make_tokenizer()
     eosless.eos_token = None
-    with pytest.raises(UsageError, match="no end-of-sequence token"):
+    eosless.name_or_path = "models/teacher"
+    with pytest.raises(UsageError, match="the tokenizer models/teacher has no end-of-sequence token"):
         pack([], eosless, 8)
     with pytest.raises(UsageError, match="no fast backend"):
         pack([], object(), 8)  # type: ignore[arg-type]
