@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
-from kdtrain.errors import RunError, UsageError, advice, printable, refuse_no_path
+from kdtrain.errors import RunError, UsageError, advice, panics_refused, printable, refuse_no_path
 from kdtrain.files import read_toml
 
 COMMANDS: dict[str, type] = {
@@ -36,6 +36,8 @@ _LONGEST = 2000
 """Characters of a message; more come only of names in a file that nobody reads."""
 ONCE = ("student", "teacher", "cache", "data", "from-logprobs", "load", "config")
 """What a command takes one of, and a user may mean several of: of other flags given twice the last one wins."""
+_MOST = 2**53
+"""Of a count: what a float still tells apart, and more than any run gets to. A seed has a bound of its own."""
 POSITIONAL = {"inspect": "path", "verify": "path", "export": "run"}
 
 
@@ -77,7 +79,8 @@ def _run(command: str, argv: list[str]) -> int:
     _refuse_impossible_launch()
     config = _parse_once(command, argv)
     stage = importlib.import_module(f"kdtrain.stages.{command.replace('-', '_')}")
-    return int(stage.main(config) or 0)
+    with panics_refused("a tokenizer fails"):  # wherever it is asked; the places that know its name say it
+        return int(stage.main(config) or 0)
 
 
 def parse(command: str, argv: list[str]) -> Any:
@@ -105,6 +108,9 @@ def parse(command: str, argv: list[str]) -> Any:
     for table in options.sections(config).values():
         for name, value in table.items():
             flag = f"--{name.replace('_', '-')}"
+            numbers = value if isinstance(value, list) else [value]
+            if name != "seed" and any(type(each) is int and abs(each) > _MOST for each in numbers):
+                raise UsageError(f"{flag} {str(value)[:40]} is beyond what can be counted; choose at most 2^53")
             if isinstance(value, str):
                 refuse_no_path(value, flag)
                 if value.startswith("~"):

@@ -40,6 +40,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 """What the system says of a path at which there cannot be a folder, however empty the disk."""
+_DEEPEST = 255
+"""How many folders a path may have: pathlib makes them, and shutil removes them, by recursion."""
 _NUMBER = re.compile(r"(?:errno = |\(os error )(\d+)")
 """The number in a message of HDF5, and in one of a library written in Rust (tokenizers, safetensors)."""
 
@@ -95,14 +97,28 @@ def making(path: Path) -> Iterator[None]:
             raise UsageError(f"{path} cannot be made: {error.strerror}; name another folder") from error
 
 
+@contextmanager
+def panics_refused(what: str) -> Iterator[None]:
+    """Make a UsageError that begins with `what` of a panic in a library written in Rust, such as tokenizers."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's, which is not an Exception, and cannot be imported
+            raise
+        raise UsageError(f"{what} ({' '.join(str(error).split())[:200]}); use another tokenizer") from None
+
+
 def printable(text: str) -> str:
     """`text` with what steers a terminal, line breaks among it, spelled out: a stranger's file may name anything."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def refuse_no_path(text: str, name: str) -> None:
-    """Raise a UsageError that begins with `name` for what no file system takes: a NUL, or far too many bytes."""
+    """Raise a UsageError that begins with `name` for what no file system takes, or pathlib: a NUL, far too many bytes
+    or folders."""
     if "\0" in text:
         raise UsageError(f"{name} {text[:80]!r} holds a NUL; take it out")
     if len(os.fsencode(text)) > 4095 or any(len(os.fsencode(part)) > 255 for part in text.split("/")):
         raise UsageError(f"{name} '{text[:60]}...' is longer than a path can be: 255 bytes a name, 4,095 in all")
+    if text.count("/") > _DEEPEST:
+        raise UsageError(f"{name} '{text[:60]}...' is nested too deep: at most {_DEEPEST} folders")

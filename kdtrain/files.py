@@ -41,16 +41,22 @@ PUBLISH_POINTS = ("before-fsync", "before-rename", "before-folder-fsync", "after
 """The fault points of one `published` file, in order; the full name is LABEL.POINT."""
 
 SMALL = 2**20
-"""Bytes of a settings file, a spec, a record of one shard at most."""
+"""Bytes of a settings file, a record of one shard at most."""
+MEDIUM = 2**25
+"""Bytes of a manifest or of a checkpoint's state at most; a manifest has 250 a shard."""
 LARGE = 2**28
-"""Bytes of a manifest or a tokenizer.json at most; the largest known has 3e7."""
+"""Bytes of a tokenizer.json at most; the largest known has 3e7."""
+_ENTRIES = 2**20
+"""How many entries a record may have: as Python objects they take fifty times the space that they take as text."""
 _DEPTH = 64
 """How deep a record may be nested."""
-_DOTS = 1000
-"""How many dots a line of TOML may have: no key has so many parts, and a list of numbers seldom."""
 ASIDE = ("damaged", "left", "old", "replaced")
 """Words that `set_aside` puts into a name."""
 _ASIDE = re.compile(rf".+\.(?:{'|'.join(ASIDE)})-\d+")
+_TOML = 2**18
+"""Bytes of a TOML file at most."""
+_DOTTED_KEY = re.compile(r"""(?:^|[\s{,\[])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){16}""")
+"""The beginning of a dotted key of more than 16 parts."""
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
 
 
@@ -86,8 +92,10 @@ def read_json(path: Path, kind: type[T], limit: int = SMALL) -> T:
     return typed(parse_json(read_text(path, limit)), kind)
 
 
-def parse_json(text: str) -> Any:
-    """The value that `text` spells. ValueError: not JSON, or nested too deep."""
+def parse_json(text: str, entries: int = _ENTRIES) -> Any:
+    """The value that `text` spells. ValueError: not JSON, nested too deep, or of more than `entries`."""
+    if sum(map(text.count, "[{,")) > entries:
+        raise ValueError(f"it has more than {entries:,} entries")
     try:
         value = json.loads(text)
     except RecursionError:
@@ -98,10 +106,10 @@ def parse_json(text: str) -> Any:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The TOML table in `path`. OSError, ValueError: as `read_text`, or it is not TOML."""
-    text = read_text(path)
+    text = read_text(path, _TOML)
     # The parser takes time that grows with the square of the parts of a dotted key.
-    if any(line.count(".") > _DOTS for line in text.splitlines()):
-        raise ValueError("a line of it has too many dots")
+    if _DOTTED_KEY.search(text):
+        raise ValueError("a key of it has too many dots")
     try:
         table = tomllib.loads(text)
     except RecursionError:

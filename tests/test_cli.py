@@ -53,6 +53,15 @@ def test_a_flag_that_says_how_may_be_given_again_and_the_last_one_wins():
     assert cli.parse("distill", [*DISTILL, "--lr", "1e-2", "--lr", "1e-3"]).optimizer.lr == 1e-3
 
 
+@pytest.mark.parametrize("number", [2**53 + 1, 2**63 - 1, 2**2000])
+def test_a_number_beyond_all_counting_is_refused(tmp_path, number):
+    with pytest.raises(UsageError, match=r"--keep-rolling \d+ is beyond what can be counted; choose at most 2\^53"):
+        parsed(tmp_path, f"[checkpoint]\nkeep_rolling = {number}\n")
+    with pytest.raises(UsageError, match=r"--steps \d+ is beyond"):
+        cli.parse("distill", [*DISTILL, f"--steps={number}"])
+    assert cli.parse("distill", [*DISTILL, f"--steps={2**53}", f"--seed={2**63 - 1}"]).steps == 2**53
+
+
 def test_options_of_sections_are_flat_flags():
     config = cli.parse(
         "distill", [*DISTILL, "--lr", "1e-2", "--temperature", "3", "--no-compile", "--betas", "0.8", "0.9"]
@@ -232,6 +241,12 @@ def test_a_launch_that_cannot_be_is_refused_before_the_stage_on_every_process(mo
 def test_no_message_is_longer_than_a_screen(monkeypatch, capsys):
     _, stderr = ended(monkeypatch, capsys, raising(UsageError("n" * 5000)))
     assert len(stderr) < 2100
+
+
+def test_a_tokenizer_that_panics_ends_in_one_line(monkeypatch, capsys):
+    panic = type("PanicException", (BaseException,), {})
+    code, line = ended(monkeypatch, capsys, raising(panic("index out of\nbounds")))
+    assert (code, line) == (2, "kdtrain: a tokenizer fails (index out of bounds); use another tokenizer\n")
 
 
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch, capsys):

@@ -106,6 +106,40 @@ def test_what_is_nested_too_deep_is_refused(tmp_path, depth):
             files.read_toml(tmp_path / name)
 
 
+def test_a_record_of_more_entries_than_any_has_is_not_built_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.json, "loads", lambda text: pytest.fail("it was parsed"))
+    for entry in ("[],", "{},", "1,"):
+        (tmp_path / "manifest.json").write_text('{"a":[' + entry * 2**20 + "1]}")
+        with pytest.raises(ValueError, match="more than 1,048,576 entries"):
+            files.read_sealed(tmp_path / "manifest.json", files.MEDIUM)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "b{number}." + ".".join("a" * 17) + " = 1\n",
+        "[b{number} . " + " . ".join("a" * 17) + "]\n",
+        "[[b{number}." + ".".join("a" * 17) + "]]\n",
+        "b{number} = {{ '='." + '."#=".' * 17 + "c = 1 }}\n",
+        "b{number}.'[{{'" + "." + '."\\"=".' * 17 + "c = 1\n",
+    ],
+)
+def test_a_key_of_many_parts_is_refused_before_it_takes_the_parser_long(tmp_path, monkeypatch, line):
+    line = line.replace("..", ".")
+    (tmp_path / "a.toml").write_text("".join(line.format(number=number) for number in range(3)))
+    with monkeypatch.context() as patched:
+        patched.setattr(files.tomllib, "loads", lambda text: pytest.fail("it was parsed"))
+        with pytest.raises(ValueError, match="too many dots"):
+            files.read_toml(tmp_path / "a.toml")
+    text = line.format(number=0)
+    assert files.tomllib.loads(text), "it is TOML"
+
+
+def test_dots_that_are_no_key_s_are_free(tmp_path):
+    (tmp_path / "a.toml").write_text(f"a = [{'0.5, ' * 5000}]\nb.c = '{'. ' * 500}'  # {'.' * 200}\n")
+    assert len(files.read_toml(tmp_path / "a.toml")["a"]) == 5000
+
+
 @dataclass(frozen=True)
 class Inner:
     size: int

@@ -24,6 +24,7 @@ from kdtrain.cache.shard_reader import check_content
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import (
     LARGE,
+    MEDIUM,
     canonical_json,
     file_digest,
     json_digest,
@@ -179,6 +180,8 @@ class Manifest:
         for name in manifest.tokenizer_files:
             if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
                 raise ValueError(f"tokenizer_files: '{name}' is not a name inside the folder")
+        if "total" not in manifest.bytes_per_token:
+            raise ValueError("bytes_per_token: total is missing")
         span = manifest.temperature_range
         if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
             raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
@@ -205,7 +208,7 @@ def read_manifest(folder: Path | str) -> Manifest:
             raise UsageError(f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it")
         raise UsageError(f"{folder} holds no cache (no {layout.MANIFEST}); make one with kdtrain cache-teacher")
     try:
-        record = read_sealed(path, LARGE)
+        record = read_sealed(path, MEDIUM)
         version = record.get("format_version")
         if version == layout.FORMAT_VERSION:
             return Manifest.from_json(record)
@@ -398,7 +401,7 @@ def _sealed_settings(folder: Path) -> CacheSettings:
     """The settings of a cache by whichever of its two seals holds. UsageError: neither does."""
     for name in (layout.MANIFEST, layout.SETTINGS):
         try:
-            return CacheSettings.from_json(read_sealed(folder / name, LARGE))
+            return CacheSettings.from_json(read_sealed(folder / name, MEDIUM))
         except (OSError, ValueError):
             continue
     raise UsageError(

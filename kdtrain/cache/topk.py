@@ -27,9 +27,9 @@ def keep(ids_TH: np.ndarray, logprobs_TH: np.ndarray, label_T: np.ndarray, spec:
     """The arrays of `codec.encode`, for one sequence: `ids_TH` and `logprobs_TH` are the head, most likely
     first; a position with NaN counts as an even distribution; a label with NaN gets its share of the bucket.
 
-    UsageError: an id outside the vocabulary.
+    UsageError: an id beyond the vocabulary.
     """
-    if ids_TH.min() < 0 or ids_TH.max() >= spec.vocab_size:
+    if ids_TH.max() >= spec.vocab_size:
         raise UsageError(f"--from-logprobs has the id {ids_TH.max()}, the teacher's vocabulary only {spec.vocab_size}")
     logprobs_TH = np.where(np.isnan(logprobs_TH), -np.log(spec.vocab_size), logprobs_TH).clip(FLOOR, 0)
     rest = spec.vocab_size - spec.head

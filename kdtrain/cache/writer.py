@@ -394,20 +394,22 @@ def write_cache(
         if writer.manifest is not None:
             return writer.manifest if writer.ranks.rank == 0 else None
         # the teacher is not asked for hours over one split before another turns out to be too short
-        for split, rows in {split: _not_empty(split, rows, settings.seq_len) for split, rows in splits.items()}.items():
+        for split, rows in {split: _not_empty(split, rows, settings) for split, rows in splits.items()}.items():
             writer.build(split, rows)
         return writer.finish()
     finally:
         writer.close()
 
 
-def _not_empty(split: str, rows: Iterable[Row], seq_len: int) -> Iterable[Row]:
+def _not_empty(split: str, rows: Iterable[Row], settings: CacheSettings) -> Iterable[Row]:
     """The rows of a split. UsageError: there is none."""
     remaining = iter(rows)
     for first in remaining:
         return chain([first], remaining)
+    source = settings.data.get("source") or settings.data.get("logprobs")
     raise UsageError(
-        f"the {split} data give no whole sequence of {seq_len} tokens; use more data or a smaller --seq-len"
+        f"{source}: the {split} data give no whole sequence of {settings.seq_len} tokens; use more data or a smaller "
+        "--seq-len"
     )
 
 

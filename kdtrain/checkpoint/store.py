@@ -37,7 +37,7 @@ from kdtrain.checkpoint.manifest import (
 )
 from kdtrain.errors import RunError, UsageError, reason
 from kdtrain.files import (
-    LARGE,
+    MEDIUM,
     aside_in,
     fsync,
     point_link,
@@ -367,7 +367,7 @@ def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
 
 def read_state(path: Path) -> dict[str, Any]:
     """The numbers, options and digests of a checkpoint that `problem` has found to be whole, without its tensors."""
-    return read_json(path / STATE, dict[str, Any], LARGE)
+    return read_json(path / STATE, dict[str, Any], MEDIUM)
 
 
 def _write(path: Path, text: str) -> tuple[int, str]:

@@ -282,6 +282,7 @@ def _rows(source: str, rows: Any, text_column: str, messages_column: str | None)
     if column not in columns:
         option = "--messages-column" if messages_column else "--text-column"
         raise UsageError(f"{source}: has no column '{column}'; name one of {', '.join(columns)} with {option}")
+    refuse_decoded(source, column, (rows.features or {}).get(column))
     convert = _conversation if messages_column else _text
 
     def read() -> Iterator[Document]:
@@ -292,6 +293,24 @@ def _rows(source: str, rows: Any, text_column: str, messages_column: str | None)
                     yield document
 
     return _Part(read, _rank_of_content, len(rows) if hasattr(rows, "__len__") else None)
+
+
+def refuse_decoded(source: str, column: str, feature: Any) -> None:
+    """Refuse a column of `datasets` with anything but plain values in it, at any depth; None: JSON, not yet read.
+
+    To decode an image, a sound and the like it opens whatever path or URL the file names, a pipe as well.
+    """
+    import datasets
+
+    inside = [feature]
+    while inside:
+        each = inside.pop()
+        if isinstance(each, dict):
+            inside += each.values()
+        elif isinstance(each, (datasets.List, datasets.LargeList)):
+            inside.append(each.feature)
+        elif each is not None and not isinstance(each, (datasets.Value, datasets.ClassLabel, datasets.Json)):
+            raise UsageError(f"{source}: column '{column}' holds {type(each).__name__}, not text; name another column")
 
 
 def _text(key: str, value: Any) -> Document | None:

@@ -23,10 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from kdtrain.data.corpus import refuse_decoded
 from kdtrain.errors import UsageError
-from kdtrain.files import parse_json
+from kdtrain.files import LARGE, parse_json
 
 _WITHHELD = 20
+_NUMBERS = 2**24
+"""Of one record at most."""
 _COLUMNS = ("tokens", "top_ids", "top_logprobs")
 
 
@@ -76,11 +79,13 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix not in (".jsonl", ".json"):
         raise UsageError(f"--from-logprobs {path}: give a .jsonl or .parquet file")
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(LARGE + 1), b""), 1):
+            if len(line) > LARGE:
+                raise UsageError(f"{path}, line {number}: has more than {LARGE:,} bytes; write one record a line")
             if not line.strip():
                 continue
             try:
-                yield parse_json(line.decode("utf-8"))
+                yield parse_json(line.decode("utf-8"), _NUMBERS)
             except ValueError as error:
                 raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
 
@@ -90,7 +95,11 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
     try:
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        for column, feature in (rows.features or {}).items():
+            refuse_decoded(str(path), column, feature)
         yield from rows
+    except UsageError:
+        raise
     except Exception as error:
         reason = " ".join(str(error.__cause__ or error).split())[:300]
         raise UsageError(f"{path}: cannot be read: {reason}") from error
@@ -105,18 +114,25 @@ def _positions(record: Any, where: str, entries: int) -> Iterator[tuple[Any, ...
         raise UsageError(f"{where}: {len(tokens)} tokens, {len(ids)} top_ids, {len(logprobs)} top_logprobs")
     for i, token in enumerate(tokens):
         at = f"{where}, position {i}"
-        if not isinstance(token, int) or not 0 <= token < 2**31:
+        if not _is_id(token):
             raise UsageError(f"{at}: '{token}' is not a token id")
         yield (token, i == 0, *_top(ids[i], logprobs[i], token, at, entries))
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31  # neither a bool, nor a number that would be cut to a whole one
 
 
 def _top(ids: Any, logprobs: Any, token: int, at: str, entries: int) -> tuple[Any, Any, float]:
     if ids is None or logprobs is None:
         return None, None, np.nan
+    strange = [each for each in ids if not _is_id(each)] if isinstance(ids, list) else []
+    if strange:
+        raise UsageError(f"{at}: '{strange[0]}' in top_ids is not a token id")
     try:
         ids_K, logprobs_K = np.asarray(ids, np.int64), np.asarray(logprobs, np.float64)
     except (ValueError, TypeError, OverflowError):
-        raise UsageError(f"{at}: top_ids must be whole numbers and top_logprobs numbers") from None
+        raise UsageError(f"{at}: top_logprobs must be numbers, and top_ids a list") from None
     if ids_K.ndim != 1 or ids_K.shape != logprobs_K.shape or len(ids_K) != len(np.unique(ids_K)):
         raise UsageError(f"{at}: needs as many top_logprobs as top_ids, and each id once")
     if len(ids_K) < entries:

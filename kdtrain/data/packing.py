@@ -17,7 +17,6 @@ reader (the tokenizer runs outside Python's lock, so threads do), and a few batc
 time.
 """
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -33,7 +32,7 @@ import numpy as np
 
 from kdtrain.data.corpus import Document
 from kdtrain.data.templates import Renderer, Spans
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, panics_refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -173,16 +172,18 @@ class _Encoder:
     """Turns a batch of pieces into its part of the stream; may be called from several threads."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._name = f"the tokenizer {getattr(tokenizer, 'name_or_path', '')}".rstrip()
         if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise UsageError("the tokenizer has no fast backend; use one whose folder holds a tokenizer.json")
+            raise UsageError(f"{self._name} has no fast backend; use one whose folder holds a tokenizer.json")
         if tokenizer.eos_token_id is None:
-            raise UsageError("the tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json")
+            raise UsageError(f"{self._name} has no end-of-sequence token; set eos_token in tokenizer_config.json")
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         # A tokenizer.json may carry the truncation it was once used with, which would silently cut every
         # text.
         self._backend.no_truncation()
         self._backend.no_padding()
-        written = self._backend.encode("a").ids[:1]
+        with panics_refused(f"{self._name} cannot take this text"):
+            written = self._backend.encode("a").ids[:1]
         self._bos = written if written == [tokenizer.bos_token_id] else []
         self._eos = [tokenizer.eos_token_id]
         special = {token: each.content for token, each in tokenizer.added_tokens_decoder.items() if each.special}
@@ -199,7 +200,7 @@ class _Encoder:
 
     def __call__(self, batch: list[_Piece]) -> _Array:
         texts = [piece.text for piece in batch if piece.document.messages is None]
-        with _panics_refused():
+        with panics_refused(f"{self._name} cannot take this text"):
             encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
         return np.concatenate(
             [
@@ -219,7 +220,7 @@ class _Encoder:
         messages, quoted = self._without_special(messages)
         with self._render_lock:
             text, spans = self._render(key, messages)
-        with _panics_refused():
+        with panics_refused(f"{self._name} cannot take this text"):
             ids, starts, stops = self._encode(text, quoted)
         stream = _stream(ids, label=False)
         for span_start, span_stop in spans:
@@ -269,18 +270,6 @@ class _Encoder:
         return [*itertools.chain(*tokens)], np.concatenate(begin), np.concatenate(end)
 
 
-@contextlib.contextmanager
-def _panics_refused() -> Iterator[None]:
-    """Make a UsageError of a panic in the tokenizer's Rust, such as that of a pattern which backtracks without end."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # pyo3's, which is not an Exception, and cannot be imported
-            raise
-        said = " ".join(str(error).split())[:200]
-        raise UsageError(f"the tokenizer cannot take this text ({said}); use another tokenizer") from None
-
-
 def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]) -> tuple[str, Spans]:
     """The conversation as text, and the [start, stop) characters of it that the assistant says."""
     if not tokenizer.chat_template:
@@ -292,7 +281,7 @@ def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[
     except (UsageError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
         raise UsageError(f"{key}: the chat template refuses this conversation: {reason}") from error
 
 

@@ -2,7 +2,7 @@
 
 A chat template is a program that came with a model. jinja2's sandbox keeps it from files and from Python's insides,
 and lets it loop for ever, compute 9 ** 9 ** 9, or ask for all memory. So conversations are rendered in a
-child process of limited time and memory: what goes over a limit ends the child and not the command, whatever it
+child process of limited time, memory and output: what goes over a limit ends the child and not the command, whatever it
 was busy with. It is a fork, which costs milliseconds once and a tenth of one for each conversation, and gets and
 gives JSON alone. Time is the processor's, not the clock's: a machine that is busy, or was asleep, makes nobody's
 template slow. What it gives up: outside of Linux the memory is not limited.
@@ -24,6 +24,10 @@ SECONDS_A_TURN = 0.05
 """Beyond that, for each message: a conversation is rendered up to each of its turns."""
 MEMORY = 1 << 30
 """Bytes a template may take beyond what the process has at its start."""
+LENGTH, LENGTH_A_BYTE = 1 << 20, 4
+"""Characters that may come of a conversation, and as many more for each byte of it: tokens take 200 bytes each."""
+SPANS_A_TURN = 64
+"""What the assistant says may be marked in so many pieces for each message."""
 
 Spans = list[tuple[int, int]]
 Messages = list[dict[str, str]]
@@ -95,12 +99,18 @@ def _serve(render: Render, connection: Connection, parents: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
     while True:
         try:
-            key, messages = json.loads(connection.recv_bytes())
+            request = connection.recv_bytes()
+            key, messages = json.loads(request)
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, _seconds(messages))
         try:
             text, spans = render(key, messages)
+            if len(text) > LENGTH + LENGTH_A_BYTE * len(request) or len(spans) > SPANS_A_TURN * len(messages):
+                raise UsageError(
+                    f"{key}: the chat template makes {len(text):,} characters in {len(spans):,} marked pieces of this "
+                    f"conversation of {len(messages)} messages; use a tokenizer with another template"
+                )
             answer = json.dumps({"text": text, "spans": spans})
         except UsageError as error:
             answer = json.dumps({"error": str(error)})

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_flash_attn_2_available
 
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, panics_refused
 from kdtrain.models.spec import ATTENTIONS, ModelSpec
 from kdtrain.models.trust import refuse_code, refuse_foreign_tokenizer, refuse_impossible, refuse_large_files
 
@@ -53,7 +53,8 @@ def ask(source: str, load: Callable[[], Answer]) -> Answer:
     Out of memory and a full disk pass through: the same question may be answered elsewhere.
     """
     try:
-        return load()
+        with panics_refused(f"{source}: cannot be loaded"):
+            return load()
     except (torch.OutOfMemoryError, MemoryError, UsageError):
         raise
     except Exception as error:

@@ -28,7 +28,10 @@ MAX_LAYERS = 1000
 """Layers are made one by one; the deepest models have about 130."""
 MOST_JSON = 2**25
 """Bytes of a configuration or an index of weights at most; the largest known has 9e6."""
-_READ_WHOLE = ("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
+_READ_WHOLE = (
+    *("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "*.model"),
+    *("chat_template*", "additional_chat_templates/*"),
+)
 
 _IMPLEMENTATIONS = (None, *ATTENTIONS, "grouped_mm", "batched_mm")
 """Of attention and of experts; any other name is that of a kernel on the hub, or unknown."""
@@ -58,9 +61,12 @@ def refuse_impossible(source: str, table: dict[str, Any]) -> None:
 
 
 def refuse_large_files(source: str) -> None:
-    """Refuse a folder in which a file that transformers reads into memory whole is larger than any such file is."""
+    """Refuse a folder in which a file that transformers reads into memory whole is larger than any such file is, or is
+    none: a pipe would be waited for."""
     for path in (path for pattern in _READ_WHOLE for path in Path(source).glob(pattern)):
         limit = LARGE if path.name.startswith(("tokenizer.", "vocab.", "merges.")) else MOST_JSON
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UsageError(f"{path} is not a regular file; remove it")
         if path.is_file() and path.stat().st_size > limit:
             raise UsageError(f"{path} has more than {limit:,} bytes; a model's file of that name is smaller")
 

@@ -128,6 +128,11 @@ def build_from_logprobs(
 
     def kept(split: str) -> Iterator[_KeptRow]:
         for row in logprob_rows(path, split, data.seq_len, codec.head):
+            if (token := int(row.tokens.max())) >= vocab_size:
+                raise UsageError(
+                    f"--from-logprobs {path} has the token {token}, the teacher's vocabulary only {vocab_size}; "
+                    "name the teacher that it is of"
+                )
             found = keep(row.top_ids, row.top_logprobs, row.label_logprob, codec)
             yield _KeptRow(row.tokens, row.loss_mask, row.segments, found)
 

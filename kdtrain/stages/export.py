@@ -42,6 +42,7 @@ def main(config: ExportConfig) -> int:
     state = read_saved(path)
     step = state["progress"]["step"]
     aside = export_model(student, tokenizer, out, dtype=config.dtype, origin={"cache": state["cache"], "step": step})
+    out = out if out.exists() else out.resolve()  # nul/../x, where there is no nul
     if aside:
         log.warning("%s held more than an export, and is now %s", out, aside)
     parameters = sum(each.numel() for each in student.parameters())

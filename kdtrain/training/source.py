@@ -18,6 +18,7 @@ from einops import rearrange
 
 from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.targets import DenseTargets, OnlineTargets
 from kdtrain.parallel.sharded import whole
@@ -59,9 +60,18 @@ class CachedSource:
         return len(self.reader)
 
     def read(self, indices: np.ndarray) -> CachedBatch:
-        """The sequences `indices` on the device; a reader is no thing for two threads at once."""
+        """The sequences `indices` on the device; a reader is no thing for two threads at once.
+
+        RunError: a shard is damaged, or holds a token that the student has no row for.
+        """
         with self._reading:
             batch = self.reader.read(indices.tolist())
+        if (token := int(batch.tokens.max())) >= self.vocab_size:  # a narrower student is let in by tokenizer_size
+            raise RunError(
+                f"{self.reader.folder} holds token {token}, although it states a tokenizer of "
+                f"{self.reader.manifest.settings.tokenizer_size} entries; the student has a vocabulary of "
+                f"{self.vocab_size}: set its vocab_size to {self.reader.manifest.vocab_size}"
+            )
         targets = batch.targets
         if isinstance(targets, DenseTargets):
             targets = targets.narrow(self.vocab_size)

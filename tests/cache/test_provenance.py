@@ -13,6 +13,7 @@ from kdtrain.cache import layout
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.provenance import (
     CacheSettings,
+    Manifest,
     check_student,
     check_tokenizer,
     read_manifest,
@@ -185,6 +186,12 @@ def test_a_manifest_and_settings_go_through_json(sound: Path) -> None:
         sum(path.stat().st_size for path in (sound / "shards").glob("*.h5")) / (13 * 16)
     )
     assert set(manifest.versions) >= {"kdtrain", "torch", "h5py", "hdf5plugin"}
+
+
+def test_a_manifest_without_the_bytes_of_a_token_is_refused_with_the_key(sound: Path) -> None:
+    record = read_sealed(sound / layout.MANIFEST) | {"bytes_per_token": {}}
+    with pytest.raises(ValueError, match=r"bytes_per_token: total is missing"):
+        Manifest.from_json(record)
 
 
 def _manifest(sound: Path, cached: int, used: int):

@@ -14,7 +14,7 @@ from kdtrain.errors import RunError, UsageError
 
 def test_too_little_text_is_refused(tmp_path: Path, workshop, codecs) -> None:
     splits = {"train": workshop.rows(3), "validation": []}
-    with pytest.raises(UsageError, match="validation data give no whole sequence of 16 tokens"):
+    with pytest.raises(UsageError, match="synthetic: the validation data give no whole sequence of 16 tokens"):
         write_cache(tmp_path / "c", workshop.settings(codecs["tokens"]), splits, teacher=None)
     assert list((tmp_path / "c" / "shards").iterdir()) == []
 

@@ -1,9 +1,12 @@
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
@@ -225,6 +228,21 @@ def test_what_cannot_be_read_is_one_line_that_says_why(
     with pytest.raises(UsageError, match=message) as caught:
         _read(tmp_path / name, "train", **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_path_that_a_file_names_is_never_opened(nested: bool, streaming: bool, tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    image = datasets.Image()
+    feature, value = image, {"bytes": None, "path": str(tmp_path / "pipe")}
+    if nested:
+        feature, value = datasets.List({"role": image, "content": image}), [dict.fromkeys(("role", "content"), value)]
+    table = pa.table({"text": [value] * 3}, schema=datasets.Features({"text": feature}).arrow_schema)
+    pq.write_table(table, tmp_path / "a.parquet")
+    columns = {"messages_column": "text"} if nested else {}
+    with pytest.raises(UsageError, match=r"a\.parquet: column 'text' holds Image, not text"):
+        _read(tmp_path / "a.parquet", "train", streaming=streaming, **columns)
 
 
 def test_an_unknown_split_and_a_folder_of_two_kinds_are_refused(tmp_path: Path):

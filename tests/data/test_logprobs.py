@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from kdtrain.data.logprobs import logprob_rows
@@ -47,11 +50,26 @@ def test_parquet_reads_as_jsonl(file: Path) -> None:
         assert all(np.array_equal(getattr(mine, n), getattr(theirs, n), equal_nan=True) for n in vars(mine))
 
 
+def test_a_path_that_a_parquet_file_names_is_never_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    image = [{"bytes": None, "path": str(tmp_path / "pipe")}] * 2
+    table = pa.table({"tokens": image}, schema=datasets.Features({"tokens": datasets.Image()}).arrow_schema)
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match=r"a\.parquet: column 'tokens' holds Image, not text"):
+        list(logprob_rows(tmp_path / "a.parquet", "train", 5, 2))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"top_ids": [None] * 8}, "9 tokens, 8 top_ids, 9 top_logprobs"),
         ({"tokens": ["a"] * 9}, "position 0: 'a' is not a token id"),
+        ({"tokens": [True] * 9}, "position 0: 'True' is not a token id"),
+        ({"top_ids": [None] + [[1, 5.7, 3]] * 8}, "position 1: '5.7' in top_ids is not a token id"),
+        ({"top_ids": [None] + [[-1, 5, 3]] * 8}, "position 1: '-1' in top_ids is not a token id"),
+        ({"top_ids": [None] + [[1, 2**70, 3]] * 8}, "position 1: '1180591620717411303424' in top_ids is not a token"),
+        ({"top_ids": [None] + [3] * 8}, "position 1: .* as many top_logprobs as top_ids"),
+        ({"top_logprobs": [None] + [["a", 1, 2]] * 8}, "position 1: top_logprobs must be numbers"),
         ({"top_ids": [None] + [[1, 1, 2]] * 8}, "position 1: .* each id once"),
         ({"top_ids": [None] + [[1]] * 8, "top_logprobs": [None] + [[-1.0]] * 8}, "1 entries; use --head 1"),
         ({"top_logprobs": [None] + [[0.0, 0.0, 0.0]] * 8}, "no natural logarithms"),

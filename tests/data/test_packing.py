@@ -1,11 +1,12 @@
 import itertools
+import json
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.data import packing
@@ -211,7 +212,7 @@ def test_eos_is_added_where_the_template_writes_it_earlier_but_not_at_the_end(to
         (_SIGNS_LAST, "talk: the chat template rewrites earlier turns"),
         (
             "{{ raise_exception('roles must\nalternate') }}",
-            "talk: the chat template refuses .* must alternate",
+            "talk: the chat template refuses .*: roles must$",
         ),
     ],
 )
@@ -232,7 +233,8 @@ def test_an_error_in_a_worker_reaches_the_reader(tokenizer: PreTrainedTokenizerF
 def test_a_tokenizer_without_eos_or_without_fast_backend_is_refused_at_the_call(make_tokenizer: _Make):
     eosless = make_tokenizer()
     eosless.eos_token = None
-    with pytest.raises(UsageError, match="no end-of-sequence token"):
+    eosless.name_or_path = "models/teacher"
+    with pytest.raises(UsageError, match="the tokenizer models/teacher has no end-of-sequence token"):
         pack([], eosless, 8)
     with pytest.raises(UsageError, match="no fast backend"):
         pack([], object(), 8)  # type: ignore[arg-type]
@@ -248,3 +250,11 @@ def test_a_pattern_of_the_tokenizer_that_backtracks_without_end_is_refused(
     )
     with pytest.raises(UsageError, match=r"the tokenizer cannot take this text .*retry-limit-in-match"):
         list(pack(_texts("a" * 60 + "b"), tokenizer, 4, num_workers=num_workers))
+
+
+def test_a_tokenizer_that_panics_at_the_first_word_is_refused(tokenizer: PreTrainedTokenizerFast):
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AYWJj"}
+    broken = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token="<|endoftext|>")
+    with pytest.raises(UsageError, match=r"the tokenizer cannot take this text .*; use another tokenizer"):
+        pack([], broken, 8)

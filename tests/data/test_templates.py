@@ -41,6 +41,18 @@ def test_a_template_without_end_in_time_or_memory_is_refused(monkeypatch, tokeni
         rows(tokenizer, template, num_workers)
 
 
+@pytest.mark.parametrize(
+    "template, line",
+    [
+        ("{{ 'ab c' * 2 ** 19 }}", "makes 2,097,152 characters in 1 marked pieces of this conversation of 2 messages"),
+        ("{% for a in range(129) %}{% generation %}x{% endgeneration %}{% endfor %}", "in 129 marked pieces"),
+    ],
+)
+def test_a_template_that_makes_much_of_little_is_refused(tokenizer, template, line):
+    with pytest.raises(UsageError, match=f"chat:0: the chat template .*{line}"):
+        rows(tokenizer, template)
+
+
 def test_a_slow_machine_makes_no_template_slow(monkeypatch):
     monkeypatch.setattr(templates, "SECONDS", 0.1)
     renderer = templates.Renderer(lambda key, messages: (time.sleep(0.5), ("text", [(0, 4)]))[1])
@@ -65,6 +77,13 @@ def test_each_conversation_has_its_own_time(monkeypatch):
 def test_what_a_template_raises_is_told_as_before(tokenizer):
     with pytest.raises(UsageError, match="chat:0: the chat template refuses this conversation: only one turn"):
         rows(tokenizer, "{{ raise_exception('only one turn') }}")
+
+
+def test_of_an_error_of_several_lines_the_first_is_told(tokenizer):
+    with pytest.raises(UsageError, match=r"refuses this conversation: no tools\.$"):
+        rows(tokenizer, "{{ raise_exception('\\n no tools.\\nTraceback (most recent call last)') }}")
+    with pytest.raises(UsageError, match=r"refuses this conversation: unexpected 'end of template'$"):
+        rows(tokenizer, "{{ ((((")
 
 
 def test_no_process_is_left_behind(tokenizer):

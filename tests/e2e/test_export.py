@@ -21,7 +21,8 @@ def cross_entropy(folder, cache):
 
 
 def test_the_exported_student_has_the_loss_that_evaluate_reported(bench, distilled):
-    exported = bench.run("export", "run", "--out", "exported", "--json").json
+    exported = bench.run("export", "run", "--out", "nowhere/../exported", "--json").json
+    assert (bench.root / exported["student"]).samefile(bench.root / "exported")
     assert exported["checkpoint"] == f"step-{distilled.json['best_step']:08d}"
     reported = bench.run("evaluate", "--student", "exported", "--cache", "cache", "--json").json
     assert cross_entropy(bench.root / "exported", bench.root / "cache") == pytest.approx(reported["loss"], rel=1e-6)

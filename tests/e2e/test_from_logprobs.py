@@ -31,3 +31,8 @@ def test_a_student_learns_from_a_servers_log_probabilities(bench) -> None:
     fewer = bench.run("cache-teacher", *options[:-1], 9, "--out", "said-9")
     assert fewer.code == 2
     assert "has 8 entries; use --head 8" in fewer.refusal()
+    records[0]["tokens"][3] = 5000
+    (bench.root / "said.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    strange = bench.run("cache-teacher", *options, "--out", "said-5000")
+    assert strange.code == 2
+    assert "--from-logprobs said.jsonl has the token 5000, the teacher's vocabulary only" in strange.refusal()

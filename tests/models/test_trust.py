@@ -163,13 +163,33 @@ def test_an_index_may_name_safetensors_beside_it_alone(folder, mark, name):
     assert not mark.exists()
 
 
+def test_a_tokenizer_that_panics_when_it_is_loaded_is_refused_by_name(folder):
+    entries(folder, "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AA=="})
+    with pytest.raises(UsageError, match=f"{folder}: cannot be loaded .*precompiled_charsmap.*; use another tokenizer"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize(
-    "name, size", [("config.json", 2**25), ("tokenizer.json", 2**28), ("chat_template.jinja", 2**25)]
+    "name, size",
+    [
+        ("config.json", 2**25),
+        ("tokenizer.json", 2**28),
+        ("chat_template.jinja", 2**25),
+        ("additional_chat_templates/tools.jinja", 2**25),
+    ],
 )
 def test_a_file_larger_than_any_model_has_is_not_read(folder, name, size):
+    (folder / name).parent.mkdir(exist_ok=True)
     with open(folder / name, "a") as file:
         file.truncate(size + 1)  # takes no space
     with pytest.raises(UsageError, match=f"{name} has more than {size:,} bytes"):
+        load_tokenizer(folder)
+
+
+def test_a_pipe_in_place_of_a_chat_template_is_not_waited_for(folder):
+    (folder / "additional_chat_templates").mkdir()
+    os.mkfifo(folder / "additional_chat_templates" / "tools.jinja")
+    with pytest.raises(UsageError, match=r"tools\.jinja is not a regular file"):
         load_tokenizer(folder)
 
 

@@ -2,14 +2,17 @@
 
 import itertools
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from kdtrain.cache.reader import CacheReader
+from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.targets import OnlineTargets
-from kdtrain.training.source import Feed, OnlineSource
+from kdtrain.training.source import CachedSource, Feed, OnlineSource
 
 
 def indices(step):
@@ -110,3 +113,13 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
     # tensors made in inference mode could not meet a learnable temperature
     assert not batch.targets.hidden.requires_grad
     assert not batch.targets.hidden.is_inference()
+
+
+def test_a_token_that_a_narrower_student_has_no_row_for_is_refused_with_both_numbers():
+    reader = CacheReader(Path(__file__).parents[1] / "data" / "golden" / "sparse", "train")
+    largest = int(reader.read(range(len(reader))).tokens.max())
+    numbers = np.arange(len(reader))
+    assert len(CachedSource(reader, torch.device("cpu"), largest + 1).read(numbers).tokens) == len(reader)
+    line = f"sparse holds token {largest}, .* the student has a vocabulary of {largest}: set its vocab_size to"
+    with pytest.raises(RunError, match=line):
+        CachedSource(reader, torch.device("cpu"), largest).read(numbers)
