@@ -70,9 +70,8 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
     """The student of a checkpoint folder, built from what the checkpoint says of it."""
     checkpoint = load_saved(path)
     described = checkpoint.state["student"]
-    model = model_of(f"checkpoint {path}", described["architecture"], described["attention"])
     try:
-        student = split(model)
+        student = split(model_of("its student", described["architecture"], described["attention"]))
     except UsageError as error:
         raise UsageError(f"checkpoint {path}: {error}") from error
     own = student.state_dict()
@@ -81,10 +80,14 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
         for name, value in checkpoint.tensors.items()
         if name.startswith("student.")
     }
-    if unknown := [entry for entry, value in weights.items() if entry not in own or own[entry].shape != value.shape]:
+    if unknown := [
+        entry
+        for entry, value in weights.items()
+        if entry not in own or (own[entry].shape, own[entry].dtype) != (value.shape, value.dtype)
+    ]:
         raise RunError(
             f"checkpoint {path} does not fit student {described['name']}: "
-            f"{sorted(unknown)[0]} is unknown or of another shape"
+            f"{sorted(unknown)[0]} is unknown, or of another shape or type"
         )
     filled = {own[entry].data_ptr() for entry in weights}  # a tied weight is kept under one of its names
     if missing := [entry for entry, value in own.items() if value.data_ptr() not in filled]:
