@@ -38,12 +38,13 @@ def test_a_run_without_its_config_resumes_by_its_newest_checkpoint_and_one_line_
         config.write_bytes(SPOILED[how])
     code, _, stderr = workbench.call(*RUN, *workbench.plain, "--steps", 3, "--out", name)
     assert code == 0, stderr
-    (said,) = [line for line in stderr.splitlines() if "config.toml" in line]
+    (said,) = [line for line in stderr.splitlines() if "the options of" in line]
     assert said.endswith("; the options of the run are those in its checkpoint step-00000002")
     assert (f"{name}/config.toml is lost" in said) == (how == "lost")
     metrics = [json.loads(line) for line in (workbench.root / name / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics if "loss" in line] == [1, 2, 3]
     assert tomllib.loads(config.read_text())["run"]["cache"] == "cache"
+    assert [each.read_bytes() for each in config.parent.glob("config.toml.old-*")] == [SPOILED[how]] * (how != "lost")
 
 
 @pytest.mark.parametrize(

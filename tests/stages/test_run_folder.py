@@ -99,6 +99,37 @@ def test_a_folder_that_only_looks_like_a_run_is_refused(tmp_path, name):
         claim(config_of(tmp_path))
 
 
+@pytest.mark.parametrize("environment", [None, "{}", '{"python": "3"}', "notes"])
+def test_a_folder_with_a_configuration_of_the_user_s_own_is_no_run(tmp_path, environment):
+    (tmp_path / "config.toml").write_text("# mine\n" + to_toml(sections(config_of(tmp_path))))
+    if environment is not None:
+        (tmp_path / "environment.json").write_text(environment)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for checkpoint in (CheckpointConfig(), never(overwrite=True)):
+        with pytest.raises(UsageError, match=r"no run .config\.toml"):
+            claim(config_of(tmp_path, checkpoint=checkpoint))
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("text", ["# mine\n{}", "when = 2026-01-01\n{}", "{}when = 2026-01-01", "garbled"])
+def test_a_file_of_the_user_s_in_a_run_is_moved_aside_before_a_new_one_takes_its_name(run, text):
+    own = text.format((run / "config.toml").read_text())
+    (run / "config.toml").write_text(own)
+    (run / "environment.json").write_text("{}")
+    write_description(config_of(run, steps=5), {})
+    assert (run / "config.toml.old-1").read_text() == own
+    assert (run / "environment.json.old-1").read_text() == "{}"
+    write_description(config_of(run, steps=6), {})
+    assert sorted(path.name for path in run.iterdir()) == [
+        *("config.toml", "config.toml.old-1", "environment.json", "environment.json.old-1")
+    ]
+
+
+def test_a_kill_before_the_configuration_was_written_bars_no_second_try(run):
+    (run / "config.toml").unlink()
+    assert claim(config_of(run)) is False
+
+
 def test_something_else_is_refused_by_name(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match=r"thesis\\.tex".replace("\\\\", "\\")):
