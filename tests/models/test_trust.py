@@ -111,9 +111,36 @@ def test_code_is_run_where_ones_own_spec_says_so(folder, mark, tmp_path):
     assert mark.exists()
 
 
-def test_a_spec_that_lies_in_a_model_folder_cannot_trust_it(folder):
-    (folder / "spec.toml").write_text("source = '.'\ntrust_remote_code = true\n")
-    with pytest.raises(UsageError, match="has to stand in a spec of your own, and this one came with what it trusts"):
+@pytest.mark.parametrize(
+    "mark_of, place",
+    [
+        ("config.json", "."),
+        ("config.json", "specs"),
+        ("config.toml", "checkpoints"),
+        ("environment.json", "data/tokenizer"),
+        ("checkpoints/step-00000004/state.json", "specs"),
+        ("manifest.json", "tokenizer"),
+        ("settings.json", "tokenizer/specs"),
+    ],
+)
+def test_a_spec_that_lies_anywhere_in_what_may_have_been_downloaded_cannot_trust_it(tmp_path, mark_of, place):
+    spec = tmp_path / "downloaded" / place / "spec.toml"
+    for path in (tmp_path / "downloaded" / mark_of, spec):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("source = '.'\ntrust_remote_code = true\n")
+    (tmp_path / "link.toml").symlink_to(spec)
+    (tmp_path / "student.toml").write_text(
+        f"init = 'teacher-layers'\nteacher = '{spec}'\nlayers = [0]\ntrust_remote_code = true\n"
+    )
+    for path in (spec, tmp_path / "link.toml", tmp_path / "student.toml"):
+        with pytest.raises(UsageError, match=f"spec of your own, and this one lies with .*/downloaded/{mark_of}"):
+            read_spec(str(path))
+
+
+def test_a_link_in_a_model_folder_does_not_make_a_spec_elsewhere_speak_for_it(folder, tmp_path):
+    (tmp_path / "own.toml").write_text("source = '.'\ntrust_remote_code = true\n")
+    (folder / "spec.toml").symlink_to(tmp_path / "own.toml")
+    with pytest.raises(UsageError, match="has to stand in a spec of your own"):
         read_spec(str(folder / "spec.toml"))
 
 
