@@ -7,6 +7,7 @@ it short or a byte was damaged, is left out and counted; what is appended then b
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from kdtrain.files import SMALL, open_regular, parse_json, publish_text, typed
 from kdtrain.monitor.boards import Board, TensorBoard, WeightsAndBiases
 from kdtrain.monitor.histograms import Joined, histograms
 from kdtrain.monitor.progress import log
+
+MOST_BYTES = 2**30
+"""Of a log that is filtered; a million steps have about 4e8."""
 
 
 class Writers:
@@ -158,11 +162,13 @@ def _forget(path: Path, trained: float, validated: float) -> None:
     """Leave out the lines of later steps, of training and of validation, and those that cannot be read.
 
     Raises:
-        UsageError: something other than a file stands there.
+        UsageError: something other than a file stands there, or one that is too large to be a run's.
     """
     kept, unreadable = [], []
     try:
         with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > MOST_BYTES:
+                raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
             for number, line in enumerate(iter(lambda: file.readline(SMALL), b""), 1):
                 try:
                     record = typed(parse_json(line.decode()), dict[str, Any])

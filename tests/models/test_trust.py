@@ -3,6 +3,7 @@
 import ast
 import builtins
 import json
+import math
 import os
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def as_model(folder):
         ({"num_labels": 10**9}, "num_labels = 1,000,000,000: at most 1,000"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0: a model needs at least 1"),
         ({"vocab_size": -1}, "vocab_size = -1: a model needs at least 1"),
+        ({"attention_dropout": 5.0}, "attention_dropout = 5.0: a dropout is between 0 and 1"),
+        ({"embd_pdrop": -1}, "embd_pdrop = -1: a dropout"),
+        ({"text_config": {"hidden_dropout_prob": math.nan}}, "hidden_dropout_prob = nan: a dropout"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 4"),
     ],
 )
