@@ -144,8 +144,8 @@ def _from_toml(path: Path) -> ModelSpec:
         raise UsageError(f"{path}: {error}") from None
     if spec.trust_remote_code and (found := _came_with(path)):
         raise UsageError(
-            f"{path}: trust_remote_code = true has to stand in a spec of your own, and this one lies with {found}, which "
-            "may have been downloaded; copy it elsewhere if you trust that"
+            f"{path}: trust_remote_code = true has to stand in a spec of your own, and this one lies with {found}, "
+            "which may have been downloaded; copy it elsewhere if you trust that"
         )
     return spec
 

@@ -7,7 +7,7 @@ import torch
 from kdtrain.checkpoint.manifest import is_checkpoint, problem
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import ExportConfig
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, refuse_no_path
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import export_model, load_student, model_of, refuse_foreign, tokenizer_files
 from kdtrain.models.spec import read_spec
@@ -104,6 +104,7 @@ def tokenizer_of_run(run: Path) -> Path | None:
     if options is None:
         return None
     cache = options.get("cache")
+    refuse_no_path(cache or "", f"{run}/config.toml: cache")
     folder = (Path(cache) if cache else run / "data") / "tokenizer"
     if folder.is_dir():
         return folder

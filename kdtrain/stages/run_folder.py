@@ -16,7 +16,17 @@ import torch
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig, plain, sections
 from kdtrain.errors import RunError, UsageError, making
-from kdtrain.files import make_folder, publish_text, read_json, read_text, read_toml, refuse_links, remove_empty, set_aside, typed
+from kdtrain.files import (
+    make_folder,
+    publish_text,
+    read_json,
+    read_text,
+    read_toml,
+    refuse_links,
+    remove_empty,
+    set_aside,
+    typed,
+)
 from kdtrain.monitor.progress import log
 from kdtrain.stages.build import holds_tokens
 from kdtrain.training.state import read_saved
@@ -264,11 +274,11 @@ def _default(section: str, name: str) -> Any:
     return None if default is dataclasses.MISSING else plain(default)
 
 
-def refuse_changes(saved: dict[str, Any], config: DistillConfig) -> None:
-    """Refuse to go on with a run whose deciding options were others, by name."""
+def refuse_changes(saved: dict[str, Any], config: DistillConfig, checkpoint: str) -> None:
+    """Refuse to go on with a run whose deciding options were others in a checkpoint, by name."""
     if changed := changes(saved, config):
         raise UsageError(
-            f"{config.out} holds a run with other options: {', '.join(changed)}; "
+            f"{config.out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "
             "give the same ones, name another --out, or use --resume never --overwrite"
         )
 

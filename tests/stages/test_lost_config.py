@@ -64,6 +64,14 @@ def test_other_commands_know_a_run_without_its_config(workbench, run, argv):
         assert json.loads(stdout)["checkpoints"].keys() == {"step-00000001", "step-00000002"}
 
 
+def test_a_cache_whose_name_no_file_system_takes_is_said_to_be_the_run_s(workbench, run):
+    folder = run("long-name")
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace('cache = "cache"', f'cache = "{"a" * 5000}"'))
+    code, _, stderr = workbench.call("export", folder.name, "--out", "exported-long")
+    assert code == 2 and f"/long-name/config.toml: cache '{'a' * 60}...' is longer than a path" in stderr
+
+
 def test_a_damaged_checkpoint_vouches_for_nothing(workbench, run):
     folder = run("nothing-left")
     (folder / "config.toml").unlink()

@@ -186,23 +186,23 @@ def test_every_option_that_is_free_to_change_exists():
 
 def test_an_option_that_decides_the_result_may_not_change_and_is_named():
     saved = json.loads(json.dumps(deciding(config_of("o"))))
-    refuse_changes(saved, config_of("elsewhere", steps=9, micro_batch_size=4))
+    refuse_changes(saved, config_of("elsewhere", steps=9, micro_batch_size=4), "step-00000004")
     changed = config_of("o", optimizer=OptimizerConfig(lr=0.5), objective=ObjectiveConfig(alpha=0.25), seed=3)
     with pytest.raises(UsageError) as caught:
-        refuse_changes(saved, changed)
+        refuse_changes(saved, changed, "step-00000004")
     message = str(caught.value)
     assert "--lr (was 0.0003, now 0.5)" in message
     assert "--alpha (was 0.9, now 0.25)" in message
-    assert "--seed (was 0, now 3)" in message
+    assert "--seed (was 0, now 3)" in message and " (in step-00000004); give the same ones" in message
     assert "--betas" not in message
 
 
 def test_an_option_that_the_checkpoint_does_not_know_had_its_default():
     saved = deciding(config_of("o"))
     del saved["optimizer"]["clip"]
-    refuse_changes(saved, config_of("o"))
+    refuse_changes(saved, config_of("o"), "step-00000004")
     with pytest.raises(UsageError, match=r"--clip \(was 1.0, now 2.0\)"):
-        refuse_changes(saved, config_of("o", optimizer=OptimizerConfig(clip=2.0)))
+        refuse_changes(saved, config_of("o", optimizer=OptimizerConfig(clip=2.0)), "step-00000004")
 
 
 def test_the_written_configuration_is_read_back_by_the_command(tmp_path):

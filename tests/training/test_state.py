@@ -104,7 +104,7 @@ def test_moments_that_adamw_would_crash_on_are_refused_by_name(key, value, says)
 def test_weights_of_another_type_are_refused_by_name():
     state = made()
     tensors = {name: each.to(torch.complex64) if name == NAME else each for name, each in state.tensors().items()}
-    with pytest.raises(RunError, match="up_proj.weight is of type torch.complex64, the student's of torch.float32"):
+    with pytest.raises(RunError, match=r"up_proj\.weight is of type torch\.complex64, the student's of torch.float32"):
         made().load(tensors, state.numbers())
 
 
