@@ -183,10 +183,11 @@ def file_digest(path: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Flush a file or a folder to the disk; nothing is done for a pipe or a device, whose opening may wait."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        os.fsync(handle)
+        if stat.S_IFMT(os.fstat(handle).st_mode) in (stat.S_IFREG, stat.S_IFDIR):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -272,7 +273,8 @@ def swap_in(hidden: Path, path: Path, label: str, word: str = "old") -> Path | N
     OSError: a file or a link is in the way, or the disk does not take it.
     """
     for each in [*hidden.rglob("*"), hidden]:
-        fsync(each)
+        if not each.is_symlink():
+            fsync(each)
     faults.point(f"{label}.before-rename")
     aside = None
     if path.is_symlink() or (path.exists() and not path.is_dir()):

@@ -276,7 +276,9 @@ def _lost(header: Header) -> Header:
 
 
 def _transposed(header: Header) -> Header:
-    entry = _first(header)
+    """Of a tensor whose axes differ, or nothing would."""
+    shaped = (entry for name, entry in header.items() if name != "__metadata__")
+    entry = next(entry for entry in shaped if entry["shape"] != entry["shape"][::-1])
     entry["shape"] = entry["shape"][::-1]
     return header
 

@@ -73,7 +73,7 @@ def _first_lock(folder: Path, rank: int) -> Lock:
     own = lock(folder, rank)
     try:
         for path in folder.glob(f"{_LOCK}*"):
-            if path.name != f"{_LOCK}{rank}":
+            if path.name != f"{_LOCK}{rank}" and _OWN.fullmatch(path.name):
                 lock(folder, int(path.name.removeprefix(_LOCK))).release()
     except UsageError:
         own.release()

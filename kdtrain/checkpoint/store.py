@@ -325,6 +325,9 @@ class Store:
         with self._changing:
             for replaced in self.folder.glob(f"*{_REPLACED}"):
                 final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+                # what is not a checkpoint by its seal has this name from somebody else
+                if not tiers.is_name(final.name) or replaced.is_symlink() or problem(replaced, digests=False):
+                    continue
                 if not final.exists():
                     swap_in(replaced, final, "checkpoint.settle")
                 elif not remove_folder(replaced, sealed_files(replaced), "checkpoint.settle.removing"):

@@ -25,7 +25,10 @@ INITS = ("pretrained", "scratch", "teacher-layers")
 MAX_TEACHERS = 8
 """How many specs may stand behind each other as `teacher`."""
 
-_FOREIGN = ("config.json", "config.toml", "manifest.json", "state.json")
+_FOREIGN = (
+    *("config.json", "config.toml", "environment.json", "checkpoints/*/state.json"),
+    *("manifest.json", "settings.json", "state.json"),
+)
 """What lies in a model folder, a run, a cache and a checkpoint, any of which may be somebody else's."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -139,12 +142,18 @@ def _from_toml(path: Path) -> ModelSpec:
         spec = ModelSpec(**values)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
-    if spec.trust_remote_code and any((path.parent / name).exists() for name in _FOREIGN):
+    if spec.trust_remote_code and (found := _came_with(path)):
         raise UsageError(
-            f"{path}: trust_remote_code = true has to stand in a spec of your own, and this one came with what it "
-            "trusts; copy it elsewhere if you trust that"
+            f"{path}: trust_remote_code = true has to stand in a spec of your own, and this one lies with {found}, "
+            "which may have been downloaded; copy it elsewhere if you trust that"
         )
     return spec
+
+
+def _came_with(path: Path) -> Path | None:
+    """What shows that a file lies somewhere in a model folder, a run or a cache, by the path given or behind links."""
+    folders = {*path.absolute().parents, *path.resolve().parents}
+    return min((each for folder in folders for name in _FOREIGN for each in folder.glob(name)), default=None)
 
 
 def _refuse_endless_teachers(path: Path, spec: ModelSpec) -> None:

@@ -38,6 +38,7 @@ _IMPLEMENTATIONS = (None, *ATTENTIONS, "grouped_mm", "batched_mm")
 _IMPLEMENTATION = re.compile("(?:attn|experts)_implementation")
 _REDIRECTING = ("attribute_map", "sub_configs", "sub_configs_defaults", "_auto_class")
 _ONE_BY_ONE = re.compile("n(?:um)?_(?:hidden_)?(?:layers?|labels)")
+_DROPOUT = re.compile("(?:dropout|pdrop)(?:_prob|_rate|_p)?$")
 _AT_LEAST_ONE = re.compile(
     "vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_(?:attention|key_value)_heads|n_(?:embd|layer|head)"
 )
@@ -46,6 +47,8 @@ _AT_LEAST_ONE = re.compile(
 def refuse_impossible(source: str, table: dict[str, Any]) -> None:
     """Refuse sizes in a configuration (its JSON or TOML, of any depth) of which there is no model."""
     for key, value in _entries(table):
+        if _DROPOUT.search(key) and type(value) in (int, float) and not 0 <= value <= 1:
+            raise UsageError(f"{source}: {key} = {value}: a dropout is between 0 and 1; mend its configuration")
         if type(value) is not int:
             continue
         if _AT_LEAST_ONE.fullmatch(key) and value < 1:

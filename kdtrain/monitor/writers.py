@@ -8,6 +8,7 @@ then begins a line of its own.
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ from kdtrain.monitor.histograms import Joined, histograms
 from kdtrain.monitor.progress import early_warnings, log, warn_early
 
 Level = Literal["info", "warning", "error"]
+
+MOST_BYTES = 2**30
+"""Of a log that is filtered; a million steps have about 4e8."""
 
 
 class Writers:
@@ -169,11 +173,13 @@ def _forget(path: Path, trained: float, validated: float) -> None:
     """Leave out the lines of later steps, of training and of validation, and those that cannot be read.
 
     Raises:
-        UsageError: something other than a file stands there.
+        UsageError: something other than a file stands there, or one that is too large to be a run's.
     """
     kept, unreadable = [], []
     try:
         with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > MOST_BYTES:
+                raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
             for number, line in enumerate(iter(lambda: file.readline(SMALL), b""), 1):
                 try:
                     record = typed(parse_json(line.decode()), dict[str, Any])

@@ -6,12 +6,14 @@ weight, input ("activation") and output gradient it keeps the largest magnitude,
 in the run's format, the share of elements that the format clamps, the share that it turns into zero, and a histogram
 of magnitudes by powers of two. Gradients are those of the eager pass: of the loss, before any clipping.
 
-The file is replaced as a whole at each collection, so that a killed run leaves one that opens. Its layout:
+The file is replaced as a whole at each collection, so that a killed run leaves one that opens; one of another layout
+is moved aside. Its layout:
 `/LAYER/{weight,activation,gradient}/{step,mode,amax,error,saturated,flushed,zeros,histogram}`, one row a collection;
 `/exponents` names the histogram's columns: e counts magnitudes in [2^e, 2^(e+1)), and the ends take what lies beyond.
 """
 
 import fnmatch
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,10 +28,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.errors import UsageError
-from kdtrain.files import published
+from kdtrain.files import published, set_aside
 from kdtrain.precision.mx import ELEMENTS, mx_scale
 from kdtrain.precision.products import Recipe, quantized_operand
 
+MOST_BYTES = 2**32
+"""Of the file; it is copied at each collection."""
 EXPONENTS = range(-40, 21)
 """Columns of the histograms."""
 _TEXT = h5py.string_dtype()
@@ -103,14 +107,14 @@ class Collector:
     @contextmanager
     def _replacing(self) -> Iterator[h5py.File]:
         assert self.path is not None
+        if self.path.exists() and not _is_ours(self.path):
+            aside = set_aside(self.path.parent, self.path.name, "old")
+            said = "%s has another layout than kdtrain writes, and was moved to %s"
+            logging.getLogger("kdtrain").warning(said, self.path, aside)
         with published(self.path, "precision.collect") as hidden:
             if self.path.exists():
                 shutil.copyfile(self.path, hidden)
             with h5py.File(hidden, "a" if self.path.exists() else "w") as file:
-                if name := _leads_out(file):
-                    raise UsageError(
-                        f"{self.path} leads to another file at '{name}', which is not followed; move it away"
-                    )
                 yield file
 
 
@@ -194,14 +198,31 @@ def _append(group: h5py.Group, name: str, value: Any) -> None:
     group[name][-1] = value
 
 
-def _leads_out(file: h5py.File) -> str | None:
-    """The first name that stands for what is elsewhere: a run may have been downloaded, and its rows are changed."""
+def _is_ours(path: Path) -> bool:
+    """Whether a file has this module's layout, so that its rows can be changed: a run may have been downloaded."""
+    size = path.stat().st_size
+    if not path.is_file() or size > MOST_BYTES:
+        return False
+    try:
+        with h5py.File(path) as file:
+            linked = file.visititems_links(lambda name, link: None if isinstance(link, h5py.HardLink) else name)
+            groups = (kind for name, layer in file.items() if name != "exponents" for kind in layer.values())
+            return not linked and all(_has_rows(group, size) for group in groups)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # all that HDF5 and h5py raise
+        return False
 
-    def elsewhere(name: str, each: h5py.Group | h5py.Dataset) -> str | None:
-        return name if isinstance(each, h5py.Dataset) and (each.external or each.is_virtual) else None
 
-    linked = file.visititems_links(lambda name, link: None if isinstance(link, h5py.HardLink) else name)
-    return linked or file.visititems(elsewhere)
+def _has_rows(group: h5py.Group, size: int) -> bool:
+    rows = len(group["step"])
+    return group.keys() == {"step", "mode", *_FLOATS, "histogram"} and all(
+        (data.shape, data.maxshape, data.chunks) == ((rows, *inner), (None, *inner), (64, *inner))
+        and h5py.check_string_dtype(data.dtype) == (h5py.check_string_dtype(_TEXT) if name == "mode" else None)
+        and (name == "mode" or data.dtype == ("f8" if name in _FLOATS else "i8"))
+        and data.id.get_create_plist().get_nfilters() == 0
+        and rows * 8 <= size
+        for name, data in group.items()
+        for inner in [(len(EXPONENTS),) if name == "histogram" else ()]
+    )
 
 
 def _groups(file: h5py.File) -> Iterator[h5py.Group]:

@@ -45,7 +45,7 @@ def _resume(run: Run) -> Path | None:
     path = Path(found)
     with together():
         checkpoint = load_saved(path, run.state.like)
-        refuse_changes(checkpoint.state["options"], run.config)
+        refuse_changes(checkpoint.state["options"], run.config, path.name)
         _refuse_strange(run, checkpoint, path, ("cache", "student", "teacher"))
         _take_over(run, checkpoint, path)
     run.step.temperature.set_step(max(run.state.progress.step - 1, 0))

@@ -12,13 +12,14 @@ import torch
 from einops import rearrange
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.provenance import tokenizer_digest
 from kdtrain.config import DataConfig
 from kdtrain.data.corpus import documents
 from kdtrain.data.packing import PackedRow, pack
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, printable
 from kdtrain.models.head import OutputHead, SplitModel, split
 from kdtrain.models.loading import load_teacher, load_tokenizer, max_positions
 from kdtrain.models.spec import ModelSpec
@@ -131,12 +132,17 @@ def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(finite(dict(table))))
         return
-    shown = Table(title=title, show_header=False, title_justify="left")
+    shown = Table(title=literal(title, "table.title"), show_header=False, title_justify="left")
     shown.add_column()
     shown.add_column(overflow="fold")
     for name, value in table.items():
-        shown.add_row(name, _text(value))
+        shown.add_row(literal(name), literal(_text(value)))
     Console(soft_wrap=True).print(shown)
+
+
+def literal(text: str, style: str = "") -> Text:
+    """`text` for a table, as it is but for what steers a terminal: a stranger's name may be markup to rich."""
+    return Text("\n".join(map(printable, text.split("\n"))), style)
 
 
 def _text(value: Any, inner: bool = False) -> str:

@@ -151,7 +151,7 @@ def _begins(config: DistillConfig, settled: DistillConfig) -> str:
         if name is None:
             return "anew"
         path = store.path(name)
-    refuse_changes(read_saved(path)["options"], replace(settled, out=config.out))
+    refuse_changes(read_saved(path)["options"], replace(settled, out=config.out), path.name)
     return f"at {path.name}"
 
 

@@ -7,7 +7,7 @@ import torch
 from kdtrain.checkpoint.manifest import is_checkpoint, problem
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import ExportConfig
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, refuse_no_path
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import export_model, load_student, model_of, refuse_foreign, tokenizer_files
 from kdtrain.models.spec import read_spec
@@ -77,9 +77,8 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
     checkpoint = load_saved(path)
     described = checkpoint.state["student"]
     generation = checkpoint.state.get("generation")
-    model = model_of(f"checkpoint {path}", described["architecture"], described["attention"], generation)
     try:
-        student = split(model)
+        student = split(model_of("its student", described["architecture"], described["attention"], generation))
     except UsageError as error:
         raise UsageError(f"checkpoint {path}: {error}") from error
     own = student.state_dict()
@@ -88,10 +87,14 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
         for name, value in checkpoint.tensors.items()
         if name.startswith("student.")
     }
-    if unknown := [entry for entry, value in weights.items() if entry not in own or own[entry].shape != value.shape]:
+    if unknown := [
+        entry
+        for entry, value in weights.items()
+        if entry not in own or (own[entry].shape, own[entry].dtype) != (value.shape, value.dtype)
+    ]:
         raise RunError(
             f"checkpoint {path} does not fit student {described['name']}: "
-            f"{sorted(unknown)[0]} is unknown or of another shape"
+            f"{sorted(unknown)[0]} is unknown, or of another shape or type"
         )
     filled = {own[entry].data_ptr() for entry in weights}  # a tied weight is kept under one of its names
     if missing := [entry for entry, value in own.items() if value.data_ptr() not in filled]:
@@ -108,6 +111,7 @@ def tokenizer_of_run(run: Path) -> Path | None:
     if options is None:
         return None
     cache = options.get("cache")
+    refuse_no_path(cache or "", f"{run}/config.toml: cache")
     places = (run / TOKENIZER, (Path(cache) if cache else run / "data") / "tokenizer", run / "student")
     return next((each for each in places if (each / "tokenizer.json").exists()), None)
 

@@ -22,6 +22,7 @@ from kdtrain.files import (
     make_folder,
     publish_text,
     read_json,
+    read_text,
     read_toml,
     refuse_links,
     remove_empty,
@@ -63,6 +64,9 @@ FREE = {
 
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer that the student is exported with."""
+_SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if dataclasses.is_dataclass(each.type))}
+"""Of config.toml."""
+
 LOCK = ".training"
 """What a launch holds while it works in the folder: see `occupied`."""
 _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+|\.(config\.toml|environment\.json)\.[0-9a-f]{{12}}\.tmp")
@@ -157,6 +161,18 @@ class _Config(TypedDict):
     run: _Run
 
 
+class _Libraries(TypedDict):
+    kdtrain: str | None
+
+
+class _Environment(TypedDict):
+    """What `write_description` writes into environment.json, as far as it shows that kdtrain did."""
+
+    python: str
+    platform: str
+    libraries: _Libraries
+
+
 _recovered: set[Path] = set()
 """Runs whose lost options this process has logged."""
 
@@ -170,23 +186,27 @@ def options_of(folder: Path) -> RunOptions | None:
     """The options of a run; None where `folder` is no run.
 
     They stand in its config.toml. Where that is lost or garbled, those in the newest valid checkpoint stand for them.
+    A config.toml alone may be a file of the user's, for `--config`, and shows nothing.
     """
+    options = reason = None
     try:
-        return typed(read_toml(folder / "config.toml"), _Config)["run"]
+        options = typed(read_toml(folder / "config.toml"), _Config)["run"]
     except (OSError, ValueError) as error:
         reason = "is lost" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+    if options is not None and _is_environment(folder / "environment.json"):
+        return options
     store = Store(folder / "checkpoints")
     name = store.newest_valid()[0]
-    if name is None:
-        return None
+    if name is None or options is not None:
+        return options if name else None
     try:
         found = typed(read_saved(store.path(name))["options"].get("run"), RunOptions)
     except ValueError as error:
         raise RunError(f"{store.path(name)}/state.json is not what a run writes: options.run: {error}") from error
     if folder.resolve() not in _recovered:
         _recovered.add(folder.resolve())
-        options = f"the options of the run are those in its checkpoint {name}"
-        warn_early("lost-config", f"{folder / 'config.toml'} {reason}; {options}")
+        text = f"{folder / 'config.toml'} {reason}; the options of the run are those in its checkpoint {name}"
+        warn_early("lost-config", text)
     return found
 
 
@@ -195,6 +215,8 @@ def refuse_strange(out: Path) -> None:
     strange = sorted(path.name for path in out.iterdir() if not _LEFT.fullmatch(path.name)) if out.is_dir() else []
     if "data" in strange and holds_tokens(out / "data"):
         strange.remove("data")
+    if "environment.json" in strange and _is_environment(out / "environment.json"):
+        strange.remove("environment.json")
     if strange:
         raise UsageError(f"--out {out} holds something that is no run ({strange[0]}); name another folder")
 
@@ -260,11 +282,11 @@ def _default(section: str, name: str) -> Any:
     return None if default is dataclasses.MISSING else plain(default)
 
 
-def refuse_changes(saved: dict[str, Any], config: DistillConfig) -> None:
-    """Refuse to go on with a run whose deciding options were others, by name."""
+def refuse_changes(saved: dict[str, Any], config: DistillConfig, checkpoint: str) -> None:
+    """Refuse to go on with a run whose deciding options were others in a checkpoint, by name."""
     if changed := changes(saved, config):
         raise UsageError(
-            f"{config.out} holds a run with other options: {', '.join(changed)}; "
+            f"{config.out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "
             "give the same ones, name another --out, or use --resume never --overwrite"
         )
 
@@ -275,8 +297,10 @@ def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
 
 
 def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
-    """Write `config.toml` (as `--config` reads it) and `environment.json` into the run."""
-    publish_text(config.out / "config.toml", to_toml(used(config)), "run.config")
+    """Write `environment.json` and `config.toml` (as `--config` reads it) into the run.
+
+    What stands there and is not as kdtrain writes it is the user's, and is moved aside.
+    """
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -285,7 +309,32 @@ def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
         "libraries": {name: _version(name) for name in LIBRARIES},
         **facts,
     }
-    publish_text(config.out / "environment.json", json.dumps(environment, indent=1) + "\n", "run.environment")
+    # The environment comes first: it shows that kdtrain wrote the folder, and a configuration alone shows nothing.
+    for name, is_own, text in (
+        ("environment.json", _is_environment, json.dumps(environment, indent=1) + "\n"),
+        ("config.toml", _is_written, to_toml(used(config))),
+    ):
+        if (config.out / name).exists() and not is_own(config.out / name):
+            aside = set_aside(config.out, name, "old")
+            log.info("%s was not as kdtrain writes it, and was moved to %s", config.out / name, aside)
+        publish_text(config.out / name, text, f"run.{name.partition('.')[0]}")
+
+
+def _is_environment(path: Path) -> bool:
+    """Whether a file is what `write_description` writes into environment.json."""
+    try:
+        return bool(read_json(path, _Environment))
+    except (OSError, ValueError):
+        return False
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a file is what `write_description` writes into config.toml: every section, and no comments."""
+    try:
+        tables = typed(read_toml(path), dict[str, dict[str, Any]])
+        return tables.keys() in (_SECTIONS, _SECTIONS - {"data"}) and to_toml(tables) == read_text(path)
+    except (OSError, ValueError, TypeError):  # a date, which JSON does not have
+        return False
 
 
 def write_tokenizer(out: Path, student: ModelSpec, cached: Path) -> None:

@@ -25,7 +25,7 @@ from kdtrain.models.spec import DTYPES, read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel.world import refuse_many_processes
 from kdtrain.stages.assemble import Assembled
-from kdtrain.stages.common import show
+from kdtrain.stages.common import literal, show
 from kdtrain.stages.rehearsal import checkpoints_kept, existing, rehearsal, state_bytes, steps
 from kdtrain.training.health import gradients_of, initial_loss
 from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
@@ -289,9 +289,9 @@ def _show(config: DistillConfig, found: list[Check]) -> None:
     if config.json:
         show("", {"run": str(config.out), "checks": [asdict(each) for each in found]}, as_json=True)
         return
-    table = Table(title=f"distill {config.out}, sanity", title_justify="left")
+    table = Table(title=literal(f"distill {config.out}, sanity", "table.title"), title_justify="left")
     for name in ("check", "verdict", "found", "wanted"):
         table.add_column(name, overflow="fold")
     for each in found:
-        table.add_row(each.check, each.verdict, each.found, each.wanted)
+        table.add_row(*map(literal, (each.check, each.verdict, each.found, each.wanted)))
     Console(soft_wrap=True).print(table)

@@ -194,7 +194,7 @@ class TrainState:
             memory: whether the watchers take over what they remembered, and the snapshots are those it has.
 
         Raises:
-            RunError: an entry is missing, unknown, or of another shape.
+            RunError: an entry is missing, unknown, or of another shape or type.
         """
         if memory and "adaptive" in self.watchers:
             self.snapshots = snapshots.unpacked(tensors, numbers.get("snapshots", []))
@@ -217,8 +217,11 @@ class TrainState:
             prefix = f"optimizer.{name}."
             found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if found:
+                _refuse_other_moments(name, found, parameter)
                 # the moments live beside their parameter, cut up as it is; fused AdamW keeps its step counter there too
                 self.optimizer.state[parameter] = {key: cut_like(value, parameter) for key, value in found.items()}
+        if unknown := sorted(numbers["progress"].keys() - asdict(self.progress).keys()):
+            raise RunError(f"the checkpoint's progress has '{unknown[0]}', which this kdtrain does not know")
         self.progress = Progress(**numbers["progress"])
         for name, watcher in self.watchers.items():
             if memory and name in numbers["watchers"]:
@@ -292,8 +295,21 @@ def _once(module: nn.Module) -> dict[str, torch.Tensor]:
 def _copy_into(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in saved.items():
-            if own[name].shape != tensor.shape:
-                raise RunError(
-                    f"the checkpoint's {name} has shape {list(tensor.shape)}, the student's {list(own[name].shape)}"
-                )
+            _refuse_unlike(name, tensor, own[name].shape, own[name].dtype)
             local(own[name]).copy_(part_of(tensor, own[name]))
+
+
+def _refuse_other_moments(name: str, saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
+    """Refuse what AdamW does not keep of a parameter: fused, it reads and writes beyond the end of smaller tensors."""
+    kept = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size()}
+    if kept.keys() != saved.keys():
+        raise RunError(f"the checkpoint's optimizer.{name} has {sorted(saved)}; an optimizer keeps {sorted(kept)}")
+    for key, shape in kept.items():
+        _refuse_unlike(f"optimizer.{name}.{key}", saved[key], shape, torch.float32)
+
+
+def _refuse_unlike(name: str, saved: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    if saved.shape != shape:
+        raise RunError(f"the checkpoint's {name} has shape {list(saved.shape)}, the student's {list(shape)}")
+    if saved.dtype != dtype:
+        raise RunError(f"the checkpoint's {name} is of type {saved.dtype}, the student's of {dtype}")

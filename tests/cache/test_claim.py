@@ -71,6 +71,14 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path:
     assert not list(folder.glob(".building-*"))
 
 
+def test_a_file_that_only_begins_like_a_lock_bars_nobody_and_stays(tmp_path: Path, workshop, codecs) -> None:
+    folder = workshop.build(tmp_path / "c", codecs["head"])
+    (folder / layout.MANIFEST).unlink()
+    (folder / ".building-foo").write_text("mine")
+    workshop.build(folder, codecs["head"])
+    assert (folder / ".building-foo").read_text() == "mine"
+
+
 def test_a_finished_cache_needs_no_lock(tmp_path: Path, workshop, codecs) -> None:
     folder = workshop.build(tmp_path / "c", codecs["head"])
     held = lock(folder, 0)

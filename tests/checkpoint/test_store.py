@@ -247,6 +247,28 @@ def test_a_kill_between_the_two_renames_loses_neither_the_checkpoint_nor_the_lin
     assert store.prune() == []
 
 
+def test_what_only_has_the_name_of_a_replaced_checkpoint_stays_as_it_is(store):
+    (store.folder / "notes.replaced-1").write_text("mine")
+    (store.folder / "x").write_text("mine")
+    (store.folder / "x.replaced-1").write_text("mine too")
+    (store.folder / "step-00000077.replaced-1").mkdir()
+    (store.folder / "step-00000077.replaced-1" / "state.json").write_text("{}")
+    (store.folder / "step-00000088.replaced-1").symlink_to("step-00000010")
+    before = sorted(store.folder.rglob("*"))
+    save(store, 40)
+    assert set(before) < set(store.folder.rglob("*"))
+
+
+def test_a_pipe_in_a_replaced_checkpoint_holds_nobody_up(store):
+    os.mkfifo(store.folder / "step-00000030" / "pipe")
+    (store.folder / "step-00000030" / "link").symlink_to("nowhere")
+    os.rename(store.folder / "step-00000030", store.folder / "step-00000030.replaced-1")
+    signal.alarm(20)  # which ends a test that waits
+    save(store, 40)
+    signal.alarm(0)
+    assert_equal(load(store.folder / "step-00000030").tensors, tensors(30))
+
+
 def test_a_checkpoint_of_another_format_is_refused_in_words(store):
     folder = store.folder / "step-00000030"
     (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": {}}))

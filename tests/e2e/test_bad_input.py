@@ -116,7 +116,10 @@ WORLD = {
     "kernel of a model": ((*DISTILL, "--student", "kernel"), ["_attn_implementation = 'kernels-community/x'"]),
     "pickle behind an index": ((*DISTILL, "--student", "pickled"), ["names 'weights.bin'", "not a safetensors file"]),
     "code of a run": (("export", "code-run", "--out", "x"), ["code-run/checkpoints/step", "model_type 'vit'"]),
-    "kernel of a run": (("evaluate", "--student", "kernel-run", "--cache", "cache"), ["attention = 'kernels-comm"]),
+    "kernel of a run": (
+        ("evaluate", "--student", "kernel-run", "--cache", "cache"),
+        ["kernel-run/checkpoints/step", "attention = 'kernels-comm"],
+    ),
     "template without end": (
         (*TEACHER, "--teacher", "endless", "--data", "chat.jsonl", "--messages-column", "messages"),
         ["the chat template takes more than"],

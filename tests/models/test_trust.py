@@ -3,6 +3,7 @@
 import ast
 import builtins
 import json
+import math
 import os
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def as_model(folder):
         ({"num_labels": 10**9}, "num_labels = 1,000,000,000: at most 1,000"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0: a model needs at least 1"),
         ({"vocab_size": -1}, "vocab_size = -1: a model needs at least 1"),
+        ({"attention_dropout": 5.0}, "attention_dropout = 5.0: a dropout is between 0 and 1"),
+        ({"embd_pdrop": -1}, "embd_pdrop = -1: a dropout"),
+        ({"text_config": {"hidden_dropout_prob": math.nan}}, "hidden_dropout_prob = nan: a dropout"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 4"),
     ],
 )
@@ -111,9 +115,36 @@ def test_code_is_run_where_ones_own_spec_says_so(folder, mark, tmp_path):
     assert mark.exists()
 
 
-def test_a_spec_that_lies_in_a_model_folder_cannot_trust_it(folder):
-    (folder / "spec.toml").write_text("source = '.'\ntrust_remote_code = true\n")
-    with pytest.raises(UsageError, match="has to stand in a spec of your own, and this one came with what it trusts"):
+@pytest.mark.parametrize(
+    "mark_of, place",
+    [
+        ("config.json", "."),
+        ("config.json", "specs"),
+        ("config.toml", "checkpoints"),
+        ("environment.json", "data/tokenizer"),
+        ("checkpoints/step-00000004/state.json", "specs"),
+        ("manifest.json", "tokenizer"),
+        ("settings.json", "tokenizer/specs"),
+    ],
+)
+def test_a_spec_that_lies_anywhere_in_what_may_have_been_downloaded_cannot_trust_it(tmp_path, mark_of, place):
+    spec = tmp_path / "downloaded" / place / "spec.toml"
+    for path in (tmp_path / "downloaded" / mark_of, spec):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("source = '.'\ntrust_remote_code = true\n")
+    (tmp_path / "link.toml").symlink_to(spec)
+    (tmp_path / "student.toml").write_text(
+        f"init = 'teacher-layers'\nteacher = '{spec}'\nlayers = [0]\ntrust_remote_code = true\n"
+    )
+    for path in (spec, tmp_path / "link.toml", tmp_path / "student.toml"):
+        with pytest.raises(UsageError, match=f"spec of your own, and this one lies with .*/downloaded/{mark_of}"):
+            read_spec(str(path))
+
+
+def test_a_link_in_a_model_folder_does_not_make_a_spec_elsewhere_speak_for_it(folder, tmp_path):
+    (tmp_path / "own.toml").write_text("source = '.'\ntrust_remote_code = true\n")
+    (folder / "spec.toml").symlink_to(tmp_path / "own.toml")
+    with pytest.raises(UsageError, match="has to stand in a spec of your own"):
         read_spec(str(folder / "spec.toml"))
 
 

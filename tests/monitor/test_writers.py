@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -106,6 +107,17 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(UsageError, match=r"events.jsonl: it is not a regular file; move it away"):
         Writers(tmp_path, 0, None, PLAIN)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "events.jsonl"])
+def test_a_log_of_a_terabyte_is_refused_and_not_read(tmp_path, name):
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(10**12)
+    signal.alarm(20)  # which ends a test that reads it
+    with pytest.raises(UsageError, match=f"{name}: it has more than 1,073,741,824 bytes; move it away"):
+        Writers(tmp_path, 0, None, PLAIN)
+    signal.alarm(0)
+    assert (tmp_path / name).stat().st_size == 10**12
 
 
 def test_a_number_that_is_not_finite_is_null(tmp_path):

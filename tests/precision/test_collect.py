@@ -1,5 +1,7 @@
 """Collected numbers are those of the operands, and steps that do not collect are as they were."""
 
+import os
+
 import h5py
 import numpy as np
 import pytest
@@ -100,18 +102,53 @@ def test_collecting_recompiles_nothing_and_leaves_no_gradient(tmp_path):
             student.zero_grad(set_to_none=True)
 
 
-@pytest.mark.parametrize("link", [h5py.ExternalLink("others.h5", "/rows"), h5py.SoftLink("/exponents")])
-def test_rows_that_lie_in_another_file_are_not_touched(tmp_path, link):
+def put(name, make):
+    """What makes another object of one in the file."""
+
+    def change(file):
+        if name in file:
+            del file[name]
+        make(file, name)
+
+    return change
+
+
+STEP = "model.layers.0.mlp.up_proj/weight/step"
+STRANGE = {
+    "external link": put("a", lambda file, name: file.__setitem__(name, h5py.ExternalLink("others.h5", "/rows"))),
+    "soft link": put("a", lambda file, name: file.__setitem__(name, h5py.SoftLink("/exponents"))),
+    "number": put(STEP, lambda file, name: file.create_dataset(name, data=3)),
+    "in one piece": put(STEP, lambda file, name: file.create_dataset(name, data=np.array([2]))),
+    "texts": put(STEP, lambda file, name: file.create_dataset(name, data=[b"x"], maxshape=(None,), chunks=(64,))),
+    "6e9 rows": put(
+        STEP, lambda file, name: file.create_dataset(name, (6 * 10**9,), "i8", chunks=(64,), maxshape=(None,))
+    ),
+    "missing": put(STEP, lambda file, name: None),
+    "another kind": put("a/b", lambda file, name: file.create_dataset(f"{name}/step", data=3)),
+}
+
+
+@pytest.mark.parametrize("how", STRANGE)
+def test_a_file_of_another_layout_is_moved_aside_as_it_is(tmp_path, how):
     student, made = collector(tmp_path)
     made.collect(2, "bf16", eager_pass(student))
     with h5py.File(tmp_path / "others.h5", "w") as file:
-        rows = file.create_group("rows")
-        for name in ("step", "amax"):
-            rows.create_dataset(name, data=np.arange(3), maxshape=(None,))
+        file.create_group("rows").create_dataset("step", data=np.arange(3), maxshape=(None,))
     with h5py.File(tmp_path / "tensors.h5", "a") as file:
-        file["a"] = link
+        STRANGE[how](file)
     before = [(tmp_path / name).read_bytes() for name in ("others.h5", "tensors.h5")]
-    for change in (lambda: made.forget_after(0), lambda: made.collect(4, "bf16", eager_pass(student))):
-        with pytest.raises(UsageError, match=r"tensors.h5 leads to another file at 'a'"):
-            change()
-    assert before == [(tmp_path / name).read_bytes() for name in ("others.h5", "tensors.h5")]
+    made.forget_after(0)
+    made.collect(4, "bf16", eager_pass(student))
+    assert before == [(tmp_path / name).read_bytes() for name in ("others.h5", "tensors.h5.old-1")]
+    assert not (tmp_path / "tensors.h5.old-2").exists()
+    with h5py.File(tmp_path / "tensors.h5") as file:
+        assert file[STEP][:].tolist() == [4]
+
+
+@pytest.mark.parametrize("size", [10**12, 5])
+def test_a_file_that_is_no_hdf5_or_a_terabyte_is_moved_aside_and_not_copied(tmp_path, size):
+    _, made = collector(tmp_path)
+    (tmp_path / "tensors.h5").touch()
+    os.truncate(tmp_path / "tensors.h5", size)
+    made.forget_after(0)
+    assert (tmp_path / "tensors.h5.old-1").stat().st_size == size

@@ -7,6 +7,7 @@ import pytest
 
 from kdtrain.cache.provenance import read_manifest
 from kdtrain.config import InspectConfig
+from kdtrain.stages.common import show
 from kdtrain.stages.inspect import main
 
 CACHE = Path(__file__).parents[1] / "data" / "golden" / "sparse"
@@ -37,3 +38,11 @@ def test_a_cache_is_shown_with_a_line_of_fidelity_for_each_temperature_and_tail_
 def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixture[str], fidelity: dict) -> None:
     assert main(InspectConfig(path=CACHE, json=True)) == 0
     assert json.loads(capsys.readouterr().out)["fidelity"] == fidelity
+
+
+def test_names_that_a_stranger_chose_are_shown_as_they_are_and_steer_no_terminal(capsys):
+    show("verify t/[/b]", {"[/red]": ["[/b] \x1b[2J", "\ud800"], "[b]versions[/b]": "x"}, as_json=False)
+    shown = capsys.readouterr().out
+    for each in ("verify t/[/b]", "[/red]", "[/b] \\x1b[2J", "\\ud800", "[b]versions[/b]"):
+        assert each in shown
+    assert "\x1b[2J" not in shown and len(shown.splitlines()) == 6

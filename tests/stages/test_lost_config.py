@@ -38,12 +38,13 @@ def test_a_run_without_its_config_resumes_by_its_newest_checkpoint_and_one_line_
         config.write_bytes(SPOILED[how])
     code, _, stderr = workbench.call(*RUN, *workbench.plain, "--steps", 3, "--out", name)
     assert code == 0, stderr
-    (said,) = [line for line in stderr.splitlines() if "config.toml" in line]
+    (said,) = [line for line in stderr.splitlines() if "the options of" in line]
     assert said.endswith("; the options of the run are those in its checkpoint step-00000002")
     assert (f"{name}/config.toml is lost" in said) == (how == "lost")
     metrics = [json.loads(line) for line in (workbench.root / name / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics if "loss" in line] == [1, 2, 3]
     assert tomllib.loads(config.read_text())["run"]["cache"] == "cache"
+    assert [each.read_bytes() for each in config.parent.glob("config.toml.old-*")] == [SPOILED[how]] * (how != "lost")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,14 @@ def test_other_commands_know_a_run_without_its_config(workbench, run, argv):
         assert (workbench.root / "exported" / "tokenizer.json").exists()
     if command == "inspect":
         assert json.loads(stdout)["checkpoints"].keys() == {"step-00000000", "step-00000001", "step-00000002"}
+
+
+def test_a_cache_whose_name_no_file_system_takes_is_said_to_be_the_run_s(workbench, run):
+    folder = run("long-name")
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace('cache = "cache"', f'cache = "{"a" * 5000}"'))
+    code, _, stderr = workbench.call("export", folder.name, "--out", "exported-long")
+    assert code == 2 and f"/long-name/config.toml: cache '{'a' * 60}...' is longer than a path" in stderr
 
 
 def test_a_damaged_checkpoint_vouches_for_nothing(workbench, run):

@@ -99,6 +99,37 @@ def test_a_folder_that_only_looks_like_a_run_is_refused(tmp_path, name):
         claim(config_of(tmp_path))
 
 
+@pytest.mark.parametrize("environment", [None, "{}", '{"python": "3"}', "notes"])
+def test_a_folder_with_a_configuration_of_the_user_s_own_is_no_run(tmp_path, environment):
+    (tmp_path / "config.toml").write_text("# mine\n" + to_toml(sections(config_of(tmp_path))))
+    if environment is not None:
+        (tmp_path / "environment.json").write_text(environment)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for checkpoint in (CheckpointConfig(), never(overwrite=True)):
+        with pytest.raises(UsageError, match=r"no run .config\.toml"):
+            claim(config_of(tmp_path, checkpoint=checkpoint))
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("text", ["# mine\n{}", "when = 2026-01-01\n{}", "{}when = 2026-01-01", "garbled"])
+def test_a_file_of_the_user_s_in_a_run_is_moved_aside_before_a_new_one_takes_its_name(run, text):
+    own = text.format((run / "config.toml").read_text())
+    (run / "config.toml").write_text(own)
+    (run / "environment.json").write_text("{}")
+    write_description(config_of(run, steps=5), {})
+    assert (run / "config.toml.old-1").read_text() == own
+    assert (run / "environment.json.old-1").read_text() == "{}"
+    write_description(config_of(run, steps=6), {})
+    assert sorted(path.name for path in run.iterdir()) == [
+        *("config.toml", "config.toml.old-1", "environment.json", "environment.json.old-1")
+    ]
+
+
+def test_a_kill_before_the_configuration_was_written_bars_no_second_try(run):
+    (run / "config.toml").unlink()
+    assert claim(config_of(run)) is False
+
+
 def test_something_else_is_refused_by_name(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match=r"thesis\\.tex".replace("\\\\", "\\")):
@@ -155,23 +186,23 @@ def test_every_option_that_is_free_to_change_exists():
 
 def test_an_option_that_decides_the_result_may_not_change_and_is_named():
     saved = json.loads(json.dumps(deciding(config_of("o"))))
-    refuse_changes(saved, config_of("elsewhere", steps=9, micro_batch_size=4))
+    refuse_changes(saved, config_of("elsewhere", steps=9, micro_batch_size=4), "step-00000004")
     changed = config_of("o", optimizer=OptimizerConfig(lr=0.5), objective=ObjectiveConfig(alpha=0.25), seed=3)
     with pytest.raises(UsageError) as caught:
-        refuse_changes(saved, changed)
+        refuse_changes(saved, changed, "step-00000004")
     message = str(caught.value)
     assert "--lr (was 0.0003, now 0.5)" in message
     assert "--alpha (was 0.9, now 0.25)" in message
-    assert "--seed (was 0, now 3)" in message
+    assert "--seed (was 0, now 3)" in message and " (in step-00000004); give the same ones" in message
     assert "--betas" not in message
 
 
 def test_an_option_that_the_checkpoint_does_not_know_had_its_default():
     saved = deciding(config_of("o"))
     del saved["optimizer"]["clip"]
-    refuse_changes(saved, config_of("o"))
+    refuse_changes(saved, config_of("o"), "step-00000004")
     with pytest.raises(UsageError, match=r"--clip \(was 1.0, now 2.0\)"):
-        refuse_changes(saved, config_of("o", optimizer=OptimizerConfig(clip=2.0)))
+        refuse_changes(saved, config_of("o", optimizer=OptimizerConfig(clip=2.0)), "step-00000004")
 
 
 def test_the_written_configuration_is_read_back_by_the_command(tmp_path):

@@ -76,6 +76,46 @@ def test_a_checkpoint_of_another_student_is_refused_by_the_name_of_what_differs(
         made(intermediate_size=48).load(saved, made().numbers())
 
 
+NAME = "student.model.model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "key, value, says",
+    [
+        ("exp_avg", torch.zeros(3), r"exp_avg has shape \[3\]"),
+        ("exp_avg_sq", torch.zeros(32, 64), r"exp_avg_sq has shape"),
+        ("exp_avg", torch.zeros(64, 32, dtype=torch.int64), "exp_avg is of type torch.int64"),
+        ("exp_avg", None, r"has \['exp_avg_sq', 'step'\]"),
+        ("more", torch.zeros(64, 32), "more"),
+        ("step", torch.zeros(5), r"step has shape \[5\]"),
+        ("step", torch.zeros((), dtype=torch.float64), "step is of type torch.float64"),
+    ],
+)
+def test_moments_that_adamw_would_crash_on_are_refused_by_name(key, value, says):
+    state = stepped(made(), seed=0)
+    tensors = state.tensors()
+    assert tensors[f"optimizer.{NAME}.exp_avg"].shape == (64, 32)
+    tensors[f"optimizer.{NAME}.{key}"] = value
+    with pytest.raises(RunError, match=says) as error:
+        made().load({name: each for name, each in tensors.items() if each is not None}, state.numbers())
+    assert NAME in str(error.value)
+
+
+def test_weights_of_another_type_are_refused_by_name():
+    state = made()
+    tensors = {name: each.to(torch.complex64) if name == NAME else each for name, each in state.tensors().items()}
+    with pytest.raises(RunError, match=r"up_proj\.weight is of type torch\.complex64, the student's of torch.float32"):
+        made().load(tensors, state.numbers())
+
+
+def test_progress_that_this_version_does_not_know_is_refused_by_name():
+    state = made()
+    numbers = state.numbers()
+    numbers["progress"]["more"] = 1
+    with pytest.raises(RunError, match="progress has 'more'"):
+        made().load(state.tensors(), numbers)
+
+
 def test_only_matrices_decay_and_the_temperature_has_a_rate_of_its_own():
     state = made(shape="qwen3")
     named = dict(state.student.named_parameters()) | dict(state.temperature.named_parameters())
