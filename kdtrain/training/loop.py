@@ -39,7 +39,7 @@ def train(run: Run) -> None:
         stop.compiling = run.step.compile_objective
         settle(run)
         if run.published is None or _validation_due(run):
-            improved = _validate(run, stop) is Outcome.BEST
+            improved = _validate(run, stop)[0] is Outcome.BEST
             save_if_due(run, improved=improved, ends_epoch=ends_epoch(run))
         if run.published is None and not stop:  # what a rollback may go back to, whatever the first steps do
             save(run, tiers.rolling_name(state.progress.step))
@@ -78,9 +78,9 @@ def train(run: Run) -> None:
                     numbers["tok/s_last"] = numbers["tokens"] / (run.seconds - before)
                 _report(run, shown, numbers)
 
-                outcome = _validate(run, stop) if _validation_due(run) else None
+                outcome, loss = _validate(run, stop) if _validation_due(run) else (None, math.nan)
                 if outcome is Outcome.DIVERGED:
-                    roll_back_divergence(run, progress.last_loss)
+                    roll_back_divergence(run, loss)
                     break
                 _look_for_plateau(run, shown, rate)
                 ended = ends_epoch(run)
@@ -137,8 +137,8 @@ class Outcome(Enum):
     DIVERGED = "worse than it may be"
 
 
-def _validate(run: Run, stop: StopRequest) -> Outcome | None:
-    """Measure the validation split; None where a stop request prevented it.
+def _validate(run: Run, stop: StopRequest) -> tuple[Outcome | None, float]:
+    """Measure the validation split: what that says, None where a stop request prevented it, and the loss in nats.
 
     Cross-entropy and not the objective: it means the same at every temperature and for every divergence.
 
@@ -158,7 +158,7 @@ def _validate(run: Run, stop: StopRequest) -> Outcome | None:
     )
     run.spread.reshard()
     if metrics is None:
-        return None
+        return None, math.nan
     numbers = {f"validation/{name}": value for name, value in summary(metrics).items() if value is not None}
     run.writers.metrics(progress.step, numbers)
     log.info("validation at step %d %s", progress.step, line(numbers))
@@ -167,22 +167,22 @@ def _validate(run: Run, stop: StopRequest) -> Outcome | None:
     if progress.step == 0:
         run.reporter.initial(loss)
     if not metrics.tokens:
-        return Outcome.ORDINARY
+        return Outcome.ORDINARY, loss
     if not math.isfinite(loss):
         run.writers.warning("validation", progress.step, f"validation at step {progress.step}: loss {loss}")
         if progress.first_loss is None:
             text = f"the validation loss is {loss} before the first step; look at the student's weights"
             raise of_all(RunError(text, reason="non-finite"))
-        return Outcome.DIVERGED
+        return Outcome.DIVERGED, loss
     run.stopping.validated(loss)
     progress.first_loss = loss if progress.first_loss is None else progress.first_loss
     progress.last_loss, progress.teacher_loss = loss, numbers.get("validation/teacher_loss")
     if run.divergence.validated(loss):
-        return Outcome.DIVERGED
+        return Outcome.DIVERGED, loss
     if progress.best_loss is None or loss < progress.best_loss:
         progress.best_loss, progress.best_step = loss, progress.step
-        return Outcome.BEST
-    return Outcome.ORDINARY
+        return Outcome.BEST, loss
+    return Outcome.ORDINARY, loss
 
 
 def _look_for_plateau(run: Run, shown: Bar, rate: Rate) -> None:

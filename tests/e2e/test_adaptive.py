@@ -48,6 +48,7 @@ def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(for
     folders = {path.name for path in (forks.root / "adaptive" / "checkpoints").iterdir() if not path.is_symlink()}
     assert {name for name in folders if not name.startswith("epoch-")} == {
         "switch_to_bf16_iter7", "window_end_2_iter8", "switch_to_mxfp4_iter12", "window_end_3_iter12", "step-00000014",
+        "step-00000000",
     }  # fmt: skip
     assert (done.json["switches"], done.json["steps_quantized"]) == (2, 9)
     modes = [line["mode"] for line in events(forks.root / "adaptive") if line["event"] == "switch"]

@@ -127,7 +127,10 @@ def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
 
 
 def test_bad_input_is_one_line_of_one_rank(ranks, of_one) -> None:
-    for more, said in ((("--data", "missing"), "missing"), (("--head", 301), "more than the vocabulary of 300")):
+    for more, said in (
+        (("--data", "missing"), "--data is given 2 times"),
+        (("--head", 301), "more than the vocabulary of 300"),
+    ):
         first, second = ranks.run(2, "bad", *more)
         assert (first.code, second.code, second.stderr) == (2, 2, "")
         assert said in first.refusal()

@@ -258,7 +258,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused_on_all_ranks_by_one_line(ranks, name):
     options, words = REFUSED[name]
-    ended = ranks.launch(2, *RUN, *CACHED, "--out", "refused", *options)
+    cached = () if "--cache" in options else CACHED
+    ended = ranks.launch(2, *RUN, *cached, "--out", "refused", *options)
     assert [each.code for each in ended] == [2, 2], ended
     assert words in ended[0].refusal()
     assert ended[1].stderr == ""
@@ -283,7 +284,7 @@ def test_each_rank_writes_a_log_where_that_is_asked_for(ranks):
 
 @pytest.mark.parametrize(
     "out, fault, said",
-    [("killed-0", "checkpoint.after-rename:kill:2@0", "-9"), ("ended-1", "train.after-step:enospc:7@1", "1")],
+    [("killed-0", "checkpoint.after-rename:kill:3@0", "-9"), ("ended-1", "train.after-step:enospc:7@1", "1")],
 )
 def test_torchrun_starts_a_run_that_failed_again_and_it_goes_on_from_the_newest_checkpoint(whole, out, fault, said):
     # a run that may be overwritten is not, by its own second try
@@ -295,7 +296,7 @@ def test_torchrun_starts_a_run_that_failed_again_and_it_goes_on_from_the_newest_
             *("--max-restarts", "1", "-m", "kdtrain", *map(str, command)),
         ],
         cwd=whole.root,
-        # the second save of a process: the second try has one left
+        # the third save of a process: the second try has one left
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "KDTRAIN_FAULT": fault},
         capture_output=True,
         text=True,

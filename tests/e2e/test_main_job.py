@@ -43,7 +43,7 @@ def test_a_student_learns_from_the_cache(bench, distilled):
 
 def test_a_run_leaves_on_disk_what_the_design_names(bench, distilled):
     there = {path.name for path in (bench.root / "run").iterdir()}
-    files = {"config.toml", "environment.json", "train.log", "metrics.jsonl", "events.jsonl"}
+    files = {"config.toml", "environment.json", "train.log", "metrics.jsonl", "events.jsonl", "result.json"}
     assert there == files | {"checkpoints", "tensorboard", "tokenizer", "student"}
     assert "step 8/8" in (bench.root / "run/train.log").read_text()
     assert (bench.root / "run/checkpoints/latest").resolve() == bench.newest("run")
@@ -61,7 +61,7 @@ def test_evaluate_reports_what_the_best_validation_measured(bench, distilled):
 def test_inspect_finds_a_run_and_a_checkpoint_whole(bench, distilled):
     shown = bench.run("inspect", "run", "--json").json
     # 40 sequences in steps of 8: an epoch ends with step 5
-    assert list(shown["checkpoints"]) == ["step-00000004", "epoch-0001", "step-00000008"]
+    assert list(shown["checkpoints"]) == ["step-00000000", "step-00000004", "epoch-0001", "step-00000008"]
     assert all(row["verdict"] == "ok" for row in shown["checkpoints"].values())
     assert "step-00000004" in bench.run("inspect", "run/checkpoints/step-00000004").ok().stdout
 
