@@ -39,7 +39,7 @@ PUBLISHED_SEEDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides the result of a demo. The defaults are made for ten minutes on two cores."""
+    """What decides the result of a demo. The defaults are made for six minutes on two slow cores."""
 
     teacher: str = "teachers/stdlib-5m.toml"
     """Spec of the teacher."""
@@ -47,15 +47,15 @@ class Settings:
     """Spec of the student."""
     seq_len: int = 256
     """Tokens in a sequence."""
-    sequences: int = 6000
+    sequences: int = 3000
     """Sequences of the train split that the teacher is cached over."""
     validation_sequences: int = 128
     """Sequences of the validation split beside them."""
-    test_sequences: int = 1000
+    test_sequences: int = 400
     """Sequences of the test split that both students are measured on."""
     head: int = 16
     """Entries of each distribution that the cache keeps exactly."""
-    steps: int = 600
+    steps: int = 300
     """Optimizer steps of each student."""
     batch_size: int = 16
     """Sequences in an optimizer step."""
