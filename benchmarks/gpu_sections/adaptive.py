@@ -87,6 +87,10 @@ class _NoSaver:
         """Nothing is ever published."""
         return []
 
+    def warnings(self) -> list[str]:
+        """Nothing is ever wrong."""
+        return []
+
     def wait(self) -> None:
         """Nothing is in flight."""
 

@@ -40,14 +40,17 @@ from kdtrain.training.update import take_step
 class Silent:
     """A run's reporter and writers, saying nothing."""
 
-    def backward(self) -> None:
+    def backward(self, number: int) -> None:
         """Gradients are made."""
 
     def gradients(self, number: int) -> None:
         """Gradients are clipped."""
 
-    def event(self, kind: str, step: int, /, **facts: Any) -> None:
+    def event(self, kind: str, step: int, level: str = "info", /, **facts: Any) -> None:
         """Something happened."""
+
+    def warning(self, kind: str, step: int, text: str, /, **facts: Any) -> None:
+        """Something went wrong."""
 
 
 class Held:
@@ -152,7 +155,7 @@ class Bench:
         empty = Tokens(torch.zeros(1, seq_len + 1, dtype=torch.int64), options.device)
         self.run = Run(
             config=config,
-            total=total,
+            planned=total,
             micro=batch,
             step=step,
             state=TrainState(student, temperature, optimizer, Progress()),

@@ -132,8 +132,8 @@ class Controller:
         """Take a checkpoint out of the recovery buffer: the run went back to it."""
         self._saved = [each for each in self._saved if each[0] != name]
 
-    def begin_decay(self, step: int) -> None:
-        """The learning rate decays from the step after `step` on, before it was due."""
+    def begin_decay(self, step: int | None) -> None:
+        """The learning rate decays from the step after `step` on, before it was due; None: when it is due."""
         self._memory.decay_from = step
 
     def wants_gap(self, step: int) -> bool:

@@ -10,7 +10,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.parallel.world import of_all, on_main, together
-from kdtrain.stages.run_folder import changes, refuse_changes
+from kdtrain.stages.run_folder import changes, is_run, refuse_changes
 from kdtrain.training.run import Run
 from kdtrain.training.saving import relink_best
 from kdtrain.training.state import Progress, load_saved
@@ -55,6 +55,11 @@ def _resume(run: Run) -> Path | None:
     if progress.stopped is not None and not run.config.stopping.early_stopping:
         log.info("the early stop (%s) is put aside by --no-early-stopping", progress.stopped)
         progress.stopped = None
+    if progress.decay_from is not None and not run.config.stopping.early_stopping:
+        log.info("the decay that a plateau began at step %d is put aside: --early-stopping is off", progress.decay_from)
+        progress.decay_from = None
+        if run.adaptive is not None:
+            run.adaptive.controller.begin_decay(None)
     own = path.parent == run.store.folder.resolve()
     at = (progress.step, progress.rollbacks) if own else (-1, 0)
     if wanted != "auto" and (left := on_main(lambda: run.store.set_aside_after(*at))):
@@ -108,6 +113,8 @@ def start_from(run: Run, path: Path) -> Path:
             raise UsageError(
                 f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000"
             )
+        if is_run(path):
+            raise UsageError(f"--load {path} is a run; name one of its checkpoints, such as {path}/checkpoints/best")
         path = run.store.choose(str(path.resolve()))
         checkpoint = load_saved(path, run.state.like)
         _refuse_strange(run, checkpoint, path, ("student",))

@@ -13,6 +13,7 @@ from kdtrain.models.loading import export_model, load_student, model_of, refuse_
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.stages.common import show
+from kdtrain.stages.result import ended
 from kdtrain.stages.run_folder import TOKENIZER, is_run, options_of, refuse_no_folder
 from kdtrain.training.state import load_saved, read_saved
 
@@ -41,6 +42,11 @@ def main(config: ExportConfig) -> int:
     tokenizer = None if folder is None else tokenizer_files(folder)
     state = read_saved(path)
     step = state["progress"]["step"]
+    end = ended(_run_of(path))
+    if end is not None and end["error"] is not None:
+        log.warning(
+            "%s ended with an error (%s): this is its student of step %d", _run_of(path), end["stop_reason"], step
+        )
     aside = export_model(student, tokenizer, out, dtype=config.dtype, origin={"cache": state["cache"], "step": step})
     out = out if out.exists() else out.resolve()  # nul/../x, where there is no nul
     if aside:

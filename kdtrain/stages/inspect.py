@@ -22,6 +22,7 @@ from kdtrain.objective.events import resolve_tail
 from kdtrain.precision.modes import has_bf16, why_not_compile
 from kdtrain.precision.probe import capabilities
 from kdtrain.stages.common import show
+from kdtrain.stages.result import ended
 from kdtrain.stages.verify import kind_of
 from kdtrain.training.state import load_saved, read_saved
 
@@ -142,9 +143,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
 def _run(path: Path) -> dict[str, Any]:
     store = Store(path / "checkpoints")
     environment = path / "environment.json"
-    entries = store.entries()
+    entries, end = store.entries(), ended(path)
     return {
         "student": _student(environment),
+        "ended": None if end is None else {**end},
         "exported": str(path / "student") if (path / "student").is_dir() else None,
         **{link: target for link in tiers.LINKS if (target := store.linked(link)) is not None},
         "checkpoints": {entry.name: _row(store, entry) for entry in entries},

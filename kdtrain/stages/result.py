@@ -19,12 +19,22 @@ class _Event(TypedDict):
     level: str
 
 
+class Ended(TypedDict):
+    """What other commands read of it."""
+
+    stop_reason: str
+    error: str | None
+    step: int
+    steps: int
+
+
 class _Other(TypedDict):
     """What is read of the result of another run."""
 
     objective: str
     cache: str
     student_name: str
+    tokens: int
     best_validation_loss: float
 
 
@@ -40,6 +50,7 @@ def how_it_ended(run: Run, reason: str, error: str | None = None) -> dict[str, A
         "stopped_by": run.stopped_by,
         "step": progress.step,
         "steps": run.total,
+        "decay_from": progress.decay_from,
         "tokens": progress.tokens,
         "seconds": round(run.seconds, 1),
         "tokens_per_second": round(run.tokens / run.seconds, 1) if run.seconds else None,
@@ -71,9 +82,25 @@ def how_it_ended(run: Run, reason: str, error: str | None = None) -> dict[str, A
 
 
 def write_result(run: Run, result: dict[str, Any]) -> None:
-    """Publish it in the run's folder, on rank 0. RunError: the folder cannot be written."""
-    if is_main():
+    """Publish it in the run's folder, on rank 0; what a run that has ended took stays when it is started again.
+
+    RunError: the folder cannot be written.
+    """
+    if is_main() and not (run.tokens == 0 and _told(run.config.out, result)):
         publish_text(run.config.out / RESULT, json.dumps(finite(result), indent=1) + "\n", "run.result")
+
+
+def ended(out: Path) -> Ended | None:
+    """How the run in a folder ended; None where nothing is known."""
+    try:
+        return read_json(out / RESULT, Ended)
+    except (OSError, ValueError):
+        return None
+
+
+def _told(out: Path, result: dict[str, Any]) -> bool:
+    before = ended(out)
+    return before is not None and (before["stop_reason"], before["step"]) == (result["stop_reason"], result["step"])
 
 
 def tell_outcome(run: Run) -> None:
@@ -101,9 +128,9 @@ def _student_name(run: Run) -> str:
 
 
 def _plain_cross_entropy(run: Run) -> tuple[str, float] | None:
-    """The best run beside this one that trained the same student on the same cache by cross-entropy; its loss.
+    """The best run beside this one that trained the same student by cross-entropy, on as many tokens of the same cache.
 
-    None where there is none, and for a run by cross-entropy.
+    Its loss; None where there is none, and for a run by cross-entropy.
     """
     if not (run.step.has_teacher and run.config.objective.distils):
         return None
@@ -111,7 +138,8 @@ def _plain_cross_entropy(run: Run) -> tuple[str, float] | None:
     for path in sorted(run.config.out.parent.glob(f"*/{RESULT}")):
         with contextlib.suppress(OSError, ValueError):
             other = read_json(path, _Other)
-            same = (other["cache"], other["student_name"]) == (run.identity["cache"], _student_name(run))
+            theirs = other["cache"], other["student_name"], other["tokens"]
+            same = theirs == (run.identity["cache"], _student_name(run), run.state.progress.tokens)
             if same and other["objective"] == "cross-entropy":
                 found.append((other["best_validation_loss"], str(path.parent)))
     return min(found)[::-1] if found else None

@@ -69,11 +69,8 @@ class EarlyStopping:
         if self._waited < config.early_stopping_patience:
             return None
         what = "validation loss" if self._validates else f"{WINDOW}-step average of the training loss"
-        best = "none is known" if self._best is None else f"the best is {self._best:.4f}"
-        return (
-            f"{what} {loss:.4f} at step {step}, {best}: not {config.early_stopping_min_delta:g} better at "
-            f"{self._waited} looks in a row"
-        )
+        best = "a finite one" if self._best is None else f"{config.early_stopping_min_delta:g} below {self._best:.4f}"
+        return f"{what} {loss:.4f} at step {step}, not {best} at {self._waited} looks in a row"
 
     def state_dict(self) -> dict[str, Any]:
         """What is remembered, as numbers that JSON keeps to the last bit."""

@@ -142,7 +142,8 @@ def _roll_back(run: Run, kind: str, what: str, before: int, **facts: int) -> Non
         raise of_all(
             RunError(
                 f"{what}, after {bad.rollbacks} rollbacks (--max-rollbacks {guards.max_rollbacks}); the newest "
-                f"checkpoint from before it is {name or 'none'}; lower --lr or look at the data",
+                f"checkpoint from before it is {name or 'none'}; look at the data, or give a lower --lr and "
+                "another --out",
                 reason="diverged",
             )
         )
@@ -168,7 +169,7 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
         raise of_all(
             RunError(
                 f"going back to {to.name} would be one more than --max-rollbacks {run.config.guards.max_rollbacks}; "
-                "lower --lr or look at the data",
+                "look at the data, or lower --lr and name another --out",
                 reason="diverged",
             )
         )
@@ -191,5 +192,5 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
     save(run, f"{word}_{progress.rollbacks}_iter{progress.step}")
     skipped = progress.skipped_data[-1]
     text = f"went back to {to.name}; sequences {skipped[0]} to {skipped[1]} of the stream are left out, "
-    text += f"the learning rate is multiplied by {progress.lr_factor:g}"
+    text += f"the learning rate is now {progress.lr_factor:g} of the planned one"
     run.writers.warning(word, progress.step, text, skipped=skipped, lr_factor=progress.lr_factor, **facts)

@@ -8,7 +8,7 @@ def test_without_a_whole_checkpoint_latest_fails_and_auto_starts_anew_and_delete
     shutil.copytree(bench.root / "run", bench.root / "ruined", symlinks=True)
     folder = bench.root / "ruined/checkpoints"
     sizes = {}
-    names = ("step-00000004", "epoch-0001", "step-00000008")
+    names = ("step-00000000", "step-00000004", "epoch-0001", "step-00000008")
     assert {path.name for path in folder.iterdir() if not path.is_symlink()} == set(names)
     for name in names:
         os.truncate(folder / name / "state.json", 10)

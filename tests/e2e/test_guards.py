@@ -199,6 +199,10 @@ def test_a_rate_far_too_high_ends_with_exit_1_as_diverged_and_exports_nothing(fo
     assert ended == json.loads(done.stdout)
     assert (ended["stop_reason"], ended["rollbacks"], ended["best_step"]) == ("diverged", 3, 0)
     assert ended["error"] in done.refusal()
+    shown = forks.run("inspect", f"high-{spikes}", "--json").json
+    assert shown["ended"]["stop_reason"] == "diverged"
+    exported = forks.run("export", f"high-{spikes}", "--out", f"exported-{spikes}").ok()
+    assert "ended with an error (diverged): this is its student of step 0" in exported.stderr
     assert not (forks.root / f"high-{spikes}" / "student").exists()
 
 
@@ -221,3 +225,33 @@ def test_a_distilled_student_is_compared_with_plain_cross_entropy_beside_it(fork
     assert (better.json["cross_entropy_run"], better.json["better_than_cross_entropy"]) == ("pairs/plain", False)
     assert "is not below" in better.stderr
     assert result(forks, "pairs/plain")["better_than_cross_entropy"] is None
+    shorter = start(forks, "pairs/shorter", "--json", steps=4)
+    assert shorter.json["better_than_cross_entropy"] is None
+
+
+def test_a_finished_run_that_is_started_again_keeps_what_it_took(forks):
+    start(forks, "twice", steps=4).ok()
+    first = result(forks, "twice")
+    start(forks, "twice", steps=4).ok()
+    assert result(forks, "twice") == first and first["seconds"] > 0
+    start(forks, "twice", steps=5).ok()
+    assert result(forks, "twice")["step"] == 5
+
+
+def test_a_decay_that_a_plateau_began_is_put_aside_where_early_stopping_is_switched_off(forks):
+    flat = ("--lr", 1e-9, "--min-lr", 0, "--early-stopping-patience", 1, "--early-stopping-warmup", 0)
+    flat += ("--early-stopping-interval", 2, "--eval-freq", 2, "--lr-schedule", "wsd", "--decay-steps", 3)
+    begun = start(forks, "plateau", *flat, "--early-stopping", "--json", steps=20).json
+    assert (begun["decay_from"], begun["step"], begun["steps"]) == (4, 7, 7)
+    done = start(forks, "plateau", *flat, "--no-early-stopping", "--json", steps=20)
+    assert (done.json["decay_from"], done.json["step"]) == (None, 20)
+    assert "the decay that a plateau began at step 4 is put aside" in done.stderr
+
+
+def test_a_run_to_load_is_told_its_checkpoints(forks):
+    start(forks, "loadable", steps=2).ok()
+    refused = start(forks, "loading", "--load", "loadable")
+    assert refused.code == 2
+    assert (
+        "--load loadable is a run; name one of its checkpoints, such as loadable/checkpoints/best" in refused.refusal()
+    )

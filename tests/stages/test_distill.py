@@ -34,9 +34,9 @@ def line(ended):
 
 def test_a_second_launch_into_a_folder_is_refused_by_one_line_and_leaves_the_first_alone(workbench, command):
     out = workbench.root / "taken"
+    assert workbench.call(*command, "--cache", "cache", "--out", "taken")[0] == 0
     with occupied(DistillConfig(student="s.toml", out=out, cache=workbench.root / "cache")):
         (out / "precious").write_text("of the first")
-        (out / "config.toml").write_text("[run]\nstudent = 's.toml'\nout = 'taken'\n")
         before = workbench.everything()
         for more in ((), ("--resume", "never", "--overwrite")):
             code, said = line(workbench.call(*command, "--cache", "cache", "--out", "taken", *more))
