@@ -31,7 +31,7 @@ from kdtrain.monitor.progress import bar
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 RESULT = Path(__file__).parent / "results" / "torture-run.json"
-CLOCK = ("tok/s", "eta_h")
+CLOCK = ("tok/s", "tok/s_last", "eta_h", "data_wait_s", "memory_resident_mb", "clipped_share")
 
 
 def main() -> int:
