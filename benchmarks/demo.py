@@ -39,7 +39,7 @@ PUBLISHED_SEEDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides the result of a demo. The defaults are made for six minutes on two slow cores."""
+    """What decides the result of a demo. The defaults are made for four minutes on two cores."""
 
     teacher: str = "teachers/stdlib-5m.toml"
     """Spec of the teacher."""
