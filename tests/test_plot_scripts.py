@@ -1,4 +1,4 @@
-"""The scripts that draw: they say what they take, and name what is not there."""
+"""The plot scripts: --help shows the usage, and a missing record is one line."""
 
 import subprocess
 import sys

@@ -232,7 +232,7 @@ class _Encoder:
         return stream
 
     def _without_special(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, str]]:
-        """The messages with a character of nobody's in place of each special token they quote, and which is which."""
+        """The messages with an unused character for each special token they quote, and the token of each character."""
         said = "\0".join(value for message in messages for value in message.values())
         unused = (each for number in range(0x100000, 0x10FFFE) if (each := chr(number)) not in said)
         quoted: dict[str, str] = {}

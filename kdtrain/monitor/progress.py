@@ -44,7 +44,7 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
     else:
         log.addHandler(_plain(logging.StreamHandler(sys.stderr)))
     if file is not None:
-        if file.exists() and not file.is_file():  # whoever opens a pipe waits for its reader
+        if file.exists() and not file.is_file():  # opening a pipe for writing blocks until it has a reader
             raise UsageError(f"{file} is not a regular file; move it away")
         log.addHandler(_plain(_LogFile(file)))
 

@@ -217,7 +217,7 @@ def _finish(run: Run) -> int:
 
 
 def _fail(run: Run, error: Exception) -> None:
-    """Write and print what became of a run that an error ended; whoever caught the error raises it again."""
+    """Write and print what became of a run that an error ended; the caller raises it again."""
     result = how_it_ended(run, reason(error), str(error))
     with suppress(RunError):  # a full disk may be what the error is about
         write_result(run, result)

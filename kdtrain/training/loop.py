@@ -39,8 +39,13 @@ def train(run: Run) -> None:
         stop.compiling = run.step.compile_objective
         settle(run)
         if run.published is None or _validation_due(run):
-            improved = _validate(run, stop)[0] is Outcome.BEST
-            save_if_due(run, improved=improved, ends_epoch=ends_epoch(run))
+            outcome, loss = _validate(run, stop)
+            if outcome is Outcome.DIVERGED:  # of a step whose validation a stop request prevented
+                roll_back_divergence(run, loss)
+            else:
+                if not _validation_due(run):
+                    _look_for_plateau(run, shown, rate)
+                save_if_due(run, improved=outcome is Outcome.BEST, ends_epoch=ends_epoch(run))
         if run.published is None and not stop:  # what a rollback may go back to, whatever the first steps do
             save(run, tiers.rolling_name(state.progress.step))
         warm_up(run, stop)
@@ -82,7 +87,8 @@ def train(run: Run) -> None:
                 if outcome is Outcome.DIVERGED:
                     roll_back_divergence(run, loss)
                     break
-                _look_for_plateau(run, shown, rate)
+                if not _validation_due(run):  # one that a stop request prevented is made by the next start
+                    _look_for_plateau(run, shown, rate)
                 ended = ends_epoch(run)
                 decide(run, progress.step, numbers["loss"])
                 save_if_due(run, improved=outcome is Outcome.BEST, ends_epoch=ended, by_clock=by_clock)

@@ -36,5 +36,5 @@ def halve_micro_batch(run: Run) -> None:
     gc.collect()
     if run.step.device.type == "cuda":
         torch.cuda.empty_cache()
-    text += f": going on with {run.micro}, as --micro-batch-size {run.micro} does from the start"
+    text += f": continuing with {run.micro}, as --micro-batch-size {run.micro} does from the start"
     run.writers.warning("memory", number - 1, text, micro_batch_size=run.micro)

@@ -60,7 +60,7 @@ class CachedSource:
         return len(self.reader)
 
     def read(self, indices: np.ndarray) -> CachedBatch:
-        """The sequences `indices` on the device; a reader is no thing for two threads at once.
+        """The sequences `indices` on the device; two threads must not share a reader.
 
         RunError: a shard is damaged, or holds a token that the student has no row for.
         """

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import random
 
 import pytest
@@ -147,4 +149,32 @@ def test_a_run_that_is_resumed_in_a_decay_that_a_plateau_began_ends_with_the_sam
         train(again)
     ends = [run.state.student.state_dict() for run in (whole, again)]
     assert again.state.progress.step == 14
+    assert all(each.equal(ends[1][name]) for name, each in ends[0].items())
+
+
+def test_a_plateau_whose_validation_was_interrupted_begins_the_decay_in_the_next_start(workshop):
+    class Stopping(workshop.source):
+        stop_at = 3  # in the validation of step 2; each takes two reads
+
+        def read(self, indices):
+            if len(self.reads) == self.stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().read(indices)
+
+    options = {"steps": 40, "lr_schedule": "wsd", "decay_steps": 8, **FLAT, "early_stopping_patience": 1}
+    with workshop.run("whole", **options) as whole:
+        train(whole)
+    with workshop.run("cut", validation=Stopping(5, seed=1), **options) as cut:
+        train(cut)
+        assert (cut.stopped_by, cut.state.progress.step, cut.state.progress.decay_from) == ("SIGTERM", 2, None)
+        Stopping.stop_at = len(cut.validation_source.reads) + 3  # behind that of step 2 made again, in that of step 4
+        cut.stopped_by = None
+        train(cut)
+        assert (cut.stopped_by, cut.state.progress.step) == ("SIGTERM", 4)
+        Stopping.stop_at = -1
+        cut.stopped_by = None
+        train(cut)
+    assert cut.stopped_by is None
+    assert (cut.state.progress.decay_from, cut.state.progress.step) == (whole.state.progress.decay_from, 12) == (4, 12)
+    ends = [run.state.student.state_dict() for run in (whole, cut)]
     assert all(each.equal(ends[1][name]) for name, each in ends[0].items())

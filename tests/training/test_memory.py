@@ -41,7 +41,7 @@ def test_a_first_step_without_memory_is_taken_in_half_micro_batches_with_the_sam
     events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
     (event,) = [each for each in events if each["event"] == "memory"]
     assert (event["level"], event["micro_batch_size"], event["step"]) == ("warning", 2, 1)
-    said = "out of memory in step 2 with micro-batches of 4 sequences: going on with 2, as --micro-batch-size 2 does"
+    said = "out of memory in step 2 with micro-batches of 4 sequences: continuing with 2, as --micro-batch-size 2 does"
     assert event["message"].startswith(said)
 
 

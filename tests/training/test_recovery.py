@@ -1,6 +1,8 @@
 """A loss spike: how far a run goes back, what it leaves out, and where it ends."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -108,6 +110,24 @@ def test_a_loss_that_stays_above_its_beginning_takes_the_run_back_to_its_best_st
         train(run)
     assert (run.state.progress.step, run.state.progress.rollbacks, run.state.progress.lr_factor) == (40, 1, 0.5)
     assert events(run, "rollback")[0]["step"] in (0, 5, 10)
+
+
+def test_a_validation_that_was_interrupted_takes_the_run_back_in_the_next_start(workshop, monkeypatch):
+    class Stopping(workshop.source):
+        def read(self, indices):
+            if len(self.reads) == 5:  # in the validation of step 8; each takes two reads
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().read(indices)
+
+    options = SPIKE | {"steps": 10, "eval_freq": 4}
+    with workshop.run(train=workshop.source(400), validation=Stopping(5, seed=1), **options) as run:
+        train(run)
+        assert (run.stopped_by, run.state.progress.step, run.state.progress.validated_step) == ("SIGTERM", 8, 4)
+        run.stopped_by = None
+        judged = iter([True])
+        monkeypatch.setattr(run.divergence, "validated", lambda loss: next(judged, False))
+        train(run)
+    assert (run.state.progress.step, run.state.progress.rollbacks) == (10, 1)
 
 
 @pytest.mark.parametrize("rule", ["mad", "none"])
