@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kdtrain.commands.common import ask, open_teacher, rows
 from kdtrain.config import DataConfig
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
-from kdtrain.stages.common import ask, open_teacher, rows
 
 TEACHER = Path(__file__).parents[1] / "teachers" / "stdlib-5m.toml"
 HEAD = 12

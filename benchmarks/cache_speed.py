@@ -22,17 +22,17 @@ from cache_material import Material
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import CacheSettings
+from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import CacheWriter, write_cache
+from kdtrain.commands.common import ask
 from kdtrain.config import ObjectiveConfig, PrecisionConfig
 from kdtrain.models.head import split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.stages.common import ask
-from kdtrain.training.source import CachedSource, Feed
-from kdtrain.training.step import DistillStep
+from kdtrain.training.data import CachedSource, Feed
+from kdtrain.training.student import DistillStep
 
 STUDENT = Path(__file__).parents[1] / "students" / "stdlib-1m.toml"
 CPU = torch.device("cpu")

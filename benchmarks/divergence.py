@@ -25,8 +25,7 @@ from typing import Any
 from demo import cpu_model
 
 from kdtrain.config import GuardsConfig
-from kdtrain.training.divergence import DivergenceWatch
-from kdtrain.training.spike import SpikeDetector
+from kdtrain.training.guards import DivergenceWatch, SpikeDetector
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "divergence.json"

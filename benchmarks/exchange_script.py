@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from kdtrain import cli
-from kdtrain.parallel.world import is_main
-from kdtrain.training import loop
+from kdtrain.ranks import is_main
+from kdtrain.training import trainer
 
 SMALL = 1024
 """Bytes below which a call is about numbers that ranks agree on, and is counted as "numbers"."""
@@ -71,7 +71,7 @@ def main(file: str, *words: str) -> None:
     for name, collective in NAMES.items():
         if hasattr(dist, name):
             setattr(dist, name, count(collective, getattr(dist, name)))
-    loop.take_step = counting(loop.take_step, steps)  # type: ignore[attr-defined]
+    trainer.take_step = counting(trainer.take_step, steps)  # type: ignore[attr-defined]
     try:
         cli.main(list(words))
     finally:

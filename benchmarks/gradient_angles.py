@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
+from kdtrain.commands.common import ask, open_teacher, rows
+from kdtrain.commands.export import open_student
 from kdtrain.config import DataConfig
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student, load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import DenseTargets, SparseTargets
-from kdtrain.stages.common import ask, open_teacher, rows
-from kdtrain.stages.export import open_student
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "gradient_angles.json"

@@ -33,7 +33,7 @@ import objective_sides as sides
 import torch
 import tyro
 
-from kdtrain.objective import pages
+from kdtrain.objective import matmul
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((8192, 256, 2048), (4096, 256, 32_000), (2048, 1024, 32_000), (2048, 256, 151_936))
@@ -224,7 +224,7 @@ def _memory(student: sides.Student, run: Any) -> dict[str, Any]:
     value = run()
     student.hidden_ND.grad = student.weight_VD.grad = None
     gc.collect()
-    pages.release()  # what kdtrain keeps for the next run counts as this run's
+    matmul.release()  # what kdtrain keeps for the next run counts as this run's
     ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is there now

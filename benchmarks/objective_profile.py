@@ -22,7 +22,7 @@ import objective_sides as sides
 import torch
 import tyro
 
-from kdtrain.objective import fused, products
+from kdtrain.objective import engine, matmul
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +86,11 @@ def _watched() -> Iterator[dict[str, float]]:
 
         return watch
 
-    compiled = fused.maybe_compiled
+    compiled = engine.maybe_compiled
     with (
-        patch.object(fused, "maybe_compiled", lambda function, on: timed(function.__name__, compiled(function, on))),
-        patch.object(products.Products, "logits", timed("product: logits", products.Products.logits)),
-        patch.object(products.Products, "gradients", timed("products: gradients", products.Products.gradients)),
+        patch.object(engine, "maybe_compiled", lambda function, on: timed(function.__name__, compiled(function, on))),
+        patch.object(matmul.Products, "logits", timed("product: logits", matmul.Products.logits)),
+        patch.object(matmul.Products, "gradients", timed("products: gradients", matmul.Products.gradients)),
     ):
         yield spent
 

@@ -34,16 +34,16 @@ import tyro
 from torch.utils.flop_counter import FlopCounterMode
 
 from kdtrain.cache.reader import CacheReader
+from kdtrain.commands.common import ask_layers, open_teacher, wide_head
 from kdtrain.config import ObjectiveConfig, OptimizerConfig, PrecisionConfig
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.stages.common import ask_layers, open_teacher, wide_head
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
-from kdtrain.training.source import CachedSource, Feed, OnlineSource, Source
+from kdtrain.training.data import CachedSource, Feed, OnlineSource, Source
 from kdtrain.training.state import make_optimizer
-from kdtrain.training.step import DistillStep
+from kdtrain.training.student import DistillStep
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

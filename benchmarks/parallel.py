@@ -12,7 +12,7 @@ that the mark is that of its heap's waste too. It is therefore measured twice: w
 leaves what is alive and is what estimates are held to, and as it comes.
 
 Exchange: `kdtrain distill` in two gloo ranks, every collective of its training steps counted
-(benchmarks/exchange_script.py), against `kdtrain.parallel.traffic`. Exact, or the script ends with 1.
+(benchmarks/exchange_script.py), against `kdtrain.parallel.parallelize`. Exact, or the script ends with 1.
 
 Throughput: the same student and batch in one process on one thread, in two ranks on a thread each, and in one process
 on two threads; the second is what two ranks win, the third what the two cores give without ranks.
@@ -36,14 +36,13 @@ import torch
 
 from kdtrain import cli
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import CacheSettings
+from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.packing import PackedRow
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec
-from kdtrain.parallel import traffic
-from kdtrain.parallel.plan import Plan, estimated
-from kdtrain.stages.planning import job_of
+from kdtrain.parallel import parallelize
+from kdtrain.parallel.memory_plan import Plan, estimated, job_of
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -278,10 +277,10 @@ def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:
         # the last: DDP puts its buckets in order in the first, and later ones are all alike
         counted = json.loads(counts.read_text())[-1]
         if how == "ddp":
-            expected = {"all_reduce": [1, int(traffic.ddp([*root, *itertools.chain(*layers)]).all_reduce)]}
+            expected = {"all_reduce": [1, int(parallelize.ddp([*root, *itertools.chain(*layers)]).all_reduce)]}
         else:
             gathered = 2 if precision == "bf16" else 4
-            found = traffic.fsdp(layers, root, sharing=world, micro_batches=micros, gathered=gathered)
+            found = parallelize.fsdp(layers, root, sharing=world, micro_batches=micros, gathered=gathered)
             assert found.calls is not None
             expected = {name: [calls, int(getattr(found, name))] for name, calls in found.calls.items()}
         numbers = counted.pop("numbers", [0, 0])

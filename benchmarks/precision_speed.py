@@ -17,15 +17,15 @@ from typing import Any
 import demo
 import torch
 
+from kdtrain.commands.dry_run import rehearsal, steps
 from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, QuantizationConfig
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
+from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, Switch, convert
-from kdtrain.precision.products import Recipe
-from kdtrain.stages.rehearsal import rehearsal, steps
-from kdtrain.training.stopping import StopRequest
-from kdtrain.training.switching import warm_up
+from kdtrain.training.recovery import warm_up
+from kdtrain.training.signals import StopRequest
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 2048
 EACH = 3

@@ -1,7 +1,7 @@
 """The figures of docs/scaling.md, made from formulas: `python benchmarks/scaling.py` writes them into the page.
 
 Nothing is measured here; what `benchmarks/parallel.py` has measured is shown beside its estimates. Speeds are published
-ones (`Machine`), the bytes of a step are `kdtrain.parallel.traffic`'s, which tests count, and the bytes of a cached
+ones (`Machine`), the bytes of a step are `kdtrain.parallel.parallelize`'s, which tests count, and the bytes of a cached
 token and the reader's speed are measured (benchmarks/results/cache.json).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kdtrain.parallel import traffic
+from kdtrain.parallel import parallelize
 
 MEASURED = Path(__file__).resolve().parent / "results" / "parallel.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
@@ -76,15 +76,15 @@ def micro_batches(gpus: int) -> int:
     return max(1, math.ceil(TOKENS / gpus / MICRO))
 
 
-def exchanged(model: Model, how: str, gpus: int, micros: int, sharing: int | None = None) -> traffic.Traffic:
+def exchanged(model: Model, how: str, gpus: int, micros: int, sharing: int | None = None) -> parallelize.Traffic:
     """Payload of a step in bf16."""
     if how == "ddp":
-        return traffic.ddp([[round(model.parameters)]])
+        return parallelize.ddp([[round(model.parameters)]])
     layer = [[round(model.in_layers / model.layers)]]
     sharing = sharing or gpus
     layers, root = [layer] * model.layers, [[round(model.root)]]
     replicas = gpus // sharing
-    return traffic.fsdp(layers, root, sharing=sharing, replicas=replicas, micro_batches=micros, gathered=2)
+    return parallelize.fsdp(layers, root, sharing=sharing, replicas=replicas, micro_batches=micros, gathered=2)
 
 
 def seconds(machine: Machine, model: Model, how: str, gpus: int) -> tuple[float, float]:
@@ -93,8 +93,8 @@ def seconds(machine: Machine, model: Model, how: str, gpus: int) -> tuple[float,
     micros = micro_batches(gpus)
     if how == "hybrid":
         part = exchanged(model, "fsdp", gpus, micros, machine.node)
-        inside = traffic.Traffic(all_gather=part.all_gather, reduce_scatter=part.reduce_scatter)
-        between = traffic.Traffic(all_reduce=part.all_reduce).sent(1, gpus // machine.node)
+        inside = parallelize.Traffic(all_gather=part.all_gather, reduce_scatter=part.reduce_scatter)
+        between = parallelize.Traffic(all_reduce=part.all_reduce).sent(1, gpus // machine.node)
         # the eight rings between the nodes, one a GPU of each, run at the same time over a link of their own
         return computing, inside.sent(machine.node) / machine.link(machine.node) + between / machine.link(gpus)
     bytes_sent = exchanged(model, how, gpus, micros).sent(gpus, gpus)

@@ -1,7 +1,7 @@
 """How far the gradient of each tail rule is from that of the full KL, by how far the student is from the teacher.
 
 `python benchmarks/tail_rules.py [--teacher SPEC]` writes benchmarks/results/tail_rules.json. This is what the clip of
-`--tail control-variate` was chosen by (`kdtrain/objective/control_variate.py`); the candidates are written out here
+`--tail control-variate` was chosen by (`kdtrain/objective/tails.py`); the candidates are written out here
 again, over the whole vocabulary and without the engine.
 
 For each token the gradient in the student's logits is known in closed form, and so are mean and variance of an estimate
@@ -36,10 +36,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kdtrain.commands.common import ask, open_teacher, rows
 from kdtrain.config import DataConfig
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
-from kdtrain.stages.common import ask, open_teacher, rows
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "tail_rules.json"

@@ -23,15 +23,15 @@ import plot_temperature
 import torch
 
 from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.commands.common import ask_layers, open_teacher, wide_head
+from kdtrain.commands.export import open_student
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.divergence import DIVERGENCES
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.stages.common import ask_layers, open_teacher, wide_head
-from kdtrain.stages.export import open_student
-from kdtrain.training.source import CachedSource, OnlineSource
+from kdtrain.training.data import CachedSource, OnlineSource
 
 TEACHER, STUDENT = "teachers/stdlib-5m.toml", "students/stdlib-1m.toml"
 BOUNDS = (2 / 3, 4.0)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from kdtrain import cli
-from kdtrain.cache.provenance import read_manifest, verify_cache
+from kdtrain.cache.manifest import read_manifest, verify_cache
 from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.errors import RunError, UsageError
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder

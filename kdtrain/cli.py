@@ -78,7 +78,7 @@ def _run(command: str, argv: list[str]) -> int:
         raise UsageError(f"unknown command '{command[:80]}'; {_nearest(command, list(COMMANDS))}")
     _refuse_impossible_launch()
     config = _parse_once(command, argv)
-    stage = importlib.import_module(f"kdtrain.stages.{command.replace('-', '_')}")
+    stage = importlib.import_module(f"kdtrain.commands.{command.replace('-', '_')}")
     with panics_refused("a tokenizer fails"):  # wherever it is asked; the places that know its name say it
         return int(stage.main(config) or 0)
 

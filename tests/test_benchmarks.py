@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kdtrain.objective.metrics import Metrics
-from kdtrain.training.validate import calibration
+from kdtrain.training.trainer import calibration
 
 ROOT = Path(__file__).resolve().parents[1]
 TEACHER = ROOT / "teachers" / "stdlib-5m"

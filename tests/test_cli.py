@@ -172,9 +172,9 @@ def test_the_width_of_the_terminal_is_left_as_it_was(monkeypatch):
 
 def ended(monkeypatch, capsys, action, argv=("inspect", "x")):
     """The exit code and stderr of a command whose stage is `action`."""
-    stage = types.ModuleType("kdtrain.stages.inspect")
+    stage = types.ModuleType("kdtrain.commands.inspect")
     stage.main = action
-    monkeypatch.setitem(sys.modules, "kdtrain.stages.inspect", stage)
+    monkeypatch.setitem(sys.modules, "kdtrain.commands.inspect", stage)
     with pytest.raises(SystemExit) as stop:
         cli.main(list(argv))
     return stop.value.code, capsys.readouterr().err
@@ -250,9 +250,9 @@ def test_a_tokenizer_that_panics_ends_in_one_line(monkeypatch, capsys):
 
 
 def test_an_error_of_our_own_keeps_its_traceback(monkeypatch, capsys):
-    stage = types.ModuleType("kdtrain.stages.inspect")
+    stage = types.ModuleType("kdtrain.commands.inspect")
     stage.main = raising(RuntimeError("a mistake in the program"))
-    monkeypatch.setitem(sys.modules, "kdtrain.stages.inspect", stage)
+    monkeypatch.setitem(sys.modules, "kdtrain.commands.inspect", stage)
     with pytest.raises(RuntimeError, match="a mistake"):
         cli.main(["inspect", "x"])
 

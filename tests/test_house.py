@@ -25,7 +25,7 @@ MAX_LINES = 600
 SIBLINGS = ("checkpoint", "parallel", "precision", "objective", "cache", "data", "models", "monitor")
 LEVELS = {"__main__": 5, "testing": 5, "cli": 4, "stages": 3, "training": 2}
 LEVELS |= dict.fromkeys(SIBLINGS, 1) | {"config": 0, "files": -1, "faults": -2, "errors": -2, "kdtrain": -2}
-EXCEPTIONS = {("cache", "kdtrain.objective.targets"), ("checkpoint", "kdtrain.parallel.world")}
+EXCEPTIONS = {("cache", "kdtrain.objective.targets"), ("checkpoint", "kdtrain.ranks")}
 
 COMMANDS = ("cache-teacher", "distill", "evaluate", "inspect", "verify", "export")
 HEAVY = ("torch", "transformers", "datasets", "h5py", "matplotlib")
@@ -116,13 +116,13 @@ def test_a_module_imports_from_rooms_below_its_own_and_never_from_a_sibling(path
         ("kdtrain.data.corpus", "from kdtrain import models"),
         ("kdtrain.data.corpus", "from ..models.spec import read_spec"),
         ("kdtrain.data.corpus", "from ..models import spec"),
-        ("kdtrain.data.corpus", "def late():\n    from kdtrain.training.loop import train"),
+        ("kdtrain.data.corpus", "def late():\n    from kdtrain.training.trainer import train"),
         ("kdtrain.data.corpus", "import importlib\nimportlib.import_module('kdtrain.models.spec')"),
         ("kdtrain.objective.loss", "from kdtrain.cache.reader import CacheReader"),
         ("kdtrain.cache.reader", "from kdtrain.objective.loss import kd_loss"),
-        ("kdtrain.training.loop", "from kdtrain.stages.distill import main"),
-        ("kdtrain.stages.distill", "from kdtrain.testing import tiny_model"),
-        ("kdtrain.stages.distill", "from kdtrain import cli"),
+        ("kdtrain.training.trainer", "from kdtrain.commands.distill import main"),
+        ("kdtrain.commands.distill", "from kdtrain.testing import tiny_model"),
+        ("kdtrain.commands.distill", "from kdtrain import cli"),
         ("kdtrain.config", "from kdtrain.models.spec import ModelSpec"),
         ("kdtrain.errors", "from kdtrain.config import DistillConfig"),
     ],
@@ -136,18 +136,18 @@ def test_an_import_upward_or_aside_is_found(importer, line):
     [
         ("kdtrain.cache.reader", "from kdtrain.objective.targets import SparseTargets"),
         ("kdtrain.cache.reader", "from kdtrain.objective import targets"),
-        ("kdtrain.checkpoint.store", "from kdtrain.parallel.world import World"),
+        ("kdtrain.checkpoint.store", "from kdtrain.ranks import World"),
         ("kdtrain.data.corpus", "from kdtrain.data.order import batch"),
         ("kdtrain.data.corpus", "from . import packing"),
         ("kdtrain.data.corpus", "from kdtrain.errors import UsageError"),
         ("kdtrain.data.corpus", "from kdtrain import __version__, faults"),
-        ("kdtrain.stages.distill", "from kdtrain.models.loading import load_student"),
+        ("kdtrain.commands.distill", "from kdtrain.models.loading import load_student"),
         ("kdtrain.config", "from kdtrain.errors import UsageError"),
         ("kdtrain.testing", "from kdtrain.models.loading import load_student"),
     ],
 )
 def test_an_import_downward_or_within_the_room_is_allowed(importer, line):
-    known = NAMES | {"kdtrain.objective.targets", "kdtrain.parallel.world", "kdtrain.data.packing"}
+    known = NAMES | {"kdtrain.objective.targets", "kdtrain.ranks", "kdtrain.data.packing"}
     assert forbidden_imports(importer, ast.parse(line), False, known) == []
 
 

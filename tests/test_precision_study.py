@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kdtrain import cli
-from kdtrain.precision.controller import Controller
-from kdtrain.precision.policy import Policy
+from kdtrain.precision.controller import Controller, Policy
 
 ROOT = Path(__file__).resolve().parents[1]
 

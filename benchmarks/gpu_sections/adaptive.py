@@ -21,13 +21,11 @@ from gpu_sections import models
 from gpu_sections.common import Goal, Options, Record
 from gpu_sections.measuring import synchronize, without_graphs
 from gpu_sections.runs import Bench, Tokens
-from kdtrain.precision.controller import Controller
+from kdtrain.precision.backends import Choice, choose, make_recipe
+from kdtrain.precision.controller import Adaptive, Controller, Policy
 from kdtrain.precision.linear import Switch, convert
-from kdtrain.precision.policy import Policy
-from kdtrain.precision.probe import Choice, choose, make_recipe
-from kdtrain.training.adaptive import Adaptive
+from kdtrain.training.recovery import decide, warm_up
 from kdtrain.training.run import Run
-from kdtrain.training.switching import decide, warm_up
 
 HIGH, LOW, THRESHOLD = 9.0, 1.0, 5.0
 """Losses that the controller is shown, in nats, and what it holds them against."""

@@ -23,10 +23,10 @@ from gpu_sections.common import Goal, Options, Record
 from gpu_sections.measuring import in_turn, medians, over, peak_of, without_graphs
 from gpu_sections.runs import Bench, Held, cached, write
 from kdtrain.cache.codec import CodecSpec, encode_sequences
-from kdtrain.cache.provenance import CacheSettings, read_manifest
+from kdtrain.cache.manifest import CacheSettings, read_manifest
 from kdtrain.cache.writer import CacheWriter
+from kdtrain.commands.common import ask
 from kdtrain.precision.modes import autocast
-from kdtrain.stages.common import ask
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from gpu_sections.common import Goal, Options, Record, attempt
 from gpu_sections.measuring import in_turn, medians, over, peak_of, without_graphs
 from gpu_sections.profiling import profiled
 from gpu_sections.runs import Bench, Tokens
+from kdtrain.precision.backends import Choice, choose, make_recipe
 from kdtrain.precision.linear import Backend, Switch, SwitchableLinear, convert
-from kdtrain.precision.probe import Choice, choose, make_recipe
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.parallel.world import peak_memory_mb
+from kdtrain.ranks import peak_memory_mb
 
 
 def synchronize(device: torch.device) -> None:

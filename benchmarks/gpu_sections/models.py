@@ -14,10 +14,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu_sections.common import ROOT
+from kdtrain.commands.common import rows
 from kdtrain.config import DataConfig
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_tokenizer
-from kdtrain.stages.common import rows
 
 VOCABULARY = 128_256
 _LLAMA: dict[str, Any] = {

@@ -14,7 +14,7 @@ import torch
 
 from gpu_sections.common import Options
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import CacheSettings
+from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.cache.writer import write_cache
 from kdtrain.checkpoint.saver import Saver
@@ -23,17 +23,14 @@ from kdtrain.config import DistillConfig, GuardsConfig, OptimizerConfig, Precisi
 from kdtrain.models.head import SplitModel
 from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.parallel.wrap import Alone
+from kdtrain.parallel.parallelize import Alone
 from kdtrain.precision.linear import Switch
-from kdtrain.training.divergence import DivergenceWatch
-from kdtrain.training.early import EarlyStopping
-from kdtrain.training.guards import GradientExplosion
+from kdtrain.training.data import CachedSource, Feed, Source
+from kdtrain.training.guards import DivergenceWatch, EarlyStopping, GradientExplosion, SpikeDetector
 from kdtrain.training.run import Run
-from kdtrain.training.source import CachedSource, Feed, Source
-from kdtrain.training.spike import SpikeDetector
+from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import Progress, TrainState, make_optimizer
-from kdtrain.training.step import DistillStep
-from kdtrain.training.stopping import StopRequest
+from kdtrain.training.student import DistillStep
 from kdtrain.training.update import take_step
 
 

@@ -24,9 +24,9 @@ from gpu_sections.measuring import in_turn, medians, over, peak_of, synchronize,
 from gpu_sections.profiling import profiled
 from gpu_sections.runs import Bench, Held, Tokens, cached, held_batch, write
 from kdtrain.cache.codec import CodecSpec
+from kdtrain.commands.common import ask_layers, wide_head
 from kdtrain.objective.targets import DenseTargets
-from kdtrain.stages.common import ask_layers, wide_head
-from kdtrain.training.source import OnlineSource, Source
+from kdtrain.training.data import OnlineSource, Source
 
 
 @dataclass(frozen=True)

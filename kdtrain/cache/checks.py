@@ -6,23 +6,183 @@ unpacks. It reads no data but the first bytes of each chunk, once a shard. The o
 and lists when a shard is opened, sequences when they are first read, as they are stored and as they unpack.
 
 What it gives up: numbers that are possible and wrong. A stranger's cache may still teach anything.
+
+The structure of an HDF5 file, read from its bytes without HDF5.
+
+HDF5 follows links to other files, allocates what a file declares, and crashes on some whose structure is wrong: 12 of
+4,000 shards with a few bytes changed. A shard that a stranger made is therefore walked here before HDF5 sees it. This
+reads what HDF5 writes for its earliest version, as far as shards use it: superblock, object headers, symbol tables,
+attributes and the B-trees of chunked data sets. It has no code for anything else, which is refused: soft and external
+links, external storage, virtual data sets, shared messages.
+
+What it gives up: a file in a newer layout of HDF5 is refused, whatever it holds.
+
+Structures are named as in the HDF5 File Format Specification, version 3.0: II.A superblock, III.A.1 B-trees, III.B and
+III.C symbol tables, III.D local heaps, III.E global heaps, IV.A object headers and their messages.
 """
 
 import math
+import os
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
 
-from kdtrain.cache import hdf5, layout
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import FLOOR, CodecSpec
-from kdtrain.cache.coding import LOWEST, Arrays, Coding
-from kdtrain.cache.hdf5 import Hdf5File, Link
-from kdtrain.cache.layout import DICTIONARY, DatasetLayout
+from kdtrain.cache.compression import LOWEST, Arrays, Coding
+from kdtrain.cache.format import DICTIONARY, DatasetLayout
 from kdtrain.files import open_regular
+
+SPACE, TYPE, OLD_FILL, FILL, LAYOUT, FILTERS, ATTRIBUTE = 1, 3, 4, 5, 8, 11, 12
+"""Kinds of messages of an object header."""
+_NIL, _CONTINUATION, _SYMBOL_TABLE = 0, 16, 17
+_FOREIGN = {2: "a soft or external link", 6: "a soft or external link", 7: "external storage"}
+_SUPERBLOCK = b"\x89HDF\r\n\x1a\n" + struct.pack("<8BHHI", 0, 0, 0, 0, 0, 8, 8, 0, 4, 16, 0)
+_NOWHERE = 2**64 - 1
+_MAX_BYTES = 2**16  # of an object header, and of a heap
+_MAX_LEVEL = 8  # of a B-tree
+
+
+@dataclass(frozen=True)
+class Link:
+    """A name in a group."""
+
+    header: int
+    """Address of the object header."""
+    table: bytes
+    """Addresses of B-tree and heap, where it is a group."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group's links by name, and its attributes: numbers, texts, or tuples of numbers."""
+
+    links: dict[str, Link]
+    attributes: dict[str, Any]
+
+
+class Hdf5File:
+    """A file open for reading, as its structures. ValueError, struct.error, IndexError: it has others."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._handle = file.fileno()
+        self.size = os.fstat(self._handle).st_size
+
+    def read(self, address: int, size: int) -> bytes:
+        """The `size` bytes from `address` on."""
+        found = os.pread(self._handle, size, address) if address <= self.size - size else b""
+        if len(found) != size:
+            raise ValueError("a part of it lies outside of the file")
+        return found
+
+    def fields(self, address: int, spelling: str) -> tuple[Any, ...]:
+        """What stands at `address`, as `struct` spells it: little-endian, without gaps."""
+        return struct.unpack(f"<{spelling}", self.read(address, struct.calcsize(f"<{spelling}")))
+
+    def root(self) -> Group:
+        """The root group."""
+        known, base, free, end, driver, _, header, kind, _, table = self.fields(0, "24s4QQQII16s")
+        if known != _SUPERBLOCK or (base, free, driver, kind) != (0, _NOWHERE, _NOWHERE, 1):
+            raise ValueError("it does not begin as an HDF5 file of the earliest layout")
+        if end != self.size:
+            raise ValueError(f"it has {self.size} bytes instead of {end}")
+        return self.group(Link(header, table))
+
+    def messages(self, header: int) -> list[tuple[int, bytes]]:
+        """Kind and content of each message in an object header."""
+        version, count, size = self.fields(header, "BxHxxxxI")
+        blocks, found, left = [(header + 16, size)], [], _MAX_BYTES
+        for start, size in blocks:
+            left -= size
+            if version != 1 or left < 0:
+                raise ValueError("an object header of it has another layout")
+            block, at = self.read(start, size), 0
+            while at < size:
+                kind, length, flags = struct.unpack_from("<HHB", block, at)
+                content, at = block[at + 8 : at + 8 + length], at + 8 + length
+                if kind in _FOREIGN:
+                    raise ValueError(f"it has {_FOREIGN[kind]}")
+                if flags not in (0, 1) or at > size:
+                    raise ValueError("an object header of it has another layout")
+                if kind == _CONTINUATION:
+                    blocks.append(struct.unpack("<QQ", content))
+                found.append((kind, content))
+        if len(found) != count:
+            raise ValueError("an object header of it has another layout")
+        return [each for each in found if each[0] not in (_NIL, _CONTINUATION)]
+
+    def group(self, link: Link) -> Group:
+        """The group at a link: one with at most 8 names, so that they stand in one node."""
+        messages = self.messages(link.header)
+        rest = [content for kind, content in messages if kind != ATTRIBUTE]
+        tree, heap = struct.unpack("<QQ", link.table)
+        node = self.fields(tree, "4sBBHQQQQQ496x")  # HDF5 reads all of a node
+        mark, version, size, names = self.fields(heap, "4sB3xQ8xQ")
+        leaf = self.fields(node[7], "4sBxH320x")
+        sound = node[:6] == (b"TREE", 0, 0, 1, _NOWHERE, _NOWHERE) and (mark, version) == (b"HEAP", 0)
+        if rest != [link.table] or not sound or size > _MAX_BYTES or leaf[:2] != (b"SNOD", 1) or leaf[2] > 8:
+            raise ValueError("a group of it has another layout")
+        heap_bytes, links = self.read(names, size), {}
+        for number in range(leaf[2]):
+            start, header, kind, _, table = self.fields(node[7] + 8 + 40 * number, "QQII16s")
+            name = heap_bytes[start:].partition(b"\0")[0].decode()
+            if kind > 1:
+                raise ValueError(f"it has a soft link, '{name[:80]}'")
+            links[name] = Link(header, table)
+        attributes = [content for kind, content in messages if kind == ATTRIBUTE]
+        return Group(links, dict(self._attribute(each) for each in attributes))
+
+    def _attribute(self, content: bytes) -> tuple[str, Any]:
+        parts, at = [], 8
+        for size in struct.unpack_from("<2x3H", content):
+            parts.append(content[at : at + size])
+            at += -(-size // 8) * 8
+        name, kind, space = parts[0].rstrip(b"\0").decode(), parts[1], parts[2]
+        spelling = {(0, 8): "q", (1, 8): "d", (9, 16): "IQI"}.get((kind[0] & 15, *struct.unpack_from("<4xI", kind)))
+        if spelling is None:
+            raise ValueError(f"its attribute '{name[:80]}' has another type")
+        if spelling == "IQI":
+            return name, self._text(*struct.unpack_from("<IQI", content, at))
+        number = struct.unpack_from("<8xQ", space)[0] if space[1] else 1
+        values = struct.unpack_from(f"<{number}{spelling}", content, at)
+        return name, values if space[1] else values[0]
+
+    def _text(self, size: int, heap: int, wanted: int) -> str:
+        mark, version, total = self.fields(heap, "4sB3xQ")
+        content, at = self.read(heap, min(total, _MAX_BYTES)), 16
+        while (mark, version) == (b"GCOL", 1) and at + 16 <= len(content):
+            number, length = struct.unpack_from("<H6xQ", content, at)
+            if number == wanted:
+                return content[at + 16 : at + 16 + min(size, length)].decode()
+            at += 16 + -(-length // 8) * 8
+        raise ValueError("an attribute of it has no text")
+
+    def chunks(self, tree: int, rank: int) -> Iterator[np.ndarray]:
+        """The chunks below a node of a B-tree, in parts: `size`, `skipped` (filters), `at` (rank + 1), `address`."""
+        entry = np.dtype([("size", "<u4"), ("skipped", "<u4"), ("at", "<u8", rank + 1), ("address", "<u8")])
+        yield from self._chunks(tree, entry, _MAX_LEVEL)
+
+    def _chunks(self, tree: int, entry: np.dtype, below: int) -> Iterator[np.ndarray]:
+        mark, kind, level, used = self.fields(tree, "4sBBH")
+        # HDF5 reads all of a node: 64 entries, and one key more.
+        content = self.read(tree, 24 + 64 * entry.itemsize + entry.itemsize - 8)
+        if (mark, kind) != (b"TREE", 1) or not level < below or not 1 <= used <= 64:
+            raise ValueError("a B-tree of it has another layout")
+        entries = np.frombuffer(content, entry, used, 24)
+        if level == 0:
+            yield entries
+            return
+        for each in entries:
+            for number, part in enumerate(self._chunks(int(each["address"]), entry, level)):
+                if number == 0 and (part["at"][0] != each["at"]).any():
+                    raise ValueError("a B-tree of it has another order")
+                yield part
+
 
 LARGEST_RATIO, SLACK = 1000, 2**26
 """A shard may unpack to so many times the bytes of its file, and so many bytes more. Real ones: 2 to 8 times."""
@@ -56,15 +216,15 @@ def check_structure(path: Path, spec: CodecSpec, seq_len: int, split: str, first
         try:
             file = Hdf5File(raw)
             root = file.root()
-            sets = [_Expected(name, each, number) for name, each in layout.datasets(spec, seq_len).items()]
+            sets = [_Expected(name, each, number) for name, each in cache_format.datasets(spec, seq_len).items()]
             links, sparse = dict(root.links), spec.kind == "sparse"
             _compare_names("data set", links, [*(each.name for each in sets), *([DICTIONARY] if sparse else [])])
             if sparse:
                 lists = file.group(links.pop(DICTIONARY)).links
-                _compare_names("list", lists, layout.dictionary_sets(spec, 1, 1))
+                _compare_names("list", lists, cache_format.dictionary_sets(spec, 1, 1))
                 sets += _lists(file, lists, spec)
                 links |= {f"{DICTIONARY}/{name}": link for name, link in lists.items()}
-            wanted = layout.attributes(spec, seq_len, split) | {"first_sequence": first, "sequences": number}
+            wanted = cache_format.attributes(spec, seq_len, split) | {"first_sequence": first, "sequences": number}
             _compare_attributes(root.attributes, wanted)
             trees = [_compare(file, links[each.name], each) for each in sets]
             total = sum(math.prod(each.shape) * each.dtype.itemsize for each in sets)
@@ -94,31 +254,31 @@ def _lists(file: Hdf5File, links: Mapping[str, Link], spec: CodecSpec) -> list[_
     """The data sets of a dictionary, with as many candidates and common entries as it declares."""
     declared = {}
     for name, most in (("candidates", spec.vocab_size + 1), ("common", spec.vocab_size)):
-        spaces = [content for kind, content in file.messages(links[name].header) if kind == hdf5.SPACE]
+        spaces = [content for kind, content in file.messages(links[name].header) if kind == SPACE]
         (declared[name],) = struct.unpack_from("<8xQ", spaces[0])
         if not 1 <= declared[name] <= most:
             raise ValueError(f"'{DICTIONARY}/{name}' has {declared[name]} rows instead of 1 to {most}")
-    found = layout.dictionary_sets(spec, declared["candidates"], declared["common"])
+    found = cache_format.dictionary_sets(spec, declared["candidates"], declared["common"])
     return [_Expected(f"{DICTIONARY}/{name}", each) for name, each in found.items()]
 
 
 def _compare(file: Hdf5File, link: Link, expected: _Expected) -> int:
     """The address of the B-tree of a data set's chunks."""
-    messages = [each for each in file.messages(link.header) if each[0] != hdf5.ATTRIBUTE]
+    messages = [each for each in file.messages(link.header) if each[0] != ATTRIBUTE]
     found = dict(messages)
-    needed = {hdf5.SPACE, hdf5.TYPE, hdf5.FILL, hdf5.LAYOUT, hdf5.FILTERS}
-    if len(found) != len(messages) or not needed <= found.keys() <= needed | {hdf5.OLD_FILL}:
+    needed = {SPACE, TYPE, FILL, LAYOUT, FILTERS}
+    if len(found) != len(messages) or not needed <= found.keys() <= needed | {OLD_FILL}:
         raise ValueError(f"'{expected.name}' is not stored as the format has it")
     rank, width = len(expected.shape), expected.dtype.itemsize
-    (tree,) = struct.unpack_from("<3xQ", found[hdf5.LAYOUT])
+    (tree,) = struct.unpack_from("<3xQ", found[LAYOUT])
     shape = struct.pack(f"<3B5x{2 * rank}Q", 1, rank, 1, *expected.shape, *expected.shape)
     chunks = struct.pack(f"<3BQ{rank + 1}I", 3, 2, rank + 1, tree, *expected.chunk, width)
     same = {
-        "type": _same(found[hdf5.TYPE], h5py.h5t.py_create(expected.dtype).encode()[2:]),
-        "shape": _same(found[hdf5.SPACE], shape),
-        "chunks": _same(found[hdf5.LAYOUT], chunks),
-        "fill value": _is_fill(found[hdf5.FILL], expected) and _is_old_fill(found),
-        "filters": _filters(found[hdf5.FILTERS]) == _wanted_filters(expected),
+        "type": _same(found[TYPE], h5py.h5t.py_create(expected.dtype).encode()[2:]),
+        "shape": _same(found[SPACE], shape),
+        "chunks": _same(found[LAYOUT], chunks),
+        "fill value": _is_fill(found[FILL], expected) and _is_old_fill(found),
+        "filters": _filters(found[FILTERS]) == _wanted_filters(expected),
     }
     if other := [what for what, is_same in same.items() if not is_same]:
         raise ValueError(f"'{expected.name}' differs from the format in its {other[0]}")
@@ -140,7 +300,7 @@ def _is_fill(content: bytes, expected: _Expected) -> bool:
 
 def _is_old_fill(found: Mapping[int, bytes]) -> bool:
     """Whether the fill value for HDF5 before 1.6 is the same, where there is one."""
-    return hdf5.OLD_FILL not in found or found[hdf5.OLD_FILL].rstrip(b"\0") == found[hdf5.FILL][4:].rstrip(b"\0")
+    return OLD_FILL not in found or found[OLD_FILL].rstrip(b"\0") == found[FILL][4:].rstrip(b"\0")
 
 
 def _filters(content: bytes) -> list[tuple[int, ...]]:
@@ -224,7 +384,7 @@ def check_lists(coding: Coding) -> None:
 
 def check_flags(loss_mask_nT: np.ndarray, segments_nT: np.ndarray) -> None:
     """ValueError: values that the format has not."""
-    if loss_mask_nT.max() > layout.BROKEN:
+    if loss_mask_nT.max() > cache_format.BROKEN:
         raise ValueError(f"its loss_mask has the value {loss_mask_nT.max()}")
     if segments_nT.max() >= segments_nT.shape[1]:
         raise ValueError(f"its segments have the number {segments_nT.max()} in {segments_nT.shape[1]} positions")

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from kdtrain import faults
-from kdtrain.cache import layout
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.checks import check_structure
-from kdtrain.cache.provenance import Manifest, check_sizes, read_manifest
+from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
 from kdtrain.cache.shard_reader import CachedBatch, Shard, Stored, batch_of, naming
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest
@@ -45,7 +45,7 @@ class CacheReader:
             raise UsageError(f"the cache {folder} has no split '{split}'; it has {there}")
         self.split = split
         self._shards = self.manifest.splits[split]["shards"]
-        self._paths = [layout.shard_path(self.folder, shard["name"]) for shard in self._shards]
+        self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._sound: dict[int, tuple[int, int, int]] = {}
         self._checked: dict[int, np.ndarray] = {}

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache import layout
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.checks import check_flags, check_lists, check_stored, check_structure, check_values
 from kdtrain.cache.codec import CodecSpec, decode
-from kdtrain.cache.coding import Coding, unpack
+from kdtrain.cache.compression import Coding, unpack
 from kdtrain.errors import RunError, system_error
 from kdtrain.objective.targets import Targets
 
@@ -67,9 +67,9 @@ class Shard:
         try:
             self._coding: Coding | None = None
             if spec.kind == "sparse":
-                self._coding = Coding.from_arrays(layout.read_dictionary(self._file), spec)
+                self._coding = Coding.from_arrays(cache_format.read_dictionary(self._file), spec)
                 check_lists(self._coding)
-            sets = {name: self._file[name] for name in list(self._file) if name != layout.DICTIONARY}
+            sets = {name: self._file[name] for name in list(self._file) if name != cache_format.DICTIONARY}
             # Masks are few runs in few chunks: read once, kept as runs.
             flags = {name: sets.pop(name)[()] for name in ("loss_mask", "segments")}
             check_flags(flags["loss_mask"], flags["segments"])

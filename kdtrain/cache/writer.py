@@ -13,17 +13,33 @@ Several ranks build one cache in step (`ranks`); its content does not depend on 
 
 What it gives up: the rows of a shard, and what is kept of its first sequences, are held in memory; the
 logits of two batches live at once; shards that other ranks build are read from the data by every rank.
+
+Packed rows on their way into a cache, a shard at a time.
+
+Encoding beside the teacher on a GPU: a stream of its own for the thread that takes what the main stream made.
+
+On the main stream each copy to the host would wait for the teacher's next forward, which is queued there already, and
+the forward behind it for the encoding: they would run one after the other with the host between them. On a CPU none of
+this does anything.
+
+Filling one shard: sequences come in order, coded bytes go out.
+
+The lists and weights of a sparse shard (`coding`) are made from its first sequences, so these are held back
+in memory until there are enough of them, or the shard ends; what comes later is written as it comes. Which
+sequences they are does not depend on the batches, so a shard is the same for every batch size.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import h5py
 import numpy as np
@@ -31,12 +47,13 @@ import torch
 from torch import Tensor
 
 from kdtrain import __version__, faults
-from kdtrain.cache import fidelity, layout, topk
-from kdtrain.cache.beside import Beside
+from kdtrain.cache import codec, fidelity
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.checks import check_structure
-from kdtrain.cache.claim import enter
-from kdtrain.cache.codec import encode_sequences
-from kdtrain.cache.provenance import (
+from kdtrain.cache.codec import CodecSpec, encode_sequences
+from kdtrain.cache.compression import Arrays, Coding, fit_sequences
+from kdtrain.cache.folder import Alone, Ranks, Rounds, Teacher, enter
+from kdtrain.cache.manifest import (
     CacheSettings,
     Manifest,
     Sidecar,
@@ -45,12 +62,157 @@ from kdtrain.cache.provenance import (
     read_sidecar,
     shard_problem,
 )
-from kdtrain.cache.ranks import Alone, Ranks, Rounds, Teacher
-from kdtrain.cache.rows import Row, Rows, shards_of
-from kdtrain.cache.shard import ShardWriter
 from kdtrain.cache.shard_reader import Shard, batch_of, naming
 from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, file_digest, json_digest, publish_json, published, read_sealed, set_aside
+
+
+class Row(Protocol):
+    """A packed row, see `data.packing`."""
+
+    @property
+    def tokens(self) -> np.ndarray: ...  # [T+1]
+    @property
+    def loss_mask(self) -> np.ndarray: ...  # [T] bool
+    @property
+    def segments(self) -> np.ndarray: ...  # [T]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one shard: n sequences."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    segments: np.ndarray
+    kept: dict[str, np.ndarray]
+    """What is kept of them, [n, T, ...], where that is known already; else empty."""
+
+    def digest(self) -> str:
+        """SHA-256 over all three, so that a shard of other rows is noticed."""
+        sha = hashlib.sha256()
+        for part, dtype in ((self.tokens, "<u4"), (self.loss_mask, "u1"), (self.segments, "<u4")):
+            sha.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
+        return sha.hexdigest()
+
+
+def shards_of(rows: Iterator[Row], number: int) -> Iterator[Rows]:
+    """The rows of one shard after another, `number` of them each but the last."""
+    while part := list(islice(rows, number)):
+        known = [getattr(row, "kept", {}) for row in part]
+        yield Rows(
+            tokens=np.stack([row.tokens for row in part]),
+            loss_mask=np.stack([row.loss_mask for row in part]),
+            segments=np.stack([row.segments for row in part]),
+            kept={name: np.stack([each[name] for each in known]) for name in known[0]},
+        )
+
+
+class Beside:
+    """A tensor that the current stream has in work, for another thread to work on.
+
+    Args:
+        tensor: on any device, or None.
+    """
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.device = tensor.device if tensor is not None and tensor.is_cuda else None
+        self.ready: torch.cuda.Event | None = None
+        if self.device is not None:
+            with torch.cuda.device(self.device):
+                self.ready = torch.cuda.Event()
+                self.ready.record(torch.cuda.current_stream(self.device))
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """The block runs on a stream of its own behind what makes the tensor, and is done when it ends.
+
+        So the tensor may be freed by then, although its memory belongs to another stream.
+        """
+        if self.device is None or self.ready is None:
+            yield
+            return
+        own = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(own):
+            own.wait_event(self.ready)
+            try:
+                yield
+            finally:
+                own.synchronize()
+
+
+_AT_ONCE = 16  # sequences coded at once: bounds the memory
+
+
+class ShardWriter:
+    """Writes the sequences of one shard into `file`, which `layout.create_shard` has laid out.
+
+    check: raises what a write to the disk met, see `layout.creating`. first: number of its first sequence in
+    `split`.
+    """
+
+    def __init__(
+        self, file: h5py.File, check: Callable[[], None], spec: CodecSpec, seq_len: int, split: str, first: int
+    ) -> None:
+        self._file, self._check, self._spec = file, check, spec
+        self._split, self._first = split, first
+        self._wanted = fit_sequences(spec, seq_len) if spec.kind == "sparse" else 0
+        self._held: list[Arrays] = []
+        self._coding: Coding | None = None
+        self._at = 0
+        self.broken: list[str] = []
+        """Sequences without numbers, as SPLIT and number."""
+
+    def add(self, rows: Arrays, kept: Arrays) -> None:
+        """Take the next sequences: tokens, loss_mask, segments, and what is kept of them."""
+        kept = dict(kept)
+        broken = kept.pop("broken", np.zeros(len(rows["tokens"]), bool))
+        first = self._first + self._at + sum(len(each["tokens"]) for each in self._held)
+        self.broken += [f"{self._split} {first + b}" for b in np.flatnonzero(broken)]
+        mask = np.where(broken[:, None], cache_format.BROKEN, rows["loss_mask"]).astype(np.uint8)
+        self._held.append({**rows, "loss_mask": mask, **kept})
+        held = sum(len(each["tokens"]) for each in self._held)
+        if self._coding is not None or held >= self._wanted:
+            self._write_held()
+        faults.point("cache.shard.after-batch")
+
+    def finish(self) -> dict[str, Any]:
+        """Write what is held back; bytes stored by data set."""
+        if self._held:
+            self._write_held()
+        self._file.flush()
+        return stored_bytes(self._file)
+
+    def _write_held(self) -> None:
+        arrays = {name: np.concatenate([each[name] for each in self._held]) for name in self._held[0]}
+        self._held = []
+        if self._spec.kind == "sparse" and self._coding is None:
+            first = {name: values[: self._wanted] for name, values in arrays.items()}
+            self._coding = Coding.fit(first["tokens"], first, self._spec)
+            cache_format.write_dictionary(self._file, self._coding.to_arrays())
+        for start in range(0, len(arrays["tokens"]), _AT_ONCE):
+            self._write({name: values[start : start + _AT_ONCE] for name, values in arrays.items()})
+
+    def _write(self, arrays: Arrays) -> None:
+        if self._coding is not None:
+            packed = self._coding.pack(arrays["tokens"], arrays)
+            arrays = {name: arrays[name] for name in ("tokens", "loss_mask", "segments")} | packed
+        number = len(arrays["tokens"])
+        for name, values in arrays.items():
+            self._file[name][self._at : self._at + number] = values
+        self._at += number
+        self._check()
+
+
+def stored_bytes(file: h5py.File) -> dict[str, int]:
+    """Compressed bytes by data set, all of the dictionary together."""
+    found = {name: each.id.get_storage_size() for name, each in file.items() if isinstance(each, h5py.Dataset)}
+    if cache_format.DICTIONARY in file:
+        found[cache_format.DICTIONARY] = sum(
+            each.id.get_storage_size() for each in file[cache_format.DICTIONARY].values()
+        )
+    return found
+
 
 Progress = Callable[[int, int | None], None]
 """(sequences done so far, how many in all or None)."""
@@ -123,7 +285,7 @@ class CacheWriter:
     def _listed(self, split: str, number: int, part: Rows) -> tuple[int, str, Rows, str]:
         """Check and count a shard, whoever builds it; what its builder needs."""
         self._check(part)
-        name, digest = layout.shard_name(split, number), part.digest()
+        name, digest = cache_format.shard_name(split, number), part.digest()
         self._splits[split].append((name, len(part.tokens), digest))
         self._tokens[split].update(np.ascontiguousarray(part.tokens, dtype="<u4").tobytes())
         return number * self.settings.sequences_per_shard, name, part, digest
@@ -161,7 +323,7 @@ class CacheWriter:
         record = self._vouched(name)
         if record is None or not self._is_of(record, digest):
             return None
-        path, settings = layout.shard_path(self.folder, name), self.settings
+        path, settings = cache_format.shard_path(self.folder, name), self.settings
         try:
             check_structure(path, settings.codec, settings.seq_len, split, first, len(part.tokens))
         except ValueError:
@@ -175,7 +337,7 @@ class CacheWriter:
         except (FileNotFoundError, ValueError):
             return None
         except OSError as error:
-            path = layout.sidecar_path(self.folder, name)
+            path = cache_format.sidecar_path(self.folder, name)
             raise RunError(f"{path} cannot be read: {error.strerror}; make it readable") from error
         problem = shard_problem(self.folder, record)
         if problem is not None and problem.aside is None:
@@ -188,9 +350,9 @@ class CacheWriter:
 
     def _build_shard(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
         number, spec = len(part.tokens), self.settings.codec
-        with published(layout.shard_path(self.folder, name), "cache.shard") as temporary:
-            with layout.creating(temporary) as (file, check):
-                layout.create_shard(file, spec, self.settings.seq_len, split, first, number)
+        with published(cache_format.shard_path(self.folder, name), "cache.shard") as temporary:
+            with cache_format.creating(temporary) as (file, check):
+                cache_format.create_shard(file, spec, self.settings.seq_len, split, first, number)
                 shard = ShardWriter(file, check, spec, self.settings.seq_len, split, first)
                 self._fill(shard, split, first, part)
                 stored = shard.finish()
@@ -206,16 +368,16 @@ class CacheWriter:
             "broken": shard.broken,
         }
         record |= {"rows_sha256": digest, "settings_sha256": self.settings.digest()}
-        publish_json(layout.sidecar_path(self.folder, name), record, "cache.sidecar")
+        publish_json(cache_format.sidecar_path(self.folder, name), record, "cache.sidecar")
 
     def _make_way(self, name: str, digest: str) -> None:
         """Move aside what stands where a shard is to be published, unless it is the same or kdtrain's own."""
         if self._vouched(name) is None:
-            path, sidecar = layout.shard_path(self.folder, name), layout.sidecar_path(self.folder, name)
+            path, sidecar = cache_format.shard_path(self.folder, name), cache_format.sidecar_path(self.folder, name)
             if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or file_digest(path) != digest):
-                set_aside(self.folder, f"{layout.SHARDS}/{path.name}", "damaged")
+                set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "damaged")
             if os.path.lexists(sidecar) and not _is_sealed(sidecar):
-                set_aside(self.folder, f"{layout.SHARDS}/{sidecar.name}", "damaged")
+                set_aside(self.folder, f"{cache_format.SHARDS}/{sidecar.name}", "damaged")
 
     def _fill(self, shard: ShardWriter, split: str, first: int, part: Rows) -> None:
         waiting: tuple[int, Future[None]] | None = None
@@ -310,11 +472,11 @@ class CacheWriter:
         self._stop_if_broken(len(broken), total, total)
         self._set_strays_aside({record["name"] for records in sidecars.values() for record in records})
         measured, span = self._measure()
-        index, spec, length = self.folder / layout.INDEX, self.settings.codec, self.settings.seq_len
+        index, spec, length = self.folder / cache_format.INDEX, self.settings.codec, self.settings.seq_len
         with published(index, "cache.index") as temporary:
             parts = {s: [(r["name"], r["sequences"]) for r in records] for s, records in sidecars.items()}
-            layout.write_index(temporary, spec, length, parts)
-        tokenizer = self.folder / layout.TOKENIZER
+            cache_format.write_index(temporary, spec, length, parts)
+        tokenizer = self.folder / cache_format.TOKENIZER
         files = sorted(path for path in tokenizer.rglob("*") if path.is_file())
         self.manifest = Manifest(
             settings=self.settings,
@@ -326,7 +488,7 @@ class CacheWriter:
             tokenizer_files={path.relative_to(tokenizer).as_posix(): file_digest(path) for path in files},
             versions=_versions(),
         )
-        publish_json(self.folder / layout.MANIFEST, self.manifest.to_json(), "cache.manifest")
+        publish_json(self.folder / cache_format.MANIFEST, self.manifest.to_json(), "cache.manifest")
         self.manifest = read_manifest(self.folder)
         self.close()
         return self.manifest
@@ -335,7 +497,7 @@ class CacheWriter:
         try:
             record = read_sidecar(self.folder, name)
         except (OSError, ValueError) as error:
-            path = layout.sidecar_path(self.folder, name)
+            path = cache_format.sidecar_path(self.folder, name)
             raise RunError(f"{path} is not there or damaged ({error}); run the same command again") from error
         if not self._is_of(record, digest):
             raise RunError(f"the shard {name} of {self.folder} is of other data; run the same command again")
@@ -343,10 +505,10 @@ class CacheWriter:
 
     def _set_strays_aside(self, names: set[str]) -> None:
         """Move shards beyond the last out of the way, which are from data that was longer once."""
-        with writing(self.folder / layout.SHARDS):
-            for path in sorted((self.folder / layout.SHARDS).iterdir()):
-                if path.stem not in names and layout.is_shard_file(path.name):
-                    set_aside(self.folder, f"{layout.SHARDS}/{path.name}", "left")
+        with writing(self.folder / cache_format.SHARDS):
+            for path in sorted((self.folder / cache_format.SHARDS).iterdir()):
+                if path.stem not in names and cache_format.is_shard_file(path.name):
+                    set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "left")
 
     def _summary(self, split: str, records: list[Sidecar]) -> SplitRecord:
         return {
@@ -366,12 +528,12 @@ class CacheWriter:
 
     def _measure(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         if self.teacher is None:
-            return None, None if self.settings.codec.kind == "tokens" else topk.RANGE
+            return None, None if self.settings.codec.kind == "tokens" else codec.RANGE
         split = "validation" if "validation" in self._splits else next(iter(self._splits))
         name, sequences, _ = self._splits[split][0]
         spec, length = self.settings.codec, self.settings.seq_len
         number, positions = fidelity.sample_size(sequences, length, spec.vocab_size)
-        path = layout.shard_path(self.folder, name)
+        path = cache_format.shard_path(self.folder, name)
         with naming(path), closing(Shard(path, spec)) as shard:
             batch = batch_of([shard.read(np.arange(number), checked=False)], spec)
         masked = self.settings.document_mask

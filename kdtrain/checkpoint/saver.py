@@ -27,7 +27,7 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, reason
-from kdtrain.parallel.world import local, lost, of_all, on_main, with_local
+from kdtrain.ranks import local, lost, of_all, on_main, with_local
 
 MINUTE = 60.0
 """Seconds between two tries on a full disk."""

@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from kdtrain import faults
 from kdtrain.errors import RunError, reason
-from kdtrain.parallel.world import local, with_local
+from kdtrain.ranks import local, with_local
 
 SUFFIX = ".safetensors"
 MAX_BYTES = 2**30

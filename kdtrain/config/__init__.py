@@ -18,9 +18,8 @@ from kdtrain.config.commands import (
     InspectConfig,
     VerifyConfig,
 )
-from kdtrain.config.parallel import CacheParallelConfig, ParallelConfig
-from kdtrain.config.precision import PrecisionConfig, QuantizationConfig
 from kdtrain.config.sections import (
+    CacheParallelConfig,
     CheckpointConfig,
     CodecConfig,
     DataConfig,
@@ -28,6 +27,9 @@ from kdtrain.config.sections import (
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    QuantizationConfig,
     StoppingConfig,
 )
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.config.parallel import CacheParallelConfig, ParallelConfig
-from kdtrain.config.precision import PrecisionConfig, QuantizationConfig
 from kdtrain.config.sections import (
+    CacheParallelConfig,
     CheckpointConfig,
     CodecConfig,
     DataConfig,
@@ -14,6 +13,9 @@ from kdtrain.config.sections import (
     MonitorConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    QuantizationConfig,
     StoppingConfig,
     refuse,
     refuse_bad_seed,

@@ -9,9 +9,18 @@ content of a row, so that equal rows stand on one side (`splits`).
 Of fewer than 20 texts, a whole one would be more than that: each is cut at its line ends. What is given up: a txt file
 is one document and read whole, files of another kind are left out with a line that says so, and with `streaming`
 nobody counts the documents, so that a small source may have an empty split, which is an error.
+
+Which document belongs to train, validation or test when the source does not say: pure functions of a hash.
+
+A document's rank is a number in [0, 1) made of its SHA-256. Validation is the ranks from 0.90 to 0.95, test
+those from 0.95; a split that the source has itself is not withheld, and its ranks stay in train. A rank
+depends on nothing but the document, so a growing source never moves one to another split. The price is that
+few documents may all fall into train: then `assign` takes exact shares of the hash order, and fewer than
+`FEW` texts are cut at line ends (`cut`).
 """
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -24,8 +33,67 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kdtrain.data import splits
 from kdtrain.errors import RunError, UsageError
+
+SPLITS = ("train", "validation", "test")
+# Above this many documents the chance that a hash leaves a split empty is below 1e-44.
+SMALL = 2000
+
+# Below this many, one document is more than the share of a split.
+FEW = 20
+
+_WITHHELD_FROM = {"validation": 0.90, "test": 0.95}
+_SHARE = 0.05
+
+
+def rank(text: str) -> float:
+    """A number in [0, 1), uniform over texts, that depends on `text` alone."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6], "big") / 2**48
+
+
+def by_hash(document_rank: float, withheld: Sequence[str]) -> str:
+    """The split of a document of this rank, where `withheld` names the splits that are taken from train."""
+    for split in withheld:
+        if _WITHHELD_FROM[split] <= document_rank < _WITHHELD_FROM[split] + _SHARE:
+            return split
+    return "train"
+
+
+def assign(ranks: Sequence[float], withheld: Sequence[str]) -> list[str]:
+    """The split of each document: by its hash, or by its place in the hash order if that leaves a split
+    empty.
+
+    Three documents or more leave no split empty.
+    """
+    assigned = [by_hash(document_rank, withheld) for document_rank in ranks]
+    if set(assigned) >= {"train", *withheld}:
+        return assigned
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    share = max(1, round(_SHARE * len(ranks)))
+    assigned = ["train"] * len(ranks)
+    for split in reversed(withheld):
+        for place in (order.pop() for _ in range(min(share, len(order)))):
+            assigned[place] = split
+    return assigned
+
+
+def cut(lines: Sequence[str], withheld: Sequence[str], split: str) -> range:
+    """The numbers, from 0, of those lines of a text that belong to `split`: train first, then each withheld
+    split.
+
+    Every split gets at least one line; where there are too few for that, train gets them all.
+    """
+    share = max(1, round(_SHARE * len(lines)))
+    train = len(lines) - share * len(withheld)
+    if train < 1:
+        return range(len(lines) if split == "train" else 0)
+    if split == "train":
+        return range(train)
+    start = train + share * withheld.index(split)
+    return range(start, start + share)
+
+
+pass
 
 _ALIASES = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -81,7 +149,7 @@ def documents(
     empty, unreadable or without text, RunError when the hub cannot be reached; both at the call, unless it is
     a later row that is bad.
     """
-    if split not in splits.SPLITS:
+    if split not in SPLITS:
         raise UsageError(f"split '{split}' is unknown; use train, validation or test")
     if source == "stdlib":
         parts = _stdlib(messages_column)
@@ -99,29 +167,29 @@ def documents(
 
 
 def _rank_of_key(document: Document) -> float:
-    return splits.rank(document.key)
+    return rank(document.key)
 
 
 def _rank_of_content(document: Document) -> float:
-    return splits.rank(json.dumps([document.text, document.messages], sort_keys=True))
+    return rank(json.dumps([document.text, document.messages], sort_keys=True))
 
 
 def _select(parts: Mapping[str, _Part], split: str) -> Iterator[Document]:
     if split != "train" and split in parts:
         yield from parts[split].documents()
         return
-    train, withheld = parts["train"], [s for s in splits.SPLITS[1:] if s not in parts]
-    if train.count is None or train.count > splits.SMALL:
+    train, withheld = parts["train"], [s for s in SPLITS[1:] if s not in parts]
+    if train.count is None or train.count > SMALL:
         for document in train.documents():
-            if splits.by_hash(train.rank(document), withheld) == split:
+            if by_hash(train.rank(document), withheld) == split:
                 yield document
         return
     ranks = [train.rank(document) for document in train.documents()]
-    if withheld and len(ranks) < splits.FEW and (len(ranks) < 3 or _can_be_cut(train, withheld)):
+    if withheld and len(ranks) < FEW and (len(ranks) < 3 or _can_be_cut(train, withheld)):
         for document in train.documents():
             yield from _cut(document, withheld, split)
         return
-    for document, assigned in zip(train.documents(), splits.assign(ranks, withheld), strict=True):
+    for document, assigned in zip(train.documents(), assign(ranks, withheld), strict=True):
         if assigned == split:
             yield document
 
@@ -137,7 +205,7 @@ def _cut(document: Document, withheld: Sequence[str], split: str) -> Iterator[Do
             yield document
         return
     lines = document.text.splitlines(keepends=True)
-    kept = splits.cut(lines, withheld, split)
+    kept = cut(lines, withheld, split)
     text = "".join(lines[kept.start : kept.stop])
     if text.strip():
         yield Document(f"{document.key} lines {kept.start + 1}-{kept.stop}", text=text)
@@ -145,7 +213,7 @@ def _cut(document: Document, withheld: Sequence[str], split: str) -> Iterator[Do
 
 def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
     """Each file of `names` (relative to `root`) as one document, in hash order."""
-    ordered = sorted(names, key=splits.rank)
+    ordered = sorted(names, key=rank)
 
     def read() -> Iterator[Document]:
         for name in ordered:

@@ -4,25 +4,177 @@
 progress bars, and asks on stdin whether to run code that comes with a model. Importing this module turns those
 off; `ask` makes a `UsageError` of one line of any exception. What went wrong in between, such as a lost
 connection, is not told apart from what cannot be.
+
+What the files of a model may not ask of transformers.
+
+A configuration looks like data. To transformers it also names Python files to run, attention kernels to fetch from
+the hub, packages to import and pickled weights to read, and whatever else stands in it becomes an attribute of an
+object, in place of its methods too. Whoever made a model folder, a run or a spec may have put such a thing there, so
+it is refused in one line before transformers sees it. `trust_remote_code = true` in a spec leaves out what is about
+code; numbers that no model has are refused always, because a build of them would not end.
+
+This is a list of what transformers 5 is known to act on, not a proof; what it does not know it answers with an error,
+of which `hub.ask` makes a line.
 """
 
 import difflib
 import errno
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast, dynamic_module_utils
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    dynamic_module_utils,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import is_flash_attn_2_available
+from transformers.models.auto.tokenization_auto import get_tokenizer_config, tokenizer_class_from_name
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, is_flash_attn_2_available
 
 from kdtrain.errors import UsageError, panics_refused
+from kdtrain.files import LARGE, parse_json
 from kdtrain.models.spec import ATTENTIONS, ModelSpec
-from kdtrain.models.trust import refuse_code, refuse_foreign_tokenizer, refuse_impossible, refuse_large_files
+
+MAX_LAYERS = 1000
+"""Layers are made one by one; the deepest models have about 130."""
+MOST_JSON = 2**25
+"""Bytes of a configuration or an index of weights at most; the largest known has 9e6."""
+_READ_WHOLE = (
+    *("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "*.model"),
+    *("chat_template*", "additional_chat_templates/*"),
+)
+
+_IMPLEMENTATIONS = (None, *ATTENTIONS, "grouped_mm", "batched_mm")
+"""Of attention and of experts; any other name is that of a kernel on the hub, or unknown."""
+_IMPLEMENTATION = re.compile("(?:attn|experts)_implementation")
+_REDIRECTING = ("attribute_map", "sub_configs", "sub_configs_defaults", "_auto_class")
+_ONE_BY_ONE = re.compile("n(?:um)?_(?:hidden_)?(?:layers?|labels)")
+_DROPOUT = re.compile("(?:dropout|pdrop)(?:_prob|_rate|_p)?$")
+_AT_LEAST_ONE = re.compile(
+    "vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_(?:attention|key_value)_heads|n_(?:embd|layer|head)"
+)
+
+
+def refuse_impossible(source: str, table: dict[str, Any]) -> None:
+    """Refuse sizes in a configuration (its JSON or TOML, of any depth) of which there is no model."""
+    for key, value in _entries(table):
+        if _DROPOUT.search(key) and type(value) in (int, float) and not 0 <= value <= 1:
+            raise UsageError(f"{source}: {key} = {value}: a dropout is between 0 and 1; mend its configuration")
+        if type(value) is not int:
+            continue
+        if _AT_LEAST_ONE.fullmatch(key) and value < 1:
+            raise UsageError(f"{source}: {key} = {value}: a model needs at least 1; mend its configuration")
+        if _ONE_BY_ONE.fullmatch(key) and value > MAX_LAYERS:
+            raise UsageError(f"{source}: {key} = {value:,}: at most {MAX_LAYERS:,} can be made")
+    heads, shared = (table.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    if type(heads) is int and type(shared) is int and heads % shared:
+        raise UsageError(
+            f"{source}: num_key_value_heads = {shared} does not divide num_attention_heads = {heads}; "
+            "choose one that does"
+        )
+
+
+def refuse_large_files(source: str) -> None:
+    """Refuse a folder in which a file that transformers reads into memory whole is larger than any such file is, or is
+    none: a pipe would be waited for."""
+    for path in (path for pattern in _READ_WHOLE for path in Path(source).glob(pattern)):
+        limit = LARGE if path.name.startswith(("tokenizer.", "vocab.", "merges.")) else MOST_JSON
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UsageError(f"{path} is not a regular file; remove it")
+        if path.is_file() and path.stat().st_size > limit:
+            raise UsageError(f"{path} has more than {limit:,} bytes; a model's file of that name is smaller")
+
+
+def refuse_code(source: str, table: dict[str, Any]) -> None:
+    """Refuse a configuration (its JSON or TOML, of any depth) that makes transformers run, fetch or unpickle."""
+    if "auto_map" in table and table.get("model_type") not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        raise UsageError(f"{source}: it brings its own code; if you trust that, set trust_remote_code = true in a TOML")
+    _refuse_replacements(source, table)
+    for key, value in _entries(table):
+        if _IMPLEMENTATION.search(key) and value not in _IMPLEMENTATIONS:
+            raise UsageError(
+                f"{source}: {key} = {_short(value)} in its configuration names a kernel from elsewhere; take it out"
+            )
+        if key == "quantization_config" and value is not None:
+            raise UsageError(
+                f"{source}: its weights are quantised, which other packages read; take a copy that is not, "
+                "or, if you trust it, set trust_remote_code = true in a TOML"
+            )
+        if key == "transformers_weights" and not (value is None or _is_safe_name(value)):
+            raise UsageError(f"{source}: transformers_weights = {_short(value)} is not a safetensors file; take it out")
+
+
+def refuse_foreign_weights(source: str, revision: str) -> None:
+    """Refuse a folder or hub id whose weights are an adapter, or whose index names anything but safetensors beside it.
+
+    transformers unpickles a file that an index names, whatever it was asked for.
+    """
+    if _file(source, "adapter_config.json", revision) is not None:
+        raise UsageError(f"{source}: it holds an adapter (adapter_config.json), which is not read; merge it first")
+    index = _file(source, SAFE_WEIGHTS_INDEX_NAME, revision)
+    if index is None:
+        return
+    for name in set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()):
+        if not _is_safe_name(name):
+            raise UsageError(f"{source}: {index.name} names {_short(name)}, which is not a safetensors file beside it")
+
+
+def refuse_foreign_tokenizer(source: str, revision: str) -> None:
+    """Refuse a tokenizer whose class is not one: transformers loads any class of its own by that name, models too."""
+    try:
+        config = PreTrainedConfig.get_config_dict(source, revision=revision)[0]
+    except OSError:  # a tokenizer alone, or nothing at all, of which transformers says what is missing
+        config = {}
+    _refuse_replacements(source, config)
+    refuse_impossible(source, config)
+    for table in (get_tokenizer_config(source, revision=revision), config):
+        name = table.get("tokenizer_class")
+        found = None if name is None else tokenizer_class_from_name(name)
+        if found is not None and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
+            raise UsageError(f"{source}: tokenizer_class = {_short(name)} is not a tokenizer; mend its configuration")
+
+
+def _refuse_replacements(source: str, table: dict[str, Any]) -> None:
+    """Refuse entries that, set as attributes, would take the place of methods or redirect other attributes."""
+    for key, _ in _entries(table):
+        if key.startswith("__") or key in _REDIRECTING or callable(getattr(PreTrainedConfig, key, None)):
+            raise UsageError(f"{source}: {key} in its configuration would replace a part of transformers; take it out")
+
+
+def _entries(table: Any) -> Iterator[tuple[str, Any]]:
+    """Every key and value of nested tables and lists."""
+    left = [table]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            yield from each.items()
+            left.extend(each.values())
+        elif isinstance(each, list):
+            left.extend(each)
+
+
+def _file(source: str, name: str, revision: str) -> Path | None:
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(source, name, revision=revision, **quiet)
+    return None if found is None else Path(found)
+
+
+def _is_safe_name(name: object) -> bool:
+    return isinstance(name, str) and name == Path(name).name and name.endswith(".safetensors")
+
+
+def _short(value: object) -> str:
+    return repr(value)[:80]
+
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

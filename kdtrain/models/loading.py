@@ -34,10 +34,18 @@ from kdtrain.files import (
     swap_in,
     typed,
 )
-from kdtrain.models.hub import ask, ask_config, ask_tokenizer, attention_option, config_of, one_line, revision_of
+from kdtrain.models.hub import (
+    ask,
+    ask_config,
+    ask_tokenizer,
+    attention_option,
+    config_of,
+    one_line,
+    refuse_foreign_weights,
+    revision_of,
+)
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
 from kdtrain.models.spec import ModelSpec, read_spec
-from kdtrain.models.trust import refuse_foreign_weights
 
 ORIGIN = "kdtrain.json"
 """Beside an exported model: where it comes from, and the SHA-256 of its files, sealed."""

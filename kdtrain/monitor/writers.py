@@ -19,8 +19,7 @@ import torch
 from kdtrain.config import MonitorConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import SMALL, open_regular, parse_json, publish_text, typed
-from kdtrain.monitor.boards import Board, TensorBoard, WeightsAndBiases
-from kdtrain.monitor.histograms import Joined, histograms
+from kdtrain.monitor.loggers import Board, Joined, TensorBoard, WeightsAndBiases, histograms
 from kdtrain.monitor.progress import early_warnings, log, warn_early
 
 Level = Literal["info", "warning", "error"]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from kdtrain.objective.divergence import DIVERGENCES
-from kdtrain.objective.events import Events
 from kdtrain.objective.logits import cap_slope
+from kdtrain.objective.tails import Events
 from kdtrain.objective.targets import EMPTY
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
-from kdtrain.objective.events import TAIL_RULES, Events, resolve_tail
+from kdtrain.objective.tails import TAIL_RULES, Events, resolve_tail
 
 _IMPOSSIBLE = -1e3
 """Log-probability below which a token counts as excluded (-inf padding); no squared difference is made of it."""

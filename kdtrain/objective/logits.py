@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kdtrain.objective.products import wide_product
+from kdtrain.objective.matmul import wide_product
 
 NEVER = -1e30
 """Logit of what is masked out. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""

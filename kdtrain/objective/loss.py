@@ -22,10 +22,10 @@ from torch import Tensor
 from kdtrain.errors import UsageError
 from kdtrain.objective.dense import DenseStatistics
 from kdtrain.objective.divergence import DIVERGENCES, parameter_of, refuse
-from kdtrain.objective.events import resolve_tail, sparse_events
-from kdtrain.objective.fused import fused_loss
+from kdtrain.objective.engine import fused_loss
 from kdtrain.objective.logits import Head
 from kdtrain.objective.statistics import Rows, Statistics
+from kdtrain.objective.tails import resolve_tail, sparse_events
 from kdtrain.objective.targets import SparseTargets, Targets, per_token, scalar
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from kdtrain.objective.divergence import forward_kl
-from kdtrain.objective.events import dense_events, sparse_events
 from kdtrain.objective.logits import Head, WholeHead, chunk_logits, chunk_rows
 from kdtrain.objective.statistics import Rows, row_statistics
+from kdtrain.objective.tails import dense_events, sparse_events
 from kdtrain.objective.targets import DenseTargets, OnlineTargets, SparseTargets, Targets
 
 BINS = 15

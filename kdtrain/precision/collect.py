@@ -29,8 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kdtrain.errors import UsageError
 from kdtrain.files import published, set_aside
-from kdtrain.precision.mx import ELEMENTS, mx_scale
-from kdtrain.precision.products import Recipe, quantized_operand
+from kdtrain.precision.emulated import ELEMENTS, Recipe, mx_scale, quantized_operand
 
 MOST_BYTES = 2**32
 """Of the file; it is copied at each collection."""

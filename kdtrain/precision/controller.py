@@ -1,4 +1,6 @@
-"""When to train quantised and when not: adaptive quantisation ("time-resume") as a pure state machine.
+"""What the controller of adaptive quantisation is told, and what it answers.
+
+When to train quantised and when not: adaptive quantisation ("time-resume") as a pure state machine.
 
 It is fed each step's loss, reduced over all ranks, and (under rule `gap`) what quantisation costs on a probe; it
 answers with actions, which the trainer carries out in order. It knows no clock, no disk and no model, and its whole
@@ -19,6 +21,8 @@ Rules, of which several may hold at once; any of them sends to the fallback, and
 A loss that is not finite sends to the fallback at once; three in a row in the fallback go back to the newest good
 state in the recovery buffer. `min_dwell` and `max_switches` end flapping: once the switches are used up the run stays
 in the fallback. Checkpoints carry the decision that was made when they were written, not the one before it.
+
+The part of a run that quantises adaptively: the controller, and the student's switch.
 """
 
 import math
@@ -27,7 +31,83 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
 from kdtrain.files import typed
-from kdtrain.precision.policy import Action, Forget, Policy, Recover, Save, Say, Snapshot, SwitchTo
+from kdtrain.precision.linear import Position, Switch
+
+RULES = ("loss", "gap", "spike", "schedule")
+"""What may send a run to its fallback (`controller`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What the controller is told to do."""
+
+    quantized: str
+    """Name of the quantised mode: fp8, mxfp8 or mxfp4."""
+    fallback: str = "bf16"
+    """Name of the high mode."""
+    rules: tuple[str, ...] = ("gap",)
+    """Of `RULES`."""
+    threshold: float = 0.1
+    """In nats: of the loss under rule `loss`; under rule `gap` the most that its own threshold may be."""
+    window: int = 5
+    """Steps in a window."""
+    snapshot_every: int = 1
+    """Steps between snapshots within a window."""
+    snapshot_to_disk: bool = False
+    """Whether snapshots are checkpoints."""
+    keep: int = 2
+    """States that the recovery buffer holds, of each kind."""
+    probe_every: int = 100
+    """Steps between measurements of the gap."""
+    min_dwell: int = 10
+    """Least steps between a switch and the next one that a rule asks for."""
+    max_switches: int = 20
+    """Switches after which the run stays in the fallback."""
+    decay_start: int | None = None
+    """Under rule `schedule`: the last step before the decay."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """Write a line to the log."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class Save:
+    """Publish a checkpoint under a name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Keep the state of a step in memory, and at most `keep` of them."""
+
+    step: int
+    keep: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Drop the snapshots in memory: the checkpoint that follows takes their place."""
+
+
+@dataclass(frozen=True)
+class SwitchTo:
+    """Run the next step in another mode."""
+
+    mode: str
+
+
+@dataclass(frozen=True)
+class Recover:
+    """Go back to the newest good state of the recovery buffer."""
+
+
+Action = Say | Save | Snapshot | Forget | SwitchTo | Recover
+
 
 PATIENCE = 3
 """Steps in a row above the threshold, or not finite, that count."""
@@ -345,3 +425,38 @@ def _bound(values: list[float], loss: float) -> float:
     median = statistics.median(values)
     spread = statistics.median(abs(each - median) for each in values)
     return median + _WIDTH * max(spread, _LEAST_SPREAD * abs(loss))
+
+
+class Adaptive:
+    """The controller of a run and its switch.
+
+    Args:
+        controller: what decides.
+        switch: of the student's layers.
+        fallback: the position that the switch has in the fallback.
+    """
+
+    def __init__(self, controller: Controller, switch: Switch, fallback: Position) -> None:
+        self.controller = controller
+        self.switch = switch
+        self.fallback = fallback
+        self.gap: float | None = None
+        self.switch_to(controller.mode)
+
+    @property
+    def positions(self) -> tuple[Position, Position]:
+        """The two positions that the run switches between: quantised, and the fallback's."""
+        return "quantized", self.fallback
+
+    def switch_to(self, mode: str) -> None:
+        """Put the switch where `mode` is what runs: the policy's quantised mode, or its fallback."""
+        self.switch.position = "quantized" if mode == self.controller.policy.quantized else self.fallback
+
+    def state_dict(self) -> dict[str, Any]:
+        """The controller's memory."""
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`, in its mode."""
+        self.controller.load_state_dict(state)
+        self.switch_to(self.controller.mode)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kdtrain.precision.products import Recipe, quantized_linear
+from kdtrain.precision.emulated import Recipe, quantized_linear
 
 Position = Literal["high", "quantized", "high-forward"]
 

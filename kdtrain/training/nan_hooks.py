@@ -30,10 +30,10 @@ from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import DistillConfig, sections
 from kdtrain.objective.loss import LossOutput
 from kdtrain.objective.targets import EMPTY, DenseTargets
-from kdtrain.parallel.sharded import peak, total_norm
-from kdtrain.parallel.world import local, world_size
-from kdtrain.training.source import TaughtBatch
-from kdtrain.training.step import DistillStep
+from kdtrain.parallel.parallelize import peak, total_norm
+from kdtrain.ranks import local, world_size
+from kdtrain.training.data import TaughtBatch
+from kdtrain.training.student import DistillStep
 
 _NORM = "the norm of all gradients"
 _PREFIX = "student.model."

@@ -2,23 +2,302 @@
 
 Nothing of it changes the training: no random number is drawn, no gradient touched. Between the steps that are due it
 costs the reading of one file of /proc.
+
+Whether a learned temperature has run to one of its bounds, said once.
+
+A T on its bound is no longer learned: the loss wants it further away than it may go. `minimize` ends there by its
+nature (docs/temperature.md). It is said when it is first seen, and again only after T had left that bound.
+
+Signs that a run is not well, as pure functions of its numbers: each gives a line for people, or None.
+
+Nothing here changes the training or survives a restart: what is said once a process is said again by the next one.
+
+The student asked to write: prompts from the validation split, continued now and then while it trains.
+
+What the student writes: a few prompts, each continued greedily and by sampling.
+
+The sampling draws from a generator of its own with the same seed each time: training's random numbers are not touched,
+and two samples differ by what the student has learned in between. There is no cache of keys and values: every kind of
+model can be asked, at the price of a whole forward a token.
+
+Shape suffixes: B rows, T tokens so far, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.config import DistillConfig
 from kdtrain.monitor.progress import status
 from kdtrain.monitor.writers import Writers
-from kdtrain.parallel.sharded import joiner
-from kdtrain.parallel.world import local, memory_mb, resident_mb
-from kdtrain.training.health import ClippedShare, LearnedSamples, MemoryGrowth, gradients_of, initial_loss
-from kdtrain.training.samples import Sampler
-from kdtrain.training.source import Source
-from kdtrain.training.step import DistillStep
+from kdtrain.objective.temperature import Temperature
+from kdtrain.parallel.parallelize import joiner, peaks, reshard
+from kdtrain.precision.modes import autocast
+from kdtrain.ranks import local, memory_mb, resident_mb
+from kdtrain.training.data import Source
+from kdtrain.training.student import DistillStep
+
+NextLogits = Callable[[torch.Tensor], torch.Tensor]
+"""tokens_BT -> logits_BV of the token after the last one."""
+
+
+@torch.no_grad()
+def generate(next_logits: NextLogits, prompts_BT: torch.Tensor, tokens: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """Continue each prompt by `tokens` tokens: greedily, and sampled at temperature 1; both int64 [B, tokens].
+
+    Args:
+        next_logits: the model.
+        prompts_BT: int64, all of one length.
+        tokens: how many are added.
+        seed: of the draws.
+    """
+    generator = torch.Generator(prompts_BT.device).manual_seed(seed)
+    rows, start = prompts_BT.shape
+    written = torch.cat([prompts_BT, prompts_BT])
+    for _ in range(tokens):
+        logits = next_logits(written).float()
+        best = logits[:rows].argmax(-1, keepdim=True)
+        drawn = torch.multinomial(torch.softmax(logits[rows:], -1), 1, generator=generator)
+        written = torch.cat([written, torch.cat([best, drawn])], dim=1)
+    return written[:rows, start:], written[rows:, start:]
+
+
+class BoundWatch:
+    """Remembers the bound that was last named; a resumed run names it once more."""
+
+    def __init__(self) -> None:
+        self.named: str | None = None
+
+    def look(self, temperature: Temperature, mode: str, step: int, writers: Writers) -> None:
+        """Name a bound that T has come to sit on, on the terminal and in events.jsonl. Reads the device."""
+        bound = temperature.at_bound()
+        if bound is not None and bound != self.named:
+            value = float(temperature.value().detach())
+            text = f"the learned temperature sits on its {bound}, {value:.3f}: --temperature-mode {mode} found nothing"
+            facts = {"bound": bound, "temperature": value, "mode": mode}
+            writers.warning("temperature-bound", step, f"{text} inside the bounds", **facts)
+        self.named = bound
+
+
+class ClippedShare:
+    """The share of the last steps whose gradient was clipped; above a tenth the learning rate is too high.
+
+    Args:
+        clip: largest norm of a gradient; 0 clips nothing.
+        window: steps counted.
+    """
+
+    limit = 0.1
+
+    def __init__(self, clip: float, window: int = 100) -> None:
+        self.clip = clip
+        self.steps: deque[bool] = deque(maxlen=window)
+        self.warned = False
+
+    @property
+    def share(self) -> float:
+        """0 to 1; 0 before the first step."""
+        return sum(self.steps) / len(self.steps) if self.steps else 0.0
+
+    def add(self, norm: float) -> str | None:
+        """Count a step whose gradient had `norm`; the warning when a full window gets over the limit."""
+        self.steps.append(0 < self.clip < norm)
+        over = len(self.steps) == self.steps.maxlen and self.share > self.limit
+        news, self.warned = over and not self.warned, over
+        if not news:
+            return None
+        return (
+            f"the gradient was clipped in {self.share:.0%} of the last {len(self.steps)} steps (above --clip "
+            f"{self.clip:g}); more than {self.limit:.0%} says that the steps are too long: lower --lr"
+        )
+
+
+class LearnedSamples:
+    """Whether the student has learned the samples in its targets by heart, said once.
+
+    A divergence is at least 0, and so is the mean of its estimates from fresh samples. A cache's samples are the same
+    in every epoch: a student that fits them brings the estimate to 0 and below while it moves away from the teacher.
+
+    Args:
+        samples: entries drawn for a token; with 0 there is nothing to be learned.
+        window: steps in the mean.
+    """
+
+    def __init__(self, samples: int, window: int = 50) -> None:
+        self.samples = samples
+        self.steps: deque[float] = deque(maxlen=window)
+        self.warned = False
+
+    @property
+    def mean(self) -> float:
+        """Of the divergence in the last steps, nats; infinite before there are enough."""
+        return math.fsum(self.steps) / len(self.steps) if len(self.steps) == self.steps.maxlen else math.inf
+
+    def add(self, divergence: float, epochs: float) -> str | None:
+        """Take the divergence of a step, a mean over its tokens; the warning when the window's mean is 0 or less."""
+        if not self.samples or not math.isfinite(divergence):
+            return None
+        self.steps.append(divergence)
+        if self.warned or self.mean > 0:
+            return None
+        self.warned = True
+        return (
+            f"the divergence from the teacher is {self.mean:.3f} nats over the last {len(self.steps)} steps, and fresh "
+            f"samples give none below 0: after {epochs:.1f} epochs the student has learned the {self.samples} samples "
+            "a token by heart; cache more text, or with a larger --head or --draws, or train fewer steps"
+        )
+
+
+class MemoryGrowth:
+    """How much more memory a process holds than after its warm-up; more than half again is said once.
+
+    The reference is taken after `warmup` steps of the process, and again behind the first checkpoint and the first
+    validation, whose buffers stay.
+
+    Args:
+        first: the first step of this process.
+        warmup: steps until the memory is expected to be settled.
+        every: numbers of steps between what settles it anew (checkpoints, validations).
+    """
+
+    limit = 0.5
+
+    def __init__(self, first: int, warmup: int = 50, every: Iterable[int] = ()) -> None:
+        warm = first + warmup - 1
+        self.settles = {warm + 1, *(max(warm, -(-first // each) * each) + 1 for each in every)}
+        self.reference: float | None = None
+        self.warned = False
+
+    def add(self, step: int, held: float) -> tuple[float, str | None]:
+        """MiB above the reference (0 before there is one) when `held` MiB are held in `step`, and the warning."""
+        if step in self.settles:
+            self.reference = held
+        if not self.reference:
+            return 0.0, None
+        grown = held - self.reference
+        if self.warned or grown <= self.limit * self.reference:
+            return grown, None
+        self.warned = True
+        return grown, (
+            f"the process holds {held:,.0f} MiB, {grown:,.0f} more than after its warm-up; if it goes on growing "
+            "something leaks, and the run can be stopped and gone on with"
+        )
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The parameters whose gradient is no good, by name."""
+
+    missing: list[str] = field(default_factory=list)
+    """Without one: they took no part in the loss."""
+    zero: list[str] = field(default_factory=list)
+    """All of it 0: they take part, and nothing they do matters."""
+    broken: list[str] = field(default_factory=list)
+    """Some of it nan or inf."""
+    good: int = 0
+    """Parameters whose gradient is finite and not all 0."""
+
+    def lines(self) -> list[str]:
+        """A line for each kind that there is."""
+        kinds = (
+            (self.broken, "a gradient that is not finite"),
+            (self.missing, "no gradient: nothing they do reaches the loss"),
+            (self.zero, "a gradient of nothing but zeros: they will not learn"),
+        )
+        return [f"{_count(names)} {text} ({_first(names)})" for names, text in kinds if names]
+
+
+def gradients_of(module: nn.Module) -> Gradients:
+    """Look at the gradient of every parameter that wants one; waits for the device once."""
+    wanting = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    there = {name: each.grad for name, each in wanting.items() if each.grad is not None}
+    largest = peaks(list(there.values())).tolist() if there else []
+    by_name = dict(zip(there, largest, strict=True))
+    return Gradients(
+        missing=[name for name in wanting if name not in there],
+        zero=[name for name, size in by_name.items() if size == 0],
+        broken=[name for name, size in by_name.items() if not math.isfinite(size)],
+        good=sum(math.isfinite(size) and size > 0 for size in by_name.values()),
+    )
+
+
+def initial_loss(loss: float, vocab_size: int, init: str) -> tuple[bool, str]:
+    """Whether the cross-entropy before the first step is what it should be, and a line that says so.
+
+    Args:
+        loss: nats a token.
+        vocab_size: V; knowing nothing costs ln V.
+        init: where the weights come from, as a spec says it. From scratch they know nothing: the loss is ln V, and up
+            to a tenth more where random logits are wide. Pretrained ones are below. Others may be anywhere.
+    """
+    even = math.log(vocab_size)
+    text = f"initial loss {loss:.3f} nats a token, ln V is {even:.3f}"
+    if not math.isfinite(loss):
+        return False, f"{text}: not finite; look at the weights and the data"
+    if init == "scratch" and loss > 1.1 * even:
+        return False, f"{text}: fresh weights are worse than knowing nothing; their scale is too large"
+    if init == "scratch" and loss < 0.9 * even:
+        return (
+            False,
+            f"{text}: fresh weights know too much; a label is seen before it is to be told, or they are not fresh",
+        )
+    if init == "pretrained" and loss > even:
+        return False, f"{text}: a trained student is worse than knowing nothing; is the tokenizer its own?"
+    return True, text
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names)} parameter{'s have' if len(names) > 1 else ' has'}"
+
+
+def _first(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 32, 48
+
+
+class Sampler:
+    """Asks the student of `step` to go on with the first tokens of the first sequences of `source`.
+
+    Args:
+        step: the student and how its forward runs.
+        source: the validation split; read once, at the first call.
+        tokenizer: what makes text of tokens.
+        seed: of the draws.
+    """
+
+    def __init__(self, step: DistillStep, source: Source, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self.step, self.source, self.tokenizer, self.seed = step, source, tokenizer, seed
+        self.prompt = max(1, min(PROMPT_TOKENS, step.seq_len // 2))
+        self.tokens = max(1, min(NEW_TOKENS, step.seq_len - self.prompt))
+        self.prompts_BT: torch.Tensor | None = None
+
+    def texts(self) -> list[dict[str, str]]:
+        """Prompt, greedy and sampled continuation of each prompt; the student's mode is left as it was."""
+        if self.prompts_BT is None:
+            numbers = np.arange(min(PROMPTS, len(self.source)))
+            self.prompts_BT = self.source.read(numbers).tokens[:, : self.prompt]
+        training = self.step.training
+        self.step.eval()
+        try:
+            both = generate(self._next_logits, self.prompts_BT, self.tokens, self.seed)
+        finally:
+            self.step.train(training)
+            reshard(self.step.student)
+        written = [self.tokenizer.batch_decode(tokens.tolist()) for tokens in (self.prompts_BT, *both)]
+        return [dict(zip(("prompt", "greedy", "sampled"), row, strict=True)) for row in zip(*written, strict=True)]
+
+    def _next_logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        with self.step.switch.at("high"), autocast(self.step.mode, self.step.device):
+            hidden_BTD = self.step.student(tokens_BT)
+        return self.step.student.head(hidden_BTD[:, -1])[:, : self.step.vocab_size]
 
 
 class Reporter:

@@ -10,22 +10,18 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.data import order
 from kdtrain.monitor.writers import Writers
-from kdtrain.parallel.world import rank, world_size
-from kdtrain.parallel.wrap import Alone
+from kdtrain.parallel.parallelize import Alone
 from kdtrain.precision.collect import Collector
-from kdtrain.precision.scale import LossScale
-from kdtrain.training.adaptive import Adaptive
-from kdtrain.training.bounds import BoundWatch
-from kdtrain.training.divergence import DivergenceWatch
-from kdtrain.training.early import EarlyStopping
-from kdtrain.training.guards import GradientExplosion
+from kdtrain.precision.controller import Adaptive
+from kdtrain.precision.loss_scale import LossScale
+from kdtrain.ranks import rank, world_size
+from kdtrain.training.data import Feed, Source
+from kdtrain.training.guards import DivergenceWatch, EarlyStopping, GradientExplosion, SpikeDetector
 from kdtrain.training.nan_hooks import NanHooks
-from kdtrain.training.reporter import Reporter
+from kdtrain.training.reporter import BoundWatch, Reporter
 from kdtrain.training.schedule import decay_steps
-from kdtrain.training.source import Feed, Source
-from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import TrainState
-from kdtrain.training.step import DistillStep
+from kdtrain.training.student import DistillStep
 
 
 @dataclass

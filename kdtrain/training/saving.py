@@ -10,7 +10,7 @@ import time
 
 from kdtrain.checkpoint import tiers
 from kdtrain.monitor.progress import log
-from kdtrain.parallel.world import is_main, on_main
+from kdtrain.ranks import is_main, on_main
 from kdtrain.training.run import Run
 
 

@@ -2,11 +2,17 @@
 
 The student's weights are fp32 masters. The cursor is integers: with the seed it decides which sequences come next.
 Random numbers need no memory, because each step seeds its generators from (seed, step).
+
+Snapshots of a run's state that are kept in memory, as part of its checkpoints.
+
+Adaptive quantisation goes back to them. A run that is resumed between two of its windows' ends would have lost them
+and go back to another state than the run that was not stopped; a checkpoint that is written while there are any
+therefore carries them, under names of their own.
 """
 
 import random
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, Protocol, TypedDict
@@ -23,10 +29,47 @@ from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.models.head import SplitModel
-from kdtrain.parallel.sharded import cut_like, part_of
-from kdtrain.parallel.world import local, rank
-from kdtrain.parallel.wrap import reshard
-from kdtrain.training import snapshots
+from kdtrain.parallel.parallelize import cut_like, part_of, reshard
+from kdtrain.ranks import local, rank
+
+_PREFIX = "snapshot."
+
+
+def packed(snapshots: Iterable[Checkpoint]) -> dict[str, torch.Tensor]:
+    """The tensors of `snapshots`, oldest first, by names that say whose they are."""
+    return {
+        f"{_PREFIX}{number}.{name}": tensor
+        for number, kept in enumerate(snapshots)
+        for name, tensor in kept.tensors.items()
+    }
+
+
+def plain(name: str) -> str:
+    """What the tensor called `name` is called in the state that it is of, a snapshot's or not."""
+    return name.removeprefix(_PREFIX).partition(".")[2] if name.startswith(_PREFIX) else name
+
+
+def without(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint that are no snapshot's."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_PREFIX)}
+
+
+def unpacked(tensors: Mapping[str, torch.Tensor], states: list[dict[str, Any]]) -> deque[Checkpoint]:
+    """The snapshots of a checkpoint, oldest first; `states` are their plain numbers."""
+    found: deque[Checkpoint] = deque()
+    for number, state in enumerate(states):
+        start = f"{_PREFIX}{number}."
+        own = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+        found.append(snapshot(own, state))
+    return found
+
+
+def snapshot(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Checkpoint:
+    """A snapshot of these tensors and numbers."""
+    return Checkpoint(f"snapshot of step {state['progress']['step']}", tensors, state)
+
+
+pass
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -147,7 +190,7 @@ class TrainState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors of the complete state; tied weights appear once."""
-        return self.own_tensors() | snapshots.packed(self.snapshots)
+        return self.own_tensors() | packed(self.snapshots)
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors` without those of the snapshots."""
@@ -161,7 +204,7 @@ class TrainState:
 
     def like(self, name: str, shape: torch.Size) -> torch.Tensor | None:
         """What the tensor of this name and shape in a checkpoint is cut up like; None where it is not."""
-        name = snapshots.plain(name)
+        name = plain(name)
         for part, parameter in self._parameters():
             mine = name == part or name.startswith(f"optimizer.{part}.")
             if mine and isinstance(parameter, DTensor) and parameter.shape == shape:
@@ -197,8 +240,8 @@ class TrainState:
             RunError: an entry is missing, unknown, or of another shape or type.
         """
         if memory and "adaptive" in self.watchers:
-            self.snapshots = snapshots.unpacked(tensors, numbers.get("snapshots", []))
-        tensors = snapshots.without(tensors)
+            self.snapshots = unpacked(tensors, numbers.get("snapshots", []))
+        tensors = without(tensors)
         for part, module in self._parts():
             if part in leave:
                 tensors = {name: each for name, each in tensors.items() if part not in name.split(".")[:2]}

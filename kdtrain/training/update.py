@@ -7,8 +7,14 @@ counters as they are, bit by bit. The host reads all numbers of the step in one 
 
 Over several ranks gradients are exchanged with the last micro-batch; sums, and whether somebody was asked to stop,
 go in one more exchange behind it, so that every number from there on is that of all ranks, and the same on each.
+
+Out of memory in a forward or a backward: once, in the first steps of a process, half the micro-batch is tried.
+
+The step is the same to rounding, since losses are sums over tokens. One process alone does so: of several, those that
+had enough memory would wait in an exchange for the one that had not.
 """
 
+import gc
 import signal
 import time
 from collections.abc import Iterator
@@ -17,16 +23,44 @@ import torch
 
 from kdtrain import faults
 from kdtrain.cache.reader import CachedBatch
+from kdtrain.errors import RunError
 from kdtrain.objective.loss import LossOutput
-from kdtrain.parallel.sharded import clip_norm_
-from kdtrain.parallel.world import is_main, local, summed, world_size
+from kdtrain.parallel.parallelize import clip_norm_
+from kdtrain.ranks import is_main, local, summed, world_size
 from kdtrain.training.guards import guarded_step, not_finite
-from kdtrain.training.memory import halve_micro_batch, out_of_memory
 from kdtrain.training.run import Run
 from kdtrain.training.saving import clock_is_due
 from kdtrain.training.schedule import alpha, learning_rate
+from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import seed_everything
-from kdtrain.training.stopping import StopRequest
+
+FIRST_STEPS = 10
+"""Steps of a process after which memory that was enough is expected to be enough for good."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory; torch has no kind of its own for a CPU's."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def halve_micro_batch(run: Run) -> None:
+    """After a forward or backward without memory: drop its gradients, and take half as many sequences from now on.
+
+    Raises:
+        RunError: it was done before, the first steps are over, the micro-batch is odd, or there are several processes.
+    """
+    number, micro = run.state.progress.step + 1, run.micro
+    text = f"out of memory in step {number} with micro-batches of {micro} sequences"
+    if number > run.halves_until or micro % 2 or world_size() > 1:
+        raise RunError(f"{text}; lower --micro-batch-size, or add --activation-checkpointing", reason="oom")
+    run.halves_until, run.micro = 0, micro // 2
+    run.state.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    if run.step.device.type == "cuda":
+        torch.cuda.empty_cache()
+    text += f": continuing with {run.micro}, as --micro-batch-size {run.micro} does from the start"
+    run.writers.warning("memory", number - 1, text, micro_batch_size=run.micro)
+
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache import layout
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import CacheSettings, read_manifest
+from kdtrain.cache.manifest import CacheSettings, read_manifest
 from kdtrain.cache.writer import write_cache
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -76,11 +76,14 @@ class Workshop:
     def content(self, folder: Path) -> dict[str, np.ndarray]:
         """Every data set of every shard."""
         found = {}
-        for path in sorted((folder / layout.SHARDS).glob("*.h5")):
+        for path in sorted((folder / cache_format.SHARDS).glob("*.h5")):
             with h5py.File(path) as file:
-                parts = {name: file[name] for name in file if name != layout.DICTIONARY}
-                if layout.DICTIONARY in file:
-                    parts |= {f"{layout.DICTIONARY}/{name}": each for name, each in file[layout.DICTIONARY].items()}
+                parts = {name: file[name] for name in file if name != cache_format.DICTIONARY}
+                if cache_format.DICTIONARY in file:
+                    parts |= {
+                        f"{cache_format.DICTIONARY}/{name}": each
+                        for name, each in file[cache_format.DICTIONARY].items()
+                    }
                 found |= {f"{path.name}/{name}": dataset[:] for name, dataset in parts.items()}
         return found
 

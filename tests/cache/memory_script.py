@@ -17,7 +17,7 @@ import torch
 
 from kdtrain.cache import reader
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import CacheSettings
+from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.packing import PackedRow
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.cache import layout
-from kdtrain.cache.claim import lock
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import verify_cache
-from kdtrain.cache.ranks import Alone
+from kdtrain.cache.folder import Alone, lock
+from kdtrain.cache.manifest import verify_cache
 from kdtrain.cache.writer import CacheWriter, write_cache
 from kdtrain.errors import UsageError
 
@@ -19,7 +18,7 @@ from kdtrain.errors import UsageError
 def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, finished: bool) -> None:
     folder = workshop.build(tmp_path / "c", codecs["head"])
     if not finished:
-        (folder / layout.MANIFEST).unlink()
+        (folder / cache_format.MANIFEST).unlink()
     changed = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, head=5), data={"source": "elsewhere"})
     with pytest.raises(UsageError) as caught:
         CacheWriter(folder, changed, teacher=workshop.teacher())
@@ -73,7 +72,7 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path:
 
 def test_a_file_that_only_begins_like_a_lock_bars_nobody_and_stays(tmp_path: Path, workshop, codecs) -> None:
     folder = workshop.build(tmp_path / "c", codecs["head"])
-    (folder / layout.MANIFEST).unlink()
+    (folder / cache_format.MANIFEST).unlink()
     (folder / ".building-foo").write_text("mine")
     workshop.build(folder, codecs["head"])
     assert (folder / ".building-foo").read_text() == "mine"

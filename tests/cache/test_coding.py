@@ -5,9 +5,19 @@ import pytest
 import torch
 
 from kdtrain.cache.codec import FLOOR, CodecSpec, decode, encode_sequences
-from kdtrain.cache.coding import Arrays, Coding, logprob_codes, logprobs_of
-from kdtrain.cache.dictionary import WIDTH, Dictionary
-from kdtrain.cache.moments import EMPTY_TAIL, MARK, Predictor, order, steps
+from kdtrain.cache.compression import (
+    EMPTY_TAIL,
+    MARK,
+    WIDTH,
+    Arrays,
+    Coding,
+    Dictionary,
+    Predictor,
+    logprob_codes,
+    logprobs_of,
+    order,
+    steps,
+)
 from kdtrain.objective.targets import SparseTargets
 
 TEMPERATURES = np.geomspace(1, 4, 25)

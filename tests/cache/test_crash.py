@@ -8,7 +8,7 @@ import pytest
 
 from kdtrain import faults
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import verify_cache
+from kdtrain.cache.manifest import verify_cache
 from kdtrain.cache.writer import FAULT_POINTS, CacheWriter, write_cache
 from kdtrain.errors import RunError, UsageError
 

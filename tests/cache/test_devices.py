@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from kdtrain.cache import codec
-from kdtrain.cache.beside import Beside
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.writer import write_cache
+from kdtrain.cache.writer import Beside, write_cache
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SPECS = [

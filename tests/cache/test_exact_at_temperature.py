@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import CacheSettings
+from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
+from kdtrain.commands.common import ask, open_teacher, rows
 from kdtrain.config import DataConfig
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.targets import SparseTargets
-from kdtrain.stages.common import ask, open_teacher, rows
 
 SPEC = Path(__file__).parents[2] / "teachers" / "stdlib-5m.toml"
 SPLITS, LENGTH = {"train": 6, "validation": 6}, 256

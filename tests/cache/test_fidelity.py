@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.coding import Coding
+from kdtrain.cache.compression import Coding
 from kdtrain.cache.fidelity import GRID, TOLERANCE, measure, sample_size, temperature_range
-from kdtrain.cache.provenance import read_manifest
+from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CachedBatch
 
 VOCAB = 500

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kdtrain.cache.codec import ABSENT, CodecSpec
-from kdtrain.cache.provenance import CacheSettings, read_manifest, verify_cache
+from kdtrain.cache.manifest import CacheSettings, read_manifest, verify_cache
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
 from kdtrain.objective.targets import DenseTargets, SparseTargets

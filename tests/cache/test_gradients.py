@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.gradients import Angles, compare, distance, safe_ids, sparse_gradients
+from kdtrain.cache.fidelity import Angles, compare, distance, safe_ids, sparse_gradients
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import SparseTargets
 

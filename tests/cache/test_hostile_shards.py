@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from hostile_kit import DENSE, FAMILIES, TYPES, Change, payload, remade, reseal
 
-from kdtrain.cache import checks, layout, reader, shard_reader
+from kdtrain.cache import checks, reader, shard_reader
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.checks import check_structure
-from kdtrain.cache.provenance import read_manifest, verify_cache
+from kdtrain.cache.manifest import read_manifest, verify_cache
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.shard_reader import check_content
 from kdtrain.errors import RunError
@@ -40,7 +41,7 @@ def hostile(tmp_path: Path, sound):
 
     def make(change: Change, codec: str = "both") -> Path:
         shutil.copytree(sound[codec], tmp_path / "hostile")
-        change(layout.shard_path(tmp_path / "hostile", "train-00000"))
+        change(cache_format.shard_path(tmp_path / "hostile", "train-00000"))
         reseal(tmp_path / "hostile")
         return tmp_path / "hostile"
 
@@ -48,7 +49,7 @@ def hostile(tmp_path: Path, sound):
 
 
 def assert_refused(cache: Path) -> None:
-    path, shards = layout.shard_path(cache, "train-00000"), CacheReader(cache, "train")
+    path, shards = cache_format.shard_path(cache, "train-00000"), CacheReader(cache, "train")
     started = time.monotonic()
     with pytest.raises(RunError) as caught:
         shards.read(range(4, -1, -1))
@@ -81,7 +82,7 @@ def test_what_is_made_again_as_the_format_has_it_is_read(hostile, sound, name: s
 
 
 def test_a_shard_that_unpacks_to_far_more_than_its_file_is_refused(sound, monkeypatch) -> None:
-    manifest, path = read_manifest(sound["both"]), layout.shard_path(sound["both"], "train-00000")
+    manifest, path = read_manifest(sound["both"]), cache_format.shard_path(sound["both"], "train-00000")
     arguments = (path, manifest.codec, manifest.settings.seq_len, "train", 0, 4)
     check_structure(*arguments)
     monkeypatch.setattr(checks, "SLACK", 0)
@@ -103,7 +104,7 @@ def test_numbers_are_looked_at_once_and_again_when_the_file_has_changed(sound, t
         looked.clear()
         shards.read(rows)
         assert looked == expected, rows
-    os.utime(layout.shard_path(cache, "train-00000"))
+    os.utime(cache_format.shard_path(cache, "train-00000"))
     shards.close()
     looked.clear()
     shards.read([0])
@@ -121,7 +122,7 @@ def test_no_change_of_a_byte_that_passes_crashes_hdf5(sound, tmp_path) -> None:
 
 def _read_what_passes(cache: Path, folder: Path) -> None:
     manifest, path = read_manifest(cache), folder / "changed.h5"
-    content, luck, passed = layout.shard_path(cache, "train-00000").read_bytes(), random.Random(0), 0
+    content, luck, passed = cache_format.shard_path(cache, "train-00000").read_bytes(), random.Random(0), 0
     resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
     for _ in range(400):
         changed = bytearray(content)
@@ -169,5 +170,5 @@ def test_an_error_in_a_thread_that_reads_leaves_the_lock_of_hdf5_free(hostile) -
 
 def test_only_shards_are_read_and_never_the_index(sound, tmp_path) -> None:
     shutil.copytree(sound["both"], tmp_path / "cache")
-    (tmp_path / "cache" / layout.INDEX).write_text("not HDF5")
+    (tmp_path / "cache" / cache_format.INDEX).write_text("not HDF5")
     assert len(CacheReader(tmp_path / "cache", "train").read(range(10)).tokens) == 10

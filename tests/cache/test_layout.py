@@ -11,9 +11,9 @@ import h5py
 import numpy as np
 import pytest
 
-from kdtrain.cache import layout
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import ABSENT, CodecSpec
-from kdtrain.cache.provenance import read_manifest, verify_cache
+from kdtrain.cache.manifest import read_manifest, verify_cache
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
 from kdtrain.objective.targets import SparseTargets
@@ -53,7 +53,7 @@ def test_the_index_is_read_without_kdtrain(whole: Path, tmp_path: Path, workshop
     assert len(found["lists"]) == 4 * len(names)
     content = workshop.content(moved)
     for split in ("train", "validation"):
-        for name in layout.datasets(CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8), 16):
+        for name in cache_format.datasets(CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8), 16):
             parts = [v for key, v in content.items() if key.startswith(split) and key.endswith(f"/{name}")]
             total = sum(np.nan_to_num(part.astype(float)).sum() for part in parts)
             assert found["sums"][f"{split}/{name}"] == pytest.approx(total, rel=1e-9), name
@@ -61,7 +61,7 @@ def test_the_index_is_read_without_kdtrain(whole: Path, tmp_path: Path, workshop
 
 def test_an_index_whose_shard_is_gone_reads_as_fill_values(tmp_path: Path, workshop, codecs) -> None:
     folder = workshop.build(tmp_path / "c", codecs["head"])
-    layout.shard_path(folder, "train-00000").unlink()
+    cache_format.shard_path(folder, "train-00000").unlink()
     with h5py.File(folder / "index.h5") as file:
         assert (file["train/ids"][0] == 65_535).all()
         assert (file["train/numbers"][0] == 65_535).all()
@@ -87,7 +87,7 @@ def test_a_vocabulary_of_151936_is_cached_with_wide_ids(tmp_path: Path, workshop
 
 
 def test_every_data_set_is_checksummed_and_compressed(whole: Path) -> None:
-    with h5py.File(layout.shard_path(whole, "train-00000")) as file:
+    with h5py.File(cache_format.shard_path(whole, "train-00000")) as file:
         for name, dataset in file["dictionary"].items():
             assert dataset.fletcher32, name
         for name, dataset in file.items():

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache import layout
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import (
+from kdtrain.cache.manifest import (
     CacheSettings,
     Manifest,
     check_student,
@@ -97,14 +97,14 @@ def test_every_tokenizer_file_is_checked(cache: Path, workshop, codecs, sound: P
 
 
 def test_a_truncated_a_missing_and_swapped_shards_are_named(cache: Path, workshop, codecs, sound: Path) -> None:
-    path = layout.shard_path(cache, "train-00000")
+    path = cache_format.shard_path(cache, "train-00000")
     path.write_bytes(path.read_bytes()[:-1])
     problem = next(iter(verify_cache(cache)))
     assert "train-00000.h5: has" in problem
     path.unlink()
     assert verify_cache(cache) == [f"{path}: is missing"]
     _mended(cache, workshop, codecs, sound)
-    other = layout.shard_path(cache, "train-00001")
+    other = cache_format.shard_path(cache, "train-00001")
     path.rename(cache / "x")
     other.rename(path)
     (cache / "x").rename(other)
@@ -113,24 +113,24 @@ def test_a_truncated_a_missing_and_swapped_shards_are_named(cache: Path, worksho
 
 
 def test_repair_drops_only_what_is_bad(cache: Path) -> None:
-    _flip(layout.shard_path(cache, "train-00001"))
+    _flip(cache_format.shard_path(cache, "train-00001"))
     repair(cache)
     left = sorted(path.name for path in (cache / "shards").glob("*.h5"))
     assert left == ["train-00000.h5", "train-00002.h5", "validation-00000.h5"]
 
 
 def test_repair_says_which_files_it_moved_aside_and_nothing_else(cache: Path) -> None:
-    _flip(cache / layout.MANIFEST, 0.3)
-    assert repair(cache) == [f"{cache / name}.damaged-1" for name in (layout.MANIFEST, layout.INDEX)]
+    _flip(cache / cache_format.MANIFEST, 0.3)
+    assert repair(cache) == [f"{cache / name}.damaged-1" for name in (cache_format.MANIFEST, cache_format.INDEX)]
     assert repair(cache) == []  # unfinished, which verify says, and nothing in it is damaged
-    _flip(layout.shard_path(cache, "train-00001"))
+    _flip(cache_format.shard_path(cache, "train-00001"))
     assert repair(cache) == [str(cache / "shards" / "train-00001.h5.damaged-1")]
 
 
 def test_a_shard_of_another_size_is_said_before_anything_is_read_by_whoever_opens_the_cache(
     cache: Path, workshop, codecs
 ) -> None:
-    damaged = layout.shard_path(cache, "train-00001")
+    damaged = cache_format.shard_path(cache, "train-00001")
     os.truncate(damaged, 5000)
     wrong = (
         rf"^{damaged}: has 5000 bytes instead of \d+: run kdtrain verify {cache} --repair, then the same cache-teacher"
@@ -142,7 +142,7 @@ def test_a_shard_of_another_size_is_said_before_anything_is_read_by_whoever_open
     with pytest.raises(UsageError, match=wrong):
         write_cache(cache, settings, workshop.splits(), teacher=teacher)
     damaged.unlink()
-    layout.shard_path(cache, "train-00000").unlink()
+    cache_format.shard_path(cache, "train-00000").unlink()
     with pytest.raises(UsageError, match=r"train-00000.h5: is missing \(and 1 more shards\): run kdtrain verify"):
         CacheReader(cache, "train")
     repair(cache)
@@ -151,7 +151,7 @@ def test_a_shard_of_another_size_is_said_before_anything_is_read_by_whoever_open
 
 
 def test_an_edited_manifest_is_refused(cache: Path) -> None:
-    path = cache / layout.MANIFEST
+    path = cache / cache_format.MANIFEST
     record = json.loads(path.read_text())
     record["codec"]["head"] = 5
     path.write_text(json.dumps(record))
@@ -160,7 +160,7 @@ def test_an_edited_manifest_is_refused(cache: Path) -> None:
 
 
 def test_an_unfinished_or_missing_cache_is_refused(cache: Path, tmp_path: Path) -> None:
-    (cache / layout.MANIFEST).unlink()
+    (cache / cache_format.MANIFEST).unlink()
     with pytest.raises(UsageError, match="unfinished; run the same cache-teacher command"):
         CacheReader(cache, "train")
     assert len(verify_cache(cache)) == 1
@@ -172,7 +172,7 @@ def test_an_unfinished_or_missing_cache_is_refused(cache: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("version", [1, 3, None, "two"])
 def test_a_format_of_another_time_is_refused_by_number_in_one_line(cache: Path, version: object) -> None:
-    path = cache / layout.MANIFEST
+    path = cache / cache_format.MANIFEST
     publish_json(path, {**read_sealed(path), "format_version": version}, "cache.manifest")
     with pytest.raises(UsageError, match=rf"^[^\n]*format version {version}; this kdtrain reads 2[^\n]*$"):
         read_manifest(cache)
@@ -180,7 +180,7 @@ def test_a_format_of_another_time_is_refused_by_number_in_one_line(cache: Path, 
 
 def test_a_manifest_and_settings_go_through_json(sound: Path) -> None:
     manifest = read_manifest(sound)
-    assert manifest.to_json() == read_sealed(sound / layout.MANIFEST)
+    assert manifest.to_json() == read_sealed(sound / cache_format.MANIFEST)
     assert CacheSettings.from_json(manifest.settings.to_json()) == manifest.settings
     assert manifest.bytes_per_token["total"] == pytest.approx(
         sum(path.stat().st_size for path in (sound / "shards").glob("*.h5")) / (13 * 16)
@@ -189,7 +189,7 @@ def test_a_manifest_and_settings_go_through_json(sound: Path) -> None:
 
 
 def test_a_manifest_without_the_bytes_of_a_token_is_refused_with_the_key(sound: Path) -> None:
-    record = read_sealed(sound / layout.MANIFEST) | {"bytes_per_token": {}}
+    record = read_sealed(sound / cache_format.MANIFEST) | {"bytes_per_token": {}}
     with pytest.raises(ValueError, match=r"bytes_per_token: total is missing"):
         Manifest.from_json(record)
 

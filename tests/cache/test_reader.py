@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache import layout, reader
+from kdtrain.cache import format as cache_format
+from kdtrain.cache import reader
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.moments import STEP_SLOPE, STEP_SPREAD, STEP_VALUE
+from kdtrain.cache.compression import STEP_SLOPE, STEP_SPREAD, STEP_VALUE
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.shard_reader import Runs, Shard
 from kdtrain.errors import RunError, UsageError
@@ -117,7 +118,7 @@ def test_a_forked_reader_opens_its_own_files(cache: Path) -> None:
 def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path, workshop, codecs) -> None:
     cache = workshop.build(tmp_path / "c", codecs["head"])
     shards = CacheReader(cache, "train")
-    layout.shard_path(cache, "train-00001").unlink()
+    cache_format.shard_path(cache, "train-00001").unlink()
     shards.read([0])
     with pytest.raises(RunError, match=r"train-00001.h5 cannot be read \(it is missing\): .*verify"):
         shards.read([4])
@@ -146,7 +147,7 @@ def _place_in_a_chunk(path: Path) -> int:
 def test_a_flipped_bit_in_a_chunk_is_an_error_and_no_data(tmp_path: Path, workshop, codecs) -> None:
     """Also without the digest of the shard, for a flip that comes after it was compared."""
     cache = workshop.build(tmp_path / "c", codecs["head"])
-    path = layout.shard_path(cache, "train-00001")
+    path = cache_format.shard_path(cache, "train-00001")
     _flip(path, _place_in_a_chunk(path))
     with pytest.raises(RunError, match="train-00001"):
         CacheReader(cache, "train").read([5])
@@ -156,7 +157,7 @@ def test_a_flipped_bit_in_a_chunk_is_an_error_and_no_data(tmp_path: Path, worksh
 
 def test_a_flip_anywhere_in_a_shard_never_reaches_the_trainer(tmp_path: Path, workshop, codecs) -> None:
     cache = workshop.build(tmp_path / "c", codecs["head"])
-    path = layout.shard_path(cache, "train-00001")
+    path = cache_format.shard_path(cache, "train-00001")
     sound = path.read_bytes()
     for place in range(5, len(sound), len(sound) // 40):
         _flip(path, place)
@@ -177,7 +178,7 @@ def test_a_shard_is_proven_once_and_again_when_its_file_changes(tmp_path: Path, 
     assert calls == ["train-00000.h5", "train-00002.h5", "train-00001.h5"]
     pickle.loads(pickle.dumps(shards)).read([0])
     assert len(calls) == 3
-    path = layout.shard_path(cache, "train-00000")
+    path = cache_format.shard_path(cache, "train-00000")
     _flip(path, path.stat().st_size // 2)
     with pytest.raises(RunError, match=r"train-00000.* SHA-256 differs"):
         shards.read([0])
@@ -186,10 +187,10 @@ def test_a_shard_is_proven_once_and_again_when_its_file_changes(tmp_path: Path, 
 def test_targets_that_were_never_written_are_an_error(tmp_path: Path, workshop, codecs) -> None:
     spec = codecs["head"]
     with h5py.File(tmp_path / "empty.h5", "w") as file:
-        layout.create_shard(file, spec, 16, "train", 0, 2)
+        cache_format.create_shard(file, spec, 16, "train", 0, 2)
         lists = {"context_row": np.zeros(64, np.uint8), "candidates": np.zeros((1, 64), np.uint16)}
         lists |= {"common": np.zeros(1, np.uint16), "tail_weights": np.zeros((12, 19), np.float32)}
-        layout.write_dictionary(file, lists)
+        cache_format.write_dictionary(file, lists)
         for name in ("ids", "numbers", "tokens"):
             assert file[name][0].min() == 65_535
         for name in ("tokens", "loss_mask", "segments"):
@@ -211,5 +212,5 @@ def test_masks_kept_as_runs_come_back_as_they_were(dtype: type) -> None:
 
 def test_dense_blocks_stay_small(tmp_path: Path) -> None:
     for vocab_size in (2048, 151_936, 262_144):
-        entry = layout.datasets(CodecSpec(kind="dense", vocab_size=vocab_size), 512)["logprobs"]
+        entry = cache_format.datasets(CodecSpec(kind="dense", vocab_size=vocab_size), 512)["logprobs"]
         assert 2**19 <= 2 * np.prod(entry.chunk) <= 2**22

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdtrain.cache import layout
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import read_manifest, verify_cache
-from kdtrain.cache.ranks import Alone
+from kdtrain.cache.folder import Alone
+from kdtrain.cache.manifest import read_manifest, verify_cache
 from kdtrain.cache.writer import CacheWriter, write_cache
 from kdtrain.errors import RunError
 
@@ -17,8 +17,8 @@ def test_a_resume_runs_the_teacher_only_for_what_is_missing(tmp_path: Path, work
     folder, spec = tmp_path / "c", codecs["head"]
     workshop.build(folder, spec)
     before = workshop.content(folder)
-    (folder / layout.MANIFEST).unlink()
-    layout.sidecar_path(folder, "train-00001").unlink()
+    (folder / cache_format.MANIFEST).unlink()
+    cache_format.sidecar_path(folder, "train-00001").unlink()
     calls, seen = [], []
 
     def teacher(tokens, segments):
@@ -36,8 +36,8 @@ def test_a_resume_runs_the_teacher_only_for_what_is_missing(tmp_path: Path, work
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:700] + b"x" + data[701:]])
 def test_a_resume_builds_a_damaged_shard_again(tmp_path: Path, workshop, codecs, damage) -> None:
     folder, whole = (workshop.build(tmp_path / name, codecs["head"]) for name in "ab")
-    (folder / layout.MANIFEST).unlink()
-    path = layout.shard_path(folder, "train-00001")
+    (folder / cache_format.MANIFEST).unlink()
+    path = cache_format.shard_path(folder, "train-00001")
     path.write_bytes(damage(path.read_bytes()))
     workshop.build(folder, codecs["head"])
     assert verify_cache(folder) == []
@@ -47,7 +47,7 @@ def test_a_resume_builds_a_damaged_shard_again(tmp_path: Path, workshop, codecs,
 def test_a_shard_of_other_text_is_built_again(tmp_path: Path, workshop, codecs) -> None:
     folder, spec = tmp_path / "c", codecs["head"]
     workshop.build(folder, spec)
-    (folder / layout.MANIFEST).unlink()
+    (folder / cache_format.MANIFEST).unlink()
     fresh = {"train": workshop.rows(7, seed=9), "validation": workshop.rows(3, seed=1)}
     write_cache(folder, workshop.settings(spec), fresh, teacher=workshop.teacher(), batch_size=3)
     expected = tmp_path / "expected"

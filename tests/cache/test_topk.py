@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.codec import CodecSpec, decode
-from kdtrain.cache.topk import keep
+from kdtrain.cache.codec import CodecSpec, decode, keep
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import SparseTargets
 

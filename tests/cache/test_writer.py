@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.provenance import verify_cache
+from kdtrain.cache.manifest import verify_cache
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import CacheWriter, write_cache
 from kdtrain.errors import RunError, UsageError

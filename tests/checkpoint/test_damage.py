@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kdtrain.checkpoint import shards
-from kdtrain.checkpoint.manifest import MANIFEST, STATE, problem, seal
-from kdtrain.checkpoint.store import Store, load
+from kdtrain.checkpoint.store import MANIFEST, STATE, Store, load, problem, seal
 from kdtrain.errors import RunError
 
 SECOND = SHARD.replace("00001.s", "00002.s")

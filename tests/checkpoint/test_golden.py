@@ -12,8 +12,7 @@ from unittest import mock
 import torch
 
 from kdtrain.checkpoint import shards
-from kdtrain.checkpoint.manifest import entry_of, problem
-from kdtrain.checkpoint.store import Store, load
+from kdtrain.checkpoint.store import Store, entry_of, load, problem
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_checkpoint"
 STATE = {

@@ -12,9 +12,8 @@ import torch
 from checkpoint_kit import STATES, assert_equal, in_child, tensors
 
 from kdtrain import faults
-from kdtrain.checkpoint.manifest import problem
 from kdtrain.checkpoint.saver import Saver
-from kdtrain.checkpoint.store import Store, load
+from kdtrain.checkpoint.store import Store, load, problem
 from kdtrain.errors import RunError
 
 

@@ -12,8 +12,7 @@ import torch
 from checkpoint_kit import SHARD, STATES, assert_equal, flip, tensors
 
 from kdtrain import faults
-from kdtrain.checkpoint.manifest import MANIFEST, STATE
-from kdtrain.checkpoint.store import Store, load
+from kdtrain.checkpoint.store import MANIFEST, STATE, Store, load
 from kdtrain.errors import RunError, UsageError
 
 

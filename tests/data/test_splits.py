@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtrain.data.splits import SPLITS, assign, by_hash, cut, rank
+from kdtrain.data.corpus import SPLITS, assign, by_hash, cut, rank
 
 _WITHHELD = st.sampled_from([("validation", "test"), ("validation",), ("test",)])
 

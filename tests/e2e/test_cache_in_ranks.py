@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kdtrain.cache.provenance import read_manifest
+from kdtrain.cache.manifest import read_manifest
 
 OPTIONS = ("--teacher", "teacher", "--sequences-per-shard", 3, "--batch-size", 2, "--head", 4, "--draws", 6)
 
@@ -99,7 +99,7 @@ def test_an_error_of_one_rank_is_said_by_it_and_ends_the_others(ranks, of_one) -
 
 
 def test_a_launch_beside_another_is_refused_by_one_line(ranks, of_one) -> None:
-    from kdtrain.cache.claim import lock
+    from kdtrain.cache.folder import lock
 
     folder = ranks.root / "taken"
     folder.mkdir()

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from kdtrain.checkpoint.store import load
+from kdtrain.commands.run_folder import occupied
 from kdtrain.config import DistillConfig
-from kdtrain.stages.occupied import occupied
 
 CHAT = ("--data", "chat.jsonl", "--messages-column", "messages", "--seq-len", 32, "--num-workers", 0)
 SMALL = (*CHAT, "--num-sequences", 40, "--validation-sequences", 7)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.provenance import CacheSettings
+from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import MAX_OPEN
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.packing import PackedRow

@@ -5,8 +5,8 @@ import torch
 
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import CAUSAL_SDPA
-from kdtrain.models.outline import outline
 from kdtrain.models.spec import ModelSpec
+from kdtrain.parallel.memory_plan import model_footprint
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 
@@ -16,7 +16,7 @@ def spec(shape: str, **config: object) -> ModelSpec:
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "gemma2", "phi"])
 def test_parameters_layers_and_head_are_those_of_the_model(shape):
-    found = outline(spec(shape), vocab_size=300, seq_len=8, mode="fp32", trained=True)
+    found = model_footprint(spec(shape), vocab_size=300, seq_len=8, mode="fp32", trained=True)
     model = tiny_model(shape)
     head = model.get_output_embeddings().weight
     layers = max((each for each in model.modules() if isinstance(each, torch.nn.ModuleList)), key=len)
@@ -29,7 +29,7 @@ def test_parameters_layers_and_head_are_those_of_the_model(shape):
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_what_a_forward_keeps_is_what_autograd_keeps_of_the_real_one(mode):
-    found = outline(spec("llama"), vocab_size=300, seq_len=16, mode=mode, trained=True)
+    found = model_footprint(spec("llama"), vocab_size=300, seq_len=16, mode=mode, trained=True)
     model = tiny_model("llama")
     model.set_attn_implementation(CAUSAL_SDPA)
     own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
@@ -51,19 +51,21 @@ def test_what_a_forward_keeps_is_what_autograd_keeps_of_the_real_one(mode):
 
 def test_a_large_model_costs_no_memory_and_little_time():
     large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-    found = outline(spec("llama", **large), vocab_size=128_256, seq_len=64, mode="bf16", trained=False)
+    found = model_footprint(spec("llama", **large), vocab_size=128_256, seq_len=64, mode="bf16", trained=False)
     assert 6e9 < found.parameters < 9e9 and found.weight_bytes == 4
 
 
 def test_a_teachers_weights_have_the_bytes_of_its_dtype_unless_it_runs_in_fp32(tmp_path):
     write_model_folder(tmp_path / "teacher", tiny_model("llama"), tiny_tokenizer())
     teacher = ModelSpec(name="t", source=str(tmp_path / "teacher"), dtype="bfloat16")
-    sizes = [outline(teacher, vocab_size=None, seq_len=8, mode=mode, trained=False) for mode in ("bf16", "fp32")]
+    sizes = [
+        model_footprint(teacher, vocab_size=None, seq_len=8, mode=mode, trained=False) for mode in ("bf16", "fp32")
+    ]
     assert [each.weight_bytes for each in sizes] == [2, 4]
     layers = ModelSpec(name="s", init="teacher-layers", teacher=str(tmp_path / "teacher"), layers=(1,))
-    assert outline(layers, vocab_size=None, seq_len=8, mode="fp32", trained=True).layers == 1
+    assert model_footprint(layers, vocab_size=None, seq_len=8, mode="fp32", trained=True).layers == 1
 
 
 def test_a_configuration_that_cannot_be_is_refused():
     with pytest.raises(UsageError, match="model_type 'lama'"):
-        outline(spec("llama", model_type="lama"), vocab_size=300, seq_len=8, mode="fp32", trained=True)
+        model_footprint(spec("llama", model_type="lama"), vocab_size=300, seq_len=8, mode="fp32", trained=True)

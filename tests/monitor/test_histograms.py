@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kdtrain.monitor.histograms import EDGES, histograms
+from kdtrain.monitor.loggers import EDGES, histograms
 
 
 def one(tensor):
@@ -49,7 +49,7 @@ def test_a_part_that_is_empty_adds_nothing_to_what_other_ranks_hold():
 def test_a_tensor_is_counted_the_same_whole_or_in_parts(monkeypatch):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = one(values)
-    monkeypatch.setattr("kdtrain.monitor.histograms._CHUNK", 64)
+    monkeypatch.setattr("kdtrain.monitor.loggers._CHUNK", 64)
     parts = one(values.reshape(10, 100))
     assert (parts.counts, parts.limits, parts.minimum, parts.maximum) == (
         whole.counts,

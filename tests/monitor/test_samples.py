@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from kdtrain.monitor.samples import generate
+from kdtrain.training.reporter import generate
 
 VOCABULARY = 11
 

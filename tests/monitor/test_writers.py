@@ -11,7 +11,7 @@ import torch
 
 from kdtrain.config import MonitorConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.monitor.boards import require_wandb
+from kdtrain.monitor.loggers import require_wandb
 from kdtrain.monitor.progress import log, setup_logging, warn_early
 from kdtrain.monitor.writers import Writers
 

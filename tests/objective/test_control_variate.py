@@ -6,8 +6,8 @@ import pytest
 import torch
 from objective_reference import PlainHead, Problem, reference_kd, sparse
 
-from kdtrain.objective.control_variate import clipped_excess
 from kdtrain.objective.loss import distillation_loss
+from kdtrain.objective.tails import clipped_excess
 
 SIZE, PARTS, VOCAB, DRAWS = 40_000, 50, 23, 20
 BOUND = 5.8

@@ -12,8 +12,8 @@ from kdtrain.objective.divergence import (
     refuse,
     reverse_kl,
 )
-from kdtrain.objective.events import dense_events, resolve_tail, sparse_events
 from kdtrain.objective.statistics import row_statistics
+from kdtrain.objective.tails import dense_events, resolve_tail, sparse_events
 
 
 @pytest.mark.parametrize("head", [0, 4])

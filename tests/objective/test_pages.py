@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kdtrain.models.head import OutputHead
-from kdtrain.objective import pages
+from kdtrain.objective import matmul
 from kdtrain.objective.loss import distillation_loss
 
 
@@ -12,19 +12,19 @@ from kdtrain.objective.loss import distillation_loss
 def asked(monkeypatch):
     """The ranges that were asked for in large pages, as first and last address."""
     ranges = []
-    monkeypatch.setattr(pages, "_madvise", lambda: lambda first, size, _: ranges.append((first, first + size)))
+    monkeypatch.setattr(matmul, "_madvise", lambda: lambda first, size, _: ranges.append((first, first + size)))
     return ranges
 
 
 @pytest.fixture(autouse=True)
 def nothing_idle():
-    pages.release()
+    matmul.release()
     yield
-    pages.release()
+    matmul.release()
 
 
 def test_whole_large_pages_inside_of_the_memory_are_asked_for(asked):
-    tensor = pages.borrow("mine", 3, 1 << 20, dtype=torch.float32)
+    tensor = matmul.borrow("mine", 3, 1 << 20, dtype=torch.float32)
     assert tensor.shape == (3, 1 << 20) and tensor.dtype == torch.float32 and tensor.is_contiguous()
     [(first, last)] = asked
     assert first % (2 << 20) == last % (2 << 20) == 0
@@ -33,44 +33,44 @@ def test_whole_large_pages_inside_of_the_memory_are_asked_for(asked):
 
 
 def test_what_is_smaller_than_a_large_page_asks_for_none(asked):
-    pages.borrow("mine", 1000, dtype=torch.float32)
-    pages.borrow("mine", 0, dtype=torch.float32)
+    matmul.borrow("mine", 1000, dtype=torch.float32)
+    matmul.borrow("mine", 0, dtype=torch.float32)
     assert asked == []
 
 
 def test_the_memory_of_other_devices_is_left_alone(asked):
-    tensor = pages.borrow("mine", 3, 1 << 20, dtype=torch.float32, device="meta")
-    pages.give_back("mine", tensor)
-    assert asked == [] and pages._idle == {}
+    tensor = matmul.borrow("mine", 3, 1 << 20, dtype=torch.float32, device="meta")
+    matmul.give_back("mine", tensor)
+    assert asked == [] and matmul._idle == {}
 
 
 def test_where_no_advice_is_taken_there_is_memory_all_the_same(monkeypatch):
-    monkeypatch.setattr(pages.sys, "platform", "darwin")
-    assert pages._madvise.__wrapped__() is None
-    monkeypatch.setattr(pages, "_madvise", lambda: None)
-    assert pages.borrow("mine", 3, 1 << 20, dtype=torch.float32).fill_(1.0).sum() == 3 << 20
+    monkeypatch.setattr(matmul.sys, "platform", "darwin")
+    assert matmul._madvise.__wrapped__() is None
+    monkeypatch.setattr(matmul, "_madvise", lambda: None)
+    assert matmul.borrow("mine", 3, 1 << 20, dtype=torch.float32).fill_(1.0).sum() == 3 << 20
 
 
 def test_what_was_given_back_is_had_again_in_any_shape_and_dtype_that_it_is_large_enough_for():
-    first = pages.borrow("mine", 4, 100, dtype=torch.float32)
+    first = matmul.borrow("mine", 4, 100, dtype=torch.float32)
     where = first.data_ptr()
-    pages.give_back("mine", first)
-    again = pages.borrow("mine", 2, 100, dtype=torch.float64)
+    matmul.give_back("mine", first)
+    again = matmul.borrow("mine", 2, 100, dtype=torch.float64)
     assert again.data_ptr() == where and again.shape == (2, 100) and again.is_contiguous()
-    pages.give_back("mine", again)
-    assert pages.borrow("mine", 8, 100, dtype=torch.float32).data_ptr() != where
-    assert pages._idle == {"mine": []}  # what was too small is gone
+    matmul.give_back("mine", again)
+    assert matmul.borrow("mine", 8, 100, dtype=torch.float32).data_ptr() != where
+    assert matmul._idle == {"mine": []}  # what was too small is gone
 
 
 def test_what_is_lent_is_lent_to_one():
-    first = pages.borrow("mine", 100, dtype=torch.float32)
-    second = pages.borrow("mine", 200, dtype=torch.float32)
+    first = matmul.borrow("mine", 100, dtype=torch.float32)
+    second = matmul.borrow("mine", 200, dtype=torch.float32)
     assert first.data_ptr() != second.data_ptr()
-    pages.give_back("mine", second)
-    pages.give_back("mine", first)
-    assert pages.borrow("other", 100, dtype=torch.float32).data_ptr() not in (first.data_ptr(), second.data_ptr())
-    assert pages.borrow("mine", 100, dtype=torch.float32).data_ptr() == first.data_ptr()
-    assert pages.borrow("mine", 100, dtype=torch.float32).data_ptr() == second.data_ptr()
+    matmul.give_back("mine", second)
+    matmul.give_back("mine", first)
+    assert matmul.borrow("other", 100, dtype=torch.float32).data_ptr() not in (first.data_ptr(), second.data_ptr())
+    assert matmul.borrow("mine", 100, dtype=torch.float32).data_ptr() == first.data_ptr()
+    assert matmul.borrow("mine", 100, dtype=torch.float32).data_ptr() == second.data_ptr()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

@@ -10,8 +10,8 @@ import ctypes
 import pytest
 import torch
 
-from kdtrain.objective import brgemm, products
-from kdtrain.objective.products import Products
+from kdtrain.objective import matmul
+from kdtrain.objective.matmul import Products
 
 MACHINES = {
     "AVX2": {"bf16": False, "avx512_bf16": False, "amx": False},
@@ -66,12 +66,12 @@ def kernel(rows, columns, width, a_row, b_row, c_row, add, a, b, c, packed):
 
 def play(monkeypatch, bf16, avx512_bf16, amx):
     """Answer for a processor, and multiply as it does."""
-    monkeypatch.setattr(products, "_has_bf16", lambda: bf16)
+    monkeypatch.setattr(matmul, "_has_bf16", lambda: bf16)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    for module, name in ((products, "_onednn_is_exact"), (brgemm, "usable")):
+    for module, name in ((matmul, "_onednn_is_exact"), (matmul, "usable")):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
-    monkeypatch.setattr(brgemm, "_kernel", lambda: kernel)
+    monkeypatch.setattr(matmul, "_kernel", lambda: kernel)
     may_round, exact = [False], torch.mm
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ def play(monkeypatch, bf16, avx512_bf16, amx):
             a, b = a.bfloat16().float(), b.bfloat16().float()
         return exact(a, b, **rest)
 
-    monkeypatch.setattr(products, "_onednn", onednn)
+    monkeypatch.setattr(matmul, "_onednn", onednn)
     monkeypatch.setattr(torch, "mm", mm)
 
 
@@ -95,7 +95,7 @@ def machine(request, monkeypatch):
     if request.param in MACHINES:
         play(monkeypatch, **MACHINES[request.param])
     elif request.param != "as it is":
-        monkeypatch.setattr(brgemm, "usable", lambda: False)
+        monkeypatch.setattr(matmul, "usable", lambda: False)
     return request.param
 
 
@@ -157,11 +157,11 @@ def test_the_setting_that_oneDNN_needs_is_put_back_even_after_an_error():
 
 
 def test_a_product_that_rounds_its_inputs_is_found_out(monkeypatch):
-    monkeypatch.setattr(products, "_has_bf16", lambda: True)
+    monkeypatch.setattr(matmul, "_has_bf16", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     exact = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: exact(a.bfloat16().float(), b.bfloat16().float()))
-    assert not products._onednn_is_exact.__wrapped__()
+    assert not matmul._onednn_is_exact.__wrapped__()
 
 
 def test_compiled_roundings_and_packings_change_nothing():
@@ -182,7 +182,7 @@ def packing(request, monkeypatch):
     """A machine that packs weights."""
     if request.param != "the kernel":
         play(monkeypatch, **MACHINES["AVX512-BF16"])
-    elif not brgemm.usable():
+    elif not matmul.usable():
         pytest.skip("this machine has no bf16 kernel with an fp32 result")
 
 
@@ -193,7 +193,7 @@ def test_the_kernel_gives_the_same_bits_on_any_number_of_threads():
     try:
         for number in (1, 3):
             torch.set_num_threads(number)
-            found.append(brgemm.PackedWeight(weight).logits(hidden, torch.empty(96, 1000)))
+            found.append(matmul.PackedWeight(weight).logits(hidden, torch.empty(96, 1000)))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
@@ -202,20 +202,20 @@ def test_the_kernel_gives_the_same_bits_on_any_number_of_threads():
 
 def test_a_kernel_that_multiplies_wrong_is_not_used(monkeypatch):
     play(monkeypatch, **MACHINES["AVX512-BF16"])
-    assert brgemm.usable()
-    monkeypatch.setattr(brgemm.PackedWeight, "logits", lambda self, hidden, out: out.zero_())
-    assert not brgemm.usable()
+    assert matmul.usable()
+    monkeypatch.setattr(matmul.PackedWeight, "logits", lambda self, hidden, out: out.zero_())
+    assert not matmul.usable()
 
 
 @pytest.mark.usefixtures("packing")
 def test_an_interruption_in_a_product_is_not_swallowed(monkeypatch):
     hidden, weight, _ = tensors(torch.bfloat16, torch.bfloat16, "cpu", vocab=1000)
-    packed = brgemm.PackedWeight(weight)
+    packed = matmul.PackedWeight(weight)
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(brgemm, "_kernel", lambda: interrupted)
+    monkeypatch.setattr(matmul, "_kernel", lambda: interrupted)
     threads = torch.get_num_threads()
     try:
         for number in (1, 2):

@@ -6,7 +6,7 @@ import pytest
 
 from kdtrain.config import ParallelConfig
 from kdtrain.errors import UsageError
-from kdtrain.parallel.plan import GIB, USABLE, Job, Plan, choose, estimated
+from kdtrain.parallel.memory_plan import GIB, USABLE, Job, Plan, choose, estimated
 
 
 @dataclass(frozen=True)

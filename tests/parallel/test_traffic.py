@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.parallel import traffic
+from kdtrain.parallel import parallelize
 
 LAYER = [(6, 4), (4,)]
 ROOT = [(10, 4)]
 
 
 def test_ddp_sends_each_gradient_once_in_fp32():
-    found = traffic.ddp([*LAYER, *ROOT])
-    assert found == traffic.Traffic(all_reduce=4 * (24 + 4 + 40))
+    found = parallelize.ddp([*LAYER, *ROOT])
+    assert found == parallelize.Traffic(all_reduce=4 * (24 + 4 + 40))
     assert found.sent(1, 4) == 2 * 3 / 4 * found.all_reduce
 
 
 @pytest.mark.parametrize("micros", [1, 3])
 def test_fsdp_gathers_layers_twice_and_the_root_once_a_micro_batch_and_scatters_once_a_step(micros):
-    found = traffic.fsdp([LAYER, LAYER], ROOT, sharing=2, micro_batches=micros, gathered=2)
+    found = parallelize.fsdp([LAYER, LAYER], ROOT, sharing=2, micro_batches=micros, gathered=2)
     assert found.all_gather == micros * (2 * 2 * 2 * 28 + 4 * 40)
     assert found.reduce_scatter == 4 * (2 * 28 + 40)
     assert found.calls == {"all_gather": 5 * micros, "reduce_scatter": 3}
@@ -26,13 +26,13 @@ def test_fsdp_gathers_layers_twice_and_the_root_once_a_micro_batch_and_scatters_
 
 
 def test_parts_are_padded_to_the_number_of_ranks():
-    assert traffic.padded((4,), 3) == 6
-    assert traffic.padded((6, 4), 3) == 24
-    assert traffic.padded((), 2) == 2
+    assert parallelize.padded((4,), 3) == 6
+    assert parallelize.padded((6, 4), 3) == 24
+    assert parallelize.padded((), 2) == 2
 
 
 def test_copies_of_a_sharded_model_reduce_their_parts():
-    found = traffic.fsdp([LAYER], ROOT, sharing=2, replicas=2, micro_batches=1, gathered=4)
+    found = parallelize.fsdp([LAYER], ROOT, sharing=2, replicas=2, micro_batches=1, gathered=4)
     assert found.all_reduce == 4 * (28 + 40) / 2
     assert found.calls["all_reduce"] == 2
 

@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from kdtrain.errors import UsageError
-from kdtrain.parallel.world import agreed_max, peak_memory_mb, pick_device, refuse_many_processes
+from kdtrain.ranks import agreed_max, peak_memory_mb, pick_device, refuse_many_processes
 
 
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():
     held = b"x" * (600 * 2**20)
-    script = (
-        "import torch; from kdtrain.parallel.world import peak_memory_mb; print(peak_memory_mb(torch.device('cpu')))"
-    )
+    script = "import torch; from kdtrain.ranks import peak_memory_mb; print(peak_memory_mb(torch.device('cpu')))"
     child = float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
     assert 50 < child < 600 < len(held) / 2**20 + 1
     assert peak_memory_mb(torch.device("cpu")) > 600
@@ -40,7 +38,7 @@ def test_a_process_alone_agrees_with_itself():
 
 AGREE = """
 import sys, torch, torch.distributed as dist
-from kdtrain.parallel.world import agreed_max
+from kdtrain.ranks import agreed_max
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 own = torch.tensor([float(rank), 1.0 - rank, 0.0])

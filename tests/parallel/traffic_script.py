@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kdtrain.parallel import traffic
-from kdtrain.parallel.world import ranks, world_size
-from kdtrain.parallel.wrap import Replicated, Sharded, shard
+from kdtrain.parallel import parallelize
+from kdtrain.parallel.parallelize import Replicated, Sharded, shard
+from kdtrain.ranks import ranks, world_size
 
 WIDTH, LAYERS, VOCABULARY = 10, 3, 35  # no multiples of 3 ranks
 
@@ -68,7 +68,7 @@ def main() -> None:
             toy = Toy()
             shapes = [each.shape for each in toy.parameters()]
             whole = Replicated(toy, toy, set(), lambda toy=toy: toy(torch.arange(4)))
-            expected = traffic.ddp(shapes)
+            expected = parallelize.ddp(shapes)
             assert step(whole, micro_batches) == {"all_reduce": [1, expected.all_reduce]}, found
             for dtype, gathered in ((None, 4), (torch.bfloat16, 2)):
                 toy = Toy(narrow=gathered == 2)
@@ -76,7 +76,7 @@ def main() -> None:
                 root = [each.shape for part in (toy.embedding, toy.head) for each in part.parameters()]
                 shard(toy, torch.device("cpu"), dtype=dtype)
                 options = {"sharing": world_size(), "micro_batches": micro_batches, "gathered": gathered}
-                expected = traffic.fsdp(layers, root, **options)
+                expected = parallelize.fsdp(layers, root, **options)
                 assert step(Sharded(toy, toy), micro_batches) == {
                     name: [calls, getattr(expected, name)] for name, calls in expected.calls.items()
                 }, (dict(found), expected, micro_batches, dtype)

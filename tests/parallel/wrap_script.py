@@ -15,22 +15,22 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kdtrain import ranks
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.checkpoint import shards
 from kdtrain.config import ObjectiveConfig, OptimizerConfig, PrecisionConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import default_probe, split
-from kdtrain.monitor.histograms import histograms
+from kdtrain.monitor.loggers import histograms
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.parallel import traffic, world
-from kdtrain.parallel.sharded import clip_norm_, joiner, peaks, whole
-from kdtrain.parallel.world import gathered, local, most, on_main, ranks, together
-from kdtrain.parallel.wrap import Alone, Replicated, Sharded, layers_of, shard
+from kdtrain.parallel import parallelize
+from kdtrain.parallel.parallelize import Alone, Replicated, Sharded, clip_norm_, joiner, layers_of, peaks, shard, whole
+from kdtrain.ranks import gathered, local, most, on_main, ranks, together
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import guarded_step, not_finite
 from kdtrain.training.state import Progress, TrainState, make_optimizer
-from kdtrain.training.step import DistillStep
+from kdtrain.training.student import DistillStep
 
 VOCABULARY, SEQ_LEN, MICROS = 300, 8, 3
 CPU = torch.device("cpu")
@@ -129,12 +129,12 @@ def gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch() -> N
                 wrapped(batch(own()[-1]), normalizer=100.0)[0].backward()
             assert near(gradients(wrapped), expected), kind
         if kind == "ddp":
-            assert sum(late.calls["allreduce"]) == traffic.ddp(shapes).all_reduce
+            assert sum(late.calls["allreduce"]) == parallelize.ddp(shapes).all_reduce
         elif kind == "fsdp":
             layers = [[list(each.shape) for each in layer.parameters()] for layer in layers_of(wrapped.student)]
             inside = {id(each) for layer in layers_of(wrapped.student) for each in layer.parameters()}
             root = [list(each.shape) for each in wrapped.student.parameters() if id(each) not in inside]
-            formula = traffic.fsdp(layers, root, sharing=size, micro_batches=1, gathered=4)
+            formula = parallelize.fsdp(layers, root, sharing=size, micro_batches=1, gathered=4)
             assert sum(late.calls["reduce_scatter_base"]) == formula.reduce_scatter
             assert sum(late.calls["allgather_base"]) == formula.all_gather
             assert len(late.calls["reduce_scatter_base"]) == formula.calls["reduce_scatter"]
@@ -221,7 +221,7 @@ def comes_back_from_the_disk_in_parts(state: TrainState) -> None:
         assert torch.equal(local(in_parts[name]), local(each)), name
     everything = shards.read(folder)
     assert all(torch.equal(everything[name], whole(each)) for name, each in tensors.items())
-    world.gathered(None)
+    ranks.gathered(None)
     on_main(lambda: shutil.rmtree(folder))
 
 
@@ -239,7 +239,7 @@ def words_go_to_all_and_errors_are_raised_on_all() -> None:
     ):
         with pytest.raises(kind, match=words) as caught:
             block()
-        assert world.was_told(caught.value) is (dist.get_rank() != says)
+        assert ranks.was_told(caught.value) is (dist.get_rank() != says)
 
 
 def in_block() -> None:

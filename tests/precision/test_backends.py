@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kdtrain.precision.backends import Torchao, TransformerEngine
-from kdtrain.precision.products import Recipe
+from kdtrain.precision.emulated import Recipe
 
 
 class Linear(torch.nn.Linear):

@@ -10,7 +10,7 @@ import torch
 from kdtrain.errors import UsageError
 from kdtrain.models.head import split
 from kdtrain.precision.collect import EXPONENTS, Collector, statistics
-from kdtrain.precision.products import Recipe
+from kdtrain.precision.emulated import Recipe
 from kdtrain.testing import tiny_model
 
 MXFP4 = Recipe("mx", "e2m1", "e2m1")

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from kdtrain.precision.controller import Controller
-from kdtrain.precision.policy import Forget, Policy, Recover, Save, Say, Snapshot, SwitchTo
+from kdtrain.precision.controller import Controller, Forget, Policy, Recover, Save, Say, Snapshot, SwitchTo
 
 NAN, INF = math.nan, math.inf
 SAID = "[AdaptiveQuantization] "

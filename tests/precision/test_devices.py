@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kdtrain.models.head import split
+from kdtrain.precision.backends import Choice, choose, make_recipe
 from kdtrain.precision.linear import Switch, convert
-from kdtrain.precision.probe import Choice, choose, make_recipe
 from kdtrain.testing import tiny_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -5,8 +5,8 @@ import torch
 
 from kdtrain.models.head import split
 from kdtrain.precision.backends import Torchao
+from kdtrain.precision.emulated import Recipe, quantized_linear
 from kdtrain.precision.linear import Emulated, Switch, convert
-from kdtrain.precision.products import Recipe, quantized_linear
 from kdtrain.testing import tiny_model
 
 FP8 = Recipe("tensorwise", gradient="e5m2")
@@ -120,7 +120,7 @@ def test_all_three_products_are_quantised_along_the_axis_they_sum_over():
         x[:, 5], weight[7] = x[:, 5] * 100, weight[7] * 100
     y = quantized_linear(x, weight, MXFP4, torch.float32)
     dx, dw = torch.autograd.grad(y.square().sum(), (x, weight))
-    from kdtrain.precision.mx import ELEMENTS, quantize_mx
+    from kdtrain.precision.emulated import ELEMENTS, quantize_mx
 
     def q(values, axis):
         return quantize_mx(values.detach(), ELEMENTS["e2m1"], axis)

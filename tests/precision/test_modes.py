@@ -7,8 +7,8 @@ import torch
 
 from kdtrain.config import PrecisionConfig, QuantizationConfig
 from kdtrain.precision import modes
+from kdtrain.precision.backends import plan, policy
 from kdtrain.precision.modes import autocast, has_bf16, pick_mode, why_not_compile
-from kdtrain.precision.plan import plan, policy
 
 CPU = torch.device("cpu")
 

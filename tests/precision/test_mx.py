@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kdtrain.precision.mx import ELEMENTS, quantize_fp8, quantize_mx, round_to
+from kdtrain.precision.emulated import ELEMENTS, quantize_fp8, quantize_mx, round_to
 
 E4M3, E5M2, E2M1 = ELEMENTS["e4m3"], ELEMENTS["e5m2"], ELEMENTS["e2m1"]
 CONTROLS = ("max", "max_minus_1", "rceil", "ceil", "even")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kdtrain.errors import UsageError
-from kdtrain.precision import probe
+from kdtrain.precision import backends
+from kdtrain.precision.backends import Capability, capabilities, capability, choose, make_recipe
 from kdtrain.precision.linear import Emulated
-from kdtrain.precision.probe import Capability, capabilities, capability, choose, make_recipe
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def real_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     def pretended(mode: str, backend: str, device: torch.device, recipe: object) -> Capability:
         return Capability(mode, backend, True, backend == "torchao", None)
 
-    monkeypatch.setattr(probe, "capability", pretended)
+    monkeypatch.setattr(backends, "capability", pretended)
 
 
 def test_a_cpu_emulates_everything_and_says_why_nothing_is_real():
@@ -46,13 +46,13 @@ def test_a_library_that_fails_in_any_way_is_a_reason_and_no_error(monkeypatch):
                 raise RuntimeError("no core\nfound")
 
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    assert probe.why_not_transformer_engine(torch.device("cuda")) == (
+    assert backends.why_not_transformer_engine(torch.device("cuda")) == (
         "transformer_engine cannot be imported: RuntimeError: no core found"
     )
 
 
 def test_importing_torchao_says_nothing_to_users():
-    asked = "import torch; from kdtrain.precision.probe import capabilities; capabilities(torch.device('cpu'))"
+    asked = "import torch; from kdtrain.precision.backends import capabilities; capabilities(torch.device('cpu'))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -129,7 +129,7 @@ def test_real_fp8_is_near_bf16_on_a_gpu_that_has_it(backend):
     torch.manual_seed(0)
     layer = torch.nn.Linear(256, 512, bias=False, device=device)
     x = torch.randn(64, 256, device=device, requires_grad=True)
-    product = probe.make_backend(backend, recipe()).product(layer, 256, 512)
+    product = backends.make_backend(backend, recipe()).product(layer, 256, 512)
     results = []
     for y in (product(x, layer.weight, torch.bfloat16, False), x.bfloat16() @ layer.weight.bfloat16().T):
         results.append([y, *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))])

@@ -1,6 +1,6 @@
 """The loss scale of fp16: it falls by overflows, grows by patience, and remembers both."""
 
-from kdtrain.precision.scale import GROW_AFTER, LARGEST, START, LossScale
+from kdtrain.precision.loss_scale import GROW_AFTER, LARGEST, START, LossScale
 
 
 def test_an_overflow_halves_it_and_patience_doubles_it():

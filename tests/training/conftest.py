@@ -26,16 +26,13 @@ from kdtrain.models.head import SplitModel, split
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.parallel.wrap import Alone
+from kdtrain.parallel.parallelize import Alone
 from kdtrain.testing import tiny_model
-from kdtrain.training.divergence import DivergenceWatch
-from kdtrain.training.early import EarlyStopping
-from kdtrain.training.guards import GradientExplosion
+from kdtrain.training.guards import DivergenceWatch, EarlyStopping, GradientExplosion, SpikeDetector
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
-from kdtrain.training.spike import SpikeDetector
 from kdtrain.training.state import Progress, TrainState, make_optimizer
-from kdtrain.training.step import DistillStep
+from kdtrain.training.student import DistillStep
 
 VOCABULARY, SEQ_LEN = 300, 8
 CPU = torch.device("cpu")

@@ -15,9 +15,8 @@ from kdtrain.models.head import split
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
-from kdtrain.training.hidden import plan_hidden_loss
-from kdtrain.training.source import TaughtBatch
-from kdtrain.training.step import DistillStep
+from kdtrain.training.data import TaughtBatch
+from kdtrain.training.student import DistillStep, plan_hidden_loss
 
 VOCABULARY, SEQ_LEN, SEQUENCES = 300, 8, 8
 CASES = [("forward-kl", "minimize"), ("jsd", "adversarial"), ("reverse-kl", "likelihood")]

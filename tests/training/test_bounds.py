@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from kdtrain.training.loop import train
+from kdtrain.training.trainer import train
 
 RUNNING_AWAY = {"temperature_mode": "minimize", "temperature_lr": 1.0, "lr_schedule": "constant", "log_freq": 1}
 

@@ -7,12 +7,10 @@ import torch
 
 from kdtrain.checkpoint.store import load
 from kdtrain.precision.backends import Torchao
-from kdtrain.precision.controller import Controller
+from kdtrain.precision.controller import Adaptive, Controller, Policy, SwitchTo
+from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, convert
-from kdtrain.precision.policy import Policy, SwitchTo
-from kdtrain.precision.products import Recipe
-from kdtrain.training.adaptive import Adaptive
-from kdtrain.training.loop import train
+from kdtrain.training.trainer import train
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from kdtrain.checkpoint.store import load
 from kdtrain.models.head import split
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.testing import tiny_model
-from kdtrain.training.loop import train
-from kdtrain.training.moving import Mover
+from kdtrain.training.data import Mover
+from kdtrain.training.trainer import train
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kdtrain.training.divergence import DivergenceWatch
+from kdtrain.training.guards import DivergenceWatch
 
 
 def seen_at(watch, losses, first=1):

@@ -9,9 +9,9 @@ import signal
 import pytest
 
 from kdtrain.config import StoppingConfig
-from kdtrain.training.early import EarlyStopping
-from kdtrain.training.loop import train
+from kdtrain.training.guards import EarlyStopping
 from kdtrain.training.state import load_saved
+from kdtrain.training.trainer import train
 
 
 def early(**options):

@@ -8,10 +8,10 @@ import torch
 
 from kdtrain.config import ObjectiveConfig, OptimizerConfig, StoppingConfig
 from kdtrain.testing import tiny_model
+from kdtrain.training.data import Feed
 from kdtrain.training.guards import GradientExplosion, guarded_step, not_finite
-from kdtrain.training.source import Feed
+from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import make_optimizer
-from kdtrain.training.stopping import StopRequest
 from kdtrain.training.update import take_step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

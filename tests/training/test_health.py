@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kdtrain.training.health import ClippedShare, LearnedSamples, MemoryGrowth, gradients_of, initial_loss
+from kdtrain.training.reporter import ClippedShare, LearnedSamples, MemoryGrowth, gradients_of, initial_loss
 
 
 def test_more_than_a_tenth_of_clipped_steps_is_said_once_with_the_advice():

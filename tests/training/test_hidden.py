@@ -10,9 +10,8 @@ from kdtrain.models.loading import checkpoint_activations
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
-from kdtrain.training.hidden import plan_hidden_loss
-from kdtrain.training.source import TaughtBatch
-from kdtrain.training.step import DistillStep
+from kdtrain.training.data import TaughtBatch
+from kdtrain.training.student import DistillStep, plan_hidden_loss
 
 VOCABULARY, SEQ_LEN = 300, 8
 

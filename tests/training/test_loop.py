@@ -14,10 +14,10 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
-from kdtrain.training import loop
-from kdtrain.training.loop import train
+from kdtrain.training import trainer
 from kdtrain.training.recovery import skip
-from kdtrain.training.stopping import StopRequest
+from kdtrain.training.signals import StopRequest
+from kdtrain.training.trainer import train
 from kdtrain.training.update import take_step
 
 
@@ -345,17 +345,17 @@ def test_an_epoch_whose_last_batch_was_skipped_has_its_checkpoint_all_the_same(w
 
 
 def test_a_run_is_compiling_until_its_first_step_is_taken(workshop, monkeypatch):
-    seen, take = [], loop.take_step
+    seen, take = [], trainer.take_step
 
     def spy(run, batches, stop):
         seen.append(stop.compiling)
         run.step.compile_objective = False  # said, and not done
         return take(run, batches, stop)
 
-    monkeypatch.setattr(loop, "take_step", spy)
+    monkeypatch.setattr(trainer, "take_step", spy)
     with workshop.run(steps=3) as run:
         run.step.compile_objective = True
-        loop.train(run)
+        trainer.train(run)
     assert seen == [True, False, False]
 
 
@@ -365,5 +365,5 @@ def test_a_run_that_begins_at_a_loaded_step_counts_its_distance_to_a_checkpoint_
         run.state.progress.step = 7
         finished = run.reporter.finished
         monkeypatch.setattr(run.reporter, "finished", lambda *args: (seen.append(args[2]), finished(*args))[1])
-        loop.train(run)
+        trainer.train(run)
     assert seen == [7, 7, 7, 10, 10]

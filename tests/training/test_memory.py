@@ -8,8 +8,8 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.errors import RunError
-from kdtrain.training.loop import train
-from kdtrain.training.memory import out_of_memory
+from kdtrain.training.trainer import train
+from kdtrain.training.update import out_of_memory
 
 
 @pytest.fixture

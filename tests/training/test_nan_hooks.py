@@ -18,7 +18,7 @@ from kdtrain.models.loading import checkpoint_activations
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
 from kdtrain.training.nan_hooks import Finding, NanHooks, find_first, write_bundle
-from kdtrain.training.step import DistillStep
+from kdtrain.training.student import DistillStep
 
 NORMALIZER = 32.0
 ROWS = np.arange(4)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from kdtrain.cache.reader import CachedBatch
+from kdtrain.commands.sanity import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.objective.targets import DenseTargets, SparseTargets
-from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
 from kdtrain.training.state import make_optimizer
 
 
@@ -150,8 +150,8 @@ def test_the_distillation_term_and_its_gradient_agree_at_every_temperature(works
 
 
 def test_a_gradient_that_forgot_the_factor_of_the_loss_is_seen(workshop, monkeypatch):
-    from kdtrain.training import probes
-    from kdtrain.training.step import DistillStep
+    from kdtrain.commands import sanity
+    from kdtrain.training.student import DistillStep
 
     whole = DistillStep.forward
 
@@ -161,7 +161,7 @@ def test_a_gradient_that_forgot_the_factor_of_the_loss_is_seen(workshop, monkeyp
 
     monkeypatch.setattr(DistillStep, "forward", forgetful)
     with workshop.run() as run:
-        assert probes.kd_at(run.step, first(run), 2.0).slope == pytest.approx(4.0, rel=0.02)
+        assert sanity.kd_at(run.step, first(run), 2.0).slope == pytest.approx(4.0, rel=0.02)
 
 
 def test_probing_leaves_the_settings_of_the_step_as_they_were(workshop):

@@ -13,8 +13,8 @@ from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.training import recovery, saving
-from kdtrain.training.loop import train
 from kdtrain.training.saving import relink_best
+from kdtrain.training.trainer import train
 
 SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 100, "early_stopping": False, "lr_schedule": "constant"}
 

@@ -10,11 +10,10 @@ from kdtrain import faults
 from kdtrain.config import MonitorConfig
 from kdtrain.monitor.progress import log
 from kdtrain.monitor.writers import Writers
-from kdtrain.precision.scale import LossScale
+from kdtrain.precision.loss_scale import LossScale
 from kdtrain.testing import tiny_tokenizer
-from kdtrain.training.loop import train
-from kdtrain.training.reporter import Reporter
-from kdtrain.training.samples import Sampler
+from kdtrain.training.reporter import Reporter, Sampler
+from kdtrain.training.trainer import train
 
 
 @pytest.fixture

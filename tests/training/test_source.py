@@ -12,7 +12,7 @@ from kdtrain.cache.reader import CacheReader
 from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.targets import OnlineTargets
-from kdtrain.training.source import CachedSource, Feed, OnlineSource
+from kdtrain.training.data import CachedSource, Feed, OnlineSource
 
 
 def indices(step):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtrain.config import GuardsConfig
-from kdtrain.training.spike import SpikeDetector
+from kdtrain.training.guards import SpikeDetector
 
 STEPS, SPIKE = 600, 400
 

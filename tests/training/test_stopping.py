@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kdtrain.training.stopping import StopRequest, interruptible
+from kdtrain.training.signals import StopRequest, interruptible
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -29,7 +29,7 @@ def test_afterwards_signals_do_again_what_they_did_before():
 
 def test_a_second_signal_ends_the_process_at_once():
     program = (
-        "import os, signal\nfrom kdtrain.training.stopping import StopRequest\n"
+        "import os, signal\nfrom kdtrain.training.signals import StopRequest\n"
         "with StopRequest():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n    print('first', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n    print('second', flush=True)\n"

@@ -14,15 +14,13 @@ from kdtrain import faults
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError
-from kdtrain.precision.controller import Controller
+from kdtrain.precision.controller import Adaptive, Controller, Policy, SwitchTo
+from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, convert
-from kdtrain.precision.policy import Policy, SwitchTo
-from kdtrain.precision.products import Recipe
-from kdtrain.precision.scale import LossScale
-from kdtrain.training import loop
-from kdtrain.training.adaptive import Adaptive
-from kdtrain.training.loop import train
-from kdtrain.training.switching import decide
+from kdtrain.precision.loss_scale import LossScale
+from kdtrain.training import trainer
+from kdtrain.training.recovery import decide
+from kdtrain.training.trainer import train
 
 CALM = {
     "lr": 1e-5,
@@ -264,13 +262,13 @@ def test_steps_that_stay_broken_in_the_fallback_go_back_to_the_newest_good_state
 
 def test_a_signal_in_a_broken_step_does_not_hide_it_from_the_controller(workshop, fault, monkeypatch):
     fault("train.loss:nan:6-6")
-    skip = loop.skip
+    skip = trainer.skip
 
     def signalled(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return skip(*arguments)
 
-    monkeypatch.setattr(loop, "skip", signalled)
+    monkeypatch.setattr(trainer, "skip", signalled)
     with workshop.run(steps=12, **CALM) as run:
         controller = quantise(run, **LOSS)
         train(run)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kdtrain.training.validate import calibration, summary, validate
+from kdtrain.training.trainer import calibration, summary, validate
 
 
 @pytest.fixture

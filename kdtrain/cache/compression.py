@@ -1,0 +1,427 @@
+"""What `codec.encode` keeps of a sequence, as the few bits that are stored, and back.
+
+log-probabilities: whole numbers c with log p = 1 - exp(c / 192): steps of 1/192 nats at p = 1 that grow in
+proportion to 1 - log p, so that an error never exceeds (1 - log p) / 383. Entries stand in descending
+order, and what is stored is the difference to the entry before: small numbers. The log-probability of the
+label is stored only where the label is not in the head. Ids: see `dictionary`. Tail, mean and deviation:
+see `moments`. Lists and weights are made from a shard's first sequences and stored with it.
+
+Stored arrays have positions last, [n, rows, T]: bits of one kind then lie together, which saves a tenth. All
+but the ids stand in one of them (`numbers`), because each one that is read costs as much as 4 KiB of it.
+Everything is numpy; `unpack` is what a training step waits for: it makes columns, [K, n, T], which targets
+are then views of, because turning them would cost a fifth of its time.
+
+Shapes: n sequences, T positions, K kept entries, H head, D draws, M numbers of the tail, N = n*T.
+
+Ids of kept entries as small numbers: their places in lists that a shard carries.
+
+Which entries are likely depends most on the token just read. A shard therefore holds, for each token that
+is met often, the entries most often kept after it (`candidates`), and one list of all entries by how often
+they are kept (`common`). An id is stored as its place in the first list that has it, so that most codes are
+small and compress well; the lists are made from the shard itself, so that a shard is read alone.
+
+    code 0                       absent
+    code 1 .. C                  candidates[context_row[token just read], code - 1]
+    code C+1 .. C+U              common[code - C - 1]
+    code above C+U               the id itself, plus C + U + 1
+
+A pair of token and entry is listed when it was met `MIN_COUNT` times: listing it costs about two bytes and
+saves about one each time. What it gives up: an id cannot be read without its shard's lists.
+
+Shapes: N tokens, K kept entries, V vocabulary, R rows of candidates, C of them a row, U common entries.
+
+The numbers of the tail in few bits: each is stored as its distance from a prediction.
+
+A token's tail is 2G + 2 numbers: L(beta) and dL/dbeta at G knots, mean and standard deviation of log p.
+They are nearly functions of each other and of the head. Each is predicted, linearly, from a few features of
+the stored head and from the numbers before it as the reader will see them, and only the distance is stored,
+in whole steps: so no error adds up, and each number is right to half its step. The weights come from least
+squares over the shard's first tokens and stand in the shard.
+
+    L: steps of 0.008 nats; slopes: 0.04 nats; mean and deviation: 0.05 nats
+
+The reader has a triangular linear system for each token, which two matrix products solve for all of them.
+What it gives up: a tail with L(1) below -200, which weighs nothing at any T up to 16, becomes an empty one,
+and a distance beyond 32,766 steps is cut there (263 nats for L).
+
+Shapes: N tokens, H head, G knots, M = 2G + 2 numbers, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+from einops import rearrange
+
+from kdtrain.cache.codec import FLOOR, CodecSpec
+
+STEP_VALUE, STEP_SLOPE, STEP_SPREAD = 0.008, 0.04, 0.05
+"""Steps of L, of dL/dbeta, and of mean and deviation, nats."""
+NOTHING = -200.0
+"""L(1) below which a tail counts as empty."""
+EMPTY_TAIL = -1e4
+"""L of an empty tail; its slopes are 0."""
+MARK = 2**16 - 1
+"""The code, in place of the first number's, of an empty tail."""
+_LARGEST = 32_766
+_LARGEST_FEATURE = 50.0
+_RIDGE = 1e-6
+_GRAIN = 4096  # weights are multiples of 1/4096: rounding in the sums that made them does not show
+
+
+def order(knots: tuple[float, ...]) -> list[int]:
+    """Where the numbers (L at the knots, slopes, mean, deviation) stand, in the order they are stored in.
+
+    L(1) first, then L at the lowest knot, then the others upwards; slopes likewise; mean; deviation.
+    """
+    one, last, number = knots.index(1.0), len(knots) - 1, len(knots)
+    values = list(dict.fromkeys([one, last, *range(last, -1, -1)]))
+    return [*values, *(number + g for g in values), 2 * number, 2 * number + 1]
+
+
+def steps(knots: tuple[float, ...]) -> np.ndarray:
+    """[M] the step of each number, in the order they are stored in."""
+    number = len(knots)
+    return np.array([STEP_VALUE] * number + [STEP_SLOPE] * number + [STEP_SPREAD] * 2, np.float32)
+
+
+def features(head_logprobs_HN: np.ndarray) -> np.ndarray:
+    """[F, N] fp32 of the head as stored: 1, and for H > 0 log p of its first, middle and last entry, their
+    mean, the head's mass, and log(1 - mass), at least log 1e-3."""
+    head, number = head_logprobs_HN.shape
+    found_FN = np.ones((7 if head else 1, number), np.float32)
+    if not head:
+        return found_FN
+    mass_N = np.add.reduce(np.exp(head_logprobs_HN), out=found_FN[5])
+    np.log(np.maximum(1 - mass_N, np.float32(1e-3)), out=found_FN[6])
+    # An entry that cannot be would drown the others.
+    seen_HN = np.maximum(head_logprobs_HN, np.float32(-_LARGEST_FEATURE))
+    found_FN[1], found_FN[2], found_FN[3] = seen_HN[0], seen_HN[head // 2], seen_HN[-1]
+    np.divide(np.add.reduce(seen_HN), np.float32(head), out=found_FN[4])
+    return found_FN
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Weights [M, F + M] fp32: row i predicts number i from the features and the numbers before it."""
+
+    weights: np.ndarray
+    knots: tuple[float, ...]
+
+    @classmethod
+    def fit(cls, features_FN: np.ndarray, numbers_MN: np.ndarray, knots: tuple[float, ...]) -> Predictor:
+        """Least squares over tokens whose tail is not empty; `numbers_MN` as `order` has them."""
+        there_N = numbers_MN[0] > NOTHING
+        known_N = np.concatenate([features_FN, numbers_MN])[:, there_N].astype(np.float64)
+        width, count = len(features_FN), max(1, int(there_N.sum()))
+        gram = known_N @ known_N.T / count
+        weights = np.zeros((len(numbers_MN), len(known_N)), np.float32)
+        for i in range(len(numbers_MN)):
+            size = width + i
+            solution = np.linalg.solve(gram[:size, :size] + _RIDGE * np.eye(size), gram[:size, width + i])
+            weights[i, :size] = np.round(solution * _GRAIN) / _GRAIN
+        return cls(weights, knots)
+
+    def encode(self, features_FN: np.ndarray, numbers_MN: np.ndarray) -> np.ndarray:
+        """Codes [M, N] uint16: distances in steps, 0, -1, 1, -2, 2 ... as 0, 1, 2, 3, 4 ..."""
+        empty_N = ~(numbers_MN[0] > NOTHING)
+        number, width = len(numbers_MN), len(features_FN)
+        known_N = np.concatenate([features_FN, np.zeros_like(numbers_MN)]).astype(np.float32)
+        codes_MN = np.zeros(numbers_MN.shape, np.uint16)
+        for i, step in enumerate(steps(self.knots)):
+            predicted_N = self.weights[i, : width + i] @ known_N[: width + i]
+            distance_N = np.round((numbers_MN[i] - predicted_N) / step).clip(-_LARGEST, _LARGEST)
+            if i < number - 2:
+                distance_N[empty_N] = 0
+            known_N[width + i] = predicted_N + step * distance_N
+            codes_MN[i] = np.where(distance_N < 0, -2 * distance_N - 1, 2 * distance_N)
+        codes_MN[0, empty_N] = MARK
+        return codes_MN
+
+    @cached_property
+    def _solved(self) -> np.ndarray:
+        """[M, F + M] fp32: L at the knots, slopes, mean and deviation are this times (features, distances in steps)."""
+        width = self.weights.shape[1] - len(self.weights)
+        weights = self.weights.astype(np.float64)
+        inverse = np.linalg.inv(np.eye(len(weights)) - weights[:, width:])
+        solved = np.hstack([inverse @ weights[:, :width], inverse * steps(self.knots)])
+        return np.ascontiguousarray(solved[np.argsort(order(self.knots))], np.float32)
+
+    @property
+    def largest(self) -> float:
+        """The size that no number exceeds, whatever is stored; not finite where the weights are too large for fp32."""
+        width = self.weights.shape[1] - len(self.weights)
+        bounds = [_LARGEST_FEATURE] * width + [_LARGEST + 2] * len(self.weights)
+        return float((np.abs(self._solved).astype(np.float64) @ bounds).max())
+
+    def decode(self, features_FN: np.ndarray, codes_MN: np.ndarray) -> np.ndarray:
+        """L at the knots, slopes, mean and deviation [M, N] fp32, in this order."""
+        empty_N = codes_MN[0] == MARK
+        known_N = np.empty((self._solved.shape[1], codes_MN.shape[1]), np.float32)
+        known_N[: len(features_FN)] = features_FN
+        known_N[len(features_FN) :] = (codes_MN >> 1).view(np.int16) ^ -(codes_MN & 1).view(np.int16)
+        if not empty_N.any():
+            return self._solved @ known_N
+        number = len(self.knots)
+        known_N[len(features_FN), empty_N] = 0
+        numbers_MN = self._solved @ known_N
+        numbers_MN[:number, empty_N] = EMPTY_TAIL
+        numbers_MN[number : 2 * number, empty_N] = 0
+        return numbers_MN
+
+
+WIDTH = 64
+"""C: candidates listed for a token."""
+MIN_COUNT = 3
+"""How often a pair of token and entry is met before it is worth listing."""
+
+
+@dataclass(frozen=True)
+class Dictionary:
+    """The lists of one shard. `absent` stands for an entry that is not there, before and after coding."""
+
+    context_row: np.ndarray
+    """[V] unsigned: the row of candidates for a token just read; row 0 is empty."""
+    candidates: np.ndarray
+    """[R, C] ids, most frequent first; `absent` where a row has fewer."""
+    common: np.ndarray
+    """[U] ids, most frequent first."""
+    absent: int
+    _lists: np.ndarray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # All lists end to end, where `decode` looks ids up; the two become views of it, so that it is held once.
+        rows = np.pad(self.candidates, ((0, 0), (1, 0)), constant_values=self.absent)
+        lists = np.concatenate([rows.ravel(), self.common])
+        object.__setattr__(self, "_lists", lists)
+        object.__setattr__(self, "candidates", lists[: rows.size].reshape(rows.shape)[:, 1:])
+        object.__setattr__(self, "common", lists[rows.size :])
+
+    @classmethod
+    def fit(cls, context_N: np.ndarray, ids_NK: np.ndarray, vocab_size: int, absent: int) -> Dictionary:
+        """The lists for these tokens (`context_N`: the token just read, `ids_NK`: entries kept after it)."""
+        dtype = np.min_scalar_type(absent)
+        here_NK = ids_NK != absent
+        ids = ids_NK[here_NK].astype(np.int64)
+        counts_V = np.bincount(ids, minlength=vocab_size)
+        by_count_V = np.argsort(-counts_V, kind="stable")
+        common = by_count_V[: max(1, np.count_nonzero(counts_V))].astype(dtype)
+        contexts = np.broadcast_to(context_N[:, None], ids_NK.shape)[here_NK].astype(np.int64)
+        pairs, counts = np.unique(contexts * vocab_size + ids, return_counts=True)
+        often = counts >= MIN_COUNT
+        rows, candidates = _ranked(pairs[often], counts[often], vocab_size, absent)
+        context_row = np.zeros(vocab_size, np.min_scalar_type(max(1, len(rows))))
+        context_row[rows] = np.arange(1, len(rows) + 1)
+        return cls(context_row, candidates.astype(dtype), common, absent)
+
+    @property
+    def common_base(self) -> int:
+        """The code of the first common entry."""
+        return WIDTH + 1
+
+    @property
+    def literal_base(self) -> int:
+        """The code of the id 0, spelled out."""
+        return WIDTH + 1 + len(self.common)
+
+    @cached_property
+    def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Listed pairs, row * V + id, ascending, and the code of each."""
+        rows, places = np.nonzero(self.candidates != self.absent)
+        pairs = rows * len(self.context_row) + self.candidates[rows, places].astype(np.int64)
+        order = np.argsort(pairs)
+        return pairs[order], places[order] + 1
+
+    @cached_property
+    def _plain(self) -> np.ndarray:
+        """[V] the code of an id that is no candidate."""
+        codes_V = self.literal_base + np.arange(len(self.context_row))
+        codes_V[self.common] = self.common_base + np.arange(len(self.common))
+        return codes_V
+
+    def encode(self, context_N: np.ndarray, ids_NK: np.ndarray) -> np.ndarray:
+        """Codes [N, K] int64 of `ids_NK`."""
+        here_NK = ids_NK != self.absent
+        ids_NK = np.where(here_NK, ids_NK, 0).astype(np.int64)
+        codes_NK = self._plain[ids_NK]
+        pairs, places = self._pairs
+        if len(pairs):
+            wanted_NK = self.context_row[context_N].astype(np.int64)[:, None] * len(self.context_row) + ids_NK
+            found_NK = np.searchsorted(pairs, wanted_NK).clip(max=len(pairs) - 1)
+            codes_NK = np.where(pairs[found_NK] == wanted_NK, places[found_NK], codes_NK)
+        return np.where(here_NK, codes_NK, 0)
+
+    def decode(self, context_T: np.ndarray, codes_KT: np.ndarray) -> np.ndarray:
+        """Ids [K, T], of the lists' dtype, of one sequence. IndexError: a code that this dictionary does not have."""
+        beyond = np.int32(len(self._lists) - self.literal_base)
+        start_T = np.take(self.context_row, context_T).astype(np.int32) * (WIDTH + 1)
+        place_KT = np.where(codes_KT <= WIDTH, start_T, beyond)
+        place_KT = np.add(place_KT, codes_KT, dtype=np.intp, casting="unsafe")
+        literal_KT = codes_KT >= self.literal_base
+        if not literal_KT.any():
+            return np.take(self._lists, place_KT)
+        spelled_KT = codes_KT.astype(np.int64) - self.literal_base
+        if spelled_KT.max() >= len(self.context_row):
+            raise IndexError(f"the id {spelled_KT.max()} is outside the vocabulary")
+        place_KT[literal_KT] = 0
+        return np.where(literal_KT, spelled_KT.astype(self._lists.dtype), np.take(self._lists, place_KT))
+
+
+def _ranked(pairs: np.ndarray, counts: np.ndarray, vocab_size: int, absent: int) -> tuple[np.ndarray, np.ndarray]:
+    """Contexts that have candidates, ascending, and their candidates [1 + contexts, C], row 0 empty."""
+    contexts, ids = np.divmod(pairs, vocab_size)
+    order = np.lexsort((ids, -counts, contexts))
+    contexts, ids = contexts[order], ids[order]
+    rows, first, number = np.unique(contexts, return_index=True, return_counts=True)
+    place = np.arange(len(ids)) - np.repeat(first, number)
+    candidates = np.full((1 + len(rows), WIDTH), absent, np.int64)
+    kept = place < WIDTH
+    candidates[np.repeat(np.arange(1, len(rows) + 1), number)[kept], place[kept]] = ids[kept]
+    return rows, candidates
+
+
+FIT_ENTRIES = 2**22
+"""Kept entries of a shard that its lists and weights are made from."""
+FINENESS = 192
+"""Codes of log p a unit of log(1 - log p)."""
+LOWEST = round(FINENESS * np.log1p(-FLOOR))
+"""The code of what cannot be."""
+_LOGPROBS = -np.expm1(np.arange(LOWEST + 1) / FINENESS)
+_LOGPROBS[-1] = FLOOR
+_LOGPROBS = np.append(_LOGPROBS, np.full(2**16 - len(_LOGPROBS), np.nan)).astype(np.float32)
+Arrays = dict[str, np.ndarray]
+
+
+def fit_sequences(spec: CodecSpec, seq_len: int) -> int:
+    """How many of a shard's first sequences its lists and weights are made from."""
+    return max(1, FIT_ENTRIES // (spec.columns * seq_len))
+
+
+def logprob_codes(logprobs: np.ndarray) -> np.ndarray:
+    """int64 codes of log-probabilities; NaN counts as what cannot be."""
+    energy = -np.nan_to_num(np.asarray(logprobs, np.float64), nan=FLOOR, posinf=0.0, neginf=FLOOR)
+    return np.round(FINENESS * np.log1p(energy.clip(0, -FLOOR))).astype(np.int64)
+
+
+def logprobs_of(codes: np.ndarray) -> np.ndarray:
+    """fp32 log-probabilities of uint16 codes; NaN for codes beyond the lowest."""
+    return np.take(_LOGPROBS, codes)
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How the sequences of one shard are stored: the codec, its lists and its weights."""
+
+    spec: CodecSpec
+    dictionary: Dictionary
+    predictor: Predictor
+
+    @classmethod
+    def fit(cls, tokens_nT1: np.ndarray, kept: Arrays, spec: CodecSpec) -> Self:
+        """Lists and weights for sequences [n, T + 1] and what is kept of them ([n, T, ...], `codec.encode`)."""
+        context_N = tokens_nT1[:, :-1].reshape(-1)
+        ids_NK = rearrange(kept["ids"], "n t k -> (n t) k")
+        dictionary = Dictionary.fit(context_N, ids_NK, spec.vocab_size, spec.absent)
+        codes_nKT = _entry_codes(kept["logprobs"])
+        predictor = Predictor.fit(_features(codes_nKT, spec), _numbers(kept, spec), spec.knots)
+        return cls(spec, dictionary, predictor)
+
+    def pack(self, tokens_nT1: np.ndarray, kept: Arrays) -> Arrays:
+        """The stored arrays [n, ..., T] of what is kept [n, T, ...]."""
+        spec, length = self.spec, kept["ids"].shape[1]
+        ids_NK = rearrange(kept["ids"], "n t k -> (n t) k")
+        id_codes = self.dictionary.encode(tokens_nT1[:, :-1].reshape(-1), ids_NK)
+        entry_codes_nKT = _entry_codes(kept["logprobs"])
+        moment_codes = self.predictor.encode(_features(entry_codes_nKT, spec), _numbers(kept, spec))
+        in_head_nT = (kept["ids"][..., : spec.head] == tokens_nT1[:, 1:, None]).any(-1)
+        label_nT = np.where(in_head_nT, 0, logprob_codes(kept["label_logprob"])).astype(np.uint16)
+        parts_nRT = [
+            np.diff(entry_codes_nKT, axis=1, prepend=0),
+            rearrange(kept["draws"][..., spec.head :], "n t d -> n d t") if spec.draws else entry_codes_nKT[:, :0],
+            rearrange(moment_codes, "m (n t) -> n m t", t=length),
+            label_nT[:, None],
+        ]
+        return {
+            "ids": rearrange(id_codes, "(n t) k -> n k t", t=length).astype(spec.code_dtype),
+            "numbers": np.concatenate(parts_nRT, 1).astype(np.uint16),
+        }
+
+    def unpack(self, tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
+        """What was kept [n, T, ...], as the reader sees it; the inverse of `pack` up to its stated errors."""
+        return unpack([(self, tokens, {k: v[i] for k, v in stored.items()}) for i, tokens in enumerate(tokens_nT1)])
+
+    def unpack_one(self, tokens_T1: np.ndarray, ids_KT: np.ndarray, numbers_RT: np.ndarray, columns: Arrays) -> None:
+        """Write what was kept of one sequence into `columns`, each [.., T], see `empty`.
+
+        ids_KT and numbers_RT are its stored arrays. IndexError: a code that the dictionary does not have.
+        """
+        spec, entries = self.spec, self.spec.columns
+        ids_KT = self.dictionary.decode(tokens_T1[:-1], ids_KT)
+        codes_KT = numbers_RT[:entries].copy()
+        for k in range(1, entries):  # np.cumsum along rows takes three times as long
+            np.add(codes_KT[k - 1], codes_KT[k], out=codes_KT[k])
+        logprobs_KT = logprobs_of(codes_KT)
+        known_FT = features(logprobs_KT[: spec.head])
+        columns["ids"][:], columns["logprobs"][:] = ids_KT, logprobs_KT
+        columns["tail"][:] = self.predictor.decode(known_FT, numbers_RT[entries + spec.draws : -1])
+        # The code of a label in the head is 0, which reads as 0.
+        known_HT = np.multiply(ids_KT[: spec.head] == tokens_T1[1:], logprobs_KT[: spec.head])
+        columns["label_logprob"][:] = logprobs_of(numbers_RT[-1]) + np.add.reduce(known_HT)
+        if spec.draws:
+            columns["draws"][: spec.head], columns["draws"][spec.head :] = 0, numbers_RT[entries : entries + spec.draws]
+
+    def to_arrays(self) -> Arrays:
+        """The data sets of the group `dictionary` of a shard."""
+        lists = self.dictionary
+        return {
+            "context_row": lists.context_row,
+            "candidates": lists.candidates,
+            "common": lists.common,
+            "tail_weights": self.predictor.weights,
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays, spec: CodecSpec) -> Self:
+        """The inverse of `to_arrays`. KeyError: one is missing."""
+        lists = Dictionary(arrays["context_row"], arrays["candidates"], arrays["common"], spec.absent)
+        return cls(spec, lists, Predictor(arrays["tail_weights"], spec.knots))
+
+
+def unpack(sequences: Sequence[tuple[Coding, np.ndarray, Arrays]]) -> Arrays:
+    """What was kept of sequences, which may come from several shards: arrays [n, T, ...], views of columns.
+
+    Each sequence is its coding, its tokens [T + 1] and its stored arrays.
+    One at a time: what it needs stays in a core's cache, and no large array is made but the result.
+    """
+    spec, length = sequences[0][0].spec, len(sequences[0][1]) - 1
+    shapes = {"ids": (spec.columns, "i8"), "logprobs": (spec.columns, "f4"), "tail": (2 * len(spec.knots) + 2, "f4")}
+    shapes |= {"label_logprob": (1, "f4")} | ({"draws": (spec.columns, "u1")} if spec.draws else {})
+    columns = {name: np.empty((rows, len(sequences), length), dtype) for name, (rows, dtype) in shapes.items()}
+    for i, (coding, tokens_T1, stored) in enumerate(sequences):
+        coding.unpack_one(tokens_T1, stored["ids"], stored["numbers"], {k: v[:, i] for k, v in columns.items()})
+    kept = {name: rearrange(values, "k n t -> n t k") for name, values in columns.items()}
+    numbers = kept.pop("tail")
+    kept |= {"tail": numbers[..., :-2], "logit_mean": numbers[..., -2], "logit_std": numbers[..., -1]}
+    return {**kept, "label_logprob": kept["label_logprob"][..., 0]}
+
+
+def _entry_codes(logprobs_nTK: np.ndarray) -> np.ndarray:
+    """Codes [n, K, T], never falling along K: an absent entry (NaN) repeats the one before."""
+    absent_nTK = np.isnan(logprobs_nTK)
+    codes_nTK = np.where(absent_nTK, 0, logprob_codes(logprobs_nTK))
+    return rearrange(np.maximum.accumulate(codes_nTK, axis=-1), "n t k -> n k t")
+
+
+def _features(codes_nKT: np.ndarray, spec: CodecSpec) -> np.ndarray:
+    return features(rearrange(logprobs_of(codes_nKT[:, : spec.head]), "n h t -> h (n t)"))
+
+
+def _numbers(kept: Arrays, spec: CodecSpec) -> np.ndarray:
+    """[M, N] fp32 in the order they are stored in."""
+    parts = [kept["tail"], kept["logit_mean"][..., None], kept["logit_std"][..., None]]
+    numbers_nTM = np.concatenate([part.astype(np.float32) for part in parts], -1)
+    return rearrange(numbers_nTM[..., order(spec.knots)], "n t m -> m (n t)")

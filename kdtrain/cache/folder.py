@@ -1,0 +1,294 @@
+"""May this folder be built in, and what stands in it before the first shard.
+
+A folder that holds something else, or a cache of other settings, is refused with what differs, and so is one
+that another command builds in at this moment: each rank of a builder holds a lock on the file `.building-RANK`.
+Rank 0 takes its own first, looks whether any other is held, by a rank that an earlier command left behind say, and
+then lets its own ranks in. What it gives up: on a file system without locks two builders are not kept apart; their
+files are the same, but one may stop with an error.
+
+Ranks that build one cache together: who builds what, in step, and without a word where there is one.
+
+Shard s is built by rank s % world. Ranks go through the data a row of `world` shards at a time, and before each
+forward of the teacher they tell each other three numbers: whether there is more to do, how many sequences are done,
+how many are broken. By that they stop together, show one progress, and notice within a batch that one of them is
+gone; and a teacher that is sharded over the ranks, whose forwards all of them must run, gets them: a rank that has
+nothing to ask asks an empty question. What it gives up: the ranks wait for the slowest of them at each batch.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from kdtrain.cache import format as cache_format
+from kdtrain.cache.manifest import CacheSettings, Manifest, check_sizes, read_manifest
+from kdtrain.errors import RunError, UsageError, making, writing
+from kdtrain.files import Lock, file_digest, hidden_folder, publish_json, read_sealed, refuse_links, swap_in, sweep
+
+Teacher = Callable[[Tensor, Tensor | None], Tensor]
+"""CPU int64 tokens [B,T] and segments [B,T] (None without a document mask) -> logits [B,T,V], any device."""
+
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The processes that build one cache; all of them call the same methods in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """What each rank gave, by rank."""
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """What `action` gives, or raises, on rank 0, which alone does it."""
+
+
+class Alone:
+    """One process, which builds its share, everything by default, and waits for nobody."""
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.rank, self.world = rank, world
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """Its own."""
+        return [list(numbers)]
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Its own."""
+        return action()
+
+
+class Rounds:
+    """The forwards of a build, one a round on every rank that has one to do.
+
+    teacher: None where there is none. sharded: whether its forwards need all ranks. empty: what a rank asks that has
+    nothing to ask. told: called with all ranks' (done, broken) at each round.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        teacher: Teacher | None,
+        sharded: bool,
+        empty: tuple[Tensor, Tensor | None],
+        told: Callable[[int, int], None],
+    ) -> None:
+        self.ranks, self.teacher, self.empty, self.told = ranks, teacher, empty, told
+        self.sharded = sharded and teacher is not None
+        self.done = self.broken = 0
+        """Of this rank."""
+
+    def take(self) -> None:
+        """Take part in a round with something to do; the forward follows."""
+        self._round(True)
+
+    def ask(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+        """A forward of the teacher as a round of its own."""
+        assert self.teacher is not None
+        self.take()
+        return self.teacher(tokens_BT, segments_BT)
+
+    def rest(self) -> None:
+        """Take part in rounds with nothing to do until no rank has."""
+        while self._round(False):
+            if self.sharded:
+                assert self.teacher is not None
+                with torch.no_grad():
+                    self.teacher(*self.empty)
+
+    def _round(self, more: bool) -> bool:
+        """Whether any rank has more to do."""
+        found: Sequence[Sequence[int]] = self.ranks.gather(int(more), self.done, self.broken)
+        self.told(sum(done for _, done, _ in found), sum(broken for *_, broken in found))
+        return any(more for more, *_ in found)
+
+
+_LOCK = ".building-"
+_OWN = re.compile(rf"{re.escape(_LOCK)}[0-9]+|\.{cache_format.SETTINGS}\.[0-9a-f]{{12}}\.tmp")
+"""What a builder makes before settings.json has its name, and what bars nobody."""
+_TOKENIZER_FILES = (
+    "token*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "additional_chat_templates",
+)
+
+
+def enter(folder: Path, settings: CacheSettings, tokenizer: Any, ranks: Ranks) -> tuple[Manifest | None, Lock | None]:
+    """Claim, lock and begin a folder, rank 0 before the others: the manifest where it is finished, else this rank's
+    lock.
+
+    UsageError: see `claim` and `lock`. RunError: the folder cannot be written.
+    """
+    own: list[Lock] = []
+
+    def begun() -> bool:
+        if claim(folder, settings) is not None:
+            return False
+        make_folder(folder)
+        own.append(_first_lock(folder, ranks.rank))
+        if claim(folder, settings) is not None:  # another has finished it meanwhile
+            own.pop().release()
+            return False
+        if ranks.rank == 0:
+            begin(folder, settings, tokenizer)
+        return True
+
+    try:
+        if not ranks.on_main(begun):
+            remove_stale_lock(folder, ranks.rank)
+            return read_manifest(folder), None
+        return None, own[0] if own else lock(folder, ranks.rank)
+    except BaseException:
+        for each in own:
+            each.release()
+        raise
+
+
+def _first_lock(folder: Path, rank: int) -> Lock:
+    """The lock of a rank, once no rank of another command holds one."""
+    own = lock(folder, rank)
+    try:
+        for path in folder.glob(f"{_LOCK}*"):
+            if path.name != f"{_LOCK}{rank}" and _OWN.fullmatch(path.name):
+                lock(folder, int(path.name.removeprefix(_LOCK))).release()
+    except UsageError:
+        own.release()
+        raise
+    return own
+
+
+def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
+    """The manifest if `folder` is this cache and finished; None if there is something to build.
+
+    UsageError: the folder is a file, holds other files, a cache of other settings (named), or a finished one with a
+    shard that is not as it was written (named).
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; --out must be a folder")
+    if not folder.exists() or holds_nothing(folder):
+        return None
+    if (folder / cache_format.MANIFEST).exists():
+        manifest = read_manifest(folder)
+        _refuse_others(folder, manifest.settings.to_json(), settings, "holds a finished cache")
+        check_sizes(folder, manifest)
+        return manifest
+    if not (folder / cache_format.SETTINGS).exists():
+        raise UsageError(f"{folder} holds files that are not a cache; choose another --out")
+    refuse_links(folder)
+    stored = _stored_settings(folder)
+    if _holds_shards(folder):
+        _refuse_others(folder, stored, settings, "holds an unfinished cache")
+    return None
+
+
+def _holds_shards(folder: Path) -> bool:
+    """Whether anything but half of a file that a killed builder left lies among the shards."""
+    shards = folder / cache_format.SHARDS
+    return shards.is_dir() and any(not path.name.endswith(".tmp") for path in shards.iterdir())
+
+
+def holds_nothing(folder: Path) -> bool:
+    """Whether there are no files in a folder but those that a builder makes before settings.json has its name."""
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return all(path.parent == folder and _OWN.fullmatch(path.name) for path in files)
+
+
+def begin(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
+    """Make settings.json and the tokenizer files in a folder that exists, and remove what killed builders left.
+
+    RunError: it cannot be written.
+    """
+    with writing(folder):
+        sweep(folder)
+        sweep(folder / cache_format.SHARDS)
+    # those of a build that failed before its first shard give way to corrected ones
+    if not (folder / cache_format.SETTINGS).exists() or _stored_settings(folder) != settings.to_json():
+        publish_json(folder / cache_format.SETTINGS, settings.to_json(), "cache.settings")
+    if tokenizer is not None:
+        with writing(folder / cache_format.TOKENIZER):
+            _copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of the shards, and those above it. UsageError: no folder can be there. RunError: it cannot
+    be written."""
+    with making(folder):
+        (folder / cache_format.SHARDS).mkdir(parents=True, exist_ok=True)
+
+
+def lock(folder: Path, rank: int) -> Lock:
+    """The lock of one rank of a builder on a folder that exists. UsageError: another process builds there."""
+    message = f"another process is building {folder} now; wait for it, or choose another --out"
+    return Lock(folder / f"{_LOCK}{rank}", message)
+
+
+def remove_stale_lock(folder: Path, rank: int) -> None:
+    """Remove what a builder left that was killed after the manifest; a folder that cannot be written keeps it."""
+    if (folder / f"{_LOCK}{rank}").exists():
+        with suppress(UsageError, RunError):
+            lock(folder, rank).release()
+
+
+def _stored_settings(folder: Path) -> dict[str, Any]:
+    path = folder / cache_format.SETTINGS
+    try:
+        return {key: value for key, value in read_sealed(path).items() if key != "digest"}
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; make it readable") from error
+    except ValueError as error:
+        raise UsageError(
+            f"{path} was altered or damaged ({error}); run kdtrain verify {folder} --repair first"
+        ) from error
+
+
+def _refuse_others(folder: Path, there: dict[str, Any], settings: CacheSettings, what: str) -> None:
+    if changed := list(_differences(there, settings.to_json())):
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise UsageError(
+            f"{folder} {what} with other settings ({'; '.join(changed[:3])}{more}); "
+            "choose another --out or remove that folder"
+        )
+
+
+def _differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
+    """One phrase a leaf that differs between two JSON records."""
+    if isinstance(there, dict) and isinstance(asked, dict):
+        for key in sorted(there.keys() | asked.keys()):
+            yield from _differences(there.get(key), asked.get(key), f"{name}.{key}" if name else key)
+    elif there != asked:
+        yield f"{name}: {there} there, {asked} asked"
+
+
+def _copy_tokenizer(tokenizer: Any, target: Path) -> None:
+    """Put the tokenizer's files into the folder `target`; other files that stood there are moved aside."""
+    with hidden_folder(target) as hidden:
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(hidden)
+        else:
+            for path in sorted({p for pattern in _TOKENIZER_FILES for p in Path(tokenizer).glob(pattern)}):
+                (shutil.copytree if path.is_dir() else shutil.copyfile)(path, hidden / path.name)
+        if target.is_dir() and _digests(target) == _digests(hidden):
+            return
+        swap_in(hidden, target, "cache.tokenizer")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 by file."""
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,290 @@
+"""The HDF5 format, version 2: which data sets a shard holds, and the index that shows all shards as one.
+
+A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
+(`dense`: a block of positions; masks: many sequences), shuffled by bytes or bits, compressed with zstd and
+checksummed (fletcher32). The lists and weights that decode a sparse shard stand in its group `dictionary`.
+What was never written reads as NaN or as the largest value of its dtype, never as 0. `index.h5` holds
+virtual data sets over all shards of a split, and links to their dictionaries. Written for the earliest HDF5
+that can, without variable-length types; cache/README.md is the specification.
+
+What it gives up: a chunk a sequence costs a few per cent of size against larger chunks; it makes one
+sequence one read.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import h5py
+import hdf5plugin
+import numpy as np
+
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.compression import WIDTH
+
+FORMAT_VERSION = 2
+SPLITS = ("train", "validation", "test")
+MANIFEST = "manifest.json"
+SETTINGS = "settings.json"
+INDEX = "index.h5"
+SHARDS = "shards"
+TOKENIZER = "tokenizer"
+DICTIONARY = "dictionary"
+BROKEN = 2
+"""`loss_mask` of a sequence that the teacher had no numbers for."""
+_DENSE_CHUNK_BYTES = 2**21
+_LEVEL = 9
+_BLOCK = 2**17  # numbers in a block of the bit shuffle at most: 256 KiB
+_FLAGS = 2**15  # positions in a chunk of loss_mask and segments, which take a few bytes a sequence
+
+
+@dataclass(frozen=True)
+class DatasetLayout:
+    """One data set of the format: everything after its leading n."""
+
+    shape: tuple[int, ...]
+    """Without n."""
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    """Without its sequences."""
+    about: str
+    """What it holds; stands in the file as the attribute `about`."""
+    sequences: int = 1
+    """Sequences a chunk."""
+    bits: bool = True
+    """Shuffled by bits; else by bytes, which suits numbers that use all of their low byte."""
+
+    @property
+    def fill(self) -> Any:
+        """What reads where nothing was written: NaN, or the largest value."""
+        return np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).max
+
+    @property
+    def block(self) -> int:
+        """Numbers that are shuffled together by bits: a chunk, as far as it goes."""
+        # Blocks of the usual 4,096 numbers cost 2 % more bytes and twice the time to read.
+        return min(_BLOCK, -(-self.sequences * math.prod(self.chunk) // 8) * 8)
+
+
+SHARD_NAME = re.compile(r"[a-z]+-[0-9]{5,}")
+"""What a shard may be called: names of a manifest become paths, and what is called otherwise is not kdtrain's."""
+
+
+def is_shard_file(name: str) -> bool:
+    """Whether a file of this name in `shards/` is a shard or a sidecar."""
+    stem, _, suffix = name.partition(".")
+    return SHARD_NAME.fullmatch(stem) is not None and suffix in ("h5", "json")
+
+
+def shard_name(split: str, number: int) -> str:
+    """Name of a shard without its suffix, as in the manifest."""
+    return f"{split}-{number:05d}"
+
+
+def shard_path(folder: Path, name: str) -> Path:
+    """The HDF5 file of the shard `name`."""
+    return folder / SHARDS / f"{name}.h5"
+
+
+def sidecar_path(folder: Path, name: str) -> Path:
+    """The JSON record of the shard `name`."""
+    return folder / SHARDS / f"{name}.json"
+
+
+def segment_dtype(seq_len: int) -> np.dtype:
+    """The smallest unsigned type for document numbers 0 .. seq_len - 1 whose largest value stays free."""
+    fitting = (np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if seq_len <= np.iinfo(t).max)
+    return next(fitting)
+
+
+def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
+    """Every data set of a shard by name."""
+    length, half = seq_len, np.dtype(np.float16)
+    found: dict[str, DatasetLayout] = {}
+
+    def add(name: str, dtype: np.dtype, shape: tuple[int, ...], about: str, **more: Any) -> None:
+        found[name] = DatasetLayout(shape, dtype, shape, about, **more)
+
+    add("tokens", spec.id_dtype, (length + 1,), "tokens[t + 1] is the label of position t", bits=False)
+    flags = {"sequences": max(1, _FLAGS // length)}
+    about = "1: the label of this position counts in the loss; 2: the teacher had no numbers"
+    add("loss_mask", np.dtype(np.uint8), (length,), about, **flags)
+    add("segments", segment_dtype(seq_len), (length,), "number of the document within its sequence", **flags)
+    if spec.kind == "tokens":
+        return found
+    if spec.kind == "dense":
+        add("label_logprob", half, (length,), "teacher log p of the label at T = 1, nats")
+        block = max(1, min(length, _DENSE_CHUNK_BYTES // (2 * spec.vocab_size)))
+        whole, about = (length, spec.vocab_size), "teacher log p of every entry at T = 1, nats"
+        found["logprobs"] = DatasetLayout(whole, half, (block, spec.vocab_size), about)
+        return found
+    about = "places in the dictionary of the head, most likely first, and of drawn entries; 0: absent"
+    add("ids", spec.code_dtype, (spec.columns, length), about, bits=False)
+    about = (
+        "K rows: code of log p of ids, less that of the entry before; D: how often the drawn entries were drawn; "
+        "2 G + 2: tail and spread, distance from the prediction in steps; 1: code of log p of the label, 0 in the head"
+    )
+    add("numbers", np.dtype(np.uint16), (spec.columns + spec.draws + 2 * len(spec.knots) + 3, length), about)
+    return found
+
+
+def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, DatasetLayout]:
+    """Every data set of the group `dictionary` by name, each one chunk, for `rows` of candidates and `common` entries.
+
+    Their shapes are whole: no n comes before them.
+    """
+    numbers, features = 2 * len(spec.knots) + 2, 7 if spec.head else 1
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+        "context_row": ((spec.vocab_size,), np.min_scalar_type(max(1, rows - 1))),
+        "candidates": ((rows, WIDTH), spec.id_dtype),
+        "common": ((common,), spec.id_dtype),
+        "tail_weights": ((numbers, features + numbers), np.dtype(np.float32)),
+    }
+    return {name: DatasetLayout(shape, dtype, shape, "", bits=False) for name, (shape, dtype) in shapes.items()}
+
+
+class _Sink(RawIOBase):
+    """A file for HDF5 that never refuses a write: HDF5 2.0 crashes the process that closes after a failed one.
+
+    The first error is kept for the caller; what could not be written from then on stays in memory.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self.raw, self.error, self.unwritten = raw, None, []  # type: tuple[BinaryIO, OSError | None, list]
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.raw.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.raw.tell()
+
+    def write(self, data: Any) -> int:
+        view, start = memoryview(data).cast("B"), self.tell()
+        done = 0
+        try:
+            while self.error is None and done < len(view):
+                done += self.raw.write(view[done:])
+        except OSError as error:
+            self.error = error
+        if done < len(view):
+            self.unwritten.append((start + done, bytes(view[done:])))
+        return len(view)
+
+    def readinto(self, buffer: Any) -> int:
+        view, start = memoryview(buffer).cast("B"), self.tell()
+        stored = self.raw.read(len(view))
+        view[:] = stored + bytes(len(view) - len(stored))
+        for offset, piece in self.unwritten:
+            low, high = max(offset, start), min(offset + len(piece), start + len(view))
+            if low < high:
+                view[low - start : high - start] = piece[low - offset : high - offset]
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            self.raw.truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+        return size or 0
+
+    def flush(self) -> None:
+        """Nothing is held back here."""
+
+    def check(self) -> None:
+        """Raise the first error that a write met."""
+        if self.error:
+            raise self.error
+
+
+@contextmanager
+def creating(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
+    """A new HDF5 file, and a function that raises the OSError a write met; so does leaving the block."""
+    with open(path, "wb+", buffering=0) as raw:
+        sink = _Sink(raw)
+        with h5py.File(sink, "w") as file:
+            yield file, sink.check
+        sink.check()
+
+
+def attributes(spec: CodecSpec, seq_len: int, split: str) -> dict[str, Any]:
+    """The attributes of a shard, and of a group of the index; each has more."""
+    codec = {"codec": spec.kind, "head": spec.head, "draws": spec.draws, "vocab_size": spec.vocab_size}
+    return {"format_version": FORMAT_VERSION, "split": split, "seq_len": seq_len, **codec, "knots": spec.knots}
+
+
+def _describe(target: h5py.File | h5py.Group, spec: CodecSpec, seq_len: int, split: str, **more: int) -> None:
+    found = attributes(spec, seq_len, split) | more
+    target.attrs.update({**found, "knots": np.asarray(found["knots"], np.float64)})
+
+
+def create_shard(file: h5py.File, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
+    """Lay out an empty shard for sequences first .. first + number - 1 of `split`."""
+    _describe(file, spec, seq_len, split, first_sequence=first, sequences=number)
+    for name, layout in datasets(spec, seq_len).items():
+        dataset = file.create_dataset(
+            name,
+            (number, *layout.shape),
+            layout.dtype,
+            chunks=(min(number, layout.sequences), *layout.chunk),
+            fillvalue=layout.fill,
+            fletcher32=True,
+            track_times=False,
+            **_compression(layout),
+        )
+        dataset.attrs["about"] = layout.about
+
+
+def _compression(layout: DatasetLayout | None = None) -> dict[str, Any]:
+    if layout is None or not layout.bits:
+        return {"shuffle": True, "compression": hdf5plugin.Zstd(clevel=_LEVEL)}
+    return {"compression": hdf5plugin.Bitshuffle(nelems=layout.block, cname="zstd", clevel=_LEVEL)}
+
+
+def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
+    """The arrays of `Coding.to_arrays`, one chunk each."""
+    group = file.create_group(DICTIONARY)
+    for name, values in arrays.items():
+        options = {"chunks": values.shape, "fletcher32": True, "track_times": False, **_compression()}
+        group.create_dataset(name, data=values, **options)
+
+
+def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
+    """The inverse of `write_dictionary`. KeyError: there is none."""
+    group = file[DICTIONARY]
+    # Not over `items`: an error inside such a loop keeps h5py's lock, for ever if another thread raises it again.
+    return {name: group[name][()] for name in list(group)}
+
+
+def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, Sequence[tuple[str, int]]]) -> None:
+    """Virtual data sets over the shards (name, number of sequences) of each split, in groups of that
+    split's name, and in SPLIT/dictionary links to the dictionaries of the shards.
+
+    Shards are named relative to the index, so that the folder can move.
+    """
+    with creating(path) as (file, _):
+        for split, parts in shards.items():
+            group = file.create_group(split)
+            _describe(group, spec, seq_len, split, sequences_per_shard=parts[0][1])
+            total = sum(number for _, number in parts)
+            if spec.kind == "sparse":
+                links = group.create_group(DICTIONARY)
+                for shard, _ in parts:
+                    links[shard] = h5py.ExternalLink(f"{SHARDS}/{shard}.h5", f"/{DICTIONARY}")
+            for name, layout in datasets(spec, seq_len).items():
+                virtual = h5py.VirtualLayout((total, *layout.shape), layout.dtype)
+                virtual.dcpl.set_obj_track_times(False)  # the same cache has the same digest, whenever it is built
+                start = 0
+                for shard, number in parts:
+                    source = h5py.VirtualSource(f"{SHARDS}/{shard}.h5", name, (number, *layout.shape))
+                    virtual[start : start + number] = source
+                    start += number
+                dataset = group.create_virtual_dataset(name, virtual, fillvalue=layout.fill)
+                dataset.attrs["about"] = layout.about

@@ -1,0 +1,244 @@
+"""Building caches: a teacher's, and the caches of bare tokens that runs and evaluations make for themselves."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from kdtrain import ranks
+from kdtrain.cache.codec import CodecSpec, keep
+from kdtrain.cache.folder import holds_nothing
+from kdtrain.cache.manifest import CacheSettings, Manifest, tokenizer_digest
+from kdtrain.cache.writer import write_cache
+from kdtrain.commands.common import Teacher, rows
+from kdtrain.commands.resume import agree
+from kdtrain.config import CacheTeacherConfig, DataConfig
+from kdtrain.data.logprobs import logprob_rows
+from kdtrain.errors import UsageError
+from kdtrain.files import file_digest, read_sealed
+from kdtrain.models.head import SplitModel
+from kdtrain.models.spec import ModelSpec
+from kdtrain.monitor.progress import bar
+
+T = TypeVar("T")
+
+
+class AllRanks:
+    """The ranks of this command, as a cache is built by them."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return ranks.rank()
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return ranks.world_size()
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """What each rank gave, by rank."""
+        return ranks.gathered(list(numbers))
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """What `action` gives on rank 0, which alone does it."""
+        return ranks.on_main(action)
+
+
+def logit_width(model: SplitModel) -> int:
+    """Rows of a model's output head, padding included."""
+    return int(model.model.get_output_embeddings().weight.shape[0])
+
+
+def build_cache(
+    config: CacheTeacherConfig,
+    spec: ModelSpec,
+    teacher: SplitModel,
+    asked: Teacher,
+    mode: str,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    digest: str,
+    sharded: bool = False,
+) -> Manifest | None:
+    """Build the cache of `config`, or what is missing of it, with all ranks; None on those but the first.
+
+    Args:
+        digest: of the teacher's weights.
+        sharded: whether the teacher is in parts on the ranks.
+
+    Raises:
+        UsageError: the folder holds another cache, or the data make no sequence.
+        RunError: the disk is full or cannot be written.
+    """
+    codec = config.codec
+    width = logit_width(teacher)
+    if not codec.dense and codec.head > width:
+        raise UsageError(f"--head {codec.head} is more than the vocabulary of {width}; choose less, or --dense")
+    kept: dict[str, Any] = (
+        {"kind": "dense"} if codec.dense else {"kind": "sparse", "head": codec.head, "draws": codec.draws}
+    )
+    facts = {
+        "spec": spec.name,
+        "weights_digest": digest,
+        "dtype": spec.dtype,
+        "precision": mode,
+        "attention": spec.attention,
+    }
+    settings = _settings(config.data, tokenizer, CodecSpec(**kept, vocab_size=width), config.splits())
+    settings = CacheSettings(
+        **{
+            **vars(settings),
+            "teacher": facts,
+            "seed": config.seed,
+            "sequences_per_shard": config.sequences_per_shard,
+        }
+    )
+    agree(settings.to_json)
+    built = {"batch_size": config.batch_size, "sharded": sharded, "ranks": AllRanks()}
+    return _write(config.out, settings, config.data, tokenizer, asked, **built)
+
+
+@dataclass(frozen=True)
+class _KeptRow:
+    """A row with what is kept of it."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    segments: np.ndarray
+    kept: dict[str, np.ndarray]
+
+
+def build_from_logprobs(
+    config: CacheTeacherConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerFast, vocab_size: int
+) -> Manifest | None:
+    """Build the cache of the log-probabilities in `config.from_logprobs`, good at T = 1 only, as `build_cache` does.
+
+    Raises:
+        UsageError: the file cannot be read or does not fit the vocabulary, or the folder holds another cache.
+        RunError: the disk is full or cannot be written.
+    """
+    path, data = config.from_logprobs, config.data
+    assert path is not None
+    codec = CodecSpec(kind="sparse", head=config.codec.head, vocab_size=vocab_size)
+
+    def kept(split: str) -> Iterator[_KeptRow]:
+        for row in logprob_rows(path, split, data.seq_len, codec.head):
+            if (token := int(row.tokens.max())) >= vocab_size:
+                raise UsageError(
+                    f"--from-logprobs {path} has the token {token}, the teacher's vocabulary only {vocab_size}; "
+                    "name the teacher that it is of"
+                )
+            found = keep(row.top_ids, row.top_logprobs, row.label_logprob, codec)
+            yield _KeptRow(row.tokens, row.loss_mask, row.segments, found)
+
+    with ranks.together():
+        if not path.is_file():
+            raise UsageError(f"--from-logprobs {path} does not exist")
+        digest = file_digest(path)
+    settings = replace(
+        _settings(data, tokenizer, codec, config.splits()),
+        teacher={"spec": spec.name, "logprobs": path.name},
+        data={"logprobs": path.name, "sha256": digest},
+        sequences_per_shard=config.sequences_per_shard,
+    )
+    agree(settings.to_json)
+    return write_cache(
+        config.out,
+        settings,
+        {split: kept(split) for split in config.splits()},
+        teacher=None,
+        tokenizer=tokenizer,
+        batch_size=config.batch_size,
+        ranks=AllRanks(),
+    )
+
+
+def build_tokens(
+    folder: Path,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    vocab_size: int,
+    splits: dict[str, int | None] | None = None,
+) -> Manifest:
+    """Pack text into a cache of bare tokens, in this process alone.
+
+    Args:
+        folder: the cache; what an interrupted run left there is gone on with.
+        data: the text.
+        tokenizer: what makes tokens of it.
+        vocab_size: the logits that will be made over these tokens.
+        splits: how many sequences of which split; train and validation as `data` says when None.
+    """
+    limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
+    settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
+    manifest = _write(folder, settings, data, tokenizer, None, batch_size=64)
+    assert manifest is not None
+    return manifest
+
+
+def holds_tokens(folder: Path) -> bool:
+    """Whether `folder` is a cache of bare tokens, finished, begun or less than that: it can be made again."""
+    if not folder.is_dir():
+        return False
+    if holds_nothing(folder):
+        return True
+    try:
+        return CacheSettings.from_json(read_sealed(folder / "settings.json")).codec.kind == "tokens"
+    except (OSError, ValueError):
+        return False
+
+
+def _settings(
+    data: DataConfig, tokenizer: PreTrainedTokenizerFast, codec: CodecSpec, limits: dict[str, int | None]
+) -> CacheSettings:
+    if codec.vocab_size < len(tokenizer):
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} entries and the model {codec.vocab_size} logits; "
+            "give the model's own tokenizer"
+        )
+    text = {
+        "source": data.data,
+        "split": data.split,
+        "text_column": data.text_column,
+        "messages_column": data.messages_column,
+    }
+    return CacheSettings(
+        codec=codec,
+        seq_len=data.seq_len,
+        tokenizer_size=len(tokenizer),
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        data=text,
+        document_mask=data.document_mask,
+        sequences=limits,
+    )
+
+
+def _write(
+    folder: Path,
+    settings: CacheSettings,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    asked: Teacher | None,
+    **options: Any,
+) -> Manifest | None:
+    # the split asked for is called train in the cache, and validation stands beside it
+    sources = {
+        "train": data.split,
+        "validation": "validation" if "train" in settings.sequences else data.split,
+    }
+    parts = {name: rows(data, sources[name], tokenizer, limit) for name, limit in settings.sequences.items()}
+    with bar("cache" if asked else "tokens", None) as shown:
+        progress = (lambda done, total: shown.update(done, total=total)) if ranks.is_main() else None
+        return write_cache(
+            folder,
+            settings,
+            parts,
+            teacher=asked,
+            tokenizer=tokenizer,
+            progress=progress,
+            **options,
+        )

@@ -1,0 +1,83 @@
+"""`kdtrain cache-teacher`: run the teacher once over the data and keep what it says, in one process or many ranks."""
+
+import time
+
+import torch
+
+from kdtrain.cache.manifest import Manifest
+from kdtrain.commands.build_cache import build_cache, build_from_logprobs
+from kdtrain.commands.build_run import cut_teacher, loading_device
+from kdtrain.commands.common import ask, check_fits, open_teacher, show, wide_head
+from kdtrain.commands.resume import same_ranks
+from kdtrain.commands.run_folder import refuse_no_folder
+from kdtrain.config import CacheTeacherConfig
+from kdtrain.errors import UsageError
+from kdtrain.models.loading import load_tokenizer, model_digest, vocabulary
+from kdtrain.models.spec import read_spec
+from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.parallel.memory_plan import Plan, free_everywhere, shards_teacher
+from kdtrain.precision.modes import pick_mode
+from kdtrain.ranks import is_main, of_all, on_main, peak_memory_mb, pick_device, together, world_size
+
+
+def main(config: CacheTeacherConfig) -> int:
+    """Build the cache, or what an interrupted command left to build, and print what it is.
+
+    Raises:
+        UsageError: teacher, data and folder do not go together.
+        RunError: the disk is full or cannot be written, or a rank was lost; what was published stays.
+    """
+    setup_logging(quiet=not is_main())
+    device = pick_device(config.device)
+    started = time.monotonic()
+    with same_ranks(config, device):
+        try:
+            manifest = _build(config, device)
+        except UsageError as error:
+            raise of_all(error) from None  # options, text and folder are the same on every rank
+    if manifest is not None:
+        _show(config, manifest, device, time.monotonic() - started)
+    return 0
+
+
+def _build(config: CacheTeacherConfig, device: torch.device) -> Manifest | None:
+    """The finished cache's manifest; None on ranks but the first."""
+    on_main(lambda: refuse_no_folder(config.out))
+    with together():
+        spec = read_spec(config.teacher)
+        tokenizer = load_tokenizer(spec)
+        many = f" in {world_size()} ranks" if world_size() > 1 else ""
+    if config.from_logprobs is not None:
+        log.info("caching what %s says of %s into %s%s", config.from_logprobs, spec.name, config.out, many)
+        return build_from_logprobs(config, spec, tokenizer, vocabulary(spec))
+    mode = pick_mode(config.precision, device)
+    free = free_everywhere(device, config.parallel.device_memory)
+    with together():
+        sharded = shards_teacher(config, spec, mode, free)
+        plan = Plan("single", "fsdp" if sharded else "replicate")
+        teacher = open_teacher(spec, loading_device(plan.teacher, device), mode)
+        check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
+        digest = model_digest(teacher)
+        head = wide_head(teacher).to(device)  # whole on each rank: there is no loss to gather it for
+    cut_teacher(teacher, plan, device)
+    asked = ask(teacher, device, mode, head)
+    parts = ", the teacher in parts" if sharded else ""
+    how = f"{mode} on {device}{many}{parts}"
+    log.info("caching %s over %s into %s (%s)", spec.name, config.data.data, config.out, how)
+    return build_cache(config, spec, teacher, asked, mode, tokenizer, digest=digest, sharded=sharded)
+
+
+def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:
+    sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
+    result = {
+        "cache": str(config.out),
+        "digest": manifest.digest,
+        "ranks": world_size(),
+        "sequences": sequences,
+        "tokens": {name: count * config.data.seq_len for name, count in sequences.items()},
+        "bytes_per_token": manifest.bytes_per_token["total"],
+        "temperature_range": manifest.temperature_range,
+        "seconds": round(seconds, 1),
+        "peak_memory_mb": round(peak_memory_mb(device), 1),
+    }
+    show(f"cache {config.out}", result, config.json)

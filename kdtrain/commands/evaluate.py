@@ -1,0 +1,109 @@
+"""`kdtrain evaluate`: a student against text and, where one is given, against a teacher.
+
+Loss and perplexity are of the text; KL, agreement and acceptance are of the teacher, exact with an online teacher or
+a dense cache and over head and tail bucket with a sparse one (a lower bound of KL, an upper bound of acceptance).
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
+from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.commands.build_cache import build_tokens, logit_width
+from kdtrain.commands.common import ask_layers, check_fits, digest_of, open_teacher, show, wide_head
+from kdtrain.commands.export import open_student
+from kdtrain.config import EvaluateConfig
+from kdtrain.errors import RunError, UsageError
+from kdtrain.models.head import SplitModel
+from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.spec import read_spec
+from kdtrain.monitor.progress import bar, setup_logging
+from kdtrain.precision.modes import autocast, pick_mode
+from kdtrain.ranks import pick_device, refuse_many_processes
+from kdtrain.training.data import CachedSource, OnlineSource, Source
+from kdtrain.training.trainer import calibration, summary, validate
+
+
+def main(config: EvaluateConfig) -> int:
+    """Print loss, perplexity, KL, agreement, calibration and acceptance of the student.
+
+    Raises:
+        UsageError: student, teacher and data do not go together.
+        RunError: the loss is non-finite.
+    """
+    setup_logging()
+    refuse_many_processes()
+    device = pick_device(config.device)
+    mode = pick_mode(config.precision, device)
+    student, tokenizer = open_student(config.student, device)
+    student.eval()
+    with _source(config, tokenizer, device, mode, logit_width(student)) as (source, manifest):
+        check_student(manifest, logit_width(student))
+        check_fits(student, config.student, manifest.settings.seq_len, manifest.settings.document_mask)
+        if config.cache is not None:
+            check_tokenizer(manifest, digest_of(tokenizer))
+        with bar("evaluate", len(source)) as shown:
+
+            def hidden(batch: CachedBatch) -> torch.Tensor:
+                segments = batch.segments if manifest.settings.document_mask else None
+                with autocast(mode, device):
+                    hidden_BTD = student(batch.tokens[:, :-1], segments)
+                shown.update(min(shown.done + config.batch_size, len(source)))
+                return hidden_BTD.flatten(0, 1)
+
+            metrics = validate(
+                source,
+                hidden,
+                student.head,
+                vocab_size=min(manifest.vocab_size, logit_width(student)),
+                micro=config.batch_size,
+                batches=None,
+            )
+        assert metrics is not None
+        loss = summary(metrics)["loss"]
+        if metrics.tokens and loss is not None and not math.isfinite(loss):
+            raise RunError(f"--student {config.student} has a loss of {loss}; look at its weights")
+        result: dict[str, Any] = {"student": config.student, "sequences": len(source), **summary(metrics)}
+    if config.json:
+        result["calibration"] = calibration(metrics)  # 45 numbers are for programs
+    show(f"evaluate {config.student}", result, config.json)
+    return 0
+
+
+@contextmanager
+def _source(
+    config: EvaluateConfig, tokenizer: Path | str | None, device: torch.device, mode: str, vocab_size: int
+) -> Iterator[tuple[Source, Manifest]]:
+    """What the student is measured on: a split of a cache, or text packed into a folder that is gone afterwards."""
+    if config.cache is not None:
+        reader = CacheReader(config.cache, config.data.split)
+        yield CachedSource(reader, device, vocab_size), reader.manifest
+        return
+    teacher: SplitModel | None = None
+    if config.teacher is not None:
+        spec = read_spec(config.teacher)
+        teacher = open_teacher(spec, device, mode)
+        check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
+        own, asked = digest_of(tokenizer), digest_of(spec)
+        if own is not None and asked is not None and own != asked:
+            raise UsageError(f"--student {config.student} and --teacher {spec.name} have different tokenizers")
+        tokenizer = tokenizer or spec.tokenizer or spec.source
+    if tokenizer is None:
+        raise UsageError(f"--student {config.student} comes without a tokenizer; give --teacher, or --cache")
+    loaded = load_tokenizer(tokenizer)
+    width = len(loaded) if teacher is None else logit_width(teacher)
+    with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
+        build_tokens(Path(folder) / "data", config.data, loaded, width, {"validation": config.data.num_sequences})
+        reader = CacheReader(Path(folder) / "data", "validation")
+        cached = CachedSource(reader, device, vocab_size)
+        source: Source = cached
+        if teacher is not None:
+            ask = ask_layers(teacher, device, mode, ())
+            source = OnlineSource(cached, ask, wide_head(teacher), config.data.document_mask)
+        yield source, reader.manifest

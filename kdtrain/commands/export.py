@@ -1,0 +1,136 @@
+"""`kdtrain export`: a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
+
+from pathlib import Path
+
+import torch
+
+from kdtrain.checkpoint.store import Store, is_checkpoint, problem
+from kdtrain.commands.common import show
+from kdtrain.commands.result import ended
+from kdtrain.commands.run_folder import TOKENIZER, is_run, options_of, refuse_no_folder
+from kdtrain.config import ExportConfig
+from kdtrain.errors import RunError, UsageError, refuse_no_path
+from kdtrain.models.head import SplitModel, split
+from kdtrain.models.loading import export_model, load_student, model_of, refuse_foreign, tokenizer_files
+from kdtrain.models.spec import read_spec
+from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.training.state import load_saved, read_saved
+
+
+def main(config: ExportConfig) -> int:
+    """Write the student of a run's checkpoint into `config.out`.
+
+    Raises:
+        UsageError: there is no such run or checkpoint, or `config.out` holds something.
+        RunError: the checkpoint is damaged.
+    """
+    setup_logging()
+    out = config.out
+    refuse_no_folder(out)
+    refuse_foreign(out)
+    if out.exists() and any(out.iterdir()) and not config.overwrite:
+        raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
+    path = _checkpoint(config.run, config.checkpoint)
+    student = student_at(path, torch.device("cpu"))
+    folder = tokenizer_of_run(_run_of(path))
+    if folder is None:
+        log.warning(
+            "exported without a tokenizer: %s holds none, and its cache is gone; copy the teacher's into %s",
+            *(_run_of(path), out),
+        )
+    tokenizer = None if folder is None else tokenizer_files(folder)
+    state = read_saved(path)
+    step = state["progress"]["step"]
+    end = ended(_run_of(path))
+    if end is not None and end["error"] is not None:
+        log.warning(
+            "%s ended with an error (%s): this is its student of step %d", _run_of(path), end["stop_reason"], step
+        )
+    aside = export_model(student, tokenizer, out, dtype=config.dtype, origin={"cache": state["cache"], "step": step})
+    out = out if out.exists() else out.resolve()  # nul/../x, where there is no nul
+    if aside:
+        log.warning("%s held more than an export, and is now %s", out, aside)
+    parameters = sum(each.numel() for each in student.parameters())
+    show(
+        f"export {out}",
+        {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters},
+        config.json,
+    )
+    return 0
+
+
+def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | str | None]:
+    """The student that `name` means, and where its tokenizer is, if anywhere.
+
+    Args:
+        name: a run (its best checkpoint, or the newest where none is best), a checkpoint, or a model spec.
+        device: where it is put.
+    """
+    path = Path(name)
+    if is_checkpoint(path.resolve()):
+        if (wrong := problem(path)) is not None:
+            raise RunError(f"checkpoint {path} is damaged: {wrong}")
+        return student_at(path.resolve(), device), tokenizer_of_run(_run_of(path.resolve()))
+    if is_run(path):
+        return student_at(_checkpoint(path, "best"), device), tokenizer_of_run(path)
+    spec = read_spec(name)
+    return split(load_student(spec, vocab_size=None, seed=0, device=str(device))), spec.tokenizer or spec.source
+
+
+def student_at(path: Path, device: torch.device) -> SplitModel:
+    """The student of a checkpoint folder, built from what the checkpoint says of it."""
+    checkpoint = load_saved(path)
+    described = checkpoint.state["student"]
+    generation = checkpoint.state.get("generation")
+    try:
+        student = split(model_of("its student", described["architecture"], described["attention"], generation))
+    except UsageError as error:
+        raise UsageError(f"checkpoint {path}: {error}") from error
+    own = student.state_dict()
+    weights = {
+        name.removeprefix("student."): value
+        for name, value in checkpoint.tensors.items()
+        if name.startswith("student.")
+    }
+    if unknown := [
+        entry
+        for entry, value in weights.items()
+        if entry not in own or (own[entry].shape, own[entry].dtype) != (value.shape, value.dtype)
+    ]:
+        raise RunError(
+            f"checkpoint {path} does not fit student {described['name']}: "
+            f"{sorted(unknown)[0]} is unknown, or of another shape or type"
+        )
+    filled = {own[entry].data_ptr() for entry in weights}  # a tied weight is kept under one of its names
+    if missing := [entry for entry, value in own.items() if value.data_ptr() not in filled]:
+        raise RunError(f"checkpoint {path} lacks {missing[0]} of student {described['name']}")
+    with torch.no_grad():
+        for entry, value in weights.items():
+            own[entry].copy_(value)
+    return student.to(device)
+
+
+def tokenizer_of_run(run: Path) -> Path | None:
+    """Where the tokenizer of a run's student lies: in the run, or in its cache; None where it is gone."""
+    options = options_of(run)
+    if options is None:
+        return None
+    cache = options.get("cache")
+    refuse_no_path(cache or "", f"{run}/config.toml: cache")
+    places = (run / TOKENIZER, (Path(cache) if cache else run / "data") / "tokenizer", run / "student")
+    return next((each for each in places if (each / "tokenizer.json").exists()), None)
+
+
+def _checkpoint(run: Path, wanted: str) -> Path:
+    """The folder of a run's checkpoint; `best` falls back to the newest where validation never marked one."""
+    if not is_run(run):
+        raise UsageError(f"{run} is no run; give a folder that kdtrain distill wrote")
+    store = Store(run / "checkpoints")
+    if wanted == "best" and not (store.folder / "best").exists():
+        wanted = "latest"
+        log.info("%s has no best checkpoint yet; taking the newest", run)
+    return store.choose(wanted)
+
+
+def _run_of(checkpoint: Path) -> Path:
+    return checkpoint.resolve().parent.parent

@@ -1,0 +1,293 @@
+"""Where a run begins: at a checkpoint of its own, at one of another run, or anew.
+
+Whether all ranks are about to do the same, asked before the first step.
+
+Each rank reads its own command line, installation, cache and models. On nodes where these differ, a file system that
+lags behind say, ranks would train a mix of two runs to a good end. What they have is compared twice: options and code
+as soon as the ranks are a group, because a rank with other options would take part in other exchanges, and the contents
+of files once they are read. What only one rank needs, or what may differ between nodes, is left out (`OF_A_RANK`).
+
+What it gives up: text is compared where it is packed (`cache.writer`), and the bytes of a shard where they are first
+read; here the digest in the cache's manifest, over its tokens and shards, stands for them.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kdtrain.checkpoint.store import Checkpoint
+from kdtrain.commands.run_folder import changes, is_run, refuse_changes
+from kdtrain.config import CacheTeacherConfig, DistillConfig, sections
+from kdtrain.errors import RunError, UsageError
+from kdtrain.monitor.progress import log, warn_early
+from kdtrain.ranks import gathered, of_all, on_main, ranks, together, world_size
+from kdtrain.training.run import Run
+from kdtrain.training.saving import relink_best
+from kdtrain.training.state import Progress, load_saved
+
+OF_A_RANK = {"config", "json", "num_workers", "device_memory", "rank_timeout", "log_all_ranks"}
+"""Options that may differ between ranks."""
+_SHOWN = 3
+
+
+@contextmanager
+def same_ranks(config: CacheTeacherConfig | DistillConfig, device: torch.device) -> Iterator[None]:
+    """`ranks`, which have the same options and the same code.
+
+    Raises:
+        UsageError: they have not, with what differs and on which rank.
+    """
+    with ranks(device, config.parallel.rank_timeout):
+        agree(lambda: {**_options(config), **_code()})
+        yield
+
+
+def agree(own: Callable[[], Mapping[str, Any]]) -> None:
+    """Refuse to go on where `own`, nested facts by name that JSON can hold, differ between ranks.
+
+    Every rank must call it; `own` is not called in a process alone, and may take long.
+
+    Raises:
+        UsageError: on every rank, said by rank 0: what differs, and on which rank.
+    """
+    if world_size() == 1:
+        return
+    with together():
+        facts = dict(_leaves(own()))
+    said = gathered(facts)
+    names = list(dict.fromkeys(name for each in said for name in each))
+    found = [difference for name in names if (difference := _difference(name, [each.get(name) for each in said]))]
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise of_all(
+            UsageError(
+                f"the ranks do not run the same: {'; '.join(found[:_SHOWN])}{more}; "
+                "give all of them the same options, files and installation"
+            )
+        )
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """A digest of a model's weights that costs one pass over the memory, to compare ranks by and nothing else.
+
+    `models.loading.model_digest` takes seven times as long. Two numbers of a tensor that changed places go unnoticed.
+    """
+    tensors = model.state_dict().items()
+    hashes = {name: int(torch.hash_tensor(each.detach()).view(torch.int64)) for name, each in tensors}
+    return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
+
+
+def _options(config: CacheTeacherConfig | DistillConfig) -> dict[str, Any]:
+    tables = sections(config).values()
+    options = {name: value for table in tables for name, value in table.items() if name not in OF_A_RANK}
+    return {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+
+
+def _code() -> dict[str, str]:
+    """A digest of the source of kdtrain, and the versions of what computes."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return {
+        "the code of kdtrain": digest.hexdigest(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{name}.{key}" if name else key)
+
+
+def _difference(name: str, values: list[Any]) -> str | None:
+    """What is said of a fact by its values on all ranks; None where they are equal."""
+    others = [number for number, value in enumerate(values) if value != values[0]]
+    if not others:
+        return None
+    more = f" (and {len(others) - 1} other ranks differ)" if len(others) > 1 else ""
+    return f"{name} is {_shown(values[0])} on rank 0 and {_shown(values[others[0]])} on rank {others[0]}{more}"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not given"
+    return value[:12] if isinstance(value, str) and len(value) == hashlib.sha256().digest_size * 2 else str(value)
+
+
+_KINDS = {"temperature": ("temperature_mode",), "hidden": ("hidden_loss", "hidden_layers")}
+"""Parts of the state that other options give other entries."""
+
+
+def begin(run: Run, goes_on: bool) -> Path | None:
+    """Take over the checkpoint the run begins at, and return its folder; None where it begins anew.
+
+    A run that has a checkpoint of its own goes on from it, whatever `--load` says: that was its beginning.
+
+    Raises:
+        UsageError: the checkpoint is of another student, cache or teacher, or of other options.
+        RunError: the checkpoint that was asked for is damaged.
+    """
+    wanted = run.config.checkpoint
+    if goes_on or wanted.resume not in ("auto", "never"):
+        path = _resume(run)
+        if path is not None:
+            return path
+    return None if wanted.load is None else start_from(run, wanted.load)
+
+
+def _resume(run: Run) -> Path | None:
+    """Take over the checkpoint that `--resume` names; None where `auto` finds none."""
+    wanted = run.config.checkpoint.resume
+    found = on_main(lambda: _find(run, wanted))
+    if found is None:
+        return None
+    path = Path(found)
+    with together():
+        checkpoint = load_saved(path, run.state.like)
+        refuse_changes(checkpoint.state["options"], run.config, path.name)
+        _refuse_strange(run, checkpoint, path, ("cache", "student", "teacher"))
+        _take_over(run, checkpoint, path)
+    run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
+    progress = run.state.progress
+    if progress.step > run.total:
+        raise of_all(UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out"))
+    if progress.stopped is not None and not run.config.stopping.early_stopping:
+        log.info("the early stop (%s) is put aside by --no-early-stopping", progress.stopped)
+        progress.stopped = None
+    if progress.decay_from is not None and not run.config.stopping.early_stopping:
+        log.info("the decay that a plateau began at step %d is put aside: --early-stopping is off", progress.decay_from)
+        progress.decay_from = None
+        if run.adaptive is not None:
+            run.adaptive.controller.begin_decay(None)
+    own = path.parent == run.store.folder.resolve()
+    at = (progress.step, progress.rollbacks) if own else (-1, 0)
+    if wanted != "auto" and (left := on_main(lambda: run.store.set_aside_after(*at))):
+        log.info("set aside %s, which this run goes back behind", ", ".join(left))
+    # with auto, what is later is damaged, and stays to be looked at
+    if own:
+        run.published = (progress.step, progress.validated_step)
+        relink_best(run)  # a kill may have come between the checkpoint and its link
+        return run.store.folder / path.name
+    progress.best_loss = progress.best_step = progress.first_loss = None  # they are of the other run's checkpoints
+    on_main(lambda: run.store.remove_link("best"))
+    return path
+
+
+def _take_over(run: Run, checkpoint: Checkpoint, path: Path, **how: Any) -> None:
+    try:
+        run.state.load(checkpoint.tensors, checkpoint.state, **how)
+    except RunError as error:
+        raise RunError(f"{path}: {error}") from error
+
+
+def _find(run: Run, wanted: str) -> str | None:
+    """The checkpoint to go on from; None where `auto` finds none."""
+    if wanted != "auto":
+        return str(run.store.choose(wanted))
+    name, damaged = run.store.newest_valid()
+    for text in damaged:
+        warn_early("damaged-checkpoint", text)
+    if name is None:
+        _set_aside(run)
+        return None
+    return str(run.store.path(name).resolve())
+
+
+def _set_aside(run: Run) -> None:
+    text = f"NO VALID CHECKPOINT in {run.store.folder}: STARTING ANEW"
+    if damaged := run.store.set_aside_damaged():
+        text += f"; renamed the damaged ones {', '.join(damaged)}; nothing was deleted"
+    warn_early("no-valid-checkpoint", text)
+
+
+def start_from(run: Run, path: Path) -> Path:
+    """Take over weights, moments, temperature and place in the data of another run's checkpoint.
+
+    With `--override-opt-param-scheduler` the schedule starts at step 0 of its own; without it the other run's goes on.
+    """
+    wanted = run.config.checkpoint
+    anew = wanted.override_opt_param_scheduler
+    with together():
+        if not path.is_dir():
+            raise UsageError(
+                f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000"
+            )
+        if is_run(path):
+            raise UsageError(f"--load {path} is a run; name one of its checkpoints, such as {path}/checkpoints/best")
+        path = run.store.choose(str(path.resolve()))
+        checkpoint = load_saved(path, run.state.like)
+        _refuse_strange(run, checkpoint, path, ("student",))
+        _say_what_differs(run, checkpoint)
+        saved = checkpoint.state["options"]
+        if not anew and (different := changes(saved, run.config, only="optimizer")):
+            raise UsageError(
+                f"{path} was trained with another schedule: {', '.join(different)}; give the same, "
+                "or add --override-opt-param-scheduler to start a new one"
+            )
+        leave = [part for part, names in _KINDS.items() if _differ(saved, run.config, names)]
+        _take_over(run, checkpoint, path, leave=leave, memory=not anew)
+    progress, same_data = run.state.progress, checkpoint.state["cache"] == run.identity["cache"]
+    cursor = progress.sequences if same_data and _same_order(checkpoint, run.config) else 0
+    if anew:
+        run.state.progress = Progress(sequences=cursor, epoch=cursor // len(run.train_source))
+    else:
+        progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
+        progress.first_loss = progress.last_loss = None
+        progress.sequences, progress.epoch = cursor, cursor // len(run.train_source)
+        if run.adaptive is not None:
+            run.adaptive.controller.forget_buffer()
+            run.state.snapshots.clear()
+        if progress.step >= run.total:
+            leaves = f"{path} is at step {progress.step}, and --steps {run.total} leaves none; raise --steps"
+            raise of_all(UsageError(leaves))
+    run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
+    log.info("weights and moments are those of %s; the data goes on at sequence %d", path, cursor)
+    return path
+
+
+def _differ(saved: dict[str, Any], config: DistillConfig, names: tuple[str, ...]) -> bool:
+    changed = changes(saved, config, only="objective")
+    return any(each.startswith(f"--{name.replace('_', '-')} ") for name in names for each in changed)
+
+
+def _same_order(checkpoint: Checkpoint, config: DistillConfig) -> bool:
+    return bool(checkpoint.state["options"].get("run", {}).get("seed") == config.seed)
+
+
+def _say_what_differs(run: Run, checkpoint: Checkpoint) -> None:
+    saved = checkpoint.state["options"]
+    if different := [each for each in changes(saved, run.config) if not each.startswith(("--load", "--override"))]:
+        log.info("unlike the loaded run: %s", ", ".join(different))
+    if checkpoint.state["cache"] != run.identity["cache"]:
+        warn_early("other-cache", "the loaded run read another cache; this one is read from its beginning")
+
+
+def _refuse_strange(run: Run, checkpoint: Checkpoint, path: Path, what: tuple[str, ...]) -> None:
+    for each in what:
+        with allowing(each, run.config):
+            if checkpoint.state[each] != run.identity[each]:
+                raise UsageError(f"{path} was trained with another {each}; give that one, or name another --out")
+
+
+@contextmanager
+def allowing(name: str, config: DistillConfig) -> Iterator[None]:
+    """Turn a refusal inside into a warning where `--allow-mismatch NAME` was given, and say so where it was not."""
+    try:
+        yield
+    except UsageError as error:
+        if name in config.allow_mismatch:
+            warn_early("mismatch", f"--allow-mismatch {name}: {error}")
+        elif name in ("tokenizer", "cache"):
+            raise UsageError(f"{error}; or add --allow-mismatch {name}") from None
+        else:
+            raise

@@ -1,0 +1,60 @@
+"""`kdtrain verify`: every digest of a cache, a run's checkpoints, or one checkpoint."""
+
+from pathlib import Path
+
+from kdtrain.cache import format as cache_format
+from kdtrain.cache.manifest import repair, verify_cache
+from kdtrain.checkpoint.store import Store, is_checkpoint, problem
+from kdtrain.commands.build_cache import holds_tokens
+from kdtrain.commands.common import show
+from kdtrain.commands.run_folder import is_run
+from kdtrain.config import VerifyConfig
+from kdtrain.errors import UsageError
+from kdtrain.monitor.progress import log, setup_logging
+
+
+def main(config: VerifyConfig) -> int:
+    """Print what is damaged; 0 when nothing is, 1 otherwise.
+
+    Raises:
+        UsageError: the path is neither a cache nor a run nor a checkpoint, or cannot be repaired.
+    """
+    setup_logging()
+    kind = kind_of(config.path)
+    if config.repair and kind != "cache":
+        raise UsageError(f"--repair is for caches; {config.path} is a {kind}")
+    problems = _problems(config.path, kind)
+    result: dict[str, object] = {
+        "path": str(config.path),
+        "kind": kind,
+        "ok": not problems,
+        "problems": problems,
+    }
+    if config.repair and problems:
+        result["dropped"] = repair(config.path)
+        log.info("run the same cache-teacher command again to build what is missing")
+    show(f"verify {config.path}", result, config.json)
+    return 1 if problems else 0
+
+
+def kind_of(path: Path) -> str:
+    """`cache`, `run` or `checkpoint`."""
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    if is_run(path):
+        return "run"
+    if is_checkpoint(path.resolve()):
+        return "checkpoint"
+    if any((path / name).exists() for name in (cache_format.MANIFEST, cache_format.SETTINGS, cache_format.SHARDS)):
+        return "cache"
+    raise UsageError(f"{path} is neither a cache nor a run nor a checkpoint")
+
+
+def _problems(path: Path, kind: str) -> list[str]:
+    if kind == "cache":
+        return [str(each) for each in verify_cache(path)]
+    if kind == "checkpoint":
+        return [wrong] if (wrong := problem(path)) else []
+    store = Store(path / "checkpoints")
+    tokens = verify_cache(path / "data") if holds_tokens(path / "data") else []
+    return tokens + [f"{name}: {wrong}" for name in store.names() if (wrong := store.problem(name))]

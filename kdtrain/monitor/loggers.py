@@ -1,0 +1,287 @@
+"""Where numbers are looked at with the eye: TensorBoard, and Weights & Biases where its package is installed.
+
+Both take the same few things. They differ in forgetting: TensorBoard drops the numbers and histograms behind the step
+that a run goes back to, and keeps texts; W&B cannot, and shows both tries over the same steps.
+
+Histograms of weights and gradients, counted where they lie.
+
+The bins are the same for every tensor and step: half octaves of magnitude, for both signs, from 2^-30 to 2^10, with
+one bin around 0. Weights and gradients are spread over many orders of magnitude, which even bins would put into one;
+and fixed ones need no look at the extremes first, so that a whole model costs one transfer to the host. Given up: the
+extreme bins are open, and no bin tells numbers apart that differ by less than 40 %.
+"""
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kdtrain.errors import RunError, UsageError
+from kdtrain.files import publish_text, read_json
+
+_MAGNITUDES = torch.pow(2.0, torch.arange(-60, 21) / 2.0)
+EDGES = torch.cat([-_MAGNITUDES.flip(0), _MAGNITUDES])
+_BINS = len(EDGES) + 1
+_CHUNK = 1 << 22
+
+Joined = Callable[[torch.Tensor, str], torch.Tensor]
+"""(tensor, "sum", "min" or "max") -> that of all ranks, entry by entry."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of the finite numbers of one tensor; how many were not finite is `broken`."""
+
+    minimum: float
+    maximum: float
+    count: int
+    total: float
+    squares: float
+    """Sum of the squares."""
+    broken: int
+    limits: list[float]
+    """Upper edges of the bins, ascending, without empty bins at either end."""
+    counts: list[int]
+    """Numbers a bin, as many as `limits`."""
+
+
+def histograms(tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> dict[str, Histogram]:
+    """The histogram of each tensor of any float dtype, on any device; empty ones and those all broken are left out.
+
+    joined: figures of all ranks, where each has a part of every tensor; all of them then call this.
+    """
+    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel() or joined}
+    if not filled:
+        return {}
+    rows = torch.stack([_row(tensor.detach()).cpu() for tensor in filled.values()])
+    if joined is not None:
+        rows = _joined(rows, joined)
+    return {name: _histogram(row) for name, row in zip(filled, rows.tolist(), strict=True) if sum(row[:_BINS])}
+
+
+def _joined(rows: torch.Tensor, joined: Joined) -> torch.Tensor:
+    """What `_row` says, of whole tensors."""
+    parts = zip(rows.split([rows.shape[1] - 2, 1, 1], dim=1), ("sum", "min", "max"), strict=True)
+    return torch.cat([joined(part.contiguous(), how) for part, how in parts], dim=1)
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """Counts a bin, broken ones, sum, sum of squares, minimum and maximum, as fp64 on the tensor's device."""
+    edges = EDGES.to(tensor.device)
+    counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=tensor.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+    ends = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64, device=tensor.device)
+    for part in tensor.reshape(-1).split(_CHUNK) if tensor.numel() else ():
+        values = part.float()
+        sound = values.isfinite()
+        places = torch.where(sound, torch.bucketize(values, edges), _BINS)
+        counts += torch.bincount(places, minlength=_BINS + 1)
+        clean = values.where(sound, 0.0).double()
+        sums += torch.stack([clean.sum(), clean.square().sum()])
+        low, high = values.where(sound, torch.inf).min(), values.where(sound, -torch.inf).max()
+        ends = torch.stack([ends[0].minimum(low), ends[1].maximum(high)])
+    return torch.cat([counts.double(), sums, ends])
+
+
+def _histogram(row: list[float]) -> Histogram:
+    counts = [int(count) for count in row[:_BINS]]
+    used = [place for place, count in enumerate(counts) if count]
+    first, last = used[0], used[-1]
+    broken, total, squares, minimum, maximum = row[_BINS:]
+    limits = [*EDGES.tolist(), max(maximum, float(EDGES[-1]) * 2)]
+    return Histogram(
+        minimum=minimum,
+        maximum=maximum,
+        count=sum(counts),
+        total=total,
+        squares=squares,
+        broken=int(broken),
+        limits=limits[first : last + 1],
+        counts=counts[first : last + 1],
+    )
+
+
+METRICS = ("train/loss", "validation/loss", "validation/kl")
+"""What runs are compared by beside their hyper-parameters."""
+
+
+class Board(Protocol):
+    """A place that shows numbers, histograms and text by step."""
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None: ...
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None: ...
+
+    def event(self, step: int, kind: str, details: Mapping[str, Any]) -> None: ...
+
+    def hyperparameters(self, options: Mapping[str, bool | float | str]) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in `folder`.
+
+    Args:
+        folder: `runs/NAME/tensorboard`.
+        first_step: the first step that is going to be written; what an earlier process wrote from there on is
+            forgotten.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Numbers by their full name."""
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+        """Histograms by their full name."""
+        for name, each in found.items():
+            self.writer.add_histogram_raw(
+                name,
+                min=each.minimum,
+                max=each.maximum,
+                num=each.count,
+                sum=each.total,
+                sum_squares=each.squares,
+                bucket_limits=each.limits,
+                bucket_counts=each.counts,
+                global_step=step,
+            )
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+        """Rows of text, the columns by the keys of the first one, as a Markdown table."""
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(text) for text in row.values()] for row in rows)]
+        self.writer.add_text(name, "\n".join(f"| {' | '.join(cells)} |" for cells in lines), step)
+
+    def event(self, step: int, kind: str, details: Mapping[str, Any]) -> None:
+        """An intervention, as text."""
+        said = ", ".join(f"{name}: {value}" for name, value in details.items())
+        self.writer.add_text("events", f"{kind} {said}".strip(), step)
+
+    def hyperparameters(self, options: Mapping[str, bool | float | str]) -> None:
+        """The options of the run, for the tab HPARAMS."""
+        from torch.utils.tensorboard.summary import hparams
+
+        # add_hparams would open a second run beside this one
+        for summary in hparams(dict(options), dict.fromkeys(METRICS, 0.0)):
+            self.writer._get_file_writer().add_summary(summary)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written of later steps than `step`: readers drop it when they meet this mark."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        mark = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        self.writer._get_file_writer().add_event(mark)
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self.writer.close()
+
+
+def require_wandb(project: str | None) -> Any:
+    """The module `wandb` where a project is named, else None.
+
+    Raises:
+        UsageError: a project is named, and the package is missing or broken.
+    """
+    if project is None:
+        return None
+    try:
+        return importlib.import_module("wandb")
+    except Exception as error:  # a package of another Python or protobuf fails in its own ways
+        if isinstance(error, ModuleNotFoundError) and error.name == "wandb":
+            raise UsageError("--wandb-project needs the package wandb; pip install 'kdtrain[wandb]'") from None
+        raise UsageError(f"--wandb-project: the package wandb does not load: {error}") from None
+
+
+class WeightsAndBiases:
+    """A run of W&B, which a process that goes on with our run goes on with as well.
+
+    Steps are numbers of ours and not W&B's own, which must not fall: after a rollback they do.
+
+    Args:
+        folder: our run; W&B keeps its files in `wandb/` there, and its identity in `wandb.json`.
+        fresh: whether our run begins; W&B's then does too.
+        project, name: as W&B shows them; the name is the folder's when not given.
+    """
+
+    def __init__(self, folder: Path, fresh: bool, project: str, name: str | None) -> None:
+        self.wandb = require_wandb(project)
+        identity = folder / "wandb.json"
+        known = None if fresh else _identity(identity)
+        try:
+            self.run = self.wandb.init(
+                project=project,
+                name=name or folder.resolve().name,
+                id=known,
+                resume="allow",
+                dir=str(folder),
+                settings=self.wandb.Settings(console="off"),
+            )
+        except Exception as error:
+            raise RunError(
+                f"W&B did not start: {error}; log in with wandb login, set WANDB_MODE=offline, "
+                "or leave out --wandb-project"
+            ) from None
+        publish_text(identity, json.dumps({"id": self.run.id, "project": project}) + "\n", "monitor.wandb")
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Numbers by their full name."""
+        self.run.log({"step": step, **numbers})
+
+    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+        """Histograms by their full name; W&B wants the lowest edge as well."""
+        shown = {
+            name: self.wandb.Histogram(np_histogram=(each.counts, [min(each.minimum, each.limits[0]), *each.limits]))
+            for name, each in found.items()
+        }
+        self.run.log({"step": step, **shown})
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+        """Rows of text, the columns by the keys of the first one."""
+        table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({"step": step, name: table})
+
+    def event(self, step: int, kind: str, details: Mapping[str, Any]) -> None:
+        """An intervention, as a mark at its step."""
+        self.run.log({"step": step, f"events/{kind}": 1})
+
+    def hyperparameters(self, options: Mapping[str, bool | float | str]) -> None:
+        """The options of the run."""
+        self.run.config.update(dict(options), allow_val_change=True)
+
+    def rewind(self, step: int) -> None:
+        """Leave a mark: W&B keeps what was written of later steps."""
+        self.run.log({"step": step, "events/rewind": 1})
+
+    def close(self) -> None:
+        """Hand over what is left, and end."""
+        self.run.finish()
+
+
+def _identity(path: Path) -> str | None:
+    """The id in wandb.json; None where there is none that can be read."""
+    try:
+        return str(read_json(path, dict[str, str])["id"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _cell(text: str) -> str:
+    """`text` inside a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", "<br>")

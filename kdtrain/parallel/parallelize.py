@@ -1,0 +1,352 @@
+"""The student and the teacher spread over ranks by PyTorch's own engines: DDP, and FSDP2's `fully_shard`.
+
+A training step is called through one of three wrappers, which differ in when gradients travel. Losses are divided by
+a constant and not by tokens or ranks, so that gradients are summed over ranks, never averaged; the mean over the
+tokens of all ranks is taken once, behind that (`training.update`). Before the last micro-batch of a step nothing is
+exchanged. What a run learns beside the student (the temperature, projections) is a handful of numbers that only some
+steps give a gradient: it stays whole on each rank, out of both engines, and the step adds it up itself.
+
+FSDP2 cuts each transformer layer by itself, and embedding, last norm and output head as one root: its weights are
+whole from the forward to the end of the backward, as the fused head needs them. Masters and reductions are fp32; a
+layer's weights travel in the format that autocast would round them to, and the root's in fp32, so that the student
+computes what it does in one process, but for the weights of norms, which are rounded as well.
+
+What it gives up: a quantised student's weights travel in fp32, because a second rounding would change its values;
+each rank loads a model whole before it keeps its part.
+
+Tensors of which each rank may hold a part: the part, the whole, and figures of the whole.
+
+FSDP2 keeps parameters, gradients and moments as DTensors. What is done to each entry by itself is done to the part
+that lies here; what needs all entries is reduced over the ranks that share a copy, and over no other.
+
+Bytes that ranks exchange in a step, from shapes alone: what DDP and FSDP2 send as `wrap` sets them up.
+
+The payload of a collective is what a rank puts in or gets out, the larger of the two; over a ring of w ranks a rank
+sends (w - 1) / w of it for an all-gather or a reduce-scatter, and twice that for an all-reduce (Patarasuk and Yuan
+2009; NCCL counts its bus bandwidth so). P parameters, of which L in layers; c bytes a gathered number (2 for a student
+in bf16, 4 in fp32); m micro-batches a step:
+
+    DDP    all-reduce 4 P, once a step, whatever m is
+    FSDP2  all-gather m (2 c L + 4 (P - L)): layers for the forward and again for the backward, the root once;
+           reduce-scatter 4 P, once a step
+    with --shard-size s: the same among s ranks, and an all-reduce of 4 P / s among the ranks that hold the same part
+
+FSDP2 cuts a parameter along its first dimension and pads it to a multiple of the ranks: small ones cost more than
+their size. The handful of numbers that ranks agree on each step is left out.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+
+from kdtrain.ranks import agreed_max, local, summed, with_local
+
+
+class Alone:
+    """A step that one process takes: called as it is.
+
+    Args:
+        step: one micro-batch -> the loss to differentiate, and what to report.
+        student: the part of it that is spread over ranks.
+    """
+
+    kind = "single"
+
+    def __init__(self, step: nn.Module, student: nn.Module) -> None:
+        self.step, self.student = step, student
+
+    def __call__(self, *batch: Any, **options: Any) -> Any:
+        """Call the step through its wrapper."""
+        return self.step(*batch, **options)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch; gradients are exchanged in the last one of a step."""
+        yield
+
+    def reshard(self) -> None:
+        """Give back what a forward without a backward has gathered."""
+
+
+class Replicated(Alone):
+    """A step under DDP, with the whole student on each rank.
+
+    Args:
+        own: names of the step's parameters that DDP leaves alone, beside those that no loss reaches.
+        probe: a call whose result, summed and differentiated, reaches what training reaches.
+    """
+
+    kind = "ddp"
+
+    def __init__(self, step: nn.Module, student: nn.Module, own: set[str], probe: Callable[[], torch.Tensor]) -> None:
+        super().__init__(step, student)
+        # buffers are constants, the same on each rank, and need no broadcast
+        left = own | _unreached(step, probe) | {name for name, _ in step.named_buffers()}
+        # a private name for want of a public one: DDP's documentation has none for parameters that are not its own
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, sorted(left))
+        device = next(student.parameters()).device
+        self.wrapper = DistributedDataParallel(
+            step,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            init_sync=True,
+        )
+        self.wrapper.register_comm_hook(None, _sum)
+
+    def __call__(self, *batch: Any, **options: Any) -> Any:
+        """Call the step through DDP."""
+        return self.wrapper(*batch, **options)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward: what DDP decides in the one holds for the other."""
+        if last:
+            yield
+        else:
+            with self.wrapper.no_sync():
+                yield
+
+
+class Sharded(Alone):
+    """A step whose student was cut up by `shard`."""
+
+    kind = "fsdp"
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """FSDP2 keeps unreduced gradients, whole and in fp32, until the last micro-batch."""
+        self.student.set_requires_gradient_sync(last)  # type: ignore[operator]
+        yield
+
+    def reshard(self) -> None:
+        """Drop the gathered root, which would be out of date once weights are loaded."""
+        reshard(self.student)
+
+
+def shard(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_size: int | None = None,
+    compile: Callable[[Any], Any] | None = None,
+) -> None:
+    """Cut `model` up in place: its parameters become DTensors, their names stay. Every rank must call it.
+
+    Args:
+        model: on any device, whole, with the same values on each rank; its forward is what is called.
+        device: where its parts are put.
+        dtype: what a layer's floating weights are gathered in; as they are when None.
+        shard_size: ranks that share one copy; all of them when None.
+        compile: makes a layer's forward a compiled one.
+    """
+    mesh = mesh_of(device, shard_size)
+    for layer in layers_of(model):
+        if compile is not None:
+            layer.forward = compile(layer.forward)
+        # inputs keep their format: the residual stream is fp32 under autocast, and stays so
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        _sum_up(fully_shard(layer, mesh=mesh, mp_policy=policy))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    _sum_up(fully_shard(model, mesh=mesh, mp_policy=policy))
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back what a forward of a model that was cut up has left whole; nothing for any other."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def mesh_of(device: torch.device, shard_size: int | None) -> DeviceMesh:
+    """The ranks in a row, or, with `shard_size`, in rows that each hold a copy of the model."""
+    world = dist.get_world_size()
+    if shard_size is None or shard_size == world:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    assert world % shard_size == 0
+    shape = (world // shard_size, shard_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The transformer layers: the members of the longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=lambda modules: len(modules), default=[]))
+
+
+def _sum_up(module: Any) -> None:
+    """Let gradients be sums over ranks, which FSDP2 would divide by their number."""
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def _sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's exchange of a bucket, without its division by the number of ranks."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _unreached(step: nn.Module, probe: Callable[[], torch.Tensor]) -> set[str]:
+    """Names of the parameters whose gradient is never made, which DDP would wait for."""
+    named = {name: each for name, each in step.named_parameters() if each.requires_grad}
+    with torch.enable_grad():
+        found = torch.autograd.grad(probe().float().sum(), list(named.values()), allow_unused=True)
+    return {name for name, gradient in zip(named, found, strict=True) if gradient is None}
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """All of `tensor`, gathered where it is cut up: every rank must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether any of them is cut up."""
+    return any(isinstance(each, DTensor) for each in tensors)
+
+
+def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The part of `whole` that lies here when it is cut up like `like`; `whole` itself where that is not cut up."""
+    if not isinstance(like, DTensor) or isinstance(whole, DTensor):
+        return local(whole)
+    shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
+
+
+def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`whole` cut up like `like`, on its device."""
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole.to(like.device)
+    return with_local(like, part_of(whole, like).to(local(like).device).contiguous())
+
+
+@torch.no_grad()
+def clip_norm_(parameters: Sequence[torch.nn.Parameter], largest: float) -> torch.Tensor:
+    """Scale the gradients so that their norm is at most `largest`, and return the norm before; 0-dim."""
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if not is_sharded(gradients):
+        return torch.nn.utils.clip_grad_norm_(parameters, largest)
+    norm = total_norm(gradients)
+    # torch's own formula, so that a sharded run is clipped as one process clips
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_([local(each) for each in gradients], factor)
+    return norm
+
+
+def peak(tensor: torch.Tensor) -> float:
+    """The largest magnitude in the part of `tensor` that lies here, infinite where some of it is NaN; 0 of nothing."""
+    own = local(tensor).detach().float().abs()
+    return float(torch.nan_to_num(own, nan=float("inf")).max()) if own.numel() else 0.0
+
+
+def peaks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude in each, those of other ranks too, infinite where some of it is not finite; 1-dim fp32."""
+    each = [local(tensor).detach().float().abs() for tensor in tensors]
+    own = torch.stack([own.max() if own.numel() else own.new_zeros(()) for own in each])
+    own = torch.nan_to_num(own, nan=float("inf"), posinf=float("inf"))
+    return agreed_max(own) if is_sharded(tensors) else own
+
+
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The Euclidean norm of all entries of all tensors, those of other ranks too; fp32, one exchange."""
+    if not is_sharded(tensors):
+        return torch.nn.utils.get_total_norm(tensors)
+    whole = torch.zeros((), dtype=torch.float64, device=local(tensors[0]).device)
+    parts = whole.clone()
+    group = None
+    for tensor, norm in zip(tensors, torch._foreach_norm([local(each) for each in tensors]), strict=True):
+        if isinstance(tensor, DTensor):
+            group = tensor.device_mesh.get_group("shard")
+            parts += norm.double() ** 2
+        else:
+            whole += norm.double() ** 2
+    if group is not None:
+        dist.all_reduce(parts, group=group)
+    return (whole + parts).sqrt().float()
+
+
+def joiner(tensors: Sequence[torch.Tensor]) -> Callable[[torch.Tensor, str], torch.Tensor] | None:
+    """What makes figures of the parts that ranks hold of `tensors` figures of the whole; None where nothing is cut up.
+
+    It takes numbers and how they are joined: "sum", "min" or "max".
+    """
+    first = next((each for each in tensors if isinstance(each, DTensor)), None)
+    if first is None:
+        return None
+    copies = dist.get_world_size() // first.device_mesh.get_group("shard").size()
+
+    def join(numbers: torch.Tensor, how: str) -> torch.Tensor:
+        if how == "sum":
+            return summed(numbers) / copies
+        return agreed_max(numbers) if how == "max" else -agreed_max(-numbers)
+
+    return join
+
+
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Payload in bytes and calls of one step on one rank, by collective."""
+
+    all_reduce: float = 0.0
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    calls: dict[str, int] | None = None
+    """Where they are known beforehand."""
+
+    def sent(self, sharing: int, replicas: int = 1) -> float:
+        """Bytes that a rank sends over rings: of `sharing` ranks for what is sharded, else of `replicas`."""
+        parts, copies = (sharing - 1) / sharing, (replicas - 1) / replicas
+        return parts * (self.all_gather + self.reduce_scatter) + 2 * copies * self.all_reduce
+
+
+def ddp(shapes: Sequence[Shape]) -> Traffic:
+    """A step under DDP, of parameters of these shapes."""
+    return Traffic(all_reduce=4.0 * sum(map(math.prod, shapes)))
+
+
+def fsdp(
+    layers: Sequence[Sequence[Shape]],
+    root: Sequence[Shape],
+    *,
+    sharing: int,
+    replicas: int = 1,
+    micro_batches: int,
+    gathered: int,
+) -> Traffic:
+    """A step under FSDP2.
+
+    Args:
+        layers: shapes of the parameters of each layer.
+        root: of all others.
+        sharing: ranks that share a copy; `replicas` copies there are.
+        micro_batches: of a step on a rank.
+        gathered: bytes of a layer's number on its way.
+    """
+    inside = sum(padded(shape, sharing) for layer in layers for shape in layer)
+    outside = sum(padded(shape, sharing) for shape in root)
+    groups = len(layers) + 1
+    calls = {"all_gather": micro_batches * (2 * groups - 1), "reduce_scatter": groups}
+    return Traffic(
+        all_gather=micro_batches * (2.0 * gathered * inside + 4.0 * outside),
+        reduce_scatter=4.0 * (inside + outside),
+        all_reduce=4.0 * (inside + outside) / sharing if replicas > 1 else 0.0,
+        calls=calls | ({"all_reduce": groups} if replicas > 1 else {}),
+    )
+
+
+def padded(shape: Shape, sharing: int) -> int:
+    """Numbers of a parameter of `shape` that is cut along its first dimension into equal parts."""
+    first, *rest = shape if len(shape) else (1,)
+    return math.ceil(first / sharing) * sharing * math.prod(rest)

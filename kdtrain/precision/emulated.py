@@ -1,0 +1,282 @@
+"""Numbers of 8 and 4 bits, emulated on any device: what a tensor is worth after it was kept in them.
+
+An element format rounds to a grid that widens with the exponent. MX (OCP Microscaling Formats 1.0) gives every block
+of 32 elements one scale, a power of two kept in 8 bits (e8m0); emulated fp8 gives one to a tensor, to a row, or to a
+tile of 128. Everything is arithmetic on fp32 tensors of the same shape, so it runs where fp32 runs, and it compiles;
+what comes back are the values, not the bits. Products of two such tensors in bf16 or fp32 are exact up to the order
+of their sums, because the values and power-of-two scales fit into either.
+
+Elements beyond the largest are clamped to it, in code and not by a cast, whose behaviour differs between versions of
+torch. A tile that holds an infinity or a NaN becomes NaN as a whole: e8m0 has a NaN and no infinity, and a clamped
+infinity would hide from the trainer what it has to see. A tile of zeros stays zero. The smallest scale is 2^-126, the
+smallest normal number of fp32 (e8m0 goes to 2^-127), because some devices flush what lies below: a tile whose largest
+magnitude asks for less is rounded on the grid of that scale, and ends in zeros when it lies below all of it. What
+rounds to more than fp32 holds becomes infinite, as it would in fp32.
+
+Where a size is no multiple of a tile, the last tile is narrower: it is worth what it would be padded with zeros, which
+change no scale. It is quantised apart and put behind the others, and not padded: inductor's code for a CPU (torch 2.13)
+gives wrong numbers where rows of padded tiles are cut to a length that is no multiple of its vectors.
+
+The three products of a linear layer with quantised operands, emulated.
+
+    forward        y_NO  = q(x_ND) q(w_OD)^T      both in blocks along D
+    input's        dx_ND = q(g_NO) q(w_OD)        both in blocks along O
+    weight's       dw_OD = q(g_NO)^T q(x_ND)      both in blocks along N, the tokens
+
+Each product quantises its operands along the axis it sums over, as a tensor core would want them; a tensor that enters
+two products is quantised twice from what it was, never from an already rounded copy. Sums are fp32 inside bf16
+products, or fp32 throughout where the high mode is fp32.
+
+Shape suffixes: N tokens, D inputs, O outputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MX_BLOCK = 32
+FP8_TILE = 128
+
+ScalingControl = Literal["max", "max_minus_1", "rceil", "ceil", "even"]
+
+_EXPONENT = 0x7F800000
+_MANTISSA_BITS = 23
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**127
+
+
+@dataclass(frozen=True)
+class Element:
+    """A format of few bits: sign, exponent, mantissa (OCP MX 1.0, section 5.3)."""
+
+    mantissa_bits: int
+    min_exponent: int
+    """Of the smallest normal number; what lies below it is subnormal, on one even grid."""
+    max_exponent: int
+    largest: float
+
+
+ELEMENTS = {
+    "e4m3": Element(3, -6, 8, 448.0),
+    "e5m2": Element(2, -14, 15, 57344.0),
+    "e2m1": Element(1, 0, 2, 6.0),
+}
+
+
+def round_to(values: Tensor, element: Element, *, stochastic: bool = False) -> Tensor:
+    """Round fp32 `values`, clamped to the largest of `element`, to its grid; NaN stays NaN.
+
+    To the nearest, and to the even one of two that are as near; or, `stochastic`, up or down by chance so that the
+    mean is the value itself, drawn from the device's default generator.
+    """
+    clamped = values.clamp(-element.largest, element.largest)
+    step = _power_of_two(clamped).clamp(min=2.0**element.min_exponent) * 2.0**-element.mantissa_bits
+    ratio = clamped / step
+    rounded = torch.floor(ratio + torch.rand_like(ratio)) if stochastic else torch.round(ratio)
+    return rounded * step
+
+
+def quantize_mx(
+    values_RC: Tensor,
+    element: Element,
+    axis: int,
+    control: ScalingControl = "max",
+    *,
+    stochastic: bool = False,
+) -> Tensor:
+    """What fp32 `values_RC` [R, C] are worth in MX, in blocks of 32 along `axis` (0 or 1).
+
+    control: the shared exponent of a block whose largest magnitude is a, in an element of largest exponent e:
+    `max` floor(log2 a) - e, the OCP's rule, under which up to half of the top binade is clamped; `max_minus_1` one
+    more, so that nothing is; `ceil` ceil(log2 a) - e; `rceil` ceil(log2(a / largest)); `even` as `max`, with a rounded
+    to the element's mantissa before.
+    """
+
+    def quantize(tiles: Tensor) -> Tensor:
+        scale = _shared_scale(_largest(tiles), element, control)
+        return round_to(tiles / scale, element, stochastic=stochastic) * scale
+
+    return _by_tiles(values_RC, _block(axis), quantize)
+
+
+def mx_scale(values_RC: Tensor, element: Element, axis: int, control: ScalingControl) -> Tensor:
+    """The scale [R, C] that `quantize_mx` gives each element of `values_RC`."""
+    return _by_tiles(
+        values_RC, _block(axis), lambda tiles: _shared_scale(_largest(tiles), element, control).expand_as(tiles)
+    )
+
+
+def quantize_fp8(
+    values_RC: Tensor, element: Element, tile: tuple[int, int] | None, *, stochastic: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """What fp32 `values_RC` [R, C] are worth in fp8: the values, and a scalar they are still to be multiplied by.
+
+    tile: None for one scale a tensor, the fp32 number largest / amax; its inverse comes back as the scalar, because
+    scaled values would not fit into bf16. Else the sizes [r, c] of the tiles that share a scale, the largest power of
+    two that is at most largest / amax, and no scalar.
+    """
+    if tile is None:
+        scale = element.largest / _largest_or_nan(values_RC.abs().amax()).clamp(min=1e-30)
+        return round_to(values_RC * scale, element, stochastic=stochastic), 1.0 / scale
+
+    def quantize(tiles: Tensor) -> Tensor:
+        scale = _power_of_two(element.largest / _largest(tiles).clamp(min=1e-30))
+        scale = torch.where(torch.isfinite(scale), scale, torch.nan)
+        return round_to(tiles * scale, element, stochastic=stochastic) / scale
+
+    return _by_tiles(values_RC, tile, quantize), None
+
+
+def _power_of_two(values: Tensor) -> Tensor:
+    """2^floor(log2 |v|) by the exponent's bits: 0 for zeros and subnormals, infinity for infinities and NaN."""
+    return (values.view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+def _shared_scale(largest: Tensor, element: Element, control: ScalingControl) -> Tensor:
+    power = _power_of_two(largest)
+    if control == "max":
+        scale = power * 2.0**-element.max_exponent
+    elif control == "max_minus_1":
+        scale = power * 2.0 ** (1 - element.max_exponent)
+    elif control == "ceil":
+        scale = _ceiling(largest, power) * 2.0**-element.max_exponent
+    elif control == "rceil":
+        ratio = largest / element.largest
+        scale = _ceiling(ratio, _power_of_two(ratio))
+    else:
+        half = 1 << (_MANTISSA_BITS - element.mantissa_bits - 1)
+        rounded = ((largest.view(torch.int32) + half) & _EXPONENT).view(torch.float32)
+        scale = rounded * 2.0**-element.max_exponent
+    scale = scale.clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
+    return torch.where(torch.isfinite(largest), scale, torch.nan)
+
+
+def _ceiling(values: Tensor, power: Tensor) -> Tensor:
+    return torch.where(values > power, 2.0 * power, power)
+
+
+def _block(axis: int) -> tuple[int, int]:
+    return (1, MX_BLOCK) if axis == 1 else (MX_BLOCK, 1)
+
+
+def _by_tiles(values_RC: Tensor, tile: tuple[int, int], function: Callable[[Tensor], Tensor]) -> Tensor:
+    """`function` of [R, C] as tiles [R / r, r, C / c, c], of the same shape, put together again."""
+    for axis, width in enumerate(tile):
+        rest = values_RC.shape[axis] % width
+        if rest and rest < values_RC.shape[axis]:
+            parts = values_RC.split([values_RC.shape[axis] - rest, rest], axis)
+            return torch.cat([_by_tiles(each, tile, function) for each in parts], axis)
+    rows, columns = (min(width, size) for width, size in zip(tile, values_RC.shape, strict=True))
+    tiles = values_RC.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return function(tiles).flatten(2, 3).flatten(0, 1)
+
+
+def _largest(tiles: Tensor) -> Tensor:
+    """The largest magnitude of each tile [R / r, 1, C / c, 1], NaN where one is not finite."""
+    return _largest_or_nan(tiles.abs().amax(dim=(1, 3), keepdim=True))
+
+
+def _largest_or_nan(largest: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(largest), largest, torch.nan)
+
+
+Scaling = Literal["tensorwise", "rowwise", "blockwise", "mx"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How operands are quantised."""
+
+    scaling: Scaling
+    """What shares a scale: a tensor, a row along the sum, a tile of 1 x 128 (weights 128 x 128), or an MX block."""
+    forward: str = "e4m3"
+    """Element of activations and weights."""
+    gradient: str = "e4m3"
+    """Element of gradients."""
+    control: ScalingControl = "max"
+    """How an MX block's exponent follows from its largest magnitude."""
+    stochastic: bool = False
+    """Whether gradients are rounded up or down by chance."""
+
+
+def quantized_linear(
+    x_ND: Tensor, weight_OD: Tensor, recipe: Recipe, dtype: torch.dtype, high_forward: bool = False
+) -> Tensor:
+    """`x_ND @ weight_OD^T` with quantised operands, in this product and in the two of its backward.
+
+    x_ND: of any float dtype. weight_OD: fp32 master weights. dtype: of the result; products are taken in bf16, or in
+    fp32 where that is asked for. high_forward: leave this product's operands alone, and quantise in the backward only.
+    """
+    result: Tensor = _QuantizedLinear.apply(x_ND, weight_OD, recipe, dtype, high_forward)
+    return result
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        x_ND: Tensor,
+        weight_OD: Tensor,
+        recipe: Recipe,
+        dtype: torch.dtype,
+        high_forward: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_OD)
+        ctx.recipe, ctx.dtype = recipe, dtype  # type: ignore[attr-defined]
+        if high_forward:
+            return x_ND.to(dtype) @ weight_OD.to(dtype).T
+        compute = compute_dtype(dtype)
+        x, x_scale = quantized_operand(x_ND, recipe, "activation", 1, compute)
+        w, w_scale = quantized_operand(weight_OD, recipe, "weight", 1, compute)
+        # autocast to fp16 would take this product in fp16, which scaled values of fp8 overflow
+        with torch.autocast(x_ND.device.type, enabled=False):
+            return _scaled(x @ w.T, x_scale, w_scale).to(dtype)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, g_NO: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        x_ND, weight_OD = ctx.saved_tensors  # type: ignore[attr-defined]
+        recipe, compute = ctx.recipe, compute_dtype(ctx.dtype)  # type: ignore[attr-defined]
+        g, g_scale = quantized_operand(g_NO, recipe, "gradient", 1, compute)
+        w, w_scale = quantized_operand(weight_OD, recipe, "weight", 0, compute)
+        dx_ND = _scaled(g @ w, g_scale, w_scale)
+        g, g_scale = quantized_operand(g_NO, recipe, "gradient", 0, compute)
+        x, x_scale = quantized_operand(x_ND, recipe, "activation", 0, compute)
+        dw_OD = _scaled(g.T @ x, g_scale, x_scale)
+        return dx_ND.to(x_ND.dtype), dw_OD.to(weight_OD.dtype), None, None, None
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for fp32; else bf16, which has fp32's range: in fp16 a block's scale could overflow."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
+def quantized_operand(
+    values_RC: Tensor, recipe: Recipe, kind: str, axis: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The quantised operand [R, C] in `dtype`, summed over along `axis`, and a scalar that is left for the product."""
+    element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]
+    stochastic = recipe.stochastic and kind == "gradient"
+    values_RC, scale = values_RC.float(), None
+    if recipe.scaling == "mx":
+        quantized = quantize_mx(values_RC, element, axis, recipe.control, stochastic=stochastic)
+    else:
+        tile = _tile(recipe.scaling, kind, axis, values_RC.shape)
+        quantized, scale = quantize_fp8(values_RC, element, tile, stochastic=stochastic)
+    return quantized.to(dtype), scale
+
+
+def _tile(scaling: Scaling, kind: str, axis: int, shape: torch.Size) -> tuple[int, int] | None:
+    if scaling == "tensorwise":
+        return None
+    if scaling == "blockwise" and kind == "weight":
+        return (FP8_TILE, FP8_TILE)
+    along = FP8_TILE if scaling == "blockwise" else shape[axis]
+    return (1, along) if axis == 1 else (along, 1)
+
+
+def _scaled(product: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
+    return product if first is None or second is None else product * (first * second)

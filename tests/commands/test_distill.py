@@ -1,0 +1,171 @@
+"""What `kdtrain distill` says before it trains: of a folder that another holds, a full disk, a damaged cache."""
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kdtrain import faults, files
+from kdtrain.commands.run_folder import LOCK, occupied
+from kdtrain.config import DistillConfig
+
+
+@pytest.fixture
+def command(workbench):
+    """A run of one step, but for its folder and what it reads."""
+    return ("distill", "--student", "student.toml", "--steps", 1, "--warmup-steps", 0, *workbench.plain)
+
+
+def line(ended):
+    """The exit code, and the one line on stderr that is not of the log."""
+    code, _, stderr = ended
+    *before, last = stderr.splitlines()
+    assert last.startswith("kdtrain: ") and [each for each in before if not each[:4].isdigit()] == []
+    return code, last.removeprefix("kdtrain: ")
+
+
+def test_a_second_launch_into_a_folder_is_refused_by_one_line_and_leaves_the_first_alone(workbench, command):
+    out = workbench.root / "taken"
+    assert workbench.call(*command, "--cache", "cache", "--out", "taken")[0] == 0
+    with occupied(DistillConfig(student="s.toml", out=out, cache=workbench.root / "cache")):
+        (out / "precious").write_text("of the first")
+        before = workbench.everything()
+        for more in ((), ("--resume", "never", "--overwrite")):
+            code, said = line(workbench.call(*command, "--cache", "cache", "--out", "taken", *more))
+            assert (code, said) == (2, "another process is training in taken; wait for it, or name another --out")
+        assert workbench.everything() == before
+
+
+def test_a_run_lets_go_of_its_folder_and_a_refused_one_leaves_none(workbench, command):
+    assert workbench.call(*command, "--cache", "cache", "--out", "alone")[0] == 0
+    assert not (workbench.root / "alone" / LOCK).exists()
+    assert line(workbench.call(*command, "--cache", "nowhere", "--out", "a/b"))[0] == 2
+    assert not (workbench.root / "a").exists()
+
+
+@pytest.mark.parametrize("name", ["config.toml", "environment.json"])
+def test_a_full_disk_under_a_description_is_one_line_and_the_same_command_goes_on(
+    workbench, command, monkeypatch, name
+):
+    def full(path):
+        if path.name.startswith(f".{name}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = workbench.root / f"full-{name}"
+    argv = (*command, "--cache", "cache", "--out", out.name)
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "fsync", full)
+        code, said = line(workbench.call(*argv))
+    assert code == 1
+    assert said.startswith(f"cannot write full-{name}/{name}: No space left on device; ")
+    assert said.endswith("free some space and run it again")
+    assert not list(out.rglob("*.tmp")) and not (out / LOCK).exists()
+    out.mkdir(exist_ok=True)
+    (out / f".{name}.0123456789ab.tmp").write_text("")  # as a kill leaves it
+    assert workbench.call(*argv)[0] == 0
+
+
+def test_a_full_disk_under_the_tokens_is_one_line_and_the_same_command_goes_on(workbench, command, monkeypatch):
+    argv = (*command, "--out", "full-data", *workbench.text, "--num-sequences", 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "_faults", {"cache.settings.before-fsync": ("enospc", "1")})
+        patched.setattr(faults, "_calls", Counter())
+        code, said = line(workbench.call(*argv))
+    assert (code, "full-data/data/settings.json: No space left on device" in said) == (1, True)
+    for name in (".building-0", ".settings.json.0123456789ab.tmp"):  # as a kill leaves them
+        (workbench.root / "full-data" / "data" / name).write_text("")
+    assert workbench.call(*argv)[0] == 0
+
+
+def test_a_shard_that_was_cut_short_is_said_at_once_by_every_command_that_opens_the_cache(workbench, command):
+    shard = workbench.root / "cache" / "shards" / "train-00000.h5"
+    whole = shard.read_bytes()
+    os.truncate(shard, 5000)
+    teacher = ("cache-teacher", "--teacher", "teacher", "--out", "cache", "--num-sequences", 40, "--head", 12)
+    commands = [
+        (*command, "--cache", "cache", "--out", "of-damaged"),
+        ("evaluate", "--student", "teacher", "--cache", "cache"),
+        ("inspect", "cache"),
+        (*teacher, *workbench.text, "--precision", "fp32"),
+    ]
+    try:
+        ended = [line(workbench.call(*each)) for each in commands]
+    finally:
+        shard.write_bytes(whole)
+    says = f"cache/shards/train-00000.h5: has 5000 bytes instead of {len(whole)}: run kdtrain verify cache --repair, "
+    assert ended == [(2, says + "then the same cache-teacher command again")] * 4
+    assert not (workbench.root / "of-damaged").exists()
+
+
+@pytest.mark.parametrize(
+    "out, begins, ends",
+    [
+        ("/proc/nope/r", "/proc/nope/r cannot be made: ", "; name another folder"),
+        ("text.txt/r", "text.txt/r cannot be made: ", "; name another folder"),
+        ("x" * 300, f"--out '{'x' * 60}...' is longer than a path can be: ", "255 bytes a name, 4,095 in all"),
+    ],
+    ids=["no-folder", "below-a-file", "too-long"],
+)
+def test_a_folder_that_cannot_be_is_refused_before_any_work(workbench, command, out, begins, ends):
+    run = (*command, "--cache", "cache", "--out", out)
+    commands = [
+        run,
+        (*run, "--dry-run"),
+        ("cache-teacher", "--teacher", "no-such-teacher", "--out", out, "--data", "text.txt"),
+        ("export", "no-such-run", "--out", out),
+    ]
+    for each in commands:
+        code, said = line(workbench.call(*each))
+        assert (code, said.startswith(begins), said.endswith(ends)) == (2, 1, 1), said
+
+
+def test_samples_learned_by_heart_are_said_once_with_epochs_and_samples(workbench):
+    build = (
+        "cache-teacher",
+        "--teacher",
+        "teacher",
+        "--out",
+        "sampled",
+        "--num-sequences",
+        8,
+        "--head",
+        0,
+        "--draws",
+        2,
+    )
+    assert workbench.call(*build, *workbench.text, "--precision", "fp32")[0] == 0
+    run = ("distill", "--cache", "sampled", "--student", "student.toml", "--out", "by-heart", *workbench.plain)
+    code, _, stderr = workbench.call(*run, "--steps", 80, "--lr", 1e-2, "--alpha", 1, "--no-early-stopping")
+    assert code == 0
+    events = [json.loads(line) for line in Path("by-heart/events.jsonl").read_text().splitlines()]
+    (event,) = [each for each in events if each["event"] == "learned-samples"]
+    # 8 sequences are one step of an epoch
+    assert (event["epochs"], event["samples"]) == (event["step"], 2) and event["divergence"] <= 0
+    (said,) = [line for line in stderr.splitlines() if "by heart" in line]
+    assert f"after {event['epochs']:.1f} epochs" in said and "the 2 samples a token" in said
+
+
+def test_weights_of_another_run_are_not_taken_for_fresh_ones_that_know_too_much(workbench):
+    argv = ("distill", "--student", "student.toml", "--cache", "cache", "--warmup-steps", 0, *workbench.plain)
+    assert workbench.call(*argv, "--out", "knows", "--steps", 25, "--lr", 2e-2, "--no-early-stopping")[0] == 0
+    load = ("--load", "knows/checkpoints/step-00000025", "--override-opt-param-scheduler")
+    code, _, said = workbench.call(*argv, *load, "--out", "loaded", "--steps", 2)
+    first = float(said.partition("validation at step 0 validation/loss=")[2].split()[0])
+    assert first < 0.9 * math.log(300), "or there is nothing to be said"
+    assert code == 0 and "know too much" not in said
+
+
+def test_a_student_whose_loss_is_no_number_is_no_measurement(workbench):
+    shutil.copytree(workbench.root / "teacher", workbench.root / "broken")
+    weights = load_file(workbench.root / "broken" / "model.safetensors")
+    weights["model.norm.weight"].fill_(torch.nan)
+    save_file(weights, workbench.root / "broken" / "model.safetensors", {"format": "pt"})
+    code, said = line(workbench.call("evaluate", "--student", "broken", "--cache", "cache"))
+    assert (code, said) == (1, "--student broken has a loss of nan; look at its weights")

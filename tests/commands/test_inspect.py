@@ -1,0 +1,48 @@
+"""What `kdtrain inspect` shows of a cache."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kdtrain.cache.manifest import read_manifest
+from kdtrain.commands.common import show
+from kdtrain.commands.inspect import main
+from kdtrain.config import InspectConfig
+
+CACHE = Path(__file__).parents[1] / "data" / "golden" / "sparse"
+
+
+@pytest.fixture
+def fidelity() -> dict:
+    found = read_manifest(CACHE).fidelity
+    assert found
+    return found
+
+
+def test_a_cache_is_shown_with_a_line_of_fidelity_for_each_temperature_and_tail_rule(
+    capsys: pytest.CaptureFixture[str], fidelity: dict
+) -> None:
+    assert main(InspectConfig(path=CACHE)) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for temperature in ("T=1", "T=2", "T=4"):
+        found = fidelity[temperature]
+        assert f"fidelity, {temperature} KL(full || cache): {found['kl_bucket']:.2g}" in shown
+        for rule, each in found["gradient"].items():
+            assert f"{rule}: {each['token_angle']:.1f}° x {each['token_norm']:.3g}, mean" in shown
+    assert f"{fidelity['sample']['tokens']:,} tokens of {fidelity['split']}" in shown
+    assert "error of log Z at most" in shown
+    assert "tail rule sampled by default, or --tail control-variate" in shown
+
+
+def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixture[str], fidelity: dict) -> None:
+    assert main(InspectConfig(path=CACHE, json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["fidelity"] == fidelity
+
+
+def test_names_that_a_stranger_chose_are_shown_as_they_are_and_steer_no_terminal(capsys):
+    show("verify t/[/b]", {"[/red]": ["[/b] \x1b[2J", "\ud800"], "[b]versions[/b]": "x"}, as_json=False)
+    shown = capsys.readouterr().out
+    for each in ("verify t/[/b]", "[/red]", "[/b] \\x1b[2J", "\\ud800", "[b]versions[/b]"):
+        assert each in shown
+    assert "\x1b[2J" not in shown and len(shown.splitlines()) == 6

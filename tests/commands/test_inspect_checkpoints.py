@@ -1,0 +1,120 @@
+"""`inspect` and `verify` know the checkpoints of every tier, and give each its verdict."""
+
+import json
+import os
+from datetime import datetime
+
+import pytest
+import torch
+
+from kdtrain.checkpoint.store import Store
+from kdtrain.commands import inspect, verify
+from kdtrain.config import InspectConfig, VerifyConfig
+from kdtrain.errors import UsageError
+
+NAMES = ("step-00000010", "epoch-0001", "interrupted-00000012", "step-00000020")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a checkpoint of every tier; nothing but the checkpoints is real."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text('[run]\nstudent = "s"\nout = "run"\n')
+    store = Store(run / "checkpoints")
+    state = {"cache": "c", "options": {}, "student": {"name": "s", "architecture": {}, "attention": "sdpa"}}
+    progress = {"step": 12, "loss": 2.5, "best_loss": None, "last_loss": 3.5, "validated_step": 10}
+    state |= {"progress": progress, "watchers": {}, "teacher": None}
+    for name, step in zip(NAMES, (10, 10, 12, 20), strict=True):
+        store.save(name, step, {"student.w": torch.zeros(50_000)}, state)
+    store.link("best", "step-00000010")
+    return run
+
+
+def shown(capsys, command, config):
+    code = command.main(config)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_inspect_lists_every_checkpoint_with_step_loss_tier_size_and_verdict(run, capsys):
+    os.truncate(run / "checkpoints/step-00000020/state.json", 3)
+    _, table = shown(capsys, inspect, InspectConfig(path=run, json=True))
+    rows = table["checkpoints"]
+    assert list(rows) == ["epoch-0001", "step-00000010", "interrupted-00000012", "step-00000020"]
+    assert [row["tier"] for row in rows.values()] == ["epoch", "rolling", "special", "rolling"]
+    assert [row["step"] for row in rows.values()] == [10, 10, 12, 20]
+    assert [row["loss"] for row in rows.values()] == [2.5, 2.5, 2.5, None]
+    assert rows["step-00000020"]["verdict"].startswith("damaged: state.json has 3 bytes instead of")
+    assert rows["epoch-0001"]["verdict"] == "ok"
+    assert all(row["MiB"] > 0 for row in list(rows.values())[:3])
+    assert (table["latest"], table["best"]) == ("step-00000020", "step-00000010")
+
+
+def test_inspect_shows_validation_loss_time_and_size_of_each_checkpoint_and_the_sum(run, capsys):
+    checkpoints = run / "checkpoints"
+    for name in ("step-00000010", "epoch-0001"):
+        os.utime(checkpoints / name / "manifest.json", (1e9, 1e9))
+    (checkpoints / "step-00000020" / "state.json").unlink()
+    os.link(checkpoints / "step-00000010" / "state.json", checkpoints / "step-00000020" / "state.json")
+    _, table = shown(capsys, inspect, InspectConfig(path=run, json=True))
+    rows = table["checkpoints"]
+    assert [row["validation_loss"] for row in rows.values()] == [3.5, 3.5, None, None]
+    written = datetime.fromtimestamp(1e9).isoformat(" ", "seconds")
+    assert (rows["step-00000010"]["written"], rows["epoch-0001"]["written"]) == (written, written)
+    inodes = {each.stat().st_ino: each.stat().st_size for each in checkpoints.glob("*/*") if each.is_file()}
+    assert table["checkpoints in all (MiB)"] == round(sum(inodes.values()) / 2**20, 1) > 0.5
+    assert "set aside (MiB)" not in table
+
+
+def test_inspect_lists_what_was_set_aside_with_its_size_and_the_sum(run, capsys):
+    Store(run / "checkpoints").set_aside_after(11)
+    half = bytes(2**19)
+    (run.parent / "run.old-1" / "deep").mkdir(parents=True)
+    (run.parent / "run.old-1" / "deep" / "log").write_bytes(half)
+    (run.parent / "runaway.old-1").write_bytes(half)
+    (run / "data.left-2").write_bytes(half)
+    (run / "link.left-1").symlink_to("data.left-2")
+    _, table = shown(capsys, inspect, InspectConfig(path=run, json=True))
+    assert table["set aside (MiB)"] == {
+        "../run.old-1": 0.5,
+        "data.left-2": 0.5,
+        "link.left-1": 0.0,
+        "checkpoints/interrupted-00000012.left-1": 0.2,
+        "checkpoints/step-00000020.left-1": 0.2,
+        "in all": 1.4,
+    }
+    inspect.main(InspectConfig(path=run))
+    assert "step-00000020.left-1" in capsys.readouterr().out
+
+
+def test_the_table_for_people_names_every_checkpoint(run, capsys):
+    inspect.main(InspectConfig(path=run))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in NAMES)
+    assert "special" in printed and "loss 2.5" in printed
+
+
+@pytest.mark.parametrize("name", [*NAMES, "best", "latest"])
+def test_a_checkpoint_of_any_tier_is_inspected_and_verified_by_its_path(run, capsys, name):
+    path = run / "checkpoints" / name
+    assert verify.kind_of(path) == "checkpoint"
+    assert shown(capsys, verify, VerifyConfig(path=path, json=True))[0] == 0
+    _, table = shown(capsys, inspect, InspectConfig(path=path, json=True))
+    assert (table["verdict"], table["numbers"]) == ("ok", 50_000)
+
+
+def test_verify_of_a_run_names_what_is_bad_in_which_checkpoint(run, capsys):
+    for name in ("epoch-0001", "interrupted-00000012"):
+        (run / "checkpoints" / name / "manifest.json").unlink()
+    code, result = shown(capsys, verify, VerifyConfig(path=run, json=True))
+    assert code == 1
+    wrong = "manifest.json cannot be read (No such file or directory)"
+    assert result["problems"] == [f"epoch-0001: {wrong}", f"interrupted-00000012: {wrong}"]
+
+
+def test_a_folder_of_a_model_or_with_nothing_in_it_is_no_checkpoint(tmp_path):
+    for name, file in (("model", "model.safetensors"), ("empty", "notes.txt")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("x")
+        with pytest.raises(UsageError, match="neither a cache nor a run nor a checkpoint"):
+            verify.kind_of(tmp_path / name)

@@ -1,0 +1,97 @@
+"""What a run and a cache need is known, and refused where it is too much, before a weight is loaded."""
+
+import pytest
+import torch
+
+from kdtrain import cli
+from kdtrain.errors import UsageError
+from kdtrain.parallel import memory_plan
+from kdtrain.parallel.memory_plan import USABLE
+
+STUDENT = ("--student", "student.toml")
+
+
+@pytest.fixture
+def weightless(workbench):
+    """The teacher's folder without its weights: whoever loads them fails otherwise."""
+    weights = workbench.root / "teacher/model.safetensors"
+    aside = weights.rename(weights.with_suffix(".aside"))
+    yield workbench
+    aside.rename(weights)
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded_or_written(weightless):
+    before = weightless.everything()
+    options = ("--teacher", "teacher", *weightless.text, *STUDENT, *weightless.plain, "--out", "large")
+    for more in ((), ("--dry-run",)):
+        code, _, err = weightless.call("distill", *options, "--device-memory", 0.001, *more)
+        *_, line = err.splitlines()
+        assert code == 2 and "need 0.0" in line and "0.00 GiB are free" in line and "Traceback" not in err
+    assert weightless.everything() == before
+
+
+def test_a_teacher_that_does_not_fit_is_not_cached(weightless):
+    options = ("--teacher", "teacher", *weightless.text, "--out", "no-cache", "--device-memory", 0.001)
+    code, _, err = weightless.call("cache-teacher", *options)
+    assert code == 2 and "the teacher teacher needs" in err.splitlines()[-1]
+    assert not (weightless.root / "no-cache").exists()
+
+
+def test_parts_of_a_teacher_need_several_processes(workbench):
+    options = ("--teacher", "teacher", *workbench.text, "--out", "no-cache", "--teacher-parallel", "fsdp")
+    code, _, err = workbench.call("cache-teacher", *options)
+    assert code == 2 and "start the command with torchrun" in err
+
+
+def test_a_dry_run_shows_the_plan(workbench):
+    shown = workbench.json("distill", "--cache", "cache", *STUDENT, *workbench.plain, "--out", "dry", "--dry-run")
+    plan = shown["parallel"]
+    assert (plan["ranks"], plan["student"], plan["teacher"]) == (1, "single", "none")
+    assert 0 < plan["GiB a rank"] < plan["GiB free"]
+    assert plan["most at"] in ("head", "backward", "save")
+
+
+def test_a_model_that_cannot_be_looked_at_is_planned_without_numbers(workbench, monkeypatch, caplog):
+    def needs_numbers(*_, **__):
+        raise RuntimeError("a tensor\nwithout numbers")
+
+    monkeypatch.setattr(memory_plan, "model_footprint", needs_numbers)
+    config = cli.parse("distill", ["--cache", "cache", *STUDENT, "--out", "x"])
+    assert memory_plan.plan_run(config, torch.device("cpu"), free=1e6).needs == {}
+
+
+@pytest.mark.parametrize("option", [("--parallel", "fsdp"), ("--shard-size", "1"), ()])
+def test_what_one_process_cannot_spread_is_said(workbench, caplog, option):
+    caplog.set_level("INFO", "kdtrain")
+    config = cli.parse("distill", ["--cache", "cache", *STUDENT, "--out", "x", *option])
+    assert memory_plan.plan_run(config, torch.device("cpu"), free=None).student == "single"
+    assert ("are for torchrun" in caplog.text) == bool(option)
+
+
+def test_the_ranks_of_a_node_share_what_its_cpu_has(monkeypatch):
+    alone = memory_plan.free_memory(torch.device("cpu"), None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    shared = memory_plan.free_memory(torch.device("cpu"), None)
+    assert alone is not None and shared is not None
+    assert 3 < alone / shared < 5
+    assert memory_plan.free_memory(torch.device("cpu"), 2.0) == 2 * 2**30
+
+
+def test_the_automatic_micro_batch_is_the_largest_that_the_plan_finds_room_for(workbench):
+    words = ["--cache", "cache", *STUDENT, "--out", "x", "--batch-size", "12", "--micro-batch-size"]
+    cpu, needs = torch.device("cpu"), {}
+    for micro in (12, 6, 3):
+        needs[micro] = memory_plan.plan_run(cli.parse("distill", [*words, str(micro)]), cpu, None).total
+    assert needs[12] > needs[6] > needs[3]
+    config = cli.parse("distill", [*words, "auto"])
+    for micro in (12, 6, 3):
+        assert memory_plan.fitting_micro_batch(config, cpu, free=needs[micro] / USABLE * 1.001) == micro
+    assert memory_plan.fitting_micro_batch(config, cpu, free=None) == 12
+    with pytest.raises(UsageError, match="are free"):
+        memory_plan.fitting_micro_batch(config, cpu, free=needs[3] / USABLE * 0.99)
+
+
+def test_a_run_takes_the_automatic_micro_batch_and_says_so_in_its_result(workbench):
+    argv = ("distill", "--cache", "cache", *STUDENT, *workbench.plain, "--out", "auto", "--steps", 1)
+    assert workbench.json(*argv, "--micro-batch-size", "auto")["micro_batch_size"] == 8
+    assert 'micro_batch_size = "auto"' in (workbench.root / "auto/config.toml").read_text()

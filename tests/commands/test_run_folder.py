@@ -1,0 +1,234 @@
+"""The folder of a run: whose it is, what may change when it goes on, and what is written beside the checkpoints."""
+
+import json
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdtrain import cli
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.manifest import CacheSettings
+from kdtrain.commands.run_folder import (
+    FREE,
+    claim,
+    deciding,
+    launch,
+    make,
+    refuse_changes,
+    restarted,
+    resuming,
+    to_toml,
+    write_description,
+)
+from kdtrain.config import CheckpointConfig, DataConfig, DistillConfig, ObjectiveConfig, OptimizerConfig, sections
+from kdtrain.errors import UsageError
+from kdtrain.files import publish_json
+
+
+def config_of(out, **changes):
+    return DistillConfig(**{"student": "s.toml", "out": Path(out), "cache": Path("c"), **changes})
+
+
+def never(overwrite=False):
+    return CheckpointConfig(resume="never", overwrite=overwrite)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder with a run in it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_description(config_of(folder), {})
+    return folder
+
+
+def test_a_folder_that_is_missing_or_empty_is_free_and_nothing_is_made_yet(tmp_path):
+    assert claim(config_of(tmp_path / "a" / "b")) is False
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "empty").mkdir()
+    assert claim(config_of(tmp_path / "empty")) is False
+    make(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_an_earlier_run_is_gone_on_with(run):
+    assert claim(config_of(run)) is True
+
+
+def test_what_a_run_left_before_it_began_does_not_bar_the_way(tmp_path):
+    (tmp_path / "data").mkdir()
+    assert claim(config_of(tmp_path)) is False
+    settings = CacheSettings(codec=CodecSpec(kind="tokens", vocab_size=300), seq_len=8, tokenizer_size=300)
+    publish_json(tmp_path / "data" / "settings.json", settings.to_json(), "x")
+    assert claim(config_of(tmp_path)) is False
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        (".training", "data/.building-0", "data/shards/"),
+        ("data/.building-0", "data/.building-1", "data/.settings.json.0123456789ab.tmp", "data/shards/"),
+        (".config.toml.0123456789ab.tmp",),
+        (".environment.json.0123456789ab.tmp", ".training", "data/"),
+    ],
+)
+def test_what_a_kill_or_a_full_disk_left_that_holds_nothing_is_not_strange(tmp_path, left):
+    for name in left:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if name.endswith("/") else path.write_text("")
+    assert claim(config_of(tmp_path)) is False
+    (tmp_path / "data").mkdir(exist_ok=True)
+    (tmp_path / "data" / "notes.txt").write_text("x")
+    with pytest.raises(UsageError, match=r"no run \(data"):
+        claim(config_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["data/notes.txt", "student/config.json", "checkpoints/step-00000001/x", "config.toml"]
+)
+def test_a_folder_that_only_looks_like_a_run_is_refused(tmp_path, name):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("")
+    with pytest.raises(UsageError, match=f"no run .{name.split('/')[0]}"):
+        claim(config_of(tmp_path))
+
+
+@pytest.mark.parametrize("environment", [None, "{}", '{"python": "3"}', "notes"])
+def test_a_folder_with_a_configuration_of_the_user_s_own_is_no_run(tmp_path, environment):
+    (tmp_path / "config.toml").write_text("# mine\n" + to_toml(sections(config_of(tmp_path))))
+    if environment is not None:
+        (tmp_path / "environment.json").write_text(environment)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for checkpoint in (CheckpointConfig(), never(overwrite=True)):
+        with pytest.raises(UsageError, match=r"no run .config\.toml"):
+            claim(config_of(tmp_path, checkpoint=checkpoint))
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("text", ["# mine\n{}", "when = 2026-01-01\n{}", "{}when = 2026-01-01", "garbled"])
+def test_a_file_of_the_user_s_in_a_run_is_moved_aside_before_a_new_one_takes_its_name(run, text):
+    own = text.format((run / "config.toml").read_text())
+    (run / "config.toml").write_text(own)
+    (run / "environment.json").write_text("{}")
+    write_description(config_of(run, steps=5), {})
+    assert (run / "config.toml.old-1").read_text() == own
+    assert (run / "environment.json.old-1").read_text() == "{}"
+    write_description(config_of(run, steps=6), {})
+    assert sorted(path.name for path in run.iterdir()) == [
+        *("config.toml", "config.toml.old-1", "environment.json", "environment.json.old-1")
+    ]
+
+
+def test_a_kill_before_the_configuration_was_written_bars_no_second_try(run):
+    (run / "config.toml").unlink()
+    assert claim(config_of(run)) is False
+
+
+def test_something_else_is_refused_by_name(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match=r"thesis\\.tex".replace("\\\\", "\\")):
+        claim(config_of(tmp_path))
+    with pytest.raises(UsageError, match="is a file"):
+        claim(config_of(tmp_path / "thesis.tex"))
+
+
+def test_a_run_is_replaced_only_when_told_twice_and_is_then_moved_aside(run):
+    with pytest.raises(UsageError, match="--overwrite"):
+        claim(config_of(run, checkpoint=never()))
+    for number in (1, 2):
+        assert claim(config_of(run, checkpoint=never(overwrite=True))) is False
+        assert (run.parent / f"run.old-{number}" / "config.toml").exists()
+        run.mkdir()
+        write_description(config_of(run), {})
+
+
+def test_what_torchrun_starts_again_goes_on_with_what_it_began_itself_and_with_nothing_else(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = config_of(folder, checkpoint=never(overwrite=True))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    write_description(config, {"launch": launch()})
+    assert not restarted(config)  # the first try
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert restarted(config)
+    assert resuming(config, True).checkpoint.resume == "auto" and resuming(config, False) == config
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
+    assert not restarted(config)
+    assert not restarted(config_of(tmp_path / "none", checkpoint=never()))
+
+
+@pytest.mark.parametrize("answer, goes_on", [("\n", True), ("y\n", True), ("Yes\n", True), ("n\n", False), ("", True)])
+def test_on_a_terminal_one_is_asked_before_an_earlier_run_goes_on(run, monkeypatch, capsys, answer, goes_on):
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdin, "readline", lambda: answer, raising=False)
+    if goes_on:
+        assert claim(config_of(run)) is True
+    else:
+        with pytest.raises(UsageError, match="name another folder"):
+            claim(config_of(run))
+    assert "Go on with it?" in capsys.readouterr().err
+    assert claim(config_of(run, checkpoint=CheckpointConfig(auto_resume=True))) is True
+    assert capsys.readouterr().err == ""
+
+
+def test_every_option_that_is_free_to_change_exists():
+    table = sections(config_of("o"))
+    for section, names in FREE.items():
+        assert names <= set(table[section]), section
+
+
+def test_an_option_that_decides_the_result_may_not_change_and_is_named():
+    saved = json.loads(json.dumps(deciding(config_of("o"))))
+    refuse_changes(saved, config_of("elsewhere", steps=9, micro_batch_size=4), "step-00000004")
+    changed = config_of("o", optimizer=OptimizerConfig(lr=0.5), objective=ObjectiveConfig(alpha=0.25), seed=3)
+    with pytest.raises(UsageError) as caught:
+        refuse_changes(saved, changed, "step-00000004")
+    message = str(caught.value)
+    assert "--lr (was 0.0003, now 0.5)" in message
+    assert "--alpha (was 0.9, now 0.25)" in message
+    assert "--seed (was 0, now 3)" in message and " (in step-00000004); give the same ones" in message
+    assert "--betas" not in message
+
+
+def test_an_option_that_the_checkpoint_does_not_know_had_its_default():
+    saved = deciding(config_of("o"))
+    del saved["optimizer"]["clip"]
+    refuse_changes(saved, config_of("o"), "step-00000004")
+    with pytest.raises(UsageError, match=r"--clip \(was 1.0, now 2.0\)"):
+        refuse_changes(saved, config_of("o", optimizer=OptimizerConfig(clip=2.0)), "step-00000004")
+
+
+def test_the_written_configuration_is_read_back_by_the_command(tmp_path):
+    config = config_of(tmp_path, steps=7, optimizer=OptimizerConfig(betas=(0.5, 0.25), lr=1e-6))
+    config = replace(config, student='odd "name"\\with\n\u00e9 and \U0001f600')
+    write_description(config, {"device": "cpu"})
+    read = cli.parse("distill", ["--config", str(tmp_path / "config.toml")])
+    assert replace(read, config=None) == config
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["device"] == "cpu"
+    assert environment["libraries"]["torch"]
+
+
+def test_the_options_of_text_are_not_written_where_a_cache_brings_its_own(tmp_path):
+    write_description(config_of(tmp_path), {})
+    assert "data" not in tomllib.loads((tmp_path / "config.toml").read_text())
+    write_description(replace(config_of(tmp_path), cache=None, data=DataConfig(data="stdlib", seq_len=64)), {})
+    assert tomllib.loads((tmp_path / "config.toml").read_text())["data"]["seq_len"] == 64
+
+
+values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text()
+values |= st.floats(allow_nan=False, allow_infinity=False) | st.lists(st.text(), max_size=3)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]+", fullmatch=True), values, max_size=4))
+def test_whatever_options_hold_is_read_back_from_toml(table):
+    table.pop("config", None)
+    kept = {name: value for name, value in table.items() if value is not None}
+    assert tomllib.loads(to_toml({"section": table})) == {"section": kept}
