@@ -224,7 +224,7 @@ def _memory(student: sides.Student, run: Any) -> dict[str, Any]:
     value = run()
     student.hidden_ND.grad = student.weight_VD.grad = None
     gc.collect()
-    matmul.release()  # what kdtrain keeps for the next run counts as this run's
+    matmul.release_buffers()  # what kdtrain keeps for the next run counts as this run's
     ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is there now

@@ -17,7 +17,7 @@ from typing import Any
 import demo
 import torch
 
-from kdtrain.commands.dry_run import rehearsal, steps
+from kdtrain.commands.dry_run import steps, trial_run
 from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, QuantizationConfig
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
@@ -86,7 +86,7 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
         monitor=MonitorConfig(tensorboard=False),
     )
     every, found = config.quantization.quant_probe_every, {"probe_every": config.quantization.quant_probe_every}
-    with rehearsal(config) as made:
+    with trial_run(config) as made:
         run = made.run
         assert run.adaptive is not None
         warm_up(run, StopRequest())

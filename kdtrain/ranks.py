@@ -34,7 +34,7 @@ from kdtrain.errors import RunError, UsageError, reason
 
 
 @contextmanager
-def at_work(group: Any, every: float) -> Iterator[None]:
+def heartbeat(group: Any, every: float) -> Iterator[None]:
     """A block that takes each rank as long as it must; all leave it together, when the last one is at its end.
 
     An error inside leaves it as soon as the turn in flight is over; the others then hear nothing more of this rank.
@@ -122,13 +122,13 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise of_all(UsageError(f"--device '{name}' is unknown; use auto, cpu, cuda or cuda:N")) from None
+        raise reported(UsageError(f"--device '{name}' is unknown; use auto, cpu, cuda or cuda:N")) from None
     if device.type not in ("cpu", "cuda"):
-        raise of_all(UsageError(f"--device '{name}' is not supported; use auto, cpu, cuda or cuda:N"))
+        raise reported(UsageError(f"--device '{name}' is not supported; use auto, cpu, cuda or cuda:N"))
     if device.type == "cuda" and world_size() > 1:
         if device.index is not None:
             shared = f"--device '{name}' is one device for {world_size()} ranks; use cuda, and each has its own"
-            raise of_all(UsageError(shared))
+            raise reported(UsageError(shared))
         device = torch.device("cuda", local_rank())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         many = f", and this is process {local_rank() + 1} of its node" if world_size() > 1 else ""
@@ -146,11 +146,11 @@ def refuse_many_processes() -> None:
     """
     if world_size() > 1:
         only = "started as one of several processes, and only one is supported; leave torchrun out"
-        raise of_all(UsageError(only))
+        raise reported(UsageError(only))
 
 
 @contextmanager
-def ranks(device: torch.device, timeout: float) -> Iterator[None]:
+def process_group(device: torch.device, timeout: float) -> Iterator[None]:
     """Let the processes that torchrun has started be one group while the block runs; nothing for a process alone.
 
     Args:
@@ -171,15 +171,15 @@ def ranks(device: torch.device, timeout: float) -> Iterator[None]:
     port = os.environ.get("MASTER_PORT", "")
     if not os.environ.get("MASTER_ADDR") or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 65536:
         found = f"MASTER_ADDR={os.environ.get('MASTER_ADDR', '')} and MASTER_PORT={port}"
-        raise of_all(UsageError(f"{found} in the environment name no host and port (1 to 65535); use torchrun"))
+        raise reported(UsageError(f"{found} in the environment name no host and port (1 to 65535); use torchrun"))
     try:
         _timeout = timedelta(seconds=timeout)
         store, number, world = _own_store(_timeout)
         dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=_timeout)
-        _words = new_words()
+        _words = control_group()
         yield
     except RuntimeError as error:
-        if (gone := lost(error)) is None:
+        if (gone := lost_rank(error)) is None:
             raise
         raise gone from error
     finally:
@@ -225,7 +225,7 @@ def _name_of_try(store: dist.Store, number: int, world: int, timeout: timedelta)
     return own
 
 
-def new_words() -> Any:
+def control_group() -> Any:
     """Another group for words over all ranks, for a thread of its own; None for a process alone.
 
     Every rank must call it, in the same order as its other collectives.
@@ -256,7 +256,7 @@ def on_main(action: Callable[[], T], words: Any = None) -> T:
     return own["result"] if is_main() else _understood(json.loads(said))
 
 
-def gathered(word: T, words: Any = None) -> list[T]:
+def all_gather_object(word: T, words: Any = None) -> list[T]:
     """What each rank says, by rank: something that JSON can hold. Every rank must call it."""
     if not _many():
         return [word]
@@ -272,7 +272,7 @@ def gathered(word: T, words: Any = None) -> list[T]:
 
 
 @contextmanager
-def together(words: Any = None) -> Iterator[None]:
+def raise_on_all_ranks(words: Any = None) -> Iterator[None]:
     """A block that each rank runs for itself, without collectives: an error on one is raised on all.
 
     Raises:
@@ -287,7 +287,7 @@ def together(words: Any = None) -> Iterator[None]:
             yield
         except (UsageError, RunError, OSError) as error:
             own = error
-    said = gathered(None if own is None else _said(own), words)
+    said = all_gather_object(None if own is None else _said(own), words)
     failed = [number for number, each in enumerate(said) if each is not None]
     if not failed:
         return
@@ -296,7 +296,7 @@ def together(words: Any = None) -> Iterator[None]:
     _understood(said[failed[0]] or {})
 
 
-def most(number: int) -> int:
+def all_reduce_max(number: int) -> int:
     """The largest of the numbers that the ranks say. Every rank must call it."""
     if not _many():
         return number
@@ -317,7 +317,7 @@ def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
     return agreed
 
 
-def summed(tensor: torch.Tensor) -> torch.Tensor:
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of `tensor` over all ranks, entry by entry, as `agreed_max` gives the largest."""
     if not _initialized():
         return tensor
@@ -326,7 +326,7 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def of_all(error: E) -> E:
+def reported(error: E) -> E:
     """`error`, which every rank raises for the same reason, as one that rank 0 alone says."""
     error.told = not is_main()  # type: ignore[attr-defined]
     return error
@@ -342,7 +342,7 @@ def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
 
 
-def lost(error: BaseException | None) -> RunError | None:
+def lost_rank(error: BaseException | None) -> RunError | None:
     """What to say where `error` is that of a collective without one of its ranks; None where it is anything else."""
     if not isinstance(error, RuntimeError) or isinstance(error, RunError):
         return None
@@ -362,7 +362,7 @@ def was_told(error: BaseException) -> bool:
 
 
 def _at_work(group: Any) -> AbstractContextManager[None]:
-    return at_work(group, min(_BEAT, _timeout.total_seconds() / 4))
+    return heartbeat(group, min(_BEAT, _timeout.total_seconds() / 4))
 
 
 def _many() -> bool:

@@ -130,7 +130,9 @@ _TOKENIZER_FILES = (
 )
 
 
-def enter(folder: Path, settings: CacheSettings, tokenizer: Any, ranks: Ranks) -> tuple[Manifest | None, Lock | None]:
+def open_folder(
+    folder: Path, settings: CacheSettings, tokenizer: Any, ranks: Ranks
+) -> tuple[Manifest | None, Lock | None]:
     """Claim, lock and begin a folder, rank 0 before the others: the manifest where it is finished, else this rank's
     lock.
 
@@ -139,15 +141,15 @@ def enter(folder: Path, settings: CacheSettings, tokenizer: Any, ranks: Ranks) -
     own: list[Lock] = []
 
     def begun() -> bool:
-        if claim(folder, settings) is not None:
+        if claim_folder(folder, settings) is not None:
             return False
         make_folder(folder)
         own.append(_first_lock(folder, ranks.rank))
-        if claim(folder, settings) is not None:  # another has finished it meanwhile
+        if claim_folder(folder, settings) is not None:  # another has finished it meanwhile
             own.pop().release()
             return False
         if ranks.rank == 0:
-            begin(folder, settings, tokenizer)
+            write_settings(folder, settings, tokenizer)
         return True
 
     try:
@@ -174,7 +176,7 @@ def _first_lock(folder: Path, rank: int) -> Lock:
     return own
 
 
-def claim(folder: Path, settings: CacheSettings) -> Manifest | None:
+def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
     """The manifest if `folder` is this cache and finished; None if there is something to build.
 
     UsageError: the folder is a file, holds other files, a cache of other settings (named), or a finished one with a
@@ -210,7 +212,7 @@ def holds_nothing(folder: Path) -> bool:
     return all(path.parent == folder and _OWN.fullmatch(path.name) for path in files)
 
 
-def begin(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
+def write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
     """Make settings.json and the tokenizer files in a folder that exists, and remove what killed builders left.
 
     RunError: it cannot be written.

@@ -52,7 +52,7 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.checks import check_structure
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.compression import Arrays, Coding, fit_sequences
-from kdtrain.cache.folder import Alone, Ranks, Rounds, Teacher, enter
+from kdtrain.cache.folder import Alone, Ranks, Rounds, Teacher, open_folder
 from kdtrain.cache.manifest import (
     CacheSettings,
     Manifest,
@@ -79,7 +79,7 @@ class Row(Protocol):
 
 
 @dataclass(frozen=True)
-class Rows:
+class ShardRows:
     """The rows of one shard: n sequences."""
 
     tokens: np.ndarray
@@ -96,11 +96,11 @@ class Rows:
         return sha.hexdigest()
 
 
-def shards_of(rows: Iterator[Row], number: int) -> Iterator[Rows]:
+def shards_of(rows: Iterator[Row], number: int) -> Iterator[ShardRows]:
     """The rows of one shard after another, `number` of them each but the last."""
     while part := list(islice(rows, number)):
         known = [getattr(row, "kept", {}) for row in part]
-        yield Rows(
+        yield ShardRows(
             tokens=np.stack([row.tokens for row in part]),
             loss_mask=np.stack([row.loss_mask for row in part]),
             segments=np.stack([row.segments for row in part]),
@@ -108,7 +108,7 @@ def shards_of(rows: Iterator[Row], number: int) -> Iterator[Rows]:
         )
 
 
-class Beside:
+class SideStream:
     """A tensor that the current stream has in work, for another thread to work on.
 
     Args:
@@ -260,7 +260,7 @@ class CacheWriter:
         empty = torch.zeros(1, settings.seq_len, dtype=torch.int64)
         question = (empty, empty if settings.document_mask else None)
         self._rounds = Rounds(self.ranks, teacher, sharded, question, self._told)
-        self.manifest, self._lock = enter(self.folder, settings, tokenizer, self.ranks)
+        self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, self.ranks)
         """The manifest if the cache is finished already: there is nothing to do."""
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class CacheWriter:
             self._rounds.rest()
         self._agree(split, [])
 
-    def _listed(self, split: str, number: int, part: Rows) -> tuple[int, str, Rows, str]:
+    def _listed(self, split: str, number: int, part: ShardRows) -> tuple[int, str, ShardRows, str]:
         """Check and count a shard, whoever builds it; what its builder needs."""
         self._check(part)
         name, digest = cache_format.shard_name(split, number), part.digest()
@@ -290,7 +290,7 @@ class CacheWriter:
         self._tokens[split].update(np.ascontiguousarray(part.tokens, dtype="<u4").tobytes())
         return number * self.settings.sequences_per_shard, name, part, digest
 
-    def _agree(self, split: str, row: list[tuple[int, str, Rows, str]]) -> None:
+    def _agree(self, split: str, row: list[tuple[int, str, ShardRows, str]]) -> None:
         """Refuse to build from data that are not the same on all ranks. UsageError."""
         found = self.ranks.gather(int(json_digest([digest for *_, digest in row])[:15], 16))
         others = [rank for rank, each in enumerate(found) if each != found[0]]
@@ -301,7 +301,7 @@ class CacheWriter:
                 "rank 0; give all ranks the same --data"
             )
 
-    def _build_or_keep(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
+    def _build_or_keep(self, split: str, first: int, name: str, part: ShardRows, digest: str) -> None:
         if record := self._built(split, first, name, part, digest):
             self._broken += record["broken"]
             self._rounds.done += len(part.tokens)
@@ -309,7 +309,7 @@ class CacheWriter:
         else:
             self._build_shard(split, first, name, part, digest)
 
-    def _check(self, part: Rows) -> None:
+    def _check(self, part: ShardRows) -> None:
         length = self.settings.seq_len
         assert part.tokens.shape[1] == length + 1 and part.segments.max() < max(length, 1), "rows do not fit"
         if part.tokens.min() < 0 or part.tokens.max() >= self.settings.vocab_size:
@@ -318,7 +318,7 @@ class CacheWriter:
                 f"{self.settings.vocab_size}: use the teacher's own tokenizer"
             )
 
-    def _built(self, split: str, first: int, name: str, part: Rows, digest: str) -> Sidecar | None:
+    def _built(self, split: str, first: int, name: str, part: ShardRows, digest: str) -> Sidecar | None:
         """The record of a shard that need not be built. RunError: what is there cannot be read."""
         record = self._vouched(name)
         if record is None or not self._is_of(record, digest):
@@ -348,7 +348,7 @@ class CacheWriter:
         """Whether a shard is of today's rows and settings."""
         return record["rows_sha256"] == digest and record["settings_sha256"] == self.settings.digest()
 
-    def _build_shard(self, split: str, first: int, name: str, part: Rows, digest: str) -> None:
+    def _build_shard(self, split: str, first: int, name: str, part: ShardRows, digest: str) -> None:
         number, spec = len(part.tokens), self.settings.codec
         with published(cache_format.shard_path(self.folder, name), "cache.shard") as temporary:
             with cache_format.creating(temporary) as (file, check):
@@ -379,7 +379,7 @@ class CacheWriter:
             if os.path.lexists(sidecar) and not _is_sealed(sidecar):
                 set_aside(self.folder, f"{cache_format.SHARDS}/{sidecar.name}", "damaged")
 
-    def _fill(self, shard: ShardWriter, split: str, first: int, part: Rows) -> None:
+    def _fill(self, shard: ShardWriter, split: str, first: int, part: ShardRows) -> None:
         waiting: tuple[int, Future[None]] | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
             for start in range(0, len(part.tokens), self.batch_size):
@@ -391,7 +391,7 @@ class CacheWriter:
                     self._end(shard, *waiting)
                 known = {name: values[batch] for name, values in part.kept.items()}
                 job = thread.submit(
-                    self._take, shard, rows, known, logits_BTV, Beside(logits_BTV), split, first + start
+                    self._take, shard, rows, known, logits_BTV, SideStream(logits_BTV), split, first + start
                 )
                 waiting = (batch.stop - batch.start, job)
                 del logits_BTV, job
@@ -422,7 +422,7 @@ class CacheWriter:
         rows: dict[str, np.ndarray],
         kept: dict[str, np.ndarray],
         logits_BTV: Tensor | None,
-        beside: Beside,
+        beside: SideStream,
         split: str,
         first: int,
     ) -> None:

@@ -27,7 +27,7 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, reason
-from kdtrain.ranks import local, lost, of_all, on_main, with_local
+from kdtrain.ranks import local, lost_rank, on_main, reported, with_local
 
 MINUTE = 60.0
 """Seconds between two tries on a full disk."""
@@ -149,12 +149,12 @@ class Saver:
         error, self._error = self._error, None
         if isinstance(error, RunError):
             raise error
-        if (gone := lost(error)) is not None:
+        if (gone := lost_rank(error)) is not None:
             raise gone from error
         if isinstance(error, OSError):
             where = error.filename or self.store.folder
             said = f"{where}: {error.strerror or error}; published checkpoints are intact"
-            raise of_all(RunError(said, reason=reason(error))) from None
+            raise reported(RunError(said, reason=reason(error))) from None
         if error is not None:
             raise RunError(f"saving into {self.store.folder} failed: {type(error).__name__}: {error}") from error
 

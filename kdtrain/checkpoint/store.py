@@ -51,7 +51,7 @@ from kdtrain.files import (
     temporary_name,
     typed,
 )
-from kdtrain.ranks import is_main, of_all, on_main
+from kdtrain.ranks import is_main, on_main, reported
 
 MANIFEST, STATE = "manifest.json", "state.json"
 VERSION = 2
@@ -427,7 +427,7 @@ class Store:
             if is_main():
                 with contextlib.suppress(OSError):
                     self._settle()
-            raise of_all(
+            raise reported(
                 RunError(
                     f"checkpoint {self.folder / name} could not be written: {_cause(error)}; earlier ones are intact",
                     reason=error.reason if isinstance(error, shards.EntryError) else reason(error),

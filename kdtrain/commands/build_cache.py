@@ -41,7 +41,7 @@ class AllRanks:
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """What each rank gave, by rank."""
-        return ranks.gathered(list(numbers))
+        return ranks.all_gather_object(list(numbers))
 
     def on_main(self, action: Callable[[], T]) -> T:
         """What `action` gives on rank 0, which alone does it."""
@@ -135,7 +135,7 @@ def build_from_logprobs(
             found = keep(row.top_ids, row.top_logprobs, row.label_logprob, codec)
             yield _KeptRow(row.tokens, row.loss_mask, row.segments, found)
 
-    with ranks.together():
+    with ranks.raise_on_all_ranks():
         if not path.is_file():
             raise UsageError(f"--from-logprobs {path} does not exist")
         digest = file_digest(path)

@@ -48,7 +48,7 @@ from kdtrain.precision.controller import Adaptive, Controller
 from kdtrain.precision.linear import convert
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.precision.modes import head_dtype, why_not_compile
-from kdtrain.ranks import is_main, new_words, on_main, pick_device, together, world_size
+from kdtrain.ranks import control_group, is_main, on_main, pick_device, raise_on_all_ranks, world_size
 from kdtrain.training.data import CachedSource, OnlineSource, Source
 from kdtrain.training.guards import DivergenceWatch, EarlyStopping, GradientExplosion, SpikeDetector
 from kdtrain.training.nan_hooks import NanHooks
@@ -85,7 +85,7 @@ def cut_teacher(teacher: SplitModel, plan: Plan, device: torch.device) -> None:
 
 
 def cut_student(
-    student: SplitModel, plan: Plan, device: torch.device, mode: formats.Plan, config: DistillConfig, compile: bool
+    student: SplitModel, plan: Plan, device: torch.device, mode: formats.Formats, config: DistillConfig, compile: bool
 ) -> None:
     """Cut the student up in place where the plan says so; before its optimizer is made, which holds its parameters."""
     if plan.student != "fsdp":
@@ -104,7 +104,7 @@ def compile_mode(config: DistillConfig) -> str | None:
     return None if mode == "default" else mode
 
 
-def spread(plan: Plan, step: DistillStep) -> Alone:
+def parallelize(plan: Plan, step: DistillStep) -> Alone:
     """What the training step is called through."""
     if plan.student == "single":
         return Alone(step, step.student)
@@ -152,8 +152,8 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     """
     device = pick_device(config.device)
     free = free_everywhere(device, config.parallel.device_memory)
-    with together():
-        plan = formats.plan(config.precision, config.quantization, device)
+    with raise_on_all_ranks():
+        plan = formats.formats_of(config.precision, config.quantization, device)
         micro = micro_batch(config)
         if config.micro_batch_size == "auto":
             micro = fitting_micro_batch(config, device, free)
@@ -163,12 +163,12 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
         torch.use_deterministic_algorithms(True)
     teacher = None
-    with together():
+    with raise_on_all_ranks():
         spec = read_spec(config.student)
         if config.teacher is not None:
             teacher = open_teacher(read_spec(config.teacher), loading_device(over_ranks.teacher, device), mode)
     folder = config.cache or Path(on_main(lambda: str(_tokens(config, spec, teacher, goes_on))))
-    with together():
+    with raise_on_all_ranks():
         readers = {name: CacheReader(folder, name) for name in ("train", "validation")}
         manifest = readers["train"].manifest
         student = _student(config, spec, manifest, loading_device(over_ranks.student, device))
@@ -243,13 +243,13 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         switch=plan.switch,
         quantized=None if plan.choice is None else plan.choice.mode,
     )
-    store = _store(config, new_words())
+    store = _store(config, control_group())
     run = Run(
         config=config,
         planned=total,
         micro=micro,
         step=step,
-        spread=spread(over_ranks, step),
+        spread=parallelize(over_ranks, step),
         state=state,
         store=store,
         saver=Saver(store, config.checkpoint.async_save, config.checkpoint.disk_patience),
@@ -268,7 +268,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     return Assembled(run, spec, manifest, folder, hidden, tuple(lines), over_ranks)
 
 
-def _quantize(config: DistillConfig, plan: formats.Plan, student: SplitModel) -> list[str]:
+def _quantize(config: DistillConfig, plan: formats.Formats, student: SplitModel) -> list[str]:
     """Make the student's linear layers switchable where the plan wants it; what was done, for the log."""
     if plan.choice is None:
         return []
@@ -279,7 +279,7 @@ def _quantize(config: DistillConfig, plan: formats.Plan, student: SplitModel) ->
     return [str(done)]
 
 
-def _adaptive(config: DistillConfig, plan: formats.Plan, total: int) -> Adaptive | None:
+def _adaptive(config: DistillConfig, plan: formats.Formats, total: int) -> Adaptive | None:
     if plan.choice is None or not config.quantization.time_resume:
         return None
     options = config.optimizer
@@ -289,7 +289,7 @@ def _adaptive(config: DistillConfig, plan: formats.Plan, total: int) -> Adaptive
     return Adaptive(Controller(policy), plan.switch, "high-forward" if forward_only else "high")
 
 
-def _collector(config: DistillConfig, plan: formats.Plan, student: SplitModel) -> Collector | None:
+def _collector(config: DistillConfig, plan: formats.Formats, student: SplitModel) -> Collector | None:
     pattern, every = config.precision.collect_tensors, config.precision.collect_every
     if pattern is None:
         return None

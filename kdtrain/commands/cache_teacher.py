@@ -17,7 +17,7 @@ from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel.memory_plan import Plan, free_everywhere, shards_teacher
 from kdtrain.precision.modes import pick_mode
-from kdtrain.ranks import is_main, of_all, on_main, peak_memory_mb, pick_device, together, world_size
+from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
 
 
 def main(config: CacheTeacherConfig) -> int:
@@ -34,7 +34,7 @@ def main(config: CacheTeacherConfig) -> int:
         try:
             manifest = _build(config, device)
         except UsageError as error:
-            raise of_all(error) from None  # options, text and folder are the same on every rank
+            raise reported(error) from None  # options, text and folder are the same on every rank
     if manifest is not None:
         _show(config, manifest, device, time.monotonic() - started)
     return 0
@@ -43,7 +43,7 @@ def main(config: CacheTeacherConfig) -> int:
 def _build(config: CacheTeacherConfig, device: torch.device) -> Manifest | None:
     """The finished cache's manifest; None on ranks but the first."""
     on_main(lambda: refuse_no_folder(config.out))
-    with together():
+    with raise_on_all_ranks():
         spec = read_spec(config.teacher)
         tokenizer = load_tokenizer(spec)
         many = f" in {world_size()} ranks" if world_size() > 1 else ""
@@ -52,7 +52,7 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> Manifest | None:
         return build_from_logprobs(config, spec, tokenizer, vocabulary(spec))
     mode = pick_mode(config.precision, device)
     free = free_everywhere(device, config.parallel.device_memory)
-    with together():
+    with raise_on_all_ranks():
         sharded = shards_teacher(config, spec, mode, free)
         plan = Plan("single", "fsdp" if sharded else "replicate")
         teacher = open_teacher(spec, loading_device(plan.teacher, device), mode)

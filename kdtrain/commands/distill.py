@@ -13,14 +13,14 @@ from kdtrain.commands.build_cache import logit_width
 from kdtrain.commands.build_run import Assembled, assemble, micro_batch
 from kdtrain.commands.common import show
 from kdtrain.commands.export import student_at
-from kdtrain.commands.result import how_it_ended, tell_outcome, write_result
-from kdtrain.commands.resume import begin, same_ranks
+from kdtrain.commands.result import how_it_ended, log_outcome, write_result
+from kdtrain.commands.resume import resume_or_start, same_ranks
 from kdtrain.commands.run_folder import (
     TOKENIZER,
     launch,
-    occupied,
     restarted,
     resuming,
+    run_lock,
     used,
     write_description,
     write_tokenizer,
@@ -33,10 +33,10 @@ from kdtrain.models.spec import read_spec
 from kdtrain.monitor.loggers import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.writers import SilentWriters, Writers
-from kdtrain.ranks import is_main, on_main, pick_device, rank, together, world_size
+from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, rank, world_size
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
-from kdtrain.training.saving import tell_published
+from kdtrain.training.saving import log_published
 from kdtrain.training.signals import interruptible
 from kdtrain.training.state import load_saved
 from kdtrain.training.trainer import train
@@ -70,19 +70,19 @@ def _distill(config: DistillConfig) -> int:
 
 def _among_ranks(config: DistillConfig) -> int:
     config = resuming(config, on_main(lambda: restarted(config)))
-    with together():  # what can be refused at once is refused before --overwrite moves an earlier run aside
+    with raise_on_all_ranks():  # what can be refused at once is refused before --overwrite moves an earlier run aside
         read_spec(config.student)
         micro_batch(config)
         require_wandb(config.monitor.wandb_project)
-    with occupied(config) as goes_on:
+    with run_lock(config) as goes_on:
         return _in_folder(config, goes_on)
 
 
 def _in_folder(config: DistillConfig, goes_on: bool) -> int:
     made = assemble(config, goes_on)
     run, config = made.run, made.run.config
-    begun_at = begin(run, goes_on)  # before anything is written: what is refused stays as it was
-    facts = _facts(made)
+    begun_at = resume_or_start(run, goes_on)  # before anything is written: what is refused stays as it was
+    facts = _metadata(made)
     on_main(lambda: write_description(config, facts))
     on_main(lambda: write_tokenizer(config.out, made.spec, made.folder / "tokenizer"))
     setup_logging(_log_of(config), quiet=not is_main())
@@ -106,7 +106,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
         _announce(made, begun_at)
         _train(run)
         if run.stopped_by is None:
-            tell_outcome(run)
+            log_outcome(run)
         run.writers.close()
     except OSError as error:
         _fail(run, error)
@@ -134,7 +134,7 @@ def _train(run: Run) -> None:
     except BaseException as failure:
         try:
             run.saver.close()
-            tell_published(run)
+            log_published(run)
         except (RunError, OSError) as error:
             log.warning("%s", error)
             with suppress(OSError):  # the disk is full, say, and the first error is the one to be raised
@@ -146,7 +146,7 @@ def _train(run: Run) -> None:
     run.saver.close()
 
 
-def _facts(made: Assembled) -> dict[str, Any]:
+def _metadata(made: Assembled) -> dict[str, Any]:
     """What environment.json says beside the libraries."""
     run, spec, manifest = made.run, made.spec, made.manifest
     parameters = sum(each.numel() for each in run.state.student.parameters())

@@ -37,7 +37,16 @@ from kdtrain.parallel import parallelize
 from kdtrain.parallel.memory_plan import Plan
 from kdtrain.parallel.parallelize import layers_of
 from kdtrain.precision.modes import head_dtype
-from kdtrain.ranks import gathered, is_main, of_all, on_main, peak_memory_mb, pick_device, together, world_size
+from kdtrain.ranks import (
+    all_gather_object,
+    is_main,
+    on_main,
+    peak_memory_mb,
+    pick_device,
+    raise_on_all_ranks,
+    reported,
+    world_size,
+)
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.run import Run
 from kdtrain.training.schedule import decay_steps
@@ -48,7 +57,7 @@ from kdtrain.training.update import take_step
 
 
 @contextmanager
-def rehearsal(config: DistillConfig) -> Iterator[Assembled]:
+def trial_run(config: DistillConfig) -> Iterator[Assembled]:
     """The run of `config` with everything open but nothing trained; all it writes is gone when the block ends.
 
     Raises:
@@ -93,7 +102,7 @@ def _folder(out: Path) -> Iterator[Path]:
                 return str(stack.enter_context(hidden_folder(existing(out.resolve().parent) / out.name)))
 
         yield Path(on_main(make))
-        gathered(None)  # until every rank has read in it what it wants
+        all_gather_object(None)  # until every rank has read in it what it wants
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ def steps(run: Run, count: int) -> list[Timed]:
                 f"step {len(taken) + 1}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; "
                 "look at the data (kdtrain verify) or lower --lr"
             )
-            raise of_all(RunError(broken))
+            raise reported(RunError(broken))
         run.state.progress.step += 1
         run.state.progress.sequences += run.config.batch_size
         taken.append(Timed(time.perf_counter() - started, numbers))
@@ -188,10 +197,10 @@ def main(config: DistillConfig) -> int:
         RunError: a step or the save failed, as the run would have.
     """
     setup_logging(quiet=not is_main())
-    with rehearsal(config) as made:
+    with trial_run(config) as made:
         if config.checkpoint.load is not None:
             start_from(made.run, config.checkpoint.load)
-        with together():
+        with raise_on_all_ranks():
             begins = _begins(config, made.run.config)
         log.info("put together; two steps, a validation forward and a save follow")
         table = {"run": str(config.out), "begins": begins, **_plan(config, made), **_estimates(config, made.run)}

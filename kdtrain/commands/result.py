@@ -103,7 +103,7 @@ def _told(out: Path, result: dict[str, Any]) -> bool:
     return before is not None and (before["stop_reason"], before["step"]) == (result["stop_reason"], result["step"])
 
 
-def tell_outcome(run: Run) -> None:
+def log_outcome(run: Run) -> None:
     """Warn of a student that is not better than it began, or than plain cross-entropy."""
     progress = run.state.progress
     first, last, best, number = progress.first_loss, progress.last_loss, progress.best_loss, progress.best_step

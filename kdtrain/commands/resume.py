@@ -25,7 +25,7 @@ from kdtrain.commands.run_folder import changes, is_run, refuse_changes
 from kdtrain.config import CacheTeacherConfig, DistillConfig, sections
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, warn_early
-from kdtrain.ranks import gathered, of_all, on_main, ranks, together, world_size
+from kdtrain.ranks import all_gather_object, on_main, process_group, raise_on_all_ranks, reported, world_size
 from kdtrain.training.run import Run
 from kdtrain.training.saving import relink_best
 from kdtrain.training.state import Progress, load_saved
@@ -42,7 +42,7 @@ def same_ranks(config: CacheTeacherConfig | DistillConfig, device: torch.device)
     Raises:
         UsageError: they have not, with what differs and on which rank.
     """
-    with ranks(device, config.parallel.rank_timeout):
+    with process_group(device, config.parallel.rank_timeout):
         agree(lambda: {**_options(config), **_code()})
         yield
 
@@ -57,14 +57,14 @@ def agree(own: Callable[[], Mapping[str, Any]]) -> None:
     """
     if world_size() == 1:
         return
-    with together():
+    with raise_on_all_ranks():
         facts = dict(_leaves(own()))
-    said = gathered(facts)
+    said = all_gather_object(facts)
     names = list(dict.fromkeys(name for each in said for name in each))
     found = [difference for name in names if (difference := _difference(name, [each.get(name) for each in said]))]
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise of_all(
+        raise reported(
             UsageError(
                 f"the ranks do not run the same: {'; '.join(found[:_SHOWN])}{more}; "
                 "give all of them the same options, files and installation"
@@ -128,7 +128,7 @@ _KINDS = {"temperature": ("temperature_mode",), "hidden": ("hidden_loss", "hidde
 """Parts of the state that other options give other entries."""
 
 
-def begin(run: Run, goes_on: bool) -> Path | None:
+def resume_or_start(run: Run, goes_on: bool) -> Path | None:
     """Take over the checkpoint the run begins at, and return its folder; None where it begins anew.
 
     A run that has a checkpoint of its own goes on from it, whatever `--load` says: that was its beginning.
@@ -152,7 +152,7 @@ def _resume(run: Run) -> Path | None:
     if found is None:
         return None
     path = Path(found)
-    with together():
+    with raise_on_all_ranks():
         checkpoint = load_saved(path, run.state.like)
         refuse_changes(checkpoint.state["options"], run.config, path.name)
         _refuse_strange(run, checkpoint, path, ("cache", "student", "teacher"))
@@ -160,7 +160,7 @@ def _resume(run: Run) -> Path | None:
     run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
     progress = run.state.progress
     if progress.step > run.total:
-        raise of_all(UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out"))
+        raise reported(UsageError(f"{path.name} is beyond --steps {run.total}; raise --steps or name another --out"))
     if progress.stopped is not None and not run.config.stopping.early_stopping:
         log.info("the early stop (%s) is put aside by --no-early-stopping", progress.stopped)
         progress.stopped = None
@@ -217,7 +217,7 @@ def start_from(run: Run, path: Path) -> Path:
     """
     wanted = run.config.checkpoint
     anew = wanted.override_opt_param_scheduler
-    with together():
+    with raise_on_all_ranks():
         if not path.is_dir():
             raise UsageError(
                 f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000"
@@ -249,7 +249,7 @@ def start_from(run: Run, path: Path) -> Path:
             run.state.snapshots.clear()
         if progress.step >= run.total:
             leaves = f"{path} is at step {progress.step}, and --steps {run.total} leaves none; raise --steps"
-            raise of_all(UsageError(leaves))
+            raise reported(UsageError(leaves))
     run.step.temperature.set_step(max(run.state.progress.step - 1, 0))
     log.info("weights and moments are those of %s; the data goes on at sequence %d", path, cursor)
     return path

@@ -118,7 +118,7 @@ def holds_run(config: DistillConfig) -> bool:
     return True
 
 
-def claim(config: DistillConfig) -> bool:
+def claim_folder(config: DistillConfig) -> bool:
     """Whether an earlier run in `config.out` is to be gone on with; one that is not is moved aside.
 
     Raises:
@@ -399,7 +399,7 @@ _POLL = 0.2
 
 
 @contextmanager
-def occupied(config: DistillConfig) -> Iterator[bool]:
+def run_lock(config: DistillConfig) -> Iterator[bool]:
     """Keep other launches out of `config.out` for as long as the block runs; whether an earlier run is gone on with.
 
     Every rank must enter it; `claim` is asked on rank 0. A folder that is made for it and stays empty is removed.
@@ -420,7 +420,7 @@ def _enter(config: DistillConfig, held: "list[_Place]") -> bool:
     with making(config.out):
         holds_run(config)  # what is refused stays as it was
         held.append(_Place(config.out))
-        if goes_on := claim(config):
+        if goes_on := claim_folder(config):
             sweep(config.out)
         if not config.out.exists():  # an earlier run was moved aside, and the file that is locked went with it
             held.append(_Place(config.out))

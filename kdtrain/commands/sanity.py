@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.commands.build_run import Assembled
 from kdtrain.commands.common import literal, show
-from kdtrain.commands.dry_run import checkpoints_kept, existing, rehearsal, state_bytes, steps
+from kdtrain.commands.dry_run import checkpoints_kept, existing, state_bytes, steps, trial_run
 from kdtrain.config import DistillConfig, OptimizerConfig
 from kdtrain.data import order
 from kdtrain.models.loading import model_digest
@@ -291,7 +291,7 @@ def main(config: DistillConfig) -> int:
         config = replace(config, data=replace(config.data, num_sequences=few))
     found: list[Check] = []
     refuse_many_processes()
-    with rehearsal(config) as made:
+    with trial_run(config) as made:
         for number, check in enumerate(CHECKS, 1):
             log.info("check %d of %d: %s", number, len(CHECKS), (check.__doc__ or "").splitlines()[0].rstrip("."))
             found.append(check(made, config))

@@ -109,7 +109,7 @@ METRICS = ("train/loss", "validation/loss", "validation/kl")
 """What runs are compared by beside their hyper-parameters."""
 
 
-class Board(Protocol):
+class Logger(Protocol):
     """A place that shows numbers, histograms and text by step."""
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None: ...

@@ -19,7 +19,7 @@ import torch
 from kdtrain.config import MonitorConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import SMALL, open_regular, parse_json, publish_text, typed
-from kdtrain.monitor.loggers import Board, Joined, TensorBoard, WeightsAndBiases, histograms
+from kdtrain.monitor.loggers import Joined, Logger, TensorBoard, WeightsAndBiases, histograms
 from kdtrain.monitor.progress import early_warnings, log, warn_early
 
 Level = Literal["info", "warning", "error"]
@@ -44,7 +44,7 @@ class Writers:
     def __init__(self, folder: Path, resume_step: int, validated_step: int | None, config: MonitorConfig) -> None:
         self.folder = folder
         self.watched = config.tensorboard or config.wandb_project is not None
-        self.boards: list[Board] = []
+        self.boards: list[Logger] = []
         if config.tensorboard:
             self.boards.append(TensorBoard(folder / "tensorboard", resume_step + 1 if resume_step else 0))
         if config.wandb_project is not None:

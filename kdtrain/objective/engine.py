@@ -150,7 +150,7 @@ class _Fused(torch.autograd.Function):
         scaled = [g if g is None or whole else g.mul_(outer[0].to(g.dtype)) for g in gradients]
         found = [g if g is None else g.to(d) for g, d in zip(scaled, ctx.dtypes, strict=True)]
         if found[1] is not None and found[1] is not scaled[1]:
-            matmul.give_back("weight gradient", scaled[1])
+            matmul.return_buffer("weight gradient", scaled[1])
         return None, *found
 
 
@@ -195,7 +195,7 @@ class _Logits:
         self.bias_V = bounded_bias(head.bias, self.size, self.dtype)
         self.scale, self.softcap = head.scale, head.softcap
         rows = 0 if self.products is None else min(walk.chunk, len(hidden_ND))
-        self.buffer_RV = matmul.borrow("logits", rows, self.size, dtype=self.dtype, device=hidden_ND.device)
+        self.buffer_RV = matmul.take_buffer("logits", rows, self.size, dtype=self.dtype, device=hidden_ND.device)
 
     def __call__(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R,V], in at least fp32."""
@@ -207,7 +207,7 @@ class _Logits:
 
     def close(self) -> None:
         """Give the memory back; the logits are lost."""
-        matmul.give_back("logits", self.buffer_RV)
+        matmul.return_buffer("logits", self.buffer_RV)
         if self.products is not None and self.products.packed is not None:
             self.products.packed.close()
 
@@ -230,7 +230,7 @@ def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any,
     for name in (each for each in inputs if walk.wanted[each]):
         like, own = inputs[name], dtypes[name]
         if name == "weight" and like.dtype != own:  # rounded in the end, and given back
-            found[name] = matmul.borrow("weight gradient", *like.shape, dtype=own, device=like.device)
+            found[name] = matmul.take_buffer("weight gradient", *like.shape, dtype=own, device=like.device)
         else:
             found[name] = torch.empty(like.shape, dtype=own, device=like.device)
         (found[name][walk.vocab_size :] if name == "weight" and len(hidden_ND) else found[name]).zero_()

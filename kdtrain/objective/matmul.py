@@ -250,7 +250,7 @@ _idle: dict[str, list[torch.UntypedStorage]] = {}
 _lock = threading.Lock()
 
 
-def borrow(name: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def take_buffer(name: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """As `torch.empty`; on a CPU in memory that was given back under `name`, if some of it is large enough.
 
     Who does not give it back has it for good, and the next one gets other memory.
@@ -269,14 +269,14 @@ def borrow(name: str, *shape: int, dtype: torch.dtype, device: torch.device | st
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
-def give_back(name: str, tensor: Tensor) -> None:
+def return_buffer(name: str, tensor: Tensor) -> None:
     """Let the next `borrow` of this name have the memory of `tensor`, which nobody may use any more."""
     if tensor.device.type == "cpu":
         with _lock:
             _idle.setdefault(name, []).append(tensor.untyped_storage())
 
 
-def release() -> None:
+def release_buffers() -> None:
     """Free what nobody has borrowed."""
     with _lock:
         _idle.clear()
@@ -343,7 +343,7 @@ class PackedWeight:
         self.parts = []
         for blocks, columns in ((count, _PACK_BLOCK), (1, rest)):
             if blocks * columns:
-                self.parts.append(borrow(_memory(columns), blocks, pairs.shape[1], columns, dtype=pairs.dtype))
+                self.parts.append(take_buffer(_memory(columns), blocks, pairs.shape[1], columns, dtype=pairs.dtype))
                 rows, pairs = pairs.split([blocks * columns, len(pairs) - blocks * columns])
                 maybe_compiled(_pack, compile and columns == _PACK_BLOCK)(rows, self.parts[-1])
         bytes_of_block = _PACK_BLOCK * self.width * weight_VD.element_size()
@@ -357,7 +357,7 @@ class PackedWeight:
     def close(self) -> None:
         """Give the memory of the blocks back; nothing can be multiplied with any more."""
         for part in self.parts:
-            give_back(_memory(part.shape[2]), part)
+            return_buffer(_memory(part.shape[2]), part)
         self.parts, self.blocks = [], []
 
     def logits(self, hidden_RD: Tensor, out_RV: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ from kdtrain.objective import matmul
 from kdtrain.objective.logits import chunk_rows
 from kdtrain.precision import backends as formats
 from kdtrain.precision.modes import head_dtype
-from kdtrain.ranks import gathered, is_main, world_size
+from kdtrain.ranks import all_gather_object, is_main, world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,7 +474,7 @@ def fitting_micro_batch(config: DistillConfig, device: torch.device, free: float
 
 def job_of(config: DistillConfig, device: torch.device) -> Job | None:
     """What the plan must know of a run; None where a model cannot be looked at."""
-    mode = formats.plan(config.precision, config.quantization, device).high
+    mode = formats.formats_of(config.precision, config.quantization, device).high
     spec, teacher = read_spec(config.student), None if config.teacher is None else read_spec(config.teacher)
     settings = None if config.cache is None else read_manifest(config.cache).settings
     seq_len = config.data.seq_len if settings is None else settings.seq_len
@@ -548,7 +548,7 @@ def free_everywhere(device: torch.device, given: float | None) -> float | None:
 
     given: GiB to plan with instead.
     """
-    known = [each for each in gathered(free_memory(device, given)) if each is not None]
+    known = [each for each in all_gather_object(free_memory(device, given)) if each is not None]
     return min(known, default=None)
 
 

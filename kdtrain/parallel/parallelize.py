@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-from kdtrain.ranks import agreed_max, local, summed, with_local
+from kdtrain.ranks import agreed_max, all_reduce_sum, local, with_local
 
 
 class Alone:
@@ -286,7 +286,7 @@ def joiner(tensors: Sequence[torch.Tensor]) -> Callable[[torch.Tensor, str], tor
 
     def join(numbers: torch.Tensor, how: str) -> torch.Tensor:
         if how == "sum":
-            return summed(numbers) / copies
+            return all_reduce_sum(numbers) / copies
         return agreed_max(numbers) if how == "max" else -agreed_max(-numbers)
 
     return join

@@ -349,7 +349,7 @@ def _why_not_a_product(backend: Backend, device: torch.device) -> str | None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Formats:
     """The formats of a run."""
 
     high: str
@@ -364,7 +364,7 @@ class Plan:
     """The switch of the student's layers, for the first step."""
 
 
-def plan(precision: PrecisionConfig, quantization: QuantizationConfig, device: torch.device) -> Plan:
+def formats_of(precision: PrecisionConfig, quantization: QuantizationConfig, device: torch.device) -> Formats:
     """The formats that the options mean on `device`; what is not there falls back to bf16.
 
     Raises:
@@ -372,16 +372,16 @@ def plan(precision: PrecisionConfig, quantization: QuantizationConfig, device: t
     """
     mode, adaptive = quantization.mode(precision.precision), quantization.time_resume
     if mode not in QUANTIZED:
-        return Plan(pick_mode(mode, device, training=True))
+        return Formats(pick_mode(mode, device, training=True))
     scaling, control = precision.fp8_recipe or "tensorwise", precision.scaling_control or "max"
     recipe = make_recipe(mode, scaling, precision.fp8_format, control, precision.quant_stochastic_rounding)
     found = choose(mode, precision.fp8_backend, recipe, scaling, device)
     if isinstance(found, str):
-        return Plan("bf16", lines=(f"no {mode} here ({found}); training in bf16",))
+        return Formats("bf16", lines=(f"no {mode} here ({found}); training in bf16",))
     if found.name == "transformer-engine" and quantization.quant_fallback_scope == "forward":
         raise UsageError("--quant-fallback-scope forward needs --fp8-backend torchao or emulated")
     high = quantization.quant_fallback_strategy if adaptive else pick_mode("auto", device, training=True)
-    return Plan(high, found, recipe, (found.line,), Switch("quantized"))
+    return Formats(high, found, recipe, (found.line,), Switch("quantized"))
 
 
 def policy(config: QuantizationConfig, mode: str, lr_schedule: str, decay_start: int) -> Policy:

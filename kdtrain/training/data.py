@@ -36,7 +36,7 @@ _MOST_PINNED = 2**30
 """Bytes of a tensor beyond which it is copied from where it lies: pinned memory is taken from everybody."""
 
 
-class Mover:
+class DeviceCopy:
     """Moves tensors of the host to one device.
 
     Args:
@@ -99,7 +99,7 @@ class CachedSource:
         self.device = device
         self.vocab_size = vocab_size
         self._reading = threading.Lock()
-        self._mover = Mover(device)
+        self._mover = DeviceCopy(device)
 
     def __len__(self) -> int:
         return len(self.reader)

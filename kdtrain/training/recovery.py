@@ -27,7 +27,7 @@ from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log
 from kdtrain.precision.controller import Action, Adaptive, Forget, Recover, Save, Say, Snapshot, SwitchTo
-from kdtrain.ranks import gathered, of_all, on_main, rank, together, world_size
+from kdtrain.ranks import all_gather_object, on_main, raise_on_all_ranks, rank, reported, world_size
 from kdtrain.training.nan_hooks import find_first, write_bundle
 from kdtrain.training.run import Run
 from kdtrain.training.saving import relink_best, save
@@ -66,7 +66,7 @@ def skip(run: Run, numbers: dict[str, float]) -> bool:
     if progress.skips_in_a_row > limit:
         run.saver.wait()
         newest = on_main(lambda: run.store.newest_valid()[0])
-        raise of_all(
+        raise reported(
             RunError(
                 f"{progress.skips_in_a_row} steps in a row, the last one {where}, had no finite loss or gradient "
                 f"(--max-skips {limit}); the newest checkpoint is {newest or 'none'}; "
@@ -87,7 +87,7 @@ def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
         how, finding = "run again in eager mode with hooks", find_first(run.step, batches, full_tokens(run))
     run.spread.reshard()
     folder = run.config.out / f"not-finite-{batch_number(run):08d}"
-    found = gathered(None if finding is None else [finding.when, str(finding)])
+    found = all_gather_object(None if finding is None else [finding.when, str(finding)])
     # what is exchanged carries one rank's NaN to all: where it was seen first is where it comes from
     times = [(*each[0],) if each else (math.inf,) for each in found]
     first = times.index(min(times))
@@ -103,7 +103,7 @@ def _look_into(run: Run, number: int, indices: np.ndarray) -> None:
     run.writers.warning("not-finite", run.state.progress.step, named, finding=said, bundle=folder.name)
 
 
-def went_back(run: Run, numbers: dict[str, float]) -> bool:
+def rolled_back(run: Run, numbers: dict[str, float]) -> bool:
     """Look at the numbers of a step that was taken; whether it made the run go back to an earlier state.
 
     Raises:
@@ -119,7 +119,7 @@ def went_back(run: Run, numbers: dict[str, float]) -> bool:
         roll_back_divergence(run, None)
         return True
     if (reason := run.explosion.update(step, numbers["grad_norm"])) is not None:
-        raise of_all(RunError(reason, reason="gradient-explosion"))
+        raise reported(RunError(reason, reason="gradient-explosion"))
     return False
 
 
@@ -147,7 +147,7 @@ def _roll_back(run: Run, kind: str, what: str, before: int, **facts: int) -> Non
     run.saver.wait()
     name = on_main(lambda: run.store.newest_valid(before=before, planned=True)[0])
     if name is None or bad.rollbacks >= guards.max_rollbacks:
-        raise of_all(
+        raise reported(
             RunError(
                 f"{what}, after {bad.rollbacks} rollbacks (--max-rollbacks {guards.max_rollbacks}); the newest "
                 f"checkpoint from before it is {name or 'none'}; look at the data, or give a lower --lr and "
@@ -155,7 +155,7 @@ def _roll_back(run: Run, kind: str, what: str, before: int, **facts: int) -> Non
                 reason="diverged",
             )
         )
-    with together():
+    with raise_on_all_ranks():
         checkpoint = load_saved(run.store.path(name), run.state.like)
     go_back(run, checkpoint, "rollback", guards.spike_lr_factor, **facts)
 
@@ -174,7 +174,7 @@ def go_back(run: Run, to: Checkpoint, word: str, lr_factor: float = 1.0, **facts
     """
     bad = run.state.progress
     if bad.rollbacks >= run.config.guards.max_rollbacks:
-        raise of_all(
+        raise reported(
             RunError(
                 f"going back to {to.name} would be one more than --max-rollbacks {run.config.guards.max_rollbacks}; "
                 "look at the data, or lower --lr and name another --out",
@@ -289,7 +289,7 @@ def _newest_on_disk(run: Run, adaptive: Adaptive) -> Checkpoint | None:
     name = on_main(lambda: next((each for each in names if run.store.problem(each) is None), None))
     if name is None:
         return None
-    with together():
+    with raise_on_all_ranks():
         return load_saved(run.store.path(name), run.state.like)
 
 

@@ -67,10 +67,10 @@ def save(run: Run, *names: str) -> None:
     )
     run.published = (progress.step, progress.validated_step)
     run.saved_at = time.monotonic()
-    tell_published(run)
+    log_published(run)
 
 
-def tell_published(run: Run) -> None:
+def log_published(run: Run) -> None:
     """Write an event for each checkpoint that was published since, and a line for those of adaptive quantisation.
 
     One that a kill prevented has none.

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from kdtrain.errors import RunError
-from kdtrain.ranks import is_main, most, together, world_size
+from kdtrain.ranks import all_reduce_max, is_main, raise_on_all_ranks, world_size
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class StopRequest:
 
     def agree(self) -> bool:
         """Ask the other ranks; whether to stop. Every rank must call it, at the same point of its work."""
-        self.settle(most(_FAILED if self._error else self.asked))
+        self.settle(all_reduce_max(_FAILED if self._error else self.asked))
         return bool(self)
 
     def settle(self, asked: int) -> None:
@@ -82,7 +82,7 @@ class StopRequest:
     def raise_failed(self) -> None:
         """Raise on all ranks what one of them could not read, if that ended the run. Every rank must call it."""
         if self.failed:
-            with together():
+            with raise_on_all_ranks():
                 if self._error is not None:
                     raise self._error
 

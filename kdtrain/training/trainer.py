@@ -24,11 +24,11 @@ from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
 from kdtrain.monitor.progress import Bar, Rate, line, log
 from kdtrain.objective.metrics import Metrics, measure
-from kdtrain.ranks import of_all, rank, summed, world_size
+from kdtrain.ranks import all_reduce_sum, rank, reported, world_size
 from kdtrain.training.data import Source
-from kdtrain.training.recovery import decide, roll_back_divergence, skip, warm_up, went_back
+from kdtrain.training.recovery import decide, roll_back_divergence, rolled_back, skip, warm_up
 from kdtrain.training.run import Run
-from kdtrain.training.saving import ends_epoch, is_saved, save, save_if_due, tell_published
+from kdtrain.training.saving import ends_epoch, is_saved, log_published, save, save_if_due
 from kdtrain.training.schedule import decay_steps
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.update import settle, take_step
@@ -80,7 +80,7 @@ def validate(
             )
     if world_size() == 1:
         return total
-    return Metrics.from_vector(summed(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
+    return Metrics.from_vector(all_reduce_sum(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
 
 
 def summary(metrics: Metrics) -> dict[str, float | None]:
@@ -164,7 +164,7 @@ def train(run: Run) -> None:
                 run.tokens += int(numbers["tokens"])
                 before, run.seconds = run.seconds, time.monotonic() - started
 
-                if went_back(run, numbers):
+                if rolled_back(run, numbers):
                     break
                 run.stopping.add(numbers["loss"])
                 numbers |= {"loss_avg": run.stopping.average} | rate.add(
@@ -183,12 +183,12 @@ def train(run: Run) -> None:
                 ended = ends_epoch(run)
                 decide(run, progress.step, numbers["loss"])
                 save_if_due(run, improved=outcome is Outcome.BEST, ends_epoch=ended, by_clock=by_clock)
-                tell_published(run)
+                log_published(run)
                 if run.finished() or stop:
                     break
         _end(run, stop)
         run.saver.wait()
-        tell_published(run)
+        log_published(run)
         stop.raise_failed()
 
 
@@ -269,7 +269,7 @@ def _validate(run: Run, stop: StopRequest) -> tuple[Outcome | None, float]:
         run.writers.warning("validation", progress.step, f"validation at step {progress.step}: loss {loss}")
         if progress.first_loss is None:
             text = f"the validation loss is {loss} before the first step; look at the student's weights"
-            raise of_all(RunError(text, reason="non-finite"))
+            raise reported(RunError(text, reason="non-finite"))
         return Outcome.DIVERGED, loss
     run.stopping.validated(loss)
     progress.first_loss = loss if progress.first_loss is None else progress.first_loss

@@ -26,7 +26,7 @@ from kdtrain.cache.reader import CachedBatch
 from kdtrain.errors import RunError
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.parallelize import clip_norm_
-from kdtrain.ranks import is_main, local, summed, world_size
+from kdtrain.ranks import all_reduce_sum, is_main, local, world_size
 from kdtrain.training.guards import guarded_step, not_finite
 from kdtrain.training.run import Run
 from kdtrain.training.saving import clock_is_due
@@ -165,7 +165,7 @@ def _over_ranks(
     if world_size() == 1:
         return total / own.tokens.double().clamp(min=1), own, total.new_zeros(()), clock
     asked = [total.new_tensor(float(stop.asked == each)) for each in _SIGNALS]
-    vector = summed(torch.stack([total, *(each.double() for each in own), clock, *asked]))
+    vector = all_reduce_sum(torch.stack([total, *(each.double() for each in own), clock, *asked]))
     sums = LossOutput(*vector[1 : 1 + len(own)])
     clock, votes = vector[1 + len(own)], vector[2 + len(own) :]
     signal_number = (votes > 0).double() * votes.new_tensor(_SIGNALS)
@@ -176,7 +176,7 @@ def _add_up(gradients: list[torch.Tensor]) -> None:
     """Sum over ranks the gradients that no wrapper exchanges."""
     if world_size() == 1 or not gradients:
         return
-    flat = summed(torch.cat([each.flatten() for each in gradients]))
+    flat = all_reduce_sum(torch.cat([each.flatten() for each in gradients]))
     for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))
 
@@ -263,7 +263,7 @@ def _uncounted(run: Run) -> list[torch.Tensor]:
 def _mean_loss(run: Run, own: LossOutput) -> torch.Tensor:
     """The loss of the tokens that all ranks' sums are of, as their mean."""
     total = _total_loss(run, own, run.step.temperature.value().detach())
-    both = summed(torch.stack([total, own.tokens.double()]))
+    both = all_reduce_sum(torch.stack([total, own.tokens.double()]))
     return both[0] / both[1].clamp(min=1)
 
 

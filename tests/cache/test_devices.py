@@ -7,7 +7,7 @@ import torch
 from kdtrain.cache import codec
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.writer import Beside, write_cache
+from kdtrain.cache.writer import SideStream, write_cache
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SPECS = [
@@ -73,8 +73,8 @@ def test_work_beside_the_main_stream_sees_what_that_stream_made(device):
     made = torch.full((2048, 2048), 1e-4, device=device)
     for _ in range(5):
         made = made @ made + 1e-4
-    with Beside(made).stream():
+    with SideStream(made).stream():
         copied = made.cpu()
     assert torch.equal(copied, made.cpu()) and torch.isfinite(copied).all()
-    with Beside(None).stream():
+    with SideStream(None).stream():
         pass

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kdtrain import faults, files
-from kdtrain.commands.run_folder import LOCK, occupied
+from kdtrain.commands.run_folder import LOCK, run_lock
 from kdtrain.config import DistillConfig
 
 
@@ -34,7 +34,7 @@ def line(ended):
 def test_a_second_launch_into_a_folder_is_refused_by_one_line_and_leaves_the_first_alone(workbench, command):
     out = workbench.root / "taken"
     assert workbench.call(*command, "--cache", "cache", "--out", "taken")[0] == 0
-    with occupied(DistillConfig(student="s.toml", out=out, cache=workbench.root / "cache")):
+    with run_lock(DistillConfig(student="s.toml", out=out, cache=workbench.root / "cache")):
         (out / "precious").write_text("of the first")
         before = workbench.everything()
         for more in ((), ("--resume", "never", "--overwrite")):

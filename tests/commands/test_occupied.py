@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kdtrain.commands import run_folder as module
-from kdtrain.commands.run_folder import LOCK, occupied, write_description
+from kdtrain.commands.run_folder import LOCK, run_lock, write_description
 from kdtrain.config import CheckpointConfig, DistillConfig
 from kdtrain.errors import UsageError
 
@@ -30,27 +30,27 @@ def anew(config):
 
 
 def test_one_launch_at_a_time(config):
-    with occupied(config) as goes_on:
+    with run_lock(config) as goes_on:
         assert goes_on
-        with pytest.raises(UsageError, match=r"^another process is training in .*run; wait for it"), occupied(config):
+        with pytest.raises(UsageError, match=r"^another process is training in .*run; wait for it"), run_lock(config):
             pass
-    with occupied(config):
+    with run_lock(config):
         assert (config.out / LOCK).exists()
     assert not (config.out / LOCK).exists()
 
 
 def test_a_run_is_not_moved_away_under_the_process_that_trains_in_it(config, anew):
-    with occupied(config), pytest.raises(UsageError, match="another process is training"), occupied(anew):
+    with run_lock(config), pytest.raises(UsageError, match="another process is training"), run_lock(anew):
         pass
     assert (config.out / "config.toml").exists() and not config.out.with_name("run.old-1").exists()
 
 
 def test_one_that_moves_a_run_aside_holds_the_new_folder(config, anew):
-    with occupied(anew) as goes_on:
+    with run_lock(anew) as goes_on:
         assert not goes_on
         write_description(config, {})
         for each in (config, anew):
-            with pytest.raises(UsageError, match="another process is training"), occupied(each):
+            with pytest.raises(UsageError, match="another process is training"), run_lock(each):
                 pass
     aside = config.out.with_name("run.old-1")
     assert {path.name for path in aside.iterdir()} == {"config.toml", "environment.json", LOCK}
@@ -61,19 +61,19 @@ def test_what_a_killed_process_leaves_bars_nobody(config):
     child = os.fork()
     if child == 0:
         try:
-            with occupied(config):
+            with run_lock(config):
                 os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert (config.out / LOCK).exists()
-    with occupied(config) as goes_on:
+    with run_lock(config) as goes_on:
         assert goes_on
 
 
 def test_a_folder_made_for_a_launch_that_was_refused_is_gone_again(tmp_path):
     config = DistillConfig(student="s.toml", out=tmp_path / "a" / "b", cache=tmp_path / "c")
-    with occupied(config) as goes_on:
+    with run_lock(config) as goes_on:
         assert (config.out / LOCK).exists() and not goes_on
     assert list(tmp_path.iterdir()) == []
 
@@ -84,17 +84,17 @@ def test_what_torchrun_starts_again_waits_for_the_try_before_it_and_others_do_no
     monkeypatch.setattr(module, "_POLL", 0.01)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", identity)
     monkeypatch.setenv("MASTER_ADDR", "node-1")
-    before = occupied(config)
+    before = run_lock(config)
     before.__enter__()
     threading.Timer(0.2, lambda: before.__exit__(None, None, None)).start()
-    with occupied(config) as goes_on:
+    with run_lock(config) as goes_on:
         assert goes_on
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run-b")
         with monkeypatch.context() as patch:
             patch.setattr(module.time, "sleep", lambda _: pytest.fail("it waits"))
-            with pytest.raises(UsageError, match="another process is training"), occupied(config):
+            with pytest.raises(UsageError, match="another process is training"), run_lock(config):
                 pass
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", identity)
         monkeypatch.setattr(module, "HANDOVER", 0.05)
-        with pytest.raises(UsageError, match="another process is training"), occupied(config):
+        with pytest.raises(UsageError, match="another process is training"), run_lock(config):
             pass

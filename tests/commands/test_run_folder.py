@@ -15,7 +15,7 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import CacheSettings
 from kdtrain.commands.run_folder import (
     FREE,
-    claim,
+    claim_folder,
     deciding,
     launch,
     make,
@@ -48,24 +48,24 @@ def run(tmp_path):
 
 
 def test_a_folder_that_is_missing_or_empty_is_free_and_nothing_is_made_yet(tmp_path):
-    assert claim(config_of(tmp_path / "a" / "b")) is False
+    assert claim_folder(config_of(tmp_path / "a" / "b")) is False
     assert not (tmp_path / "a").exists()
     (tmp_path / "empty").mkdir()
-    assert claim(config_of(tmp_path / "empty")) is False
+    assert claim_folder(config_of(tmp_path / "empty")) is False
     make(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_an_earlier_run_is_gone_on_with(run):
-    assert claim(config_of(run)) is True
+    assert claim_folder(config_of(run)) is True
 
 
 def test_what_a_run_left_before_it_began_does_not_bar_the_way(tmp_path):
     (tmp_path / "data").mkdir()
-    assert claim(config_of(tmp_path)) is False
+    assert claim_folder(config_of(tmp_path)) is False
     settings = CacheSettings(codec=CodecSpec(kind="tokens", vocab_size=300), seq_len=8, tokenizer_size=300)
     publish_json(tmp_path / "data" / "settings.json", settings.to_json(), "x")
-    assert claim(config_of(tmp_path)) is False
+    assert claim_folder(config_of(tmp_path)) is False
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_what_a_kill_or_a_full_disk_left_that_holds_nothing_is_not_strange(tmp_p
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.mkdir() if name.endswith("/") else path.write_text("")
-    assert claim(config_of(tmp_path)) is False
+    assert claim_folder(config_of(tmp_path)) is False
     (tmp_path / "data").mkdir(exist_ok=True)
     (tmp_path / "data" / "notes.txt").write_text("x")
     with pytest.raises(UsageError, match=r"no run \(data"):
-        claim(config_of(tmp_path))
+        claim_folder(config_of(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_folder_that_only_looks_like_a_run_is_refused(tmp_path, name):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("")
     with pytest.raises(UsageError, match=f"no run .{name.split('/')[0]}"):
-        claim(config_of(tmp_path))
+        claim_folder(config_of(tmp_path))
 
 
 @pytest.mark.parametrize("environment", [None, "{}", '{"python": "3"}', "notes"])
@@ -107,7 +107,7 @@ def test_a_folder_with_a_configuration_of_the_user_s_own_is_no_run(tmp_path, env
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for checkpoint in (CheckpointConfig(), never(overwrite=True)):
         with pytest.raises(UsageError, match=r"no run .config\.toml"):
-            claim(config_of(tmp_path, checkpoint=checkpoint))
+            claim_folder(config_of(tmp_path, checkpoint=checkpoint))
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
 
 
@@ -127,22 +127,22 @@ def test_a_file_of_the_user_s_in_a_run_is_moved_aside_before_a_new_one_takes_its
 
 def test_a_kill_before_the_configuration_was_written_bars_no_second_try(run):
     (run / "config.toml").unlink()
-    assert claim(config_of(run)) is False
+    assert claim_folder(config_of(run)) is False
 
 
 def test_something_else_is_refused_by_name(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match=r"thesis\\.tex".replace("\\\\", "\\")):
-        claim(config_of(tmp_path))
+        claim_folder(config_of(tmp_path))
     with pytest.raises(UsageError, match="is a file"):
-        claim(config_of(tmp_path / "thesis.tex"))
+        claim_folder(config_of(tmp_path / "thesis.tex"))
 
 
 def test_a_run_is_replaced_only_when_told_twice_and_is_then_moved_aside(run):
     with pytest.raises(UsageError, match="--overwrite"):
-        claim(config_of(run, checkpoint=never()))
+        claim_folder(config_of(run, checkpoint=never()))
     for number in (1, 2):
-        assert claim(config_of(run, checkpoint=never(overwrite=True))) is False
+        assert claim_folder(config_of(run, checkpoint=never(overwrite=True))) is False
         assert (run.parent / f"run.old-{number}" / "config.toml").exists()
         run.mkdir()
         write_description(config_of(run), {})
@@ -169,12 +169,12 @@ def test_on_a_terminal_one_is_asked_before_an_earlier_run_goes_on(run, monkeypat
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdin, "readline", lambda: answer, raising=False)
     if goes_on:
-        assert claim(config_of(run)) is True
+        assert claim_folder(config_of(run)) is True
     else:
         with pytest.raises(UsageError, match="name another folder"):
-            claim(config_of(run))
+            claim_folder(config_of(run))
     assert "Go on with it?" in capsys.readouterr().err
-    assert claim(config_of(run, checkpoint=CheckpointConfig(auto_resume=True))) is True
+    assert claim_folder(config_of(run, checkpoint=CheckpointConfig(auto_resume=True))) is True
     assert capsys.readouterr().err == ""
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from kdtrain.checkpoint.store import load
-from kdtrain.commands.run_folder import occupied
+from kdtrain.commands.run_folder import run_lock
 from kdtrain.config import DistillConfig
 
 CHAT = ("--data", "chat.jsonl", "--messages-column", "messages", "--seq-len", 32, "--num-workers", 0)
@@ -268,7 +268,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_by_one_line(ranks, name):
 
 def test_a_launch_into_a_folder_that_another_trains_in_is_refused_on_all_ranks_by_one_line(ranks):
     out = ranks.root / "taken"
-    with occupied(DistillConfig(student="student.toml", cache=ranks.root / "chat-cache", out=out)):
+    with run_lock(DistillConfig(student="student.toml", cache=ranks.root / "chat-cache", out=out)):
         ended = ranks.launch(2, *RUN, *CACHED, "--out", "taken")
     assert [each.code for each in ended] == [2, 2], ended
     assert "another process is training in taken; wait for it" in ended[0].refusal()

@@ -18,13 +18,13 @@ def asked(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_idle():
-    matmul.release()
+    matmul.release_buffers()
     yield
-    matmul.release()
+    matmul.release_buffers()
 
 
 def test_whole_large_pages_inside_of_the_memory_are_asked_for(asked):
-    tensor = matmul.borrow("mine", 3, 1 << 20, dtype=torch.float32)
+    tensor = matmul.take_buffer("mine", 3, 1 << 20, dtype=torch.float32)
     assert tensor.shape == (3, 1 << 20) and tensor.dtype == torch.float32 and tensor.is_contiguous()
     [(first, last)] = asked
     assert first % (2 << 20) == last % (2 << 20) == 0
@@ -33,14 +33,14 @@ def test_whole_large_pages_inside_of_the_memory_are_asked_for(asked):
 
 
 def test_what_is_smaller_than_a_large_page_asks_for_none(asked):
-    matmul.borrow("mine", 1000, dtype=torch.float32)
-    matmul.borrow("mine", 0, dtype=torch.float32)
+    matmul.take_buffer("mine", 1000, dtype=torch.float32)
+    matmul.take_buffer("mine", 0, dtype=torch.float32)
     assert asked == []
 
 
 def test_the_memory_of_other_devices_is_left_alone(asked):
-    tensor = matmul.borrow("mine", 3, 1 << 20, dtype=torch.float32, device="meta")
-    matmul.give_back("mine", tensor)
+    tensor = matmul.take_buffer("mine", 3, 1 << 20, dtype=torch.float32, device="meta")
+    matmul.return_buffer("mine", tensor)
     assert asked == [] and matmul._idle == {}
 
 
@@ -48,29 +48,29 @@ def test_where_no_advice_is_taken_there_is_memory_all_the_same(monkeypatch):
     monkeypatch.setattr(matmul.sys, "platform", "darwin")
     assert matmul._madvise.__wrapped__() is None
     monkeypatch.setattr(matmul, "_madvise", lambda: None)
-    assert matmul.borrow("mine", 3, 1 << 20, dtype=torch.float32).fill_(1.0).sum() == 3 << 20
+    assert matmul.take_buffer("mine", 3, 1 << 20, dtype=torch.float32).fill_(1.0).sum() == 3 << 20
 
 
 def test_what_was_given_back_is_had_again_in_any_shape_and_dtype_that_it_is_large_enough_for():
-    first = matmul.borrow("mine", 4, 100, dtype=torch.float32)
+    first = matmul.take_buffer("mine", 4, 100, dtype=torch.float32)
     where = first.data_ptr()
-    matmul.give_back("mine", first)
-    again = matmul.borrow("mine", 2, 100, dtype=torch.float64)
+    matmul.return_buffer("mine", first)
+    again = matmul.take_buffer("mine", 2, 100, dtype=torch.float64)
     assert again.data_ptr() == where and again.shape == (2, 100) and again.is_contiguous()
-    matmul.give_back("mine", again)
-    assert matmul.borrow("mine", 8, 100, dtype=torch.float32).data_ptr() != where
+    matmul.return_buffer("mine", again)
+    assert matmul.take_buffer("mine", 8, 100, dtype=torch.float32).data_ptr() != where
     assert matmul._idle == {"mine": []}  # what was too small is gone
 
 
 def test_what_is_lent_is_lent_to_one():
-    first = matmul.borrow("mine", 100, dtype=torch.float32)
-    second = matmul.borrow("mine", 200, dtype=torch.float32)
+    first = matmul.take_buffer("mine", 100, dtype=torch.float32)
+    second = matmul.take_buffer("mine", 200, dtype=torch.float32)
     assert first.data_ptr() != second.data_ptr()
-    matmul.give_back("mine", second)
-    matmul.give_back("mine", first)
-    assert matmul.borrow("other", 100, dtype=torch.float32).data_ptr() not in (first.data_ptr(), second.data_ptr())
-    assert matmul.borrow("mine", 100, dtype=torch.float32).data_ptr() == first.data_ptr()
-    assert matmul.borrow("mine", 100, dtype=torch.float32).data_ptr() == second.data_ptr()
+    matmul.return_buffer("mine", second)
+    matmul.return_buffer("mine", first)
+    assert matmul.take_buffer("other", 100, dtype=torch.float32).data_ptr() not in (first.data_ptr(), second.data_ptr())
+    assert matmul.take_buffer("mine", 100, dtype=torch.float32).data_ptr() == first.data_ptr()
+    assert matmul.take_buffer("mine", 100, dtype=torch.float32).data_ptr() == second.data_ptr()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

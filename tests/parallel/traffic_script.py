@@ -9,7 +9,7 @@ from torch import nn
 
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.parallelize import Replicated, Sharded, shard
-from kdtrain.ranks import ranks, world_size
+from kdtrain.ranks import process_group, world_size
 
 WIDTH, LAYERS, VOCABULARY = 10, 3, 35  # no multiples of 3 ranks
 
@@ -63,7 +63,7 @@ def main() -> None:
     ):
         if hasattr(dist, name):
             setattr(dist, name, counted(plain, getattr(dist, name)))
-    with ranks(torch.device("cpu"), 300.0):
+    with process_group(torch.device("cpu"), 300.0):
         for micro_batches in (1, 3):
             toy = Toy()
             shapes = [each.shape for each in toy.parameters()]

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kdtrain import ranks
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.checkpoint import shards
 from kdtrain.config import ObjectiveConfig, OptimizerConfig, PrecisionConfig
@@ -26,7 +25,7 @@ from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.parallelize import Alone, Replicated, Sharded, clip_norm_, joiner, layers_of, peaks, shard, whole
-from kdtrain.ranks import gathered, local, most, on_main, ranks, together
+from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import guarded_step, not_finite
 from kdtrain.training.state import Progress, TrainState, make_optimizer
@@ -221,14 +220,14 @@ def comes_back_from_the_disk_in_parts(state: TrainState) -> None:
         assert torch.equal(local(in_parts[name]), local(each)), name
     everything = shards.read(folder)
     assert all(torch.equal(everything[name], whole(each)) for name, each in tensors.items())
-    ranks.gathered(None)
+    process_group.gathered(None)
     on_main(lambda: shutil.rmtree(folder))
 
 
 def words_go_to_all_and_errors_are_raised_on_all() -> None:
     assert on_main(lambda: {"rank": dist.get_rank()}) == {"rank": 0}
-    assert gathered(["ü", dist.get_rank()]) == [["ü", rank] for rank in range(dist.get_world_size())]
-    assert most(15 if dist.get_rank() == 1 else 0) == 15
+    assert all_gather_object(["ü", dist.get_rank()]) == [["ü", rank] for rank in range(dist.get_world_size())]
+    assert all_reduce_max(15 if dist.get_rank() == 1 else 0) == 15
 
     def refuse() -> None:
         raise UsageError("no such thing")
@@ -239,12 +238,12 @@ def words_go_to_all_and_errors_are_raised_on_all() -> None:
     ):
         with pytest.raises(kind, match=words) as caught:
             block()
-        assert ranks.was_told(caught.value) is (dist.get_rank() != says)
+        assert process_group.was_told(caught.value) is (dist.get_rank() != says)
 
 
 def in_block() -> None:
     """A block in which only rank 1 fails."""
-    with together():
+    with raise_on_all_ranks():
         if dist.get_rank() == 1:
             raise RunError("rank 1 alone")
 
@@ -260,7 +259,7 @@ PROMISES = (
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with ranks(CPU, 300):
+    with process_group(CPU, 300):
         for promise in PROMISES:
             promise()
             if dist.get_rank() == 0:

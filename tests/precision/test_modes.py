@@ -7,7 +7,7 @@ import torch
 
 from kdtrain.config import PrecisionConfig, QuantizationConfig
 from kdtrain.precision import modes
-from kdtrain.precision.backends import plan, policy
+from kdtrain.precision.backends import formats_of, policy
 from kdtrain.precision.modes import autocast, has_bf16, pick_mode, why_not_compile
 
 CPU = torch.device("cpu")
@@ -24,10 +24,10 @@ def test_auto_is_bf16_where_the_device_computes_in_it(monkeypatch, has, auto):
 def test_auto_on_a_gpu_without_bf16_trains_in_fp16_and_runs_teachers_in_fp32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     old = torch.device("cuda")
-    assert plan(PrecisionConfig(), QuantizationConfig(), old).high == "fp16"
+    assert formats_of(PrecisionConfig(), QuantizationConfig(), old).high == "fp16"
     assert pick_mode("auto", old) == "fp32"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    assert plan(PrecisionConfig(), QuantizationConfig(), old).high == "bf16"
+    assert formats_of(PrecisionConfig(), QuantizationConfig(), old).high == "bf16"
 
 
 @pytest.mark.parametrize("flags, onednn, has", [

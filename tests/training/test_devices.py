@@ -10,7 +10,7 @@ from kdtrain.checkpoint.store import load
 from kdtrain.models.head import split
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.testing import tiny_model
-from kdtrain.training.data import Mover
+from kdtrain.training.data import DeviceCopy
 from kdtrain.training.trainer import train
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -31,7 +31,7 @@ class Moved:
     overlaps = True
 
     def __init__(self, source, device):
-        self.source, self.mover = source, Mover(torch.device(device))
+        self.source, self.mover = source, DeviceCopy(torch.device(device))
 
     def __len__(self):
         return len(self.source)
@@ -60,7 +60,7 @@ def sparse_targets() -> SparseTargets:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_moved_arrives_whole_however_it_lies_in_memory(device):
-    mover, targets = Mover(torch.device(device)), sparse_targets()
+    mover, targets = DeviceCopy(torch.device(device)), sparse_targets()
     for _ in range(3):
         with mover.moving() as move:
             moved = targets.each(move)
