@@ -33,10 +33,10 @@ from kdtrain.cache.writer import write_cache
 
 RESULT = Path(__file__).parent / "results" / "cache.json"
 CODECS: dict[str, dict[str, Any]] = {
-    "head 12": {"kind": "sparse", "head": 12},
-    "head 50": {"kind": "sparse", "head": 50},
-    "draws 50": {"kind": "sparse", "draws": 50},
-    "head 8 + draws 24": {"kind": "sparse", "head": 8, "draws": 24},
+    "top-k 12": {"kind": "sparse", "top_k": 12},
+    "top-k 50": {"kind": "sparse", "top_k": 50},
+    "samples 50": {"kind": "sparse", "num_samples": 50},
+    "top-k 8 + samples 24": {"kind": "sparse", "top_k": 8, "num_samples": 24},
     "dense": {"kind": "dense"},
 }
 SECTIONS = ("bytes", "build", "build-100m", "read", "step")
@@ -73,7 +73,7 @@ class Bench:
             self._keep(section, self._timed(section, number, Path(scratch)))
 
     def _timed(self, section: str, number: int, scratch: Path) -> dict[str, Any]:
-        codec, turns = CODECS["head 12"], 1 if self.quick else 5
+        codec, turns = CODECS["top-k 12"], 1 if self.quick else 5
         if section == "build":
             return cache_speed.building(self.shipped(number // 4), codec, 16, turns)
         if section == "build-100m":

@@ -122,7 +122,7 @@ def work(count: int) -> float:
 def training(scratch: Path, steps: int) -> dict[str, Any]:
     """The share of the training time for which a run stands still, by the real command."""
     cache = scratch / "cache"
-    data = ("--data", "stdlib", "--seq-len", "256", "--num-sequences", "512", "--head", "16")
+    data = ("--data", "stdlib", "--seq-len", "256", "--num-sequences", "512", "--top-k", "16")
     kdtrain("cache-teacher", "--teacher", "teachers/stdlib-5m.toml", "--out", str(cache), *data)
     result: dict[str, Any] = {"steps": steps}
     for kind, flag in (("background", "--async-save"), ("in_place", "--no-async-save")):

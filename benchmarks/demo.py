@@ -132,7 +132,7 @@ def cache_command(settings: Settings, out: Path) -> list[str]:
     return [
         *("cache-teacher", "--teacher", settings.teacher, "--data", "stdlib", "--out", f"{out}/cache"),
         *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.sequences}"),
-        *("--validation-sequences", f"{settings.validation_sequences}", "--head", f"{settings.head}"),
+        *("--validation-sequences", f"{settings.validation_sequences}", "--top-k", f"{settings.head}"),
     ]
 
 

@@ -29,7 +29,7 @@ from kdtrain.training.guards import DivergenceWatch, SpikeDetector
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "divergence.json"
-CACHES = {"c": ("--head", "16"), "s": ("--head", "8", "--draws", "24")}
+CACHES = {"c": ("--top-k", "16"), "s": ("--top-k", "8", "--num-samples", "24")}
 FRESH, TEACHER = "students/stdlib-1m.toml", "teachers/stdlib-5m.toml"
 PLAIN = (FRESH, "c", "--lr", "3e-3", "--steps", "220")
 WSD = ("--alpha", "0", "--lr-schedule", "wsd", "--warmup-steps", "20", "--decay-steps", "80")

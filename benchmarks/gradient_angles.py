@@ -8,7 +8,7 @@ of the distillation gradient (alpha 1, T = 1) of one batch of 8,192 tokens, in t
 Sparse Logit Sampling (arXiv 2503.16870) reports 58 degrees for top-12, 30 for top-300 and 4 for RS-12. `parameters` is
 what is compared with that: a dozen sampled tokens are tens of degrees off in the logits of one position, so that 4
 degrees can only be those of a mean over a batch. Top-k is shown in both common forms: `drop` (the teacher's true
-probabilities) and `renormalize` (scaled to 1). RS-12 is 50 draws, of which 12 are distinct there; `unique` says how
+probabilities) and `renormalize` (scaled to 1). RS-12 is 50 samples, of which 12 are distinct there; `unique` says how
 many are here.
 
 Teacher: the shipped one. Students: students/stdlib-1m.toml after a few hundred steps of full distillation, and
@@ -69,7 +69,9 @@ def main() -> int:
         print(f"{name}: KL {each['kl']:.3f}")
         for row in each["rules"]:
             three = (row[space]["angle"] for space in ("parameters", "output head", "logits"))
-            print(f"  head {row['head']:3} draws {row['draws']:2} {row['rule']:16}", *(f"{x:6.1f}" for x in three))
+            print(
+                f"  top-k {row['top-k']:3} samples {row['samples']:2} {row['rule']:16}", *(f"{x:6.1f}" for x in three)
+            )
     return 0
 
 
@@ -102,8 +104,8 @@ def angles(student: SplitModel, tokens_BT: Tensor, logits_BTV: Tensor) -> dict[s
         student, tokens_BT, [DenseTargets.from_logits(*flat(each)) for each in parts(tokens_BT, logits_BTV)]
     )
     found = []
-    for head, draws, rules in CASES:
-        spec = CodecSpec(kind="sparse", vocab_size=logits_BTV.shape[-1], head=head, draws=draws)
+    for top_k, num_samples, rules in CASES:
+        spec = CodecSpec(kind="sparse", vocab_size=logits_BTV.shape[-1], top_k=top_k, num_samples=num_samples)
         targets = []
         for number, (part_BT, part_BTV) in enumerate(parts(tokens_BT, logits_BTV)):
             first = number * MICRO
@@ -115,7 +117,7 @@ def angles(student: SplitModel, tokens_BT: Tensor, logits_BTV: Tensor) -> dict[s
         for rule in rules:
             _, other = gradient(student, tokens_BT, targets, "ghost" if rule == "sampled" else rule)
             spaces = {space: compare(full[space], other[space]) for space in full}
-            found.append({"head": head, "draws": draws, "unique": unique, "rule": rule, **spaces})
+            found.append({"top_k": top_k, "num_samples": num_samples, "unique": unique, "rule": rule, **spaces})
     return {"kl": kl, "rules": found}
 
 
@@ -151,11 +153,11 @@ def gradient(
         assert z_NV.grad is not None
         of_logits.append(z_NV.grad.flatten())
     weights = [each.grad.flatten() for each in student.parameters() if each.grad is not None]
-    head = student.head.weight
-    assert head is not None and head.grad is not None
+    top_k = student.head.weight
+    assert top_k is not None and top_k.grad is not None
     found = {
         "parameters": torch.cat(weights),
-        "output head": head.grad.flatten().clone(),
+        "output head": top_k.grad.flatten().clone(),
         "logits": torch.cat(of_logits),
     }
     return total / number, found

@@ -96,8 +96,8 @@ def sparse_targets(student: Student, kept: int) -> SparseTargets:
         label_logprob=torch.full((n,), -2.0),
         logit_mean=torch.zeros(n),
         logit_std=torch.ones(n),
-        head=kept,
-        draws=0,
+        top_k=kept,
+        num_samples=0,
         knots=(1.0, 0.7, 0.45, 0.25),
     )
     return targets.to(student.hidden_ND.device)

@@ -133,7 +133,7 @@ def _toml(spec: ModelSpec) -> str:
 
 def _cache(folder: Path, teacher: str, sequences: int) -> None:
     if not (folder / "manifest.json").exists():
-        _run("cache-teacher", "--teacher", teacher, *_data(sequences), "--head", "16", "--out", str(folder))
+        _run("cache-teacher", "--teacher", teacher, *_data(sequences), "--top-k", "16", "--out", str(folder))
 
 
 def _tokens(folder: Path, student: str, sequences: int) -> None:

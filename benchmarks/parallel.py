@@ -143,7 +143,7 @@ class Folder:
             return [PackedRow(row, np.ones(SEQ_LEN, dtype=bool), blank) for row in tokens]
 
         table = torch.randn(256, size, generator=torch.Generator().manual_seed(0))
-        codec = CodecSpec(kind="sparse", vocab_size=size, head=12)
+        codec = CodecSpec(kind="sparse", vocab_size=size, top_k=12)
         settings = CacheSettings(codec=codec, seq_len=SEQ_LEN, tokenizer_size=size)
         teacher = lambda tokens_BT, _: table[tokens_BT % 256]  # noqa: E731
         splits = {"train": rows(64), "validation": rows(4)}

@@ -120,7 +120,7 @@ def cache_command(settings: Settings, out: Path) -> list[str]:
     return [
         *("cache-teacher", "--teacher", settings.teacher, "--data", "stdlib", "--out", f"{out}/cache"),
         *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.sequences}"),
-        *("--validation-sequences", "128", "--head", "16"),
+        *("--validation-sequences", "128", "--top-k", "16"),
     ]
 
 

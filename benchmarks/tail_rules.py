@@ -5,18 +5,19 @@
 again, over the whole vocabulary and without the engine.
 
 For each token the gradient in the student's logits is known in closed form, and so are mean and variance of an estimate
-over its draws: nothing is simulated. With q' the student's softmax over the tail, P and pi the teacher's tail mass and
-chance of a draw, r q_k = P q'_k what the student's own tail would make of P, and x_k = r q_k / p_k, one draw k adds
+over its samples: nothing is simulated. With q' the student's softmax over the tail, P and pi the teacher's tail mass
+and the chance of a sample, r q_k = P q'_k what the student's own tail would make of P, and x_k = r q_k / p_k, one
+sample k adds
     -(v_k / pi_k) (e_k - q')        to the gradient of the ghost bucket, with v_k =
     p_k - r q_k                     control variate
     p_k - r q_k, r q_k at most C p_k    clipped at C: unbiased where it is not
-    the same with a share s         s = exp(-K d) on r q_k, d being KL over head and bucket at T = 1, or without a head
+    the same with a share s         s = exp(-K d) on r q_k, d being KL over top-k and bucket at T = 1, or with no top-k
                                     |log p - log q| of a label, times 2 beta - 1 within 0 and 1: unbiased for every s
-                                    where no weight is cut, because d is not from the draws
+                                    where no weight is cut, because d is not from the samples
     the same with p_k / pi_k at most W times P, its mean (1 at T = 1, without a bound above it)
     p_k - s r q_k, best s           of each token, for the least variance: what no rule can know
     s (p_k - r q_k)                 blended from the ghost bucket: biased
-Plain sampling (RS-KD, arXiv 2503.16870) has p_k and q, and no ghost bucket: its draws move the head too.
+Plain sampling (RS-KD, arXiv 2503.16870) has p_k and q, and no ghost bucket: its samples move the top-k too.
 
 `token`: mean over tokens of |estimate - full|^2, expected, over the mean of |full|^2. `batch`: the same for the mean
 gradient of 4,096 tokens like these, whose noise averages out and whose bias does not. Students: the teacher's log p
@@ -61,8 +62,10 @@ def main() -> int:
     for name, student_NV in students(energy_NV, other_NV.exp().mean(0).log()).items():
         kl = (energy_NV.exp() * (energy_NV - student_NV.log_softmax(-1))).sum(-1).mean().item()
         found[name] = {"kl": kl} | {
-            f"head {head}, draws {draws}, T={temperature:g}": compare(energy_NV, student_NV, head, draws, temperature)
-            for head, draws in KEPT
+            f"top-k {top_k}, samples {num_samples}, T={temperature:g}": compare(
+                energy_NV, student_NV, top_k, num_samples, temperature
+            )
+            for top_k, num_samples in KEPT
             for temperature in TEMPERATURES
         }
         print(f"{name}: KL {kl:.3f}", file=sys.stderr)
@@ -93,15 +96,15 @@ def students(energy_NV: Tensor, unigram_V: Tensor) -> dict[str, Tensor]:
     }
 
 
-def compare(energy_NV: Tensor, student_NV: Tensor, head: int, draws: int, temperature: float) -> dict[str, Any]:
+def compare(energy_NV: Tensor, student_NV: Tensor, top_k: int, num_samples: int, temperature: float) -> dict[str, Any]:
     """Relative squared errors by rule, of a token and of a batch."""
-    case = Case(energy_NV, student_NV, head, 1 / temperature)
+    case = Case(energy_NV, student_NV, top_k, 1 / temperature)
     rules: dict[str, tuple[Tensor, Tensor | None]] = {"ghost": (case.ghost_NV, None)}
-    if draws:
-        rules |= case.estimates(draws)
+    if num_samples:
+        rules |= case.estimates(num_samples)
     found = {}
     for name, (mean_NV, spread_N) in rules.items():
-        noise = 0.0 if spread_N is None else spread_N.mean().item() / draws
+        noise = 0.0 if spread_N is None else spread_N.mean().item() / num_samples
         bias_NV = mean_NV - case.full_NV
         token = bias_NV.square().sum(-1).mean().item() + noise
         batch = bias_NV.mean(0).square().sum().item() + noise / BATCH
@@ -115,9 +118,9 @@ def compare(energy_NV: Tensor, student_NV: Tensor, head: int, draws: int, temper
 class Case:
     """One student at one temperature: gradients less their factor beta, means and variances a draw."""
 
-    def __init__(self, energy_NV: Tensor, student_NV: Tensor, head: int, beta: float) -> None:
+    def __init__(self, energy_NV: Tensor, student_NV: Tensor, top_k: int, beta: float) -> None:
         self.p_NV, self.q_NV = (beta * energy_NV).softmax(-1), (beta * student_NV).softmax(-1)
-        top_NH = energy_NV.topk(head).indices
+        top_NH = energy_NV.topk(top_k).indices
         self.outside_NV = torch.ones_like(energy_NV).scatter(1, top_NH, 0.0)
         self.tail_p_NV, tail_q_NV = self.p_NV * self.outside_NV, self.q_NV * self.outside_NV
         self.mass_N1 = self.tail_p_NV.sum(-1, keepdim=True)
@@ -128,17 +131,17 @@ class Case:
         self.chance_NV = chance_NV / chance_NV.sum(-1, keepdim=True)
         self.full_NV = self.q_NV - self.p_NV
         self.ghost_NV = self.q_NV - torch.where(self.outside_NV > 0, self.shaped_NV, self.p_NV)
-        self.distance_N1 = self._distance(energy_NV, student_NV.log_softmax(-1), head, beta)
+        self.distance_N1 = self._distance(energy_NV, student_NV.log_softmax(-1), top_k, beta)
 
-    def _distance(self, log_p_NV: Tensor, log_q_NV: Tensor, head: int, beta: float) -> Tensor:
-        if head == 0:
+    def _distance(self, log_p_NV: Tensor, log_q_NV: Tensor, top_k: int, beta: float) -> Tensor:
+        if top_k == 0:
             label_N1 = torch.multinomial(log_p_NV.exp(), 1, generator=torch.Generator().manual_seed(1))
             return (log_p_NV - log_q_NV).gather(1, label_N1).abs() * min(max(2 * beta - 1, 0.0), 1.0)
         inside_N1 = (log_p_NV.exp() * (log_p_NV - log_q_NV) * (1 - self.outside_NV)).sum(-1, keepdim=True)
         p_N1, q_N1 = ((x.exp() * self.outside_NV).sum(-1, keepdim=True) for x in (log_p_NV, log_q_NV))
         return inside_N1 + p_N1 * (p_N1 / q_N1).log()
 
-    def estimates(self, draws: int) -> dict[str, tuple[Tensor, Tensor]]:
+    def estimates(self, num_samples: int) -> dict[str, tuple[Tensor, Tensor]]:
         """By rule: the mean of the estimated gradient [N, V] and the variance that one draw has, summed [N]."""
         p_NV, shaped_NV = self.tail_p_NV, self.shaped_NV
         best_N1 = self._best()
@@ -152,7 +155,7 @@ class Case:
         shares = [(k, c) for k in SHARPNESS for c in CLIPS]
         found |= {f"share {k:g}, clip {c:g}": self._inside(self._clipped(c, close_N1[k])) for k, c in shares}
         ratio_NV = p_NV / self.mass_N1 / self.chance_NV.clamp(min=1e-300)
-        for name, most in (("2", 2.0), ("sqrt(n)", draws**0.5), ("n", draws)):
+        for name, most in (("2", 2.0), ("sqrt(n)", num_samples**0.5), ("n", num_samples)):
             bound_NV = (most / ratio_NV.clamp(min=1e-300)).clamp(max=1.0)
             found[f"share 4, clip 4, weight {name}"] = self._inside(bound_NV * self._clipped(4.0, close_N1[4.0]))
         return found | {
@@ -173,7 +176,7 @@ class Case:
         return self.full_NV, self._square(value_NV, self.q_NV) - mean_NV.square().sum(-1)
 
     def _square(self, value_NV: Tensor, base_NV: Tensor) -> Tensor:
-        """[N] the mean over draws k of |(value_k / chance_k) (e_k - base)|^2."""
+        """[N] the mean over samples k of |(value_k / chance_k) (e_k - base)|^2."""
         size_NV = 1 - 2 * base_NV + base_NV.square().sum(-1, keepdim=True)
         return (value_NV.square() / self.chance_NV.clamp(min=1e-300) * size_NV * self.outside_NV).sum(-1)
 

@@ -64,7 +64,7 @@ def measure(kdtrain: demo.Kdtrain, out: Path, steps: dict[str, int]) -> dict[str
     sequences = 64 if steps["student"] < 50 else 1600
     kdtrain(
         *("cache-teacher", "--teacher", TEACHER, "--data", "stdlib", "--out", f"{out}/cache", "--seq-len", "256"),
-        *("--num-sequences", f"{sequences}", "--validation-sequences", "32", "--head", "12"),
+        *("--num-sequences", f"{sequences}", "--validation-sequences", "32", "--top-k", "12"),
     )
     every = max(steps["student"] // 5, 1)
     kdtrain(*_train(out, "student", steps["student"]), "--temperature", "1", "--checkpoint-freq", f"{every}")
@@ -74,7 +74,7 @@ def measure(kdtrain: demo.Kdtrain, out: Path, steps: dict[str, int]) -> dict[str
         "settings": {
             "teacher": TEACHER,
             "student": STUDENT,
-            "head": 12,
+            "top_k": 12,
             "bounds": BOUNDS,
             "steps": steps,
             "grid": GRID,

@@ -69,7 +69,7 @@ def _build(out: Path, kill_after: float | None) -> bool:
     """One command in a fork; whether it ended by itself, well."""
     text = ["--data", "text.txt", "--seq-len", "32", "--num-workers", "0"]
     text += ["--num-sequences", "96", "--validation-sequences", "8"]
-    codec = ["--head", "4", "--draws", "6", "--precision", "fp32"]
+    codec = ["--top-k", "4", "--num-samples", "6", "--precision", "fp32"]
     codec += ["--sequences-per-shard", "8", "--batch-size", "4"]
     child = os.fork()
     if child == 0:

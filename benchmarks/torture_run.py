@@ -199,7 +199,7 @@ def _materials() -> None:
     Path("text.txt").write_text("".join(words.choice("abcdefgh \n") for _ in range(20_000)))
     text = ["--data", "text.txt", "--seq-len", "32", "--num-workers", "0", "--num-sequences", "40"]
     text += ["--validation-sequences", str(matrix.VALIDATION), "--precision", "fp32"]
-    ended = _command(["cache-teacher", "--teacher", "teacher", "--out", "cache", *text, "--head", "12"], [])
+    ended = _command(["cache-teacher", "--teacher", "teacher", "--out", "cache", *text, "--top-k", "12"], [])
     assert ended == 0, _said()
 
 

@@ -79,7 +79,7 @@ def test_the_defaults_are_those_of_the_design():
     assert (config.checkpoint.checkpoint_freq, config.checkpoint.keep_rolling) == (250, 10)
     cache = options.CacheTeacherConfig(teacher="t", out=Path("o"), data=options.DataConfig(data="stdlib"))
     assert (cache.batch_size, cache.sequences_per_shard, cache.precision) == (16, 512, "bf16")
-    assert (cache.codec.head, cache.codec.draws, cache.codec.dense) == (16, 0, False)
+    assert (cache.codec.top_k, cache.codec.num_samples, cache.codec.dense) == (16, 0, False)
     assert (cache.data.seq_len, cache.data.validation_sequences, cache.data.num_workers) == (512, 64, 2)
 
 
@@ -110,9 +110,9 @@ REFUSED = [
     (lambda: options.DataConfig(num_sequences=0), "--num-sequences"),
     (lambda: options.DataConfig(validation_sequences=0), "--validation-sequences"),
     (lambda: options.DataConfig(num_workers=-1), "--num-workers"),
-    (lambda: options.CodecConfig(head=-1), "--head"),
-    (lambda: options.CodecConfig(draws=256), "--draws 256"),
-    (lambda: options.CodecConfig(head=0, draws=0), "--dense"),
+    (lambda: options.CodecConfig(top_k=-1), "--top-k"),
+    (lambda: options.CodecConfig(num_samples=256), "--num-samples 256"),
+    (lambda: options.CodecConfig(top_k=0, num_samples=0), "--dense"),
     (lambda: options.ObjectiveConfig(alpha=-0.1), "--alpha"),
     (lambda: options.ObjectiveConfig(alpha=float("nan")), "--alpha"),
     (lambda: options.ObjectiveConfig(temperature=0.0), "--temperature 0.0"),

@@ -36,7 +36,7 @@ def test_every_command_of_the_study_is_one_that_kdtrain_takes(study):
         config = cli.parse("distill", precision.distill_command(settings, out, kind, 0, out / kind)[1:])
         assert config.precision.precision == kind.split()[0] and config.quantization.time_resume == (" " in kind)
     assert cli.parse("distill", precision.base_command(settings, out)[1:]).steps == settings.base_steps
-    assert cli.parse("cache-teacher", precision.cache_command(settings, out)[1:]).codec.head == 16
+    assert cli.parse("cache-teacher", precision.cache_command(settings, out)[1:]).codec.top_k == 16
 
 
 def test_the_default_wins_back_half_of_what_mxfp4_loses_and_quantises_three_steps_in_four(study):

@@ -39,7 +39,7 @@ class Sizes:
     sequences: int = 64
     batch: int = 8
     """Sequences in a forward, and in a step of the student."""
-    head: int = 12
+    top_k: int = 12
     kept: tuple[int, ...] = (12, 50)
     dense_sequences: int = 2
     rounds: int = 5
@@ -60,7 +60,7 @@ def run(options: Options) -> int:
         record.measure(f"build-{name}", lambda name=name: _building(options, sizes, name))
     record.measure("encode", lambda: _encoding(options, sizes))
     for kept in sizes.kept:
-        spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(sizes.student), head=kept)
+        spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(sizes.student), top_k=kept)
         record.measure(f"read-{kept}", lambda spec=spec: _reading(options, sizes, spec, sizes.sequences, folder))
     dense = CodecSpec(kind="dense", vocab_size=models.vocabulary(sizes.student))
     record.measure("read-dense", lambda: _reading(options, sizes, dense, sizes.dense_sequences, folder))
@@ -75,7 +75,7 @@ def _building(options: Options, sizes: Sizes, name: str) -> dict[str, Any]:
     mode = "bf16" if device.type == "cuda" else "fp32"
     asked = ask(teacher, device, mode)
     tokens_nT = models.token_tensor(rows)[:, :-1]
-    spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(name), head=sizes.head)
+    spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(name), top_k=sizes.head)
 
     def every(forward: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
         def go() -> None:
@@ -117,7 +117,7 @@ def _encoding(options: Options, sizes: Sizes) -> dict[str, Any]:
     labels_BT = tokens_BT1[:, 1:]
 
     def encode(kept: int) -> Callable[[], Any]:
-        spec = CodecSpec(kind="sparse", vocab_size=vocab, head=kept)
+        spec = CodecSpec(kind="sparse", vocab_size=vocab, top_k=kept)
         return lambda: encode_sequences(logits_BTV, labels_BT, spec, seed=0, split="train", first=0)
 
     sides = {str(kept): encode(kept) for kept in sizes.kept}
@@ -149,7 +149,7 @@ def _reading(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int, fo
 
 
 def _cache(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int, folder: Path) -> Path:
-    there = folder / f"{spec.kind}-{spec.head}"
+    there = folder / f"{spec.kind}-{spec.top_k}"
     teacher = models.CheapTeacher(spec.vocab_size, options.device)
     write(there, models.text(sequences, sizes.length), teacher, spec, sizes.length, 2)
     return there
@@ -158,7 +158,7 @@ def _cache(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int, fold
 def _step(options: Options, sizes: Sizes, folder: Path) -> dict[str, Any]:
     """By how much a step is longer with the reader than without, for the largest number of entries kept."""
     device, kept = options.device, max(sizes.kept)
-    spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(sizes.student), head=kept)
+    spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(sizes.student), top_k=kept)
     source = cached(_cache(options, sizes, spec, sizes.sequences, folder), device)
     student = models.make_student(sizes.student, device)
     bench = Bench(

@@ -141,7 +141,7 @@ class _Shape:
 
     def _sparse(self, kept: int) -> Source:
         folder = self.options.scratch / "caches" / f"{self.length}-{kept}"
-        spec = CodecSpec(kind="sparse", vocab_size=self.vocab, head=kept)
+        spec = CodecSpec(kind="sparse", vocab_size=self.vocab, top_k=kept)
         write(folder, self.rows, models.CheapTeacher(self.vocab, self.device), spec, self.length, 2)
         return cached(folder, self.device)
 

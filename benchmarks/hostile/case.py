@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "logprobs": (
         *("cache-teacher", "--teacher", "teacher", "--from-logprobs", "logprobs.jsonl", "--out", "new"),
-        *(*BUILD, "--head", "3"),
+        *(*BUILD, "--top-k", "3"),
     ),
     "plain": (
         *("distill", "--data", "corpus", "--student", "student.toml", "--out", "new", "--seq-len", "32"),

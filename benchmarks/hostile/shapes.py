@@ -177,8 +177,8 @@ _REMAKES: dict[str, Remake] = {
 _ATTRIBUTES: dict[str, Any] = {
     "seq_len": 16,
     "codec": "dense",
-    "head": 5,
-    "draws": 0,
+    "top_k": 5,
+    "num_samples": 0,
     "vocab_size": 299,
     "knots": np.array([1.0, np.nan]),
     "format_version": 1,

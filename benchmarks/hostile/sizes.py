@@ -137,7 +137,7 @@ _SETTINGS: dict[str, Callable[[dict[str, Any]], None]] = {
         record["codec"].update(vocab_size=2**32 - 2),
         record.update(vocab_size=2**32 - 2),
     ),
-    "head as large as the vocabulary": lambda record: record["codec"].update(head=300),
+    "head as large as the vocabulary": lambda record: record["codec"].update(top_k=300),
     "a million knots": lambda record: record["codec"].update(
         knots=[1.5 + (10**6 - n) / 10**6 for n in range(10**6)] + [1.0, 0.5]
     ),

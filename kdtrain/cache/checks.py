@@ -397,13 +397,13 @@ def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
     if spec.kind == "sparse":
         numbers_nRT, entries = arrays["numbers"], spec.columns
         wide = np.uint32 if entries < 2**16 else np.uint64  # sums that do not wrap around
-        counts = numbers_nRT[:, entries : entries + spec.draws]
+        counts = numbers_nRT[:, entries : entries + spec.num_samples]
         if numbers_nRT[:, -1].max() == np.iinfo(np.uint16).max:
             raise ValueError("it lacks targets")
         if max(numbers_nRT[:, -1].max(), numbers_nRT[:, :entries].sum(1, wide).max()) > LOWEST:
             raise ValueError("a log-probability is not between -10,000 and 0")
-        if counts.size and counts.sum(1, wide).max() > spec.draws:
-            raise ValueError(f"more than {spec.draws} samples were drawn for a token")
+        if counts.size and counts.sum(1, wide).max() > spec.num_samples:
+            raise ValueError(f"more than {spec.num_samples} samples were drawn for a token")
     if spec.kind == "dense":
         if np.isnan(arrays["label_logprob"]).any():
             raise ValueError("it lacks targets")
@@ -420,19 +420,19 @@ def _are_logprobs(values: np.ndarray) -> bool:
 
 def check_values(kept: Arrays, spec: CodecSpec) -> None:
     """ValueError: what sparse sequences unpack to, arrays [n, T, ...], is not a distribution."""
-    ids, head, one = kept["ids"], spec.head, spec.knots.index(1.0)
-    if head and ids[..., :head].max() >= spec.vocab_size:
-        raise ValueError("an entry of a head is absent")
+    ids, top_k, one = kept["ids"], spec.top_k, spec.knots.index(1.0)
+    if top_k and ids[..., :top_k].max() >= spec.vocab_size:
+        raise ValueError("one of the top-k entries is absent")
     with np.errstate(over="ignore"):
         tail_nT = np.exp(kept["tail"][..., one])
-    head_nT = _mass(kept["logprobs"][..., :head]) if head else np.zeros_like(tail_nT)
+    top_nT = _mass(kept["logprobs"][..., :top_k]) if top_k else np.zeros_like(tail_nT)
     drawn_nT = np.zeros_like(tail_nT)
-    if spec.draws:
-        absent = ids[..., head:] == spec.absent
-        if (absent != (kept["draws"][..., head:] == 0)).any():
+    if spec.num_samples:
+        absent = ids[..., top_k:] == spec.absent
+        if (absent != (kept["counts"][..., top_k:] == 0)).any():
             raise ValueError("a sample has no count, or a count no sample")
-        drawn_nT = _mass(np.where(absent, FLOOR, kept["logprobs"][..., head:]))
-    if not (head_nT + np.maximum(drawn_nT, tail_nT)).max() <= MASS:
+        drawn_nT = _mass(np.where(absent, FLOOR, kept["logprobs"][..., top_k:]))
+    if not (top_nT + np.maximum(drawn_nT, tail_nT)).max() <= MASS:
         raise ValueError("the probabilities of a token sum to more than 1")
     number, most = len(spec.knots), math.log(spec.vocab_size) + 0.1
     for name, found, low, high in (

@@ -1,26 +1,26 @@
 """How one distribution of the teacher becomes a few numbers, and how they become targets again.
 
-`sparse` keeps, per token: the `head` most likely entries; `draws` samples, with replacement, from the rest
+`sparse` keeps, per token: the `top_k` most likely entries; `num_samples` samples, with replacement, from the rest
 at T = 1 (each once, with its count: random-sampling KD, arXiv 2503.16870); the log-partition of the rest
 (the tail) at a few knots of beta = 1/T with its slopes, so that any T between the knots is served; the
 log-probability of the true next token; mean and standard deviation of the logits. `dense` keeps all
 log-probabilities in fp16, as the reference. `tokens` keeps none: it is the door for training without a
 cached teacher.
 
-The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums that draws come from), a block
-of rows at a time, so that memory does not follow N x V. Draws come from uniforms made on the CPU from
+The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums that samples come from), a block
+of rows at a time, so that memory does not follow N x V. Samples come from uniforms made on the CPU from
 (seed, split, sequence): they do not depend on batch size, ranks or restarts. How the numbers of `sparse`
 become few bytes is the matter of `coding`. What it gives up: `dense` in fp16 errs by 4e-3 nats at
 log p = -10.
 
-Shapes: B sequences, T positions, N = B*T tokens, V vocabulary, H head, D draws, K = H + D, G knots.
+Shapes: B sequences, T positions, N = B*T tokens, V vocabulary, H top-k entries, D samples, K = H + D, G knots.
 
 What is kept of a distribution of which only the most likely entries are known.
 
 The rest of the vocabulary is one bucket, spread evenly: that is right at T = 1 and nowhere else, and the
-manifest's range says so. With n entries outside the head and log p = e for each, L(beta) = log n + beta e.
+manifest's range says so. With n entries outside the top-k and log p = e for each, L(beta) = log n + beta e.
 
-Shapes: T positions, H head entries, G knots.
+Shapes: T positions, H top-k entries, G knots.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
 """The default below `SMALL_HEAD` kept entries: what is likely is then in the tail, whose curve bends sharply."""
 MAX_KNOTS = 64
-SMALL_HEAD = 4
+SMALL_TOP_K = 4
 FLOOR = -1e4
 """The log-probability of what cannot be, and the tail numbers of an empty tail: finite, and 0 after exp."""
 ABSENT = 2**32 - 1
@@ -56,9 +56,9 @@ class CodecSpec:
     """`sparse`, `dense` or `tokens`."""
     vocab_size: int
     """Rows of the teacher's output head (padding included)."""
-    head: int = 0
+    top_k: int = 0
     """Most likely entries, kept exactly."""
-    draws: int = 0
+    num_samples: int = 0
     """Samples from the rest of the vocabulary, 0 to 255."""
     knots: tuple[float, ...] = ()
     """beta at which the tail is kept, descending, 1.0 among them; empty: the default for `sparse`."""
@@ -69,19 +69,21 @@ class CodecSpec:
         if not 2 <= self.vocab_size < ABSENT:
             raise ValueError(f"a vocabulary of {self.vocab_size} cannot be cached; it must be 2 to {ABSENT - 1}")
         if self.kind != "sparse":
-            if self.head or self.draws or self.knots:
-                raise ValueError(f"codec '{self.kind}' has no head, draws or knots; leave --head and --draws out")
+            if self.top_k or self.num_samples or self.knots:
+                raise ValueError(
+                    f"codec '{self.kind}' has no top-k, samples or knots; leave --top-k and --num-samples out"
+                )
             return
-        object.__setattr__(self, "knots", tuple(float(knot) for knot in self.knots or default_knots(self.head)))
+        object.__setattr__(self, "knots", tuple(float(knot) for knot in self.knots or default_knots(self.top_k)))
         self._check_sparse()
 
     def _check_sparse(self) -> None:
-        if not 0 <= self.head <= self.vocab_size:
-            raise ValueError(f"--head {self.head} is outside 0 to {self.vocab_size}, the vocabulary")
-        if not 0 <= self.draws <= 255:
-            raise ValueError(f"--draws {self.draws} is outside 0 to 255")
-        if self.head + self.draws == 0:
-            raise ValueError("--head 0 with --draws 0 keeps nothing; set one of them, or use --dense")
+        if not 0 <= self.top_k <= self.vocab_size:
+            raise ValueError(f"--top-k {self.top_k} is outside 0 to {self.vocab_size}, the vocabulary")
+        if not 0 <= self.num_samples <= 255:
+            raise ValueError(f"--num-samples {self.num_samples} is outside 0 to 255")
+        if self.top_k + self.num_samples == 0:
+            raise ValueError("--top-k 0 with --num-samples 0 keeps nothing; set one of them, or use --dense")
         descending = all(a > b > 0 for a, b in zip(self.knots, self.knots[1:], strict=False))
         if not 2 <= len(self.knots) <= MAX_KNOTS or not descending or 1.0 not in self.knots:
             raise ValueError(
@@ -91,7 +93,7 @@ class CodecSpec:
     @property
     def columns(self) -> int:
         """K: entries kept a token."""
-        return self.head + self.draws
+        return self.top_k + self.num_samples
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -114,9 +116,9 @@ class CodecSpec:
         return {**asdict(self), "knots": list(self.knots)}
 
 
-def default_knots(head: int) -> tuple[float, ...]:
-    """The knots of beta that a codec with `head` kept entries takes if none are named."""
-    return FINE_KNOTS if head < SMALL_HEAD else KNOTS
+def default_knots(top_k: int) -> tuple[float, ...]:
+    """The knots of beta that a codec with `top_k` kept entries takes if none are named."""
+    return FINE_KNOTS if top_k < SMALL_TOP_K else KNOTS
 
 
 def uniforms(seed: int, split: str, sequence: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -171,7 +173,7 @@ def _sampled(logprobs_NV: Tensor, weights_NV: Tensor, uniforms_ND: Tensor) -> tu
 def _tail(offset_NV: Tensor, largest_N: Tensor, knots: tuple[float, ...]) -> Tensor:
     """[N, 2G]: L(beta) = log sum exp(beta log p) over the tail, then dL/dbeta = E[log p].
 
-    `offset_NV` is log p less the tail's largest, FLOOR in the head: its weight is then exactly 0.
+    `offset_NV` is log p less the tail's largest, FLOOR in the top-k: its weight is then exactly 0.
     """
     partitions, slopes = [], []
     for beta in knots:
@@ -197,25 +199,25 @@ def _moments(logprobs_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sparse(logprobs_NV: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None) -> dict[str, Tensor]:
-    head, vocab_size = spec.head, spec.vocab_size
+    top_k, vocab_size = spec.top_k, spec.vocab_size
     mean_N, std_N = _moments(logprobs_NV)
-    top = logprobs_NV.topk(min(head + 1, vocab_size), -1)
-    ids_NK, kept_NK = top.indices[:, :head], top.values[:, :head]
+    top = logprobs_NV.topk(min(top_k + 1, vocab_size), -1)
+    ids_NK, kept_NK = top.indices[:, :top_k], top.values[:, :top_k]
     parts = {"logit_mean": mean_N, "logit_std": std_N}
-    if head == vocab_size:
+    if top_k == vocab_size:
         empty_NG = torch.zeros(len(logprobs_NV), len(spec.knots), device=logprobs_NV.device)
         parts["tail"] = torch.cat([empty_NG + FLOOR, empty_NG], -1)
         offset_NV = torch.full_like(logprobs_NV, FLOOR)
     else:
-        largest_N = top.values[:, head]
+        largest_N = top.values[:, top_k]
         offset_NV = (logprobs_NV - largest_N[:, None]).scatter_(1, ids_NK, FLOOR)
         parts["tail"] = _tail(offset_NV, largest_N, spec.knots)
-    if spec.draws:
+    if spec.num_samples:
         assert uniforms_ND is not None
         weights_NV = offset_NV.exp_().masked_fill_(logprobs_NV <= FLOOR, 0)
         drawn_ND, drawn_logprobs_ND, counts_ND = _sampled(logprobs_NV, weights_NV, uniforms_ND)
         ids_NK, kept_NK = torch.cat([ids_NK, drawn_ND], -1), torch.cat([kept_NK, drawn_logprobs_ND], -1)
-        parts["draws"] = torch.nn.functional.pad(counts_ND, (head, 0))
+        parts["counts"] = torch.nn.functional.pad(counts_ND, (top_k, 0))
     return {**parts, "ids": ids_NK, "logprobs": kept_NK}
 
 
@@ -237,7 +239,7 @@ def _narrow(name: str, values: Tensor, spec: CodecSpec) -> Tensor:
     """
     if name == "ids":
         return values
-    if name == "draws":
+    if name == "counts":
         return values.to(torch.uint8)
     return values.to(torch.float16).cpu() if spec.kind == "dense" else values.to(torch.float32)
 
@@ -252,11 +254,11 @@ def _to_numpy(name: str, values: Tensor, spec: CodecSpec) -> np.ndarray:
 def encode(
     logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """What is kept of N tokens: label_logprob [N]; logprobs [N, K] or, dense, [N, V]; ids, draws [N, K];
-    tail [N, 2G]; logit_mean, logit_std [N]. fp32 (`dense`: fp16), ids of the spec's dtype, uint8 draws.
+    """What is kept of N tokens: label_logprob [N]; logprobs [N, K] or, dense, [N, V]; ids, counts [N, K];
+    tail [N, 2G]; logit_mean, logit_std [N]. fp32 (`dense`: fp16), ids of the spec's dtype, uint8 counts.
 
     logits_NV: any float dtype and device, each row with a finite log-partition; labels_N: int64, the true
-    next tokens; uniforms_ND: fp64 in [0, 1), needed when the spec draws.
+    next tokens; uniforms_ND: fp64 in [0, 1), needed with num_samples.
     """
     rows = max(1, _CELLS.get(logits_NV.device.type, 2**20) // spec.vocab_size)
     blocks: dict[str, list[Tensor]] = {}
@@ -279,8 +281,8 @@ def encode_sequences(
     """
     size, length = labels_BT.shape
     chance = None
-    if spec.draws:
-        chance = np.concatenate([uniforms(seed, split, first + b, (length, spec.draws)) for b in range(size)])
+    if spec.num_samples:
+        chance = np.concatenate([uniforms(seed, split, first + b, (length, spec.num_samples)) for b in range(size)])
     broken_B = broken(logits_BTV)
     if broken_B.any():
         logits_BTV = logits_BTV.masked_fill(broken_B[:, None, None], 0.0)
@@ -313,20 +315,20 @@ def decode(
     flat_NK = rearrange(arrays["ids"], "n t k -> (n t) k")
     ids_NK = torch.from_numpy(flat_NK.astype(np.int64, copy=False)).to(device)
     logprobs_NK = rows("logprobs")
-    if spec.draws:
+    if spec.num_samples:
         absent_NK = ids_NK == spec.absent
         ids_NK.masked_fill_(absent_NK, ABSENT)
         logprobs_NK.masked_fill_(absent_NK, FLOOR)
     return SparseTargets(
         ids=ids_NK,
         logprobs=logprobs_NK,
-        counts=rows("draws") if spec.draws else logprobs_NK.new_zeros(()).expand(logprobs_NK.shape),
+        counts=rows("counts") if spec.num_samples else logprobs_NK.new_zeros(()).expand(logprobs_NK.shape),
         tail=rows("tail"),
         label_logprob=rows("label_logprob"),
         logit_mean=rows("logit_mean"),
         logit_std=rows("logit_std"),
-        head=spec.head,
-        draws=spec.draws,
+        top_k=spec.top_k,
+        num_samples=spec.num_samples,
         knots=spec.knots,
     )
 
@@ -342,7 +344,7 @@ _LEAST_MASS = 1e-6
 
 
 def keep(ids_TH: np.ndarray, logprobs_TH: np.ndarray, label_T: np.ndarray, spec: CodecSpec) -> dict[str, np.ndarray]:
-    """The arrays of `codec.encode`, for one sequence: `ids_TH` and `logprobs_TH` are the head, most likely
+    """The arrays of `codec.encode`, for one sequence: `ids_TH` and `logprobs_TH` are the top-k, most likely
     first; a position with NaN counts as an even distribution; a label with NaN gets its share of the bucket.
 
     UsageError: an id beyond the vocabulary.
@@ -350,7 +352,7 @@ def keep(ids_TH: np.ndarray, logprobs_TH: np.ndarray, label_T: np.ndarray, spec:
     if ids_TH.max() >= spec.vocab_size:
         raise UsageError(f"--from-logprobs has the id {ids_TH.max()}, the teacher's vocabulary only {spec.vocab_size}")
     logprobs_TH = np.where(np.isnan(logprobs_TH), -np.log(spec.vocab_size), logprobs_TH).clip(FLOOR, 0)
-    rest = spec.vocab_size - spec.head
+    rest = spec.vocab_size - spec.top_k
     mass_T = (1 - np.exp(logprobs_TH).sum(-1)).clip(min=_LEAST_MASS)
     each_T = np.log(mass_T / max(1, rest))
     knots = np.array(spec.knots)

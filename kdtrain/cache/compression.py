@@ -11,7 +11,7 @@ but the ids stand in one of them (`numbers`), because each one that is read cost
 Everything is numpy; `unpack` is what a training step waits for: it makes columns, [K, n, T], which targets
 are then views of, because turning them would cost a fifth of its time.
 
-Shapes: n sequences, T positions, K kept entries, H head, D draws, M numbers of the tail, N = n*T.
+Shapes: n sequences, T positions, K kept entries, H top-k entries, D samples, M numbers of the tail, N = n*T.
 
 Ids of kept entries as small numbers: their places in lists that a shard carries.
 
@@ -34,7 +34,7 @@ The numbers of the tail in few bits: each is stored as its distance from a predi
 
 A token's tail is 2G + 2 numbers: L(beta) and dL/dbeta at G knots, mean and standard deviation of log p.
 They are nearly functions of each other and of the head. Each is predicted, linearly, from a few features of
-the stored head and from the numbers before it as the reader will see them, and only the distance is stored,
+the stored top-k and from the numbers before it as the reader will see them, and only the distance is stored,
 in whole steps: so no error adds up, and each number is right to half its step. The weights come from least
 squares over the shard's first tokens and stand in the shard.
 
@@ -44,7 +44,7 @@ The reader has a triangular linear system for each token, which two matrix produ
 What it gives up: a tail with L(1) below -200, which weighs nothing at any T up to 16, becomes an empty one,
 and a distance beyond 32,766 steps is cut there (263 nats for L).
 
-Shapes: N tokens, H head, G knots, M = 2G + 2 numbers, F features.
+Shapes: N tokens, H top-k entries, G knots, M = 2G + 2 numbers, F features.
 """
 
 from __future__ import annotations
@@ -89,19 +89,19 @@ def steps(knots: tuple[float, ...]) -> np.ndarray:
     return np.array([STEP_VALUE] * number + [STEP_SLOPE] * number + [STEP_SPREAD] * 2, np.float32)
 
 
-def features(head_logprobs_HN: np.ndarray) -> np.ndarray:
-    """[F, N] fp32 of the head as stored: 1, and for H > 0 log p of its first, middle and last entry, their
-    mean, the head's mass, and log(1 - mass), at least log 1e-3."""
-    head, number = head_logprobs_HN.shape
-    found_FN = np.ones((7 if head else 1, number), np.float32)
-    if not head:
+def features(top_logprobs_HN: np.ndarray) -> np.ndarray:
+    """[F, N] fp32 of the top-k as stored: 1, and for H > 0 log p of its first, middle and last entry, their
+    mean, the top-k's mass, and log(1 - mass), at least log 1e-3."""
+    top_k, number = top_logprobs_HN.shape
+    found_FN = np.ones((7 if top_k else 1, number), np.float32)
+    if not top_k:
         return found_FN
-    mass_N = np.add.reduce(np.exp(head_logprobs_HN), out=found_FN[5])
+    mass_N = np.add.reduce(np.exp(top_logprobs_HN), out=found_FN[5])
     np.log(np.maximum(1 - mass_N, np.float32(1e-3)), out=found_FN[6])
     # An entry that cannot be would drown the others.
-    seen_HN = np.maximum(head_logprobs_HN, np.float32(-_LARGEST_FEATURE))
-    found_FN[1], found_FN[2], found_FN[3] = seen_HN[0], seen_HN[head // 2], seen_HN[-1]
-    np.divide(np.add.reduce(seen_HN), np.float32(head), out=found_FN[4])
+    seen_HN = np.maximum(top_logprobs_HN, np.float32(-_LARGEST_FEATURE))
+    found_FN[1], found_FN[2], found_FN[3] = seen_HN[0], seen_HN[top_k // 2], seen_HN[-1]
+    np.divide(np.add.reduce(seen_HN), np.float32(top_k), out=found_FN[4])
     return found_FN
 
 
@@ -337,11 +337,13 @@ class Coding:
         id_codes = self.dictionary.encode(tokens_nT1[:, :-1].reshape(-1), ids_NK)
         entry_codes_nKT = _entry_codes(kept["logprobs"])
         moment_codes = self.predictor.encode(_features(entry_codes_nKT, spec), _numbers(kept, spec))
-        in_head_nT = (kept["ids"][..., : spec.head] == tokens_nT1[:, 1:, None]).any(-1)
-        label_nT = np.where(in_head_nT, 0, logprob_codes(kept["label_logprob"])).astype(np.uint16)
+        in_top_nT = (kept["ids"][..., : spec.top_k] == tokens_nT1[:, 1:, None]).any(-1)
+        label_nT = np.where(in_top_nT, 0, logprob_codes(kept["label_logprob"])).astype(np.uint16)
         parts_nRT = [
             np.diff(entry_codes_nKT, axis=1, prepend=0),
-            rearrange(kept["draws"][..., spec.head :], "n t d -> n d t") if spec.draws else entry_codes_nKT[:, :0],
+            rearrange(kept["counts"][..., spec.top_k :], "n t d -> n d t")
+            if spec.num_samples
+            else entry_codes_nKT[:, :0],
             rearrange(moment_codes, "m (n t) -> n m t", t=length),
             label_nT[:, None],
         ]
@@ -365,14 +367,17 @@ class Coding:
         for k in range(1, entries):  # np.cumsum along rows takes three times as long
             np.add(codes_KT[k - 1], codes_KT[k], out=codes_KT[k])
         logprobs_KT = logprobs_of(codes_KT)
-        known_FT = features(logprobs_KT[: spec.head])
+        known_FT = features(logprobs_KT[: spec.top_k])
         columns["ids"][:], columns["logprobs"][:] = ids_KT, logprobs_KT
-        columns["tail"][:] = self.predictor.decode(known_FT, numbers_RT[entries + spec.draws : -1])
-        # The code of a label in the head is 0, which reads as 0.
-        known_HT = np.multiply(ids_KT[: spec.head] == tokens_T1[1:], logprobs_KT[: spec.head])
+        columns["tail"][:] = self.predictor.decode(known_FT, numbers_RT[entries + spec.num_samples : -1])
+        # The code of a label in the top-k is 0, which reads as 0.
+        known_HT = np.multiply(ids_KT[: spec.top_k] == tokens_T1[1:], logprobs_KT[: spec.top_k])
         columns["label_logprob"][:] = logprobs_of(numbers_RT[-1]) + np.add.reduce(known_HT)
-        if spec.draws:
-            columns["draws"][: spec.head], columns["draws"][spec.head :] = 0, numbers_RT[entries : entries + spec.draws]
+        if spec.num_samples:
+            columns["counts"][: spec.top_k], columns["counts"][spec.top_k :] = (
+                0,
+                numbers_RT[entries : entries + spec.num_samples],
+            )
 
     def to_arrays(self) -> Arrays:
         """The data sets of the group `dictionary` of a shard."""
@@ -399,7 +404,7 @@ def unpack(sequences: Sequence[tuple[Coding, np.ndarray, Arrays]]) -> Arrays:
     """
     spec, length = sequences[0][0].spec, len(sequences[0][1]) - 1
     shapes = {"ids": (spec.columns, "i8"), "logprobs": (spec.columns, "f4"), "tail": (2 * len(spec.knots) + 2, "f4")}
-    shapes |= {"label_logprob": (1, "f4")} | ({"draws": (spec.columns, "u1")} if spec.draws else {})
+    shapes |= {"label_logprob": (1, "f4")} | ({"counts": (spec.columns, "u1")} if spec.num_samples else {})
     columns = {name: np.empty((rows, len(sequences), length), dtype) for name, (rows, dtype) in shapes.items()}
     for i, (coding, tokens_T1, stored) in enumerate(sequences):
         coding.unpack_one(tokens_T1, stored["ids"], stored["numbers"], {k: v[:, i] for k, v in columns.items()})
@@ -417,7 +422,7 @@ def _entry_codes(logprobs_nTK: np.ndarray) -> np.ndarray:
 
 
 def _features(codes_nKT: np.ndarray, spec: CodecSpec) -> np.ndarray:
-    return features(rearrange(logprobs_of(codes_nKT[:, : spec.head]), "n h t -> h (n t)"))
+    return features(rearrange(logprobs_of(codes_nKT[:, : spec.top_k]), "n h t -> h (n t)"))
 
 
 def _numbers(kept: Arrays, spec: CodecSpec) -> np.ndarray:

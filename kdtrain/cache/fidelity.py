@@ -6,8 +6,8 @@ logits, read back from the finished shard and compared with a fresh forward of t
 Reported at T = 1, 2, 4: KL(full || cache) with the tail as one outcome (`kl_bucket`: the error of the
 numbers kept) and with the tail's mass spread evenly (`kl_spread`: what is unknown about the rest); angle
 and norm ratio between the KL gradient in the student's logits from the cache and from the full
-distribution, by tail rule (`gradients`): `ghost`, `drop` and `renormalize` as far as the head allows,
-`sampled` and `control-variate` with draws, else `dense`. A training run reads a cache with draws by one of
+distribution, by tail rule (`gradients`): `ghost`, `drop` and `renormalize` as far as the top-k allows,
+`sampled` and `control-variate` with samples, else `dense`. A training run reads a cache with samples by one of
 those two; the others stand beside them to be compared with. `student_kl` is the KL from the full
 distribution to the student: gradients agree the better the larger it is.
 
@@ -17,7 +17,7 @@ The student: the teacher's log-probabilities times 0.7 plus normal noise of 0.5 
 log Z over the sample stays below 2e-2 nats. It is an error against a fresh forward, one sequence at a time: what a
 teacher in bf16 gives differs from what it gave in the batches that were stored, and that counts as the cache's error.
 
-Shapes: N tokens of the sample, V vocabulary, H head, K kept entries.
+Shapes: N tokens of the sample, V vocabulary, H top-k entries, K kept entries.
 
 The gradient in a student's logits that a cache gives under each tail rule, against that of the full distribution.
 
@@ -25,19 +25,19 @@ With p the teacher and q the student at beta, the gradient of forward KL is beta
 sparse targets is, less the factor beta,
     scale q + extra,   extra being 0 outside the kept ids,
 so that a rule costs a few numbers a token once q is there. With P and Q the sides' masses in the tail, r = P / Q, and w
-the weights of the draws:
-    ghost            (1 - r) q in the tail, q - p in the head
-    drop             (1 - P) q - p over the head
-    renormalize      q / (1 - Q) - p / (1 - P) in the head, 0 in the tail
-    sampled          (1 - P + sum w) q - p over the head - w over the draws
-    control-variate  ghost; less v over the draws, plus q / Q sum v in the tail: v = w (1 - s min(r q / p, CLIP)), with
-                     bounded w and a share s = exp(-SHARPNESS distance)
+the weights of the samples:
+    ghost            (1 - r) q in the tail, q - p in the top-k
+    drop             (1 - P) q - p over the top-k
+    renormalize      q / (1 - Q) - p / (1 - P) in the top-k, 0 in the tail
+    sampled          (1 - P + sum w) q - p over the top-k - w over the samples
+    control-variate  ghost; less v over the samples, plus q / Q sum v in the tail: v = w (1 - s min(r q / p, CLIP)),
+                     with bounded w and a share s = exp(-SHARPNESS distance)
 The rules are written out here again, because the cache does not know the objective; a test compares the two.
 
 `token` compares the gradients of all tokens as one long vector, `mean` their mean over tokens, which is the gradient of
 an output bias: noise of an estimate falls with the number of tokens only there.
 
-Shapes: N tokens, V vocabulary, H head, D drawn columns, K = H + D.
+Shapes: N tokens, V vocabulary, H top-k entries, D drawn columns, K = H + D.
 """
 
 import math
@@ -63,24 +63,24 @@ def sparse_gradients(
 ) -> dict[str, Gradient]:
     """By the tail rule's name, for every rule that the numbers kept allow.
 
-    q_NV: the student at beta. distance_N: see `distance`; needed where there are draws.
+    q_NV: the student at beta. distance_N: see `distance`; needed where there are samples.
     """
     q_NK = q_NV.gather(1, safe_ids(targets, q_NV))
-    head, width = targets.head, q_NK.shape[1]
-    head_NH = targets.head_logprobs(beta).exp()
+    top_k, width = targets.top_k, q_NK.shape[1]
+    top_NH = targets.top_logprobs(beta).exp()
     mass_N = (targets.log_tail(beta) - targets.log_partition(beta)).exp()
     ratio_N = mass_N / outside(q_NV, targets).clamp(min=_TINY)
-    ghost = (1 - ratio_N, _padded(ratio_N[:, None] * q_NK[:, :head] - head_NH, width))
+    ghost = (1 - ratio_N, _padded(ratio_N[:, None] * q_NK[:, :top_k] - top_NH, width))
     found: dict[str, Gradient] = {}
-    if head:
-        found |= {"ghost": ghost, "drop": (head_NH.sum(-1), _padded(-head_NH, width))}
-    if head > 1:
-        within_NH = q_NK[:, :head] / q_NK[:, :head].sum(-1, keepdim=True).clamp(min=_TINY)
-        inner_NH = head_NH / head_NH.sum(-1, keepdim=True)
+    if top_k:
+        found |= {"ghost": ghost, "drop": (top_NH.sum(-1), _padded(-top_NH, width))}
+    if top_k > 1:
+        within_NH = q_NK[:, :top_k] / q_NK[:, :top_k].sum(-1, keepdim=True).clamp(min=_TINY)
+        inner_NH = top_NH / top_NH.sum(-1, keepdim=True)
         found["renormalize"] = (torch.zeros_like(mass_N), _padded(within_NH - inner_NH, width))
-    if targets.draws:
+    if targets.num_samples:
         weight_ND = targets.drawn_weights(beta)
-        found["sampled"] = (head_NH.sum(-1) + weight_ND.sum(-1), torch.cat([-head_NH, -weight_ND], -1))
+        found["sampled"] = (top_NH.sum(-1) + weight_ND.sum(-1), torch.cat([-top_NH, -weight_ND], -1))
         assert distance_N is not None
         share_N1 = (-SHARPNESS * distance_N).exp()[:, None]
         found["control-variate"] = _corrected(targets, q_NV, q_NK, beta, share_N1)
@@ -90,33 +90,33 @@ def sparse_gradients(
 def distance(targets: SparseTargets, log_q_NV: Tensor, labels_N: Tensor, beta: float) -> Tensor:
     """[N] of a student (log q at T = 1) from the cached teacher, from nothing that was drawn.
 
-    KL over head and bucket, or where there is no head |log p - log q| of the label times 2 beta - 1, within 0 and 1.
+    KL over top-k and bucket, or where there is no top-k |log p - log q| of the label times 2 beta - 1, within 0 and 1.
     """
-    if targets.head == 0:
+    if targets.top_k == 0:
         gap_N = log_q_NV.gather(1, labels_N[:, None])[:, 0] - targets.label_logprob
         return gap_N.abs() * min(max(2 * beta - 1, 0.0), 1.0)
-    log_p_NH, log_mass_N = targets.head_logprobs(1.0), targets.log_tail(1.0) - targets.log_partition(1.0)
-    inside_N = (log_p_NH.exp() * (log_p_NH - log_q_NV.gather(1, targets.ids[:, : targets.head]))).sum(-1)
+    log_p_NH, log_mass_N = targets.top_logprobs(1.0), targets.log_tail(1.0) - targets.log_partition(1.0)
+    inside_N = (log_p_NH.exp() * (log_p_NH - log_q_NV.gather(1, targets.ids[:, : targets.top_k]))).sum(-1)
     rest_N = outside(log_q_NV.exp(), targets).clamp(min=_TINY).log()
     return (inside_N + log_mass_N.exp() * (log_mass_N - rest_N)).clamp(min=0.0)
 
 
 def _corrected(targets: SparseTargets, q_NV: Tensor, q_NK: Tensor, beta: float, share_N1: Tensor) -> Gradient:
-    head = targets.head
+    top_k = targets.top_k
     mass_N = (targets.log_tail(beta) - targets.log_partition(beta)).exp()
-    drawn_ND = targets.counts[:, head:] > 0
+    drawn_ND = targets.counts[:, top_k:] > 0
     student_N = outside(q_NV, targets).clamp(min=_TINY)
-    logs_ND = (beta * targets.logprobs[:, head:] - targets.log_partition(beta)[:, None]).masked_fill(~drawn_ND, 0.0)
-    over_ND = (mass_N / student_N)[:, None] * q_NK[:, head:] * (-logs_ND).exp()
+    logs_ND = (beta * targets.logprobs[:, top_k:] - targets.log_partition(beta)[:, None]).masked_fill(~drawn_ND, 0.0)
+    over_ND = (mass_N / student_N)[:, None] * q_NK[:, top_k:] * (-logs_ND).exp()
     pull_ND = targets.bounded_weights(beta) * (1 - share_N1 * over_ND.clamp(max=CLIP))
     scale_N = 1 + (pull_ND.sum(-1) - mass_N) / student_N
-    head_NH = (1 - scale_N)[:, None] * q_NK[:, :head] - targets.head_logprobs(beta).exp()
-    return scale_N, torch.cat([head_NH, -pull_ND], -1)
+    top_NH = (1 - scale_N)[:, None] * q_NK[:, :top_k] - targets.top_logprobs(beta).exp()
+    return scale_N, torch.cat([top_NH, -pull_ND], -1)
 
 
 def outside(values_NV: Tensor, targets: SparseTargets) -> Tensor:
-    """Sum outside the head, [N], without the cancellation of 1 - head."""
-    return values_NV.scatter(1, targets.ids[:, : targets.head], 0).sum(-1)
+    """Sum outside the top-k, [N], without the cancellation of 1 - sum."""
+    return values_NV.scatter(1, targets.ids[:, : targets.top_k], 0).sum(-1)
 
 
 def safe_ids(targets: SparseTargets, values_NV: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ def safe_ids(targets: SparseTargets, values_NV: Tensor) -> Tensor:
     return targets.ids.clamp(max=values_NV.shape[1] - 1)
 
 
-def _padded(head_NH: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(head_NH, (0, width - head_NH.shape[1]))
+def _padded(top_NH: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(top_NH, (0, width - top_NH.shape[1]))
 
 
 class Angles:
@@ -273,7 +273,7 @@ def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta:
         bucket, spread = bucket + block.kl_bucket(), spread + block.kl_spread()
         student += block.kl(log_q_NV)
         distance_N = None
-        if isinstance(part, SparseTargets) and part.draws:
+        if isinstance(part, SparseTargets) and part.num_samples:
             distance_N = distance(part, student_NV.log_softmax(-1), labels_N[start : start + rows], beta)
         block.compare(angles, log_q_NV.exp(), distance_N)
     number = len(energy_NV)
@@ -291,9 +291,9 @@ class _Block:
     def __init__(self, targets: Targets, log_p_NV: Tensor, beta: float) -> None:
         self.targets, self.log_p_NV, self.p_NV, self.beta = targets, log_p_NV, log_p_NV.exp(), beta
         if isinstance(targets, SparseTargets):
-            self.ids_NH = targets.ids[:, : targets.head]
+            self.ids_NH = targets.ids[:, : targets.top_k]
             log_tail_N1 = (targets.log_tail(beta) - targets.log_partition(beta))[:, None]
-            self.cached_NE = torch.cat([targets.head_logprobs(beta), log_tail_N1], -1)
+            self.cached_NE = torch.cat([targets.top_logprobs(beta), log_tail_N1], -1)
             tail_N1 = outside(self.p_NV, targets)[:, None]
             self.outcomes_NE = torch.cat([self.p_NV.gather(1, self.ids_NH), tail_N1], -1)
 
@@ -306,7 +306,7 @@ class _Block:
         return (self.p_NV * (self.log_p_NV - log_NV)).sum(dtype=torch.float64).item()
 
     def kl_bucket(self) -> float:
-        """Sum over rows of KL(full || cache) over head entries and one bucket."""
+        """Sum over rows of KL(full || cache) over top-k entries and one bucket."""
         if isinstance(self.targets, DenseTargets):
             return self.kl(self._dense())
         # The masses of both sides are 1 to rounding; with their difference no term is below 0.
@@ -317,7 +317,7 @@ class _Block:
         """The same over the vocabulary, the bucket spread evenly over what is not in the head."""
         if isinstance(self.targets, DenseTargets):
             return self.kl_bucket()
-        rest = max(1, self.p_NV.shape[1] - self.targets.head)
+        rest = max(1, self.p_NV.shape[1] - self.targets.top_k)
         even_NE = self.cached_NE.clone()
         even_NE[:, -1] -= math.log(rest)
         own = (self.p_NV * self.log_p_NV).sum(dtype=torch.float64)

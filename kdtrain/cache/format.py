@@ -1,4 +1,4 @@
-"""The HDF5 format, version 2: which data sets a shard holds, and the index that shows all shards as one.
+"""The HDF5 format, version 3: which data sets a shard holds, and the index that shows all shards as one.
 
 A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
 (`dense`: a block of positions; masks: many sequences), shuffled by bytes or bits, compressed with zstd and
@@ -27,7 +27,7 @@ import numpy as np
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.compression import WIDTH
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SPLITS = ("train", "validation", "test")
 MANIFEST = "manifest.json"
 SETTINGS = "settings.json"
@@ -123,13 +123,13 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
         whole, about = (length, spec.vocab_size), "teacher log p of every entry at T = 1, nats"
         found["logprobs"] = DatasetLayout(whole, half, (block, spec.vocab_size), about)
         return found
-    about = "places in the dictionary of the head, most likely first, and of drawn entries; 0: absent"
+    about = "places in the dictionary of the top-k, most likely first, and of drawn entries; 0: absent"
     add("ids", spec.code_dtype, (spec.columns, length), about, bits=False)
     about = (
         "K rows: code of log p of ids, less that of the entry before; D: how often the drawn entries were drawn; "
-        "2 G + 2: tail and spread, distance from the prediction in steps; 1: code of log p of the label, 0 in the head"
+        "2 G + 2: tail and spread, distance from the prediction in steps; 1: code of log p of the label, 0 in the top-k"
     )
-    add("numbers", np.dtype(np.uint16), (spec.columns + spec.draws + 2 * len(spec.knots) + 3, length), about)
+    add("numbers", np.dtype(np.uint16), (spec.columns + spec.num_samples + 2 * len(spec.knots) + 3, length), about)
     return found
 
 
@@ -138,7 +138,7 @@ def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, Datase
 
     Their shapes are whole: no n comes before them.
     """
-    numbers, features = 2 * len(spec.knots) + 2, 7 if spec.head else 1
+    numbers, features = 2 * len(spec.knots) + 2, 7 if spec.top_k else 1
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         "context_row": ((spec.vocab_size,), np.min_scalar_type(max(1, rows - 1))),
         "candidates": ((rows, WIDTH), spec.id_dtype),
@@ -216,7 +216,7 @@ def creating(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
 
 def attributes(spec: CodecSpec, seq_len: int, split: str) -> dict[str, Any]:
     """The attributes of a shard, and of a group of the index; each has more."""
-    codec = {"codec": spec.kind, "head": spec.head, "draws": spec.draws, "vocab_size": spec.vocab_size}
+    codec = {"codec": spec.kind, "top_k": spec.top_k, "num_samples": spec.num_samples, "vocab_size": spec.vocab_size}
     return {"format_version": FORMAT_VERSION, "split": split, "seq_len": seq_len, **codec, "knots": spec.knots}
 
 

@@ -60,7 +60,7 @@ class CacheSettings:
     document_mask: bool = False
     """Packed documents do not see each other; the student follows it."""
     seed: int = 0
-    """Of the draws."""
+    """Of the samples."""
     sequences_per_shard: Annotated[int, Meta(ge=1, lt=2**31)] = 512
     """S: shard s holds the sequences [s*S, (s+1)*S)."""
     sequences: dict[str, int | None] = field(default_factory=dict)
@@ -219,7 +219,7 @@ def read_manifest(folder: Path | str) -> Manifest:
             f"{path} was altered or damaged ({error}): kdtrain verify {folder} --repair, then cache-teacher"
         ) from error
     known = cache_format.FORMAT_VERSION
-    raise UsageError(f"{path} has format version {version}; this kdtrain reads {known}: use another version of it")
+    raise UsageError(f"{path} has format version {version}; this kdtrain reads {known}: build the cache again")
 
 
 class Problem(NamedTuple):
@@ -409,8 +409,8 @@ def _sealed_settings(folder: Path) -> CacheSettings:
         except (OSError, ValueError):
             continue
     raise UsageError(
-        f"neither {cache_format.MANIFEST} nor {cache_format.SETTINGS} of {folder} proves that kdtrain wrote it, and nothing was "
-        "changed; move the folder away and build the cache again"
+        f"neither {cache_format.MANIFEST} nor {cache_format.SETTINGS} of {folder} proves that kdtrain wrote it, and "
+        "nothing was changed; move the folder away and build the cache again"
     )
 
 

@@ -76,10 +76,10 @@ def build_cache(
     """
     codec = config.codec
     width = logit_width(teacher)
-    if not codec.dense and codec.head > width:
-        raise UsageError(f"--head {codec.head} is more than the vocabulary of {width}; choose less, or --dense")
+    if not codec.dense and codec.top_k > width:
+        raise UsageError(f"--top-k {codec.top_k} is more than the vocabulary of {width}; choose less, or --dense")
     kept: dict[str, Any] = (
-        {"kind": "dense"} if codec.dense else {"kind": "sparse", "head": codec.head, "draws": codec.draws}
+        {"kind": "dense"} if codec.dense else {"kind": "sparse", "top_k": codec.top_k, "num_samples": codec.num_samples}
     )
     facts = {
         "spec": spec.name,
@@ -123,10 +123,10 @@ def build_from_logprobs(
     """
     path, data = config.from_logprobs, config.data
     assert path is not None
-    codec = CodecSpec(kind="sparse", head=config.codec.head, vocab_size=vocab_size)
+    codec = CodecSpec(kind="sparse", top_k=config.codec.top_k, vocab_size=vocab_size)
 
     def kept(split: str) -> Iterator[_KeptRow]:
-        for row in logprob_rows(path, split, data.seq_len, codec.head):
+        for row in logprob_rows(path, split, data.seq_len, codec.top_k):
             if (token := int(row.tokens.max())) >= vocab_size:
                 raise UsageError(
                     f"--from-logprobs {path} has the token {token}, the teacher's vocabulary only {vocab_size}; "

@@ -375,7 +375,7 @@ def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
     objective, codec = config.objective, manifest.codec
     if objective.distils:
         dense = codec.kind != "sparse"
-        refuse(objective.divergence, objective.tail, head=codec.head, draws=codec.draws, dense=dense)
+        refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.num_samples, dense=dense)
         if dense and (objective.divergence, objective.temperature_mode) == ("tvd", "adversarial"):
             raise UsageError(
                 "--temperature-mode adversarial cannot be used with --divergence tvd over whole distributions, whose "

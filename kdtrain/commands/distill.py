@@ -99,7 +99,7 @@ def _in_folder(config: DistillConfig, goes_on: bool) -> int:
             *(config, run.step, run.writers, run.validation_source, load_tokenizer(made.folder / "tokenizer")),
             init=made.spec.init if begun_at is None else "loaded",
             finished=at.step,
-            samples=made.manifest.codec.draws,
+            samples=made.manifest.codec.num_samples,
         )
         if run.collector is not None:
             run.collector.forget_after(at.step)

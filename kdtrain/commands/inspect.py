@@ -106,8 +106,8 @@ def _tail_rule(codec: CodecSpec) -> str | None:
     """Which rule `distill` reads the cache by, and which one it could; None where there is no tail."""
     if codec.kind != "sparse":
         return None
-    used = resolve_tail("ghost", codec.draws)
-    return f"{used} by default, or --tail control-variate" if codec.draws else used
+    used = resolve_tail("ghost", codec.num_samples)
+    return f"{used} by default, or --tail control-variate" if codec.num_samples else used
 
 
 def _with_lines(table: dict[str, Any]) -> dict[str, Any]:

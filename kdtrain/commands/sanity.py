@@ -111,10 +111,10 @@ def correlation(step: DistillStep, batch: CachedBatch, most: int = 256) -> float
     """Mean over at most `most` unmasked tokens of the correlation of teacher's and student's logits, -1 to 1.
 
     Over the entries whose teacher's log-probability is known, each side less its mean over the whole vocabulary: with
-    dense targets it is Pearson's. None without targets, or where they are draws without a head.
+    dense targets it is Pearson's. None without targets, or where they are samples without a top-k.
     """
     targets = batch.targets
-    if targets is None or (isinstance(targets, SparseTargets) and targets.head == 0):
+    if targets is None or (isinstance(targets, SparseTargets) and targets.top_k == 0):
         return None
     with _probing(step), torch.no_grad():
         hidden_ND = step.hidden_eager(batch)[:most]
@@ -122,9 +122,9 @@ def correlation(step: DistillStep, batch: CachedBatch, most: int = 256) -> float
     ours_NV = logits_NV - logits_NV.mean(-1, keepdim=True)
     rows = targets[: len(ours_NV)]
     if isinstance(rows, SparseTargets):
-        known_NK = rows.ids[:, : rows.head] < step.vocab_size
-        ids_NK = rows.ids[:, : rows.head].where(known_NK, 0)
-        theirs_NK = (rows.logprobs[:, : rows.head] - rows.logit_mean[:, None]).where(known_NK, 0.0)
+        known_NK = rows.ids[:, : rows.top_k] < step.vocab_size
+        ids_NK = rows.ids[:, : rows.top_k].where(known_NK, 0)
+        theirs_NK = (rows.logprobs[:, : rows.top_k] - rows.logit_mean[:, None]).where(known_NK, 0.0)
         ours_NK = ours_NV.gather(1, ids_NK).where(known_NK, 0.0)
     else:
         energies_NV = (rows.dense() if isinstance(rows, OnlineTargets) else rows).energies()

@@ -44,7 +44,7 @@ class CacheTeacherConfig:
     precision: Literal["auto", "fp32", "bf16"] = "bf16"
     """Number format of the teacher's forward."""
     seed: int = 0
-    """Seed of the draws."""
+    """Seed of the samples."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     json: bool = False
@@ -69,8 +69,8 @@ class CacheTeacherConfig:
             "--from-logprobs holds its own text; leave --data out",
         )
         refuse(
-            self.from_logprobs is not None and (self.codec.dense or self.codec.draws > 0 or self.codec.head < 1),
-            "--from-logprobs has the most likely entries only; use --head, without --draws and --dense",
+            self.from_logprobs is not None and (self.codec.dense or self.codec.num_samples > 0 or self.codec.top_k < 1),
+            "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
         )
         refuse(self.batch_size < 1, "--batch-size must be at least 1")
         refuse(self.sequences_per_shard < 1, "--sequences-per-shard must be at least 1")

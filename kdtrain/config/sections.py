@@ -77,22 +77,22 @@ class DataConfig:
 class CodecConfig:
     """How a teacher's distribution is kept."""
 
-    head: int = 16
+    top_k: int = 16
     """The most likely entries of each distribution, kept exactly."""
-    draws: int = 0
+    num_samples: int = 0
     """Samples from the rest of the vocabulary, kept with their counts (random-sampling distillation)."""
     dense: bool = False
     """Keep the whole distribution in fp16 instead; the reference, and large."""
 
     def __post_init__(self) -> None:
-        refuse(self.head < 0 or self.draws < 0, "--head and --draws must be 0 or more")
+        refuse(self.top_k < 0 or self.num_samples < 0, "--top-k and --num-samples must be 0 or more")
         refuse(
-            self.draws > 255,
-            f"--draws {self.draws} is too many; counts are kept in 8 bits, so use at most 255",
+            self.num_samples > 255,
+            f"--num-samples {self.num_samples} is too many; counts are kept in 8 bits, so use at most 255",
         )
         refuse(
-            not self.dense and self.head + self.draws == 0,
-            "--head 0 with --draws 0 keeps nothing; raise one of them or use --dense",
+            not self.dense and self.top_k + self.num_samples == 0,
+            "--top-k 0 with --num-samples 0 keeps nothing; raise one of them or use --dense",
         )
 
 
@@ -115,7 +115,7 @@ class ObjectiveConfig:
     skew_alpha: float = 0.1
     """What is mixed of the teacher into the student by --divergence skew-kl, and the reverse by skew-reverse-kl."""
     tail: Literal["ghost", "drop", "renormalize", "control-variate"] = "ghost"
-    """What stands for entries not kept: one bucket, nothing, the head scaled to 1, or a bucket that draws correct."""
+    """What stands for entries not kept: one bucket, nothing, the top-k scaled to 1, or a corrected bucket."""
     temperature: float = 1.0
     """Temperature T of both distributions; where a learnable one starts."""
     temperature_mode: Literal["fixed", "schedule", "adversarial", "likelihood", "minimize"] = "fixed"

@@ -136,7 +136,7 @@ def _top(ids: Any, logprobs: Any, token: int, at: str, entries: int) -> tuple[An
     if ids_K.ndim != 1 or ids_K.shape != logprobs_K.shape or len(ids_K) != len(np.unique(ids_K)):
         raise UsageError(f"{at}: needs as many top_logprobs as top_ids, and each id once")
     if len(ids_K) < entries:
-        raise UsageError(f"{at}: has {len(ids_K)} entries; use --head {len(ids_K)}, or ask the server for more")
+        raise UsageError(f"{at}: has {len(ids_K)} entries; use --top-k {len(ids_K)}, or ask the server for more")
     if np.isnan(logprobs_K).any() or (logprobs_K > 1e-3).any() or np.exp(logprobs_K).sum() > 1.01:
         raise UsageError(f"{at}: top_logprobs are no natural logarithms of probabilities")
     own = logprobs_K[ids_K == token]

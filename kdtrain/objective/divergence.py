@@ -98,29 +98,29 @@ def logit_mse(events: Events, parameter: float = 0.0) -> Tensor:
     return (centred_RE**2 / number_R1).sum(-1)
 
 
-def refuse(divergence: str, tail: str, *, head: int = 0, draws: int = 0, dense: bool = False) -> None:
+def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, dense: bool = False) -> None:
     """Raise a `UsageError` where `divergence` with `tail` cannot be had from targets of this kind."""
     _refuse_unknown("--divergence", divergence, list(DIVERGENCES))
     _refuse_unknown("--tail", tail, list(TAIL_RULES))
-    kind = "dense" if dense else "sampled" if draws else "sparse"
+    kind = "dense" if dense else "sampled" if num_samples else "sparse"
     if kind not in DIVERGENCES[divergence].accepts:
         raise UsageError(_refusal(divergence, kind))
     if dense:
         if tail != "ghost":
             raise UsageError(f"--tail {tail} means nothing for dense targets, which have no tail; leave --tail out")
         return
-    rule = TAIL_RULES[resolve_tail(tail, draws)]
-    if draws and not rule.needs_draws:
+    rule = TAIL_RULES[resolve_tail(tail, num_samples)]
+    if num_samples and not rule.needs_samples:
         raise UsageError(
-            f"--tail {tail} would throw away the {draws} draws a token of these targets; leave --tail out, "
-            "or use a cache built with --draws 0"
+            f"--tail {tail} would throw away the {num_samples} samples a token of these targets; leave --tail out, "
+            "or use a cache built with --num-samples 0"
         )
-    if not draws and rule.needs_draws:
-        raise UsageError(f"--tail {tail} needs a cache with draws; use --tail ghost, or build one with --draws")
-    if head < rule.least_head:
+    if not num_samples and rule.needs_samples:
+        raise UsageError(f"--tail {tail} needs a cache with samples; use --tail ghost, or build one with --num-samples")
+    if top_k < rule.least_top_k:
         raise UsageError(
-            f"--tail {tail} needs targets with a head of at least {rule.least_head}, these have {head}; use "
-            "a cache built with a larger --head, or with --draws and the default tail"
+            f"--tail {tail} needs targets with a top-k of at least {rule.least_top_k}, these have {top_k}; use "
+            "a cache built with a larger --top-k, or with --num-samples and the default tail"
         )
 
 
@@ -142,7 +142,7 @@ def parameter_of(divergence: str, **given: float) -> float:
 def _refusal(divergence: str, kind: str) -> str:
     able = ", ".join(name for name, entry in DIVERGENCES.items() if kind in entry.accepts)
     sources = {
-        "sparse": "a cache built with --draws 0",
+        "sparse": "a cache built with --num-samples 0",
         "dense": "a dense cache (cache-teacher --dense) or an online --teacher",
     }
     others = " or ".join(text for each, text in sources.items() if each in DIVERGENCES[divergence].accepts)

@@ -47,7 +47,7 @@ from kdtrain.objective.statistics import (
     reduce_logits,
     safe_ids,
     spread_gradients,
-    take_head,
+    take_top_k,
 )
 from kdtrain.objective.targets import DenseTargets, OnlineTargets, SparseTargets
 
@@ -299,9 +299,9 @@ def _dense_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
 
 def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
     targets = rows.targets if isinstance(rows.targets, SparseTargets) else None
-    head = 0 if targets is None else targets.head
+    top_k = 0 if targets is None else targets.top_k
     ids_RK, absent_RK = safe_ids(targets, z_RV)
-    kept_RK, label_R = take_head(z_RV, ids_RK, absent_RK, rows.labels, head)
+    kept_RK, label_R = take_top_k(z_RV, ids_RK, absent_RK, rows.labels, top_k)
     heat = beta.to(z_RV.dtype)
     tail = TailSums(*maybe_compiled(reduce_logits, walk.compile)(z_RV, heat, targets is not None, walk.wanted["beta"]))
     tail_R, tail_beta_R, mean_R = tail.log_sums(beta)
@@ -310,7 +310,7 @@ def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
     leaves.append(beta.detach().requires_grad_(walk.wanted["beta"]))
     with torch.set_grad_enabled(walk.differentiates):
         moving_R = leaves[1] + mean_R * (leaves[4] - beta) if walk.wanted["beta"] else leaves[1]
-        statistics = Statistics(leaves[0], moving_R, leaves[2], leaves[3], head)
+        statistics = Statistics(leaves[0], moving_R, leaves[2], leaves[3], top_k)
         loss, sums = walk.sparse_loss(statistics, leaves[4], rows.double())
     g_tail_R, g_beta_R, g_kept_RK, g_label_R, dbeta = _gradients(loss, leaves)
     if not walk.differentiates:

@@ -92,7 +92,7 @@ def distillation_loss(
         alpha=alpha if targets is not None else 0.0,
         divergence=divergence,
         parameter=parameter_of(divergence, jsd_beta=jsd_beta, skew_alpha=skew_alpha),
-        tail=resolve_tail(tail, targets.draws) if isinstance(targets, SparseTargets) else tail,
+        tail=resolve_tail(tail, targets.num_samples) if isinstance(targets, SparseTargets) else tail,
         normalizer=scalar(normalizer, hidden_ND.device),
         at_one=at_one,
     )
@@ -162,7 +162,7 @@ class _Recipe:
 
 def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int) -> None:
     if isinstance(targets, SparseTargets):
-        refuse(divergence, tail, head=targets.head, draws=targets.draws)
+        refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples)
     elif targets is not None:
         refuse(divergence, tail, dense=True)
         columns = targets.columns

@@ -2,11 +2,11 @@
 
 Everything is at T = 1, under `torch.no_grad()`, in chunks of rows. What is exact depends on the targets:
 
-KL(teacher || student)  exact for dense targets; for a head and its tail bucket a lower bound, off by what the
-                        teacher and student differ inside the tail; with draws an unbiased estimate.
-top-1 agreement         needs the teacher's most likely token: dense targets, or a head.
+KL(teacher || student)  exact for dense targets; for top-k entries and their tail bucket a lower bound, off by what the
+                        teacher and student differ inside the tail; with samples an unbiased estimate.
+top-1 agreement         needs the teacher's most likely token: dense targets, or a top-k.
 acceptance              sum_j min(p_j, q_j), the rate at which speculative decoding accepts the student's
-                        tokens (Leviathan et al. 2023, arXiv 2211.17192); needs a head, and with its tail
+                        tokens (Leviathan et al. 2023, arXiv 2211.17192); needs a top-k, and with its tail
                         bucket is an upper bound.
 ECE                     expected calibration error over 15 equal bins of confidence (Guo et al. 2017).
 """
@@ -114,8 +114,8 @@ def measure(
 
 def _none_known(targets: Targets | None) -> Metrics:
     """Zeros, with None for what `targets` cannot tell."""
-    headless = targets is None or (isinstance(targets, SparseTargets) and targets.head == 0)
-    nothing, top = (None if targets is None else 0.0), (None if headless else 0.0)
+    no_top_k = targets is None or (isinstance(targets, SparseTargets) and targets.top_k == 0)
+    nothing, top = (None if targets is None else 0.0), (None if no_top_k else 0.0)
     return Metrics(kl=nothing, teacher_cross_entropy=nothing, agreement=top, acceptance=top)
 
 
@@ -149,8 +149,8 @@ def _teacher_columns(z_RV: Tensor, top_R: Tensor, rows: Rows) -> list[Tensor]:
     else:
         statistics = row_statistics(z_RV, targets, rows.labels)
         one = torch.ones((), dtype=z_RV.dtype, device=z_RV.device)
-        kl_R = forward_kl(sparse_events("sampled" if targets.draws else "ghost", targets, statistics, one))
-        if targets.head == 0:
+        kl_R = forward_kl(sparse_events("sampled" if targets.num_samples else "ghost", targets, statistics, one))
+        if targets.top_k == 0:
             return [kl_R, teacher_cross_entropy_R, zero_R, zero_R]
         events = sparse_events("ghost", targets, statistics, one)
         teacher_top_R = targets.ids[:, 0]

@@ -1,14 +1,14 @@
 """Per-token statistics of a student's logits: all that a loss over sparse targets needs to know of them.
 
-They are the log sum exp of z and of beta z over the tail (everything but the head's ids), and z at the kept
-ids and at the label. Sums over the whole vocabulary are log-add-exps of tail and head; the tail's mass is a
-sum of its own, because 1 - sum q has lost all its digits in fp32 once the head is likely.
+They are the log sum exp of z and of beta z over the tail (everything but the top-k ids), and z at the kept
+ids and at the label. Sums over the whole vocabulary are log-add-exps of tail and top-k; the tail's mass is a
+sum of its own, because 1 - sum q has lost all its digits in fp32 once the top-k is likely.
 
 `reduce_logits` makes the sums of a chunk and `spread_gradients` carries a loss's gradients in them back to the
 logits, in place; both are plain elementwise and row-wise functions that torch.compile fuses. Everything a row has few
 of is in fp64: it costs nothing, and the gradient in the temperature is a small difference of large numbers.
 
-Shape suffixes: R rows of a chunk, V vocabulary, K kept entries, H head entries.
+Shape suffixes: R rows of a chunk, V vocabulary, K kept entries, H top-k entries.
 """
 
 from __future__ import annotations
@@ -54,31 +54,31 @@ class Rows:
 class Statistics:
     """What a sparse loss may know of a student's logits z, each differentiable.
 
-    All in at least fp32. `kept` is `NEVER` at absent entries; its first `head` columns are the head.
+    All in at least fp32. `kept` is `NEVER` at absent entries; its first `top_k` columns are the top-k.
     """
 
     tail: Tensor
-    """[R] log sum exp(z) outside the head."""
+    """[R] log sum exp(z) outside the top-k."""
     tail_beta: Tensor
-    """[R] log sum exp(beta z) outside the head, differentiable in beta too."""
+    """[R] log sum exp(beta z) outside the top-k, differentiable in beta too."""
     kept: Tensor
     """[R,K] z at the targets' ids."""
     label: Tensor
     """[R] z at the label."""
-    head: int
+    top_k: int
 
     @property
     def lse(self) -> Tensor:
         """[R] log sum exp(z) over the vocabulary."""
-        return _with_head(self.tail, self.kept[:, : self.head])
+        return _with_top_k(self.tail, self.kept[:, : self.top_k])
 
     def lse_beta(self, beta: Tensor | float) -> Tensor:
         """[R] log sum exp(beta z) over the vocabulary, for the beta that `tail_beta` was made for."""
-        return _with_head(self.tail_beta, beta * self.kept[:, : self.head])
+        return _with_top_k(self.tail_beta, beta * self.kept[:, : self.top_k])
 
     def at_one(self) -> Statistics:
         """The same statistics for beta = 1."""
-        return Statistics(self.tail, self.tail, self.kept, self.label, self.head)
+        return Statistics(self.tail, self.tail, self.kept, self.label, self.top_k)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TailSums:
     """Sums over the tail of a chunk, as the passes over its logits leave them: shifted by the largest logit."""
 
     top: Tensor
-    """[R] the largest z outside the head."""
+    """[R] the largest z outside the top-k."""
     mass: Tensor
     """[R] sum exp(z - top)."""
     mass_beta: Tensor
@@ -100,12 +100,12 @@ class TailSums:
         return top_R + mass_R.log(), beta * top_R + mass_beta_R.log(), top_R + moment_R / mass_beta_R
 
 
-def take_head(z_RV: Tensor, ids_RK: Tensor, absent_RK: Tensor, labels_R: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """z at the kept ids [R,K] and at the label [R]; the head's logits in `z_RV` become `NEVER`."""
+def take_top_k(z_RV: Tensor, ids_RK: Tensor, absent_RK: Tensor, labels_R: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """z at the kept ids [R,K] and at the label [R]; the top-k logits in `z_RV` become `NEVER`."""
     kept_RK = z_RV.gather(1, ids_RK).masked_fill(absent_RK, NEVER)
     label_R = z_RV.gather(1, labels_R[:, None]).squeeze(1)
-    if head:
-        z_RV.scatter_(1, ids_RK[:, :head], NEVER)
+    if top_k:
+        z_RV.scatter_(1, ids_RK[:, :top_k], NEVER)
     return kept_RK, label_R
 
 
@@ -133,7 +133,7 @@ def spread_gradients(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Overwrite `z_RV` with the gradient in u of the two sums over the tail; 0 at the head, which is masked.
+    """Overwrite `z_RV` with the gradient in u of the two sums over the tail; 0 at the top-k, which is masked.
 
     The shares are gradients in the log of the sums, divided by the sums.
     """
@@ -147,17 +147,17 @@ def spread_gradients(
 
 
 def row_statistics(z_RV: Tensor, targets: SparseTargets, labels_R: Tensor) -> Statistics:
-    """Statistics of some rows at beta = 1, without gradients; the head's logits in `z_RV` are overwritten."""
+    """Statistics of some rows at beta = 1, without gradients; the top-k logits in `z_RV` are overwritten."""
     ids_RK, absent_RK = safe_ids(targets, z_RV)
-    kept_RK, label_R = take_head(z_RV, ids_RK, absent_RK, labels_R, targets.head)
+    kept_RK, label_R = take_top_k(z_RV, ids_RK, absent_RK, labels_R, targets.top_k)
     tail_R = torch.logsumexp(z_RV, dim=1)
-    return Statistics(tail_R, tail_R, kept_RK, label_R, targets.head)
+    return Statistics(tail_R, tail_R, kept_RK, label_R, targets.top_k)
 
 
 def safe_ids(targets: SparseTargets | None, z_RV: Tensor) -> tuple[Tensor, Tensor]:
     """Ids that can be gathered with, and where they are absent.
 
-    An absent entry takes the id of the first column: masking the head then masks nothing that is not in it.
+    An absent entry takes the id of the first column: masking the top-k then masks nothing that is not in it.
     """
     if targets is None:
         ids_RK = torch.zeros(z_RV.shape[0], 0, dtype=torch.int64, device=z_RV.device)
@@ -167,5 +167,5 @@ def safe_ids(targets: SparseTargets | None, z_RV: Tensor) -> tuple[Tensor, Tenso
     return torch.where(absent_RK, first_R1, targets.ids), absent_RK
 
 
-def _with_head(tail_R: Tensor, head_RH: Tensor) -> Tensor:
-    return torch.logsumexp(torch.cat([tail_R[:, None], head_RH], dim=1), dim=1) if head_RH.shape[1] else tail_R
+def _with_top_k(tail_R: Tensor, top_RH: Tensor) -> Tensor:
+    return torch.logsumexp(torch.cat([tail_R[:, None], top_RH], dim=1), dim=1) if top_RH.shape[1] else tail_R

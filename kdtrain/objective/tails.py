@@ -4,56 +4,56 @@ A divergence sees log-probabilities of the same events under both sides, at the 
 beta = 1/T. For dense targets the events are the V tokens. For sparse ones a tail rule says what they are; with
 p_k, q_k the true probabilities at beta (the teacher's from the cached log-partition):
 
-ghost        the head's entries and one bucket for all the rest: p_tail = exp(L(beta)) / Z(beta) against the
-             student's own mass outside the head (the ghost token of Sparse Logit Sampling, ACL 2025, arXiv
+ghost        the top-k's entries and one bucket for all the rest: p_tail = exp(L(beta)) / Z(beta) against the
+             student's own mass outside the top-k (the ghost token of Sparse Logit Sampling, ACL 2025, arXiv
              2503.16870, with the mass right at every T). Both sides are distributions, so that every
              divergence is 0 with zero gradient for student = teacher; merging events can only lose some of
              an f-divergence, which is then a lower bound of the one over all V tokens.
-drop         the head's entries only, with true masses: the head's terms of the sum. Forward KL is 0 for
-             student = teacher, but that is no minimum: with P the head's mass, the gradient there is
-             beta q_j P in the tail and beta q_j (P - 1) in the head. The tail starves, and the value falls
+drop         the top-k's entries only, with true masses: the top-k's terms of the sum. Forward KL is 0 for
+             student = teacher, but that is no minimum: with P the top-k's mass, the gradient there is
+             beta q_j P in the tail and beta q_j (P - 1) in the top-k. The tail starves, and the value falls
              to P log P < 0.
-renormalize  both sides divided by their mass in the head: blind to what the student puts elsewhere (some
+renormalize  both sides divided by their mass in the top-k: blind to what the student puts elsewhere (some
              implementations divide the teacher's alone). 0 with zero gradient for student = teacher.
-sampled      head entries with weight p_k, drawn entries with weight
+sampled      top-k entries with weight p_k, drawn entries with weight
                  w_k = p_tail(1) (c_k / n) p_k(1)^(beta - 1) / Z(beta),
-             the importance weight of c_k of n draws from the tail at T = 1 (at head 0, p_tail(1) = 1 and the
+             the importance weight of c_k of n samples from the tail at T = 1 (at top-k 0, p_tail(1) = 1 and the
              tail is everything: random-sampling KD, arXiv 2503.16870). sum w (log p - log q) estimates the
              full forward KL without bias at every T, value and gradient, up to the interpolation of Z(beta);
              0 for student = teacher, because each term is. Any other divergence needs q at all tokens with a
-             weight of its own, which draws from p do not give.
-control-variate  the ghost bucket, corrected inside by the draws: see `control_variate`. Forward KL only, like
+             weight of its own, which samples from p do not give.
+control-variate  the ghost bucket, corrected inside by the samples: see `control_variate`. Forward KL only, like
              `sampled`; its noise falls with the student's distance from the teacher.
 
-Targets with draws are read by one of the last two: the default `ghost` stands for `sampled` there.
+Targets with samples are read by one of the last two: the default `ghost` stands for `sampled` there.
 
-Shape suffixes: R rows, E events, K kept entries, H head entries, D drawn entries, V vocabulary.
+Shape suffixes: R rows, E events, K kept entries, H top-k entries, D drawn entries, V vocabulary.
 
-The tail rule `control-variate`: the ghost bucket, and draws that correct its shape inside.
+The tail rule `control-variate`: the ghost bucket, and samples that correct its shape inside.
 
 The ghost bucket compares the mass of the tail and leaves its inside to the student: it takes the teacher to be
     p^_j = r q_j,   r = p_tail / q_tail,
 there. What that misses of forward KL is a divergence inside the tail,
-    KL(p || q) = KL over head and bucket + sum_{j in tail} p_j (-log x_j),   x_j = r q_j / p_j,
-estimated from the draws, which have the chance pi_k each. As sum_{j in tail} p_j (x_j - 1) = 0, any share s of that sum
-may be added, a control variate, if s does not depend on the draws:
+    KL(p || q) = KL over top-k and bucket + sum_{j in tail} p_j (-log x_j),   x_j = r q_j / p_j,
+estimated from the samples, each of chance pi_k. As sum_{j in tail} p_j (x_j - 1) = 0, any share s of that sum
+may be added, a control variate, if s does not depend on the samples:
     sum_k (c_k / n) (p_k / pi_k) (s (x_k - 1) - log x_k).
 In z_j of the tail the gradient is that of the bucket plus (c_j / n) (s r q_j - p_j) / pi_j, and something shaped like
-the student's tail that makes the sum of these 0; the head's has no noise. At s = 1 the noise goes to 0 with the
+the student's tail that makes the sum of these 0; the top-k's has no noise. At s = 1 the noise goes to 0 with the
 student's error; s = 0 is plain sampling inside the bucket.
 
-Far from the teacher r q_k / pi_k has no bound, and neither has p_k / pi_k above T = 1, because draws are made at T = 1:
-    s = exp(-4 d), where d is KL over head and bucket at T = 1, or without a head |log p - log q| of the label, times
+Far from the teacher r q_k / pi_k has no bound, and neither has p_k / pi_k above T = 1, as samples are drawn at T = 1:
+    s = exp(-4 d), where d is KL over top-k and bucket at T = 1, or without a top-k |log p - log q| of the label, times
     2 beta - 1 within 0 and 1;
     x counts as at most 4, along the tangent in log x: a draw's weight is then at most 3 times that of plain sampling;
     (p_k / p_tail) / pi_k, which is 1 at T = 1, counts as at most sqrt(n) (truncated importance sampling, Ionides 2008,
     J. Comput. Graph. Stat. 17(2)).
 When it is unbiased: its mean is forward KL, in value, gradient and slope in T, if r q_j <= 4 p_j and p_j <= sqrt(n)
 p_tail pi_j for every j of the tail (the second always holds at T = 1), whatever s is. Terms that are cut pull less.
-With a head the bias of the first falls with s away from the teacher; at the teacher there is none, and no gradient. No
+With a top-k the bias of the first falls with s away from the teacher; at the teacher there is none, and no gradient. No
 gradient goes through s, so that the gradient is not that of the value.
 
-Why these: `benchmarks/tail_rules.py` on the shipped teacher, head 8 and 24 draws: squared error of a token's logit
+Why these: `benchmarks/tail_rules.py` on the shipped teacher, top-k 8 and 24 samples: squared error of a token's logit
 gradient over that of the full one, in brackets of the mean gradient of 4,096 tokens, for students at four KLs.
                                 0.02 nats         0.31 nats         0.76 nats         5.8 (uniform)
     T = 1  ghost                0.018 (0.016)     0.0041 (0.0041)   0.0029 (0.023)    0.002 (0.0043)
@@ -68,17 +68,17 @@ gradient over that of the full one, in brackets of the mean gradient of 4,096 to
            s, clip 4            5.5 (1.3)         1.2 (0.02)        1.3 (0.046)       1.5 (0.017)
            ..., weight sqrt(n)  1.5 (0.37)        0.35 (0.0062)     0.42 (0.02)       0.43 (0.0048)
            ..., weight 2        0.74 (0.23)       0.2 (0.004)       0.21 (0.028)      0.21 (0.0035)
-With a head of 8 it has less error than plain sampling for all eight students of that study, at T = 1 within 4 % of the
+With a top-k of 8 it has less error than plain sampling for all eight students of that study, at T = 1 within 4 % of the
 best share of each token, which no rule can know, or below.
-Without a head d is a worse judge: with 50 draws the brackets say 0.14, 0.0084, 0.0036, 0.0003, and of plain sampling
+Without a top-k d is a worse judge: with 50 samples the brackets say 0.14, 0.0084, 0.0036, 0.0003, and of plain sampling
 0.46, 0.0046, 0.0021, 0.0003. Above T = 1 what is cut of a weight leaves 1 - s of the student's own tail as a bias, of
 first order in the error like d and the gradient: at T = 2 and KL 5e-5 it was 2.0 times the gradient (cosine 0.44; with
 d^2 0.95, but 0.81 at KL 0.016). There s = 1 has a cosine of 0.95 at every KL up to 1, and a token's error below that of
 both out to a uniform student. Hence 2 beta - 1, which leaves T = 1 as it is and makes s 1 from T = 2 on.
-sqrt(n) lets the bias vanish as draws are added; a weight of at most 2 has less noise
+sqrt(n) lets the bias vanish as samples are added; a weight of at most 2 has less noise
 still. At T = 4 a token's noise is above the bias of ghost with any of these.
 
-Shape suffixes: R rows, H head entries, D drawn entries.
+Shape suffixes: R rows, H top-k entries, D drawn entries.
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ from kdtrain.objective.targets import CLIP, SHARPNESS, SparseTargets
 
 
 def tail_correction(targets: SparseTargets, statistics: Statistics, beta: Tensor, distance_R: Tensor) -> Tensor:
-    """What the draws add to KL over head and ghost bucket, [R] in nats; differentiable in statistics and beta.
+    """What the samples add to KL over top-k and ghost bucket, [R] in nats; differentiable in statistics and beta.
 
-    distance_R: between student and teacher, in nats, not from the draws; it decides the share of the control variate.
+    distance_R: between student and teacher, in nats, not from the samples; it decides the share of the control variate.
     """
-    head = targets.head
-    drawn_RD = targets.counts[:, head:] > 0
+    top_k = targets.top_k
+    drawn_RD = targets.counts[:, top_k:] > 0
     log_tail_R1 = targets.log_tail(beta)[:, None]
     # log x = log r q - log p, in which both partition sums cancel.
     ratio_RD = log_tail_R1 - statistics.tail_beta[:, None]
-    ratio_RD = ratio_RD + beta * (statistics.kept - targets.logprobs)[:, head:]
+    ratio_RD = ratio_RD + beta * (statistics.kept - targets.logprobs)[:, top_k:]
     ratio_RD = ratio_RD.masked_fill(~drawn_RD, 0.0)
     share_R1 = (-SHARPNESS * distance_R.detach()).exp().clamp(max=1.0)[:, None]
     return (targets.bounded_weights(beta) * (share_R1 * clipped_excess(ratio_RD) - ratio_RD)).sum(-1)
@@ -133,8 +133,8 @@ class TailRule:
     """What becomes of the tail of sparse targets, and which targets have what that takes."""
 
     events: Callable[[SparseTargets, Statistics, Tensor], Events]
-    least_head: int
-    needs_draws: bool = False
+    least_top_k: int
+    needs_samples: bool = False
 
 
 def dense_events(logits_RV: Tensor, energies_RV: Tensor, beta: Tensor | float) -> Events:
@@ -148,36 +148,36 @@ def sparse_events(tail: str, targets: SparseTargets, statistics: Statistics, bet
     return TAIL_RULES[tail].events(targets, statistics, beta)
 
 
-def resolve_tail(tail: str, draws: int) -> str:
-    """The tail rule that is meant: with draws, the default `ghost` stands for `sampled`."""
-    return "sampled" if draws and tail == "ghost" else tail
+def resolve_tail(tail: str, num_samples: int) -> str:
+    """The tail rule that is meant: with samples, the default `ghost` stands for `sampled`."""
+    return "sampled" if num_samples and tail == "ghost" else tail
 
 
-def _head_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    student_RH = beta * statistics.kept[:, : targets.head] - statistics.lse_beta(beta)[:, None]
-    return Events(targets.head_logprobs(beta), student_RH)
+def _drop_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
+    student_RH = beta * statistics.kept[:, : targets.top_k] - statistics.lse_beta(beta)[:, None]
+    return Events(targets.top_logprobs(beta), student_RH)
 
 
 def _ghost_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    head = _head_events(targets, statistics, beta)
+    top = _drop_events(targets, statistics, beta)
     teacher_R = targets.log_tail(beta) - targets.log_partition(beta)
     student_R = statistics.tail_beta - statistics.lse_beta(beta)
     return Events(
-        torch.cat([head.teacher, teacher_R[:, None]], dim=-1),
-        torch.cat([head.student, student_R[:, None]], dim=-1),
+        torch.cat([top.teacher, teacher_R[:, None]], dim=-1),
+        torch.cat([top.student, student_R[:, None]], dim=-1),
     )
 
 
 def _renormalized_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    teacher_RH = torch.log_softmax(beta * targets.logprobs[:, : targets.head], dim=-1)
-    return Events(teacher_RH, torch.log_softmax(beta * statistics.kept[:, : targets.head], dim=-1))
+    teacher_RH = torch.log_softmax(beta * targets.logprobs[:, : targets.top_k], dim=-1)
+    return Events(teacher_RH, torch.log_softmax(beta * statistics.kept[:, : targets.top_k], dim=-1))
 
 
 def _sampled_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
     log_partition_R1 = targets.log_partition(beta)[:, None]
     teacher_RK = beta * targets.logprobs - log_partition_R1
     student_RK = beta * statistics.kept - statistics.lse_beta(beta)[:, None]
-    weights_RK = torch.cat([teacher_RK[:, : targets.head].exp(), targets.drawn_weights(beta)], dim=-1)
+    weights_RK = torch.cat([teacher_RK[:, : targets.top_k].exp(), targets.drawn_weights(beta)], dim=-1)
     return Events(teacher_RK, student_RK, weights_RK)
 
 
@@ -189,7 +189,7 @@ def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta
 @torch.no_grad()
 def _distance(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Tensor:
     """[R] how far the student is from the teacher at T = 1, from nothing that was drawn (`control_variate`)."""
-    if targets.head == 0:
+    if targets.top_k == 0:
         gap_R = statistics.label - statistics.lse - targets.label_logprob
         return gap_R.abs() * (2 * beta - 1).clamp(0, 1)
     events = _ghost_events(targets, statistics.at_one(), torch.ones_like(beta))
@@ -197,10 +197,10 @@ def _distance(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> T
 
 
 TAIL_RULES = {
-    "ghost": TailRule(_ghost_events, least_head=1),
-    "drop": TailRule(_head_events, least_head=1),
-    "renormalize": TailRule(_renormalized_events, least_head=2),
-    "sampled": TailRule(_sampled_events, least_head=0, needs_draws=True),
-    "control-variate": TailRule(_control_variate_events, least_head=0, needs_draws=True),
+    "ghost": TailRule(_ghost_events, least_top_k=1),
+    "drop": TailRule(_drop_events, least_top_k=1),
+    "renormalize": TailRule(_renormalized_events, least_top_k=2),
+    "sampled": TailRule(_sampled_events, least_top_k=0, needs_samples=True),
+    "control-variate": TailRule(_control_variate_events, least_top_k=0, needs_samples=True),
 }
 """By the name that `--tail` takes."""

@@ -3,15 +3,15 @@
 Everything is kept at temperature 1, as energies e_j = log p_j. At inverse temperature beta = 1/T the teacher
 is
     p_beta(j) = exp(beta e_j) / Z(beta),   Z(beta) = sum_j exp(beta e_j),   Z(1) = 1.
-Sparse targets keep the head exactly, draws from the tail with their counts, and for the tail as a whole the
+Sparse targets keep the top-k entries exactly, samples of the tail with their counts, and for the tail as a whole the
 log-partition L(beta) = log sum_{j in tail} exp(beta e_j) with its slope at a few knots of beta. Between the
 knots L is a cubic Hermite polynomial in beta, so that Z(beta) and the tail's mass are right at temperatures
-other than 1, which neither a bucket of mass 1 - sum p nor renormalising over the head is.
+other than 1, which neither a bucket of mass 1 - sum p nor renormalising over the top-k is.
 
 Given up: outside the knots L goes on along its end slope, which is a lower bound of the true, convex L; the
 temperature bounds of a cache keep callers inside. Nothing after this module knows where targets came from.
 
-Shape suffixes: N tokens, K kept entries, H head entries, V vocabulary, G knots.
+Shape suffixes: N tokens, K kept entries, H top-k entries, V vocabulary, G knots.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class _Rows:
 
 @dataclass(frozen=True)
 class SparseTargets(_Rows):
-    """A teacher's head, its draws from the tail, and the tail's log-partition, for N tokens.
+    """A teacher's top-k, its samples of the tail, and the tail's log-partition, for N tokens.
 
-    The first `head` columns are the head, most likely first; the other K - head are distinct entries drawn
-    from the tail at T = 1 (counts > 0), then absent padding. The tail is everything outside the head columns,
+    The first `top_k` columns are the top-k, most likely first; the other K - top_k are distinct entries drawn
+    from the tail at T = 1 (counts > 0), then absent padding. The tail is everything outside the top-k columns,
     so that drawn entries are members of it.
     """
 
@@ -71,7 +71,7 @@ class SparseTargets(_Rows):
     logprobs: Tensor
     """[N,K] fp32, nats. Teacher's log p at T = 1; meaningless but finite at absent entries."""
     counts: Tensor
-    """[N,K] fp32. How often an entry was drawn from the tail; 0 for head and absent entries."""
+    """[N,K] fp32. How often an entry was drawn from the tail; 0 for top-k and absent entries."""
     tail: Tensor
     """[N,2G] fp32, nats. First L(beta_g) at the G knots, then dL/dbeta; an empty tail is `EMPTY`, slope 0."""
     label_logprob: Tensor
@@ -80,10 +80,10 @@ class SparseTargets(_Rows):
     """[N] fp32, nats. Mean over the vocabulary of log p: the mean logit, less log Z."""
     logit_std: Tensor
     """[N] fp32, nats. Standard deviation over the vocabulary of log p, and so of the logits."""
-    head: int
-    """Number of head columns, 0 for purely sampled targets."""
-    draws: int
-    """Number of draws from the tail a token (the sum of counts), 0 for none."""
+    top_k: int
+    """Number of top-k columns, 0 for purely sampled targets."""
+    num_samples: int
+    """Number of samples of the tail a token (the sum of counts), 0 for none."""
     knots: tuple[float, ...]
     """The G values of beta at which the tail is known, descending, 1.0 among them."""
 
@@ -111,33 +111,33 @@ class SparseTargets(_Rows):
 
     def log_partition(self, beta: Tensor | float) -> Tensor:
         """log Z(beta) [N] in nats, differentiable in `beta`; 0 at beta = 1 up to rounding in storage."""
-        parts_NH1 = torch.cat([beta * self.logprobs[:, : self.head], self.log_tail(beta)[:, None]], dim=-1)
+        parts_NH1 = torch.cat([beta * self.logprobs[:, : self.top_k], self.log_tail(beta)[:, None]], dim=-1)
         return torch.logsumexp(parts_NH1, dim=-1)
 
-    def head_logprobs(self, beta: Tensor | float) -> Tensor:
-        """log p_beta of the head entries [N,H] in nats, differentiable in `beta`."""
-        return beta * self.logprobs[:, : self.head] - self.log_partition(beta)[:, None]
+    def top_logprobs(self, beta: Tensor | float) -> Tensor:
+        """log p_beta of the top-k entries [N,H] in nats, differentiable in `beta`."""
+        return beta * self.logprobs[:, : self.top_k] - self.log_partition(beta)[:, None]
 
     def drawn_weights(self, beta: Tensor | float) -> Tensor:
         """[N,D] (c_k / n) p_beta(k) / pi_k of the drawn columns, with pi_k their chance at a draw; 0 where absent.
 
         They estimate the teacher's probabilities in the tail without bias at every beta.
         """
-        return self.counts[:, self.head :] / self.draws * self._drawn_ratio(beta).exp()
+        return self.counts[:, self.top_k :] / self.num_samples * self._drawn_ratio(beta).exp()
 
     def bounded_weights(self, beta: Tensor | float) -> Tensor:
         """[N,D] the same with p_beta(k) / pi_k at most sqrt(n) times the tail's mass at beta, its mean over draws."""
         log_mass_N1 = (self.log_tail(beta) - self.log_partition(beta))[:, None]
-        excess_ND = (self._drawn_ratio(beta) - log_mass_N1).clamp(max=0.5 * math.log(max(self.draws, 1)))
-        return self.counts[:, self.head :] / self.draws * (log_mass_N1 + excess_ND).exp()
+        excess_ND = (self._drawn_ratio(beta) - log_mass_N1).clamp(max=0.5 * math.log(max(self.num_samples, 1)))
+        return self.counts[:, self.top_k :] / self.num_samples * (log_mass_N1 + excess_ND).exp()
 
     def _drawn_ratio(self, beta: Tensor | float) -> Tensor:
         """log of p_beta(k) / pi_k [N,D]; `EMPTY` where absent."""
-        # With nothing in a head the draws came from the whole distribution, whose mass at T = 1 is exactly 1.
-        log_mass_N1 = self.log_tail(1.0)[:, None] if self.head else 0.0
-        ratio_ND = (beta - 1) * self.logprobs[:, self.head :] - self.log_partition(beta)[:, None] + log_mass_N1
+        # With nothing in the top-k the samples came from the whole distribution, whose mass at T = 1 is exactly 1.
+        log_mass_N1 = self.log_tail(1.0)[:, None] if self.top_k else 0.0
+        ratio_ND = (beta - 1) * self.logprobs[:, self.top_k :] - self.log_partition(beta)[:, None] + log_mass_N1
         # An absent entry has energy EMPTY, and exp((beta - 1) EMPTY) is infinite above T = 1.
-        return ratio_ND.masked_fill(self.counts[:, self.head :] == 0, EMPTY)
+        return ratio_ND.masked_fill(self.counts[:, self.top_k :] == 0, EMPTY)
 
     def without_absent(self, vocab_size: int) -> SparseTargets:
         """The same with energy `EMPTY` and count 0 at absent entries, which then weigh nothing."""

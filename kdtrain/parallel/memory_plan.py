@@ -14,7 +14,7 @@ in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes a numb
     snapshots             as many again, each             of adaptive quantisation, where they lie in memory
     gradients             4 P, under DDP all the time; sharded 4 P / w, and 4 P while micro-batches are added up
     gathered              sharded: 4 (P - L), the root, and two layers of c L / layers
-    activations           N k, k bytes a token by what autograd keeps (`models.outline`)
+    activations           N k, k bytes a token by what autograd keeps (`model_footprint`)
     output head           4 V D (its gradient) + 2 c N D (hidden states and theirs) + copies of its weight in bf16
                           + a chunk of logits, several times (`LOGITS`)
     teacher               its weights, / w with w ranks; its head in fp32; its hidden states, 4 N D
@@ -24,19 +24,10 @@ in parts, then both. What fits nowhere is refused, with what would help. `USABLE
 
 What it gives up: buffers of the communication library, the allocator's waste, and compiled graphs, which keep less.
 
-What a model is made of, from its spec alone: parameters, layers, and what a token of it costs in memory.
-
-The model is built and run once over one sequence with tensors that have shapes and no numbers (PyTorch's fake
-tensors), so that a model of any size takes a tenth of a second and no memory; from the hub comes its configuration
-and nothing else. What a forward keeps for the backward is what autograd says it keeps, counted by storage.
-
-What it gives up: a compiled graph keeps less than this counts, about two thirds; emulated formats of few bits keep
-copies that it does not see.
-
-The plan of a run or of a cache, made of options and of models' configurations before anything is loaded.
-
-Models are looked at by `models.outline`. One that cannot be looked at so, because its code needs numbers, is planned
-with by its options alone, with a line that says so, and is refused by the device's own memory at worst.
+A model's footprint comes from its spec alone: it is built and run once over one sequence with tensors that have shapes
+and no numbers (PyTorch's fake tensors), so that a model of any size takes a tenth of a second and no memory, and of the
+hub only the configuration is read. A model whose code needs numbers is planned by its options alone, which is logged.
+A compiled graph keeps about two thirds of what this counts; emulated formats keep copies that it does not count.
 """
 
 import copy

@@ -55,7 +55,7 @@ def generate(next_logits: NextLogits, prompts_BT: torch.Tensor, tokens: int, see
         next_logits: the model.
         prompts_BT: int64, all of one length.
         tokens: how many are added.
-        seed: of the draws.
+        seed: of the samples.
     """
     generator = torch.Generator(prompts_BT.device).manual_seed(seed)
     rows, start = prompts_BT.shape
@@ -150,7 +150,7 @@ class LearnedSamples:
         return (
             f"the divergence from the teacher is {self.mean:.3f} nats over the last {len(self.steps)} steps, and fresh "
             f"samples give none below 0: after {epochs:.1f} epochs the student has learned the {self.samples} samples "
-            "a token by heart; cache more text, or with a larger --head or --draws, or train fewer steps"
+            "a token by heart; cache more text, or with a larger --top-k or --num-samples, or train fewer steps"
         )
 
 
@@ -270,7 +270,7 @@ class Sampler:
         step: the student and how its forward runs.
         source: the validation split; read once, at the first call.
         tokenizer: what makes text of tokens.
-        seed: of the draws.
+        seed: of the samples.
     """
 
     def __init__(self, step: DistillStep, source: Source, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:

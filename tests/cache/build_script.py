@@ -11,7 +11,7 @@ from kdtrain.cache.writer import CacheWriter
 from kdtrain.errors import RunError, UsageError
 
 SPECS = {
-    "both": CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8),
+    "both": CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8),
     "dense": CodecSpec(kind="dense", vocab_size=2048),
 }
 

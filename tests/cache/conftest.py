@@ -106,10 +106,10 @@ def workshop() -> Workshop:
 @pytest.fixture(scope="session")
 def codecs() -> dict[str, CodecSpec]:
     return {
-        "head": CodecSpec(kind="sparse", vocab_size=64, head=6),
-        "draws": CodecSpec(kind="sparse", vocab_size=64, draws=12),
-        "both": CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8),
-        "whole": CodecSpec(kind="sparse", vocab_size=64, head=64),
+        "top_k": CodecSpec(kind="sparse", vocab_size=64, top_k=6),
+        "num_samples": CodecSpec(kind="sparse", vocab_size=64, num_samples=12),
+        "both": CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8),
+        "whole": CodecSpec(kind="sparse", vocab_size=64, top_k=64),
         "dense": CodecSpec(kind="dense", vocab_size=64),
         "tokens": CodecSpec(kind="tokens", vocab_size=64),
     }

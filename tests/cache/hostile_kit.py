@@ -1,7 +1,7 @@
 """Shards as a stranger may make them: one thing is changed, and every digest of their cache computed anew.
 
 The changes are for shards of `workshop.build(..., codecs["both"])`: 4 sequences of 16 positions, V = 64, 4 entries of
-the head and 8 samples, so that `numbers` has 12 + 8 + 12 + 1 rows.
+the top-k and 8 samples, so that `numbers` has 12 + 8 + 12 + 1 rows.
 """
 
 import hashlib
@@ -227,7 +227,7 @@ VALUES: dict[str, Change] = {
     "token": number("tokens", (1, 3), 64),
     "mask": number("loss_mask", (0, 0), 3),
     "segment": number("segments", (0, 0), 16),
-    "id of the head absent": number("ids", (0, 0, 0), 0),
+    "id of the top-k absent": number("ids", (0, 0, 0), 0),
     "id beyond the vocabulary": number("ids", (2, 0, 0), 65_000),
     "candidate": number("dictionary/candidates", (0, 0), 64),
     "common entry": number("dictionary/common", 0, 64),

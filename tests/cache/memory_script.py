@@ -54,7 +54,7 @@ def build(folder: Path, sequences: int) -> int:
     table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     ones, zeros = np.ones(SEQ_LEN, dtype=bool), np.zeros(SEQ_LEN, dtype=np.int32)
     rows = (PackedRow(random.randint(0, VOCAB_SIZE, SEQ_LEN + 1), ones, zeros) for _ in range(sequences))
-    codec = CodecSpec(kind="sparse", vocab_size=VOCAB_SIZE, head=100)
+    codec = CodecSpec(kind="sparse", vocab_size=VOCAB_SIZE, top_k=100)
     settings = CacheSettings(codec=codec, seq_len=SEQ_LEN, tokenizer_size=VOCAB_SIZE, sequences_per_shard=PER_SHARD)
     options = {"teacher": lambda tokens_BT, _: table[tokens_BT], "batch_size": BATCH, "progress": gauge}
     write_cache(folder, settings, {"train": rows}, **options)

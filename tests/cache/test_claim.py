@@ -16,10 +16,10 @@ from kdtrain.errors import UsageError
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, finished: bool) -> None:
-    folder = workshop.build(tmp_path / "c", codecs["head"])
+    folder = workshop.build(tmp_path / "c", codecs["top_k"])
     if not finished:
         (folder / cache_format.MANIFEST).unlink()
-    changed = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, head=5), data={"source": "elsewhere"})
+    changed = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, top_k=5), data={"source": "elsewhere"})
     with pytest.raises(UsageError) as caught:
         CacheWriter(folder, changed, teacher=workshop.teacher())
     assert "codec.head: 6 there, 5 asked" in str(caught.value)
@@ -32,8 +32,8 @@ def test_a_build_that_failed_before_its_first_shard_gives_way_to_a_corrected_com
 ) -> None:
     short = {"train": workshop.rows(3), "validation": []}
     with pytest.raises(UsageError, match="the validation data give no whole sequence"):
-        write_cache(tmp_path / "c", workshop.settings(codecs["head"]), short, teacher=workshop.teacher())
-    corrected = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, head=5))
+        write_cache(tmp_path / "c", workshop.settings(codecs["top_k"]), short, teacher=workshop.teacher())
+    corrected = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, top_k=5))
     write_cache(tmp_path / "c", corrected, workshop.splits(), teacher=workshop.teacher())
     assert verify_cache(tmp_path / "c") == []
 
@@ -47,7 +47,7 @@ def test_a_folder_of_other_things_is_refused(tmp_path: Path, workshop, codecs) -
 
 
 def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path: Path, workshop, codecs) -> None:
-    folder, settings = tmp_path / "c", workshop.settings(codecs["head"])
+    folder, settings = tmp_path / "c", workshop.settings(codecs["top_k"])
     holds, release = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -58,37 +58,37 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path:
         os.kill(os.getpid(), signal.SIGKILL)
     os.read(holds[0], 1)
     with pytest.raises(UsageError, match=r"another process is building .* now; wait for it") as caught:
-        workshop.build(folder, codecs["head"])
+        workshop.build(folder, codecs["top_k"])
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="another process is building"):
         CacheWriter(folder, settings, teacher=workshop.teacher(), ranks=Alone(1, 2))
     lock(folder, 1).release()  # ranks of one command do not keep each other out
     os.write(release[1], b"x")
     os.waitpid(pid, 0)
-    workshop.build(folder, codecs["head"])
+    workshop.build(folder, codecs["top_k"])
     assert verify_cache(folder) == []
     assert not list(folder.glob(".building-*"))
 
 
 def test_a_file_that_only_begins_like_a_lock_bars_nobody_and_stays(tmp_path: Path, workshop, codecs) -> None:
-    folder = workshop.build(tmp_path / "c", codecs["head"])
+    folder = workshop.build(tmp_path / "c", codecs["top_k"])
     (folder / cache_format.MANIFEST).unlink()
     (folder / ".building-foo").write_text("mine")
-    workshop.build(folder, codecs["head"])
+    workshop.build(folder, codecs["top_k"])
     assert (folder / ".building-foo").read_text() == "mine"
 
 
 def test_a_finished_cache_needs_no_lock(tmp_path: Path, workshop, codecs) -> None:
-    folder = workshop.build(tmp_path / "c", codecs["head"])
+    folder = workshop.build(tmp_path / "c", codecs["top_k"])
     held = lock(folder, 0)
-    workshop.build(folder, codecs["head"])
+    workshop.build(folder, codecs["top_k"])
     held.release()
 
 
 def test_files_of_others_in_a_folder_of_shards_are_neither_built_among_nor_deleted(
     tmp_path: Path, workshop, codecs
 ) -> None:
-    settings, teacher = workshop.settings(codecs["head"]), workshop.teacher()
+    settings, teacher = workshop.settings(codecs["top_k"]), workshop.teacher()
     write_cache(tmp_path / "c", settings, workshop.splits(), teacher=teacher)
     precious = tmp_path / "c" / "shards" / "precious.json"
     precious.write_text("{}")

@@ -22,7 +22,7 @@ def _targets(logits: torch.Tensor, spec: CodecSpec, seed: int = 0) -> SparseTarg
 
 def test_head_entries_are_the_most_likely_ones_in_order() -> None:
     logits = _logits(50, 300)
-    targets = _targets(logits, CodecSpec(kind="sparse", vocab_size=300, head=12))
+    targets = _targets(logits, CodecSpec(kind="sparse", vocab_size=300, top_k=12))
     assert isinstance(targets, SparseTargets)
     expected = logits.double().log_softmax(-1).topk(12)
     assert torch.equal(targets.ids, expected.indices)
@@ -31,15 +31,15 @@ def test_head_entries_are_the_most_likely_ones_in_order() -> None:
     assert torch.allclose(targets.label_logprob.double(), labels, rtol=6e-4)
 
 
-@pytest.mark.parametrize("head", [0, 1, 12])
+@pytest.mark.parametrize("top_k", [0, 1, 12])
 @pytest.mark.parametrize("vocab_size", [40, 5000])
-def test_the_stored_tail_is_the_dense_tail(head: int, vocab_size: int) -> None:
-    spec = CodecSpec(kind="sparse", vocab_size=vocab_size, head=head, draws=0 if head else 3)
+def test_the_stored_tail_is_the_dense_tail(top_k: int, vocab_size: int) -> None:
+    spec = CodecSpec(kind="sparse", vocab_size=vocab_size, top_k=top_k, num_samples=0 if top_k else 3)
     logits = _logits(20, vocab_size)
     targets = _targets(logits, spec)
     assert isinstance(targets, SparseTargets)
     energy = logits.double().log_softmax(-1)
-    tail = energy.scatter(1, energy.topk(head).indices, -torch.inf)
+    tail = energy.scatter(1, energy.topk(top_k).indices, -torch.inf)
     for g, beta in enumerate(spec.knots):
         weights = (beta * tail).softmax(-1)
         slope = (weights * energy).sum(-1)
@@ -50,7 +50,7 @@ def test_the_stored_tail_is_the_dense_tail(head: int, vocab_size: int) -> None:
 
 def test_mean_and_deviation_are_those_of_the_log_probabilities() -> None:
     logits = _logits(20, 500)
-    targets = _targets(logits, CodecSpec(kind="sparse", vocab_size=500, head=2))
+    targets = _targets(logits, CodecSpec(kind="sparse", vocab_size=500, top_k=2))
     assert isinstance(targets, SparseTargets)
     energy = logits.double().log_softmax(-1)
     assert torch.allclose(targets.logit_mean.double(), energy.mean(-1), rtol=1e-3)
@@ -64,19 +64,19 @@ def test_dense_keeps_every_log_probability() -> None:
     assert torch.allclose(targets.logprobs.double(), logits.double().log_softmax(-1), rtol=6e-4)
 
 
-@pytest.mark.parametrize("head", [0, 3])
-def test_draws_are_unbiased_and_outside_the_head(head: int) -> None:
-    """100,000 tokens of one distribution, 8 draws each: every frequency within 5 standard errors."""
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_draws_are_unbiased_and_outside_the_head(top_k: int) -> None:
+    """100,000 tokens of one distribution, 8 samples each: every frequency within 5 standard errors."""
     logits = _logits(1, 12, scale=1.0).expand(100_000, 12)
-    spec = CodecSpec(kind="sparse", vocab_size=12, head=head, draws=8)
+    spec = CodecSpec(kind="sparse", vocab_size=12, top_k=top_k, num_samples=8)
     arrays = encode(logits, torch.zeros(len(logits), dtype=torch.int64), spec, uniforms(0, "train", 0, (100_000, 8)))
-    ids, counts = arrays["ids"][:, head:], arrays["draws"][:, head:].astype(np.int64)
-    assert (arrays["draws"][:, :head] == 0).all()
+    ids, counts = arrays["ids"][:, top_k:], arrays["counts"][:, top_k:].astype(np.int64)
+    assert (arrays["counts"][:, :top_k] == 0).all()
     assert (counts.sum(1) == 8).all()
     assert ((ids == 65_535) == (counts == 0)).all()
     total = np.bincount(ids[counts > 0], weights=counts[counts > 0], minlength=12)
     p = logits[0].double().softmax(-1)
-    p[logits[0].topk(head).indices] = 0
+    p[logits[0].topk(top_k).indices] = 0
     expected = (p / p.sum()).numpy()
     error = np.sqrt(expected * (1 - expected) / 800_000)
     assert (np.abs(total / 800_000 - expected) <= 5 * error).all()
@@ -86,10 +86,10 @@ def test_draws_are_unbiased_and_outside_the_head(head: int) -> None:
 def test_a_draw_never_lands_on_what_cannot_be() -> None:
     logits = torch.full((200, 50), -torch.inf)
     logits[:, [3, 20, 21, 40]] = torch.tensor([5.0, 0.0, -1.0, -80.0])
-    spec = CodecSpec(kind="sparse", vocab_size=50, head=1, draws=20)
+    spec = CodecSpec(kind="sparse", vocab_size=50, top_k=1, num_samples=20)
     edges = np.random.RandomState(0).choice([0.0, 0.5, np.nextafter(1, 0)], (200, 20))
     arrays = encode(logits, torch.full((200,), 3), spec, edges)
-    drawn = arrays["ids"][:, 1:][arrays["draws"][:, 1:] > 0]
+    drawn = arrays["ids"][:, 1:][arrays["counts"][:, 1:] > 0]
     assert set(np.unique(drawn)) <= {20, 21, 40}
     assert np.isfinite(arrays["tail"]).all()
     assert np.isfinite(arrays["logit_mean"]).all()
@@ -99,7 +99,7 @@ def test_a_draw_never_lands_on_what_cannot_be() -> None:
 def test_a_teacher_that_is_certain_leaves_nothing_to_draw() -> None:
     logits = torch.full((2, 50), -torch.inf)
     logits[:, 7] = 0.0
-    spec = CodecSpec(kind="sparse", vocab_size=50, head=1, draws=4)
+    spec = CodecSpec(kind="sparse", vocab_size=50, top_k=1, num_samples=4)
     arrays = encode(logits, torch.tensor([7, 8]), spec, np.zeros((2, 4)))
     targets = decode({k: v[None] for k, v in arrays.items()}, spec)
     assert isinstance(targets, SparseTargets)
@@ -110,14 +110,14 @@ def test_a_teacher_that_is_certain_leaves_nothing_to_draw() -> None:
 
 
 def test_a_head_of_the_whole_vocabulary_has_an_empty_tail() -> None:
-    targets = _targets(_logits(5, 16), CodecSpec(kind="sparse", vocab_size=16, head=16))
+    targets = _targets(_logits(5, 16), CodecSpec(kind="sparse", vocab_size=16, top_k=16))
     assert isinstance(targets, SparseTargets)
     assert (targets.tail[:, : len(KNOTS)] == -1e4).all()
     assert (targets.tail[:, len(KNOTS) :] == 0).all()
 
 
 def test_the_same_sequence_gets_the_same_draws_in_any_batch() -> None:
-    spec = CodecSpec(kind="sparse", vocab_size=64, head=2, draws=6)
+    spec = CodecSpec(kind="sparse", vocab_size=64, top_k=2, num_samples=6)
     logits, labels = _logits(60, 64).reshape(3, 20, 64), torch.zeros(3, 20, dtype=torch.int64)
     together = encode_sequences(logits, labels, spec, seed=1, split="train", first=10)
     alone = encode_sequences(logits[2:], labels[2:], spec, seed=1, split="train", first=12)
@@ -127,7 +127,7 @@ def test_the_same_sequence_gets_the_same_draws_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("kind", [{"kind": "sparse", "head": 2, "draws": 2}, {"kind": "dense"}])
+@pytest.mark.parametrize("kind", [{"kind": "sparse", "top_k": 2, "num_samples": 2}, {"kind": "dense"}])
 def test_a_logit_that_is_no_number_marks_its_sequence_and_no_other(bad: float, kind: dict) -> None:
     logits = _logits(12, 20).reshape(3, 4, 20)
     sound = logits.clone()
@@ -146,7 +146,7 @@ def test_a_logit_that_is_no_number_marks_its_sequence_and_no_other(bad: float, k
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65_535, np.uint16), (65_536, np.uint32), (151_936, np.uint32)])
 def test_the_largest_id_never_means_absent(vocab_size: int, dtype: type) -> None:
-    spec = CodecSpec(kind="sparse", vocab_size=vocab_size, head=1, draws=2)
+    spec = CodecSpec(kind="sparse", vocab_size=vocab_size, top_k=1, num_samples=2)
     logits = torch.zeros(1, vocab_size)
     logits[0, -1] = 20.0
     arrays = encode(logits, torch.tensor([vocab_size - 1]), spec, np.array([[0.0, 0.999999999]]))
@@ -160,13 +160,13 @@ def test_the_largest_id_never_means_absent(vocab_size: int, dtype: type) -> None
     "options, word",
     [
         ({"kind": "other"}, "codec 'other'"),
-        ({"kind": "sparse"}, "--head 0"),
-        ({"kind": "sparse", "head": 65}, "--head 65"),
-        ({"kind": "sparse", "draws": 256}, "--draws 256"),
-        ({"kind": "dense", "head": 3}, "codec 'dense'"),
-        ({"kind": "sparse", "head": 3, "knots": (1.0,)}, "knots"),
-        ({"kind": "sparse", "head": 3, "knots": (1.5, 0.5)}, "knots"),
-        ({"kind": "sparse", "head": 3, "knots": (0.5, 1.0)}, "knots"),
+        ({"kind": "sparse"}, "--top-k 0"),
+        ({"kind": "sparse", "top_k": 65}, "--top-k 65"),
+        ({"kind": "sparse", "num_samples": 256}, "--num-samples 256"),
+        ({"kind": "dense", "top_k": 3}, "codec 'dense'"),
+        ({"kind": "sparse", "top_k": 3, "knots": (1.0,)}, "knots"),
+        ({"kind": "sparse", "top_k": 3, "knots": (1.5, 0.5)}, "knots"),
+        ({"kind": "sparse", "top_k": 3, "knots": (0.5, 1.0)}, "knots"),
     ],
 )
 def test_a_codec_that_cannot_be_is_refused(options: dict, word: str) -> None:
@@ -174,11 +174,11 @@ def test_a_codec_that_cannot_be_is_refused(options: dict, word: str) -> None:
         CodecSpec(vocab_size=64, **options)
 
 
-@pytest.mark.parametrize("head", [0, 1, 4, 12])
-def test_log_z_is_right_over_all_of_two_thirds_to_four_with_the_default_knots(head: int) -> None:
+@pytest.mark.parametrize("top_k", [0, 1, 4, 12])
+def test_log_z_is_right_over_all_of_two_thirds_to_four_with_the_default_knots(top_k: int) -> None:
     logits = _logits(256, 512, 2.0)
     logits[:, 0] += torch.linspace(0, 14, 256)  # from flat to all but certain
-    targets = _targets(logits, CodecSpec(kind="sparse", vocab_size=512, head=head, draws=8))
+    targets = _targets(logits, CodecSpec(kind="sparse", vocab_size=512, top_k=top_k, num_samples=8))
     assert isinstance(targets, SparseTargets)
     energies = logits.double().log_softmax(-1)
     for temperature in torch.linspace(2 / 3, 4, 40).tolist():

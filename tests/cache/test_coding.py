@@ -64,7 +64,7 @@ def test_what_cannot_be_stays_impossible_and_certainty_certain() -> None:
 @pytest.mark.parametrize("vocab_size", [50, 3000, 70_000])
 def test_every_id_comes_back_listed_or_not(vocab_size: int) -> None:
     random = np.random.RandomState(1)
-    absent = int(np.iinfo(CodecSpec(kind="sparse", vocab_size=vocab_size, head=1).id_dtype).max)
+    absent = int(np.iinfo(CodecSpec(kind="sparse", vocab_size=vocab_size, top_k=1).id_dtype).max)
     seen, unseen = (random.zipf(1.5, (2, 3000, 5)) - 1) % vocab_size
     context = random.randint(0, 20, 3000)
     seen[::7, 3:] = absent
@@ -95,17 +95,17 @@ def test_an_empty_tail_stays_empty_and_the_others_are_right_to_half_a_step() -> 
     assert order(knots) == [1, 2, 0, 4, 5, 3, 6, 7]
 
 
-@pytest.mark.parametrize("head", [8, 12, 50])
+@pytest.mark.parametrize("top_k", [8, 12, 50])
 @pytest.mark.parametrize("slope, peak", [(1.0, 0.0), (1.3, 2.0), (1.6, 0.0), (2.0, 4.0)])
-def test_masses_and_weights_are_exact_to_a_hundredth_of_a_nat(head: int, slope: float, peak: float) -> None:
-    """log of head mass, tail mass and Z at every T in [1, 4] against the dense teacher in fp64."""
-    spec = CodecSpec(kind="sparse", vocab_size=2048, head=head)
+def test_masses_and_weights_are_exact_to_a_hundredth_of_a_nat(top_k: int, slope: float, peak: float) -> None:
+    """log of top-k mass, tail mass and Z at every T in [1, 4] against the dense teacher in fp64."""
+    spec = CodecSpec(kind="sparse", vocab_size=2048, top_k=top_k)
     logits = _zipf(256, 2048, slope, peak)
     tokens, kept = _kept(logits, spec)
     targets = decode(_through(tokens, kept, spec), spec)
     assert isinstance(targets, SparseTargets)
     energy = logits.double().log_softmax(-1)
-    top = energy.topk(head)
+    top = energy.topk(top_k)
     tail = energy.scatter(1, top.indices, -torch.inf)
     for temperature in TEMPERATURES:
         beta = 1 / temperature
@@ -113,13 +113,13 @@ def test_masses_and_weights_are_exact_to_a_hundredth_of_a_nat(head: int, slope: 
         partition = targets.log_partition(beta).double()
         assert (partition - whole).abs().max() < 1e-2, temperature
         for found, expected in (
-            (targets.head_logprobs(beta).logsumexp(-1), (beta * top.values).logsumexp(-1) - whole),
+            (targets.top_logprobs(beta).logsumexp(-1), (beta * top.values).logsumexp(-1) - whole),
             (targets.log_tail(beta) - partition, (beta * tail).logsumexp(-1) - whole),
         ):
             assert (found - expected).abs().max() < 1e-2, temperature
 
 
-@pytest.mark.parametrize("options", [{"head": 3}, {"draws": 9}, {"head": 5, "draws": 20}, {"head": 40}])
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"num_samples": 9}, {"top_k": 5, "num_samples": 20}, {"top_k": 40}])
 def test_extreme_teachers_come_through(options: dict) -> None:
     """Certain ones, ones that rule most entries out, flat ones and wild ones, side by side."""
     spec = CodecSpec(kind="sparse", vocab_size=40, **options)
@@ -134,8 +134,8 @@ def test_extreme_teachers_come_through(options: dict) -> None:
     here = found["ids"] != spec.absent
     error = np.abs(found["logprobs"] - kept["logprobs"])[here]
     assert (error <= (1 - kept["logprobs"][here]) / 383).all()
-    if spec.draws:
-        assert np.array_equal(found["draws"], kept["draws"])
+    if spec.num_samples:
+        assert np.array_equal(found["counts"], kept["counts"])
     targets = decode(found, spec)
     assert isinstance(targets, SparseTargets)
     for temperature in (1.0, 2.0, 4.0):
@@ -147,16 +147,16 @@ def test_extreme_teachers_come_through(options: dict) -> None:
 
 
 def test_sampled_weights_are_unbiased_at_every_temperature() -> None:
-    """200,000 tokens of one distribution, 8 draws each: the mean of w_k = (c_k / n) p_k^(beta - 1) P / Z(beta),
+    """200,000 tokens of one distribution, 8 samples each: the mean of w_k = (c_k / n) p_k^(beta - 1) P / Z(beta),
     over its entries, within 5 standard errors plus the stated error of the stored numbers."""
-    number, size, spec = 200_000, 40, CodecSpec(kind="sparse", vocab_size=40, draws=8)
+    number, size, spec = 200_000, 40, CodecSpec(kind="sparse", vocab_size=40, num_samples=8)
     energy = _zipf(1, size, 1.2).log_softmax(-1)
     tokens, kept = _kept(energy.expand(number, size), spec)
     targets = decode(_through(tokens, kept, spec), spec)
     assert isinstance(targets, SparseTargets)
     for beta in (1.0, 0.5, 0.25):
         scale = (targets.log_tail(1.0) - targets.log_partition(beta))[:, None]
-        weight = targets.counts / targets.draws * ((beta - 1) * targets.logprobs + scale).exp()
+        weight = targets.counts / targets.num_samples * ((beta - 1) * targets.logprobs + scale).exp()
         place = targets.ids.clamp(max=size)
         zeros = torch.zeros(number, size + 1, dtype=torch.float64)
         estimate = zeros.scatter(1, place, weight.double())[:, :size]

@@ -25,7 +25,7 @@ def _fork_build(folder: Path, workshop, fault: str) -> int:
             os.environ["KDTRAIN_FAULT"], os.environ["KDTRAIN_FAULT_LOG"] = fault, f"{folder}.log"
             faults._faults = faults._wanted()
             faults._calls.clear()
-            spec = CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8)
+            spec = CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8)
             options = {
                 "tokenizer": folder.parent / "tokenizer",
                 "batch_size": 3,
@@ -82,11 +82,11 @@ def test_a_full_disk_that_a_library_in_rust_met_is_one_line_too(tmp_path: Path, 
         def save_pretrained(self, folder: Path) -> None:
             raise Exception("No space left on device (os error 28)")
 
-    settings, teacher = workshop.settings(codecs["head"]), workshop.teacher()
+    settings, teacher = workshop.settings(codecs["top_k"]), workshop.teacher()
     with pytest.raises(RunError, match=r"^cannot write .*/c/tokenizer: No space left on device; [^\n]*free some space"):
         CacheWriter(tmp_path / "c", settings, teacher=teacher, tokenizer=Full())
     assert not list((tmp_path / "c").glob(".building-*"))
-    assert verify_cache(workshop.build(tmp_path / "c", codecs["head"])) == []
+    assert verify_cache(workshop.build(tmp_path / "c", codecs["top_k"])) == []
 
 
 def test_a_folder_that_cannot_be_is_named(tmp_path: Path, workshop, codecs) -> None:

@@ -11,9 +11,9 @@ from kdtrain.cache.writer import SideStream, write_cache
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SPECS = [
-    CodecSpec(kind="sparse", vocab_size=500, head=12),
-    CodecSpec(kind="sparse", vocab_size=500, head=3, draws=9),
-    CodecSpec(kind="sparse", vocab_size=500, head=500),
+    CodecSpec(kind="sparse", vocab_size=500, top_k=12),
+    CodecSpec(kind="sparse", vocab_size=500, top_k=3, num_samples=9),
+    CodecSpec(kind="sparse", vocab_size=500, top_k=500),
     CodecSpec(kind="dense", vocab_size=500),
 ]
 
@@ -26,7 +26,7 @@ def encoded(spec, device):
     return encode_sequences(logits_BTV.to(device), labels_BT, spec, seed=0, split="train", first=5)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.head}-{spec.draws}")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.head}-{spec.samples}")
 @pytest.mark.parametrize("cells", [1, 3000, 2**27])
 def test_what_is_kept_does_not_depend_on_how_many_logits_are_worked_on_at_once(spec, cells, monkeypatch):
     expected = encoded(spec, "cpu")
@@ -38,7 +38,7 @@ def test_what_is_kept_does_not_depend_on_how_many_logits_are_worked_on_at_once(s
         assert np.allclose(found[name], values, rtol=1e-5, atol=1e-5, equal_nan=True), name
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.head}-{spec.draws}")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.head}-{spec.samples}")
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_kept_on_a_device_is_what_a_cpu_keeps(spec, device):
     expected, found = encoded(spec, "cpu"), encoded(spec, device)
@@ -47,14 +47,14 @@ def test_what_is_kept_on_a_device_is_what_a_cpu_keeps(spec, device):
         assert found[name].dtype == values.dtype and found[name].shape == values.shape
         if name == "ids":  # entries as likely as each other, to rounding, may change places
             assert (found[name] == values).mean() > 0.99
-        elif name != "draws":
+        elif name != "counts":
             bound = 0.01 if spec.kind == "dense" else 1e-3
             assert np.allclose(found[name], values, rtol=bound, atol=bound, equal_nan=True), name
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_cache_built_on_a_device_reads_as_one_built_on_a_cpu(workshop, tmp_path, device):
-    spec, on_cpu = CodecSpec(kind="sparse", vocab_size=64, head=8), workshop.teacher(64)
+    spec, on_cpu = CodecSpec(kind="sparse", vocab_size=64, top_k=8), workshop.teacher(64)
     found = {}
     for name in ("cpu", device):
 

@@ -46,30 +46,30 @@ def shipped() -> Shipped:
     return Shipped(teacher, parts, energies)
 
 
-def _cache(shipped: Shipped, folder: Path, head: int, draws: int) -> CacheReader:
-    spec = CodecSpec(kind="sparse", vocab_size=2048, head=head, draws=draws)
+def _cache(shipped: Shipped, folder: Path, top_k: int, num_samples: int) -> CacheReader:
+    spec = CodecSpec(kind="sparse", vocab_size=2048, top_k=top_k, num_samples=num_samples)
     settings = CacheSettings(codec=spec, seq_len=LENGTH, tokenizer_size=2048, data={}, sequences=dict(SPLITS))
     write_cache(folder, settings, shipped.parts, teacher=shipped.teacher, batch_size=6)  # type: ignore[arg-type]
     return CacheReader(folder, "train")
 
 
-@pytest.mark.parametrize("head, draws", [(8, 0), (8, 24), (12, 0), (50, 0)])
+@pytest.mark.parametrize("top-k, samples", [(8, 0), (8, 24), (12, 0), (50, 0)])
 def test_masses_and_weights_of_the_shipped_teacher_are_right_to_a_hundredth_of_a_nat(
-    shipped: Shipped, tmp_path: Path, head: int, draws: int
+    shipped: Shipped, tmp_path: Path, top_k: int, num_samples: int
 ) -> None:
-    """log of head mass, tail mass, Z and the factor of the draws' weights, at every T in [1, 4]."""
-    targets = _cache(shipped, tmp_path / "c", head, draws).read(range(SPLITS["train"])).targets
+    """log of top-k mass, tail mass, Z and the factor of the samples' weights, at every T in [1, 4]."""
+    targets = _cache(shipped, tmp_path / "c", top_k, num_samples).read(range(SPLITS["train"])).targets
     assert isinstance(targets, SparseTargets)
     energy = shipped.energies["train"]
-    tail = energy.scatter(1, energy.topk(head).indices, -torch.inf)
+    tail = energy.scatter(1, energy.topk(top_k).indices, -torch.inf)
     log_mass = tail.logsumexp(-1)
     for temperature in TEMPERATURES:
         beta = 1 / temperature
         whole, partition = (beta * energy).logsumexp(-1), targets.log_partition(beta).double()
         errors = {
             "Z": partition - whole,
-            "head": targets.head_logprobs(beta).logsumexp(-1)
-            - ((beta * energy.topk(head).values).logsumexp(-1) - whole),
+            "top_k": targets.top_logprobs(beta).logsumexp(-1)
+            - ((beta * energy.topk(top_k).values).logsumexp(-1) - whole),
             "tail": targets.log_tail(beta) - partition - ((beta * tail).logsumexp(-1) - whole),
             "weights": targets.log_tail(1.0) - partition - (log_mass - whole),
         }
@@ -77,11 +77,11 @@ def test_masses_and_weights_of_the_shipped_teacher_are_right_to_a_hundredth_of_a
         assert max(worst.values()) < 1e-2, (temperature, worst)
 
 
-@pytest.mark.parametrize("head, draws", [(0, 12), (2, 0), (4, 8), (12, 0)])
+@pytest.mark.parametrize("top-k, samples", [(0, 12), (2, 0), (4, 8), (12, 0)])
 def test_the_manifest_says_the_error_of_log_z_at_each_temperature(
-    shipped: Shipped, tmp_path: Path, head: int, draws: int
+    shipped: Shipped, tmp_path: Path, top_k: int, num_samples: int
 ) -> None:
-    reader = _cache(shipped, tmp_path / "c", head, draws)
+    reader = _cache(shipped, tmp_path / "c", top_k, num_samples)
     targets = CacheReader(tmp_path / "c", "validation").read(range(SPLITS["validation"])).targets
     fidelity, energy = reader.manifest.fidelity, shipped.energies["validation"]
     assert isinstance(targets, SparseTargets) and fidelity is not None

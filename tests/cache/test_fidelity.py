@@ -48,7 +48,7 @@ def test_dense_is_the_full_distribution_at_every_temperature() -> None:
 
 
 def test_the_head_and_its_bucket_are_right_at_every_temperature() -> None:
-    found, span = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=12))
+    found, span = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=12))
     for temperature in ("T=1", "T=2", "T=4"):
         assert 0 <= found[temperature]["kl_bucket"] < 1e-4
         assert found[temperature]["kl_spread"] > 1e-2
@@ -58,29 +58,29 @@ def test_the_head_and_its_bucket_are_right_at_every_temperature() -> None:
 
 def test_a_wider_head_is_nearer_to_the_full_gradient() -> None:
     angles = []
-    for head in (4, 32, 256):
-        found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=head))
+    for top_k in (4, 32, 256):
+        found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=top_k))
         angles.append(found["T=1"]["gradient"]["ghost"]["token_angle"])
     assert angles[0] > angles[1] > angles[2]
 
 
 def test_a_head_of_everything_is_the_full_gradient() -> None:
-    found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=VOCAB))
+    found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=VOCAB))
     assert found["T=2"]["gradient"]["ghost"]["token_angle"] < 0.5
     assert found["T=2"]["kl_spread"] < 1e-4
 
 
 def test_more_draws_bring_the_sampled_gradient_nearer() -> None:
-    few, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, draws=10))
-    many, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, draws=250))
+    few, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, num_samples=10))
+    many, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, num_samples=250))
     one, other = (found["T=1"]["gradient"]["sampled"] for found in (few, many))
     assert one["token_angle"] > 2 * other["token_angle"]
     assert other["token_norm"] == pytest.approx(1, abs=0.2)
 
 
 def test_sampled_gradients_converge_to_the_full_one() -> None:
-    """255 draws for 256 tokens of one distribution: the noise of 65,280 draws is left, 7 degrees at T = 2."""
-    spec = CodecSpec(kind="sparse", vocab_size=VOCAB, head=8, draws=255)
+    """255 samples for 256 tokens of one distribution: the noise of 65,280 samples is left, 7 degrees at T = 2."""
+    spec = CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=8, num_samples=255)
     logits = (-1.3 * torch.arange(1.0, VOCAB + 1).log()).expand(4, 64, VOCAB)
     tokens = torch.zeros(4, 65, dtype=torch.int64)
     arrays = _stored(encode_sequences(logits, tokens[:, 1:], spec, seed=0, split="validation", first=0), tokens, spec)
@@ -98,13 +98,15 @@ def test_rules_stand_where_the_numbers_kept_allow_them() -> None:
         (1, 0): ["ghost", "drop"],
         (0, 9): ["sampled", "control-variate"],
     }
-    for (head, draws), rules in expected.items():
-        found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=head, draws=draws), rows=1, length=8)
+    for (top_k, num_samples), rules in expected.items():
+        found, _ = _measured(
+            CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=top_k, num_samples=num_samples), rows=1, length=8
+        )
         assert all(list(found[t]["gradient"]) == rules for t in ("T=1", "T=2", "T=4"))
 
 
 def test_top_k_alone_is_far_from_the_full_gradient_and_a_sampled_mean_is_close() -> None:
-    found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, head=4, draws=20), rows=8, length=128)
+    found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=4, num_samples=20), rows=8, length=128)
     angle = {name: each["mean_angle"] for name, each in found["T=1"]["gradient"].items()}
     assert angle["renormalize"] > 2 * angle["control-variate"]
     near = {name: each["token_angle"] for name, each in found["T=1"]["gradient"].items()}

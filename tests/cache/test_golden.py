@@ -21,7 +21,7 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 SPECS = {
-    "sparse": CodecSpec(kind="sparse", vocab_size=300, head=4, draws=6),
+    "sparse": CodecSpec(kind="sparse", vocab_size=300, top_k=4, num_samples=6),
     "dense": CodecSpec(kind="dense", vocab_size=300),
 }
 LENGTH = 24

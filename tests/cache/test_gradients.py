@@ -17,9 +17,9 @@ class Logits:
     weight, bias, scale, softcap = None, None, 1.0, None
 
 
-def _targets(head: int, draws: int) -> SparseTargets:
+def _targets(top_k: int, num_samples: int) -> SparseTargets:
     logits = 2 * torch.randn(1, SIZE, VOCAB, generator=torch.Generator().manual_seed(0))
-    spec = CodecSpec(kind="sparse", vocab_size=VOCAB, head=head, draws=draws)
+    spec = CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=top_k, num_samples=num_samples)
     labels = torch.zeros(1, SIZE, dtype=torch.int64)
     targets = decode(encode_sequences(logits, labels, spec, seed=0, split="train", first=0), spec)
     assert isinstance(targets, SparseTargets)
@@ -42,7 +42,7 @@ def _spread(targets: SparseTargets, z_NV: torch.Tensor, beta: float, rule: str) 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize(
-    "rule, head, draws",
+    "rule, top-k, samples",
     [
         ("ghost", 7, 0),
         ("drop", 7, 0),
@@ -53,8 +53,8 @@ def _spread(targets: SparseTargets, z_NV: torch.Tensor, beta: float, rule: str) 
         ("control-variate", 0, 12),
     ],
 )
-def test_gradients_are_those_of_the_objective(rule: str, head: int, draws: int, temperature: float) -> None:
-    targets, z_NV = _targets(head, draws), _student().requires_grad_()
+def test_gradients_are_those_of_the_objective(rule: str, top_k: int, num_samples: int, temperature: float) -> None:
+    targets, z_NV = _targets(top_k, num_samples), _student().requires_grad_()
     labels, mask = torch.zeros(SIZE, dtype=torch.int64), torch.ones(SIZE, dtype=torch.bool)
     tail = "ghost" if rule == "sampled" else rule
     settings = {"temperature": temperature, "alpha": 1.0, "tail": tail, "vocab_size": VOCAB, "normalizer": 1.0}

@@ -39,28 +39,28 @@ def test_the_index_is_read_without_kdtrain(whole: Path, tmp_path: Path, workshop
         "total = lambda values: np.nan_to_num(values.astype(float)).sum()\n"
         "sums = {f'{s}/{n}': total(d[:]) for s in file for n, d in file[s].items() if n != 'dictionary'}\n"
         "assert 'kdtrain' not in sys.modules\n"
-        "head, shape = int(file['train'].attrs['head']), file['train/ids'].shape\n"
+        "top-k, shape = int(file['train'].attrs['top-k']), file['train/ids'].shape\n"
         "groups = {f'{s}/{n}': group for s in file for n, group in file[s]['dictionary'].items()}\n"
         "lists = {f'{n}/{d}': total(v[:]) for n, group in groups.items() for d, v in group.items()}\n"
-        "print(json.dumps({'sums': sums, 'lists': lists, 'shape': shape, 'head': head}))"
+        "print(json.dumps({'sums': sums, 'lists': lists, 'shape': shape, 'top-k': top-k}))"
     )
     command = [sys.executable, "-c", code, str(moved / "index.h5")]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout)
     assert found["shape"] == [10, 12, 16]
-    assert found["head"] == 4
+    assert found["top_k"] == 4
     names = {f"train/train-0000{number}" for number in range(3)} | {"validation/validation-00000"}
     assert {name.rsplit("/", 1)[0] for name in found["lists"]} == names
     assert len(found["lists"]) == 4 * len(names)
     content = workshop.content(moved)
     for split in ("train", "validation"):
-        for name in cache_format.datasets(CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8), 16):
+        for name in cache_format.datasets(CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8), 16):
             parts = [v for key, v in content.items() if key.startswith(split) and key.endswith(f"/{name}")]
             total = sum(np.nan_to_num(part.astype(float)).sum() for part in parts)
             assert found["sums"][f"{split}/{name}"] == pytest.approx(total, rel=1e-9), name
 
 
 def test_an_index_whose_shard_is_gone_reads_as_fill_values(tmp_path: Path, workshop, codecs) -> None:
-    folder = workshop.build(tmp_path / "c", codecs["head"])
+    folder = workshop.build(tmp_path / "c", codecs["top_k"])
     cache_format.shard_path(folder, "train-00000").unlink()
     with h5py.File(folder / "index.h5") as file:
         assert (file["train/ids"][0] == 65_535).all()
@@ -70,7 +70,7 @@ def test_an_index_whose_shard_is_gone_reads_as_fill_values(tmp_path: Path, works
         assert (file["train/numbers"][4, -1] < 65_535).all()
 
 
-@pytest.mark.parametrize("kind", [{"kind": "sparse", "head": 4, "draws": 4}, {"kind": "dense"}])
+@pytest.mark.parametrize("kind", [{"kind": "sparse", "top_k": 4, "num_samples": 4}, {"kind": "dense"}])
 def test_a_vocabulary_of_151936_is_cached_with_wide_ids(tmp_path: Path, workshop, kind: dict) -> None:
     spec = CodecSpec(vocab_size=151_936, **kind)
     splits = {

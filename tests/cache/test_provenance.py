@@ -31,7 +31,7 @@ from kdtrain.files import publish_json, read_sealed
 def sound(tmp_path_factory, workshop, codecs) -> Path:
     folder = tmp_path_factory.mktemp("provenance")
     _tokenizer().save_pretrained(folder / "tokenizer")
-    settings, splits = workshop.settings(codecs["head"]), workshop.splits()
+    settings, splits = workshop.settings(codecs["top_k"]), workshop.splits()
     options = {"teacher": workshop.teacher(), "tokenizer": folder / "tokenizer", "batch_size": 3}
     write_cache(folder / "cache", settings, splits, **options)
     return folder / "cache"
@@ -61,7 +61,7 @@ def _mended(cache: Path, workshop, codecs, sound: Path) -> None:
     with pytest.raises(UsageError, match="unfinished"):
         read_manifest(cache)
     options = {"teacher": workshop.teacher(), "tokenizer": sound.parent / "tokenizer", "batch_size": 3}
-    write_cache(cache, workshop.settings(codecs["head"]), workshop.splits(), **options)
+    write_cache(cache, workshop.settings(codecs["top_k"]), workshop.splits(), **options)
     assert verify_cache(cache) == []
 
 
@@ -138,7 +138,7 @@ def test_a_shard_of_another_size_is_said_before_anything_is_read_by_whoever_open
     for split in ("train", "validation"):
         with pytest.raises(UsageError, match=wrong):
             CacheReader(cache, split)
-    settings, teacher = workshop.settings(codecs["head"]), workshop.teacher()
+    settings, teacher = workshop.settings(codecs["top_k"]), workshop.teacher()
     with pytest.raises(UsageError, match=wrong):
         write_cache(cache, settings, workshop.splits(), teacher=teacher)
     damaged.unlink()
@@ -153,7 +153,7 @@ def test_a_shard_of_another_size_is_said_before_anything_is_read_by_whoever_open
 def test_an_edited_manifest_is_refused(cache: Path) -> None:
     path = cache / cache_format.MANIFEST
     record = json.loads(path.read_text())
-    record["codec"]["head"] = 5
+    record["codec"]["top_k"] = 5
     path.write_text(json.dumps(record))
     with pytest.raises(UsageError, match=r"altered or damaged .*--repair"):
         CacheReader(cache, "train")
@@ -174,7 +174,7 @@ def test_an_unfinished_or_missing_cache_is_refused(cache: Path, tmp_path: Path) 
 def test_a_format_of_another_time_is_refused_by_number_in_one_line(cache: Path, version: object) -> None:
     path = cache / cache_format.MANIFEST
     publish_json(path, {**read_sealed(path), "format_version": version}, "cache.manifest")
-    with pytest.raises(UsageError, match=rf"^[^\n]*format version {version}; this kdtrain reads 2[^\n]*$"):
+    with pytest.raises(UsageError, match=rf"^[^\n]*format version {version}; this kdtrain reads 3[^\n]*$"):
         read_manifest(cache)
 
 
@@ -196,7 +196,9 @@ def test_a_manifest_without_the_bytes_of_a_token_is_refused_with_the_key(sound: 
 
 def _manifest(sound: Path, cached: int, used: int):
     manifest = read_manifest(sound)
-    settings = CacheSettings(codec=CodecSpec(kind="sparse", vocab_size=cached, head=2), seq_len=16, tokenizer_size=used)
+    settings = CacheSettings(
+        codec=CodecSpec(kind="sparse", vocab_size=cached, top_k=2), seq_len=16, tokenizer_size=used
+    )
     return type(manifest)(**{**vars(manifest), "settings": settings})
 
 

@@ -26,7 +26,7 @@ def cache(tmp_path_factory, workshop, codecs) -> Path:
     return workshop.build(tmp_path_factory.mktemp("reader") / "cache", codecs["both"])
 
 
-@pytest.mark.parametrize("name", ["head", "draws", "both", "whole", "dense", "tokens"])
+@pytest.mark.parametrize("name", ["top_k", "num_samples", "both", "whole", "dense", "tokens"])
 def test_a_round_trip_gives_what_was_encoded(tmp_path: Path, workshop, codecs, name: str) -> None:
     spec = codecs[name]
     batch = CacheReader(workshop.build(tmp_path / "c", spec), "train").read(range(10))
@@ -42,7 +42,7 @@ def test_a_round_trip_gives_what_was_encoded(tmp_path: Path, workshop, codecs, n
     arrays = encode_sequences(logits, tokens[:, 1:], spec, seed=3, split="train", first=0)
     expected = decode(arrays, spec)
     assert type(batch.targets) is type(expected)
-    exact = vars(expected).keys() if name == "dense" else ("ids", "counts", "head", "draws", "knots")
+    exact = vars(expected).keys() if name == "dense" else ("ids", "counts", "top_k", "counts", "knots")
     for field in exact:
         value, found = getattr(expected, field), getattr(batch.targets, field)
         assert torch.equal(value, found) if torch.is_tensor(value) else value == found, field
@@ -116,7 +116,7 @@ def test_a_forked_reader_opens_its_own_files(cache: Path) -> None:
 
 
 def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path, workshop, codecs) -> None:
-    cache = workshop.build(tmp_path / "c", codecs["head"])
+    cache = workshop.build(tmp_path / "c", codecs["top_k"])
     shards = CacheReader(cache, "train")
     cache_format.shard_path(cache, "train-00001").unlink()
     shards.read([0])
@@ -125,7 +125,7 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path, workshop, cod
 
 
 def test_a_cache_that_is_gone_is_an_error_that_names_it_and_no_repair(tmp_path: Path, workshop, codecs) -> None:
-    cache = workshop.build(tmp_path / "c", codecs["head"])
+    cache = workshop.build(tmp_path / "c", codecs["top_k"])
     shards = CacheReader(cache, "train")
     cache.rename(tmp_path / "elsewhere")
     with pytest.raises(RunError, match=r"the cache .*/c is gone, .* train-00001.h5 .*put it back"):
@@ -146,17 +146,17 @@ def _place_in_a_chunk(path: Path) -> int:
 
 def test_a_flipped_bit_in_a_chunk_is_an_error_and_no_data(tmp_path: Path, workshop, codecs) -> None:
     """Also without the digest of the shard, for a flip that comes after it was compared."""
-    cache = workshop.build(tmp_path / "c", codecs["head"])
+    cache = workshop.build(tmp_path / "c", codecs["top_k"])
     path = cache_format.shard_path(cache, "train-00001")
     _flip(path, _place_in_a_chunk(path))
     with pytest.raises(RunError, match="train-00001"):
         CacheReader(cache, "train").read([5])
     with pytest.raises(OSError, match="filter"):
-        Shard(path, codecs["head"]).read(np.array([1]), checked=False)
+        Shard(path, codecs["top_k"]).read(np.array([1]), checked=False)
 
 
 def test_a_flip_anywhere_in_a_shard_never_reaches_the_trainer(tmp_path: Path, workshop, codecs) -> None:
-    cache = workshop.build(tmp_path / "c", codecs["head"])
+    cache = workshop.build(tmp_path / "c", codecs["top_k"])
     path = cache_format.shard_path(cache, "train-00001")
     sound = path.read_bytes()
     for place in range(5, len(sound), len(sound) // 40):
@@ -168,7 +168,7 @@ def test_a_flip_anywhere_in_a_shard_never_reaches_the_trainer(tmp_path: Path, wo
 
 
 def test_a_shard_is_proven_once_and_again_when_its_file_changes(tmp_path: Path, workshop, codecs, monkeypatch) -> None:
-    cache = workshop.build(tmp_path / "c", codecs["head"])
+    cache = workshop.build(tmp_path / "c", codecs["top_k"])
     calls = []
     monkeypatch.setattr(reader, "file_digest", lambda path: calls.append(path.name) or file_digest(path))
     monkeypatch.setattr(reader, "MAX_OPEN", 1)
@@ -185,7 +185,7 @@ def test_a_shard_is_proven_once_and_again_when_its_file_changes(tmp_path: Path, 
 
 
 def test_targets_that_were_never_written_are_an_error(tmp_path: Path, workshop, codecs) -> None:
-    spec = codecs["head"]
+    spec = codecs["top_k"]
     with h5py.File(tmp_path / "empty.h5", "w") as file:
         cache_format.create_shard(file, spec, 16, "train", 0, 2)
         lists = {"context_row": np.zeros(64, np.uint8), "candidates": np.zeros((1, 64), np.uint16)}

@@ -14,7 +14,7 @@ from kdtrain.errors import RunError
 
 
 def test_a_resume_runs_the_teacher_only_for_what_is_missing(tmp_path: Path, workshop, codecs) -> None:
-    folder, spec = tmp_path / "c", codecs["head"]
+    folder, spec = tmp_path / "c", codecs["top_k"]
     workshop.build(folder, spec)
     before = workshop.content(folder)
     (folder / cache_format.MANIFEST).unlink()
@@ -35,17 +35,17 @@ def test_a_resume_runs_the_teacher_only_for_what_is_missing(tmp_path: Path, work
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:700] + b"x" + data[701:]])
 def test_a_resume_builds_a_damaged_shard_again(tmp_path: Path, workshop, codecs, damage) -> None:
-    folder, whole = (workshop.build(tmp_path / name, codecs["head"]) for name in "ab")
+    folder, whole = (workshop.build(tmp_path / name, codecs["top_k"]) for name in "ab")
     (folder / cache_format.MANIFEST).unlink()
     path = cache_format.shard_path(folder, "train-00001")
     path.write_bytes(damage(path.read_bytes()))
-    workshop.build(folder, codecs["head"])
+    workshop.build(folder, codecs["top_k"])
     assert verify_cache(folder) == []
     workshop.assert_equal(folder, whole)
 
 
 def test_a_shard_of_other_text_is_built_again(tmp_path: Path, workshop, codecs) -> None:
-    folder, spec = tmp_path / "c", codecs["head"]
+    folder, spec = tmp_path / "c", codecs["top_k"]
     workshop.build(folder, spec)
     (folder / cache_format.MANIFEST).unlink()
     fresh = {"train": workshop.rows(7, seed=9), "validation": workshop.rows(3, seed=1)}
@@ -57,19 +57,19 @@ def test_a_shard_of_other_text_is_built_again(tmp_path: Path, workshop, codecs) 
 
 
 def test_a_finished_cache_is_left_alone(tmp_path: Path, workshop, codecs) -> None:
-    folder = workshop.build(tmp_path / "c", codecs["head"])
+    folder = workshop.build(tmp_path / "c", codecs["top_k"])
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
     def teacher(*_: object) -> None:
         raise AssertionError("the teacher ran")
 
-    manifest = write_cache(folder, workshop.settings(codecs["head"]), workshop.splits(), teacher=teacher)
+    manifest = write_cache(folder, workshop.settings(codecs["top_k"]), workshop.splits(), teacher=teacher)
     assert manifest == read_manifest(folder)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def test_two_ranks_build_the_cache_of_one(whole: Path, tmp_path: Path, workshop) -> None:
-    spec = CodecSpec(kind="sparse", vocab_size=64, head=4, draws=8)
+    spec = CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8)
     settings, folder = workshop.settings(spec), tmp_path / "c"
     writers = []
     for rank in (0, 1):

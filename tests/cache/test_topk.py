@@ -9,11 +9,11 @@ from kdtrain.errors import UsageError
 from kdtrain.objective.targets import SparseTargets
 
 
-def _kept(vocab_size: int, head: int) -> tuple[torch.Tensor, SparseTargets, np.ndarray]:
+def _kept(vocab_size: int, top_k: int) -> tuple[torch.Tensor, SparseTargets, np.ndarray]:
     energy = (2 * torch.randn(30, vocab_size, generator=torch.Generator().manual_seed(0))).double().log_softmax(-1)
-    top = energy.topk(head)
+    top = energy.topk(top_k)
     labels = np.where(np.arange(30) % 2, np.nan, top.values[:, 0].numpy())
-    spec = CodecSpec(kind="sparse", vocab_size=vocab_size, head=head)
+    spec = CodecSpec(kind="sparse", vocab_size=vocab_size, top_k=top_k)
     arrays = keep(top.indices.numpy(), top.values.numpy(), labels, spec)
     targets = decode({name: values[None] for name, values in arrays.items()}, spec)
     assert isinstance(targets, SparseTargets)
@@ -35,13 +35,13 @@ def test_head_tail_and_label_are_right_at_temperature_one() -> None:
 def test_the_whole_vocabulary_leaves_no_tail_and_nothing_said_is_an_even_distribution() -> None:
     _, targets, _ = _kept(9, 9)
     assert (targets.tail[:, : len(targets.knots)] == -1e4).all()
-    spec = CodecSpec(kind="sparse", vocab_size=100, head=3)
+    spec = CodecSpec(kind="sparse", vocab_size=100, top_k=3)
     arrays = keep(np.arange(3)[None], np.full((1, 3), np.nan), np.array([np.nan]), spec)
     assert np.allclose(arrays["logprobs"], -np.log(100))
     assert np.allclose(arrays["logit_std"], 0, atol=1e-3)
 
 
 def test_an_id_outside_the_vocabulary_is_refused() -> None:
-    spec = CodecSpec(kind="sparse", vocab_size=50, head=2)
+    spec = CodecSpec(kind="sparse", vocab_size=50, top_k=2)
     with pytest.raises(UsageError, match="id 50, the teacher's vocabulary only 50"):
         keep(np.array([[1, 50]]), np.log([[0.5, 0.2]]), np.array([0.0]), spec)

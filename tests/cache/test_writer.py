@@ -59,7 +59,7 @@ def test_more_than_one_broken_sequence_in_a_thousand_stops_the_build(tmp_path: P
         calls.append(len(tokens))
         return workshop.teacher()(tokens, segments) * float("nan")
 
-    settings = workshop.settings(codecs["head"], sequences={"train": 4000, "validation": 3})
+    settings = workshop.settings(codecs["top_k"], sequences={"train": 4000, "validation": 3})
     splits = {"train": workshop.rows(4000), "validation": workshop.rows(3)}
     with pytest.raises(RunError, match=r"not numbers for .* more than one in a thousand"):
         write_cache(tmp_path / "c", settings, splits, teacher=teacher, batch_size=3)
@@ -68,4 +68,4 @@ def test_more_than_one_broken_sequence_in_a_thousand_stops_the_build(tmp_path: P
         workshop.teacher()(tokens, segments).index_fill(0, torch.tensor(0), float("inf"))
     )
     with pytest.raises(RunError, match=r"for 1 of 4 sequences \(the first is train 0\)"):
-        write_cache(tmp_path / "d", workshop.settings(codecs["head"]), workshop.splits(), teacher=once, batch_size=10)
+        write_cache(tmp_path / "d", workshop.settings(codecs["top_k"]), workshop.splits(), teacher=once, batch_size=10)

@@ -58,7 +58,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "text.txt").write_text(TEXT)
     before = os.getcwd()
     os.chdir(root)
-    words = ("cache-teacher", "--teacher", "teacher", "--out", "cache", "--num-sequences", 40, "--head", 12)
+    words = ("cache-teacher", "--teacher", "teacher", "--out", "cache", "--num-sequences", 40, "--top-k", 12)
     with pytest.raises(SystemExit) as ended:
         cli.main([str(word) for word in (*words, *Workbench.text, "--precision", "fp32")])
     os.chdir(before)

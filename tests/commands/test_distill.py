@@ -88,7 +88,7 @@ def test_a_shard_that_was_cut_short_is_said_at_once_by_every_command_that_opens_
     shard = workbench.root / "cache" / "shards" / "train-00000.h5"
     whole = shard.read_bytes()
     os.truncate(shard, 5000)
-    teacher = ("cache-teacher", "--teacher", "teacher", "--out", "cache", "--num-sequences", 40, "--head", 12)
+    teacher = ("cache-teacher", "--teacher", "teacher", "--out", "cache", "--num-sequences", 40, "--top-k", 12)
     commands = [
         (*command, "--cache", "cache", "--out", "of-damaged"),
         ("evaluate", "--student", "teacher", "--cache", "cache"),
@@ -135,9 +135,9 @@ def test_samples_learned_by_heart_are_said_once_with_epochs_and_samples(workbenc
         "sampled",
         "--num-sequences",
         8,
-        "--head",
+        "--top-k",
         0,
-        "--draws",
+        "--num-samples",
         2,
     )
     assert workbench.call(*build, *workbench.text, "--precision", "fp32")[0] == 0

@@ -61,7 +61,7 @@ def test_the_teacher_itself_is_aligned_with_what_it_said(workbench, monkeypatch)
 def test_the_teachers_own_weights_are_known_in_another_dtype_and_under_another_name(workbench, monkeypatch):
     monkeypatch.setattr(sanity, "STEPS", 1)
     (workbench.root / "half.toml").write_text("source = 'teacher'\ndtype = 'bfloat16'\n")
-    cache = ("cache-teacher", "--teacher", "half.toml", "--out", "half", "--num-sequences", 16, "--head", 12)
+    cache = ("cache-teacher", "--teacher", "half.toml", "--out", "half", "--num-sequences", 16, "--top-k", 12)
     for precision in ("fp32", "bf16"):
         workbench.json(*cache[:4], f"half-{precision}", *cache[5:], *workbench.text, "--precision", precision)
         found = checked(workbench, "--cache", f"half-{precision}", "--student", "teacher")

@@ -196,7 +196,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, server: Any) -> Bench:
 @pytest.fixture(scope="session")
 def _cache(made: Bench) -> Done:
     return made.alone(
-        "cache-teacher", "--teacher", "teacher", "--out", "cache", *Bench.small, "--head", 12, "--json"
+        "cache-teacher", "--teacher", "teacher", "--out", "cache", *Bench.small, "--top-k", 12, "--json"
     ).ok()
 
 

@@ -37,7 +37,7 @@ COMMAND_LINE = {
     "cache and teacher": ((*DISTILL, "--teacher", "teacher"), ["--cache", "--teacher"]),
     "steps and epochs": ((*DISTILL, "--steps", 3, "--epochs", 1), ["--steps", "--epochs"]),
     "nothing to train on": (("distill", "--student", "student.toml", "--out", "new"), ["--cache", "--data"]),
-    "nothing kept": ((*TEACHER, "--data", "corpus", "--head", 0), ["--head 0", "--draws"]),
+    "nothing kept": ((*TEACHER, "--data", "corpus", "--top-k", 0), ["--top-k 0", "--num-samples"]),
     "unknown key in the file": ((*DISTILL, "--config", "key.toml"), ["key.toml", "'learning_rate'", "[optimizer]"]),
     "unknown section in the file": (
         (*DISTILL, "--config", "section.toml"),
@@ -69,11 +69,11 @@ WORLD = {
     "too long for the student": ((*TEXT, "corpus", "--seq-len", 129), ["--seq-len 129", "128"]),
     "too long for the teacher": ((*TEACHER, "--data", "corpus", "--seq-len", 129), ["--seq-len 129", "128"]),
     "too long online": ((*ONLINE, "--teacher", "short", "--seq-len", 32), ["--seq-len 32", "16"]),
-    "head too large": ((*TEACHER, "--data", "corpus", "--head", 301), ["--head 301", "300"]),
+    "head too large": ((*TEACHER, "--data", "corpus", "--top-k", 301), ["--top-k 301", "300"]),
     "temperature outside the cache": ((*DISTILL, "--temperature", 9), ["9.0", "0.667", "--temperature"]),
-    "draws that are not there": (
+    "samples that are not there": (
         (*DISTILL, "--tail", "control-variate"),
-        ["--tail control-variate", "--draws", "ghost"],
+        ["--tail control-variate", "--num-samples", "ghost"],
     ),
     "bounds outside the cache": (
         (*DISTILL, "--temperature-mode", "likelihood", "--temperature-max", 50),

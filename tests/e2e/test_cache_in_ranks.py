@@ -17,7 +17,7 @@ import pytest
 
 from kdtrain.cache.manifest import read_manifest
 
-OPTIONS = ("--teacher", "teacher", "--sequences-per-shard", 3, "--batch-size", 2, "--head", 4, "--draws", 6)
+OPTIONS = ("--teacher", "teacher", "--sequences-per-shard", 3, "--batch-size", 2, "--top-k", 4, "--num-samples", 6)
 
 
 def _same(folder: Path, expected: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
 def test_bad_input_is_one_line_of_one_rank(ranks, of_one) -> None:
     for more, said in (
         (("--data", "missing"), "--data is given 2 times"),
-        (("--head", 301), "more than the vocabulary of 300"),
+        (("--top-k", 301), "more than the vocabulary of 300"),
     ):
         first, second = ranks.run(2, "bad", *more)
         assert (first.code, second.code, second.stderr) == (2, 2, "")

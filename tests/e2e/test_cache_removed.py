@@ -14,7 +14,7 @@ TRAIN = ("distill", "--student", "student.toml", "--batch-size", 4, "--warmup-st
 @pytest.fixture(scope="module")
 def shards(forks):
     """`shards`: a cache of more shards than a reader keeps open, one sequence each."""
-    argv = ("cache-teacher", "--teacher", "teacher", "--out", "shards", *forks.small, "--head", 4)
+    argv = ("cache-teacher", "--teacher", "teacher", "--out", "shards", *forks.small, "--top-k", 4)
     forks.run(*argv, "--sequences-per-shard", 1).ok()
     return forks.root / "shards"
 

@@ -26,7 +26,7 @@ ONCE = ("cache.settings", "cache.manifest")
 
 def _command(bench, out: str) -> list[object]:
     options = ("--teacher", "teacher", "--out", out, *bench.small, "--sequences-per-shard", 2, "--batch-size", 1)
-    return ["cache-teacher", *options, "--head", 4, "--draws", 6]
+    return ["cache-teacher", *options, "--top-k", 4, "--num-samples", 6]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ def test_a_student_learns_from_a_servers_log_probabilities(bench) -> None:
         ids, logprobs = top.indices[:-1].tolist(), top.values[:-1].tolist()
         records.append({"tokens": tokens, "top_ids": [None, *ids], "top_logprobs": [None, *logprobs]})
     (bench.root / "said.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    options = ("--teacher", "teacher", "--from-logprobs", "said.jsonl", "--seq-len", 32, "--head", 8)
+    options = ("--teacher", "teacher", "--from-logprobs", "said.jsonl", "--seq-len", 32, "--top-k", 8)
     made = bench.run("cache-teacher", *options, "--out", "said", "--json").json
     assert (made["temperature_range"]["min"], made["temperature_range"]["max"]) == (1, 1)
     train = ("distill", "--cache", "said", "--student", "student.toml", "--steps", 2, *bench.fast, *bench.eager)
@@ -30,7 +30,7 @@ def test_a_student_learns_from_a_servers_log_probabilities(bench) -> None:
     assert "the cache is right at T = 1 only; use --temperature-mode fixed" in learned.refusal()
     fewer = bench.run("cache-teacher", *options[:-1], 9, "--out", "said-9")
     assert fewer.code == 2
-    assert "has 8 entries; use --head 8" in fewer.refusal()
+    assert "has 8 entries; use --top-k 8" in fewer.refusal()
     records[0]["tokens"][3] = 5000
     (bench.root / "said.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     strange = bench.run("cache-teacher", *options, "--out", "said-5000")

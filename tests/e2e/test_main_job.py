@@ -24,7 +24,7 @@ def test_a_teacher_is_cached_and_the_cache_is_what_was_asked_for(bench, cached):
     assert result["tokens"]["train"] == 40 * 32
     shown = bench.run("inspect", "cache", "--json").json
     assert shown["digest"] == result["digest"]
-    assert shown["codec"]["head"] == 12
+    assert shown["codec"]["top_k"] == 12
     assert shown["vocabulary"] == 300
     sizes = shown["bytes per token"]
     assert {"tokens", "ids", "numbers", "dictionary", "overhead", "total"} <= sizes.keys()
@@ -82,11 +82,11 @@ def test_json_is_one_object_on_stdout_and_everything_else_is_on_stderr(cached, d
 @pytest.mark.parametrize(
     "codec, student, options",
     [
-        (("--draws", 50, "--head", 0), "gpt2", ()),
+        (("--num-samples", 50, "--top-k", 0), "gpt2", ()),
         (("--dense",), "qwen", ("--temperature-mode", "adversarial")),
-        (("--head", 8, "--document-mask"), "student", ("--temperature-mode", "minimize", "--tail", "renormalize")),
+        (("--top-k", 8, "--document-mask"), "student", ("--temperature-mode", "minimize", "--tail", "renormalize")),
     ],
-    ids=["draws", "dense", "document-mask"],
+    ids=["num_samples", "dense", "document-mask"],
 )
 def test_each_kind_of_cache_trains_a_student(bench, codec, student, options):
     cache, run = f"{student}-cache", f"{student}-run"

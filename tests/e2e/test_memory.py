@@ -27,7 +27,7 @@ def write(bench, name, sequences):
 
     table = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
     settings = CacheSettings(
-        codec=CodecSpec(kind="sparse", vocab_size=300, head=KEPT),
+        codec=CodecSpec(kind="sparse", vocab_size=300, top_k=KEPT),
         seq_len=SEQ_LEN,
         tokenizer_size=300,
         sequences_per_shard=PER_SHARD,

@@ -21,7 +21,7 @@ def test_another_tokenizer_and_another_cache_need_to_be_allowed_by_name(bench, c
     assert bench.run(*train, "--allow-mismatch", "cache").code == 2
     assert "another tokenizer" in bench.run(*train, "--allow-mismatch", "tokenizer").ok().stderr
 
-    small = (*bench.small, "--head", 12, "--seed", 9)
+    small = (*bench.small, "--top-k", 12, "--seed", 9)
     bench.run("cache-teacher", "--teacher", "teacher", "--out", "cache-9", *small).ok()
     train = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "swapped", *steps)
     bench.run(*train).ok()

@@ -14,7 +14,7 @@ from kdtrain.models.loading import load_tokenizer
 from kdtrain.testing import tiny_model, write_model_folder
 
 RUN = ("distill", "--cache", "cache", "--student", "student.toml", "--steps", 2, "--batch-size", 4, "--lr", 1e-3)
-BUILD = ("cache-teacher", "--teacher", "teacher", "--head", 4)
+BUILD = ("cache-teacher", "--teacher", "teacher", "--top-k", 4)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_ranks_may_differ_in_what_concerns_one_of_them(ranks):
 
 def test_ranks_whose_cache_of_one_name_is_another_are_refused(ranks, elsewhere):
     shutil.rmtree(elsewhere / "cache")
-    ranks.ok(1, *BUILD, *ranks.small, "--seed", 1, "--draws", 2, "--out", elsewhere / "cache")
+    ranks.ok(1, *BUILD, *ranks.small, "--seed", 1, "--num-samples", 2, "--out", elsewhere / "cache")
     out = ranks.root / "caches"
     said = refused(ranks, (*RUN, *ranks.eager, "--out", out), out, folder=elsewhere)
     assert "the ranks do not run the same: cache is " in said and " on rank 1" in said
@@ -106,8 +106,8 @@ def test_ranks_with_another_online_teacher_are_refused(ranks, elsewhere):
 
 def test_a_cache_is_not_built_by_ranks_with_different_options(ranks):
     argv = (*BUILD, *ranks.small, "--out", "built")
-    said = refused(ranks, argv, ranks.root / "built", (*argv, "--head", 6))
-    assert "--head is 4 on rank 0 and 6 on rank 1" in said
+    said = refused(ranks, argv, ranks.root / "built", (*argv, "--top-k", 6))
+    assert "--top-k is 4 on rank 0 and 6 on rank 1" in said
 
 
 def test_a_cache_is_not_built_by_ranks_with_different_teachers(ranks, elsewhere):

@@ -22,8 +22,8 @@ def targets_for(p, rule, dtype=torch.float64):
     if rule == "dense":
         return dense(p.energies, p.labels, dtype)
     if rule in SAMPLED:
-        return sparse(p.energies, p.labels, head=0 if "headless" in rule else 3, draws=20, dtype=dtype)
-    return sparse(p.energies, p.labels, head=5, dtype=dtype)
+        return sparse(p.energies, p.labels, top_k=0 if "headless" in rule else 3, num_samples=20, dtype=dtype)
+    return sparse(p.energies, p.labels, top_k=5, dtype=dtype)
 
 
 def tail_of(rule):

@@ -67,7 +67,7 @@ def problem(n=24, d=6, vocab=23, padding=0, bias=False, scale=1.0, softcap=None,
     return Problem(hidden, head, labels, mask, energies, vocab)
 
 
-def sparse(energies, labels, head, draws=0, kept=None, knots=KNOTS, seed=0, dtype=torch.float64) -> SparseTargets:
+def sparse(energies, labels, head, num_samples=0, kept=None, knots=KNOTS, seed=0, dtype=torch.float64) -> SparseTargets:
     """What a cache would hold of `energies` [N,V], without its rounding; absent entries carry id V + 7."""
     n, vocab = energies.shape
     order = energies.argsort(-1, descending=True)
@@ -76,11 +76,11 @@ def sparse(energies, labels, head, draws=0, kept=None, knots=KNOTS, seed=0, dtyp
     values = torch.stack([torch.logsumexp(b * rest, -1) for b in knots], -1)
     slopes = torch.stack([(torch.softmax(b * rest, -1) * energies).sum(-1) for b in knots], -1)
     counts = torch.zeros(n, head, dtype=torch.float64)
-    if draws:
+    if num_samples:
         g = torch.Generator().manual_seed(seed)
-        drawn = torch.multinomial(torch.softmax(rest, -1), draws, replacement=True, generator=g)
+        drawn = torch.multinomial(torch.softmax(rest, -1), num_samples, replacement=True, generator=g)
         all_counts = torch.zeros(n, vocab, dtype=torch.float64).scatter_add_(1, drawn, torch.ones_like(drawn).double())
-        width = min(draws, vocab) if kept is None else kept
+        width = min(num_samples, vocab) if kept is None else kept
         top, where = all_counts.topk(width, dim=-1)
         ids = torch.cat([ids, where.masked_fill(top == 0, vocab + 7)], -1)
         counts = torch.cat([counts, top], -1)
@@ -94,7 +94,7 @@ def sparse(energies, labels, head, draws=0, kept=None, knots=KNOTS, seed=0, dtyp
         logit_mean=energies.mean(-1).to(dtype),
         logit_std=energies.std(-1).to(dtype),
         head=head,
-        draws=draws,
+        num_samples=num_samples,
         knots=knots,
     )
 
@@ -130,8 +130,8 @@ def reference_kd(
         return (_sampled_weights(energies, log_p, targets) * (log_p - log_q)).sum(-1)
     if rule == "control-variate":
         assert divergence == "forward-kl"
-        # draws are made at T = 1: without a head the share is whole from T = 2 on
-        heat = (2 * torch.as_tensor(beta) - 1).clamp(0, 1) if targets.head == 0 else 1.0
+        # samples are drawn at T = 1: without a top-k the share is whole from T = 2 on
+        heat = (2 * torch.as_tensor(beta) - 1).clamp(0, 1) if targets.top_k == 0 else 1.0
         distance = heat * _distance_at_one(logits, energies, targets, labels)
         share = torch.exp(-4 * distance.detach())[:, None]
         return _control_variate(energies, log_p.exp(), log_q.exp(), targets, share)
@@ -142,7 +142,7 @@ def _events(p, q, rule, targets):
     """Probabilities of the same events under both sides."""
     if rule == "dense":
         return p, q
-    ids = targets.ids[:, : targets.head]
+    ids = targets.ids[:, : targets.top_k]
     outside = torch.ones_like(p).scatter(1, ids, 0.0)
     p_tail, q_tail = ((x * outside).sum(-1, keepdim=True) for x in (p, q))
     p, q = p.gather(1, ids), q.gather(1, ids)
@@ -154,26 +154,26 @@ def _events(p, q, rule, targets):
 def _sampled_weights(energies, log_p, targets):
     vocab = energies.shape[1]
     weight = torch.zeros_like(energies)
-    in_head = torch.zeros_like(energies).scatter(1, targets.ids[:, : targets.head], 1.0)
-    tail_mass = (energies.exp() * (1 - in_head)).sum(-1, keepdim=True)
-    for k in range(targets.head, targets.ids.shape[1]):
-        share = targets.counts[:, k : k + 1].to(weight.dtype) / targets.draws
+    in_top_k = torch.zeros_like(energies).scatter(1, targets.ids[:, : targets.top_k], 1.0)
+    tail_mass = (energies.exp() * (1 - in_top_k)).sum(-1, keepdim=True)
+    for k in range(targets.top_k, targets.ids.shape[1]):
+        share = targets.counts[:, k : k + 1].to(weight.dtype) / targets.num_samples
         one = torch.nn.functional.one_hot(targets.ids[:, k].clamp(max=vocab - 1), vocab) * share
         weight = weight + one * (targets.ids[:, k : k + 1] < vocab)
-    return weight * tail_mass * torch.exp(log_p - energies) + in_head * log_p.exp()
+    return weight * tail_mass * torch.exp(log_p - energies) + in_top_k * log_p.exp()
 
 
 def drawn_counts(targets, vocab):
-    """Counts [N,V] of the draws."""
+    """Counts [N,V] of the samples."""
     counts = torch.zeros(len(targets.ids), vocab + 1, dtype=torch.float64)
-    places = targets.ids[:, targets.head :].clamp(max=vocab)
-    return counts.scatter_add(1, places, targets.counts[:, targets.head :].double())[:, :vocab]
+    places = targets.ids[:, targets.top_k :].clamp(max=vocab)
+    return counts.scatter_add(1, places, targets.counts[:, targets.top_k :].double())[:, :vocab]
 
 
 def _distance_at_one(logits, energies, targets, labels):
     """KL over head and bucket, or the gap in the label where there is no head."""
     p, q = torch.softmax(energies, -1), torch.softmax(logits, -1)
-    if targets.head == 0:
+    if targets.top_k == 0:
         at_label = [x.gather(1, labels[:, None])[:, 0].log() for x in (p, q)]
         return (at_label[0] - at_label[1]).abs()
     return DISTANCES["forward-kl"](*_events(p, q, "ghost", targets), None)
@@ -181,13 +181,13 @@ def _distance_at_one(logits, energies, targets, labels):
 
 def _control_variate(energies, p, q, targets, share):
     """KL over head and bucket, and the bounded, weighted terms of the KL inside the tail, over all tokens."""
-    inside = torch.ones_like(p).scatter(1, targets.ids[:, : targets.head], 0.0)
+    inside = torch.ones_like(p).scatter(1, targets.ids[:, : targets.top_k], 0.0)
     p_tail, q_tail = ((x * inside).sum(-1, keepdim=True) for x in (p, q))
     chance = energies.exp() * inside / (energies.exp() * inside).sum(-1, keepdim=True)
     x = p_tail * q / q_tail / p
     term = share * torch.where(x <= 4, x - 1, 3 + 4 * (x / 4).log()) - x.log()
-    drawn = drawn_counts(targets, p.shape[1]) / targets.draws
-    bounded = (p / p_tail / chance.masked_fill(inside == 0, 1.0)).clamp(max=targets.draws**0.5)
+    drawn = drawn_counts(targets, p.shape[1]) / targets.num_samples
+    bounded = (p / p_tail / chance.masked_fill(inside == 0, 1.0)).clamp(max=targets.num_samples**0.5)
     head = ((p * (p / q).log()) * (1 - inside)).sum(-1)
     bucket = p_tail * (p_tail / q_tail).log()
     return head + bucket[:, 0] + (drawn * bounded * p_tail * term).sum(-1)

@@ -15,7 +15,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 mesh = init_device_mesh("cpu", (world,))
 p = problem(n=24, bias=True).cast(torch.float64)
-targets = sparse(p.energies, p.labels, head=5)
+targets = sparse(p.energies, p.labels, top_k=5)
 count = float(p.mask.sum())
 
 

@@ -1,4 +1,4 @@
-"""Estimates from draws: unbiased where they say so, and bounded where they are not."""
+"""Estimates from samples: unbiased where they say so, and bounded where they are not."""
 
 import math
 
@@ -9,7 +9,7 @@ from objective_reference import PlainHead, Problem, reference_kd, sparse
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.tails import clipped_excess
 
-SIZE, PARTS, VOCAB, DRAWS = 40_000, 50, 23, 20
+SIZE, PARTS, VOCAB, SAMPLES = 40_000, 50, 23, 20
 BOUND = 5.8
 """Standard errors: of 25 normal numbers one leaves it less often than once in a million; of two t-distributed ones
 with 49 degrees of freedom, once in a million too."""
@@ -27,9 +27,11 @@ def copies(energies, logits):
     return Problem(student.requires_grad_(), PlainHead(None), labels, torch.ones(SIZE).bool(), teacher, VOCAB)
 
 
-def estimated(p, head, T, rule):
+def estimated(p, top_k, T, rule):
     """Gradient in the logits [SIZE,V], and the mean value and slope in T of each part [PARTS]."""
-    targets = sparse(p.energies, p.labels, head=head, draws=0 if rule == "ghost" else DRAWS, knots=(1.0, 1 / T, 0.2))
+    targets = sparse(
+        p.energies, p.labels, top_k=top_k, num_samples=0 if rule == "ghost" else SAMPLES, knots=(1.0, 1 / T, 0.2)
+    )
     t = torch.tensor(T, dtype=torch.float64, requires_grad=True)
     gradients, values, slopes = [], [], []
     for start in range(0, SIZE, SIZE // PARTS):
@@ -67,16 +69,16 @@ def assert_unbiased(samples, exact):
     return error
 
 
-@pytest.mark.parametrize("head", [0, 3])
+@pytest.mark.parametrize("top_k", [0, 3])
 @pytest.mark.parametrize("T", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize("rule", ESTIMATES)
-def test_estimates_from_draws_are_unbiased_in_gradient_value_and_slope(rule, T, head):
+def test_estimates_from_draws_are_unbiased_in_gradient_value_and_slope(rule, T, top_k):
     """40,000 independent estimates, 5.8 standard errors: a correct one fails at one seed in half a million."""
     energies, logits = mild()
     if rule == "sampled":
         logits = energies + normal(1, 1.0)  # its noise does not fall with the distance, and would hide a bias
     exact, kl, exact_slope = full(energies, logits, T)
-    gradient, values, slopes = estimated(copies(energies, logits), head, T, rule)
+    gradient, values, slopes = estimated(copies(energies, logits), top_k, T, rule)
     error = assert_unbiased(gradient, exact)
     assert error.norm() < 0.04 * exact.norm(), "too much noise to see a bias"
     assert assert_unbiased(values, kl) < 0.02 * kl
@@ -106,7 +108,7 @@ def test_the_noise_of_the_control_variate_falls_with_the_distance_and_that_of_sa
 
 
 def students(name, energies):
-    """Far ones; the last agrees in the head and in the mass of the tail, and has the tail in another order."""
+    """Far ones; the last agrees in the top-k and in the mass of the tail, and has the tail in another order."""
     if name == "shuffled tail":
         rest = energies.argsort(descending=True)[3:]
         return energies.scatter(0, rest, energies[rest.roll(7)])
@@ -126,14 +128,14 @@ def test_without_a_head_what_is_cut_of_the_weights_above_T_1_is_no_large_bias_ne
 
 
 @pytest.mark.parametrize("T", [1.0, 4.0])
-@pytest.mark.parametrize("head,student", [(0, "uniform"), (3, "uniform"), (3, "opposite"), (3, "shuffled tail")])
-def test_far_from_the_teacher_the_error_stays_near_or_below_that_of_sampling(head, student, T):
+@pytest.mark.parametrize("top-k,student", [(0, "uniform"), (3, "uniform"), (3, "opposite"), (3, "shuffled tail")])
+def test_far_from_the_teacher_the_error_stays_near_or_below_that_of_sampling(top_k, student, T):
     energies = torch.log_softmax(normal(0, 3.0), -1)
     logits = students(student, energies)
     exact, *_ = full(energies, logits, T)
     errors = {}
     for rule in ESTIMATES:
-        gradient, *_ = estimated(copies(energies, logits), head, T, rule)
+        gradient, *_ = estimated(copies(energies, logits), top_k, T, rule)
         errors[rule] = (gradient - exact).square().sum(-1).mean().item()
     assert errors["control-variate"] < (2.0 if T == 1 else 0.5) * errors["sampled"]
 

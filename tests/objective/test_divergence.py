@@ -16,16 +16,16 @@ from kdtrain.objective.statistics import row_statistics
 from kdtrain.objective.tails import dense_events, resolve_tail, sparse_events
 
 
-@pytest.mark.parametrize("head", [0, 4])
+@pytest.mark.parametrize("top_k", [0, 4])
 @pytest.mark.parametrize("T", [1.0, 2.0, 4.0])
-def test_sampled_targets_estimate_the_full_kl_and_its_gradient_without_bias(head, T):
+def test_sampled_targets_estimate_the_full_kl_and_its_gradient_without_bias(top_k, T):
     """The mean of 40,000 estimates is within 5 standard errors, 1 in 1.7 million by chance."""
     n, d, vocab = 1, 5, 11
     p = problem(n=n, d=d, vocab=vocab, peak=1.2)
     logits = p.logits().repeat(40_000, 1)
     energies = p.energies.repeat(40_000, 1)
     labels = torch.zeros(40_000, dtype=torch.int64)
-    targets = sparse(energies, labels, head, draws=6, kept=6).without_absent(vocab)
+    targets = sparse(energies, labels, top_k, num_samples=6, kept=6).without_absent(vocab)
     beta = torch.tensor(1 / T, dtype=torch.float64)
     leaf = logits.clone().requires_grad_()
     events = sampled_events_by_hand(targets, leaf, beta)
@@ -43,13 +43,13 @@ def sampled_events_by_hand(targets, logits, beta):
     from kdtrain.objective.statistics import Statistics
 
     ids = targets.ids.clamp(max=logits.shape[1] - 1)
-    rest = logits.scatter(1, ids[:, : targets.head], -1e30)
+    rest = logits.scatter(1, ids[:, : targets.top_k], -1e30)
     statistics = Statistics(
         torch.logsumexp(rest, -1),
         torch.logsumexp(beta * rest, -1),
         logits.gather(1, ids),
         logits[:, 0],
-        targets.head,
+        targets.top_k,
     )
     return sparse_events("sampled", targets, statistics, beta)
 
@@ -61,7 +61,7 @@ def assert_within_five_standard_errors(samples, truth):
 
 def test_ghost_is_a_lower_bound_of_the_full_kl():
     p = problem(n=200)
-    targets = sparse(p.energies, p.labels, head=4)
+    targets = sparse(p.energies, p.labels, top_k=4)
     one = torch.ones((), dtype=torch.float64)
     ghost = forward_kl(sparse_events("ghost", targets, row_statistics(p.logits(), targets, p.labels), one))
     full = reference_kd(p.logits(), p.energies, 1.0, "dense")
@@ -74,32 +74,32 @@ def test_the_tail_of_a_likely_head_keeps_its_digits():
     logits = torch.zeros(3, vocab)
     logits[:, 0] = torch.tensor([12.0, 17.0, 40.0])
     p = problem(n=3, vocab=vocab)
-    targets = sparse(torch.log_softmax(logits.double(), -1), p.labels, head=1, dtype=torch.float32)
+    targets = sparse(torch.log_softmax(logits.double(), -1), p.labels, top_k=1, dtype=torch.float32)
     statistics = row_statistics(logits.clone(), targets, p.labels)
     expected = torch.log_softmax(logits.double(), -1)[:, 1:].logsumexp(-1)
     torch.testing.assert_close((statistics.tail - statistics.lse).double(), expected, rtol=1e-6, atol=4e-6)
 
 
 def test_draws_are_never_thrown_away_in_silence():
-    assert resolve_tail("ghost", draws=8) == "sampled"
-    assert resolve_tail("ghost", draws=0) == "ghost"
+    assert resolve_tail("ghost", num_samples=8) == "sampled"
+    assert resolve_tail("ghost", num_samples=0) == "ghost"
     for tail in ("drop", "renormalize"):
-        with pytest.raises(UsageError, match="throw away the 8 draws"):
-            refuse("forward-kl", tail, head=8, draws=8)
+        with pytest.raises(UsageError, match="throw away the 8 samples"):
+            refuse("forward-kl", tail, top_k=8, num_samples=8)
 
 
 @pytest.mark.parametrize(
     "tail,kind,message",
     [
-        ("renormalize", {"head": 0}, "head of at least 2"),
-        ("renormalize", {"head": 1}, "head of at least 2"),
-        ("ghost", {"head": 0}, "head of at least 1"),
-        ("drop", {"head": 0}, "head of at least 1"),
-        ("sampled", {"head": 8}, "needs a cache with draws"),
-        ("control-variate", {"head": 8}, "needs a cache with draws"),
+        ("renormalize", {"top_k": 0}, "top-k of at least 2"),
+        ("renormalize", {"top_k": 1}, "top-k of at least 2"),
+        ("ghost", {"top_k": 0}, "top-k of at least 1"),
+        ("drop", {"top_k": 0}, "top-k of at least 1"),
+        ("sampled", {"top_k": 8}, "needs a cache with samples"),
+        ("control-variate", {"top_k": 8}, "needs a cache with samples"),
         ("control-variate", {"dense": True}, "nothing for dense"),
         ("drop", {"dense": True}, "nothing for dense"),
-        ("gost", {"head": 8}, "did you mean ghost"),
+        ("gost", {"top_k": 8}, "did you mean ghost"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(tail, kind, message):
@@ -110,31 +110,31 @@ def test_what_cannot_be_is_refused_in_one_line(tail, kind, message):
 
 def test_an_unknown_divergence_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match="did you mean forward-kl"):
-        refuse("foward-kl", "ghost", head=8)
+        refuse("foward-kl", "ghost", top_k=8)
 
 
 def test_what_can_be_is_not_refused():
-    for kind in ({"head": 12}, {"head": 0, "draws": 50}, {"head": 8, "draws": 24}, {"dense": True}):
+    for kind in ({"top_k": 12}, {"top_k": 0, "num_samples": 50}, {"top_k": 8, "num_samples": 24}, {"dense": True}):
         refuse("forward-kl", "ghost", **kind)
-    refuse("forward-kl", "sampled", head=0, draws=50)
-    for head in (0, 8):
-        refuse("forward-kl", "control-variate", head=head, draws=24)
-    refuse("forward-kl", "drop", head=1)
-    refuse("forward-kl", "renormalize", head=2)
+    refuse("forward-kl", "sampled", top_k=0, num_samples=50)
+    for top_k in (0, 8):
+        refuse("forward-kl", "control-variate", top_k=top_k, num_samples=24)
+    refuse("forward-kl", "drop", top_k=1)
+    refuse("forward-kl", "renormalize", top_k=2)
 
 
 @pytest.mark.parametrize("divergence", [name for name in DIVERGENCES if name != "forward-kl"])
 def test_draws_estimate_forward_kl_alone(divergence):
     with pytest.raises(UsageError, match=f"{divergence} cannot be computed from sampled targets; use forward-kl"):
-        refuse(divergence, "ghost", head=8, draws=24)
+        refuse(divergence, "ghost", top_k=8, num_samples=24)
     with pytest.raises(UsageError, match=f"{divergence} cannot be computed from sampled targets; use forward-kl"):
-        refuse(divergence, "control-variate", head=8, draws=24)
+        refuse(divergence, "control-variate", top_k=8, num_samples=24)
 
 
 def test_logit_mse_needs_all_logits():
     refuse("logit-mse", "ghost", dense=True)
     with pytest.raises(UsageError, match=r"use .*tvd, or a dense cache \(cache-teacher --dense\) or an online"):
-        refuse("logit-mse", "ghost", head=8)
+        refuse("logit-mse", "ghost", top_k=8)
 
 
 def test_a_parameter_lies_between_0_and_1():

@@ -75,7 +75,7 @@ def test_a_head_without_a_weight_takes_logits(rule):
 
 def test_a_vocabulary_of_two_and_a_head_that_leaves_no_tail():
     p = problem(vocab=2)
-    targets = sparse(p.energies, p.labels, head=2)
+    targets = sparse(p.energies, p.labels, top_k=2)
     targets = targets._map(lambda name, x: x.nan_to_num(nan=0.0, neginf=-1e4) if name == "tail" else x)
     ours, exact = p.cast(torch.float64), p.cast(torch.float64)
     t, t_exact = (torch.tensor(2.0, dtype=torch.float64, requires_grad=True) for _ in range(2))

@@ -11,7 +11,7 @@ from kdtrain.objective.loss import distillation_loss
 def targets_for(p, rule, dtype):
     if rule == "dense":
         return dense(p.energies, p.labels, dtype)
-    return sparse(p.energies, p.labels, head=5, dtype=dtype)
+    return sparse(p.energies, p.labels, top_k=5, dtype=dtype)
 
 
 def run(p, log_t, rule, dtype, **more):

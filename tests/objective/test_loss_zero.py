@@ -85,7 +85,7 @@ def test_alpha_zero_or_no_targets_is_plain_cross_entropy(alpha, with_targets):
 def test_absent_entries_in_the_head_change_nothing(rule):
     p = problem().cast(torch.float64)
     targets = targets_for(p, rule)
-    n, wide = len(targets), {"head": targets.head + 2}
+    n, wide = len(targets), {"top_k": targets.top_k + 2}
     for name, filler in (("ids", p.vocab_size + 100), ("logprobs", -0.5), ("counts", 0.0)):
         x = getattr(targets, name)
         wide[name] = torch.cat([x, torch.full((n, 2), filler, dtype=x.dtype)], 1)

@@ -51,18 +51,18 @@ def test_dense_targets_give_the_exact_metrics(softcap):
 
 def test_a_head_gives_bounds_and_the_rest_exactly():
     p = problem(n=100)
-    truth, got = exact(p), run(p, sparse(p.energies, p.labels, head=4))
+    truth, got = exact(p), run(p, sparse(p.energies, p.labels, top_k=4))
     for name in ("tokens", "cross_entropy", "correct", "teacher_cross_entropy", "agreement"):
         assert getattr(got, name) == pytest.approx(truth[name].item(), rel=1e-10), name
     assert got.kl < truth["kl"] and got.acceptance > truth["acceptance"]
-    ghost = reference_kd(p.logits(), p.energies, 1.0, "ghost", sparse(p.energies, p.labels, head=4))
+    ghost = reference_kd(p.logits(), p.energies, 1.0, "ghost", sparse(p.energies, p.labels, top_k=4))
     assert got.kl == pytest.approx(ghost[p.mask].sum().item(), rel=1e-10)
 
 
 def test_draws_give_an_estimate_of_kl_and_a_head_beside_them_the_rest():
     p = problem(n=100)
     for head in (0, 4):
-        targets = sparse(p.energies, p.labels, head=head, draws=30)
+        targets = sparse(p.energies, p.labels, top_k=head, num_samples=30)
         got = run(p, targets)
         estimate = reference_kd(p.logits(), p.energies, 1.0, "sampled", targets)
         assert got.kl == pytest.approx(estimate[p.mask].sum().item(), rel=1e-9)
@@ -83,8 +83,8 @@ def test_parts_add_up_to_the_whole(kind):
     p = problem(n=90)
     targets = {
         "dense": dense(p.energies, p.labels),
-        "sparse": sparse(p.energies, p.labels, head=4),
-        "headless": sparse(p.energies, p.labels, head=0, draws=9),
+        "sparse": sparse(p.energies, p.labels, top_k=4),
+        "headless": sparse(p.energies, p.labels, top_k=0, num_samples=9),
         "none": None,
     }[kind]
     whole = run(p, targets)
@@ -96,7 +96,7 @@ def test_parts_add_up_to_the_whole(kind):
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_masked_rows_do_not_count_whatever_they_hold(kind):
     p = problem(n=60)
-    targets = dense(p.energies, p.labels) if kind == "dense" else sparse(p.energies, p.labels, head=4)
+    targets = dense(p.energies, p.labels) if kind == "dense" else sparse(p.energies, p.labels, top_k=4)
     clean = run(p, targets)
     p.labels = p.labels.masked_fill(~p.mask, -100)
     spoiled = targets._map(
@@ -111,7 +111,7 @@ def test_masked_rows_do_not_count_whatever_they_hold(kind):
 def test_a_student_equal_to_its_teacher_is_always_accepted():
     p = problem(n=40)
     p.energies = torch.log_softmax(p.logits(), -1)
-    for targets in (dense(p.energies, p.labels), sparse(p.energies, p.labels, head=4)):
+    for targets in (dense(p.energies, p.labels), sparse(p.energies, p.labels, top_k=4)):
         got = run(p, targets)
         assert got.mean("acceptance") == pytest.approx(1.0)
         assert got.mean("agreement") == 1.0

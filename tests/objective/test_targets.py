@@ -18,14 +18,14 @@ def zipf(slope, vocab=2000, n=4):
 
 
 def true_log_tail(energies, targets, beta):
-    rest = energies.scatter(1, targets.ids[:, : targets.head], -torch.inf)
+    rest = energies.scatter(1, targets.ids[:, : targets.top_k], -torch.inf)
     return torch.logsumexp(beta * rest, -1)
 
 
 @pytest.mark.parametrize("slope,bound", [(1.0, 1e-3), (1.5, 4e-3), (2.0, 8e-3)])
 def test_the_tail_between_knots_is_right_on_zipf_shapes(slope, bound):
     energies = zipf(slope)
-    targets = sparse(energies, torch.zeros(4, dtype=torch.int64), head=12, knots=KNOTS)
+    targets = sparse(energies, torch.zeros(4, dtype=torch.int64), top_k=12, knots=KNOTS)
     for T in torch.linspace(1.0, 4.0, 25, dtype=F64):
         error = (targets.log_tail(1 / T) - true_log_tail(energies, targets, 1 / T)).abs().max()
         assert error < bound
@@ -34,7 +34,7 @@ def test_the_tail_between_knots_is_right_on_zipf_shapes(slope, bound):
 
 def test_the_tail_at_a_knot_is_what_was_stored_with_its_slope():
     energies = zipf(1.5)
-    targets = sparse(energies, torch.zeros(4, dtype=torch.int64), head=12, knots=KNOTS)
+    targets = sparse(energies, torch.zeros(4, dtype=torch.int64), top_k=12, knots=KNOTS)
     for i, knot in enumerate(KNOTS):
         beta = torch.tensor(knot, dtype=F64, requires_grad=True)
         value = targets.log_tail(beta)
@@ -46,7 +46,7 @@ def test_the_tail_at_a_knot_is_what_was_stored_with_its_slope():
 @pytest.mark.parametrize("knots", [KNOTS, (1.0,)])
 def test_the_tail_outside_the_knots_goes_on_along_its_end_slope(knots):
     energies = zipf(1.5)
-    targets = sparse(energies, torch.zeros(4, dtype=torch.int64), head=12, knots=knots)
+    targets = sparse(energies, torch.zeros(4, dtype=torch.int64), top_k=12, knots=knots)
     last = len(knots) - 1
     torch.testing.assert_close(targets.log_tail(1.3), targets.tail[:, 0] + 0.3 * targets.tail[:, last + 1])
     below = targets.tail[:, last] - 0.05 * targets.tail[:, 2 * last + 1]
@@ -55,25 +55,25 @@ def test_the_tail_outside_the_knots_goes_on_along_its_end_slope(knots):
 
 @pytest.mark.parametrize("beta", [0.2, 0.25, 0.33, 0.7, 0.9, 1.0, 1.2])
 def test_the_tail_is_differentiable_in_beta(beta):
-    targets = sparse(zipf(1.5), torch.zeros(4, dtype=torch.int64), head=12, knots=KNOTS)
+    targets = sparse(zipf(1.5), torch.zeros(4, dtype=torch.int64), top_k=12, knots=KNOTS)
     point = torch.tensor(beta, dtype=F64, requires_grad=True)
-    for function in (targets.log_tail, targets.log_partition, targets.head_logprobs):
+    for function in (targets.log_tail, targets.log_partition, targets.top_logprobs):
         (slope,) = torch.autograd.grad(function(point).sum(), point)
         h = 1e-6
         expected = (function(beta + h).sum() - function(beta - h).sum()) / (2 * h)
         assert slope.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("head,draws", [(0, 20), (12, 0), (8, 24)])
-def test_the_partition_is_one_at_temperature_one(head, draws):
-    targets = sparse(zipf(1.5), torch.zeros(4, dtype=torch.int64), head, draws, dtype=torch.float32)
+@pytest.mark.parametrize("top_k,num_samples", [(0, 20), (12, 0), (8, 24)])
+def test_the_partition_is_one_at_temperature_one(top_k, num_samples):
+    targets = sparse(zipf(1.5), torch.zeros(4, dtype=torch.int64), top_k, num_samples, dtype=torch.float32)
     assert targets.log_partition(torch.tensor(1.0)).abs().max() < 1e-6
-    assert targets.head_logprobs(1.0).shape == (4, head)
+    assert targets.top_logprobs(1.0).shape == (4, top_k)
 
 
 def test_an_empty_tail_has_no_mass_and_no_nan():
     p = problem(vocab=2)
-    targets = sparse(p.energies, p.labels, head=2)
+    targets = sparse(p.energies, p.labels, top_k=2)
     tail = torch.cat([torch.full((24, 5), EMPTY), torch.zeros(24, 5)], 1).double()
     targets = SparseTargets(**{**vars(targets), "tail": tail})
     beta = torch.tensor(0.5, dtype=F64, requires_grad=True)
@@ -94,7 +94,7 @@ def test_rows_are_selected_and_moved_together():
 
 def test_absent_entries_weigh_nothing():
     p = problem()
-    targets = sparse(p.energies, p.labels, head=3, draws=9)
+    targets = sparse(p.energies, p.labels, top_k=3, num_samples=9)
     absent = targets.ids >= p.vocab_size
     assert absent.any()
     cleaned = targets.without_absent(p.vocab_size)

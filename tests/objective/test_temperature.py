@@ -98,7 +98,7 @@ def test_likelihood_finds_the_teachers_calibration_from_any_start(kind, true, st
     if kind == "dense":
         targets = dense(energies, labels)
     else:
-        targets = sparse(energies.double(), labels, head=8, dtype=torch.float32)
+        targets = sparse(energies.double(), labels, top_k=8, dtype=torch.float32)
     mask = torch.rand(len(labels), generator=torch.Generator().manual_seed(2)) > 0.1
     temperature = build("likelihood", start)
     final = learn(temperature, lambda t: t.auxiliary_loss(targets, mask, mask.sum()), steps=80)
@@ -110,7 +110,7 @@ def test_likelihood_finds_the_teachers_calibration_from_any_start(kind, true, st
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_the_likelihood_loss_is_the_teachers_cross_entropy_over_unmasked_rows(kind):
     p = problem()
-    targets = dense(p.energies, p.labels) if kind == "dense" else sparse(p.energies, p.labels, head=5)
+    targets = dense(p.energies, p.labels) if kind == "dense" else sparse(p.energies, p.labels, top_k=5)
     spoiled = targets._map(
         lambda name, x: x if name == "ids" else torch.where(p.mask if x.ndim == 1 else p.mask[:, None], x, torch.nan)
     )

@@ -62,7 +62,7 @@ def real():
     energies, labels = energies.flatten(0, 1).double(), rows[:, 1:].flatten()
     targets = {
         "dense": dense(energies, labels, torch.float32),
-        "sparse": sparse(energies, labels, head=12, dtype=torch.float32),
+        "sparse": sparse(energies, labels, top_k=12, dtype=torch.float32),
     }
     return Real(hidden, PlainHead(student.head.weight.detach()), labels, targets)
 

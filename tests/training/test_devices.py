@@ -52,7 +52,7 @@ def sparse_targets() -> SparseTargets:
         counts=torch.zeros(()).expand(6, 4),
         tail=torch.randn(6, 10, generator=g)[:, :8],
         head=4,
-        draws=0,
+        num_samples=0,
         knots=(1.0, 0.7, 0.45, 0.25),
         **values,
     )

@@ -225,7 +225,7 @@ def test_bf16_products_are_looked_into(workshop):
 @pytest.mark.parametrize("field", ["logprobs", "tail", "label_logprob"])
 def test_a_bad_number_of_a_cached_teacher_is_named(field):
     tokens = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(0))
-    spec = CodecSpec(kind="sparse", vocab_size=300, head=6)
+    spec = CodecSpec(kind="sparse", vocab_size=300, top_k=6)
     labels_N = tokens[:, 1:].flatten()
     logits = torch.randn(16, 300, generator=torch.Generator().manual_seed(1))
     arrays = {key: values.reshape(2, 8, *values.shape[1:]) for key, values in encode(logits, labels_N, spec).items()}

@@ -93,7 +93,7 @@ def own_targets(run, batch, kind):
         logit_mean=dense.logprobs.mean(-1),
         logit_std=nothing_N,
         head=7,
-        draws=0,
+        num_samples=0,
         knots=(1.0,),
     )
 
