@@ -70,7 +70,8 @@ def main() -> int:
         for row in each["rules"]:
             three = (row[space]["angle"] for space in ("parameters", "output head", "logits"))
             print(
-                f"  top-k {row['top-k']:3} samples {row['samples']:2} {row['rule']:16}", *(f"{x:6.1f}" for x in three)
+                f"  top-k {row['top_k']:3} samples {row['num_samples']:2} {row['rule']:16}",
+                *(f"{x:6.1f}" for x in three),
             )
     return 0
 
@@ -153,11 +154,11 @@ def gradient(
         assert z_NV.grad is not None
         of_logits.append(z_NV.grad.flatten())
     weights = [each.grad.flatten() for each in student.parameters() if each.grad is not None]
-    top_k = student.head.weight
-    assert top_k is not None and top_k.grad is not None
+    weight = student.head.weight
+    assert weight is not None and weight.grad is not None
     found = {
         "parameters": torch.cat(weights),
-        "output head": top_k.grad.flatten().clone(),
+        "output head": weight.grad.flatten().clone(),
         "logits": torch.cat(of_logits),
     }
     return total / number, found

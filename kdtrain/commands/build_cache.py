@@ -13,8 +13,8 @@ from kdtrain.cache.codec import CodecSpec, keep
 from kdtrain.cache.folder import holds_nothing
 from kdtrain.cache.manifest import CacheSettings, Manifest, tokenizer_digest
 from kdtrain.cache.writer import write_cache
+from kdtrain.commands.agreement import agree
 from kdtrain.commands.common import Teacher, rows
-from kdtrain.commands.resume import agree
 from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.data.logprobs import logprob_rows
 from kdtrain.errors import UsageError

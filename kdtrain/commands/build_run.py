@@ -20,9 +20,10 @@ from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
+from kdtrain.commands.agreement import agree, weights_digest
 from kdtrain.commands.build_cache import build_tokens, holds_tokens, logit_width
 from kdtrain.commands.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
-from kdtrain.commands.resume import agree, allowing, weights_digest
+from kdtrain.commands.resume import allowing
 from kdtrain.commands.run_folder import deciding
 from kdtrain.config import DistillConfig
 from kdtrain.errors import UsageError

@@ -5,10 +5,10 @@ import time
 import torch
 
 from kdtrain.cache.manifest import Manifest
+from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import build_cache, build_from_logprobs
 from kdtrain.commands.build_run import cut_teacher, loading_device
 from kdtrain.commands.common import ask, check_fits, open_teacher, show, wide_head
-from kdtrain.commands.resume import same_ranks
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError

@@ -9,12 +9,13 @@ import torch
 
 from kdtrain.cache.manifest import Manifest
 from kdtrain.commands import dry_run, sanity
+from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import logit_width
 from kdtrain.commands.build_run import Assembled, assemble, micro_batch
 from kdtrain.commands.common import show
 from kdtrain.commands.export import student_at
 from kdtrain.commands.result import how_it_ended, log_outcome, write_result
-from kdtrain.commands.resume import resume_or_start, same_ranks
+from kdtrain.commands.resume import resume_or_start
 from kdtrain.commands.run_folder import (
     TOKENIZER,
     launch,

@@ -23,9 +23,10 @@ import torch
 
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store
+from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_run import Assembled, assemble
 from kdtrain.commands.common import show
-from kdtrain.commands.resume import same_ranks, start_from
+from kdtrain.commands.resume import start_from
 from kdtrain.commands.run_folder import is_run, refuse_changes, refuse_strange
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError, making

@@ -26,7 +26,7 @@ def encoded(spec, device):
     return encode_sequences(logits_BTV.to(device), labels_BT, spec, seed=0, split="train", first=5)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.head}-{spec.samples}")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.top_k}-{spec.num_samples}")
 @pytest.mark.parametrize("cells", [1, 3000, 2**27])
 def test_what_is_kept_does_not_depend_on_how_many_logits_are_worked_on_at_once(spec, cells, monkeypatch):
     expected = encoded(spec, "cpu")
@@ -38,7 +38,7 @@ def test_what_is_kept_does_not_depend_on_how_many_logits_are_worked_on_at_once(s
         assert np.allclose(found[name], values, rtol=1e-5, atol=1e-5, equal_nan=True), name
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.head}-{spec.samples}")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.top_k}-{spec.num_samples}")
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_kept_on_a_device_is_what_a_cpu_keeps(spec, device):
     expected, found = encoded(spec, "cpu"), encoded(spec, device)

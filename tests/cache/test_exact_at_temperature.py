@@ -53,7 +53,7 @@ def _cache(shipped: Shipped, folder: Path, top_k: int, num_samples: int) -> Cach
     return CacheReader(folder, "train")
 
 
-@pytest.mark.parametrize("top-k, samples", [(8, 0), (8, 24), (12, 0), (50, 0)])
+@pytest.mark.parametrize("top_k, num_samples", [(8, 0), (8, 24), (12, 0), (50, 0)])
 def test_masses_and_weights_of_the_shipped_teacher_are_right_to_a_hundredth_of_a_nat(
     shipped: Shipped, tmp_path: Path, top_k: int, num_samples: int
 ) -> None:
@@ -77,7 +77,7 @@ def test_masses_and_weights_of_the_shipped_teacher_are_right_to_a_hundredth_of_a
         assert max(worst.values()) < 1e-2, (temperature, worst)
 
 
-@pytest.mark.parametrize("top-k, samples", [(0, 12), (2, 0), (4, 8), (12, 0)])
+@pytest.mark.parametrize("top_k, num_samples", [(0, 12), (2, 0), (4, 8), (12, 0)])
 def test_the_manifest_says_the_error_of_log_z_at_each_temperature(
     shipped: Shipped, tmp_path: Path, top_k: int, num_samples: int
 ) -> None:

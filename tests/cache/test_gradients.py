@@ -42,7 +42,7 @@ def _spread(targets: SparseTargets, z_NV: torch.Tensor, beta: float, rule: str) 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize(
-    "rule, top-k, samples",
+    "rule, top_k, num_samples",
     [
         ("ghost", 7, 0),
         ("drop", 7, 0),

@@ -39,10 +39,10 @@ def test_the_index_is_read_without_kdtrain(whole: Path, tmp_path: Path, workshop
         "total = lambda values: np.nan_to_num(values.astype(float)).sum()\n"
         "sums = {f'{s}/{n}': total(d[:]) for s in file for n, d in file[s].items() if n != 'dictionary'}\n"
         "assert 'kdtrain' not in sys.modules\n"
-        "top-k, shape = int(file['train'].attrs['top-k']), file['train/ids'].shape\n"
+        "top_k, shape = int(file['train'].attrs['top_k']), file['train/ids'].shape\n"
         "groups = {f'{s}/{n}': group for s in file for n, group in file[s]['dictionary'].items()}\n"
         "lists = {f'{n}/{d}': total(v[:]) for n, group in groups.items() for d, v in group.items()}\n"
-        "print(json.dumps({'sums': sums, 'lists': lists, 'shape': shape, 'top-k': top-k}))"
+        "print(json.dumps({'sums': sums, 'lists': lists, 'shape': shape, 'top_k': top_k}))"
     )
     command = [sys.executable, "-c", code, str(moved / "index.h5")]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout)

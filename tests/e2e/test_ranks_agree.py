@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kdtrain
-from kdtrain.commands import resume
+from kdtrain.commands import agreement
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.testing import tiny_model, write_model_folder
 
@@ -136,8 +136,8 @@ def test_a_cache_is_not_built_of_different_data(ranks, elsewhere, changed):
 def test_code_of_another_version_is_another_run(ranks, tmp_path, monkeypatch):
     copy = tmp_path / "kdtrain"
     shutil.copytree(Path(kdtrain.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    same = resume._code()
-    monkeypatch.setattr(resume, "__file__", str(copy / "stages" / "agreement.py"))
-    assert resume._code() == same
+    same = agreement._code()
+    monkeypatch.setattr(agreement, "__file__", str(copy / "commands" / "agreement.py"))
+    assert agreement._code() == same
     (copy / "objective" / "loss.py").write_text("# another formula\n")
-    assert resume._code()["the code of kdtrain"] != same["the code of kdtrain"]
+    assert agreement._code()["the code of kdtrain"] != same["the code of kdtrain"]

@@ -67,15 +67,17 @@ def problem(n=24, d=6, vocab=23, padding=0, bias=False, scale=1.0, softcap=None,
     return Problem(hidden, head, labels, mask, energies, vocab)
 
 
-def sparse(energies, labels, head, num_samples=0, kept=None, knots=KNOTS, seed=0, dtype=torch.float64) -> SparseTargets:
+def sparse(
+    energies, labels, top_k, num_samples=0, kept=None, knots=KNOTS, seed=0, dtype=torch.float64
+) -> SparseTargets:
     """What a cache would hold of `energies` [N,V], without its rounding; absent entries carry id V + 7."""
     n, vocab = energies.shape
     order = energies.argsort(-1, descending=True)
-    ids = order[:, :head]
+    ids = order[:, :top_k]
     rest = energies.scatter(1, ids, -torch.inf)
     values = torch.stack([torch.logsumexp(b * rest, -1) for b in knots], -1)
     slopes = torch.stack([(torch.softmax(b * rest, -1) * energies).sum(-1) for b in knots], -1)
-    counts = torch.zeros(n, head, dtype=torch.float64)
+    counts = torch.zeros(n, top_k, dtype=torch.float64)
     if num_samples:
         g = torch.Generator().manual_seed(seed)
         drawn = torch.multinomial(torch.softmax(rest, -1), num_samples, replacement=True, generator=g)
@@ -93,7 +95,7 @@ def sparse(energies, labels, head, num_samples=0, kept=None, knots=KNOTS, seed=0
         label_logprob=energies.gather(1, labels[:, None]).squeeze(1).to(dtype),
         logit_mean=energies.mean(-1).to(dtype),
         logit_std=energies.std(-1).to(dtype),
-        head=head,
+        top_k=top_k,
         num_samples=num_samples,
         knots=knots,
     )

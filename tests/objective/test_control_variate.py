@@ -128,7 +128,7 @@ def test_without_a_head_what_is_cut_of_the_weights_above_T_1_is_no_large_bias_ne
 
 
 @pytest.mark.parametrize("T", [1.0, 4.0])
-@pytest.mark.parametrize("top-k,student", [(0, "uniform"), (3, "uniform"), (3, "opposite"), (3, "shuffled tail")])
+@pytest.mark.parametrize("top_k,student", [(0, "uniform"), (3, "uniform"), (3, "opposite"), (3, "shuffled tail")])
 def test_far_from_the_teacher_the_error_stays_near_or_below_that_of_sampling(top_k, student, T):
     energies = torch.log_softmax(normal(0, 3.0), -1)
     logits = students(student, energies)
