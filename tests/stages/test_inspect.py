@@ -10,7 +10,7 @@ from kdtrain.config import InspectConfig
 from kdtrain.stages.common import show
 from kdtrain.stages.inspect import main
 
-CACHE = Path(__file__).parents[1] / "data" / "golden" / "sparse"
+CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"
 
 
 @pytest.fixture
