@@ -259,8 +259,8 @@ def objective(record: Record) -> Figure:
     """A row a side, a point a shape and dtype: time and peak memory over cross-entropy's."""
     rows = [row for row in record["rows"] if "cross-entropy" in row["sides"]]
     figure, [[time, memory]] = _figure(10, 4.4, 1, 2, sharey=True)
-    _ratios(time, rows, "seconds", "time over compiled cross-entropy's (number: geometric mean)")
-    _ratios(memory, rows, "peak_mib", "peak memory over compiled cross-entropy's (same)")
+    _ratios(time, rows, "seconds", "time over compiled cross-entropy's")
+    _ratios(memory, rows, "peak_mib", "peak memory over compiled cross-entropy's")
     time.set_yticks(range(len(SIDES)), [label for label, _ in SIDES.values()])
     for tick, (_, color) in zip(time.get_yticklabels(), SIDES.values(), strict=True):
         tick.set_color("black" if color == GREY else color)
@@ -278,6 +278,7 @@ def objective(record: Record) -> Figure:
         if row["vocabulary"] >= LARGE
     ]
     known = [value for value in large if value is not None]
+    figure.supxlabel("each point is one shape; the number is their geometric mean", fontsize=8)
     share = f"{min(known):.2f} to {max(known):.2f}"
     figure.suptitle(f"From a cache, at large vocabularies, the loss takes {share} of cross-entropy's time", fontsize=12)
     return figure
@@ -301,7 +302,8 @@ def _ratios(axes: Axes, rows: list[Record], key: str, label: str) -> None:
             face = color if row["vocabulary"] >= LARGE else "white"
             axes.scatter(value, place, marker=MARKERS[row["dtype"]], s=26, facecolors=face, edgecolors=color, zorder=3)
         middle = math.exp(statistics.fmean(map(math.log, values)))
-        axes.annotate(f"{middle:.2f}", (middle, place), (0, 6), textcoords="offset points", fontsize=7, ha="center")
+        text = axes.annotate(f"{middle:.2f}", (middle, place), (0, 5), textcoords="offset points", fontsize=7, ha="center")
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     axes.axvline(1, color="black", linestyle=":", linewidth=1)
     axes.set(xscale="log", xlabel=label)
     ticks = [each for each in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if axes.get_xlim()[0] < each < axes.get_xlim()[1]]
