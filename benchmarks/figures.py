@@ -302,7 +302,7 @@ def _ratios(axes: Axes, rows: list[Record], key: str, label: str) -> None:
             face = color if row["vocabulary"] >= LARGE else "white"
             axes.scatter(value, place, marker=MARKERS[row["dtype"]], s=26, facecolors=face, edgecolors=color, zorder=3)
         middle = math.exp(statistics.fmean(map(math.log, values)))
-        text = axes.annotate(f"{middle:.2f}", (middle, place), (0, 5), textcoords="offset points", fontsize=7, ha="center")
+        text = axes.text(middle, place - 0.2, f"{middle:.2f}", fontsize=7, ha="center", va="bottom")
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     axes.axvline(1, color="black", linestyle=":", linewidth=1)
     axes.set(xscale="log", xlabel=label)

@@ -74,8 +74,8 @@ class Tokens:
 
     overlaps = False
 
-    def __init__(self, tokens_nT1: torch.Tensor, device: torch.device) -> None:
-        self.tokens = tokens_nT1.to(device)
+    def __init__(self, tokens_nT1: torch.Tensor, device: torch.device, vocab_size: int | None = None) -> None:
+        self.tokens, self.vocab_size = tokens_nT1.to(device), vocab_size
 
     def __len__(self) -> int:
         return len(self.tokens)

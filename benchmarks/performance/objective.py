@@ -119,16 +119,16 @@ def _side(name: str, student: sides.Student) -> Callable[[], Any]:
 
 
 def _cleanly(run: Callable[[], Any], student: sides.Student) -> None:
-    student.hidden_ND.grad = student.weight_VD.grad = None
+    student.clear()
     run()
 
 
 def _peak(run: Callable[[], Any], student: sides.Student, device: torch.device) -> dict[str, Any]:
     """The peak of the second run: the first compiles."""
     _cleanly(run, student)
-    student.hidden_ND.grad = student.weight_VD.grad = None
+    student.clear()
     found: dict[str, Any] = peak_of(run, device)
-    student.hidden_ND.grad = student.weight_VD.grad = None
+    student.clear()
     return found
 
 
@@ -196,7 +196,9 @@ def on_cpu(words: list[str]) -> None:
         for _ in _measure(settings, row, shape, dtype):
             record["rows"].sort(key=lambda each: pairs.index((_shape(each), each["dtype"])))
             write(settings.out, record)
-        print(_table(row), flush=True)
+        for name, found in row["sides"].items():
+            shown = {key: found[key] for key in ("seconds", "peak_mib", "missing", "does_not_fit") if key in found}
+            print(shape, dtype, name, shown, flush=True)
     print(f"wrote {settings.out}")
 
 
@@ -278,7 +280,7 @@ def _times(student: sides.Student, work: Work) -> dict[str, Any]:
     for name in work.sides:
         try:
             run = sides.side(name, student)
-            student.hidden_ND.grad = student.weight_VD.grad = None
+            student.clear()
             run()
             runs[name] = run
         except (MemoryError, RuntimeError) as error:
@@ -292,7 +294,7 @@ def _times(student: sides.Student, work: Work) -> dict[str, Any]:
         for name, run in runs.items():
             if len(clean[name]) == work.repetitions:
                 continue
-            student.hidden_ND.grad = student.weight_VD.grad = None
+            student.clear()
             seconds, others = _timed(run)
             (disturbed if others > DISTURBED * seconds + 0.01 else clean)[name].append(seconds)
     return found | {name: _median(clean[name], disturbed[name], work.repetitions) for name in runs}
@@ -321,7 +323,7 @@ def _median(clean: list[float], disturbed: list[float], wanted: int) -> dict[str
 def _memory(student: sides.Student, run: Any) -> dict[str, Any]:
     """MiB at the highest point of a run beyond what was there before it, and its loss."""
     value = run()
-    student.hidden_ND.grad = student.weight_VD.grad = None
+    student.clear()
     gc.collect()
     pages.release()  # what kdtrain keeps for the next run counts as this run's
     ctypes.CDLL(None).malloc_trim(0)
@@ -352,23 +354,6 @@ def _machine(settings: Settings) -> dict[str, Any]:
         "repetitions": 3 if settings.quick else settings.repetitions,
         "libraries": {name: version(name) for name in ("kdtrain", "torch", "trl", "liger-kernel")},
     }
-
-
-def _table(row: dict[str, Any]) -> str:
-    """A row as text: milliseconds, and time and memory relative to cross-entropy."""
-    base = row["sides"].get("cross-entropy", {})
-    lines = [f"N {row['tokens']:,}  D {row['width']:,}  V {row['vocabulary']:,}  {row['dtype']}"]
-    for name, found in row["sides"].items():
-        if not found.keys() & {"seconds", "peak_mib"}:
-            lines.append(f"  {name:<24} {found.get('missing') or found.get('does_not_fit')}")
-            continue
-        cells = [f"  {name:<24}"]
-        for key, factor, unit in (("seconds", 1e3, "ms"), ("peak_mib", 1.0, "MiB")):
-            if key in found:
-                relative = f"{found[key] / base[key]:5.2f} x" if base.get(key) else " " * 7
-                cells.append(f"{factor * found[key]:9.1f} {unit} {relative}")
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

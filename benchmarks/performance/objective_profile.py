@@ -61,7 +61,7 @@ def phases(shape: tuple[int, int, int], dtype: str, settings: Settings) -> dict[
     run = sides.side(settings.side, student)
     found: dict[str, list[float]] = defaultdict(list)
     for repetition in range(settings.repetitions + 1):
-        student.hidden_ND.grad = student.weight_VD.grad = None
+        student.clear()
         with _watched() as spent:
             started = time.perf_counter()
             run()

@@ -60,6 +60,10 @@ class Student:
         """N and V."""
         return len(self.hidden_ND), len(self.weight_VD)
 
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self.hidden_ND.grad = self.weight_VD.grad = None
+
     def logits(self) -> Tensor:
         """All logits [N,V] in the dtype of the inputs."""
         return self.hidden_ND @ self.weight_VD.T

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import RESULTS, write
+from benchmarks.harness import RESULTS, write, write_spec
 from kdtrain import cli
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.provenance import CacheSettings
@@ -103,9 +103,7 @@ class Folder:
     def argv(self, name: str, case: Case, steps: int = 2, cached: bool = True) -> list[str]:
         """The words of `kdtrain distill` for a case; what they name is made, a cache only where it is wanted."""
         spec = self.root / f"{name}.toml"
-        tokenizer = self._tokenizer(case.vocab_size)
-        entries = "\n".join(f"{key} = {json.dumps(value)}" for key, value in case.student.items())
-        spec.write_text(f"tokenizer = '{tokenizer}'\n\n[config]\n{entries}\n")
+        write_spec(spec, self._tokenizer(case.vocab_size), case.student)
         data = ("--data", self.root / "text.txt", "--seq-len", SEQ_LEN, "--num-sequences", 32)
         source: tuple[object, ...] = (*data, "--validation-sequences", 4, "--num-workers", 0)
         if case.teacher is not None:

@@ -31,7 +31,7 @@ import torch
 import tyro
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, models, write
+from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, models, write, write_spec
 from benchmarks.harness.bench import Bench, Held, Tokens, cached, held_batch, make_cache
 from benchmarks.harness.command import kdtrain
 from benchmarks.harness.profiling import profiled
@@ -112,7 +112,7 @@ class _Shape:
         self.rows = models.text(batch * sizes.batches, length)
         student = models.make_student(sizes.student, self.device)
         self.bench = Bench(student, options, vocab_size=self.vocab, seq_len=length, batch=batch)
-        self.tokens = Tokens(models.token_tensor(self.rows), self.device)
+        self.tokens = Tokens(models.token_tensor(self.rows), self.device, self.vocab)
 
     def measured(self, keep: Callable[[Any], None]) -> dict[str, Any]:
         """Memory of each side, then the time of all in turn; `keep` gets what there is."""
@@ -169,8 +169,8 @@ class _Shape:
     def _online(self) -> Source:
         teacher = models.make_teacher(self.sizes.teacher, self.device)
         mode = self.bench.run.step.mode
-        asked, tokens = ask_layers(teacher, self.device, mode, ()), self.tokens
-        return OnlineSource(_Sized(tokens, self.vocab), asked, wide_head(teacher), False)  # type: ignore[arg-type]
+        asked = ask_layers(teacher, self.device, mode, ())
+        return OnlineSource(self.tokens, asked, wide_head(teacher), False)  # type: ignore[arg-type]
 
     def _peak(self, turn: Callable[[], None], others: float = 0.0) -> dict[str, float | None]:
         """The peak of a turn behind a first one, less the GiB that other sides hold meanwhile."""
@@ -206,20 +206,6 @@ class _Shape:
             "speed_up_of_the_flops": taught / own,
             "online_of_flops": speed_up / (taught / own),
         }
-
-
-class _Sized:
-    """Tokens with the vocabulary that an online source asks for."""
-
-    def __init__(self, tokens: Tokens, vocab_size: int) -> None:
-        self.tokens, self.vocab_size = tokens, vocab_size
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read(self, indices: Any) -> Any:
-        """The sequences `indices`."""
-        return self.tokens.read(indices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,17 +276,12 @@ def _random(work: Path) -> Student:
         write_model_folder(folder, tiny_model(vocab_size=32_000, **big), tiny_tokenizer(32_000))
     small = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 10, **shape}
     config = {"model_type": "llama", "tie_word_embeddings": True, **small}
-    spec = ModelSpec(name="random-50m", config=config, init="scratch", tokenizer=str(folder))
-    (work / "random-50m.toml").write_text(_toml(spec))
+    toml = work / "random-50m.toml"
+    write_spec(toml, folder, config)
     _cache(work / "random", str(folder), 64)
-    _tokens(work / "random-tokens", str(work / "random-50m.toml"), 64)
+    _tokens(work / "random-tokens", str(toml), 64)
     paths = {"cached": work / "random", "tokens": work / "random-tokens" / "data"}
-    return Student(spec=spec, vocab_size=32_000, teacher=str(folder), batch=4, **paths)
-
-
-def _toml(spec: ModelSpec) -> str:
-    lines = [f'name = "{spec.name}"', f'init = "{spec.init}"', f'tokenizer = "{spec.tokenizer}"', "", "[config]"]
-    return "\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in (spec.config or {}).items())]) + "\n"
+    return Student(spec=read_spec(str(toml)), vocab_size=32_000, teacher=str(folder), batch=4, **paths)
 
 
 def _cache(folder: Path, teacher: str, sequences: int) -> None:

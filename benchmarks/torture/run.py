@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import RESULTS, write
+from benchmarks.harness import RESULTS, write, write_spec
 from benchmarks.torture import forks
 from benchmarks.torture import resume_matrix as matrix
 from benchmarks.torture.forks import command, fired, said
@@ -153,9 +153,7 @@ def _materials() -> None:
         for parameter in teacher.parameters():
             parameter.mul_(6 if parameter.ndim > 1 else 1)
     forks.materials(teacher)
-    config = SHAPES["gpt2"] | {"resid_pdrop": 0.1}
-    entries = [f"{key} = {json.dumps(value)}\n" for key, value in config.items()]
-    Path("student.toml").write_text("tokenizer = 'teacher'\n\n[config]\n" + "".join(entries))
+    write_spec(Path("student.toml"), "teacher", SHAPES["gpt2"] | {"resid_pdrop": 0.1})
     size = ("--num-sequences", "40", "--validation-sequences", str(matrix.VALIDATION))
     ended = command(["cache-teacher", "--teacher", "teacher", "--out", "cache", *forks.TEXT, *size, "--head", "12"])
     assert ended == 0, said()

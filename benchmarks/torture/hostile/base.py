@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import write_spec
 from benchmarks.torture.hostile.server import Runner
 
 TEXT = ("--seq-len", "32", "--num-workers", "0", "--num-sequences", "24", "--validation-sequences", "8")
@@ -52,9 +53,7 @@ def _models(folder: Path) -> None:
         for parameter in teacher.parameters():
             parameter.mul_(6 if parameter.ndim > 1 else 1)  # distributions that are far from even
     write_model_folder(folder / "teacher", teacher, tokenizer)
-    config = SHAPES["llama"] | {"num_hidden_layers": 1}
-    entries = "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
-    (folder / "student.toml").write_text(f"tokenizer = 'teacher'\n\n[config]\n{entries}")
+    write_spec(folder / "student.toml", "teacher", SHAPES["llama"] | {"num_hidden_layers": 1})
 
 
 def _texts(folder: Path) -> None:
