@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: venv ## distil the shipped teacher into a small student and show what it gained
-	$(PY) benchmarks/demo.py
+	$(PY) -m benchmarks.science.demo
 
 test: lint ## lint, then every test
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile
@@ -40,16 +40,16 @@ fuzz: venv ## generated test cases, other ones at each run
 	OMP_NUM_THREADS=1 $(PY) -m pytest --hypothesis-profile fuzz -n $(TEST_WORKERS) $(FUZZED)
 
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
-	$(PY) benchmarks/demo.py --seeds 3
-	$(PY) benchmarks/cache.py --again
-	$(PY) benchmarks/plot_cache.py
-	$(PY) benchmarks/parallel.py
-	$(PY) benchmarks/scaling.py
+	$(PY) -m benchmarks.science.demo --seeds 3
+	$(PY) -m benchmarks.performance.cache --device cpu --again
+	$(PY) -m benchmarks.figures cache
+	$(PY) -m benchmarks.performance.parallel
+	$(PY) -m benchmarks.performance.scaling
 
 torture: venv ## break caches and runs off, flip bits, attack; writes benchmarks/results/torture-*.json (two hours)
-	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_cache.py
-	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_run.py
-	OMP_NUM_THREADS=1 $(PY) benchmarks/torture_hostile.py --cold 20
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.torture.cache
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.torture.run
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.torture.hostile --cold 20
 
 teacher: venv ## make the shipped teacher and its tokenizer again (hours)
 	$(PY) teachers/make_teacher.py

@@ -19,7 +19,7 @@ from kdtrain.errors import RunError, UsageError
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("kdtrain", "benchmarks", "teachers")
 # What tortures the commands does so in temporary folders of its own, which it also damages and removes.
-TORTURE = ("torture_", "hostile")
+TORTURE = "torture"
 SOURCES = sorted(
     path
     for room in ROOMS

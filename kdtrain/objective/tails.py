@@ -53,8 +53,8 @@ p_tail pi_j for every j of the tail (the second always holds at T = 1), whatever
 With a top-k the bias of the first falls with s away from the teacher; at the teacher there is none, and no gradient. No
 gradient goes through s, so that the gradient is not that of the value.
 
-Why these: `benchmarks/tail_rules.py` on the shipped teacher, top-k 8 and 24 samples: squared error of a token's logit
-gradient over that of the full one, in brackets of the mean gradient of 4,096 tokens, for students at four KLs.
+Why these: `benchmarks/science/tail_rules.py` on the shipped teacher, top-k 8 and 24 samples: squared error of a token's
+logit gradient over that of the full one, in brackets of the mean gradient of 4,096 tokens, for students at four KLs.
                                 0.02 nats         0.31 nats         0.76 nats         5.8 (uniform)
     T = 1  ghost                0.018 (0.016)     0.0041 (0.0041)   0.0029 (0.023)    0.002 (0.0043)
            sampled              0.55 (0.13)       0.039 (0.0013)    0.017 (0.00058)   0.0059 (8.8e-05)

@@ -19,7 +19,7 @@ from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden" / "cache"
 SPECS = {
     "sparse": CodecSpec(kind="sparse", vocab_size=300, top_k=4, num_samples=6),
     "dense": CodecSpec(kind="dense", vocab_size=300),

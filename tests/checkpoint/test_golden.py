@@ -14,7 +14,7 @@ import torch
 from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.store import Store, entry_of, load, problem
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden_checkpoint"
+GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint"
 STATE = {
     "progress": {"step": 250, "sequences": 4000, "best_loss": 2.25, "best_step": None, "loss": 1.0 / 3.0},
     "options": {"run": {"seed": 2**63 - 1}, "optimizer": {"lr": 3e-4, "betas": [0.9, 0.95]}},

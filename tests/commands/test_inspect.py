@@ -10,7 +10,7 @@ from kdtrain.commands.common import show
 from kdtrain.commands.inspect import main
 from kdtrain.config import InspectConfig
 
-CACHE = Path(__file__).parents[1] / "data" / "golden" / "sparse"
+CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"
 
 
 @pytest.fixture

@@ -4,18 +4,11 @@ Each is run by the real command, in a fork of a process that has imported everyt
 """
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-try:
-    from hostile import families
-    from torture_hostile import Bench
-finally:
-    sys.path.remove(str(BENCHMARKS))
+from benchmarks.torture.hostile import families
+from benchmarks.torture.hostile.bench import Bench, named
 
 SECONDS = 60.0  # torture asks for 20; here other tests run beside it
 CASES = families.all_cases()
@@ -27,7 +20,7 @@ def bench(tmp_path_factory):
         yield bench
 
 
-@pytest.mark.parametrize("case", families.sample(CASES, 3), ids=lambda case: f"{case.family}: {case.name}")
+@pytest.mark.parametrize("case", families.sample(CASES, 3), ids=named)
 def test_an_attack_ends_in_one_line_or_does_no_harm(bench, case):
     done, wrong = bench.run(case)
     assert wrong == [], f"{done.code} after {done.seconds} s\n{done.stderr}"

@@ -1,7 +1,7 @@
 """A run that is broken off ends with the same bits: where, how, with which options, and after a rollback or not.
 
-The matrix is in benchmarks/resume_matrix.py: here a selection in which every place is met in every way, and a few
-kills at random times; `make torture` does all of it. Each run is the real command, in a process of its own.
+The matrix is in benchmarks/torture/resume_matrix.py: here a selection in which every place is met in every way, and a
+few kills at random times; `make torture` does all of it. Each run is the real command, in a process of its own.
 """
 
 import itertools
@@ -12,25 +12,18 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks.torture import resume_matrix as matrix
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def matrix():
-    sys.path.insert(0, str(BENCHMARKS))
-    import resume_matrix
-
-    yield resume_matrix
-    sys.path.remove(str(BENCHMARKS))
-
-
-def test_the_torture_holds_every_pair_of_values_of_two_dimensions(matrix):
+def test_the_torture_holds_every_pair_of_values_of_two_dimensions():
     pairs = {pair for case in matrix.pairwise() for pair in matrix._pairs(case)}
     assert pairs == {pair for case in matrix._product() for pair in matrix._pairs(case)}
     assert pairs == {pair for case in matrix.every_case() for pair in matrix._pairs(case)}
 
 
-def test_the_selection_meets_each_place_in_each_way_and_each_of_both_with_each_option(matrix):
+def test_the_selection_meets_each_place_in_each_way_and_each_of_both_with_each_option():
     cases = matrix.selection()
     assert {(case.where, case.how) for case in cases} == set(itertools.product(matrix.WHERE, matrix.HOW))
     for name in ("accumulation", "rollback", "format"):
@@ -42,10 +35,10 @@ def test_the_selection_meets_each_place_in_each_way_and_each_of_both_with_each_o
 
 
 @pytest.mark.slow
-def test_a_run_broken_off_anywhere_in_any_way_ends_with_the_same_bits(matrix, tmp_path):
+def test_a_run_broken_off_anywhere_in_any_way_ends_with_the_same_bits(tmp_path):
     out = tmp_path / "result.json"
-    argv = [sys.executable, str(BENCHMARKS / "torture_run.py"), "--selection", "--kills", "5", "--out", str(out)]
-    ended = subprocess.run(argv, capture_output=True, text=True)
+    argv = [sys.executable, "-m", "benchmarks.torture.run", "--selection", "--kills", "5", "--out", str(out)]
+    ended = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert out.exists(), ended.stderr[-2000:]
     result = json.loads(out.read_text())
     assert result["differences"] == []

@@ -57,6 +57,21 @@ def test_importing_torchao_says_nothing_to_users():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_fp8_where_torchao_is_not_installed_is_emulated_and_a_line_says_why(monkeypatch):
+    class Without:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == "torchao":
+                raise ModuleNotFoundError("No module named 'torchao'")
+
+    for name in [each for each in sys.modules if each.split(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Without(), *sys.meta_path])
+    why = "torchao cannot be imported: ModuleNotFoundError: No module named 'torchao'"
+    assert backends.why_not_torchao(torch.device("cuda")) == why
+    assert choose("fp8", "auto", recipe(), "tensorwise", CPU).line.startswith("fp8 by emulated, emulated (")
+    assert choose("fp8", "torchao", recipe(), "tensorwise", CPU).startswith("torchao: torchao cannot be imported")
+
+
 def test_auto_emulates_where_nothing_is_real_and_says_so():
     choice = choose("fp8", "auto", recipe(), "tensorwise", CPU)
     assert (choice.name, choice.real) == ("emulated", False) and isinstance(choice.backend, Emulated)

@@ -116,7 +116,7 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
 
 
 def test_a_token_that_a_narrower_student_has_no_row_for_is_refused_with_both_numbers():
-    reader = CacheReader(Path(__file__).parents[1] / "data" / "golden" / "sparse", "train")
+    reader = CacheReader(Path(__file__).parents[1] / "golden" / "cache" / "sparse", "train")
     largest = int(reader.read(range(len(reader))).tokens.max())
     numbers = np.arange(len(reader))
     assert len(CachedSource(reader, torch.device("cpu"), largest + 1).read(numbers).tokens) == len(reader)

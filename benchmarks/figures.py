@@ -1,0 +1,425 @@
+"""The pictures, drawn from the JSON records alone: `python -m benchmarks.figures NAME [RECORD [FOLDER]]`.
+
+Names: cache, demo, gpu (a folder of records), objective, precision, temperature. Without more, the published record is
+drawn into `benchmarks/figures`. Everything is made without pyplot, by matplotlib's Agg renderer, which needs no screen.
+Colours are from the palette of Okabe and Ito, which people with any colour vision can tell apart.
+"""
+
+import json
+import math
+import statistics
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from benchmarks.harness import FIGURES, RESULTS
+from benchmarks.tables import LARGE, gpu_records, numbers
+
+BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
+    *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),
+)
+Record = dict[str, Any]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw one record and say where the pictures are."""
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=PICTURES, help="which picture")
+    parser.add_argument("record", nargs="?", type=Path, help="the record to draw; a folder of records for gpu")
+    parser.add_argument("folder", nargs="?", type=Path, default=FIGURES, help="where pictures are written")
+    given = parser.parse_args(argv)
+    record = given.record or RESULTS / (given.name if given.name == "gpu" else f"{given.name}.json")
+    if given.name == "gpu":
+        content: Any = gpu_records(record)
+    elif record.exists():
+        content = json.loads(record.read_text())
+    else:
+        parser.error(f"{record} does not exist; name the record that the benchmark wrote")
+    if given.name == "gpu" and not content:
+        print(f"{record} holds no record of a GPU: nothing is drawn; run benchmarks.performance on one first")
+        return 0
+    print(*PICTURES[given.name](content, given.folder), sep="\n")
+    return 0
+
+
+def _save(folder: Path, dpi: int = 130, **figures: Figure) -> list[Path]:
+    """Write NAME.png for each figure; where they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name.replace('_', '-')}.png" for name in figures]
+    for path, figure in zip(paths, figures.values(), strict=True):
+        figure.savefig(path, dpi=dpi)
+    return paths
+
+
+def _figure(width: float, height: float, rows: int, columns: int, **shared: Any) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
+
+
+# Demo: learning curves, and calibration.
+
+KINDS = {"cross-entropy": ORANGE, "distilled": BLUE}
+STYLE: dict[str, Any] = {"linewidth": 1.8}
+
+
+def draw_demo(result: Record, folder: Path) -> list[Path]:
+    """Write `demo-learning-curves.png` and `demo-calibration.png`."""
+    return _save(folder, demo_learning_curves=learning_curves(result), demo_calibration=calibration(result))
+
+
+def learning_curves(result: Record) -> Figure:
+    """Validation loss and KL to the teacher over the steps: a faint line a seed, a strong one for their mean."""
+    figure, [[loss, kl]] = _figure(9.0, 3.6, 1, 2)
+    for kind, color in KINDS.items():
+        curves = [run["validation"] for run in result["runs"] if run["student"] == kind]
+        for axes, name in ((loss, "loss"), (kl, "kl")):
+            _curve(axes, [_after_start(each, name) for each in curves], color, kind)
+    of_teacher = result["runs"][0]["validation"]["teacher_loss"][-1]
+    loss.axhline(of_teacher, color="black", linestyle=":", linewidth=1.2, label="the teacher")
+    _finish(loss, "Validation loss", "step", "nats a token")
+    _finish(kl, "KL to the teacher", "step", "nats a token")
+    return figure
+
+
+def calibration(result: Record) -> Figure:
+    """Accuracy against confidence in 15 bins, all seeds together, and below it how many tokens lie in each bin."""
+    figure, [[diagram, share]] = _figure(9.0, 3.8, 1, 2)
+    diagram.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1.2, label="perfect calibration")
+    for kind, color in KINDS.items():
+        runs = [run for run in result["runs"] if run["student"] == kind]
+        bins = pooled([run["calibration"] for run in runs])
+        ece = statistics.mean(run["test"]["ece"] for run in runs)
+        filled = [each for each in bins if each["tokens"] > 0]
+        points = [[each[name] for each in filled] for name in ("confidence", "accuracy")]
+        diagram.plot(*points, color=color, marker="o", markersize=4, label=f"{kind}, ECE {ece:.2%}", **STYLE)
+        total = sum(each["tokens"] for each in bins)
+        centres = [(number + 0.5) / len(bins) for number in range(len(bins))]
+        share.plot(centres, [100 * each["tokens"] / total for each in bins], color=color, label=kind, **STYLE)
+    _finish(diagram, "Calibration on the test split", "the student's confidence", "share that is right")
+    _finish(share, "How sure it is", "the student's confidence", "% of tokens")
+    return figure
+
+
+def pooled(diagrams: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """One diagram of several: tokens added up, confidence and accuracy weighted by them."""
+    result = []
+    for bins in zip(*diagrams, strict=True):
+        tokens = sum(each["tokens"] for each in bins)
+        means = {
+            name: sum(each["tokens"] * each[name] for each in bins) / max(tokens, 1)
+            for name in ("confidence", "accuracy")
+        }
+        result.append({"tokens": tokens, **means})
+    return result
+
+
+def _after_start(curves: dict[str, list[Any]], name: str) -> list[tuple[int, float]]:
+    """The points of one curve; the untrained student's is left out, because it would flatten all others."""
+    return [
+        (step, value)
+        for step, value in zip(curves["step"], curves[name], strict=True)
+        if step > 0 and value is not None
+    ]
+
+
+def _curve(axes: Axes, seeds: list[list[tuple[int, float]]], color: str, label: str) -> None:
+    for points in seeds if len(seeds) > 1 else []:
+        axes.plot(*zip(*points, strict=True), color=color, linewidth=0.8, alpha=0.45)
+    at = [dict(points) for points in seeds]
+    steps = sorted(set.intersection(*(set(each) for each in at)))
+    means = [statistics.mean(each[step] for each in at) for step in steps]
+    axes.plot(steps, means, color=color, label=label, marker="o" if len(steps) < 3 else None, **STYLE)
+
+
+def _finish(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+
+
+# Cache: bytes a token against fidelity.
+
+PUBLISHED = {
+    "RS-KD, 12 unique: 36 without labels, moments, tokens (published)": 36,
+    "Megatron, top-12: 5 K before zstd (published)": 60,
+    "DistillKit, budget: 108 to 127 (published)": 117,
+    "DistillKit, recommended: 296 to 344 (published)": 320,
+}
+FOOT = 1e-4
+"""KL below which a point is drawn at the foot, nats."""
+
+
+def draw_cache(record: Record, folder: Path) -> list[Path]:
+    """Write `cache.png`: a panel a vocabulary, a point a codec and temperature.
+
+    Bytes a token, and KL(full || cache) with the tail spread evenly, both on log axes; `dense` errs by rounding alone
+    and is drawn at the foot. Published sizes of other formats, whose fidelity was not published in this measure, stand
+    as vertical lines and are marked as published.
+    """
+    caches = record["caches"]
+    figure = Figure(figsize=(5.5 * len(caches), 5.2))
+    axes = figure.subplots(1, len(caches), squeeze=False, sharey=True)[0]
+    for axis, (name, codecs) in zip(axes, caches.items(), strict=True):
+        _codecs(axis, codecs)
+        axis.set(xscale="log", yscale="log", title=name, xlabel="bytes a token, everything included")
+    axes[0].set_ylabel("KL(full || cache), tail spread evenly, nats")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=7, frameon=False)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    return _save(folder, cache=figure)
+
+
+def _codecs(axis: Axes, codecs: dict[str, dict]) -> None:
+    sizes = [each["bytes_per_token"]["total"] for each in codecs.values()]
+    for temperature, marker in (("T=1", "o"), ("T=2", "s"), ("T=4", "^")):
+        errors = [max(FOOT, each["fidelity"][temperature]["kl_spread"]) for each in codecs.values()]
+        axis.scatter(sizes, errors, marker=marker, label=f"this cache, {temperature}", zorder=3)
+    for height, codec, size in zip((2e-2, 2e-2, 4e-2, 6e-4, 6e-3), codecs, sizes, strict=False):
+        axis.text(size, height, f"{codec}: {size:,.1f} B", fontsize=7, rotation=90, ha="right", va="center")
+        axis.axvline(size, color="lightblue", linewidth=0.6, zorder=0)
+    for number, (label, size) in enumerate(PUBLISHED.items()):
+        axis.axvline(size, color="grey", linestyle=("-", "--", ":", "-.")[number], linewidth=0.9, label=label)
+    axis.set_ylim(FOOT / 2, 30)
+
+
+# GPU: a panel a section that has bars to show.
+
+PANELS = (
+    ("step", "2048.tokens_a_second", "training step, T = 2,048: tokens/s"),
+    ("step", "8192.tokens_a_second", "training step, T = 8,192: tokens/s"),
+    ("objective", "8192.seconds", "loss and gradients, N = 8,192: s"),
+    ("objective", "32768.seconds", "loss and gradients, N = 32,768: s"),
+    ("fp8", "1b.tokens_a_second", "1 B student: tokens/s"),
+    ("fp8", "3b.tokens_a_second", "3 B student: tokens/s"),
+    ("cache", "build-1b.tokens_a_second", "cache of a 1 B teacher: tokens/s"),
+    ("cache", "build-8b.tokens_a_second", "cache of an 8 B teacher: tokens/s"),
+)
+
+
+def draw_gpu(found: Mapping[str, Record], folder: Path) -> list[Path]:
+    """Write `gpu.png`, or nothing where no record has anything to draw."""
+    panels = []
+    for section, place, title in PANELS:
+        bars = numbers(found[section]["figures"], place) if section in found else []
+        if bars:
+            panels.append((title, {name.removeprefix(f"{place}."): value for name, value in bars}))
+    if not panels:
+        return []
+    rows = (len(panels) + 1) // 2
+    figure, grid = _figure(11, 2.6 * rows, rows, 2)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        _bars(axes, *panel)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    figure.suptitle(", ".join(sorted({record["machine"]["device"] for record in found.values()})))
+    return _save(folder, gpu=figure)
+
+
+def _bars(axes: Axes, title: str, bars: dict[str, float]) -> None:
+    names = list(bars)[::-1]
+    axes.barh(names, [bars[name] for name in names], color=BLUE)
+    axes.set_title(title, fontsize=9)
+    axes.tick_params(labelsize=8)
+    for row, name in enumerate(names):
+        axes.text(bars[name], row, f" {bars[name]:,.4g}", va="center", fontsize=7)
+    axes.margins(x=0.2)
+
+
+# Objective: time and memory of every side over cross-entropy's.
+
+SIDES = {
+    "products": ("the three matrix products alone", GREY),
+    "kdtrain-cross-entropy": ("kdtrain, cross-entropy", BLUE),
+    "kdtrain-sparse-12": ("kdtrain, from a cache, K = 12", BLUE),
+    "kdtrain-sparse-50": ("kdtrain, from a cache, K = 50", BLUE),
+    "top-k-renormalized-50": ("plain PyTorch, K = 50", ORANGE),
+    "kdtrain-dense": ("kdtrain, whole distribution", BLUE),
+    "kdtrain-jsd": ("kdtrain, JSD", BLUE),
+    "trl-jsd": ("TRL, JSD", ORANGE),
+    "kdtrain-jsd-online": ("kdtrain, JSD, online teacher", BLUE),
+    "liger-jsd": ("Liger-Kernel, JSD, online teacher", ORANGE),
+}
+MARKERS = {"float32": "o", "bfloat16": "s"}
+
+
+def draw_objective(record: Record, folder: Path) -> list[Path]:
+    """Write `objective.png`."""
+    return _save(folder, objective=objective(record))
+
+
+def objective(record: Record) -> Figure:
+    """A row a side, a point a shape and dtype: time and peak memory over cross-entropy's."""
+    rows = [row for row in record["rows"] if "cross-entropy" in row["sides"]]
+    figure, [[time, memory]] = _figure(10, 4.4, 1, 2, sharey=True)
+    _ratios(time, rows, "seconds", "time over compiled cross-entropy's")
+    _ratios(memory, rows, "peak_mib", "peak memory over compiled cross-entropy's")
+    time.set_yticks(range(len(SIDES)), [label for label, _ in SIDES.values()])
+    for tick, (_, color) in zip(time.get_yticklabels(), SIDES.values(), strict=True):
+        tick.set_color("black" if color == GREY else color)
+    time.invert_yaxis()
+    for dtype, marker in MARKERS.items():
+        for filled, text in ((True, "V ≥ 32,000"), (False, "V = 2,048")):
+            face = "black" if filled else "none"
+            name = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+            memory.scatter([], [], marker=marker, s=26, facecolors=face, edgecolors="black", label=f"{name}, {text}")
+    memory.legend(fontsize=8, frameon=False, loc="upper right")
+    large = [
+        _ratio(row, side, "seconds")
+        for row in rows
+        for side in ("kdtrain-sparse-12", "kdtrain-sparse-50")
+        if row["vocabulary"] >= LARGE
+    ]
+    known = [value for value in large if value is not None]
+    figure.supxlabel("each point is one shape; the number is their geometric mean", fontsize=8)
+    share = f"{min(known):.2f} to {max(known):.2f}"
+    figure.suptitle(f"From a cache, at large vocabularies, the loss takes {share} of cross-entropy's time", fontsize=12)
+    return figure
+
+
+def _ratio(row: Record, side: str, key: str) -> float | None:
+    """A side over cross-entropy; None where it was not measured."""
+    own, base = row["sides"].get(side, {}).get(key), row["sides"]["cross-entropy"].get(key)
+    return own / base if own is not None and base else None
+
+
+def _ratios(axes: Axes, rows: list[Record], key: str, label: str) -> None:
+    """A faint line over the extent of each side's ratios, and a point each."""
+    for place, (side, (_, color)) in enumerate(SIDES.items()):
+        found = [(value, row) for row in rows if (value := _ratio(row, side, key)) is not None]
+        if not found:
+            continue
+        values = [value for value, _ in found]
+        axes.plot([min(values), max(values)], [place, place], color=color, linewidth=3, alpha=0.25)
+        for value, row in found:
+            face = color if row["vocabulary"] >= LARGE else "white"
+            axes.scatter(value, place, marker=MARKERS[row["dtype"]], s=26, facecolors=face, edgecolors=color, zorder=3)
+        middle = math.exp(statistics.fmean(map(math.log, values)))
+        text = axes.text(middle, place - 0.2, f"{middle:.2f}", fontsize=7, ha="center", va="bottom")
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+    axes.axvline(1, color="black", linestyle=":", linewidth=1)
+    axes.set(xscale="log", xlabel=label)
+    ticks = [each for each in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if axes.get_xlim()[0] < each < axes.get_xlim()[1]]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} x"))
+    axes.grid(axis="x", alpha=0.25)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+# Precision: losses above bf16, and the modes as bands.
+
+SMOOTHED = 10
+
+
+def draw_precision(result: Record, folder: Path) -> list[Path]:
+    """Write `precision.png`."""
+    kinds = [kind for kind in result["table"] if kind != "bf16"]
+    rows = (len(kinds) + 2) // 3
+    figure, grid = _figure(11, 2.3 * rows, rows, 3, sharex=True, sharey=True)
+    for axes, kind in zip(grid.flat, kinds, strict=False):
+        _above(axes, result, kind)
+    for axes in list(grid.flat)[len(kinds) :]:
+        axes.set_visible(False)
+    figure.supxlabel("step")
+    figure.supylabel("training loss above bf16, nats")
+    return _save(folder, precision=figure)
+
+
+def _above(axes: Axes, result: Record, kind: str) -> None:
+    """One kind: each seed's loss above that of bf16, smoothed, over bands where the first seed was quantised."""
+    high = {run["seed"]: run["loss"] for run in result["runs"] if run["kind"] == "bf16"}
+    own = [run for run in result["runs"] if run["kind"] == kind]
+    for start, end in bands(own[0]["quantized"]):
+        axes.axvspan(start, end, color=AMBER, alpha=0.25, linewidth=0)
+    for run in own:
+        above = [loss - other for loss, other in zip(run["loss"], high[run["seed"]], strict=True)]
+        axes.plot(range(1, len(above) + 1), _smoothed(above), color=BLUE, linewidth=1.2, alpha=0.8)
+    axes.axhline(0, color="black", linewidth=0.6)
+    row = result["table"][kind]
+    axes.set_title(f"{kind}: {row['above_bf16']:+.4f}, {row['quantized_share']:.0%} quantised", fontsize=9)
+
+
+def bands(quantized: list[int]) -> list[tuple[float, float]]:
+    """Where runs of quantised steps begin and end."""
+    found: list[tuple[float, float]] = []
+    for step, each in enumerate(quantized, 1):
+        if each and found and found[-1][1] == step - 0.5:
+            found[-1] = (found[-1][0], step + 0.5)
+        elif each:
+            found.append((step - 0.5, step + 0.5))
+    return found
+
+
+def _smoothed(values: list[float]) -> list[float]:
+    """The mean of each value and those before it, as many as `SMOOTHED`."""
+    return [statistics.mean(values[max(end - SMOOTHED, 0) : end]) for end in range(1, len(values) + 1)]
+
+
+# Temperature: T^2 KL against T, and where T goes.
+
+MODES = {"minimize": ORANGE, "adversarial": BLUE, "likelihood": GREEN}
+SHADES = (GREY, SKY, "#000000")
+
+
+def draw_temperature(record: Record, folder: Path) -> list[Path]:
+    """Write `temperature.png`: curves, then paths beside a still and a learning student."""
+    figure, [[curves, frozen, training]] = _figure(13, 4.8, 1, 3)
+    _hump(curves, record)
+    for axes, name, title in (
+        (frozen, "frozen", "T alone, the student stands still"),
+        (training, "training", "T and student, by the command"),
+    ):
+        _paths(axes, record[name], record["settings"]["bounds"])
+        axes.set_title(title, loc="left", fontsize=10)
+    return _save(folder, 110, temperature=figure)
+
+
+def _hump(axes: Axes, record: Record) -> None:
+    shown = [each for each in record["curves"] if each["divergence"] == "forward-kl"]
+    steps = sorted({each["step"] for each in shown})
+    for each in shown:
+        color, style = SHADES[steps.index(each["step"])], "-" if each["targets"] == "cache" else ":"
+        label = f"student after {each['step']} steps" if each["targets"] == "cache" else None
+        axes.plot(record["settings"]["grid"], each["loss"], color=color, linestyle=style, label=label)
+    axes.plot([], [], color="black", linestyle=":", label="whole distribution instead of head + tail")
+    axes.axvspan(*record["settings"]["bounds"], color=YELLOW, alpha=0.2, label="bounds of T")
+    axes.set(xscale="log", xlabel="temperature T", ylabel="T² KL(teacher, student), nats a token")
+    axes.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["¼", "½", "1", "2", "4", "8", "16"], minor=False)
+    axes.minorticks_off()
+    axes.set_title("the hump that T climbs or flees", loc="left", fontsize=10)
+    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
+def _paths(axes: Axes, paths: list[Record], bounds: list[float]) -> None:
+    for each in paths:
+        axes.plot(each["T"], color=MODES[each["mode"]], linewidth=1.2, alpha=0.9)
+    for mode, color in MODES.items():
+        axes.plot([], [], color=color, label=mode)
+    for bound in bounds:
+        axes.axhline(bound, color="black", linestyle=":", linewidth=1)
+    axes.set(yscale="log", xlabel="step", ylabel="T")
+    axes.set_yticks([bounds[0], 1, 1.5, 2, 3, 4], ["2/3", "1", "1.5", "2", "3", "4"], minor=False)
+    axes.minorticks_off()
+    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
+PICTURES: dict[str, Callable[[Any, Path], list[Path]]] = {
+    "cache": draw_cache,
+    "demo": draw_demo,
+    "gpu": draw_gpu,
+    "objective": draw_objective,
+    "precision": draw_precision,
+    "temperature": draw_temperature,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

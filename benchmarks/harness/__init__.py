@@ -1,0 +1,26 @@
+"""What benchmarks share: the machine, records and goals, the clock, the command, and students to take steps with."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = ROOT / "benchmarks" / "figures"
+TEACHER, STUDENT = "teachers/stdlib-5m.toml", "students/stdlib-1m.toml"
+"""The teacher that ships and the student of the demo, relative to the repository."""
+SECTIONS = ("ceilings", "step", "objective", "fp8", "adaptive", "cache", "checkpoint", "teacher")
+"""What is measured on a GPU, in the order in which `all` runs it; each is a module of `benchmarks.performance`."""
+
+
+def write_spec(path: Path, tokenizer: object, config: Mapping[str, Any]) -> None:
+    """Write a student's TOML: a tokenizer and the entries of a configuration."""
+    entries = "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
+    path.write_text(f"tokenizer = '{tokenizer}'\n\n[config]\n{entries}")
+
+
+def write(path: Path, record: Any) -> None:
+    """Write a record as JSON, in a folder that is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,202 @@
+"""Training steps as `kdtrain distill` takes them, over a model that is already there.
+
+A `Bench` holds a `Trainer` and calls its `step`. What it leaves out is `fit`: validation, the log, TensorBoard, and
+checkpoints where a section does not ask for them. One student and one optimizer serve all sides that are compared, each
+with a source of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness.record import Options
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.manifest import CacheSettings
+from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.cache.writer import write_cache
+from kdtrain.config import DistillConfig, GuardsConfig, MonitorConfig, OptimizerConfig, PrecisionConfig, StoppingConfig
+from kdtrain.models.head import SplitModel
+from kdtrain.objective.loss import DistillationLoss
+from kdtrain.objective.targets import Targets
+from kdtrain.objective.temperature import build_temperature
+from kdtrain.precision.linear import Switch
+from kdtrain.training.data import CachedSource, Feed, Source
+from kdtrain.training.signals import StopRequest
+from kdtrain.training.state import Progress
+from kdtrain.training.student import Student
+from kdtrain.training.trainer import Trainer
+
+
+class Held:
+    """A source that gives the same batch for ever, which lies on the device: no reading is in a step."""
+
+    overlaps = False
+
+    def __init__(self, batch: CachedBatch) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(self.batch.tokens)
+
+    def read(self, indices: np.ndarray) -> CachedBatch:
+        """The batch."""
+        return self.batch
+
+
+class Tokens:
+    """A source of tokens that lie on the device, without targets."""
+
+    overlaps = False
+
+    def __init__(self, tokens_nT1: torch.Tensor, device: torch.device, vocab_size: int | None = None) -> None:
+        self.tokens, self.vocab_size = tokens_nT1.to(device), vocab_size
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, indices: np.ndarray) -> CachedBatch:
+        """The sequences `indices`, every token of which counts."""
+        first, last = int(indices[0]), int(indices[-1])
+        if np.array_equal(indices, np.arange(first, last + 1)):
+            return held_batch(self.tokens[first : last + 1], None)  # a view: nothing is copied, nobody waits
+        return held_batch(self.tokens[torch.as_tensor(indices, device=self.tokens.device)], None)
+
+
+def held_batch(tokens_BT1: torch.Tensor, targets: Targets | None) -> CachedBatch:
+    """A batch in which every token counts and every sequence is one document."""
+    mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
+    return CachedBatch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), targets)
+
+
+class Bench:
+    """One student and its optimizer, stepped over any source.
+
+    Args:
+        student: split, on the device.
+        batch: sequences in a step, all of them one micro-batch.
+        mode: fp32, bf16: the high format.
+        switch, quantized: of a student whose layers switch.
+        has_teacher: whether the loss that is reported is that of a distillation.
+    """
+
+    def __init__(
+        self,
+        student: SplitModel,
+        options: Options,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        batch: int,
+        mode: str = "bf16",
+        switch: Switch | None = None,
+        quantized: str | None = None,
+        has_teacher: bool = True,
+        lr: float = 3e-4,
+        total: int = 10_000,
+        temperature_mode: str = "fixed",
+        folder: Path | None = None,
+    ) -> None:
+        folder = folder or options.scratch / "run"
+        config = DistillConfig(
+            student="bench",
+            out=folder,
+            cache=folder / "cache",
+            steps=total,
+            batch_size=batch,
+            device=str(options.device),
+            optimizer=OptimizerConfig(lr=lr, lr_schedule="constant", warmup_steps=min(20, total)),
+            precision=PrecisionConfig(compile=options.compile),
+            guards=GuardsConfig(spike_rule="none", nan_hooks="off"),
+            monitor=MonitorConfig(tensorboard=False),
+            stopping=StoppingConfig(early_stopping=False),
+        )
+        temperature = build_temperature(temperature_mode, start=2.0, minimum=1.0, maximum=4.0, total_steps=total)
+        module = Student(
+            student,
+            DistillationLoss(temperature=temperature.to(options.device)),
+            vocab_size=vocab_size,
+            mode=mode,
+            compile=options.compile,
+            switch=switch,
+            quantized=quantized,
+        )
+        empty = Tokens(torch.zeros(1, seq_len + 1, dtype=torch.int64), options.device)
+        self.trainer = Trainer(
+            *(config, module, empty, empty),
+            total_steps=total,
+            micro=batch,
+            seq_len=seq_len,
+            has_teacher=has_teacher,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        self.trainer.open(None, init="scratch")
+        self.batch, self.seq_len, self.optimizer = batch, seq_len, self.trainer.state.optimizer
+        self.stop = StopRequest()  # never entered: signals end a benchmark as they end any script
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.seq_len
+
+    def steps(self, source: Source, shuffled: bool = False) -> Callable[[], dict[str, float]]:
+        """What takes one step after another over a source and gives its numbers; the read is ahead.
+
+        shuffled: the sequences come in a random order that is always the same, else as they stand in the source.
+        """
+        order = np.random.RandomState(0).permutation(len(source)) if shuffled else np.arange(len(source))
+        feed = Feed(source, lambda number: order[self._numbers(number, len(source))], self.batch)
+        batches = feed.steps()
+
+        def step() -> dict[str, float]:
+            return self.step(next(batches))
+
+        return step
+
+    def step(self, batches: Iterator[CachedBatch]) -> dict[str, float]:
+        """One optimizer step over its micro-batches."""
+        numbers = self.trainer.step(batches, self.stop)
+        assert numbers is not None
+        self.trainer.count(numbers)
+        return numbers
+
+    def restart(self, weights: dict[str, torch.Tensor]) -> None:
+        """Back to step 0: these weights, and an optimizer that has seen nothing."""
+        with torch.no_grad():
+            for name, own in self.trainer.student.model.named_parameters():
+                own.copy_(weights[name])
+        self.optimizer.state.clear()
+        self.trainer.state.snapshots.clear()
+        self.trainer.state.progress = Progress()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of the student's weights, on their device."""
+        return {name: each.detach().clone() for name, each in self.trainer.student.model.named_parameters()}
+
+    def turn(self, source: Source, steps: int, shuffled: bool = False) -> Callable[[], None]:
+        """What takes `steps` further steps at each call."""
+        step = self.steps(source, shuffled)
+
+        def turn() -> None:
+            for _ in range(steps):
+                step()
+
+        return turn
+
+    def _numbers(self, step: int, available: int) -> np.ndarray:
+        start = step * self.batch % max(available - self.batch + 1, 1)
+        return np.arange(start, start + self.batch)
+
+
+def make_cache(folder: Path, rows: list[Any], teacher: Any, codec: CodecSpec, seq_len: int, batch_size: int) -> None:
+    """A finished cache of one split of `rows` in `folder`, where there is none yet."""
+    settings = CacheSettings(codec=codec, seq_len=seq_len, tokenizer_size=codec.vocab_size, sequences={"train": None})
+    write_cache(folder, settings, {"train": rows}, teacher=teacher, batch_size=batch_size)
+
+
+def cached(folder: Path, device: torch.device) -> CachedSource:
+    """The training split of a cache, on the device."""
+    reader = CacheReader(folder, "train")
+    return CachedSource(reader, device, reader.manifest.vocab_size)

@@ -1,0 +1,104 @@
+"""The real command, run by benchmarks as a user would run it, and the folders in which they can be resumed."""
+
+import dataclasses
+import json
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from benchmarks.harness import ROOT, write
+from benchmarks.harness.machine import cpu_model, version
+
+
+def kdtrain(*argv: str) -> dict[str, Any]:
+    """The JSON object that `kdtrain ARGV` prints. CalledProcessError: it failed."""
+    command = [sys.executable, "-m", "kdtrain", *argv, "--json"]
+    return json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+
+
+class Kdtrain:
+    """Calls the command `kdtrain` and reads the JSON object it prints; what it logs goes to the terminal.
+
+    The command runs in a process group of its own and gets each signal from here, exactly once: a second one would make
+    it leave without saving.
+    """
+
+    def __init__(self) -> None:
+        self.child: subprocess.Popen[str] | None = None
+        self.stopped = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Kdtrain":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        if self.child is not None:
+            self.child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def __call__(self, *argv: str) -> dict[str, Any]:
+        """Run one command. Leaves with its exit code where that is not 0, and with 1 where it was stopped."""
+        print(f"$ kdtrain {shlex.join(argv)}", file=sys.stderr, flush=True)
+        answer, code = "", 0
+        if not self.stopped:
+            command = [sys.executable, "-m", "kdtrain", *argv, "--json"]
+            self.child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, process_group=0
+            )
+            if self.stopped:
+                self.child.send_signal(signal.SIGTERM)
+            answer, _ = self.child.communicate()
+            code, self.child = self.child.returncode, None
+        if self.stopped:
+            stop(1, "stopped; the same command goes on from here")
+        if code:
+            stop(code if code > 0 else 128 - code, f"kdtrain {argv[0]} failed, see above")
+        return json.loads(answer)
+
+
+def environment(folder: Path) -> dict[str, Any]:
+    """What the figures were measured with; nothing that names a machine or a person."""
+    of_run = json.loads((folder / "environment.json").read_text())
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "cpu": cpu_model(),
+        "threads": of_run["threads"],
+        "device": of_run["device"],
+        "precision": of_run["mode"],
+    }
+
+
+def claim(out: Path, settings: Any) -> None:
+    """Begin in `out`, or go on with what is there; a folder of other settings, or of something else, is refused."""
+    file, now = out / "settings.json", dataclasses.asdict(settings)
+    if file.exists():
+        before = json.loads(file.read_text())
+        changed = [
+            f"--{name.replace('_', '-')} was {before.get(name)}" for name in now if before.get(name) != now[name]
+        ]
+        if changed:
+            stop(2, f"{out} holds runs of other settings ({', '.join(changed)}); remove it or name another --out")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        stop(2, f"{out} holds something else; name another --out")
+    write(file, now)
+
+
+def stop(code: int, message: str) -> NoReturn:
+    """Leave with one line on stderr."""
+    print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,123 @@
+"""Students, teachers and text of the GPU benchmarks: known shapes on random weights, made on the device.
+
+The shapes are those of Llama 3.2 1B and 3B and Llama 3.1 8B. Weights are drawn on the device (a product's students are
+drawn on the CPU, the same on every machine; 8 billion of them would take minutes). Text is the standard library of the
+running interpreter in the tokens of the shipped teacher: real text, whose ids all lie below 2,048, so that a loss falls
+as it does in training, and no figure of time depends on which ids they are.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.harness import ROOT
+from kdtrain.commands.common import rows
+from kdtrain.config import DataConfig
+from kdtrain.models.head import SplitModel, split
+from kdtrain.models.loading import load_tokenizer
+
+VOCABULARY = 128_256
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 500_000.0,
+    "num_key_value_heads": 8,
+    "attention_bias": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+_3B = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
+_8B = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
+_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TINY |= {"num_key_value_heads": 2, "vocab_size": 2048, "head_dim": 16}
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": _LLAMA | _1B | {"head_dim": 64, "tie_word_embeddings": True},
+    "3b": _LLAMA | _3B | {"head_dim": 128, "tie_word_embeddings": True},
+    "8b": _LLAMA | _8B | {"head_dim": 128, "tie_word_embeddings": False},
+    "tiny": _LLAMA | _TINY | {"tie_word_embeddings": True},
+    "tiny-layer": _LLAMA | _TINY | {"num_hidden_layers": 1, "tie_word_embeddings": True},
+    "tiny-teacher": _LLAMA | _TINY | {"tie_word_embeddings": False},
+}
+
+
+def make_student(shape: str, device: torch.device, seed: int = 0) -> SplitModel:
+    """A student in fp32 and in training mode, as `load_student` gives one, split into backbone and head."""
+    model = _made(shape, device, torch.float32, seed)
+    model.get_input_embeddings().padding_idx = None
+    return split(model.train())
+
+
+def make_teacher(shape: str, device: torch.device, seed: int = 1) -> SplitModel:
+    """A teacher in bf16 (fp32 on a CPU), without gradients, in evaluation mode, as `open_teacher` gives one."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return split(_made(shape, device, dtype, seed).eval().requires_grad_(False))
+
+
+def _made(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
+    table = dict(SHAPES[shape])
+    config = AutoConfig.for_model(table.pop("model_type"), **table)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
+        return model.to(device)
+
+
+def vocabulary(shape: str) -> int:
+    """V of a shape."""
+    return int(SHAPES[shape]["vocab_size"])
+
+
+def forward_flops(shape: str, seq_len: int, head: bool = True) -> float:
+    """Of one token in one forward: two for each weight of a matrix, and causal attention, half of its square.
+
+    Norms, activations and the embedding count nothing, so that no share of the card's rate is flattered.
+    """
+    of = SHAPES[shape]
+    width, inner, layers = of["hidden_size"], of["intermediate_size"], of["num_hidden_layers"]
+    heads, kept = of["num_attention_heads"] * of["head_dim"], of["num_key_value_heads"] * of["head_dim"]
+    weights = layers * (width * (2 * heads + 2 * kept) + 3 * width * inner)
+    attention = layers * 2 * heads * seq_len / 2
+    return float(2 * weights + 2 * attention + (2 * width * of["vocab_size"] if head else 0))
+
+
+def step_flops(shape: str, seq_len: int) -> float:
+    """Of one token in one training step: three forwards."""
+    return 3 * forward_flops(shape, seq_len)
+
+
+@functools.cache
+def text(sequences: int, seq_len: int) -> list[Any]:
+    """Packed rows of the standard library; they begin anew where there are not enough."""
+    tokenizer = load_tokenizer(ROOT / "teachers" / "stdlib-5m")
+    data = DataConfig(data="stdlib", seq_len=seq_len, num_workers=2)
+    found = list(rows(data, "train", tokenizer, sequences))
+    return [found[number % len(found)] for number in range(sequences)]
+
+
+def token_tensor(found: list[Any]) -> torch.Tensor:
+    """The tokens [n, T + 1] of rows, int64."""
+    return torch.from_numpy(np.stack([row.tokens for row in found]).astype(np.int64))
+
+
+class CheapTeacher:
+    """Logits of a distribution that depends on the token just read, at the price of one narrow product.
+
+    For caches whose content decides nothing that is measured; it is as peaked as a trained model's.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, width: int = 32) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.embedding = torch.randn(vocab_size, width, generator=g).to(device)
+        self.head = (2.5 * torch.randn(width, vocab_size, generator=g) / width**0.5).to(device)
+
+    def __call__(self, tokens_BT: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        """[B, T, V] fp32 logits on the device."""
+        return self.embedding[tokens_BT.to(self.embedding.device)] @ self.head

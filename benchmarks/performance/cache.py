@@ -1,0 +1,443 @@
+"""What a cache costs and what it keeps: bytes a token, fidelity, speed of building, of encoding and of reading.
+
+Building: the bare forwards over some sequences and the whole of `CacheWriter.build`, files and digests included, which
+is `cache-teacher` without what it does once, in turn; medians. A step: a compiled student fed by the reader in random
+order, and fed one batch over and over, in turn.
+
+On a GPU (`run`), teachers of 1 B and 8 B, the encoding on the device: bare is the transformers model in bf16, logits
+included, and beside it stands the teacher as `cache-teacher` asks it, logits in fp32. Bytes a token are those of a
+distribution as peaked as a trained model's over random entries at V = 128,256: the ids of real text cost less. Reading
+is one thread in random order from warm files, batches on the device.
+
+On a CPU,
+
+    python -m benchmarks.performance.cache [--device cpu] [SECTION ...] [--again] [--quick] [--result FILE]
+
+measures the sections named, or all, and writes each into benchmarks/results/cache.json as soon as it is done; one that
+stands there already is passed over, so that a run which was stopped goes on:
+
+    bytes        a cache for each codec over each teacher: bytes a token by data set, temperature range, fidelity (all
+                 from the manifest). Teachers: the shipped one (V = 2,048), synthetic ones of V = 32,000 and 151,936
+                 that are like it (cache_material.py; what they have in common is in `teachers`)
+    build        building over the bare forward, for the shipped teacher
+    build-100m   the same for a random teacher of 100 million parameters
+    read         on one thread, best of several passes over warm files, in order and at random, from one shard and from
+                 many, against the same targets read as one uncompressed array
+    step         a step of a student of a million parameters with the reader and without
+
+A few hundred sequences make a cache, so that what a shard costs once is spread as in a real one; large vocabularies
+and `dense` have fewer (`COUNTS`), and pay more for it. The timed sections want a machine of their own.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.harness import RESULTS, STUDENT, models, write
+from benchmarks.harness.bench import Bench, Held, cached, make_cache
+from benchmarks.harness.record import Goal, Options, Record
+from benchmarks.harness.sections import script
+from benchmarks.harness.timing import in_turn, medians, over, peak_of, timed, without_graphs
+from benchmarks.performance import cache_material
+from benchmarks.performance.cache_material import Material
+from kdtrain.cache.codec import CodecSpec, encode_sequences
+from kdtrain.cache.manifest import CacheSettings, read_manifest
+from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.writer import CacheWriter, write_cache
+from kdtrain.commands.common import ask
+from kdtrain.models.head import split
+from kdtrain.models.loading import load_student
+from kdtrain.models.spec import read_spec
+from kdtrain.precision.modes import autocast
+from kdtrain.training.data import Source
+
+CPU = torch.device("cpu")
+
+
+def building(
+    rows: list[Any],
+    forwards: Mapping[str, Callable[[torch.Tensor], Any]],
+    teacher: Any,
+    settings: CacheSettings,
+    batch_size: int,
+    rounds: int,
+    device: torch.device,
+) -> tuple[dict[str, list[float]], Callable[[], None]]:
+    """Seconds in which each of `forwards`, and the builder, go through `rows`, in turn; and what builds."""
+    tokens_nT = models.token_tensor(rows)[:, :-1]
+
+    def every(forward: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+        def go() -> None:
+            for part_BT in tokens_nT.split(batch_size):
+                forward(part_BT)
+
+        return go
+
+    def built() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            writer = CacheWriter(Path(folder) / "built", settings, teacher=teacher, batch_size=batch_size)
+            writer.build("train", rows)
+            writer.close()
+
+    sides = {name: every(forward) for name, forward in forwards.items()}
+    return in_turn(sides | {"built": built}, rounds, device), built
+
+
+def step_cost(bench: Bench, source: Source, rounds: int, steps: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of `steps` steps with the reader and with one batch that is held, in turn."""
+    held = Held(source.read(np.arange(bench.batch)))  # type: ignore[arg-type]
+    sides = {"read": bench.turn(source, steps, shuffled=True), "held": bench.turn(held, steps)}
+    return in_turn(sides, rounds, device)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured on a GPU."""
+
+    teachers: tuple[str, ...] = ("1b", "8b")
+    student: str = "1b"
+    length: int = 2048
+    sequences: int = 64
+    batch: int = 8
+    """Sequences in a forward, and in a step of the student."""
+    top_k: int = 12
+    kept: tuple[int, ...] = (12, 50)
+    dense_sequences: int = 2
+    rounds: int = 5
+    steps_a_turn: int = 4
+
+
+TINY = Sizes(("tiny",), "tiny", 32, 8, 4, 4, (4,), 1, 2, 2)
+
+GOALS: tuple[Goal, ...] = ()
+
+
+def run(options: Options) -> int:
+    """Measure, and write cache.json."""
+    sizes = TINY if options.tiny else Sizes()
+    record = Record("cache", options, vars(sizes) | {"compile": options.compile})
+    folder = options.scratch / "caches"
+    for name in sizes.teachers:
+        record.measure(f"build-{name}", lambda name=name: _building(options, sizes, name))
+    record.measure("encode", lambda: _encoding(options, sizes))
+    for kept in sizes.kept:
+        spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(sizes.student), top_k=kept)
+        record.measure(f"read-{kept}", lambda spec=spec: _reading(options, sizes, spec, sizes.sequences, folder))
+    dense = CodecSpec(kind="dense", vocab_size=models.vocabulary(sizes.student))
+    record.measure("read-dense", lambda: _reading(options, sizes, dense, sizes.dense_sequences, folder))
+    with without_graphs():
+        record.measure("step", lambda: _step(options, sizes, folder))
+    return record.finish()
+
+
+def _building(options: Options, sizes: Sizes, name: str) -> dict[str, Any]:
+    device, rows = options.device, models.text(sizes.sequences, sizes.length)
+    teacher = models.make_teacher(name, device)
+    mode = "bf16" if device.type == "cuda" else "fp32"
+    asked = ask(teacher, device, mode)
+    spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(name), top_k=sizes.head)
+    settings = CacheSettings(
+        codec=spec, seq_len=sizes.length, tokenizer_size=spec.vocab_size, sequences={"train": None}
+    )
+
+    def bare(tokens_BT: torch.Tensor) -> None:
+        with torch.no_grad(), autocast(mode, device):
+            teacher.model(input_ids=tokens_BT.to(device), use_cache=False)
+
+    forwards = {"bare": bare, "asked": lambda tokens_BT: asked(tokens_BT, None)}
+    times, built = building(rows, forwards, asked, settings, sizes.batch, sizes.rounds, device)
+    number = len(rows) * sizes.length
+    return {
+        "tokens": number,
+        "seconds": times,
+        "tokens_a_second": {side: number / each for side, each in medians(times).items()},
+        "forward_tflops": number * models.forward_flops(name, sizes.length) / medians(times)["bare"] / 1e12,
+        "built_over_bare": 1 / over(times, "built", "bare"),
+        "built_over_asked": 1 / over(times, "built", "asked"),
+        "memory": peak_of(built, device),
+    }
+
+
+def _encoding(options: Options, sizes: Sizes) -> dict[str, Any]:
+    """Tokens a second of the encoding of one batch, which ends on the host, by entries kept."""
+    device, vocab = options.device, models.vocabulary(sizes.student)
+    tokens_BT1 = models.token_tensor(models.text(sizes.batch, sizes.length))
+    logits_BTV = models.CheapTeacher(vocab, device)(tokens_BT1[:, :-1], None)
+    labels_BT = tokens_BT1[:, 1:]
+
+    def encode(kept: int) -> Callable[[], Any]:
+        spec = CodecSpec(kind="sparse", vocab_size=vocab, top_k=kept)
+        return lambda: encode_sequences(logits_BTV, labels_BT, spec, seed=0, split="train", first=0)
+
+    sides = {str(kept): encode(kept) for kept in sizes.kept}
+    times = in_turn(sides, sizes.rounds, device)
+    return {
+        "tokens_a_second": {side: labels_BT.numel() / each for side, each in medians(times).items()},
+        "memory": {side: peak_of(run, device) for side, run in sides.items()},
+    }
+
+
+def _reading(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int, folder: Path) -> dict[str, Any]:
+    """Bytes a token on disk, and tokens a second to the device, of a cache of a cheap teacher."""
+    there = _cache(options, sizes, spec, sequences, folder)
+    source = cached(there, options.device)
+    order = np.random.RandomState(0).permutation(len(source))
+    batch = min(sizes.batch, sequences)
+    parts = [order[start : start + batch] for start in range(0, len(order) - batch + 1, batch)]
+
+    def read() -> None:
+        for part in parts:
+            source.read(part)
+
+    seconds = medians(in_turn({"read": read}, sizes.rounds, options.device))["read"]
+    return {
+        "bytes_a_token": read_manifest(there).bytes_per_token,
+        "tokens_a_second": len(parts) * batch * sizes.length / seconds,
+    }
+
+
+def _cache(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int, folder: Path) -> Path:
+    there = folder / f"{spec.kind}-{spec.top_k}"
+    teacher = models.CheapTeacher(spec.vocab_size, options.device)
+    make_cache(there, models.text(sequences, sizes.length), teacher, spec, sizes.length, 2)
+    return there
+
+
+def _step(options: Options, sizes: Sizes, folder: Path) -> dict[str, Any]:
+    """By how much a step is longer with the reader than without, for the largest number of entries kept."""
+    device, kept, vocab = options.device, max(sizes.kept), models.vocabulary(sizes.student)
+    spec = CodecSpec(kind="sparse", vocab_size=vocab, top_k=kept)
+    source = cached(_cache(options, sizes, spec, sizes.sequences, folder), device)
+    student = models.make_student(sizes.student, device)
+    bench = Bench(student, options, vocab_size=vocab, seq_len=sizes.length, batch=sizes.batch)
+    times = step_cost(bench, source, sizes.rounds, sizes.steps_a_turn, device)
+    return {"kept": kept, "seconds_a_turn": times, "cost": over(times, "read", "held") - 1}
+
+
+RESULT = RESULTS / "cache.json"
+CODECS: dict[str, dict[str, Any]] = {
+    "top-k 12": {"kind": "sparse", "top_k": 12},
+    "top-k 50": {"kind": "sparse", "top_k": 50},
+    "samples 50": {"kind": "sparse", "num_samples": 50},
+    "top-k 8 + samples 24": {"kind": "sparse", "top_k": 8, "num_samples": 24},
+    "dense": {"kind": "dense"},
+}
+SECTIONS = ("bytes", "build", "build-100m", "read", "step")
+COUNTS = {2_048: (512, 128, 16), 32_000: (128, 32, 4), 151_936: (64, 12, 2)}
+"""Sequences to train on, by vocabulary: of the codec of the goal, of the other sparse ones, of `dense`."""
+SEQ_LEN = 512
+
+
+def on_cpu(words: list[str]) -> None:
+    """Measure on a CPU and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--again", action="store_true", help="measure what stands in the result already, too")
+    parser.add_argument("--quick", action="store_true", help="a few short sequences, small vocabularies")
+    parser.add_argument("--result", type=Path, help="where to write (with --quick: nowhere if left out)")
+    options = parser.parse_args(words)
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        result = options.result or (Path(scratch) / "quick.json" if options.quick else RESULT)
+        found = OnCpu(result, options.again, options.quick)
+        for section in options.sections or SECTIONS:
+            found.run(section)
+        print(json.dumps(found.found, indent=1))
+
+
+class OnCpu:
+    """The sections of a CPU and what they found so far."""
+
+    def __init__(self, result: Path, again: bool, quick: bool) -> None:
+        self.path, self.again, self.quick = result, again, quick
+        self.found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+        self.length = 64 if quick else SEQ_LEN
+        self.counts = {2_048: (8, 8, 4), 4_000: (4, 4, 2)} if quick else COUNTS
+        self._shipped: Material | None = None
+
+    def shipped(self, number: int) -> Material:
+        """The shipped teacher and so many sequences."""
+        if self._shipped is None or len(self._shipped.rows["train"]) != number:
+            self._shipped = cache_material.shipped(number, self.length)
+        return self._shipped
+
+    def run(self, section: str) -> None:
+        """Measure a section and keep what it found."""
+        if section == "bytes":
+            self._bytes()
+            return
+        if section in self.found and not self.again:
+            return
+        number = 8 if self.quick else 512
+        with tempfile.TemporaryDirectory() as scratch:
+            self._keep(section, self._timed(section, number, Path(scratch)))
+
+    def _timed(self, section: str, number: int, scratch: Path) -> dict[str, Any]:
+        rounds = 1 if self.quick else 5
+        if section == "build":
+            return _build(self.shipped(number // 4), 16, rounds)
+        if section == "build-100m":
+            large, size = _large_teacher(self.shipped(16))
+            return {"parameters": size, **_build(large, 4, rounds)}
+        if section == "read":
+            return _read(self.shipped(number), scratch)
+        material = self.shipped(max(16, number // 2))
+        write_cache(scratch / "c", _settings(material), material.rows, teacher=material.teacher)
+        return _small_step(scratch / "c", rounds, 4 if self.quick else 20)
+
+    def _bytes(self) -> None:
+        for vocab_size, counts in self.counts.items():
+            for name, codec in CODECS.items():
+                key = f"V = {vocab_size}"
+                known = self.found.get("caches", {}).get(key, {})
+                if name in known and not self.again:
+                    continue
+                number = counts[list(CODECS).index(name) and (2 if codec["kind"] == "dense" else 1)]
+                material = self._material(vocab_size, number)
+                print(f"{material.name}: {name}", file=sys.stderr)
+                kept = _kept(material, codec)
+                self._keep("caches", {**self.found.get("caches", {}), key: {**known, name: kept}})
+
+    def _material(self, vocab_size: int, number: int) -> Material:
+        shipped = self.shipped(number)
+        teachers = self.found.get("teachers", {})
+        if shipped.name not in teachers:
+            teachers = {**teachers, shipped.name: shipped.facts}
+        if vocab_size == shipped.vocab_size:
+            made = shipped
+        else:
+            known = teachers.get(f"synthetic-{vocab_size}")
+            made = cache_material.synthetic(vocab_size, number, shipped, known)
+            teachers = {**teachers, made.name: made.facts}
+        self._keep("teachers", teachers)
+        return made
+
+    def _keep(self, name: str, value: Any) -> None:
+        self.found["conditions"] = {
+            "seq_len": self.length,
+            "torch": torch.__version__,
+            "cores": os.cpu_count(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        }
+        self.found[name] = value
+        write(self.path, self.found)
+
+
+def _settings(material: Material, codec: dict[str, Any] = CODECS["top-k 12"], per_shard: int = 512) -> CacheSettings:
+    return CacheSettings(
+        codec=CodecSpec(vocab_size=material.vocab_size, **codec),
+        seq_len=material.seq_len,
+        tokenizer_size=material.vocab_size,
+        sequences_per_shard=per_shard,
+        sequences={split_name: len(part) for split_name, part in material.rows.items()},
+    )
+
+
+def _kept(material: Material, codec: dict[str, Any]) -> dict[str, Any]:
+    batch = 16 if material.vocab_size < 10_000 else 1
+    with tempfile.TemporaryDirectory() as folder:
+        settings = _settings(material, codec)
+        manifest = write_cache(folder, settings, material.rows, teacher=material.teacher, batch_size=batch)
+    return {
+        "sequences": {name: split["sequences"] for name, split in manifest.splits.items()},
+        "bytes_per_token": manifest.bytes_per_token,
+        "temperature_range": manifest.temperature_range,
+        "fidelity": {key: value for key, value in (manifest.fidelity or {}).items() if key.startswith("T=")},
+    }
+
+
+def _large_teacher(material: Material) -> tuple[Material, int]:
+    """The same text with a random teacher of 100 million parameters, and how many it has."""
+    shape = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 13, "num_attention_heads": 12}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=material.vocab_size, **shape)).eval()
+    size = sum(weight.numel() for weight in model.parameters())
+    return replace(material, name="random-100m", teacher=ask(split(model), CPU, "fp32")), size
+
+
+def _build(material: Material, batch_size: int, rounds: int) -> dict[str, Any]:
+    """Tokens a second of the bare forward and of the builder."""
+    rows, teacher = material.rows["train"], material.teacher
+    forwards = {"bare": lambda tokens_BT: teacher(tokens_BT, None)}
+    times, _ = building(rows, forwards, teacher, _settings(material), batch_size, rounds, CPU)
+    number, middle = len(rows) * material.seq_len, medians(times)
+    return {
+        "teacher": material.name,
+        "tokens": number,
+        "batch_size": batch_size,
+        "threads": torch.get_num_threads(),
+        "bare_forward_tokens_per_second": number / middle["bare"],
+        "build_tokens_per_second": number / middle["built"],
+        "share_of_bare_forward": middle["bare"] / middle["built"],
+        "seconds": times,
+    }
+
+
+def _read(material: Material, folder: Path) -> dict[str, Any]:
+    """Tokens a second and core, from one shard and from sixteen, and of an uncompressed array."""
+    torch.set_num_threads(1)
+    number, length = len(material.rows["train"]), material.seq_len
+    orders = {"sequential": np.arange(number), "random": np.random.RandomState(0).permutation(number)}
+    found: dict[str, Any] = {}
+    for shards in (1, 16):
+        there = folder / str(shards)
+        settings = _settings(material, per_shard=-(-number // shards))
+        write_cache(there, settings, material.rows, teacher=material.teacher)
+        reader = CacheReader(there, "train")
+        for name, order in orders.items():
+            found[f"{name}, {shards} shard{'s' * (shards > 1)}"] = _best(reader.read, order, length)
+    entry = sum(each[:length].nbytes for each in vars(reader.read([0]).targets).values() if torch.is_tensor(each))
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        plain = np.memmap(file.name, np.uint8, "w+", shape=(number, entry))
+        plain[:] = 1
+        found["uncompressed ceiling, random"] = _best(lambda part: plain[np.asarray(part)], orders["random"], length)
+    return {"sequences": number, "batch": 16, "threads": 1, "tokens_per_second_and_core": found}
+
+
+def _best(read: Callable[[np.ndarray], Any], order: np.ndarray, length: int, passes: int = 7) -> float:
+    """Tokens a second of the best of several passes."""
+    parts = [order[start : start + 16] for start in range(0, len(order), 16)]
+    return len(order) * length / min(timed(lambda: [read(part) for part in parts], CPU) for _ in range(passes))
+
+
+def _small_step(folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds a step of the demo's student, with the reader and with one batch held."""
+    source = cached(folder, CPU)
+    vocab, length = source.reader.manifest.vocab_size, source.reader.manifest.settings.seq_len
+    student = split(load_student(read_spec(STUDENT), vocab_size=vocab, seed=0, device="cpu"))
+    bench = Bench(
+        student,
+        Options(CPU, folder),
+        vocab_size=vocab,
+        seq_len=length,
+        batch=16,
+        mode="fp32",
+        lr=1e-4,
+        folder=folder.parent / "run",
+    )
+    times = medians(step_cost(bench, source, rounds, steps, CPU))
+    order = np.random.RandomState(0).permutation(len(source))
+    alone = 16 / _best(source.read, order[: 16 * (len(order) // 16)], 1)
+    return {
+        "student": Path(STUDENT).stem,
+        "threads": torch.get_num_threads(),
+        "steps": rounds * steps,
+        "seconds_a_step": {"with_reader": times["read"] / steps, "without": times["held"] / steps},
+        "cost": times["read"] / times["held"] - 1,
+        "reading_a_batch_alone_over_step": alone * steps / times["held"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(script("cache", on_cpu))

@@ -1,0 +1,98 @@
+"""What this card can do at most: the rate of bf16 (and fp8) matrix products, and the bandwidth of its memory.
+
+Products are square ones of cuBLAS on random numbers, which switch more transistors than zeros and run slower; the
+best of several sizes counts, each the median of its repetitions over a stretch long enough to be warm. Bandwidth is
+that of copying a tensor much larger than the caches, read and write counted. Copies from the host are of pinned memory.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.harness.record import Goal, Options, Record
+from benchmarks.harness.sections import script
+from benchmarks.harness.timing import medians, synchronize, timed
+
+SIZES, TINY_SIZES = (4096, 8192, 16_384), (128, 256)
+
+GOALS: tuple[Goal, ...] = ()
+
+
+def run(options: Options) -> int:
+    """Measure, and write ceilings.json."""
+    sizes = TINY_SIZES if options.tiny else SIZES
+    stretch, rounds = (1e-3, 2) if options.tiny else (0.3, 7)
+    record = Record("ceilings", options, {"sizes": sizes, "seconds_a_round": stretch, "rounds": rounds})
+    device = options.device
+
+    def products(dtype: torch.dtype) -> dict[str, float]:
+        found = {}
+        for size in sizes:
+            multiply = _product(size, dtype, device)
+            seconds = _stretched(multiply, stretch, rounds, device)
+            found[str(size)] = 2 * size**3 / seconds / 1e12
+        return {**found, "best": max(found.values())}
+
+    record.measure("bf16_tflops", lambda: products(torch.bfloat16))
+    record.measure("fp32_tflops", lambda: products(torch.float32))
+    record.measure("fp8_tflops", lambda: products(torch.float8_e4m3fn))
+    record.measure("memory_gb_per_second", lambda: _bandwidth(options, stretch, rounds))
+    record.measure("host_to_device_gb_per_second", lambda: _from_host(options, rounds))
+    return record.finish()
+
+
+def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    g = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=g, device=device) for _ in range(2))
+    if dtype != torch.float8_e4m3fn:
+        left, right = left.to(dtype), right.to(dtype)
+        out = torch.empty(size, size, dtype=dtype, device=device)
+        return lambda: torch.mm(left, right, out=out)
+    one = torch.ones((), device=device)
+    narrow, turned = left.to(dtype), right.T.contiguous().to(dtype).T
+    return lambda: torch._scaled_mm(
+        narrow, turned, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _stretched(work: Callable[[], Any], stretch: float, rounds: int, device: torch.device) -> float:
+    """Seconds of one piece of work, in rounds of so many that each lasts `stretch` seconds."""
+    for _ in range(3):
+        work()
+    count = max(1, round(stretch / max(timed(work, device), 1e-6)))
+
+    def many() -> None:
+        for _ in range(count):
+            work()
+
+    return statistics.median(timed(many, device) for _ in range(rounds)) / count
+
+
+def _bandwidth(options: Options, stretch: float, rounds: int) -> float:
+    numbers = 2**20 if options.tiny else 2**31
+    source = torch.zeros(numbers, dtype=torch.uint8, device=options.device)
+    into = torch.empty_like(source)
+    return 2 * numbers / _stretched(lambda: into.copy_(source), stretch, rounds, options.device) / 1e9
+
+
+def _from_host(options: Options, rounds: int) -> dict[str, float]:
+    """GB/s of a copy to the device, from pinned memory and from pageable one."""
+    numbers = 2**20 if options.tiny else 2**30
+    cuda = options.device.type == "cuda"
+    into = torch.empty(numbers, dtype=torch.uint8, device=options.device)
+    times: dict[str, list[float]] = {}
+    for name, pinned in (("pinned", True), ("pageable", False)):
+        source = torch.zeros(numbers, dtype=torch.uint8, pin_memory=pinned and cuda)
+        into.copy_(source, non_blocking=pinned)
+        synchronize(options.device)
+        times[name] = [
+            timed(lambda s=source, p=pinned: into.copy_(s, non_blocking=p), options.device) for _ in range(rounds)
+        ]
+    return {name: numbers / seconds / 1e9 for name, seconds in medians(times).items()}
+
+
+if __name__ == "__main__":
+    sys.exit(script("ceilings"))

@@ -1,0 +1,226 @@
+"""How long training stands still for a checkpoint, in the background and in place.
+
+`stall` is the time for which `Saver.save` holds its caller, `total` until the checkpoint is published and proven;
+medians of all saves but the first, whose stall holds the making of the buffers and is given by itself. `taken` is what
+a save costs in all, the stall included: work that lasts a little longer than the save, with and without one in flight,
+so that what the background takes from the processor, the memory and the interpreter counts as well.
+
+On a GPU (`run`) the state is that of a 1 B student after real steps, and the work is such steps; the share is of 250 of
+them, the default interval. On a CPU,
+
+    python -m benchmarks.performance.checkpoint [--device cpu] [--only saves|training] [--quick]
+
+writes benchmarks/results/checkpoint.json, or the part of it that was measured (not with --quick). Saves: the state of
+the demo's student with its optimizer, and 1 GiB of tensors; the work is matrix products on all threads. Training: the
+real command at the demo's settings, a checkpoint every 250 steps; the share is the time stood still, as the run's
+events tell it, over the time of all steps.
+"""
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import RESULTS, STUDENT, TEACHER, models, write
+from benchmarks.harness.bench import Bench, Tokens
+from benchmarks.harness.command import kdtrain
+from benchmarks.harness.record import Goal, Options, Record
+from benchmarks.harness.sections import script
+from benchmarks.harness.timing import synchronize, timed, without_graphs
+from kdtrain.checkpoint.saver import Saver
+from kdtrain.checkpoint.store import Store
+from kdtrain.models.loading import load_student
+from kdtrain.models.spec import read_spec
+
+RESULT = RESULTS / "checkpoint.json"
+GOAL = 0.5
+"""Per cent of the training time that checkpoints every 250 steps may cost."""
+KINDS = {"background": True, "in_place": False}
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured on a GPU."""
+
+    student: str = "1b"
+    length: int = 2048
+    batch: int = 8
+    saves: int = 4
+    """Of each kind, with the first."""
+    every: int = 250
+    """Steps between checkpoints."""
+
+
+TINY = Sizes("tiny", 32, 2, 3)
+GOALS = (Goal("per cent of the training time that background saves hold up", "background.share_percent", most=GOAL),)
+
+
+def run(options: Options) -> int:
+    """Measure, and write checkpoint.json."""
+    sizes = TINY if options.tiny else Sizes()
+    record = Record("checkpoint", options, vars(sizes) | {"compile": options.compile}, GOALS)
+    with without_graphs():
+        if not KINDS.keys() <= record.figures.keys():
+            step, bench = _training(options, sizes)
+            seconds = statistics.median(timed(step, options.device) for _ in range(5))
+            record.put("seconds_a_step", seconds)
+            for kind in KINDS:
+                record.measure(kind, lambda kind=kind: _in_steps(options, sizes, bench, step, seconds, kind))
+    return record.finish()
+
+
+def _training(options: Options, sizes: Sizes) -> tuple[Callable[[], Any], Bench]:
+    device, vocab = options.device, models.vocabulary(sizes.student)
+    student = models.make_student(sizes.student, device)
+    bench = Bench(student, options, vocab_size=vocab, seq_len=sizes.length, batch=sizes.batch)
+    step = bench.steps(Tokens(models.token_tensor(models.text(4 * sizes.batch, sizes.length)), device))
+    for _ in range(3):
+        step()
+    return step, bench
+
+
+def _in_steps(
+    options: Options, sizes: Sizes, bench: Bench, step: Callable[[], Any], seconds: float, kind: str
+) -> dict[str, Any]:
+    """Saves of one kind between and during steps of training."""
+    tensors, tries = bench.trainer.state.tensors(), int(KINDS[kind])
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        saver = Saver(Store(Path(folder) / "checkpoints", keep_rolling=1), KINDS[kind])
+        found = saves(saver, tensors, bench.trainer.state.numbers(), step, sizes.saves, tries, options.device)
+    size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
+    share = 100 * found["stall"] / (sizes.every * seconds)
+    return {"gib": size, "tensors": len(tensors), **found, "share_percent": share}
+
+
+def saves(
+    saver: Saver,
+    tensors: Mapping[str, torch.Tensor],
+    numbers: dict[str, Any],
+    work: Callable[[], Any],
+    count: int,
+    tries: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Seconds of `count` saves, and of `tries` more while `work` is done again and again; closes the saver."""
+    stalls, totals = [], []
+
+    def save(number: int) -> float:
+        synchronize(device)
+        return saver.save([f"step-{number:08d}"], number, tensors, numbers)
+
+    for number in range(count):
+        started = time.perf_counter()
+        stalls.append(save(number))
+        saver.wait()
+        totals.append(time.perf_counter() - started)
+    total = statistics.median(totals[1:])
+    found = {"first_stall": stalls[0], "stall": statistics.median(stalls[1:]), "stalls": stalls, "total": total}
+    if tries:
+        pieces = max(math.ceil(1.3 * total / timed(work, device)), 2)
+        taken = [_taken(lambda number=number: save(number), saver, work, pieces, device)
+                 for number in range(count, count + tries)]  # fmt: skip
+        found |= {"pieces_meanwhile": pieces, "taken": statistics.median(taken)}
+    saver.close()
+    return found
+
+
+def _taken(save: Callable[[], Any], saver: Saver, work: Callable[[], Any], pieces: int, device: torch.device) -> float:
+    """Seconds that work takes longer while a save is in flight, its stall included."""
+
+    def all_work() -> None:
+        for _ in range(pieces):
+            work()
+
+    def both() -> None:
+        save()
+        all_work()
+
+    before, during = timed(all_work, device), timed(both, device)
+    saver.wait()
+    return during - (before + timed(all_work, device)) / 2
+
+
+def on_cpu(words: list[str]) -> int:
+    """Measure all of it on a CPU; 1 where the goal is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--saves", type=int, default=6, help="saves of each kind")
+    parser.add_argument("--steps", type=int, default=500, help="steps of each training")
+    parser.add_argument("--only", choices=("saves", "training"), help="measure one part and leave the other as it is")
+    parser.add_argument("--quick", action="store_true", help="small tensors, no training, and no result file")
+    options = parser.parse_args(words)
+    result = json.loads(RESULT.read_text()) if RESULT.exists() and not options.quick else {}
+    result |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": platform.machine()}
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        if options.quick:
+            result["saves"] = {"small": _beside_products(scratch, {"a": torch.randn(1000, 1000)}, 2)}
+        if not options.quick and options.only != "saves":
+            result["training"] = training(scratch, options.steps)
+        if not options.quick and options.only != "training":
+            large = {f"t{number:03d}": torch.randn(1024, 1024) for number in range(256)}
+            result["saves"] = {
+                "demo": _beside_products(scratch, demo_state(), options.saves),
+                "1 GiB": _beside_products(scratch, large, options.saves),
+            }
+    print(json.dumps(result, indent=1))
+    if options.quick:
+        return 0
+    write(RESULT, result)
+    return int("training" in result and result["training"]["background"]["share_percent"] > GOAL)
+
+
+def demo_state() -> dict[str, torch.Tensor]:
+    """The tensors of the demo's student as a checkpoint has them: weights, two moments and a counter each."""
+    tensors = {}
+    for name, weight in load_student(read_spec(STUDENT), vocab_size=2048, seed=0, device="cpu").named_parameters():
+        tensors |= {name: weight.detach(), f"{name}.exp_avg": torch.randn_like(weight)}
+        tensors |= {f"{name}.exp_avg_sq": torch.rand_like(weight), f"{name}.step": torch.tensor(1.0)}
+    return tensors
+
+
+def _beside_products(scratch: Path, tensors: dict[str, torch.Tensor], number: int) -> dict[str, Any]:
+    """Saves of both kinds, and what they take from matrix products."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    left, right = torch.ones(512, 512), torch.ones(512, 512)
+
+    def products() -> None:
+        for _ in range(20):
+            torch.mm(left, right)
+
+    found: dict[str, Any] = {"MiB": round(size / 2**20, 1), "tensors": len(tensors), "saves": number}
+    for kind, asynchronous in KINDS.items():
+        saver = Saver(Store(scratch / f"saves-{size}-{kind}", keep_rolling=2), asynchronous)
+        found[kind] = saves(saver, tensors, {"step": 0}, products, number, number, CPU)
+    return found
+
+
+def training(scratch: Path, steps: int) -> dict[str, Any]:
+    """The share of the training time for which a run stands still, by the real command."""
+    cache = scratch / "cache"
+    data = ("--data", "stdlib", "--seq-len", "256", "--num-sequences", "512", "--top-k", "16")
+    kdtrain("cache-teacher", "--teacher", TEACHER, "--out", str(cache), *data)
+    result: dict[str, Any] = {"steps": steps}
+    for kind, flag in (("background", "--async-save"), ("in_place", "--no-async-save")):
+        out = scratch / kind
+        argv = ("--cache", str(cache), "--student", STUDENT, "--out", str(out), "--steps", str(steps))
+        done = kdtrain("distill", *argv, "--lr", "3e-3", "--batch-size", "16", "--eval-freq", str(steps), flag)
+        events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+        stalls = [event["stood_still"] for event in events if event["event"] == "checkpoint"]
+        share = 100 * sum(stalls) / done["seconds"]
+        result[kind] = {"seconds": done["seconds"], "stalls": stalls, "share_percent": share}
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(script("checkpoint", on_cpu))

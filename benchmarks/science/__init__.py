@@ -1,0 +1,1 @@
+"""Studies of what distillation, temperature, tail rules and precision do; none of them is about speed."""

@@ -1,0 +1,180 @@
+"""The demonstration: the shipped teacher into a student of a fifth of its size, with and without distillation.
+
+It runs the real command, as a user would: `kdtrain cache-teacher` once; then, for each seed, `kdtrain distill` twice on
+the same cache, tokens, steps and learning rate, by cross-entropy (`--alpha 0`) and by distillation; and `kdtrain
+evaluate` for both students, on the test split, against the teacher itself. Stopped at any point, the same command goes
+on, because each of the commands resumes by itself.
+
+Three seeds of the default settings are the published result: `benchmarks/results`, `benchmarks/figures` and the table
+in README.md, which `python -m benchmarks.tables demo` writes as well. A plain `make demo` draws into
+`benchmarks/figures/local`, any other demo into its own folder.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks import figures, tables
+from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
+from benchmarks.harness.command import Kdtrain, claim, environment, stop
+
+RESULT = RESULTS / "demo.json"
+PUBLISHED_SEEDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides the result of a demo. The defaults are made for four minutes on two cores."""
+
+    teacher: str = TEACHER
+    """Spec of the teacher."""
+    student: str = STUDENT
+    """Spec of the student."""
+    seq_len: int = 256
+    """Tokens in a sequence."""
+    sequences: int = 3000
+    """Sequences of the train split that the teacher is cached over."""
+    validation_sequences: int = 128
+    """Sequences of the validation split beside them."""
+    test_sequences: int = 400
+    """Sequences of the test split that both students are measured on."""
+    head: int = 16
+    """Entries of each distribution that the cache keeps exactly."""
+    steps: int = 300
+    """Optimizer steps of each student."""
+    batch_size: int = 16
+    """Sequences in an optimizer step."""
+    lr: float = 3e-3
+    """Peak learning rate of both students."""
+    alpha: float = 0.9
+    """Weight of the teacher in the distilled student's loss."""
+    temperature: float = 1.0
+    """Temperature of the distilled student's loss."""
+    temperature_mode: str = "fixed"
+    """How that temperature moves."""
+    eval_freq: int = 50
+    """Steps between validations."""
+    compile: bool = True
+    """Compile the students."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Distil the shipped teacher into a small student, and show what it gained over cross-entropy."""
+
+    seeds: int = 1
+    """Pairs of students, one of each kind, that differ in their seed."""
+    out: Path = Path("runs/demo")
+    """The folder of the demo: cache, runs, and what is not published."""
+    settings: tyro.conf.OmitArgPrefixes[Settings] = dataclasses.field(default_factory=Settings)
+
+
+def main(demo: Demo) -> None:
+    """Run the demo, or what is left of it, and show the table and where the pictures are."""
+    if demo.seeds < 1:
+        stop(2, f"--seeds {demo.seeds} makes no student; give at least 1")
+    started = time.monotonic()
+    claim(demo.out, demo.settings)
+    with Kdtrain() as kdtrain:
+        result = run(demo, kdtrain)
+    file, folder = places(demo)
+    write(file, result)
+    pictures = figures.draw_demo(result, folder)
+    if file == RESULT:
+        tables.fill_page("demo")
+    tables.show_demo(result)
+    print(f"result: {file}\npictures: {', '.join(map(str, pictures))}")
+    print(f"took {(time.monotonic() - started) / 60:.1f} minutes", file=sys.stderr)
+
+
+def run(demo: Demo, kdtrain: Kdtrain) -> dict[str, Any]:
+    """The record of the whole demo, as it stands in the JSON file."""
+    cache = kdtrain(*cache_command(demo.settings, demo.out))
+    runs = []
+    for seed in range(demo.seeds):
+        for kind in tables.KINDS:
+            folder = demo.out / f"{kind}-{seed}"
+            trained = kdtrain(*distill_command(demo.settings, demo.out, kind, seed))
+            measured = kdtrain(*evaluate_command(demo.settings, folder))
+            runs.append(record(kind, seed, folder, trained, measured))
+    return {
+        "settings": dataclasses.asdict(demo.settings),
+        "environment": environment(folder),
+        "cache": {name: cache[name] for name in ("sequences", "tokens", "bytes_per_token")},
+        "runs": runs,
+    }
+
+
+def cache_command(settings: Settings, out: Path) -> list[str]:
+    """The command that keeps what the teacher says."""
+    return [
+        *("cache-teacher", "--teacher", settings.teacher, "--data", "stdlib", "--out", f"{out}/cache"),
+        *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.sequences}"),
+        *("--validation-sequences", f"{settings.validation_sequences}", "--top-k", f"{settings.head}"),
+    ]
+
+
+def distill_command(settings: Settings, out: Path, kind: str, seed: int) -> list[str]:
+    """The command that trains one student; the two kinds differ in what their loss is made of and in nothing else."""
+    objective = {
+        "cross-entropy": ("--alpha", "0"),
+        "distilled": (
+            *("--alpha", f"{settings.alpha}", "--temperature", f"{settings.temperature}"),
+            *("--temperature-mode", settings.temperature_mode),
+        ),
+    }
+    return [
+        *("distill", "--cache", f"{out}/cache", "--student", settings.student, "--out", f"{out}/{kind}-{seed}"),
+        *("--steps", f"{settings.steps}", "--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}"),
+        *("--eval-freq", f"{settings.eval_freq}", "--seed", f"{seed}", *objective[kind]),
+        *([] if settings.compile else ["--no-compile"]),
+    ]
+
+
+def evaluate_command(settings: Settings, folder: Path) -> list[str]:
+    """The command that measures one student against the teacher itself, on text that neither has learned from."""
+    return [
+        *("evaluate", "--student", f"{folder}", "--teacher", settings.teacher, "--data", "stdlib", "--split", "test"),
+        *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.test_sequences}"),
+    ]
+
+
+def record(kind: str, seed: int, folder: Path, trained: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """One student: how it was trained, its learning curves, and what the test split says."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    validations = [line for line in lines if "validation/loss" in line]
+    rates = [line["tok/s"] for line in lines if line.get("tok/s")]
+    own = ("student", "sequences", "calibration")
+    return {
+        "student": kind,
+        "seed": seed,
+        **{name: trained[name] for name in ("step", "tokens", "seconds")},
+        # the later half: the first steps wait for the compiler
+        "tokens_per_second": statistics.median(rates[len(rates) // 2 :]) if rates else None,
+        "temperature": trained["temperature"] if kind == "distilled" else None,
+        "validation": {
+            "step": [line["step"] for line in validations],
+            **{name: [line[f"validation/{name}"] for line in validations] for name in ("loss", "kl", "teacher_loss")},
+        },
+        "test": {name: value for name, value in measured.items() if name not in own},
+        "calibration": measured["calibration"],
+    }
+
+
+def places(demo: Demo) -> tuple[Path, Path]:
+    """The file of the result and the folder of the pictures: the published ones, or those of this demo alone."""
+    published = demo.settings == Settings() and demo.seeds >= PUBLISHED_SEEDS
+    if published:
+        return RESULT, FIGURES
+    return demo.out / "demo.json", FIGURES / "local" if demo.out == Demo().out else demo.out
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Demo))

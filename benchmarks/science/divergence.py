@@ -1,0 +1,213 @@
+"""What the rules for a spike and for a divergence find, and what they take for one.
+
+`python -m benchmarks.science.divergence [--runs FOLDER]` trains sound runs and runs that go wrong by the real command,
+with all rules off, reads their losses from `metrics.jsonl`, feeds them to each rule, and writes
+benchmarks/results/divergence.json. The rules of `kdtrain.training` are those of the command; the others are written out
+here again: a factor of the mean, and median + 6 scaled MADs of the last 128 clean losses, both of the whole loss.
+
+A doubled loss is made of a sound run: from a step on, the loss of that step (nats) is added to the loss and to each of
+its parts, as it is where a student moves away from text and teacher alike. It counts as found within 20 steps.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
+from benchmarks.harness.machine import cpu_model, version
+from kdtrain.config import GuardsConfig
+from kdtrain.training.guards import DivergenceWatch, SpikeDetector
+
+CACHES = {"c": ("--top-k", "16"), "s": ("--top-k", "8", "--num-samples", "24")}
+PLAIN = (STUDENT, "c", "--lr", "3e-3", "--steps", "220")
+WSD = ("--alpha", "0", "--lr-schedule", "wsd", "--warmup-steps", "20", "--decay-steps", "80")
+SOUND: dict[str, tuple[str, ...]] = {
+    "demo": PLAIN,
+    "wsd": (STUDENT, "c", "--lr", "2e-3", "--steps", "220", *WSD),
+    "cosine": (*PLAIN, "--alpha", "0"),
+    "learned-t": (*PLAIN, "--temperature", "1.5", "--temperature-mode", "adversarial"),
+    "schedule-t": (*PLAIN, "--temperature", "4", "--temperature-mode", "schedule"),
+    "alpha": (*PLAIN, "--alpha", "1", "--alpha-schedule", "linear"),
+    "sampled": (STUDENT, "s", "--lr", "3e-3", "--steps", "220"),
+    "small-batch": (STUDENT, "c", "--lr", "1e-3", "--steps", "220", "--batch-size", "2", "--micro-batch-size", "2"),
+    "pre": (TEACHER, "c", "--lr", "1e-4", "--steps", "80"),
+}
+WRONG: dict[str, tuple[str, ...]] = {
+    "lr10": (STUDENT, "c", "--lr", "10", "--steps", "150"),
+    "lr1": (STUDENT, "c", "--lr", "1", "--steps", "150"),
+    "pre-lr0.1": (TEACHER, "c", "--lr", "0.1", "--steps", "60"),
+    "pre-lr0.01": (TEACHER, "c", "--lr", "0.01", "--steps", "60"),
+}
+WITHIN, EVERY = 20, 5
+
+Line = dict[str, float]
+Rule = Callable[[Line], bool]
+
+
+def main() -> int:
+    """Train what is missing, judge, and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "divergence")
+    options = parser.parse_args()
+    for name, how in {**SOUND, **WRONG}.items():
+        train(options.runs, name, how)
+    series = {name: lines(options.runs / name) for name in {**SOUND, **WRONG}}
+    table = {name: judge(make, series) for name, make in RULES.items()}
+    where = {"date": time.strftime("%Y-%m-%d"), "torch": version("torch"), "cpu": cpu_model()}
+    record = {"environment": where, "sound": list(SOUND), "wrong": list(WRONG), "rules": table}
+    write(RESULTS / "divergence.json", record)
+    for name, found in table.items():
+        wrong = ", ".join(f"{run} {step}" for run, step in found["wrong"].items())
+        print(f"{name:34} false alarms {found['false_alarms']}; at step: {wrong}; doubled: {found['doubled']}")
+    return 0
+
+
+def train(runs: Path, name: str, how: tuple[str, ...]) -> None:
+    """One run with all rules off, and its cache; nothing where they are there."""
+    student, cache, *flags = how
+    if not (runs / cache / "manifest.json").exists():
+        text = ("--teacher", TEACHER, "--data", "stdlib", "--seq-len", "256", "--num-sequences", "2400")
+        kdtrain("cache-teacher", *text, "--validation-sequences", "64", "--out", str(runs / cache), *CACHES[cache])
+    if (runs / name / "metrics.jsonl").exists():
+        return
+    rules = ("--spike-rule", "none", "--divergence-factor", "1e9", "--grad-spike-threshold", "1e30")
+    size = ("--batch-size", "4", "--micro-batch-size", "4", "--eval-freq", "25", "--checkpoint-freq", "10000")
+    place = ("--student", student, "--cache", str(runs / cache), "--out", str(runs / name))
+    kdtrain("distill", *place, *rules, *size, "--temperature", "1", "--no-tensorboard", "--sample-freq", "0", *flags)
+
+
+def kdtrain(*argv: str) -> None:
+    """The real command; a run that ends badly is what some of these are for."""
+    subprocess.run([sys.executable, "-m", "kdtrain", *argv], cwd=ROOT, check=False)
+
+
+def lines(folder: Path) -> list[Line]:
+    """What metrics.jsonl holds, in order; the first validation stands before the first step."""
+    found = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: math.nan if v is None else v for k, v in line.items()} for line in found]
+
+
+def doubled(series: list[Line], begin: int) -> list[Line]:
+    """`series` as if its loss had doubled at step `begin`."""
+    added = next(line["loss"] for line in series if line["step"] == begin and "loss" in line)
+    parts = ("loss", "ce", "kd_T1", "validation/loss")
+    return [
+        {name: value + added * (name in parts) for name, value in line.items()} if line["step"] >= begin else line
+        for line in series
+    ]
+
+
+def factor() -> Rule:
+    """Above 3 times the mean of the last 128 clean losses, three times in a row."""
+    return _row(lambda clean: 3 * math.fsum(clean) / len(clean))
+
+
+def mad() -> Rule:
+    """Above median + 6 * 1.4826 * MAD of the last 128 clean losses, three times in a row."""
+
+    def threshold(clean: deque[float]) -> float:
+        middle = median(clean)
+        return middle + 6 * 1.4826 * max(median(abs(each - middle) for each in clean), 1e-3 * abs(middle))
+
+    return _row(threshold)
+
+
+def _row(threshold: Callable[[deque[float]], float]) -> Rule:
+    clean: deque[float] = deque(maxlen=128)
+    high = 0
+
+    def alarm(line: Line) -> bool:
+        nonlocal high
+        if "loss" not in line or not math.isfinite(line["loss"]):
+            return False
+        if len(clean) >= 20 and line["loss"] > threshold(clean):
+            high += 1
+            return high >= 3
+        clean.append(line["loss"])
+        high = 0
+        return False
+
+    return alarm
+
+
+def spike() -> Rule:
+    """`SpikeDetector`, as the command has it."""
+    detector = SpikeDetector.of(GuardsConfig())
+
+    def alarm(line: Line) -> bool:
+        if "loss" not in line:
+            return False
+        parts = {"ce": line.get("ce", line["loss"])} | ({"kd_T1": line["kd_T1"]} if "kd_T1" in line else {})
+        return detector.update(int(line["step"]), parts) is not None
+
+    return alarm
+
+
+def divergence() -> Rule:
+    """`DivergenceWatch`, as the command has it."""
+    watch = DivergenceWatch(GuardsConfig().divergence_factor)
+
+    def alarm(line: Line) -> bool:
+        if "validation/loss" in line:
+            return watch.validated(line["validation/loss"])
+        return watch.update(line.get("ce", line["loss"]))
+
+    return alarm
+
+
+def both() -> Rule:
+    """The two of the command together."""
+    rules = spike(), divergence()
+
+    def alarm(line: Line) -> bool:
+        alarms = [rule(line) for rule in rules]  # each has to see every line
+        return any(alarms)
+
+    return alarm
+
+
+RULES: dict[str, Callable[[], Rule]] = {
+    "loss, 3 x mean": factor,
+    "loss, median + 6 MAD": mad,
+    "parts (--spike-rule mad)": spike,
+    "above the beginning": divergence,
+    "the command: both": both,
+}
+
+
+def first_alarm(make: Callable[[], Rule], series: list[Line]) -> int | None:
+    """The step of the first alarm."""
+    rule = make()
+    return next((int(line["step"]) for line in series if rule(line)), None)
+
+
+def judge(make: Callable[[], Rule], series: dict[str, list[Line]]) -> dict[str, Any]:
+    """False alarms on sound runs, the step of the alarm on the others, and how many doubled losses were found."""
+    false = {name: step for name in SOUND if (step := first_alarm(make, series[name])) is not None}
+    delays = {name: list(_delays(make, series[name])) for name in SOUND}
+    late = {name: sum(each > WITHIN for each in found) for name, found in delays.items()}
+    return {
+        "false_alarms": false,
+        "wrong": {name: first_alarm(make, series[name]) for name in WRONG},
+        "doubled": {name: f"{len(found) - late[name]} of {len(found)}" for name, found in delays.items()},
+        "longest_delay": {name: max(found) if max(found) < math.inf else None for name, found in delays.items()},
+    }
+
+
+def _delays(make: Callable[[], Rule], series: list[Line]) -> Iterator[float]:
+    last = int(max(line["step"] for line in series))
+    for begin in range(2, last - WITHIN, EVERY):
+        step = first_alarm(make, doubled(series, begin))
+        yield math.inf if step is None or step < begin else step - begin
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""The study behind adaptive precision: what each number format costs a student, and what switching wins back.
+
+On one cache of the shipped teacher one student is trained in bf16 at a constant rate, and from its weights and moments
+each of the others goes on for equal steps: in bf16, in fp8, mxfp8 and mxfp4 throughout, in mxfp4 and fp8 under each
+rule of adaptive quantisation, and in mxfp4 under its default; a seed is an order of the data. Formats cost little while
+a loss falls steeply, and most at the end of a training: that is the part that is looked at. The final validation loss
+(in bf16 for all), the share of steps that were quantised, the switches and the gap to bf16 go into
+`results/precision.json`, and a picture shows the losses with the modes as bands. Formats are emulated on a machine
+without fp8: losses are right, and times say nothing about hardware (`benchmarks.performance.precision_speed` measures
+what switching costs).
+
+Stopped at any point, the same command goes on. `--seeds 1` is the pilot; it writes beside the runs and nowhere else.
+"""
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks import figures
+from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
+from benchmarks.harness.command import Kdtrain, claim, environment
+
+RESULT = RESULTS / "precision.json"
+FIXED = ("bf16", "fp8", "mxfp8", "mxfp4")
+_RULES = ("gap", "loss", "spike", "schedule")
+ADAPTIVE = (*(f"mxfp4 {rule}" for rule in (*_RULES, "default")), *(f"fp8 {rule}" for rule in _RULES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides the result of the study. The defaults are made for an hour on two cores at three seeds."""
+
+    teacher: str = TEACHER
+    """Spec of the teacher."""
+    student: str = STUDENT
+    """Spec of the student."""
+    seq_len: int = 256
+    """Tokens in a sequence."""
+    sequences: int = 4000
+    """Sequences of the train split that the teacher is cached over."""
+    base_steps: int = 1000
+    """Optimizer steps of the student that all others go on from, at the peak rate."""
+    steps: int = 120
+    """Optimizer steps of each student."""
+    batch_size: int = 8
+    """Sequences in an optimizer step."""
+    lr: float = 3e-3
+    """Peak learning rate; the last fifth of the steps decays."""
+    window: int = 10
+    """Steps in a window."""
+    probe_every: int = 10
+    """Steps between measurements of the gap."""
+    seeds: int = 3
+    """Students of each kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Train one student of each kind and seed, and compare them."""
+
+    out: Path = Path("runs/precision")
+    """The folder of the study: cache and runs."""
+    settings: tyro.conf.OmitArgPrefixes[Settings] = dataclasses.field(default_factory=Settings)
+
+
+def main(study: Study) -> None:
+    """Run the study, or what is left of it."""
+    claim(study.out, study.settings)
+    with Kdtrain() as kdtrain:
+        result = run(study, kdtrain)
+    published = study.settings == Settings()
+    file = RESULT if published else study.out / "precision.json"
+    write(file, result)
+    print(file, *figures.draw_precision(result, FIGURES if published else study.out), sep="\n")
+    for kind, row in result["table"].items():
+        print(f"{kind:<15} " + "  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+
+
+def run(study: Study, kdtrain: Kdtrain) -> dict[str, Any]:
+    """The record of the whole study."""
+    settings, out = study.settings, study.out
+    kdtrain(*cache_command(settings, out))
+    kdtrain(*base_command(settings, out))
+    runs = []
+    for seed in range(settings.seeds):
+        for kind in (*FIXED, *ADAPTIVE):
+            folder = out / f"{kind.replace(' ', '-')}-{seed}"
+            trained = kdtrain(*distill_command(settings, out, kind, seed, folder))
+            runs.append(record(kind, seed, folder, trained))
+    return {
+        "settings": dataclasses.asdict(settings),
+        "environment": environment(folder),
+        "table": table(runs),
+        "runs": runs,
+    }
+
+
+def cache_command(settings: Settings, out: Path) -> list[str]:
+    """The command that keeps what the teacher says."""
+    return [
+        *("cache-teacher", "--teacher", settings.teacher, "--data", "stdlib", "--out", f"{out}/cache"),
+        *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.sequences}"),
+        *("--validation-sequences", "128", "--top-k", "16"),
+    ]
+
+
+def base_command(settings: Settings, out: Path) -> list[str]:
+    """The command that trains the student that all others go on from."""
+    return [
+        *common(settings, out, out / "base"),
+        *("--steps", f"{settings.base_steps}", "--lr-schedule", "constant", "--precision", "bf16", "--seed", "0"),
+    ]
+
+
+def common(settings: Settings, out: Path, folder: Path) -> list[str]:
+    """What all trainings share."""
+    return [
+        *("distill", "--cache", f"{out}/cache", "--student", settings.student, "--out", f"{folder}"),
+        *("--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}", "--temperature", "1"),
+        *("--no-tensorboard", "--sample-freq", "0"),
+    ]
+
+
+def distill_command(settings: Settings, out: Path, kind: str, seed: int, folder: Path) -> list[str]:
+    """The command that trains one student; the kinds differ in their numbers and in nothing else."""
+    mode, _, rule = kind.partition(" ")
+    adaptive = [
+        *("--time-resume", "--quant-window-size", f"{settings.window}"),
+        *("--quant-probe-every", f"{settings.probe_every}"),
+        *(() if rule == "default" else ("--quant-rule", rule)),
+    ]
+    base = out / "base" / "checkpoints" / f"step-{settings.base_steps:08d}"
+    return [
+        *common(settings, out, folder),
+        *("--load", f"{base}", "--override-opt-param-scheduler", "--steps", f"{settings.steps}", "--warmup-steps", "0"),
+        *("--lr-schedule", "wsd", "--eval-freq", f"{settings.steps}", "--seed", f"{seed}"),
+        *("--precision", mode, *(adaptive if rule else ())),
+    ]
+
+
+def record(kind: str, seed: int, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
+    """One student: its losses, in which mode each step was, and where it ended."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    quantized = [line.get("quantized", 0.0) for line in steps]
+    return {
+        "kind": kind,
+        "seed": seed,
+        "validation_loss": [line["validation/loss"] for line in lines if "validation/loss" in line][-1],
+        "quantized_share": sum(quantized) / len(quantized),
+        "switches": trained.get("switches", 0),
+        "gaps": [[line["step"], line["gap"]] for line in steps if "gap" in line],
+        "loss": [round(line["loss"], 5) for line in steps],
+        "quantized": [int(each) for each in quantized],
+    }
+
+
+def table(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By kind, means over seeds: final validation loss, what it is above bf16 at the same seed, quantised share."""
+    rows = {}
+    for kind in (*FIXED, *ADAPTIVE):
+        own = {run["seed"]: run for run in runs if run["kind"] == kind}
+        high = {run["seed"]: run for run in runs if run["kind"] == "bf16"}
+        gaps = [own[seed]["validation_loss"] - high[seed]["validation_loss"] for seed in own]
+        rows[kind] = {
+            "seeds": len(own),
+            "validation_loss": statistics.mean(run["validation_loss"] for run in own.values()),
+            "above_bf16": statistics.mean(gaps),
+            "above_bf16_sd": statistics.stdev(gaps) if len(gaps) > 1 else 0.0,
+            "quantized_share": statistics.mean(run["quantized_share"] for run in own.values()),
+            "switches": statistics.mean(run["switches"] for run in own.values()),
+        }
+    return rows
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Study))

@@ -1,0 +1,188 @@
+"""Where a learned temperature goes: T^2 KL against T on real logits, and the paths of the three modes.
+
+`python -m benchmarks.science.temperature [--out runs/temperature] [--quick]` writes benchmarks/results/temperature.json
+(with --quick, which is a test of this script, it writes into --out) and draws benchmarks/figures/temperature.png.
+
+The teacher is the one that ships, the student is trained from its cache by the command. Measured are
+
+- `curves`: the loss T^2 D over a grid of T, for the student at several steps of its training, over the cache (head and
+  tail bucket) and over the teacher's whole distribution, and for each divergence at its last step;
+- `frozen`: the path of T alone, from many starts, for a student that stands still, by Adam;
+- `training`: T in real runs of the command, from three starts a mode, while the student learns.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import figures
+from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
+from benchmarks.harness.command import Kdtrain, environment
+from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.commands.common import ask_layers, open_teacher, wide_head
+from kdtrain.commands.export import open_student
+from kdtrain.models.head import SplitModel, split
+from kdtrain.models.loading import load_student
+from kdtrain.models.spec import read_spec
+from kdtrain.objective.divergence import DIVERGENCES
+from kdtrain.objective.loss import distillation_loss
+from kdtrain.objective.temperature import build_temperature
+from kdtrain.training.data import CachedSource, OnlineSource
+
+BOUNDS = (2 / 3, 4.0)
+MODES = ("minimize", "adversarial", "likelihood")
+STARTS = (0.75, 0.9, 1.1, 1.4, 1.8, 2.3, 2.9, 3.6)
+TRAINING_STARTS = (0.8, 1.5, 3.5)
+GRID = [round(float(T), 4) for T in np.geomspace(0.25, 20, 60)]
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    """Measure, write the record, draw it."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    arguments.add_argument("--out", type=Path, default=Path("runs/temperature"))
+    arguments.add_argument("--quick", action="store_true", help="a few steps of everything; the record goes into --out")
+    given = arguments.parse_args()
+    steps = (
+        {"student": 4, "training": 3, "frozen": 5} if given.quick else {"student": 100, "training": 200, "frozen": 150}
+    )
+    with Kdtrain() as kdtrain:
+        record = measure(kdtrain, given.out, steps)
+    write((given.out if given.quick else RESULTS) / "temperature.json", record)
+    print(*figures.draw_temperature(record, given.out if given.quick else FIGURES))
+
+
+def measure(kdtrain: Kdtrain, out: Path, steps: dict[str, int]) -> dict[str, Any]:
+    """The whole record."""
+    sequences = 64 if steps["student"] < 50 else 1600
+    kdtrain(
+        *("cache-teacher", "--teacher", TEACHER, "--data", "stdlib", "--out", f"{out}/cache", "--seq-len", "256"),
+        *("--num-sequences", f"{sequences}", "--validation-sequences", "32", "--top-k", "12"),
+    )
+    every = max(steps["student"] // 5, 1)
+    kdtrain(*_train(out, "student", steps["student"]), "--temperature", "1", "--checkpoint-freq", f"{every}")
+    logits = Logits(out)
+    last = steps["student"]
+    return {
+        "settings": {
+            "teacher": TEACHER,
+            "student": STUDENT,
+            "head": 12,
+            "bounds": BOUNDS,
+            "steps": steps,
+            "grid": GRID,
+        },
+        "environment": environment(out / "student"),
+        "curves": [
+            *(logits.curve(step, kind, "forward-kl") for step in (0, every, last) for kind in ("cache", "whole")),
+            *(logits.curve(last, "cache", name) for name in DIVERGENCES if name not in ("forward-kl", "logit-mse")),
+        ],
+        "frozen": [logits.path(last, mode, start, steps["frozen"]) for mode in MODES for start in STARTS],
+        "training": [
+            _trained(kdtrain, out, mode, start, steps["training"]) for mode in MODES for start in TRAINING_STARTS
+        ],
+    }
+
+
+class Logits:
+    """Hidden states of the student at a step, and the teacher's targets, on four sequences of the validation split."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        teacher = open_teacher(read_spec(TEACHER), CPU, "fp32")
+        cached = CachedSource(CacheReader(out / "cache", "validation"), CPU, 2048)
+        online = OnlineSource(cached, ask_layers(teacher, CPU, "fp32", ()), wide_head(teacher), False)
+        self.batches = {"cache": cached.read(np.arange(4)), "whole": online.read(np.arange(4))}
+
+    def student(self, step: int) -> SplitModel:
+        """The student after `step` steps; its fresh weights at 0."""
+        if step:
+            return open_student(str(self.out / f"student/checkpoints/step-{step:08d}"), CPU)[0].eval()
+        return split(load_student(read_spec(STUDENT), vocab_size=2048, seed=0, device="cpu")).eval()
+
+    def loss(self, step: int, kind: str) -> Any:
+        """T, divergence -> T^2 D, the mean over tokens, differentiable in T alone."""
+        student, batch = self.student(step), self.batches[kind]
+        with torch.no_grad():
+            hidden_ND = student(batch.tokens[:, :-1]).flatten(0, 1)
+        head = student.head
+        for each in (head.weight, head.bias):
+            if each is not None:
+                each.requires_grad_(False)
+        return lambda T, divergence="forward-kl": _loss(hidden_ND, head, batch, T, divergence)
+
+    def curve(self, step: int, kind: str, divergence: str) -> dict[str, Any]:
+        """The loss over the grid, and where it is largest within the bounds."""
+        print(f"curve: {divergence}, step {step}, {kind}", file=sys.stderr)
+        loss = self.loss(step, kind)
+        values = [loss(T, divergence).item() for T in GRID]
+        inside = [(value, T) for value, T in zip(values, GRID, strict=True) if BOUNDS[0] <= T <= BOUNDS[1]]
+        return {"divergence": divergence, "step": step, "targets": kind, "loss": values, "top": max(inside)[1]}
+
+    def path(self, step: int, mode: str, start: float, steps: int) -> dict[str, Any]:
+        """T before each of `steps` updates by Adam, and after the last."""
+        print(f"path: {mode} from {start}", file=sys.stderr)
+        loss, batch = self.loss(step, "cache"), self.batches["cache"]
+        temperature = build_temperature(
+            mode, start=start, minimum=BOUNDS[0], maximum=BOUNDS[1], total_steps=max(steps - 1, 1)
+        )
+        optimizer, path = torch.optim.Adam(temperature.parameters(), lr=0.1), []
+        mask_N = batch.loss_mask.flatten()
+        for number in range(steps):
+            temperature.set_step(number)
+            path.append(round(temperature.value().item(), 4))
+            own = temperature.auxiliary_loss(batch.targets, mask_N, mask_N.sum())
+            optimizer.zero_grad()
+            (loss(temperature.value()) if own is None else own).backward()
+            optimizer.step()
+        path.append(round(temperature.value().item(), 4))
+        return {"mode": mode, "start": start, "T": path, "bound": temperature.at_bound()}
+
+
+def _loss(hidden_ND: torch.Tensor, head: Any, batch: CachedBatch, T: Any, divergence: str) -> torch.Tensor:
+    return distillation_loss(
+        hidden_ND,
+        head,
+        batch.tokens[:, 1:].flatten(),
+        batch.loss_mask.flatten(),
+        batch.targets,
+        temperature=T,
+        alpha=1.0,
+        divergence=divergence,
+        vocab_size=2048,
+        normalizer=batch.loss_mask.sum(),
+    ).loss
+
+
+def _train(out: Path, name: str, steps: int) -> list[str]:
+    return [
+        *("distill", "--cache", f"{out}/cache", "--student", STUDENT, "--out", f"{out}/{name}", "--steps", f"{steps}"),
+        *("--batch-size", "8", "--lr", "3e-3", "--eval-freq", f"{steps}"),
+    ]
+
+
+def _trained(kdtrain: Kdtrain, out: Path, mode: str, start: float, steps: int) -> dict[str, Any]:
+    """T in a run of the command, and what its events say of a bound."""
+    name = f"{mode}-{start}"
+    learned = ("--temperature", f"{start}", "--temperature-mode", mode, "--temperature-lr", "0.1")
+    kdtrain(*_train(out, name, steps), *learned)
+    lines = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (out / name / "events.jsonl").read_text().splitlines()]
+    named = [event["bound"] for event in events if event["event"] == "temperature-bound"]
+    last = [line for line in lines if "validation/kl" in line][-1]
+    return {
+        "mode": mode,
+        "start": start,
+        "T": [round(line["T"], 4) for line in lines if "T" in line],
+        "bound": named[-1] if named else None,
+        "validation_kl": last["validation/kl"],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""The records as tables in README.md and docs: `python -m benchmarks.tables [demo|objective|gpu]`, or all of them.
+
+Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
+met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. A goal on a GPU is
+taken from its record, where it was computed from the figures; a record of tiny shapes or of a CPU is refused, because a
+page that quotes it would claim something about a GPU.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import RESULTS, ROOT, SECTIONS
+
+KINDS = ("cross-entropy", "distilled")
+GPU = RESULTS / "gpu"
+PAGES = {
+    "demo": ROOT / "README.md",
+    "objective": ROOT / "docs" / "objective.md",
+    "gpu": ROOT / "docs" / "performance.md",
+}
+NOTHING = "No section was run on a GPU yet: nothing here is a measurement of one."
+SHOWN = {
+    "ceilings": ("bf16_tflops.best", "fp8_tflops.best", "memory_gb_per_second", "host_to_device_gb_per_second.pinned"),
+    "step": ("2048.tokens_a_second", "2048.tflops", "8192.tokens_a_second", "8192.tflops"),
+    "objective": ("8192.seconds", "32768.seconds", "32768.extra_gib"),
+    "fp8": ("1b.tokens_a_second", "1b.tflops", "3b.tokens_a_second", "3b.tflops"),
+    "adaptive": ("adaptive.switch_ms", "adaptive.snapshot_ms", "adaptive.step_ms", "above"),
+    "cache": (
+        *("build-1b.tokens_a_second", "build-8b.tokens_a_second", "encode.tokens_a_second"),
+        *("read-12.bytes_a_token.total", "read-12.tokens_a_second", "step.cost"),
+    ),
+    "checkpoint": ("background.stall", "background.total", "in_place.stall"),
+    "teacher": ("trained.steps", "trained.shipped_loss", "trained.made_loss"),
+}
+"""Figures beside the goals, by their place in the record; one that holds several gets a row for each."""
+WORDS = {None: "not judged", True: "met", False: "**missed**"}
+LARGE = 32_000
+"""The vocabulary from which on the goals against cross-entropy hold."""
+TIME, MEMORY, STEP, ONLINE, MATERIALISED = 1.05, 1.0, 0.97, 0.95, 1 / 20
+TARGETS = {"sparse 12": "kdtrain-sparse-12", "sparse 50": "kdtrain-sparse-50", "dense": "kdtrain-dense"}
+PAIRS = {"TRL": ("kdtrain-jsd", "trl-jsd"), "Liger": ("kdtrain-jsd-online", "liger-jsd")}
+TYPES = {"float32": (4, "fp32"), "bfloat16": (2, "bf16")}
+
+Run = dict[str, Any]
+Value = Callable[[Run], float | None]
+
+
+def main() -> int:
+    """Fill the pages that are named, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tables", nargs="*", help=f"of {', '.join(PAGES)}; all when left out")
+    names = parser.parse_args().tables or [*PAGES]
+    if unknown := set(names) - PAGES.keys():
+        parser.error(f"no table {', '.join(sorted(unknown))}; there are {', '.join(PAGES)}")
+    for name in names:
+        fill_page(name)
+    return 0
+
+
+def fill_page(name: str) -> None:
+    """Put the table of one kind of record into its page."""
+    page = PAGES[name]
+    page.write_text(fill(page.read_text(), current(name), f"{name}-table"))
+
+
+def current(name: str) -> str:
+    """The table of the records that there are."""
+    if name == "gpu":
+        return gpu(gpu_records())
+    if name == "demo":
+        return demo(_record("demo"))
+    return objective(_record("objective"), _record("objective-step"))
+
+
+def _record(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def fill(page: str, block: str, name: str) -> str:
+    """`page` with `block` between the markers `name`. ValueError: it has none."""
+    before, begin, rest = page.partition(f"<!-- {name} -->")
+    _, end, after = rest.partition(f"<!-- /{name} -->")
+    if not (begin and end):
+        raise ValueError(f"the page has no <!-- {name} --> followed by <!-- /{name} -->; add them where it belongs")
+    return f"{before}{begin}\n{block}\n{end}{after}"
+
+
+def show_demo(result: dict[str, Any]) -> None:
+    """Print the table and the verdict on stdout."""
+    table = Table(title=title(result), title_justify="left")
+    for number, name in enumerate(["", *KINDS, "teacher"]):
+        table.add_column(name, justify="right" if number else "left")
+    for cells in rows(result):
+        table.add_row(*cells)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(verdict(result), highlight=False)
+
+
+def demo(result: dict[str, Any]) -> str:
+    """Table, verdict, pictures, and what it was measured with; paths are relative to the repository."""
+    file, figures = "benchmarks/results/demo.json", "benchmarks/figures"
+    lines = ["| | " + " | ".join([*KINDS, "teacher"]) + " |", "|---|" + "--:|" * (len(KINDS) + 1)]
+    lines += ["| " + " | ".join(cells) + " |" for cells in rows(result)]
+    of = result["environment"]
+    lines += [
+        "",
+        verdict(result),
+        "",
+        f"![Learning curves]({figures}/demo-learning-curves.png)",
+        f"![Calibration]({figures}/demo-calibration.png)",
+        "",
+        f"{title(result)}, {of['precision']} on {of['cpu']} with {of['threads']} threads, Python {of['python']}, "
+        f"torch {of['torch']}, {of['date']}; all numbers are in [{file}]({file}).",
+    ]
+    return "\n".join(lines)
+
+
+def title(result: dict[str, Any]) -> str:
+    """What was trained on what."""
+    settings, seeds = result["settings"], len(of_kind(result, KINDS[0]))
+    tokens = result["runs"][0]["tokens"]
+    return (
+        f"{Path(settings['student']).stem} after {settings['steps']:,} steps ({tokens:,} tokens of stdlib), "
+        f"{seeds} {'seed' if seeds == 1 else 'seeds, mean ± standard deviation'}"
+    )
+
+
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """The cells of the table, a row each: name, cross-entropy, distilled, teacher."""
+    settings = result["settings"]
+    bytes_per_token = result["cache"]["bytes_per_token"]
+    plan: list[tuple[str, Value, str]] = [
+        ("validation loss (nats a token)", lambda run: best(run)[0], ".4f"),
+        ("validation KL to the teacher (top-k and tail bucket: a lower bound)", lambda run: best(run)[1], ".4f"),
+        ("test loss", lambda run: run["test"]["loss"], ".4f"),
+        ("test perplexity", lambda run: run["test"]["perplexity"], ".2f"),
+        ("test KL to the teacher (whole vocabulary: exact)", lambda run: run["test"]["kl"], ".4f"),
+        ("top-1 agreement with the teacher", lambda run: run["test"]["agreement"], ".1%"),
+        ("ECE", lambda run: run["test"]["ece"], ".2%"),
+        ("acceptance, Σ min(p, q)", lambda run: run["test"]["acceptance"], ".1%"),
+        ("training tokens/s", lambda run: run["tokens_per_second"], ",.0f"),
+        ("bytes a token of the cache", lambda run: bytes_per_token if run["student"] == "distilled" else None, ".1f"),
+        (f"final T ({settings['temperature_mode']})", lambda run: run["temperature"], ".3f"),
+    ]
+    of_teacher = teacher(result)
+    return [
+        [name, *(cell([value(run) for run in of_kind(result, kind)], form) for kind in KINDS), of_teacher.get(name, "")]
+        for name, value, form in plan
+    ]
+
+
+def teacher(result: dict[str, Any]) -> dict[str, str]:
+    """The teacher's own cells, by row; it is the same for every student."""
+    run = result["runs"][0]
+    return {
+        "validation loss (nats a token)": cell([best(run)[2]], ".4f"),
+        "test loss": cell([run["test"]["teacher_loss"]], ".4f"),
+        "test perplexity": cell([math.exp(run["test"]["teacher_loss"])], ".2f"),
+    }
+
+
+def of_kind(result: dict[str, Any], kind: str) -> list[Run]:
+    """The runs of one kind of student, by seed."""
+    return sorted((run for run in result["runs"] if run["student"] == kind), key=lambda run: run["seed"])
+
+
+def best(run: Run) -> tuple[float, float, float]:
+    """Loss, KL and the teacher's loss on the validation split, where the loss was lowest: the exported student."""
+    curves = run["validation"]
+    points = list(zip(curves["loss"], curves["kl"], curves["teacher_loss"], strict=True))
+    return min((point for point in points if point[0] is not None), key=lambda point: point[0])
+
+
+def cell(values: list[float | None], form: str) -> str:
+    """One value, or mean ± standard deviation of several; a dash where nothing was measured."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean = format(statistics.mean(known), form)
+    return mean if len(known) == 1 else f"{mean} ± {format(statistics.stdev(known), form)}"
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """At how many seeds the distilled student is better in validation loss and in KL, and by how much."""
+    pairs = list(zip(*(of_kind(result, kind) for kind in KINDS), strict=True))
+    gains = [[before - after for before, after in zip(best(ce)[:2], best(kd)[:2], strict=True)] for ce, kd in pairs]
+    loss, kl = (statistics.mean(column) for column in zip(*gains, strict=True))
+    wins = sum(min(gain) > 0 for gain in gains)
+    return (
+        f"Distilled against cross-entropy, on the same tokens and steps: validation loss {-loss:+.4f}, "
+        f"lower bound of the KL to the teacher {-kl:+.4f} nats; better in both at {wins} of {len(gains)} "
+        f"{'seed' if len(gains) == 1 else 'seeds'}."
+    )
+
+
+def gpu_records(folder: Path = GPU) -> dict[str, dict[str, Any]]:
+    """The records there are, by section. ValueError: one that says nothing about a GPU."""
+    found = {}
+    for name in SECTIONS:
+        path = folder / f"{name}.json"
+        if path.exists():
+            found[name] = json.loads(path.read_text())
+            if found[name]["tiny"] or "cuda" not in found[name]["machine"]:
+                raise ValueError(f"{path} is of tiny shapes or of a CPU, and no result")
+    return found
+
+
+def gpu(found: Mapping[str, dict[str, Any]]) -> str:
+    """The page of performance: the goals of every section, then its figures and where they come from."""
+    if not found:
+        return NOTHING
+    goals = [(name, goal) for name, record in found.items() for goal in record["goals"]]
+    lines = ["| section | what | goal | figure | |", "|---|---|--:|--:|---|"]
+    lines += [f"| {name} | {g['what']} | {bound(g)} | {number(g['value'])} | {WORDS[g['met']]} |" for name, g in goals]
+    missed = sum(goal["met"] is False for _, goal in goals)
+    lines += ["", f"{missed} of {len(goals)} goals missed, {sum(g['met'] is None for _, g in goals)} not judged."]
+    if absent := [name for name in SECTIONS if name not in found]:
+        lines += [f"Not run on a GPU: {', '.join(absent)}."]
+    for name, record in found.items():
+        lines += ["", *_section(name, record)]
+    return "\n".join(lines)
+
+
+def _section(name: str, record: dict[str, Any]) -> list[str]:
+    """The figures of one section, and what they were measured on."""
+    of = record["machine"]
+    rows = [(place, value) for each in SHOWN[name] for place, value in numbers(record["figures"], each)]
+    lines = [f"**{name}**" + ("" if record["finished"] else " (unfinished)"), ""]
+    lines += ["| | |", "|---|--:|", *(f"| {place} | {number(value)} |" for place, value in rows), ""] if rows else []
+    notes = [("nothing was compiled", record["uncompiled"])] if record["uncompiled"] else []
+    notes += reasons(record["figures"])
+    lines += [*(f"- {place}: {text}" for place, text in notes), *([""] if notes else [])]
+    file = f"../benchmarks/results/gpu/{name}.json"
+    return [
+        *lines,
+        f"{of['device']}, driver {of['driver']}, torch {of['libraries']['torch']}, commit {record['commit']}, "
+        f"{record['date']}: [{name}.json]({file}).",
+    ]
+
+
+def numbers(figures: Any, place: str) -> list[tuple[str, float]]:
+    """The numbers at a place: one, or one for each name below it."""
+    value = figures
+    for name in place.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping):
+        return [(f"{place}.{name}", each) for name, each in value.items() if isinstance(each, int | float)]
+    return [(place, value)] if isinstance(value, int | float) else []
+
+
+def reasons(figures: Any, place: str = "") -> list[tuple[str, str]]:
+    """What could not be measured, and why."""
+    if not isinstance(figures, Mapping):
+        return []
+    found = [(place, str(figures[key])) for key in ("failed", "missing", "does_not_fit", "left_out") if key in figures]
+    return found + [row for name, each in figures.items() for row in reasons(each, f"{place}.{name}".lstrip("."))]
+
+
+def bound(goal: Mapping[str, Any]) -> str:
+    """What a goal asks for."""
+    return f"≥ {number(goal['least'])}" if goal["least"] is not None else f"≤ {number(goal['most'])}"
+
+
+def number(value: float | None) -> str:
+    """A figure with four digits, never rounded to a whole one that it is not."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1e4 or float(value).is_integer() else f"{value:.4g}"
+
+
+def objective(loss: Mapping[str, Any], step: Mapping[str, Any]) -> str:
+    """The tables of the objective alone and of whole steps, and the goals."""
+    machine, rows = loss["machine"], loss["rows"]
+    compared = [row for row in rows if "cross-entropy" in row["sides"]]
+    lines = [
+        f"{machine['processor']} ({machine['capability']}), {machine['threads']} threads, torch "
+        f"{machine['libraries']['torch']}; medians of {machine['repetitions']}, sides alternating in one process.",
+        "",
+        "Time and peak memory over compiled cross-entropy's; against TRL and Liger-Kernel the time of the same work.",
+        "",
+        "| N, D, V | | 3 products | sparse 12 | sparse 50 | dense | top-k, PyTorch | over TRL | over Liger |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        *(_loss(row) for row in compared),
+        "",
+        "| student | cached / cross-entropy | learned T / cross-entropy | over online | by FLOPs |",
+        "|---|--:|--:|--:|--:|",
+        *(_step(name, each) for name, each in step["students"].items()),
+        "",
+        *_goals(rows, step["students"]),
+    ]
+    return "\n".join(lines)
+
+
+def _loss(row: Mapping[str, Any]) -> str:
+    sides, base = row["sides"], row["sides"]["cross-entropy"]
+    cells = [_pair(sides[name], base) for name in ("products", *TARGETS.values(), "top-k-renormalized-50")]
+    shape = f"{row['tokens']:,}, {row['width']:,}, {row['vocabulary']:,}"
+    peers = [_ratio(sides[own], sides[other], "seconds") for own, other in PAIRS.values()]
+    return f"| {shape} | {TYPES[row['dtype']][1]} | {' | '.join([*cells, *peers])} |"
+
+
+def _pair(side: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    return f"{_ratio(side, base, 'seconds')}, {_ratio(side, base, 'peak_mib')}"
+
+
+def _ratio(side: Mapping[str, Any], base: Mapping[str, Any], key: str) -> str:
+    if key in side and key in base:
+        return f"{side[key] / base[key]:.2f}"
+    return next((f"{word}" for word in ("does not fit",) if "does_not_fit" in {*side, *base}), "-")
+
+
+def _step(name: str, found: Mapping[str, Any]) -> str:
+    figures = [found["cached_over_cross_entropy"], found["likelihood_over_cross_entropy"]]
+    figures += [found["speed_up_over_online"], found["speed_up_of_the_flops"]]
+    what = f"{name}: {found['parameters'] / 1e6:.0f} M, V {found['vocabulary']:,}, {found['precision']}"
+    return f"| {what} | {' | '.join(f'{each:.3f}' for each in figures)} |"
+
+
+def _goals(rows: list[dict[str, Any]], students: Mapping[str, Any]) -> Iterator[str]:
+    """One line a goal: in how many cases it is met, and those that miss it."""
+    for key, bound, what in (("seconds", TIME, "time"), ("peak_mib", MEMORY, "peak memory")):
+        cases = {
+            f"{_name(row)} K={side[10:].rpartition('-')[2]}": row["sides"][side][key]
+            / row["sides"]["cross-entropy"][key]
+            for row in rows
+            if row["vocabulary"] >= LARGE and "cross-entropy" in row["sides"]
+            for side in ("kdtrain-sparse-12", "kdtrain-sparse-50")
+        }
+        yield _verdict(f"Sparse, V ≥ {LARGE:,}: at most {bound:.2f} of cross-entropy's {what}", cases, bound)
+    for peer, (own, other) in PAIRS.items():
+        cases = {
+            _name(row): row["sides"][own]["seconds"] / row["sides"][other]["seconds"]
+            for row in rows
+            if "seconds" in row["sides"].get(other, {})
+        }
+        yield _verdict(f"Faster than {peer} at the same work", cases, 1.0)
+    for what, width in (("in fp32", lambda row: 4), ("in the run's dtype", lambda row: TYPES[row["dtype"]][0])):
+        cases = {_name(row): _of_materialised(row, width(row)) for row in rows if "cross-entropy" not in row["sides"]}
+        yield _verdict(f"At most one twentieth of the logits and their gradient {what}", cases, MATERIALISED)
+    cases = {name: found["cached_over_cross_entropy"] for name, found in students.items()}
+    yield _verdict(f"Whole step from a cache: at least {STEP} of cross-entropy's rate", cases, STEP, least=True)
+    cases = {name: found["speed_up_over_online"] / found["speed_up_of_the_flops"] for name, found in students.items()}
+    yield _verdict(f"Over an online teacher: at least {ONLINE} of what the FLOPs allow", cases, ONLINE, least=True)
+
+
+def _of_materialised(row: Mapping[str, Any], width: int) -> float:
+    """The peak over what logits and their gradient would take with numbers of `width` bytes."""
+    return row["sides"]["kdtrain-sparse-12"]["peak_mib"] * 2**20 / (2 * row["tokens"] * row["vocabulary"] * width)
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"({row['tokens']:,}, {row['width']:,}, {row['vocabulary']:,}) {TYPES[row['dtype']][1]}"
+
+
+def _verdict(what: str, cases: Mapping[str, float], bound: float, *, least: bool = False) -> str:
+    missed = {name: value for name, value in cases.items() if (value < bound if least else value > bound)}
+    said = "; ".join(f"{name}: {value:.3f}" for name, value in missed.items())
+    return f"- {what}: {len(cases) - len(missed)} of {len(cases)} met." + (f" **Missed**: {said}." if missed else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

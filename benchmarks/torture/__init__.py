@@ -1,0 +1,1 @@
+"""Attacks on caches, runs and commands, counted; each writes `results/torture-*.json`."""

@@ -1,0 +1,195 @@
+"""One attack: what is done to a fresh copy of everything, which command is run on it, and what may come of that."""
+
+import contextlib
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin  # noqa: F401  (registers the filters of a shard)
+
+from benchmarks.torture.hostile import seal
+from benchmarks.torture.hostile.base import BUILD, SPARSE, TRAIN
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "verify": ("verify", "cache", "--json"),
+    "repair": ("verify", "cache", "--repair", "--json"),
+    "inspect": ("inspect", "cache", "--json"),
+    "evaluate": ("evaluate", "--student", "model", "--cache", "cache", "--batch-size", "8", "--json"),
+    "distill": ("distill", "--cache", "cache", "--student", "student.toml", "--out", "new", "--steps", "3", *TRAIN),
+    "again": ("cache-teacher", "--teacher", "teacher", "--data", "corpus", "--out", "cache", *BUILD, *SPARSE),
+    "finish": ("cache-teacher", "--teacher", "teacher", "--data", "corpus", "--out", "unfinished", *BUILD, *SPARSE),
+    "build": ("cache-teacher", "--teacher", "teacher", "--data", "corpus", "--out", "new", *BUILD, *SPARSE),
+    "chat": (
+        *("cache-teacher", "--teacher", "teacher", "--data", "chat.jsonl", "--messages-column", "messages"),
+        *("--out", "new", *BUILD, *SPARSE),
+    ),
+    "logprobs": (
+        *("cache-teacher", "--teacher", "teacher", "--from-logprobs", "logprobs.jsonl", "--out", "new"),
+        *(*BUILD, "--top-k", "3"),
+    ),
+    "plain": (
+        *("distill", "--data", "corpus", "--student", "student.toml", "--out", "new", "--seq-len", "32"),
+        *("--steps", "3", "--validation-sequences", "8", *TRAIN),
+    ),
+    "online": (
+        *("distill", "--data", "corpus", "--teacher", "teacher", "--student", "student.toml", "--out", "new"),
+        *("--seq-len", "32", "--steps", "3", "--validation-sequences", "8", *TRAIN),
+    ),
+    "model": ("evaluate", "--student", "model", "--cache", "cache", "--batch-size", "8", "--json"),
+    "verify run": ("verify", "run", "--json"),
+    "inspect run": ("inspect", "run", "--json"),
+    "evaluate run": ("evaluate", "--student", "run", "--cache", "cache", "--batch-size", "8", "--json"),
+    "export": ("export", "run", "--out", "new", "--json"),
+    "resume": ("distill", "--cache", "cache", "--student", "student.toml", "--out", "run", "--steps", "6", *TRAIN),
+    "load": (
+        *("distill", "--cache", "cache", "--student", "student.toml", "--out", "new", "--steps", "6", *TRAIN),
+        *("--load", "run/checkpoints/step-00000004", "--override-opt-param-scheduler"),
+    ),
+    "inspect checkpoint": ("inspect", "run/checkpoints/step-00000004", "--json"),
+    "verify checkpoint": ("verify", "run/checkpoints/step-00000004", "--json"),
+}
+"""Commands by what they do; names of files are those of `base.make`."""
+
+
+class Place:
+    """A fresh copy of everything: `here` (where the command runs) between `docs`, `home` and `tmp`."""
+
+    def __init__(self, root: Path, base: Path, seed: str) -> None:
+        self.root, self.here, self.docs = root, root / "here", root / "docs"
+        self.random = random.Random(seed)
+        self.planted: list[Path] = []
+        shutil.copytree(base, self.here, symlinks=True)
+        for name in ("docs", "docs/shards", "docs/student", "home", "tmp", "empty"):
+            (root / name).mkdir()
+        for name in ("letter.txt", "shards/train-00000.h5", "shards/notes.json", "student/model.safetensors"):
+            (self.docs / name).write_text(f"{name}: the only copy\n")
+        (self.docs / "notes.json").write_text('{"the only": "copy"}\n')
+        (root / "home" / ".profile").write_text("umask 022\n")
+
+    def path(self, name: str) -> Path:
+        """A path where the command runs."""
+        return self.here / name
+
+    def write(self, name: str, content: str | bytes) -> Path:
+        """Write a file, in place of whatever is there."""
+        path = self.path(name)
+        remove(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape"))
+        return path
+
+    def plant(self, name: str, content: str = "the only copy\n") -> Path:
+        """Write a file that is the user's own: it has to be there afterwards."""
+        self.planted.append(self.write(name, content))
+        return self.planted[-1]
+
+    def link(self, name: str, target: str) -> None:
+        """Put a symbolic link in place of whatever is there."""
+        path = self.path(name)
+        remove(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(target)
+
+    def twin(self, name: str) -> None:
+        """Move a file or a folder out of here, and put a link to it in its place."""
+        path, twin = self.path(name), self.root / "twin" / name
+        twin.parent.mkdir(parents=True)
+        path.rename(twin)
+        path.symlink_to(twin)
+
+    @contextlib.contextmanager
+    def json(self, name: str) -> Iterator[Any]:
+        """A JSON file to be changed."""
+        content = json.loads(self.path(name).read_text())
+        yield content
+        self.path(name).write_text(json.dumps(content, indent=1))
+
+    @contextlib.contextmanager
+    def shard(self, name: str = "train-00000", folder: str = "cache") -> Iterator[h5py.File]:
+        """A shard to be changed; the cache is sealed again."""
+        with h5py.File(self.path(f"{folder}/shards/{name}.h5"), "r+") as file:
+            yield file
+        seal.cache(self.path(folder))
+
+    @contextlib.contextmanager
+    def state(self, step: int = 4) -> Iterator[dict[str, Any]]:
+        """The state.json of a checkpoint of the run to be changed; both checkpoints get it and are sealed again."""
+        with self.json(f"run/checkpoints/step-0000000{step}/state.json") as content:
+            yield content
+        self.seal_run()
+
+    def seal_run(self, manifest: seal.Edit | None = None) -> None:
+        """Leave the run its newest checkpoint alone, so that no other is fallen back to, and seal it."""
+        remove(self.path("run/checkpoints/step-00000002"))
+        seal.checkpoint(self.path("run/checkpoints/step-00000004"), manifest)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, link or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+Attack = Callable[[Place], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An attack and the command that meets it."""
+
+    family: str
+    name: str
+    attack: Attack
+    argv: tuple[str, ...]
+    ends: str = "refused"
+    """`refused`: exit code 1 or 2 and one line; `works`: exit code 0; `either`: one of both."""
+    same: bool = False
+    """Exit code 0 is right only with the numbers of the sound cache and model."""
+    finite: bool = True
+    """Exit code 0 is right only with a loss that is a number."""
+    says: str = ""
+    """A regular expression that the line of a refusal has to match: which file, whose numbers."""
+    writes: tuple[str, ...] | None = None
+    """Where the command may write, relative to where it runs; by default what its `--out` or `--repair` names."""
+    environment: dict[str, str | None] = field(default_factory=dict)
+    cold: bool = False
+    """In an interpreter of its own: what is attacked is read when libraries are imported."""
+    how: dict[str, Any] = field(default_factory=dict)
+    """Limits and streams, see `server._become`."""
+    resealed: bool = True
+    """A refusal because of a digest would be this harness's mistake."""
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Where the command may write."""
+        if self.writes is not None:
+            return self.writes
+        if "--repair" in self.argv:
+            return (self.argv[1],)
+        return (self.argv[self.argv.index("--out") + 1],) if "--out" in self.argv[:-1] else ()
+
+    def seed(self, seed: int) -> str:
+        """What the random numbers of this case come from."""
+        return hashlib.sha256(f"{seed} {self.family} {self.name}".encode()).hexdigest()
+
+
+class Cases(list[Case]):
+    """The cases of one family, as they are collected."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.family = family
+
+    def add(self, name: str, command: str | tuple[str, ...], attack: Attack, **more: Any) -> None:
+        """One more: `command` is a name of `COMMANDS` or the words themselves."""
+        argv = COMMANDS[command] if isinstance(command, str) else command
+        shown = command if isinstance(command, str) else command[0]
+        self.append(Case(family=self.family, name=f"{name}, {shown}", attack=attack, argv=argv, **more))

@@ -1,0 +1,46 @@
+"""What is sound and has to work: without these, a harness that breaks everything would find that all is refused."""
+
+from benchmarks.torture.hostile import seal
+from benchmarks.torture.hostile.case import COMMANDS, Cases, Place, remove
+
+
+def cases() -> Cases:
+    """One for each command, and resealing without a change."""
+    found = Cases("controls")
+    for command in COMMANDS:
+        found.add(
+            "untouched", command, _nothing, ends="works", same=command in ("evaluate", "model", "again", "finish")
+        )
+    for command in ("verify", "repair", "inspect", "evaluate", "distill", "again"):
+        found.add("sealed again", command, _resealed, ends="works", same=command == "evaluate")
+    for command in ("export", "resume", "inspect run", "verify run", "evaluate run"):
+        found.add("sealed again", command, Place.seal_run, ends="works")
+    for command in ("verify", "evaluate", "distill"):
+        found.add(
+            "cache is a link", command, lambda place: place.twin("cache"), ends="works", same=command == "evaluate"
+        )
+    for command in ("export", "inspect run"):
+        found.add("run is a link", command, lambda place: place.twin("run"), ends="works")
+    found.add("extra file of the user", "repair", lambda place: _extra(place), ends="works")
+    found.add("shard lost, extra file", "repair", _lost_shard)
+    return found
+
+
+def _nothing(place: Place) -> None:
+    pass
+
+
+def _resealed(place: Place) -> None:
+    with place.shard():
+        pass
+
+
+def _extra(place: Place) -> None:
+    place.plant("cache/notes.txt")
+    place.plant("cache/shards/notes.txt")
+
+
+def _lost_shard(place: Place) -> None:
+    _extra(place)
+    remove(place.path("cache/shards/train-00001.h5"))
+    seal.cache(place.path("cache"))

@@ -1,0 +1,236 @@
+"""Links where files are expected: symbolic ones, and those of HDF5 (external, soft, external storage, virtual)."""
+
+from collections.abc import Callable
+
+import h5py
+import numpy as np
+
+from benchmarks.torture.hostile.case import COMMANDS, Cases, Place
+
+CACHE = (
+    *("manifest.json", "settings.json", "index.h5", "shards", "shards/train-00000.h5", "shards/train-00000.json"),
+    *("tokenizer", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"),
+)
+CHECKPOINT = ("manifest.json", "state.json", "shard-00001-00001.safetensors")
+DATASETS = ("tokens", "loss_mask", "segments", "ids", "numbers", "dictionary/common", "dictionary/candidates")
+_TARGETS = {"": "docs", "shards": "docs/shards", "tokenizer": "docs", "student": "docs/student"}
+
+
+def cases() -> Cases:
+    """Caches, shards, runs, checkpoints, exports, model folders, text."""
+    found = Cases("links")
+    _caches(found)
+    _shards(found)
+    _runs(found)
+    _outputs(found)
+    return found
+
+
+def away(name: str) -> Callable[[Place], None]:
+    """Replace a file or folder by a link to one of the user's own."""
+
+    def attack(place: Place) -> None:
+        path = place.path(name)
+        target = _TARGETS.get(path.name, "docs") if path.is_dir() else "docs/letter.txt"
+        place.link(name, str(place.root / target))
+
+    return attack
+
+
+def nowhere(name: str) -> Callable[[Place], None]:
+    """Replace it by a link to nothing."""
+    return lambda place: place.link(name, "../no such file")
+
+
+def twin(name: str, damaged: str = "") -> Callable[[Place], None]:
+    """Replace it by a link to itself elsewhere; what is behind the link may be damaged."""
+
+    def attack(place: Place) -> None:
+        if damaged:
+            path = place.path(damaged)
+            path.write_bytes(path.read_bytes()[:-9])
+        place.twin(name)
+
+    return attack
+
+
+def _caches(found: Cases) -> None:
+    damaged = {"shards": "cache/shards/train-00000.h5", "tokenizer": "cache/tokenizer/tokenizer.json"}
+    for name in CACHE:
+        file = f"cache/{name}"
+        found.add(f"{name} to the user's", "repair", away(file), resealed=False)
+        found.add(f"{name} to nothing", ("repair", "verify")[len(name) % 2], nowhere(file), resealed=False)
+        behind = damaged.get(name, file)
+        found.add(f"{name} to its damaged self", "repair", twin(file, behind), resealed=False)
+        found.add(f"{name} to the user's", "distill", away(file), resealed=False, ends=_unread(name))
+        found.add(f"{name} to itself elsewhere", "evaluate", twin(file), ends="either", same=True)
+        found.add(f"{name} to itself", "verify", lambda place, file=file: place.link(file, place.path(file).name))
+        found.add(f"{name} to the user's", "again", away(file), resealed=False, ends="either", writes=("cache",))
+    for name in (
+        "tokenizer",
+        "tokenizer.tmp",
+        "shards",
+        "settings.json.tmp",
+        ".building-0",
+        "shards/train-00001.h5.tmp",
+    ):
+        folder = name in ("tokenizer", "tokenizer.tmp", "shards")
+        for target in ("docs/shards" if name == "shards" else "docs" if folder else "docs/letter.txt", "empty/new"):
+            attack = _linked(f"unfinished/{name}", target)
+            found.add(f"unfinished, {name} to {target}", "finish", attack, ends="either")
+
+
+def _unread(name: str) -> str:
+    """Files that training does not need; whether it looks at them is its own affair."""
+    return "either" if name in ("settings.json", "index.h5", "shards/train-00000.json") else "refused"
+
+
+def _linked(name: str, target: str) -> Callable[[Place], None]:
+    return lambda place: place.link(name, str(place.root / target))
+
+
+def _shards(found: Cases) -> None:
+    for number, name in enumerate(DATASETS):
+        for kind, attack in (
+            ("external link", _external),
+            ("soft link", _soft),
+            ("external storage", _raw),
+            ("virtual", _virtual),
+        ):
+            found.add(f"{name} as {kind}", ("evaluate", "distill")[number % 2], _in_shard(attack, name))
+    for kind, attack in (("external link", _external), ("soft link", _soft)):
+        found.add(f"dictionary as {kind}", "evaluate", _in_shard(attack, "dictionary"))
+        found.add(f"one more, {kind}", "distill", _in_shard(_more(attack), "tokens"))
+        found.add(f"loop of {kind}s", "evaluate", _in_shard(_loop(kind == "soft link"), "ids"))
+
+
+def _in_shard(attack: Callable[[Place, h5py.File, str], None], name: str) -> Callable[[Place], None]:
+    """The attack on a data set of the first shards of train and validation."""
+
+    def attacked(place: Place) -> None:
+        for shard in ("train-00000", "validation-00000"):
+            with place.shard(shard) as file:
+                attack(place, file, name)
+
+    return attacked
+
+
+def _secret(place: Place, file: h5py.File, name: str) -> str:
+    """A file of the user's with a data set of the same name and shape."""
+    path = place.docs / "secret.h5"
+    with h5py.File(path, "a") as secret:
+        if name not in secret:
+            file.copy(name, secret, name)
+    return str(path)
+
+
+def _external(place: Place, file: h5py.File, name: str) -> None:
+    path = _secret(place, file, name)
+    del file[name]
+    file[name] = h5py.ExternalLink(path, f"/{name}")
+
+
+def _soft(place: Place, file: h5py.File, name: str) -> None:
+    file.move(name, "elsewhere")
+    file[name] = h5py.SoftLink("/elsewhere")
+
+
+def _raw(place: Place, file: h5py.File, name: str) -> None:
+    values = file[name][()]
+    path = place.docs / f"{name.replace('/', '-')}.raw"
+    path.write_bytes(np.ascontiguousarray(values).tobytes())
+    del file[name]
+    file.create_dataset(name, values.shape, values.dtype, external=[(str(path), 0, values.nbytes)])
+
+
+def _virtual(place: Place, file: h5py.File, name: str) -> None:
+    path, shape, dtype = _secret(place, file, name), file[name].shape, file[name].dtype
+    layout = h5py.VirtualLayout(shape, dtype)
+    layout[...] = h5py.VirtualSource(path, name, shape)
+    del file[name]
+    file.create_virtual_dataset(name, layout)
+
+
+def _more(attack: Callable[[Place, h5py.File, str], None]) -> Callable[[Place, h5py.File, str], None]:
+    def attacked(place: Place, file: h5py.File, name: str) -> None:
+        file["more"] = file[name][()]
+        attack(place, file, "more")
+
+    return attacked
+
+
+def _loop(soft: bool) -> Callable[[Place, h5py.File, str], None]:
+    def attacked(place: Place, file: h5py.File, name: str) -> None:
+        del file[name]
+        file[name] = h5py.SoftLink(f"/{name}") if soft else h5py.ExternalLink(file.filename, f"/{name}")
+
+    return attacked
+
+
+def _runs(found: Cases) -> None:
+    for command in ("inspect run", "verify run", "export", "resume", "evaluate run"):
+        found.add("checkpoints to the user's", command, away("run/checkpoints"), ends="either", resealed=False)
+    for name in ("latest", "best"):
+        for target in ("../../../docs", "/", "../..", name, "../checkpoints/step-00000002"):
+            command = {"latest": "resume", "best": "export"}[name]
+            attack = _linked_to(f"run/checkpoints/{name}", target)
+            found.add(f"{name} to {target}", command, attack, ends="either", resealed=False)
+    for name in CHECKPOINT:
+        file = f"run/checkpoints/step-00000004/{name}"
+        found.add(f"checkpoint's {name} to the user's", "inspect run", away(file), ends="either", resealed=False)
+        found.add(f"checkpoint's {name} to itself elsewhere", "export", twin(file), ends="either")
+        found.add(f"checkpoint's {name} to nothing", "resume", nowhere(file), ends="either", resealed=False)
+    found.add("checkpoint to itself elsewhere", "export", twin("run/checkpoints/step-00000004"), ends="either")
+    found.add("checkpoint to itself elsewhere", "resume", twin("run/checkpoints/step-00000004"), ends="either")
+    files = ("metrics.jsonl", "events.jsonl", "train.log", "environment.json", "config.toml", "samples.jsonl")
+    for name in (*files, ".training", ".config.toml.tmp", ".environment.json.tmp", "student"):
+        found.add(f"{name} to the user's", "resume", away(f"run/{name}"), ends="either")
+    for name in (".step-00000006.tmp", ".latest.tmp", ".best.tmp", "step-00000006", ".step-00000006.removed"):
+        target = "docs/letter.txt" if name.startswith((".latest", ".best")) else "docs"
+        found.add(f"{name} to the user's", "resume", _linked(f"run/checkpoints/{name}", target), ends="either")
+    found.add("tensorboard to the user's", _with_board(), _linked("run/tensorboard", "docs"), ends="either")
+    for name in ("student", "student/config.json", "student/model.safetensors"):
+        found.add(
+            f"{name} to the user's",
+            ("evaluate", "--student", "run/student", *COMMANDS["model"][3:]),
+            away(f"run/{name}"),
+        )
+
+
+def _linked_to(name: str, target: str) -> Callable[[Place], None]:
+    return lambda place: place.link(name, target)
+
+
+def _with_board() -> tuple[str, ...]:
+    return tuple(word for word in COMMANDS["resume"] if word != "--no-tensorboard")
+
+
+def _outputs(found: Cases) -> None:
+    over = (*COMMANDS["export"], "--overwrite")
+    found.add("--out to the user's folder", over, _linked("new", "docs"))
+    found.add("--out to an empty folder", over, _linked("new", "empty"), ends="either", writes=("new", "../empty"))
+    found.add(
+        "--out to nothing", COMMANDS["export"], _linked("new", "empty/new"), ends="either", writes=("new", "../empty")
+    )
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "kdtrain.json"):
+        found.add(f"exported, {name} to the user's", over, _exported(name), ends="either")
+    found.add("new.tmp to the user's", over, _linked("new.tmp", "docs"), ends="either")
+    found.add("new.tmp is the user's", COMMANDS["export"], lambda place: place.plant("new.tmp/a"), ends="either")
+    for command in ("build", "distill"):
+        found.add("--out to the user's folder", command, _linked("new", "docs"))
+        found.add("--out to nothing", command, _linked("new", "empty/new"), ends="either", writes=("new", "../empty"))
+    found.add("text to the user's", "build", _linked("corpus/z.txt", "docs/letter.txt"), ends="either")
+    found.add("text folder in itself", "build", _linked("corpus/loop", "here/corpus"), ends="either")
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json"):
+        found.add(f"model's {name} to the user's", "model", away(f"model/{name}"), ends="either", resealed=False)
+        found.add(f"model's {name} to itself elsewhere", "model", twin(f"model/{name}"), ends="either", same=True)
+
+
+def _exported(name: str) -> Callable[[Place], None]:
+    """An exported folder with a link and a file of the user's in it, to be overwritten."""
+
+    def attack(place: Place) -> None:
+        place.path("model").rename(place.path("new"))
+        place.link(f"new/{name}", str(place.docs / "letter.txt"))
+
+    return attack

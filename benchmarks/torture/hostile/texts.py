@@ -1,0 +1,546 @@
+"""JSON and TOML of every shape, in every file that is read as such; chat templates; text, jsonl and parquet."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.torture.hostile import seal
+from benchmarks.torture.hostile.case import COMMANDS, Cases, Place
+
+DEEP = 100_000
+JSON: dict[str, bytes] = {
+    "not JSON": b"this is not JSON\n",
+    "empty": b"",
+    "cut off": b'{"format_version": 2, "codec": {"dr',
+    "a list": b"[]",
+    "a text": b'"text"',
+    "a number": b"5",
+    "null": b"null",
+    "an empty object": b"{}",
+    "lists nested deep": b"[" * DEEP + b"]" * DEEP,
+    "objects nested deep": b'{"a":' * DEEP + b"1" + b"}" * DEEP,
+    "lists open deep": b"[" * 10**6,
+    "NaN": b"NaN",
+    "a number of a million digits": b'{"a": ' + b"9" * 10**6 + b"}",
+    "exponent of a million": b'{"a": 1e1000000}',
+    "with a byte order mark": b"\xef\xbb\xbf{}",
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "not UTF-8": b'{"a": "\xff\xfe"}',
+    "lone surrogates": b'{"\\ud800": "\\udfff"}',
+    "zero bytes": b"\0" * 100,
+    "one key twice": b'{"a": 1, "a": 2}',
+    "escapes": b'{"\\u001b[2J\\u0007": "\\n\\n\\r"}',
+}
+_CACHE = ("manifest.json", "settings.json", "shards/train-00000.json")
+_NEWEST = "run/checkpoints/step-00000004"
+_WRONG: tuple[Any, ...] = (None, 5, -1, "text", [], {}, [[1]], {"a": {}}, True, 1e308)
+
+
+def cases() -> Cases:
+    """Files of the cache, of runs, of checkpoints, of models; specs and options; templates; data."""
+    found = Cases("json-toml")
+    _caches(found)
+    _runs(found)
+    _models(found)
+    _tomls(found)
+    _specs(found)
+    _templates(found)
+    _data(found)
+    return found
+
+
+def _wrote(name: str, content: bytes) -> Callable[[Place], None]:
+    def attack(place: Place) -> None:
+        place.write(name, content)
+
+    return attack
+
+
+def _some(number: int, step: int) -> Iterator[tuple[str, bytes]]:
+    """Every `step`-th shape, another choice for each file."""
+    yield from list(JSON.items())[number % step :: step]
+
+
+def _caches(found: Cases) -> None:
+    for number, name in enumerate(_CACHE):
+        for kind, content in _some(number, 2):
+            found.add(f"{name}: {kind}", "verify", _wrote(f"cache/{name}", content), resealed=False, says="cache")
+        for kind, content in _some(number, 5):
+            found.add(f"{name}: {kind}", "repair", _wrote(f"cache/{name}", content), resealed=False, says="cache")
+    for kind, content in _some(1, 2):
+        found.add(
+            f"manifest.json: {kind}", "distill", _wrote("cache/manifest.json", content), resealed=False, says="cache"
+        )
+    for kind, content in _some(1, 3):
+        attack = _wrote("unfinished/settings.json", content)
+        found.add(f"unfinished, settings.json: {kind}", "finish", attack, resealed=False, says="unfinished")
+        attack = _wrote("unfinished/shards/train-00000.json", content)
+        found.add(f"unfinished, sidecar: {kind}", "finish", attack, resealed=False, ends="either")
+    keys = (
+        "codec",
+        "data",
+        "seq_len",
+        "sequences",
+        "sequences_per_shard",
+        "teacher",
+        "tokenizer_digest",
+        "tokenizer_size",
+    )
+    keys += ("splits", "splits.train", "splits.train.shards", "splits.train.shards.0", "splits.train.shards.0.name")
+    keys += ("splits.train.shards.0.bytes", "splits.train.shards.0.sha256", "temperature_range", "tokenizer_files")
+    keys += ("index_sha256", "versions", "fidelity", "bytes_per_token", "document_mask", "seed", "vocab_size")
+    for number, where in enumerate(keys):
+        for offset, command in enumerate(("distill", ("verify", "inspect")[number % 2])):
+            value = _WRONG[(3 * number + offset) % len(_WRONG)]
+            attack = _record("manifest", where, value)
+            shown = json.dumps(value)
+            ends = "either" if where in _SHOWN or command != "distill" else "refused"
+            found.add(f"manifest's {where} is {shown}", command, attack, ends=ends, resealed=False, says="cache")
+        if number % 3 == 0:
+            attack = _record("manifest", where, None, missing=True)
+            ends = "either" if where in _SHOWN else "refused"
+            found.add(f"manifest without {where}", "distill", attack, ends=ends, resealed=False, says="cache")
+    for number, where in enumerate(
+        ("name", "sequences", "first_sequence", "stored", "broken", "rows_sha256", "bytes", "sha256")
+    ):
+        attack = _record("sidecar", where, _WRONG[number])
+        found.add(f"sidecar's {where} is {json.dumps(_WRONG[number])}", "repair", attack, ends="either", resealed=False)
+        attack = _in_unfinished(where, _WRONG[(number + 4) % len(_WRONG)])
+        found.add(
+            f"unfinished, sidecar's {where} is {json.dumps(_WRONG[(number + 4) % len(_WRONG)])}",
+            "finish",
+            attack,
+            ends="either",
+        )
+
+
+_SHOWN = (
+    "data",
+    "versions",
+    "fidelity",
+    "bytes_per_token",
+    "teacher",
+    "tokenizer_digest",
+    "tokenizer_files",
+    "index_sha256",
+    "seed",
+    "sequences",
+    "document_mask",
+    "tokenizer_size",
+    "vocab_size",
+)
+
+
+def _record(record: str, where: str, value: Any, missing: bool = False) -> Callable[[Place], None]:
+    def change(content: dict[str, Any]) -> None:
+        *above, last = [int(each) if each.isdigit() else each for each in where.split(".")]
+        for each in above:
+            content = content[each]
+        if missing:
+            del content[last]
+        else:
+            content[last] = value
+
+    return lambda place: seal.cache(place.path("cache"), **{record: change})
+
+
+def _in_unfinished(where: str, value: Any) -> Callable[[Place], None]:
+    def attack(place: Place) -> None:
+        with seal.record(place.path("unfinished/shards/train-00000.json")) as record:
+            record[where] = value
+
+    return attack
+
+
+def _runs(found: Cases) -> None:
+    for number, name in enumerate(("state.json", "manifest.json")):
+        for kind, content in _some(number, 1 + number):
+            attack = _in_checkpoint(name, content)
+            found.add(
+                f"{name} of a checkpoint: {kind}", "resume", attack, ends="either", resealed=False, says="step|run"
+            )
+        for kind, content in _some(number, 4):
+            attack = _in_checkpoint(name, content)
+            found.add(
+                f"{name} of a checkpoint: {kind}", "inspect run", attack, ends="either", resealed=False, says="step|run"
+            )
+        for kind, content in _some(2 + number, 4):
+            found.add(
+                f"{name} of a checkpoint: {kind}",
+                "export",
+                _in_checkpoint(name, content),
+                resealed=False,
+                says="step|run",
+            )
+    for number, name in enumerate(("environment.json", "student/kdtrain.json", "metrics.jsonl", "events.jsonl")):
+        for position, (kind, content) in enumerate(_some(number, 3)):
+            command = ("inspect run", "resume")[(number + position) % 2]
+            found.add(f"{name}: {kind}", command, _wrote(f"run/{name}", content), ends="either")
+    for kind, line in _LINES.items():
+        for name in ("metrics.jsonl", "events.jsonl"):
+            found.add(f"{name} with {kind}", "resume", _appended(f"run/{name}", line), ends="works")
+
+
+_LINES = {
+    "a cut line": b'{"step": 3, "los',
+    "bytes that are not UTF-8": b'{"step": 3, "a": "\xff\xfe"}\n',
+    "a line that is a list": b"[1, 2]\n",
+    "a line without a step": b'{"loss": 3}\n',
+    "a step that is a text": b'{"step": "three"}\n',
+    "a line nested deep": b"[" * DEEP + b"\n",
+    "zero bytes": b"\0" * 4096,
+    "a step of 1e400": b'{"step": 1e400, "loss": NaN}\n',
+}
+
+
+def _appended(name: str, line: bytes) -> Callable[[Place], None]:
+    def attack(place: Place) -> None:
+        path = place.path(name)
+        path.write_bytes(path.read_bytes() + line)
+
+    return attack
+
+
+def _in_checkpoint(name: str, content: bytes) -> Callable[[Place], None]:
+    def attack(place: Place) -> None:
+        place.write(f"{_NEWEST}/{name}", content)
+        if name == "state.json":
+            place.seal_run()
+
+    return attack
+
+
+def _models(found: Cases) -> None:
+    for kind, content in JSON.items():
+        found.add(f"config.json: {kind}", "model", _wrote("model/config.json", content), says="model")
+    for kind, content in _some(1, 2):
+        found.add(f"tokenizer.json: {kind}", "build", _wrote("teacher/tokenizer.json", content), says="teacher")
+    for kind, content in _some(0, 4):
+        attack = _wrote("cache/tokenizer/tokenizer.json", content)
+        found.add(
+            f"the cache's tokenizer.json: {kind}",
+            "distill",
+            _sealed_after(attack),
+            ends="either",
+            says="cache|tokenizer",
+        )
+    for number, name in enumerate(
+        ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
+    ):
+        for kind, content in _some(number, 4):
+            attack = _wrote(f"teacher/{name}", content)
+            found.add(f"teacher's {name}: {kind}", "build", attack, ends="either", says="teacher")
+    for kind, content in _some(1, 3):
+        attack = _wrote("model/model.safetensors.index.json", content)
+        found.add(f"weights' index: {kind}", "model", _without_weights(attack), says="model")
+    for where, value in _TOKENIZER:
+        shown = json.dumps(value)[:40]
+        found.add(
+            f"tokenizer's {where} is {shown}", "build", _in_json("teacher/tokenizer.json", where, value), ends="either"
+        )
+    for where, value in _TOKENIZER_CONFIG:
+        shown = json.dumps(value)[:40]
+        attack = _in_json("teacher/tokenizer_config.json", where, value)
+        found.add(f"tokenizer_config's {where} is {shown}", "build", attack, ends="either")
+
+
+_TOKENIZER: list[tuple[str, Any]] = [
+    *(("model", value) for value in (None, [], {"type": "no-such"}, {"type": "BPE", "vocab": {}, "merges": []})),
+    *(("model.vocab", value) for value in ({"a": -1}, {"a": 2**70}, {"a": "0"}, [])),
+    *(("model.merges", value) for value in ("a b", [["a"]], [5], ["no such merge"])),
+    *(("added_tokens", value) for value in (5, [{"id": 2**31, "content": "x"}], [{"id": "a"}], [{"content": "x"}])),
+    *(("pre_tokenizer", value) for value in ({"type": "no-such"}, 5)),
+    ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}),
+    ("normalizer", {"type": "Replace", "pattern": {"Regex": "(("}, "content": ""}),
+    ("truncation", {"direction": "Right", "max_length": -1, "strategy": "LongestFirst", "stride": 0}),
+]
+_TOKENIZER_CONFIG: list[tuple[str, Any]] = [
+    *(("tokenizer_class", value) for value in ("no-such", 5, "os.system", "LlamaTokenizer")),
+    *(("eos_token", value) for value in (5, {"content": 5}, [])),
+    *(("model_max_length", value) for value in ("x", -1, 1e400)),
+    *(("chat_template", value) for value in (5, [], {"a": "b"}, [{"name": "default"}])),
+    *(("added_tokens_decoder", value) for value in (5, {"x": {}}, {"-1": {"content": "a"}})),
+]
+
+
+def _in_json(name: str, where: str, value: Any) -> Callable[[Place], None]:
+    def attack(place: Place) -> None:
+        with place.json(name) as content:
+            *above, last = where.split(".")
+            for each in above:
+                content = content[each]
+            content[last] = value
+
+    return attack
+
+
+def _sealed_after(attack: Callable[[Place], None]) -> Callable[[Place], None]:
+    def attacked(place: Place) -> None:
+        attack(place)
+        seal.cache(place.path("cache"))
+
+    return attacked
+
+
+def _without_weights(attack: Callable[[Place], None]) -> Callable[[Place], None]:
+    def attacked(place: Place) -> None:
+        place.path("model/model.safetensors").unlink()
+        attack(place)
+
+    return attacked
+
+
+TOML: dict[str, str] = {
+    "not TOML": "this is not TOML",
+    "lists nested deep": "a = " + "[" * 20_000 + "]" * 20_000,
+    "tables nested deep": "a = " + "{a = " * 20_000 + "1" + "}" * 20_000,
+    "a key of many parts": ".".join(["a"] * 20_000) + " = 1",
+    "a section of many parts": "[" + ".".join(["a"] * 20_000) + "]",
+    "a text that is open": "a = '''" + "x" * 1000,
+    "a number of many digits": "steps = " + "9" * 100_000,
+    "one key twice": "a = 1\na = 2",
+    "escapes": 'a = "\\u001b[2J\\n\\r\\u0000"\n"\\u001b[2J" = 1',
+    "a lone surrogate": 'a = "\\ud800"',
+    "zero bytes": "\0\0\0",
+    "not UTF-8": "a = '\udcff\udcfe'",
+    "a key of 5,000 characters": "a" * 5_000 + " = 1",
+    "with a byte order mark": "\ufeffa = 1",
+    "a date": "a = 1979-05-27",
+    "10,000 keys": "\n".join(f"a{n} = {n}" for n in range(10_000)),
+}
+
+
+def _tomls(found: Cases) -> None:
+    words = COMMANDS["distill"]
+    at = words.index("--steps")
+    with_config = (*words[:at], *words[at + 2 :], "--config", "options.toml")  # a flag would win over the file
+    for kind, text in TOML.items():
+        found.add(f"student.toml: {kind}", "distill", _text("student.toml", text), says="student.toml")
+        found.add(f"--config: {kind}", with_config, _text("options.toml", text), says="options.toml")
+        found.add(f"run/config.toml: {kind}", "resume", _text("run/config.toml", text), ends="either", says="run")
+        other = ("inspect run", "export")[len(kind) % 2]
+        found.add(f"run/config.toml: {kind}", other, _text("run/config.toml", text), ends="either", says="run")
+    for where, text in _OPTIONS.items():
+        found.add(f"--config {where}", with_config, _text("options.toml", text), says="options.toml|--")
+    for where, text in _RUN_CONFIGS.items():
+        for command in ("evaluate run", "export")[len(where) % 2 :][:1]:
+            found.add(
+                f"run/config.toml: {where}", command, _text("run/config.toml", text), ends="either", says="run|cache"
+            )
+
+
+def _text(name: str, text: str) -> Callable[[Place], None]:
+    def attack(place: Place) -> None:
+        place.write(name, text)
+
+    return attack
+
+
+_OPTIONS = {
+    "steps is a date": "[run]\nsteps = 1979-05-27",
+    "steps is NaN": "[run]\nsteps = nan",
+    "steps of 70 bits": "[run]\nsteps = 9223372036854775807",
+    "lr is infinite": "[optimizer]\nlr = inf",
+    "betas of one": "[optimizer]\nbetas = [0.9]",
+    "betas of texts": "[optimizer]\nbetas = ['a', 'b']",
+    "seed is a list": "[run]\nseed = [[1]]",
+    "section is a list": "[[run]]\nsteps = 1",
+    "section is a number": "run = 5",
+    "a table in a section": "[run.steps]\na = 1",
+    "zero byte in a path": '[data]\ntext_column = "a\\u0000b"',
+    "a flag as a value": "[run]\nseed = '--json'",
+    "config within": "[run]\nconfig = 'options.toml'",
+    "device of 5,000 characters": f"[run]\ndevice = '{'a' * 5_000}'",
+    "help as a value": "[run]\nstudent = '--help'",
+}
+_RUN_CONFIGS = {
+    "cache is a number": "[run]\nstudent = 'a'\nout = 'b'\ncache = 5\n",
+    "cache is a list": "[run]\nstudent = 'a'\nout = 'b'\ncache = ['x']\n",
+    "cache is the user's": "[run]\nstudent = 'a'\nout = 'b'\ncache = '../docs'\n",
+    "cache has a zero byte": '[run]\nstudent = "a"\nout = "b"\ncache = "a\\u0000b"\n',
+    "cache of 5,000 characters": f"[run]\nstudent = 'a'\nout = 'b'\ncache = '{'a' * 5_000}'\n",
+    "run is a list": "run = ['student', 'out']\n",
+    "run is a text": "run = 'student, out'\n",
+}
+
+
+def _specs(found: Cases) -> None:
+    layers = "init = 'teacher-layers'\nlayers = [0]\n[config]\nmodel_type = 'llama'\n"
+    found.add(
+        "spec that is its own teacher",
+        "distill",
+        _text("student.toml", f"teacher = 'student.toml'\n{layers}"),
+        says="student",
+    )
+    found.add("two specs, each the other's teacher", "distill", _two_specs(layers), says="student|other")
+    found.add("a chain of 2,000 specs", "distill", _chain(layers), says="student|spec")
+    found.add(
+        "teacher that is a cycle",
+        ("cache-teacher", "--teacher", "student.toml", *COMMANDS["build"][3:]),
+        _text("student.toml", f"teacher = 'student.toml'\n{layers}"),
+        says="student",
+    )
+    for line in _SPEC_LINES:
+        found.add(f"spec with {line[:60]}", "distill", _replaced(line), says="student")
+
+
+_SPEC_LINES = (
+    *(
+        "source = 5",
+        "source = ['a']",
+        "config = 5",
+        "config = []",
+        "config = 'llama'",
+        "tokenizer = 5",
+        "tokenizer = []",
+    ),
+    *(
+        "layers = ['a']",
+        "layers = [[1]]",
+        "layers = 5",
+        "dtype = 5",
+        "dtype = 'os'",
+        "init = 5",
+        "attention = 'kernels-community/x'",
+    ),
+    *("attention = 5", "name = 5", "revision = 5", "trust_remote_code = 'no'", "trust_remote_code = 1", "teacher = {}"),
+)
+
+
+def _replaced(line: str) -> Callable[[Place], None]:
+    key = line.split(" =")[0]
+
+    def attack(place: Place) -> None:
+        lines = place.path("student.toml").read_text().splitlines()
+        if key == "config":
+            lines = lines[: lines.index("[config]")]
+        kept = [each for each in lines if not each.startswith(f"{key} =")]
+        place.write("student.toml", "\n".join([line, *kept]) + "\n")
+
+    return attack
+
+
+def _two_specs(layers: str) -> Callable[[Place], None]:
+    def attack(place: Place) -> None:
+        place.write("student.toml", f"teacher = 'other.toml'\n{layers}")
+        place.write("other.toml", f"teacher = 'student.toml'\n{layers}")
+
+    return attack
+
+
+def _chain(layers: str) -> Callable[[Place], None]:
+    def attack(place: Place) -> None:
+        place.write("student.toml", f"teacher = 'spec-0.toml'\n{layers}")
+        for number in range(2_000):
+            place.write(f"spec-{number}.toml", f"teacher = 'spec-{number + 1}.toml'\n{layers}")
+
+    return attack
+
+
+_TEMPLATES = {
+    "nested loops": "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3,
+    "a long loop that prints": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "a text times 10^10": "{{ 'a' * 10000000000 }}",
+    "a text times 10^8": "{{ ('a' * 100000000) | length }}",
+    "a power": "{{ 9 ** 9 ** 9 }}",
+    "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a macro that doubles": "{% macro f(n) %}{% if n %}"
+    + "{{ f(n - 1) }}" * 2
+    + "{% endif %}{% endmacro %}{{ f(60) }}",
+    "Python's classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "Python's globals": "{{ cycler.__init__.__globals__.os.system('touch pwned') }}",
+    "open brackets": "{{ ((((",
+    "an error of its own": "{{ raise_exception('\\u001b[2J\\nTraceback (most recent call last)') }}",
+    "a format": "{{ '{0.__class__}'.format(1) }}{{ '%9999999999d' % 1 }}",
+    "an include": "{% include '/etc/passwd' %}",
+    "expressions nested deep": "{{ " + "(" * 5_000 + "1" + ")" * 5_000 + " }}",
+    "blocks nested deep": "{% if 1 %}" * 2_000 + "{% endif %}" * 2_000,
+    "a sum over everything": "{% for a in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
+    "no word": "",
+}
+
+
+def _templates(found: Cases) -> None:
+    for kind, template in _TEMPLATES.items():
+        found.add(
+            f"chat template: {kind}",
+            "chat",
+            _template(template),
+            ends="either",
+            says="template|teacher|chat|conversation",
+        )
+
+
+def _template(text: str) -> Callable[[Place], None]:
+    def attack(place: Place) -> None:
+        with place.json("teacher/tokenizer_config.json") as config:
+            config.pop("chat_template", None)
+        place.write("teacher/chat_template.jinja", text)
+
+    return attack
+
+
+_ROWS: dict[str, bytes] = {
+    "text is a number": b'{"text": 5}\n',
+    "text is null": b'{"text": null}\n',
+    "text is a list": b'{"text": ["a"]}\n',
+    "lists nested deep": b"[" * DEEP + b"\n",
+    "objects nested deep": b'{"text": ' * DEEP + b"\n",
+    "not JSON": b"text\n",
+    "not UTF-8": b'{"text": "\xff\xfe"}\n',
+    "zero bytes": b"\0" * 5000,
+    "a lone surrogate": b'{"text": "\\ud800 abc"}\n',
+    "10,000 columns": json.dumps({f"c{n}": n for n in range(10_000)}).encode() + b"\n",
+    "a number of many digits": b'{"text": ' + b"9" * 10**5 + b"}\n",
+    "types that change": b'{"text": "a"}\n{"text": {"a": 1}}\n' * 20,
+}
+_TURNS: dict[str, Any] = {
+    "messages is a text": "hello",
+    "messages of texts": ["hello"],
+    "role is a number": [{"role": 5, "content": "x"}],
+    "role is a list": [{"role": ["assistant"], "content": "x"}],
+    "content is an object": [{"role": "assistant", "content": {"a": 1}}],
+    "no assistant": [{"role": "user", "content": "x"}],
+    "zero byte in it": [{"role": "assistant", "content": "a\0b"}],
+    "special tokens in it": [{"role": "assistant", "content": "<|endoftext|>" * 20}],
+}
+_RECORDS: dict[str, bytes] = {
+    "a list": b"[]\n",
+    "lists nested deep": b"[" * DEEP + b"\n",
+    "tokens nested deep": b'{"tokens": ' + b"[" * DEEP + b"]" * DEEP + b"}\n",
+    "not UTF-8": b'{"tokens": "\xff"}\n',
+    "a number of many digits": b'{"tokens": [' + b"9" * 10**5 + b"]}\n",
+    "nothing but lines": b"\n" * 1000,
+    "zero bytes": b"\0" * 1000,
+}
+
+
+def _data(found: Cases) -> None:
+    rows = ("cache-teacher", "--teacher", "teacher", "--data", "chat.jsonl", *COMMANDS["build"][5:])
+    for kind, content in _ROWS.items():
+        found.add(f"jsonl: {kind}", rows, _wrote("chat.jsonl", content * 3), ends="either", says="chat.jsonl")
+    for kind, turns in _TURNS.items():
+        line = json.dumps({"messages": turns}).encode() + b"\n"
+        found.add(f"conversations: {kind}", "chat", _wrote("chat.jsonl", line * 40), ends="either", says="chat.jsonl")
+    for kind, content in _RECORDS.items():
+        found.add(
+            f"log-probabilities: {kind}",
+            "logprobs",
+            _appended("logprobs.jsonl", content),
+            ends="either",
+            says="logprobs.jsonl",
+        )
+    parquet = ("cache-teacher", "--teacher", "teacher", "--data", "data.parquet", *COMMANDS["build"][5:])
+    for kind, content in {
+        "empty": b"PAR1PAR1",
+        "a footer of 2 GB": b"PAR1" + b"\xff\xff\xff\x7fPAR1",
+        "noise": bytes(range(256)) * 40,
+    }.items():
+        found.add(f"parquet: {kind}", parquet, _wrote("data.parquet", content), says="data.parquet")
+    for kind, content in {
+        "zero bytes": b"\0" * 9_000,
+        "not UTF-8": b"\xff" * 9_000,
+        "one word": b"a" * 50_000,
+        "blank": b" \n" * 9_000,
+    }.items():
+        found.add(f"text: {kind}", "build", _wrote("corpus/a.txt", content), ends="either", says="corpus")

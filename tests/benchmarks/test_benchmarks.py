@@ -1,0 +1,272 @@
+"""The demo: what its commands, its table, its pictures and its record promise, and one small run of all of it."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figures, tables
+from benchmarks.harness import FIGURES, RESULTS, command
+from benchmarks.science import demo
+from kdtrain.objective.metrics import Metrics
+from kdtrain.training.validate import calibration
+
+ROOT = Path(__file__).resolve().parents[2]
+TEACHER = ROOT / "teachers" / "stdlib-5m"
+
+
+def run_of(kind: str, seed: int, loss: float, kl: float) -> dict:
+    return {
+        "student": kind,
+        "seed": seed,
+        "step": 100,
+        "tokens": 409_600,
+        "seconds": 20.0,
+        "tokens_per_second": 25_000.0,
+        "temperature": 1.5 if kind == "distilled" else None,
+        "validation": {
+            "step": [0, 50, 100],
+            "loss": [7.5, loss + 0.5, loss],
+            "kl": [5.0, kl + 0.5, kl],
+            "teacher_loss": [2.5, 2.5, 2.5],
+        },
+        "test": {
+            "loss": loss,
+            "perplexity": 30.0,
+            "accuracy": 0.4,
+            "ece": 0.02,
+            "kl": kl,
+            "agreement": 0.6,
+            "acceptance": 0.7,
+            "teacher_loss": 2.5,
+            "tokens": 1000.0,
+        },
+        "calibration": [{"tokens": 10.0 * i, "confidence": (i + 0.5) / 15, "accuracy": i / 15} for i in range(15)],
+    }
+
+
+def result_of(seeds: int = 1) -> dict:
+    runs = [run_of("cross-entropy", seed, 3.5 + seed / 10, 1.0) for seed in range(seeds)]
+    runs += [run_of("distilled", seed, 3.3 + seed / 10, 0.7) for seed in range(seeds)]
+    environment = {"date": "2026-01-01", "python": "3.11.7", "torch": "2.13.0", "cpu": "a processor", "threads": 2}
+    return {
+        "settings": {"student": "students/stdlib-1m.toml", "steps": 100, "temperature_mode": "fixed"},
+        "environment": {**environment, "device": "cpu", "precision": "bf16"},
+        "cache": {"bytes_per_token": 45.9, "sequences": {"train": 100}, "tokens": {"train": 25_600}},
+        "runs": runs,
+    }
+
+
+def cells(result: dict) -> dict[str, list[str]]:
+    return {name: rest for name, *rest in tables.rows(result)}
+
+
+def test_the_two_students_differ_in_the_objective_and_in_nothing_else():
+    def without_objective(kind):
+        words = demo.distill_command(demo.Settings(), Path("out"), kind, 3)
+        taken = [
+            at for at, word in enumerate(words) if word in ("--alpha", "--temperature", "--temperature-mode", "--out")
+        ]
+        return [word for at, word in enumerate(words) if at not in taken and at - 1 not in taken]
+
+    assert without_objective("cross-entropy") == without_objective("distilled")
+    assert "--seed 3" in " ".join(without_objective("distilled"))
+
+
+def test_the_commands_of_the_demo_are_commands_of_kdtrain():
+    from kdtrain.cli import parse
+
+    settings, out = demo.Settings(), Path("out")
+    assert parse("cache-teacher", demo.cache_command(settings, out)[1:]).data.num_sequences == settings.sequences
+    assert parse("distill", demo.distill_command(settings, out, "cross-entropy", 0)[1:]).objective.alpha == 0
+    assert parse("distill", demo.distill_command(settings, out, "distilled", 0)[1:]).objective.alpha == settings.alpha
+    assert parse("evaluate", demo.evaluate_command(settings, out)[1:]).data.split == "test"
+
+
+def test_one_seed_is_shown_as_it_is_and_several_as_mean_and_deviation():
+    assert cells(result_of(1))["test loss"] == ["3.5000", "3.3000", "2.5000"]
+    assert cells(result_of(3))["test loss"] == ["3.6000 ± 0.1000", "3.4000 ± 0.1000", "2.5000"]
+
+
+def test_the_table_shows_the_cache_and_the_temperature_of_the_distilled_student_alone():
+    shown = cells(result_of())
+    assert shown["bytes a token of the cache"][:2] == ["-", "45.9"]
+    assert shown["final T (fixed)"][:2] == ["-", "1.500"]
+
+
+def test_validation_figures_are_those_of_the_step_with_the_lowest_loss():
+    result = result_of()
+    result["runs"][0]["validation"] |= {"loss": [7.5, 3.1, 3.4], "kl": [5.0, 0.9, 0.8]}
+    shown = cells(result)
+    assert shown["validation loss (nats a token)"][0] == "3.1000"
+    assert shown["validation KL to the teacher (top-k and tail bucket: a lower bound)"][0] == "0.9000"
+
+
+def test_the_verdict_counts_a_seed_only_if_loss_and_kl_are_both_better():
+    result = result_of(3)
+    assert "better in both at 3 of 3 seeds" in tables.verdict(result)
+    assert "validation loss -0.2000, lower bound of the KL to the teacher -0.3000" in tables.verdict(result)
+    result["runs"][-1]["validation"]["kl"][-1] = 1.2
+    assert "better in both at 2 of 3 seeds" in tables.verdict(result)
+
+
+def test_filling_the_readme_changes_what_is_between_the_markers_and_nothing_else():
+    begin, end = "<!-- demo-table -->", "<!-- /demo-table -->"
+    page = f"before\n{begin}\nold\n{end}\nafter\n"
+    filled = tables.fill(page, tables.demo(result_of(3)), "demo-table")
+    assert filled.startswith(f"before\n{begin}\n| |") and filled.endswith(f"{end}\nafter\n")
+    assert "old" not in filled and "(benchmarks/figures/demo-calibration.png)" in filled
+    assert tables.fill(filled, "new", "demo-table") == page.replace("old", "new")
+    with pytest.raises(ValueError, match="demo-table"):
+        tables.fill("a page without markers", "new", "demo-table")
+
+
+@pytest.mark.parametrize("name", tables.PAGES)
+def test_a_page_shows_the_published_records_and_no_others(name):
+    page = tables.PAGES[name].read_text()
+    assert page == tables.fill(page, tables.current(name), f"{name}-table")
+
+
+def test_the_objectives_page_names_what_is_missed():
+    objective, step = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("objective", "objective-step"))
+    step["students"] = {"fast": dict.fromkeys(next(iter(step["students"].values())), 1.0) | {"precision": "bf16"}}
+    assert "1 of 1 met.\n- Over an online" in tables.objective(objective, step)
+    step["students"]["fast"]["cached_over_cross_entropy"] = 0.9
+    assert "0 of 1 met. **Missed**: fast: 0.900." in tables.objective(objective, step)
+
+
+def test_the_terminal_shows_table_and_verdict(capsys):
+    tables.show_demo(result_of())
+    shown = capsys.readouterr().out
+    assert "test KL to the teacher" in shown and "better in both at 1 of 1 seed." in shown
+
+
+def test_the_pictures_are_drawn_from_the_record_alone(tmp_path):
+    record = json.loads(json.dumps(result_of(3)))
+    pictures = figures.draw_demo(record, tmp_path / "figures")
+    assert [picture.name for picture in pictures] == ["demo-learning-curves.png", "demo-calibration.png"]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_the_learning_curve_is_the_mean_over_seeds_without_the_untrained_student():
+    axes = figures.learning_curves(result_of(3)).axes[0]
+    strong = {line.get_label(): line for line in axes.lines}
+    assert list(strong["distilled"].get_xdata()) == [50, 100]
+    assert strong["distilled"].get_ydata() == pytest.approx([3.9, 3.4])
+    assert len(axes.lines) == 2 * (3 + 1) + 1
+
+
+def test_calibration_over_seeds_is_weighted_by_tokens():
+    one = [{"tokens": 1.0, "confidence": 0.0, "accuracy": 1.0}]
+    three = [{"tokens": 3.0, "confidence": 0.4, "accuracy": 0.0}]
+    assert figures.pooled([one, three]) == [{"tokens": 4.0, "confidence": pytest.approx(0.3), "accuracy": 0.25}]
+    empty = [{"tokens": 0.0, "confidence": 0.0, "accuracy": 0.0}]
+    assert figures.pooled([empty, empty]) == empty
+
+
+def test_the_bins_of_an_evaluation_give_back_its_calibration_error():
+    metrics = Metrics(
+        tokens=10.0,
+        bin_count=(4.0, 6.0, *[0.0] * 13),
+        bin_confidence=(0.2, 0.6, *[0.0] * 13),
+        bin_correct=(1.0, 0.0, *[0.0] * 13),
+    )
+    bins = calibration(metrics)
+    gaps = sum(each["tokens"] * abs(each["accuracy"] - each["confidence"]) for each in bins) / metrics.tokens
+    assert len(bins) == 15 and gaps == pytest.approx(metrics.ece())
+
+
+def test_a_result_is_published_only_by_the_default_settings_at_three_seeds():
+    def place(**changes):
+        return demo.places(demo.Demo(out=Path("mine"), **changes))
+
+    assert place(seeds=3) == place(seeds=4) == (RESULTS / "demo.json", FIGURES)
+    assert place() == place(seeds=2) == (Path("mine/demo.json"), Path("mine"))
+    assert place(seeds=3, settings=demo.Settings(steps=7)) == (Path("mine/demo.json"), Path("mine"))
+
+
+def test_a_demo_goes_on_in_its_own_folder_and_in_no_other(tmp_path, capsys):
+    command.claim(tmp_path / "demo", demo.Settings())
+    command.claim(tmp_path / "demo", demo.Settings())
+    with pytest.raises(SystemExit) as other_settings:
+        command.claim(tmp_path / "demo", demo.Settings(steps=7))
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("mine")
+    with pytest.raises(SystemExit) as foreign:
+        command.claim(tmp_path / "letters", demo.Settings())
+    assert (other_settings.value.code, foreign.value.code) == (2, 2)
+    assert f"--steps was {demo.Settings().steps}" in capsys.readouterr().err
+
+
+def test_a_command_that_fails_ends_the_demo_with_its_exit_code():
+    with command.Kdtrain() as kdtrain, pytest.raises(SystemExit) as ended:
+        kdtrain("no-such-command")
+    assert ended.value.code == 2
+
+
+def test_a_record_names_no_place_on_this_machine(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "environment.json").write_text(
+        '{"threads": 2, "device": "cpu", "mode": "bf16", "platform": "Linux-of-ours"}'
+    )
+    assert set(command.environment(run)) == {"date", "python", "torch", "cpu", "threads", "device", "precision"}
+
+
+def teacher(folder: Path) -> str:
+    """The shipped teacher where it is, else a random one with its tokenizer."""
+    if (TEACHER / "model.safetensors").exists():
+        return "teachers/stdlib-5m.toml"
+    from kdtrain.models.loading import load_tokenizer
+    from kdtrain.testing import tiny_model, write_model_folder
+
+    return str(write_model_folder(folder / "teacher", tiny_model(vocab_size=2048), load_tokenizer(TEACHER)))
+
+
+@pytest.mark.slow
+def test_a_demo_that_is_interrupted_goes_on_and_shows_its_table_and_pictures(tmp_path):
+    out = tmp_path / "demo"
+    sizes = ["--sequences", "48", "--validation-sequences", "8", "--test-sequences", "8", "--seq-len", "64"]
+    argv = [*sizes, "--steps", "40", "--eval-freq", "20", "--no-compile"]
+    words = [sys.executable, "-m", "benchmarks.science.demo", "--out", str(out), *argv]
+    words += ["--teacher", teacher(tmp_path)]
+    published = {
+        path: path.read_bytes() for path in (ROOT / "benchmarks").rglob("*") if path.suffix in (".json", ".png")
+    }
+
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT) as first:
+        before = []
+        for line in first.stderr:
+            before.append(line)
+            if "step 1/40" in line:
+                first.send_signal(signal.SIGINT)
+                break
+        after = first.stderr.read()
+    assert first.returncode == 1, "".join(before) + after
+    assert "stopped by SIGINT" in after and "goes on from here" in after
+
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stderr and "test KL to the teacher" in done.stdout
+    result = json.loads((out / "demo.json").read_text())
+    assert [(run["student"], run["step"]) for run in result["runs"]] == [("cross-entropy", 40), ("distilled", 40)]
+    assert all(run["validation"]["step"] == [0, 20, 40] for run in result["runs"])
+    assert all(sum(bin["tokens"] for bin in run["calibration"]) == run["test"]["tokens"] for run in result["runs"])
+    assert {path.name for path in out.glob("*.png")} == {"demo-learning-curves.png", "demo-calibration.png"}
+    assert all(path.read_bytes() == content for path, content in published.items())
+
+
+def test_the_published_temperatures_end_where_the_page_says_and_are_drawn_from_the_record_alone(tmp_path):
+    record = json.loads((RESULTS / "temperature.json").read_text())
+    for path in [*record["frozen"], *record["training"]]:
+        assert (path["bound"] is not None) == (path["mode"] == "minimize")
+    ends = {(path["mode"], path["start"]): path["T"][-1] for path in record["frozen"]}
+    (top,) = [each["top"] for each in record["curves"][:6] if (each["step"], each["targets"]) == (100, "cache")]
+    for (mode, _), end in ends.items():
+        expected = {"adversarial": top, "likelihood": 1.08}.get(mode)
+        assert expected is None or end == pytest.approx(expected, rel=0.02)
+    (picture,) = figures.draw_temperature(record, tmp_path)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
