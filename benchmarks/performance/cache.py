@@ -145,7 +145,7 @@ def _building(options: Options, sizes: Sizes, name: str) -> dict[str, Any]:
     teacher = models.make_teacher(name, device)
     mode = "bf16" if device.type == "cuda" else "fp32"
     asked = ask(teacher, device, mode)
-    spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(name), top_k=sizes.head)
+    spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(name), top_k=sizes.top_k)
     settings = CacheSettings(
         codec=spec, seq_len=sizes.length, tokenizer_size=spec.vocab_size, sequences={"train": None}
     )

@@ -27,7 +27,7 @@ def outcome(p, targets, device, rule, compile=False):
     p = on(p, device)
     t = torch.tensor(2.0, device=device, requires_grad=True)
     out = run(p, targets.to(device), t, rule, chunk=40, compile=compile)
-    found = [out.loss, out.cross_entropy, out.kd, *torch.autograd.grad(out.loss, [p.hidden, p.head.weight, t])]
+    found = [out.loss, out.ce, out.kd, *torch.autograd.grad(out.loss, [p.hidden, p.head.weight, t])]
     return [each.detach().double().cpu() for each in found]
 
 

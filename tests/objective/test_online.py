@@ -28,7 +28,7 @@ def run(p, targets, divergence="forward-kl", chunk=7, temperature=None):
         p.hidden, p.head, p.labels, p.mask, targets, temperature=t, alpha=0.7, divergence=divergence,
         vocab_size=p.vocab_size, normalizer=11.0, chunk=chunk,
     )  # fmt: skip
-    return [out.loss, out.cross_entropy, out.kd, out.kd_at_one, *torch.autograd.grad(out.loss, [*p.leaves(), t])]
+    return [out.loss, out.ce, out.kd, out.kd_at_one, *torch.autograd.grad(out.loss, [*p.leaves(), t])]
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
