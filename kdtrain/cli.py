@@ -1,8 +1,9 @@
-"""The command `kdtrain`: parses, then calls one stage.
+"""The command `kdtrain`: parses, then calls one command.
 
 tyro makes flags and `--help` out of the dataclasses of `kdtrain.config`. A TOML file given with `--config` is turned
-into flags that stand before the user's own, so that file and command line go through one validation and a flag wins.
-Errors become one line on stderr: exit code 2 for what cannot be, 1 for what failed while running.
+into flags before the user's own, so that file and command line are validated in the same way and a flag wins. Errors
+become one line on stderr: exit code 2 for what cannot be, 1 for what failed while running. `register_command` adds a
+command.
 """
 
 import contextlib
@@ -17,32 +18,74 @@ import sys
 import time
 import types
 import typing
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
+from kdtrain.config import choices
 from kdtrain.errors import RunError, UsageError, advice, panics_refused, printable, refuse_no_path
 from kdtrain.files import read_toml
+from kdtrain.registry import Registry, nearest
 
-COMMANDS: dict[str, type] = {
-    "cache-teacher": options.CacheTeacherConfig,
-    "distill": options.DistillConfig,
-    "evaluate": options.EvaluateConfig,
-    "inspect": options.InspectConfig,
-    "verify": options.VerifyConfig,
-    "export": options.ExportConfig,
-}
+COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
 _LONGEST = 2000
-"""Characters of a message; more come only of names in a file that nobody reads."""
+"""Characters of a message; only a name from a damaged file makes more."""
 ONCE = ("student", "teacher", "cache", "data", "from-logprobs", "load", "config")
-"""What a command takes one of, and a user may mean several of: of other flags given twice the last one wins."""
+"""Flags that may be given once, because a user may mean several; of any other the last one wins."""
 _MOST = 2**53
-"""Of a count: what a float still tells apart, and more than any run gets to. A seed has a bound of its own."""
+"""The largest count: a float is exact up to it, and no run gets there. A seed has a bound of its own."""
 POSITIONAL = {"inspect": "path", "verify": "path", "export": "run"}
 
 
+Main = Callable[[Any], int | None]
+"""A configuration -> the exit code, None for 0."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its configuration, whose fields are its options, and what runs it."""
+
+    config: type
+    main: Main
+
+
+def register_command(name: str, config: type, *, help: str = "") -> Callable[[Main], Main]:
+    """Decorator: make a function the command `kdtrain NAME`.
+
+    Args:
+        name: as users write it.
+        config: a dataclass; its fields are the flags, and those that are dataclasses are sections.
+        help: its line in `kdtrain --help`; by default the first of the configuration's docstring.
+    """
+
+    def register(main: Main) -> Main:
+        COMMANDS.add(name, Command(config, main), main, help or (config.__doc__ or "").partition("\n")[0])
+        return main
+
+    return register
+
+
+def _register_builtin(name: str, config: type) -> None:
+    def main(config: Any) -> int | None:
+        command = importlib.import_module(f"kdtrain.commands.{name.replace('-', '_')}")
+        code: int | None = command.main(config)
+        return code
+
+    register_command(name, config)(main)
+
+
+_register_builtin("cache-teacher", options.CacheTeacherConfig)
+_register_builtin("distill", options.DistillConfig)
+_register_builtin("evaluate", options.EvaluateConfig)
+_register_builtin("inspect", options.InspectConfig)
+_register_builtin("verify", options.VerifyConfig)
+_register_builtin("export", options.ExportConfig)
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Run one command and leave with its exit code: 0 done, 1 failed while running, 2 cannot be."""
+    """Run one command and exit with its code: 0 done, 1 failed while running, 2 for options that cannot be."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
@@ -58,10 +101,10 @@ def main(argv: list[str] | None = None) -> None:
     except MemoryError:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
-        goes_on = argv[0] in ("cache-teacher", "distill")
-        _fail(1, "interrupted" + ("; the same command goes on from what was saved" if goes_on else ""))
+        resumes = argv[0] in ("cache-teacher", "distill")
+        _fail(1, "interrupted" + ("; the same command resumes from what was saved" if resumes else ""))
     except BrokenPipeError:
-        # whoever read our output has seen enough; a second flush at exit must not complain either
+        # the reader of our output is gone; a second flush at exit must not complain either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except OSError as error:
@@ -74,13 +117,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(command: str, argv: list[str]) -> int:
-    if command not in COMMANDS:
-        raise UsageError(f"unknown command '{command[:80]}'; {_nearest(command, list(COMMANDS))}")
+    if command not in COMMANDS.help():
+        raise UsageError(f"unknown command '{command[:80]}'; {nearest(command, COMMANDS.help())}")
     _refuse_impossible_launch()
     config = _parse_once(command, argv)
-    stage = importlib.import_module(f"kdtrain.commands.{command.replace('-', '_')}")
-    with panics_refused("a tokenizer fails"):  # wherever it is asked; the places that know its name say it
-        return int(stage.main(config) or 0)
+    with panics_refused("a tokenizer fails"):  # where its name is known, the message has it
+        return int(COMMANDS.get(command).main(config) or 0)
 
 
 def parse(command: str, argv: list[str]) -> Any:
@@ -92,7 +134,7 @@ def parse(command: str, argv: list[str]) -> Any:
     """
     import tyro
 
-    kind = COMMANDS[command]
+    kind: type = COMMANDS.get(command).config
     argv = _named(command, argv)
     given = argv
     if (path := _value_of("--config", argv)) is not None:
@@ -103,6 +145,7 @@ def parse(command: str, argv: list[str]) -> Any:
             config = tyro.cli(tyro.conf.OmitArgPrefixes[kind], prog=f"kdtrain {command}", args=argv)  # type: ignore[valid-type,misc]
     except SystemExit as stop:
         if not stop.code:
+            print(_choices(kind), end="")
             raise
         raise UsageError(_one_line(caught.getvalue(), [key for keys in _keys(kind).values() for key in keys])) from None
     for table in options.sections(config).values():
@@ -122,10 +165,10 @@ def parse(command: str, argv: list[str]) -> Any:
 
 
 def _named(command: str, argv: list[str]) -> list[str]:
-    """`argv` with its positional argument, the first word that is no flag and no flag's value, given its name."""
+    """`argv` with a flag before its positional argument, the first word that is not a flag or a flag's value."""
     if command not in POSITIONAL:
         return argv
-    hints = typing.get_type_hints(COMMANDS[command])
+    hints = typing.get_type_hints(COMMANDS.get(command).config)
     switches = {f"--{no}{name}" for name, kind in hints.items() if kind is bool for no in ("", "no-")}
     for position, word in enumerate(argv):
         before = argv[position - 1] if position else ""
@@ -166,7 +209,7 @@ def _wide() -> typing.Iterator[None]:
 
 
 def _one_line(box: str, known: list[str]) -> str:
-    """The first paragraph of one of tyro's error boxes without the frame, and what of the `known` options was meant."""
+    """The first paragraph of one of tyro's error boxes without the frame, and the nearest of the `known` options."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()]
     lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
     rules = [position for position, line in enumerate(lines) if line.startswith("───")]
@@ -186,7 +229,7 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
         if not isinstance(table, dict):
             raise UsageError(f"{path}: '{section}' stands outside of a section; {_home(section, known)}")
         if section not in known:
-            raise UsageError(f"{path}: unknown section [{section}]; {_nearest(section, list(known))}")
+            raise UsageError(f"{path}: unknown section [{section}]; {nearest(section, list(known))}")
         for key, value in table.items():
             name = key.replace("-", "_")
             if name not in known[section] or name == "config":
@@ -196,12 +239,12 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
 
 
 def _home(key: str, known: dict[str, list[str]], section: str = "") -> str:
-    """What to do with a key that stands in no section or in the wrong one."""
+    """What to do with a key that is in no section or in the wrong one."""
     name = key.replace("-", "_")
     homes = [each for each, names in known.items() if name in names and name != "config"]
     if homes:
         return f"put it under [{homes[0]}]"
-    return _nearest(name, known.get(section) or [each for names in known.values() for each in names])
+    return nearest(name, known.get(section) or [each for names in known.values() for each in names])
 
 
 def _flag(name: str, value: Any) -> list[str]:
@@ -234,13 +277,18 @@ def _keys(kind: type) -> dict[str, list[str]]:
     return keys
 
 
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, 1)
-    return f"perhaps you meant '{close[0]}'" if close else f"known are {', '.join(known)}"
+def _choices(kind: type) -> str:
+    """What the options of a command can be that a package can add to, a line each."""
+    names = {f"--{name.replace('_', '-')}" for keys in _keys(kind).values() for name in keys}
+    lines = []
+    for each in vars(choices).values():
+        if isinstance(each, Registry) and each.option in names:
+            lines += [f"\n{each.option}", *(f"  {name:<18} {text}" for name, text in each.help().items())]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _overview() -> str:
-    lines = [f"  {name:<14} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in COMMANDS.items()]
+    lines = [f"  {name:<14} {text}" for name, text in COMMANDS.help().items()]
     return "\n".join(
         [
             "usage: kdtrain COMMAND [OPTIONS]\n\nKnowledge distillation of language models.\n",
@@ -251,7 +299,7 @@ def _overview() -> str:
 
 
 def _refuse_impossible_launch() -> None:
-    """Refuse what a launcher such as torchrun cannot have set in the environment, where ranks are read as numbers."""
+    """Refuse ranks in the environment that a launcher such as torchrun cannot have set."""
     found = {}
     for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
         text = os.environ.get(name) or str(least)
@@ -267,7 +315,7 @@ def _refuse_impossible_launch() -> None:
 
 
 def _parse_once(command: str, argv: list[str]) -> Any:
-    """`parse`; what it refuses is the same on every process of a node, of which the first one says it."""
+    """`parse`; every process of a node refuses the same, and the first one reports it."""
     try:
         return parse(command, argv)
     except UsageError as error:
@@ -276,7 +324,7 @@ def _parse_once(command: str, argv: list[str]) -> Any:
 
 
 def _fail(code: int, message: str, told: bool = False, cause: bool = True) -> typing.NoReturn:
-    """Leave with `code` and one line, unless another rank has `told` it; torchrun hears of what is the `cause`."""
+    """Exit with `code` and one line, unless another rank has `told` it; torchrun gets the line of the `cause`."""
     message = printable(" ".join(message.split()))
     message = message if len(message) <= _LONGEST else message[:_LONGEST] + "..."
     if (rank := os.environ.get("RANK") or "0") != "0" and rank.isdigit() and not message.startswith("rank "):
@@ -289,7 +337,7 @@ def _fail(code: int, message: str, told: bool = False, cause: bool = True) -> ty
 
 
 def _tell_torchrun(message: str) -> None:
-    """Leave the message where torchrun looks for what to say of a process that failed."""
+    """Write the message where torchrun looks for the error of a failed process."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w") as file:

@@ -289,4 +289,4 @@ def test_without_a_command_the_overview_is_shown(capsys):
             cli.main(argv)
         assert stop.value.code == code
         shown = capsys.readouterr().out
-        assert all(command in shown for command in cli.COMMANDS)
+        assert all(command in shown for command in cli.COMMANDS.entries)

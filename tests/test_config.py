@@ -32,7 +32,7 @@ def flags(kind):
     return found
 
 
-@pytest.mark.parametrize("kind", cli.COMMANDS.values(), ids=cli.COMMANDS)
+@pytest.mark.parametrize("kind", [each.config for each in cli.COMMANDS.entries.values()], ids=cli.COMMANDS.entries)
 def test_no_flag_of_a_command_stands_for_two_options(kind):
     names = [name for name, _ in flags(kind)]
     assert sorted(names) == sorted(set(names))

@@ -37,7 +37,12 @@ def commands() -> list[str]:
 
 
 def flags_of_kdtrain() -> set[str]:
-    names = {name for kind in cli.COMMANDS.values() for section in cli._keys(kind).values() for name in section}
+    names = {
+        name
+        for each in cli.COMMANDS.entries.values()
+        for section in cli._keys(each.config).values()
+        for name in section
+    }
     flags = {f"--{name.replace('_', '-')}" for name in names}
     return flags | {"--help", "--version"} | {flag.replace("--", "--no-", 1) for flag in flags}
 

@@ -26,10 +26,10 @@ from benchmarks.harness.command import Kdtrain, environment
 from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.commands.common import ask_layers, open_teacher, wide_head
 from kdtrain.commands.export import open_student
+from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
-from kdtrain.objective.divergence import DIVERGENCES
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.training.data import CachedSource, OnlineSource
@@ -80,7 +80,11 @@ def measure(kdtrain: Kdtrain, out: Path, steps: dict[str, int]) -> dict[str, Any
         "environment": environment(out / "student"),
         "curves": [
             *(logits.curve(step, kind, "forward-kl") for step in (0, every, last) for kind in ("cache", "whole")),
-            *(logits.curve(last, "cache", name) for name in DIVERGENCES if name not in ("forward-kl", "logit-mse")),
+            *(
+                logits.curve(last, "cache", name)
+                for name in DIVERGENCES.builtin
+                if name not in ("forward-kl", "logit-mse")
+            ),
         ],
         "frozen": [logits.path(last, mode, start, steps["frozen"]) for mode in MODES for start in STARTS],
         "training": [

@@ -171,8 +171,6 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
             alpha=objective.alpha,
             tail=objective.tail,
             temperature=_temperature(config, total).to(device),
-            jsd_beta=objective.jsd_beta,
-            skew_alpha=objective.skew_alpha,
         ),
         vocab_size=min(manifest.vocab_size, model.vocab_size),
         mode=formats.high,

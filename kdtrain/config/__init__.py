@@ -3,7 +3,7 @@
 A command's configuration is a dataclass whose fields are either options or sections (dataclasses of options). Flags
 are flat: `--lr` is `optimizer.lr`, and in a TOML file it stands as `lr` under `[optimizer]`. What cannot be is
 refused in `__post_init__` by a `UsageError` that names the option; what needs the cache or a model to be judged is
-refused by the stage that opens them. Nothing heavy is imported here, so that `--help` is instant.
+refused by the command that opens them. Nothing heavy is imported here, so that `--help` is instant.
 """
 
 import dataclasses

@@ -1,15 +1,11 @@
-"""The sections of options that commands share or that belong together, one dataclass a section.
-
-The section of options about many processes: how student and teacher are spread over them.
-
-The sections of options about number formats: which ones, and when a run changes between them.
-"""
+"""The sections of options, one dataclass each: what belongs together, or what several commands share."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kdtrain.config.choices import BACKENDS, DIVERGENCES, TAILS, TEMPERATURES
 from kdtrain.errors import UsageError
 
 
@@ -29,7 +25,7 @@ class DataConfig:
     """Where text comes from and how it becomes sequences."""
 
     data: str | None = None
-    """`stdlib`, a file or folder of txt, jsonl, parquet or arrow, or hf:NAME[:SUBSET]."""
+    """A file or folder of txt, jsonl, parquet or arrow, or one of the sources listed below."""
     split: str = "train"
     """Which split of the data to read: train, validation or test."""
     seq_len: int = 512
@@ -106,20 +102,14 @@ class ObjectiveConfig:
     """How alpha moves from --alpha at the first step to --alpha-end at the last."""
     alpha_end: float = 0.0
     """Alpha at the end of its schedule."""
-    divergence: Literal["forward-kl", "reverse-kl", "jsd", "skew-kl", "skew-reverse-kl", "tvd", "logit-mse"] = (
-        "forward-kl"
-    )
-    """What is minimised between teacher and student (docs/objective.md)."""
-    jsd_beta: float = 0.5
-    """The teacher's share in the mixture of --divergence jsd: like forward KL near 0, like reverse KL near 1."""
-    skew_alpha: float = 0.1
-    """What is mixed of the teacher into the student by --divergence skew-kl, and the reverse by skew-reverse-kl."""
-    tail: Literal["ghost", "drop", "renormalize", "control-variate"] = "ghost"
-    """What stands for entries not kept: one bucket, nothing, the top-k scaled to 1, or a corrected bucket."""
+    divergence: str = "forward-kl"
+    """What is minimised between teacher and student, as NAME or NAME:NUMBER; listed below (docs/objective.md)."""
+    tail: str = "ghost"
+    """What stands for the entries that are not kept; listed below."""
     temperature: float = 1.0
     """Temperature T of both distributions; where a learnable one starts."""
-    temperature_mode: Literal["fixed", "schedule", "adversarial", "likelihood", "minimize"] = "fixed"
-    """How T moves: not, by a schedule, or learned by one of three rules (docs/temperature.md)."""
+    temperature_mode: str = "fixed"
+    """How T moves over the run; listed below (docs/temperature.md)."""
     temperature_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Shape of the schedule from --temperature to --temperature-end."""
     temperature_end: float = 1.0
@@ -141,9 +131,12 @@ class ObjectiveConfig:
         for name in ("alpha", "alpha_end"):
             value = getattr(self, name)
             refuse(not 0 <= value <= 1, f"--{name.replace('_', '-')} {value} is outside 0 to 1")
-        for name in ("jsd_beta", "skew_alpha"):
-            value = getattr(self, name)
-            refuse(not 0 < value < 1, f"--{name.replace('_', '-')} {value} must lie between 0 and 1, both excluded")
+        divergence, colon, _ = self.divergence.partition(":")
+        DIVERGENCES.check(divergence)
+        if colon:
+            DIVERGENCES.get(divergence).number(self.divergence)
+        TAILS.check(self.tail)
+        TEMPERATURES.check(self.temperature_mode)
         for name in ("temperature", "temperature_end", "temperature_min", "temperature_max"):
             value = getattr(self, name)
             refuse(
@@ -185,7 +178,7 @@ class ObjectiveConfig:
 
     @property
     def learns_temperature(self) -> bool:
-        """Whether T is a parameter."""
+        """True where T moves between the bounds: for every mode but fixed and schedule."""
         return self.temperature_mode not in ("fixed", "schedule")
 
     @property
@@ -423,8 +416,8 @@ class PrecisionConfig:
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4"] = "auto"
     """Format of the matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
-    fp8_backend: Literal["auto", "transformer-engine", "torchao", "emulated"] = "auto"
-    """What makes fp8 products; auto takes what is real on this device, else emulation."""
+    fp8_backend: str = "auto"
+    """What computes quantised products, listed below; auto takes what is real on this device, else emulation."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise", "current"] | None = None
     """What shares a scale in fp8: a tensor (also called current), a row, or a tile of 128; a tensor when not given."""
     fp8_format: Literal["hybrid", "e4m3", "e5m2"] | None = None
@@ -452,6 +445,8 @@ class PrecisionConfig:
         for name in ("quant_skip_first", "quant_skip_last"):
             refuse(getattr(self, name) < 0, f"--{name.replace('_', '-')} must be 0 or more")
         refuse(self.collect_every < 1, "--collect-every must be at least 1")
+        if self.fp8_backend != "auto":
+            BACKENDS.check(self.fp8_backend)
 
     def refuse_idle(self, mode: str) -> None:
         """Raise a `UsageError` for an option that `mode` makes no use of."""

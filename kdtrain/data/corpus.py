@@ -1,22 +1,19 @@
 """Where text comes from: `documents` yields the documents of a source, one at a time, for one split.
 
-A source is `stdlib` (code and documentation of the running interpreter's standard library), a file or folder
-of txt, jsonl, parquet or arrow, or `hf:NAME[:SUBSET]`. Train, validation and test are the source's own splits
-where it has them: on the hub by name, in a folder when every file says its split (`train-00000.parquet`,
-`valid/a.txt`). What is missing is withheld from train, 5 % each, by a hash: of the path of a file, of the
-content of a row, so that equal rows stand on one side (`splits`).
+A source is a file or folder of txt, jsonl, parquet or arrow, `stdlib` (code and documentation of the running
+interpreter's standard library), `hf:NAME[:SUBSET]`, or what `register_source` adds. Train, validation and test are the
+source's own splits where it has them: on the hub by name, in a folder when every file says its split
+(`train-00000.parquet`, `valid/a.txt`).
 
-Of fewer than 20 texts, a whole one would be more than that: each is cut at its line ends. What is given up: a txt file
-is one document and read whole, files of another kind are left out with a line that says so, and with `streaming`
-nobody counts the documents, so that a small source may have an empty split, which is an error.
+What is missing is withheld from train, 5 % each. A document's rank is a number in [0, 1) made of a SHA-256, of the path
+of a file or of the content of a row, so that equal rows are on one side. Validation is the ranks from 0.90 to 0.95,
+test those from 0.95; a split that the source has itself is not withheld, and its ranks stay in train. A rank depends on
+nothing but the document, so a growing source never moves one to another split. The price is that few documents may all
+fall into train: then `assign` takes exact shares of the hash order, and fewer than `FEW` texts, one of which is more
+than a split's share, are cut at line ends (`cut`).
 
-Which document belongs to train, validation or test when the source does not say: pure functions of a hash.
-
-A document's rank is a number in [0, 1) made of its SHA-256. Validation is the ranks from 0.90 to 0.95, test
-those from 0.95; a split that the source has itself is not withheld, and its ranks stay in train. A rank
-depends on nothing but the document, so a growing source never moves one to another split. The price is that
-few documents may all fall into train: then `assign` takes exact shares of the hash order, and fewer than
-`FEW` texts are cut at line ends (`cut`).
+What is given up: a txt file is one document and read whole, files of another kind are left out and a line is logged,
+and with `streaming` the documents are not counted, so that a small source may have an empty split, which is an error.
 """
 
 import functools
@@ -29,21 +26,39 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from kdtrain.config.choices import SOURCES
 from kdtrain.errors import RunError, UsageError
 
 SPLITS = ("train", "validation", "test")
-# Above this many documents the chance that a hash leaves a split empty is below 1e-44.
 SMALL = 2000
-
-# Below this many, one document is more than the share of a split.
+"""Above this many documents the chance that a hash leaves a split empty is below 1e-44."""
 FEW = 20
+"""Below this many, one document is more than the share of a split."""
 
 _WITHHELD_FROM = {"validation": 0.90, "test": 0.95}
 _SHARE = 0.05
+_ALIASES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval"), "test"),
+}
+
+_KINDS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_SPLIT_IN_STEM = re.compile(r"(?:^|[-_. ])([a-z]+)(?:[-_.]?\d.*)?$")
+_STDLIB_SUFFIXES = (".py", ".pyw", ".txt", ".rst", ".html")
+_STDLIB_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib-dynload",
+    "test",
+    "tests",
+    "idle_test",
+}
 
 
 def rank(text: str) -> float:
@@ -93,28 +108,6 @@ def cut(lines: Sequence[str], withheld: Sequence[str], split: str) -> range:
     return range(start, start + share)
 
 
-pass
-
-_ALIASES = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval"), "test"),
-}
-
-_KINDS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
-_SPLIT_IN_STEM = re.compile(r"(?:^|[-_. ])([a-z]+)(?:[-_.]?\d.*)?$")
-_STDLIB_SUFFIXES = (".py", ".pyw", ".txt", ".rst", ".html")
-_STDLIB_LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "lib-dynload",
-    "test",
-    "tests",
-    "idle_test",
-}
-
-
 @dataclass(frozen=True)
 class Document:
     """One text, or one conversation (a list of `role` and `content`); `key` names it within its source."""
@@ -126,11 +119,14 @@ class Document:
 
 @dataclass(frozen=True)
 class _Part:
-    """The documents of one of the source's own splits; `count` is an upper bound, None when nobody knows."""
+    """The documents of one of the source's own splits; `count` is an upper bound, None when unknown."""
 
     documents: Callable[[], Iterable[Document]]
     rank: Callable[[Document], float]
     count: int | None
+
+
+Reader = Callable[[str], Iterable[str]]
 
 
 def documents(
@@ -151,10 +147,9 @@ def documents(
     """
     if split not in SPLITS:
         raise UsageError(f"split '{split}' is unknown; use train, validation or test")
-    if source == "stdlib":
-        parts = _stdlib(messages_column)
-    elif source.startswith("hf:"):
-        parts = _hub(source, text_column, messages_column, streaming)
+    name, colon, _ = source.partition(":")
+    if source == "stdlib" or (colon and name in SOURCES.help()):
+        parts = SOURCES.get(name)(source, text_column, messages_column, streaming)
     else:
         parts = _local(Path(source), text_column, messages_column, streaming)
     found = _select(parts, split)
@@ -164,6 +159,36 @@ def documents(
         hint = "read it without --streaming" if streaming else "give at least 3 documents, or 3 lines of text"
         raise UsageError(f"{source}: holds no {wanted} for the {split} split; {hint}")
     return chain([first], found)
+
+
+def register_source(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
+    """Decorator: make a function the source that `--data NAME:REST` reads.
+
+    The function gets REST and yields texts, the same ones at every call; blank ones are left out. They are split by
+    their content.
+
+    Args:
+        name: as users write it before the colon.
+        help: its line in `--help`; by default the first of the docstring.
+    """
+
+    def register(read: Reader) -> Reader:
+        def parts(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
+            if messages_column is not None:
+                raise UsageError(f"{source} has no columns; leave out --messages-column")
+
+            def texts() -> Iterator[Document]:
+                with _readable(source):
+                    for number, text in enumerate(read(source.partition(":")[2])):
+                        if (document := _text(f"{source} text {number}", text)) is not None:
+                            yield document
+
+            return {"train": _Part(texts, _rank_of_content, sum(1 for _ in islice(texts(), SMALL + 1)))}
+
+        SOURCES.add(name, parts, read, help)
+        return read
+
+    return register
 
 
 def _rank_of_key(document: Document) -> float:
@@ -229,8 +254,10 @@ def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
     return _Part(read, _rank_of_key, len(ordered))
 
 
-def _stdlib(messages_column: str | None) -> dict[str, _Part]:
+def _stdlib(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
     """What the build wrote for this machine (`config-*`, `_sysconfigdata*`) is left out."""
+    if source != "stdlib":
+        raise UsageError(f"{source}: there is nothing to choose from in stdlib; use --data stdlib")
     if messages_column is not None:
         raise UsageError("stdlib has no column of conversations; leave out --messages-column or name other --data")
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
@@ -395,3 +422,7 @@ def _conversation(key: str, value: Any) -> Document | None:
     if not any(m.get("role") == "assistant" and m["content"].strip() for m in messages):
         return None
     return Document(key, messages=[{k: v for k, v in m.items() if isinstance(v, str)} for m in messages])
+
+
+SOURCES.add("stdlib", _stdlib, _stdlib)
+SOURCES.add("hf", _hub, _hub)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kdtrain.objective.divergence import DIVERGENCES
+from kdtrain.config.choices import DIVERGENCES
 from kdtrain.objective.logits import cap_slope
 from kdtrain.objective.tails import Events
 from kdtrain.objective.targets import EMPTY
@@ -112,7 +112,7 @@ def value_dense(
 ) -> Tensor:
     """The divergence [R] at beta = 1."""
     log_p_RV = teacher.log_softmax(_energies(z_RV, logprobs_RV), 1.0)
-    return DIVERGENCES[divergence].of(Events(log_p_RV, student.log_softmax(z_RV, 1.0)), parameter)
+    return DIVERGENCES.entries[divergence].of(Events(log_p_RV, student.log_softmax(z_RV, 1.0)), parameter)
 
 
 def spread_dense(
@@ -149,7 +149,7 @@ def _derivatives(
         return _jsd(log_p_RV, log_q_RV, parameter)
 
     def total(log_q_RV: Tensor, log_p_RV: Tensor) -> tuple[Tensor, Tensor]:
-        values_R = DIVERGENCES[divergence].of(Events(log_p_RV, log_q_RV), parameter)
+        values_R = DIVERGENCES.entries[divergence].of(Events(log_p_RV, log_q_RV), parameter)
         return values_R.sum(), values_R
 
     (g_RV, h_RV), values_R = torch.func.grad(total, argnums=(0, 1), has_aux=True)(log_q_RV, log_p_RV)

@@ -3,8 +3,8 @@
     forward-kl       sum p log(p/q)                       Hinton et al. 2015, arXiv 1503.02531
     reverse-kl       sum q log(q/p)                       MiniLLM, arXiv 2306.08543, eq. 1
     jsd              b KL(p || m) + (1 - b) KL(q || m),   generalised Jensen-Shannon: GKD, arXiv 2306.13649, eq. 1,
-                     m = b p + (1 - b) q                  with b = --jsd-beta
-    skew-kl          KL(p || a p + (1 - a) q)             DistiLLM, arXiv 2402.03898, eq. 4, a = --skew-alpha
+                     m = b p + (1 - b) q                  with b of jsd:b, 0.5 unless given
+    skew-kl          KL(p || a p + (1 - a) q)             DistiLLM, arXiv 2402.03898, eq. 4, a of skew-kl:a, 0.1
     skew-reverse-kl  KL(q || (1 - a) p + a q)             the same, eq. 5
     tvd              1/2 sum |p - q|                      f-DISTILL, arXiv 2307.15190, section 3.2
     logit-mse        mean over V of squared differences   Ba & Caruana 2014, arXiv 1312.6184; arXiv 2105.08919
@@ -15,38 +15,88 @@ sides. All but tvd shrink as 1/T^2 when T grows, and the factor T^2 of the loss 
 T. T^2 logit-mse does not depend on T. tvd has a kink at p = q: its gradient there is of the size of q, and its
 sign is rounding.
 
-`events` says what the events are; `refuse` what goes together. No value is clamped.
+`tails` says what the events are; `refuse` what goes together. No value is clamped. `register_divergence` adds one.
 
 Shape suffixes: R rows, E events.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kdtrain.config.choices import DIVERGENCES, TAILS
 from kdtrain.errors import UsageError
-from kdtrain.objective.tails import TAIL_RULES, Events, resolve_tail
+from kdtrain.objective.tails import Events, TailRule, resolve_tail
 
 _IMPOSSIBLE = -1e3
 """Log-probability below which a token counts as excluded (-inf padding); no squared difference is made of it."""
+
+
+Measure = Callable[[Events, float], Tensor]
+"""Events [R,E] and the divergence's number (0 where it takes none) -> [R], differentiable in the events."""
+F = TypeVar("F", bound=Measure)
 
 
 @dataclass(frozen=True)
 class Divergence:
     """A divergence, and the kinds of targets it can be computed from: sparse, dense, sampled."""
 
-    of: Callable[[Events, float], Tensor]
-    """Events [R,E] and its parameter (ignored where it has none) -> [R]."""
+    of: Measure
     accepts: frozenset[str]
-    parameter: str | None = None
-    """The name of its parameter in options and arguments, in (0, 1)."""
+    parameter: float | None = None
+    """The number that it takes when none is given, in (0, 1); None where it takes none."""
+
+    def number(self, text: str) -> float:
+        """The number of `text`, which is NAME or NAME:NUMBER.
+
+        Raises:
+            UsageError: it does not lie between 0 and 1, or the divergence takes none.
+        """
+        name, colon, given = text.partition(":")
+        if not colon:
+            return self.parameter or 0.0
+        if self.parameter is None:
+            raise UsageError(f"--divergence {name} takes no number; leave out ':{given}'")
+        try:
+            number = float(given)
+        except ValueError:
+            number = float("nan")
+        if not 0 < number < 1:
+            raise UsageError(f"--divergence {text}: '{given}' is not a number between 0 and 1, both excluded")
+        return number
 
 
+def register_divergence(
+    name: str, *, accepts: Iterable[str] = ("sparse", "dense"), parameter: float | None = None, help: str = ""
+) -> Callable[[F], F]:
+    """Decorator: make a function the divergence that `--divergence NAME` takes.
+
+    Args:
+        name: as users write it; with a `parameter` also as NAME:NUMBER.
+        accepts: kinds of targets it can be computed from: sparse, dense, sampled.
+        parameter: the default of its number, between 0 and 1; None for a divergence that takes none.
+        help: its line in `--help`; by default the first of the docstring.
+    """
+
+    def register(of: F) -> F:
+        DIVERGENCES.add(name, Divergence(of, frozenset(accepts), parameter), of, help)
+        return of
+
+    return register
+
+
+def parse(text: str) -> tuple[str, float]:
+    """The divergence that `--divergence` means: its name and its number, 0 where it takes none."""
+    name = text.partition(":")[0]
+    return name, DIVERGENCES.get(name).number(text)
+
+
+@register_divergence("forward-kl", accepts=("sparse", "dense", "sampled"))
 def forward_kl(events: Events, parameter: float = 0.0) -> Tensor:
     """KL(p || q) = sum_e p_e (log p_e - log q_e), [R] in nats.
 
@@ -57,11 +107,13 @@ def forward_kl(events: Events, parameter: float = 0.0) -> Tensor:
     return over_events_R if events.missed is None else over_events_R + events.missed
 
 
+@register_divergence("reverse-kl")
 def reverse_kl(events: Events, parameter: float = 0.0) -> Tensor:
     """KL(q || p) = sum_e q_e (log q_e - log p_e), [R] in nats."""
     return _kl(events.student, events.teacher)
 
 
+@register_divergence("jsd", parameter=0.5)
 def jsd(events: Events, parameter: float) -> Tensor:
     """b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q and b = `parameter`, [R] in nats.
 
@@ -71,21 +123,25 @@ def jsd(events: Events, parameter: float) -> Tensor:
     return parameter * _kl(events.teacher, mixed_RE) + (1 - parameter) * _kl(events.student, mixed_RE)
 
 
+@register_divergence("skew-kl", parameter=0.1)
 def skew_kl(events: Events, parameter: float) -> Tensor:
     """KL(p || a p + (1 - a) q) with a = `parameter`, [R] in nats; at most -log a, wherever q is 0."""
     return _kl(events.teacher, _mixture(events.teacher, events.student, parameter))
 
 
+@register_divergence("skew-reverse-kl", parameter=0.1)
 def skew_reverse_kl(events: Events, parameter: float) -> Tensor:
     """KL(q || (1 - a) p + a q) with a = `parameter`, [R] in nats; at most -log a, wherever p is 0."""
     return _kl(events.student, _mixture(events.student, events.teacher, parameter))
 
 
+@register_divergence("tvd")
 def tvd(events: Events, parameter: float = 0.0) -> Tensor:
     """Total variation distance 1/2 sum_e |p_e - q_e|, [R] in 0 to 1."""
     return 0.5 * (events.teacher.exp() - events.student.exp()).abs().sum(-1)
 
 
+@register_divergence("logit-mse", accepts=("dense",))
 def logit_mse(events: Events, parameter: float = 0.0) -> Tensor:
     """Mean over tokens of (x_e - mean x)^2 with x = log q - log p, [R] in squared nats.
 
@@ -99,17 +155,16 @@ def logit_mse(events: Events, parameter: float = 0.0) -> Tensor:
 
 
 def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, dense: bool = False) -> None:
-    """Raise a `UsageError` where `divergence` with `tail` cannot be had from targets of this kind."""
-    _refuse_unknown("--divergence", divergence, list(DIVERGENCES))
-    _refuse_unknown("--tail", tail, list(TAIL_RULES))
+    """Raise a `UsageError` where `divergence` with `tail` cannot be computed from targets of this kind."""
+    name, _ = parse(divergence)
+    rule: TailRule = TAILS.get(resolve_tail(tail, num_samples))
     kind = "dense" if dense else "sampled" if num_samples else "sparse"
-    if kind not in DIVERGENCES[divergence].accepts:
-        raise UsageError(_refusal(divergence, kind))
+    if kind not in DIVERGENCES.get(name).accepts:
+        raise UsageError(_refusal(name, kind))
     if dense:
         if tail != "ghost":
             raise UsageError(f"--tail {tail} means nothing for dense targets, which have no tail; leave --tail out")
         return
-    rule = TAIL_RULES[resolve_tail(tail, num_samples)]
     if num_samples and not rule.needs_samples:
         raise UsageError(
             f"--tail {tail} would throw away the {num_samples} samples a token of these targets; leave --tail out, "
@@ -124,36 +179,14 @@ def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, 
         )
 
 
-def parameter_of(divergence: str, **given: float) -> float:
-    """The parameter of `divergence` out of all that were given by name; 0 where it has none.
-
-    Raises:
-        UsageError: it does not lie between 0 and 1.
-    """
-    _refuse_unknown("--divergence", divergence, list(DIVERGENCES))
-    name = DIVERGENCES[divergence].parameter
-    if name is None:
-        return 0.0
-    if not 0 < given[name] < 1:
-        raise UsageError(f"--{name.replace('_', '-')} {given[name]:g} must lie between 0 and 1, both excluded")
-    return given[name]
-
-
 def _refusal(divergence: str, kind: str) -> str:
-    able = ", ".join(name for name, entry in DIVERGENCES.items() if kind in entry.accepts)
+    able = ", ".join(name for name, entry in DIVERGENCES.entries.items() if kind in entry.accepts)
     sources = {
         "sparse": "a cache built with --num-samples 0",
         "dense": "a dense cache (cache-teacher --dense) or an online --teacher",
     }
-    others = " or ".join(text for each, text in sources.items() if each in DIVERGENCES[divergence].accepts)
+    others = " or ".join(text for each, text in sources.items() if each in DIVERGENCES.get(divergence).accepts)
     return f"--divergence {divergence} cannot be computed from {kind} targets; use {able}, or {others}"
-
-
-def _refuse_unknown(option: str, name: str, known: list[str]) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UsageError(f"{option} {name} is unknown, there are {', '.join(known)}{hint}")
 
 
 def _kl(from_RE: Tensor, to_RE: Tensor) -> Tensor:
@@ -167,17 +200,3 @@ def _mixture(first_RE: Tensor, second_RE: Tensor, share: float) -> Tensor:
     """
     mixed_RE = share * first_RE.exp() + (1 - share) * second_RE.exp()
     return mixed_RE.clamp_min(torch.finfo(mixed_RE.dtype).tiny).log()
-
-
-_PLAIN = frozenset({"sparse", "dense"})
-
-DIVERGENCES = {
-    "forward-kl": Divergence(forward_kl, _PLAIN | {"sampled"}),
-    "reverse-kl": Divergence(reverse_kl, _PLAIN),
-    "jsd": Divergence(jsd, _PLAIN, "jsd_beta"),
-    "skew-kl": Divergence(skew_kl, _PLAIN, "skew_alpha"),
-    "skew-reverse-kl": Divergence(skew_reverse_kl, _PLAIN, "skew_alpha"),
-    "tvd": Divergence(tvd, _PLAIN),
-    "logit-mse": Divergence(logit_mse, frozenset({"dense"})),
-}
-"""By the name that `--divergence` takes."""

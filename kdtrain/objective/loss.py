@@ -20,9 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kdtrain.config.choices import DIVERGENCES, TAILS
 from kdtrain.errors import UsageError
 from kdtrain.objective.dense import DenseStatistics
-from kdtrain.objective.divergence import DIVERGENCES, parameter_of, refuse
+from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine import fused_loss
 from kdtrain.objective.logits import Head
 from kdtrain.objective.statistics import Rows, Statistics
@@ -57,10 +58,9 @@ class DistillationLoss(nn.Module):
     """The distillation loss and its temperature, which may be learnable.
 
     Args:
-        divergence, tail: names in `divergence.DIVERGENCES` and `tails.TAIL_RULES`.
+        divergence, tail: as `--divergence` (a name, or as jsd:0.3 with its number) and `--tail` take them.
         alpha: weight of the distillation term, 0 to 1; it may be set anew before any step.
         temperature: T > 0, or a module of `objective.temperature`.
-        jsd_beta, skew_alpha: what `jsd` and the skew divergences mix with, between 0 and 1.
     Raises:
         UsageError: there is no such divergence or tail rule.
 
@@ -76,12 +76,11 @@ class DistillationLoss(nn.Module):
         alpha: float = 0.9,
         tail: str = "ghost",
         temperature: Temperature | float = 1.0,
-        jsd_beta: float = 0.5,
-        skew_alpha: float = 0.1,
     ) -> None:
         super().__init__()
+        parse(divergence)
+        TAILS.get(tail)
         self.divergence, self.alpha, self.tail = divergence, alpha, tail
-        self.jsd_beta, self.skew_alpha = jsd_beta, skew_alpha
         self.temperature = temperature if isinstance(temperature, Temperature) else Temperature(float(temperature))
 
     def forward(
@@ -107,8 +106,6 @@ class DistillationLoss(nn.Module):
             alpha=self.alpha,
             divergence=self.divergence,
             tail=self.tail,
-            jsd_beta=self.jsd_beta,
-            skew_alpha=self.skew_alpha,
             vocab_size=vocab_size,
             normalizer=normalizer,
             compile=compile,
@@ -128,8 +125,6 @@ def distillation_loss(
     alpha: float,
     divergence: str = "forward-kl",
     tail: str = "ghost",
-    jsd_beta: float = 0.5,
-    skew_alpha: float = 0.1,
     vocab_size: int,
     normalizer: Tensor | float,
     at_one: bool = True,
@@ -146,8 +141,7 @@ def distillation_loss(
         targets: the teacher's N rows, on hidden's device.
         temperature: scalar T > 0.
         alpha: weight of the distillation term, 0 to 1.
-        divergence, tail: names in `divergence.DIVERGENCES` and `tails.TAIL_RULES`.
-        jsd_beta, skew_alpha: what `jsd` and the skew divergences mix with, between 0 and 1.
+        divergence, tail: as `--divergence` (a name, or as jsd:0.3 with its number) and `--tail` take them.
         vocab_size: V; columns of the head from V on are padding.
         normalizer: unmasked tokens of the whole step.
         at_one: whether the divergence is measured at T = 1 too, which for a whole vocabulary is one more pass over it.
@@ -159,10 +153,11 @@ def distillation_loss(
     """
     targets = targets if alpha else None
     _check(targets, divergence, tail, vocab_size)
+    name, parameter = parse(divergence)
     recipe = _Recipe(
         alpha=alpha if targets is not None else 0.0,
-        divergence=divergence,
-        parameter=parameter_of(divergence, jsd_beta=jsd_beta, skew_alpha=skew_alpha),
+        divergence=name,
+        parameter=parameter,
         tail=resolve_tail(tail, targets.num_samples) if isinstance(targets, SparseTargets) else tail,
         normalizer=scalar(normalizer, hidden_ND.device),
         at_one=at_one,
@@ -175,7 +170,7 @@ def distillation_loss(
         Rows(labels_N, mask_N, targets),
         sparse_loss=recipe.sparse,
         dense_loss=recipe.dense,
-        divergence=(divergence, recipe.parameter),
+        divergence=(name, parameter),
         sums=3,
         vocab_size=vocab_size,
         at_one=at_one,
@@ -201,7 +196,7 @@ class _Recipe:
         if rows.targets is None:
             return self._joined(cross_entropy_R, None, None, beta, rows.mask)
         assert isinstance(rows.targets, SparseTargets)
-        measure = DIVERGENCES[self.divergence].of
+        measure = DIVERGENCES.get(self.divergence).of
         kd_R = measure(sparse_events(self.tail, rows.targets, statistics, beta), self.parameter)
         if not self.at_one:
             return self._joined(cross_entropy_R, kd_R, None, beta, rows.mask)

@@ -22,16 +22,15 @@ sampled      top-k entries with weight p_k, drawn entries with weight
              full forward KL without bias at every T, value and gradient, up to the interpolation of Z(beta);
              0 for student = teacher, because each term is. Any other divergence needs q at all tokens with a
              weight of its own, which samples from p do not give.
-control-variate  the ghost bucket, corrected inside by the samples: see `control_variate`. Forward KL only, like
+control-variate  the ghost bucket, corrected inside by the samples, as below. Forward KL only, like
              `sampled`; its noise falls with the student's distance from the teacher.
 
 Targets with samples are read by one of the last two: the default `ghost` stands for `sampled` there.
 
-Shape suffixes: R rows, E events, K kept entries, H top-k entries, D drawn entries, V vocabulary.
+`register_tail` adds a rule.
 
-The tail rule `control-variate`: the ghost bucket, and samples that correct its shape inside.
-
-The ghost bucket compares the mass of the tail and leaves its inside to the student: it takes the teacher to be
+The correction of `control-variate`. The ghost bucket compares the mass of the tail and leaves its inside to the
+student: it takes the teacher to be
     p^_j = r q_j,   r = p_tail / q_tail,
 there. What that misses of forward KL is a divergence inside the tail,
     KL(p || q) = KL over top-k and bucket + sum_{j in tail} p_j (-log x_j),   x_j = r q_j / p_j,
@@ -75,10 +74,10 @@ Without a top-k d is a worse judge: with 50 samples the brackets say 0.14, 0.008
 first order in the error like d and the gradient: at T = 2 and KL 5e-5 it was 2.0 times the gradient (cosine 0.44; with
 d^2 0.95, but 0.81 at KL 0.016). There s = 1 has a cosine of 0.95 at every KL up to 1, and a token's error below that of
 both out to a uniform student. Hence 2 beta - 1, which leaves T = 1 as it is and makes s 1 from T = 2 on.
-sqrt(n) lets the bias vanish as samples are added; a weight of at most 2 has less noise
-still. At T = 4 a token's noise is above the bias of ghost with any of these.
+sqrt(n) lets the bias vanish as samples are added; a weight of at most 2 has less noise still.
+At T = 4 a token's noise is above the bias of ghost with any of these.
 
-Shape suffixes: R rows, H top-k entries, D drawn entries.
+Shape suffixes: R rows, E events, K kept entries, H top-k entries, D drawn entries, V vocabulary.
 """
 
 from __future__ import annotations
@@ -90,6 +89,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kdtrain.config.choices import TAILS
 from kdtrain.objective.statistics import Statistics
 from kdtrain.objective.targets import CLIP, SHARPNESS, SparseTargets
 
@@ -128,13 +128,36 @@ class Events:
     """[R] What forward KL over the events misses of the whole, estimated, in nats."""
 
 
+TailEvents = Callable[[SparseTargets, Statistics, Tensor], Events]
+"""Targets of R rows, the student's row sums and logits for them, and beta (scalar) -> events [R,E]."""
+
+
 @dataclass(frozen=True)
 class TailRule:
-    """What becomes of the tail of sparse targets, and which targets have what that takes."""
+    """What stands for the tail of sparse targets, and which targets it can be computed from."""
 
-    events: Callable[[SparseTargets, Statistics, Tensor], Events]
+    events: TailEvents
     least_top_k: int
-    needs_samples: bool = False
+    needs_samples: bool
+
+
+def register_tail(
+    name: str, *, least_top_k: int = 1, needs_samples: bool = False, help: str = ""
+) -> Callable[[TailEvents], TailEvents]:
+    """Decorator: make a function the rule that `--tail NAME` takes.
+
+    Args:
+        name: as users write it.
+        least_top_k: entries that the targets must at least keep exactly.
+        needs_samples: whether it reads targets with samples; if not, it refuses them.
+        help: its line in `--help`; by default the first of the docstring.
+    """
+
+    def register(events: TailEvents) -> TailEvents:
+        TAILS.add(name, TailRule(events, least_top_k, needs_samples), events, help)
+        return events
+
+    return register
 
 
 def dense_events(logits_RV: Tensor, energies_RV: Tensor, beta: Tensor | float) -> Events:
@@ -144,20 +167,23 @@ def dense_events(logits_RV: Tensor, energies_RV: Tensor, beta: Tensor | float) -
 
 
 def sparse_events(tail: str, targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    """The events that the resolved tail rule makes of targets, absent entries weighing nothing, at `beta`."""
-    return TAIL_RULES[tail].events(targets, statistics, beta)
+    """The events of the tail rule `tail` (`resolve_tail`) at `beta`; absent entries have weight 0."""
+    rule: TailRule = TAILS.get(tail)
+    return rule.events(targets, statistics, beta)
 
 
 def resolve_tail(tail: str, num_samples: int) -> str:
-    """The tail rule that is meant: with samples, the default `ghost` stands for `sampled`."""
+    """The name of the tail rule that is used: with samples, the default `ghost` stands for `sampled`."""
     return "sampled" if num_samples and tail == "ghost" else tail
 
 
+@register_tail("drop")
 def _drop_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
     student_RH = beta * statistics.kept[:, : targets.top_k] - statistics.lse_beta(beta)[:, None]
     return Events(targets.top_logprobs(beta), student_RH)
 
 
+@register_tail("ghost")
 def _ghost_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
     top = _drop_events(targets, statistics, beta)
     teacher_R = targets.log_tail(beta) - targets.log_partition(beta)
@@ -168,11 +194,13 @@ def _ghost_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) 
     )
 
 
+@register_tail("renormalize", least_top_k=2)
 def _renormalized_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
     teacher_RH = torch.log_softmax(beta * targets.logprobs[:, : targets.top_k], dim=-1)
     return Events(teacher_RH, torch.log_softmax(beta * statistics.kept[:, : targets.top_k], dim=-1))
 
 
+@register_tail("sampled", least_top_k=0, needs_samples=True)
 def _sampled_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
     log_partition_R1 = targets.log_partition(beta)[:, None]
     teacher_RK = beta * targets.logprobs - log_partition_R1
@@ -181,6 +209,7 @@ def _sampled_events(targets: SparseTargets, statistics: Statistics, beta: Tensor
     return Events(teacher_RK, student_RK, weights_RK)
 
 
+@register_tail("control-variate", least_top_k=0, needs_samples=True)
 def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
     missed_R = tail_correction(targets, statistics, beta, _distance(targets, statistics, beta))
     return replace(_ghost_events(targets, statistics, beta), missed=missed_R)
@@ -188,19 +217,9 @@ def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta
 
 @torch.no_grad()
 def _distance(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Tensor:
-    """[R] how far the student is from the teacher at T = 1, from nothing that was drawn (`control_variate`)."""
+    """[R] how far the student is from the teacher at T = 1, computed without the samples."""
     if targets.top_k == 0:
         gap_R = statistics.label - statistics.lse - targets.label_logprob
         return gap_R.abs() * (2 * beta - 1).clamp(0, 1)
     events = _ghost_events(targets, statistics.at_one(), torch.ones_like(beta))
     return (events.teacher.exp() * (events.teacher - events.student)).sum(-1)
-
-
-TAIL_RULES = {
-    "ghost": TailRule(_ghost_events, least_top_k=1),
-    "drop": TailRule(_drop_events, least_top_k=1),
-    "renormalize": TailRule(_renormalized_events, least_top_k=2),
-    "sampled": TailRule(_sampled_events, least_top_k=0, needs_samples=True),
-    "control-variate": TailRule(_control_variate_events, least_top_k=0, needs_samples=True),
-}
-"""By the name that `--tail` takes."""

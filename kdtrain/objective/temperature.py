@@ -11,16 +11,21 @@ adversarial  ascend the distillation loss in T through a gradient reversal layer
              to 1 along a cosine (CTKD, Li et al., AAAI 2023, arXiv 2211.16231). T^2 KL has a hump inside.
 minimize     descend the distillation loss in T. Kept because people ask for it: T^2 KL falls on both sides of
              its hump, so that T runs to a bound; `at_bound` says when it sits there.
+
+`register_temperature` adds a mode.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from kdtrain.config.choices import TEMPERATURES
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import SparseTargets, Targets, per_token
 
@@ -29,7 +34,6 @@ _EDGE = 0.02
 _START = 0.05
 """A start is put at least this part of the range inside: closer to a bound the sigmoid hardly moves."""
 
-MODES = ("fixed", "schedule", "likelihood", "adversarial", "minimize")
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -62,6 +66,45 @@ class Temperature(nn.Module):
     def log_gradient(self) -> Tensor | None:
         """The gradient last left at theta, as one in log T; None where there is none."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperatureOptions:
+    """What a mode is built from; each takes what it needs."""
+
+    start: float
+    """T at step 0."""
+    minimum: float
+    """Bounds for every mode but fixed and schedule, normally the range over which the cache is good."""
+    maximum: float
+    end: float
+    """T at the end of a schedule."""
+    schedule: str
+    """Its shape, one of `SCHEDULES`."""
+    total_steps: int
+    """The number of the run's last step; steps are counted from 0."""
+    ramp_steps: int
+    """Steps until an adversarial T is at full strength."""
+
+
+Maker = TypeVar("Maker", bound=Callable[[TemperatureOptions], Temperature])
+
+
+def register_temperature(name: str, *, help: str = "") -> Callable[[Maker], Maker]:
+    """Decorator: make a function or a subclass of `Temperature` the mode that `--temperature-mode NAME` takes.
+
+    The run keeps the start between the bounds, and refuses the mode where there is no teacher.
+
+    Args:
+        name: as users write it.
+        help: its line in `--help`; by default the first of the docstring.
+    """
+
+    def register(maker: Maker) -> Maker:
+        TEMPERATURES.add(name, maker, maker, help)
+        return maker
+
+    return register
 
 
 class ScheduledTemperature(Temperature):
@@ -188,7 +231,7 @@ def build_temperature(
     total_steps: int = 0,
     ramp_steps: int | None = None,
 ) -> Temperature:
-    """The temperature of `mode`, one of `MODES`.
+    """The temperature of `mode`, as `--temperature-mode` takes it.
 
     Args:
         start: T at step 0; a learnable one is put at least 5 % of the range (in log T) inside its bounds.
@@ -198,22 +241,49 @@ def build_temperature(
     Raises:
         UsageError: an unknown mode or schedule, or temperatures or bounds that cannot be.
     """
-    _check(mode, schedule, start, start if end is None else end, minimum, maximum)
-    if mode == "fixed":
-        return Temperature(start)
-    if mode == "schedule":
-        return ScheduledTemperature(start, start if end is None else end, total_steps, schedule)
-    if mode == "adversarial":
-        return AdversarialTemperature(start, minimum, maximum, total_steps // 10 if ramp_steps is None else ramp_steps)
-    learned = {"likelihood": LikelihoodTemperature, "minimize": MinimizedTemperature}[mode]
-    return learned(start, minimum, maximum)
+    make: Callable[[TemperatureOptions], Temperature] = TEMPERATURES.get(mode)
+    options = TemperatureOptions(
+        start=start,
+        minimum=minimum,
+        maximum=maximum,
+        end=start if end is None else end,
+        schedule=schedule,
+        total_steps=total_steps,
+        ramp_steps=total_steps // 10 if ramp_steps is None else ramp_steps,
+    )
+    _check(mode, options)
+    return make(options)
 
 
-def _check(mode: str, schedule: str, start: float, end: float, minimum: float, maximum: float) -> None:
-    if mode not in MODES:
-        raise UsageError(f"--temperature-mode {mode} is unknown; use {', '.join(MODES)}")
-    if schedule not in SCHEDULES:
-        raise UsageError(f"the temperature schedule {schedule} is unknown; use {', '.join(SCHEDULES)}")
+@register_temperature("fixed")
+def _fixed(options: TemperatureOptions) -> Temperature:
+    return Temperature(options.start)
+
+
+@register_temperature("schedule")
+def _scheduled(options: TemperatureOptions) -> Temperature:
+    return ScheduledTemperature(options.start, options.end, options.total_steps, options.schedule)
+
+
+@register_temperature("likelihood")
+def _likelihood(options: TemperatureOptions) -> Temperature:
+    return LikelihoodTemperature(options.start, options.minimum, options.maximum)
+
+
+@register_temperature("adversarial")
+def _adversarial(options: TemperatureOptions) -> Temperature:
+    return AdversarialTemperature(options.start, options.minimum, options.maximum, options.ramp_steps)
+
+
+@register_temperature("minimize")
+def _minimize(options: TemperatureOptions) -> Temperature:
+    return MinimizedTemperature(options.start, options.minimum, options.maximum)
+
+
+def _check(mode: str, options: TemperatureOptions) -> None:
+    start, end, minimum, maximum = options.start, options.end, options.minimum, options.maximum
+    if options.schedule not in SCHEDULES:
+        raise UsageError(f"the temperature schedule {options.schedule} is unknown; use {', '.join(SCHEDULES)}")
     if not (0 < start < math.inf and 0 < end < math.inf):
         raise UsageError(f"a temperature must be above 0, --temperature is {start:g} and its end {end:g}")
     if mode not in ("fixed", "schedule") and not 0 < minimum < maximum < math.inf:

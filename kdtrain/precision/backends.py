@@ -1,35 +1,34 @@
-"""Where quantised products come from: what each library can do here, and the layer's product from it.
+"""Back ends of quantised products: what each can do on a device, which one a run gets, and its formats.
 
-Three back ends give the same thing, a product of quantised operands with a backward of the same kind, for fp32 master
+A back end gives each linear layer a product of quantised operands with a backward of the same kind, for fp32 master
 weights that stay where they are:
-- `emulated`: values rounded in fp32 (`mx`), everywhere, for every format; slower than not to quantise.
+- `emulated`: values rounded in fp32 (`kdtrain.precision.emulated`), everywhere, for every format; slower than no
+  quantisation.
 - `torchao`: fp8 by `torch._scaled_mm`. The layer's settings are taken from a stand-in that went through
   `convert_to_float8_training`, because that call also applies torchao's work-around for a miscompiled fp8 store. On a
   CPU the products run natively, but no CPU instruction makes them faster: it counts as not real.
-- `transformer-engine`: fp8 by cuBLAS, with current or block scaling. Delayed scaling is never used: what it remembers
-  is stale when a run comes back from its fallback. A `te.Linear` is made around the layer's own parameters, and is no
+- `transformer-engine`: fp8 by cuBLAS, with current or block scaling. Delayed scaling is never used: its history is
+  stale when a run comes back from its fallback. A `te.Linear` is made around the layer's own parameters and is not a
   submodule, so that names and state dicts stay.
-Real fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or more; MX formats are emulated everywhere.
+Real fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or more; MX formats are emulated everywhere. What a device
+can do is found out by a small product, not by a version. `register_backend` adds one; `auto` never takes it.
 
 Shape suffixes: N tokens, D inputs, O outputs.
-
-What a device can do in few bits, and which back end a run gets: asked by a small product, not by a version.
-
-From options to the formats of a run: the high one, the quantised one and its back end, and who decides between.
 """
 
 import contextlib
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdtrain.config import PrecisionConfig, QuantizationConfig
+from kdtrain.config.choices import BACKENDS
 from kdtrain.errors import UsageError
 from kdtrain.precision.controller import Policy
 from kdtrain.precision.emulated import Recipe, Scaling, ScalingControl, compute_dtype
@@ -39,113 +38,10 @@ from kdtrain.precision.modes import has_bf16, pick_mode
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _REAL_SINCE = (8, 9)
 
-
-@dataclass(frozen=True)
-class Torchao:
-    """fp8 by torchao, one scale a tensor or a row."""
-
-    recipe: Recipe
-
-    def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
-        """Why a layer of this shape cannot be quantised, or None."""
-        return _no_multiple(16, inputs, outputs)
-
-    def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
-        """The product for a layer."""
-        settings = [_converted(inputs, outputs, self.recipe, high) for high in (False, True)]
-        return _TorchaoProduct(settings[0], settings[1])
-
-
-class _TorchaoProduct:
-    def __init__(self, quantized: Any, high_forward: Any) -> None:
-        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-
-        self.function = matmul_with_hp_or_float8_args
-        self.quantized = (quantized.linear_mm_config, quantized.config)
-        self.high_forward = (high_forward.linear_mm_config, high_forward.config)
-
-    def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
-        settings = self.high_forward if high_forward else self.quantized
-        compute = compute_dtype(dtype)  # scaled rows give bf16 and no fp16
-        y_NO: Tensor = self.function.apply(x_ND.to(compute), weight_OD.to(compute).T, *settings)
-        return y_NO.to(dtype)
-
-
-def _converted(inputs: int, outputs: int, recipe: Recipe, high_forward: bool) -> Any:
-    """A stand-in layer without storage that torchao made its own."""
-    from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
-    from torchao.float8.config import ScalingType
-
-    rowwise = recipe.scaling == "rowwise"
-    granularity = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
-    forward = CastConfig(scaling_granularity=granularity, target_dtype=_DTYPES[recipe.forward])
-    gradient = CastConfig(scaling_granularity=granularity, target_dtype=_DTYPES[recipe.gradient])
-    high = CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=_DTYPES[recipe.forward])
-    config = Float8LinearConfig(
-        cast_config_input=high if high_forward else forward,
-        cast_config_input_for_grad_weight=forward,
-        cast_config_weight=high if high_forward else forward,
-        cast_config_weight_for_grad_input=forward,
-        cast_config_grad_output=gradient,
-        round_scales_to_power_of_2=rowwise,
-        pad_inner_dim=True,  # the number of tokens, over which the weight's gradient sums, is nobody's choice
-    )
-    stand_in = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device="meta"))
-    return convert_to_float8_training(stand_in, config=config)[0]
-
-
-@dataclass(frozen=True)
-class TransformerEngine:
-    """fp8 by TransformerEngine, one scale a tensor or a block."""
-
-    recipe: Recipe
-
-    def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
-        """Why a layer of this shape cannot be quantised, or None."""
-        if transposed:
-            return "TransformerEngine takes no transposed weights"
-        return _no_multiple(_multiple(self.recipe), inputs, outputs)
-
-    def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
-        """The product for a layer."""
-        return _TransformerEngineProduct(layer, inputs, outputs, self.recipe)
-
-
-class _TransformerEngineProduct:
-    def __init__(self, layer: nn.Module, inputs: int, outputs: int, recipe: Recipe) -> None:
-        import transformer_engine.pytorch as te
-        from transformer_engine.common import recipe as recipes
-
-        kind = recipes.Float8BlockScaling if recipe.scaling == "blockwise" else recipes.Float8CurrentScaling
-        formats = {("e4m3", "e4m3"): recipes.Format.E4M3, ("e4m3", "e5m2"): recipes.Format.HYBRID}
-        self.recipe = kind(fp8_format=formats[recipe.forward, recipe.gradient])
-        self.autocast = te.autocast
-        self.multiple = _multiple(recipe)
-        self.linear = te.Linear(inputs, outputs, bias=False, params_dtype=torch.float32, device="meta")
-        self.linear.weight = layer.weight
-
-    def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
-        if self.linear.weight is not weight_OD:  # a sharded model gives its layers another parameter than they had
-            self.linear.weight = weight_OD
-        missing = -len(x_ND) % self.multiple
-        padded_ND = F.pad(x_ND.to(dtype), (0, 0, 0, missing)) if missing else x_ND.to(dtype)
-        # outside of torch's autocast a te.Linear refuses inputs that are not of its weight's dtype
-        with _autocast(dtype), self.autocast(enabled=True, recipe=self.recipe):
-            y_NO: Tensor = self.linear(padded_ND)
-        return y_NO[: len(x_ND)]
-
-
-def _autocast(dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype)
-
-
-def _multiple(recipe: Recipe) -> int:
-    """What TransformerEngine wants all sizes, the number of tokens too, to be a multiple of."""
-    return 128 if recipe.scaling == "blockwise" else 16
-
-
-def _no_multiple(of: int, inputs: int, outputs: int) -> str | None:
-    return f"its sizes are no multiples of {of}" if inputs % of or outputs % of else None
+QUANTIZED = ("fp8", "mxfp8", "mxfp4")
+"""The modes whose linear layers are quantised."""
+_ORDER = ("torchao", "transformer-engine", "emulated")
+"""In which `auto` asks: torchao compiles with the model, keeps no state, and works with every wrapper."""
 
 
 def why_not_torchao(device: torch.device) -> str | None:
@@ -206,15 +102,169 @@ def _quiet_import() -> Iterator[None]:
             each.setLevel(level)
 
 
-QUANTIZED = ("fp8", "mxfp8", "mxfp4")
-"""The modes whose linear layers are quantised."""
-_RECIPES: dict[str, tuple[str, ...]] = {
-    "torchao": ("tensorwise", "current", "rowwise"),
-    "transformer-engine": ("tensorwise", "current", "blockwise"),
-    "emulated": ("tensorwise", "current", "rowwise", "blockwise"),
-}
-_ORDER = ("torchao", "transformer-engine", "emulated")
-"""In which `auto` asks: torchao compiles with the model, keeps no state, and works with every wrapper."""
+@dataclass(frozen=True)
+class BackendEntry:
+    """A back end and what it can be used for."""
+
+    make: Callable[[Recipe], Backend]
+    modes: tuple[str, ...]
+    scalings: tuple[str, ...]
+    every_recipe: bool
+    why_not: Callable[[torch.device], str | None]
+    why_not_real: Callable[[torch.device], str | None]
+
+
+Maker = TypeVar("Maker", bound=Callable[[Recipe], Backend])
+
+
+def register_backend(
+    name: str,
+    *,
+    modes: tuple[str, ...] = ("fp8",),
+    scalings: tuple[str, ...] = ("tensorwise", "current"),
+    every_recipe: bool = False,
+    why_not: Callable[[torch.device], str | None] = lambda device: None,
+    why_not_real: Callable[[torch.device], str | None] = why_not_real,
+    help: str = "",
+) -> Callable[[Maker], Maker]:
+    """Decorator: make a class (a `Backend` made from a `Recipe`) the one that `--fp8-backend NAME` takes.
+
+    Args:
+        name: as users write it.
+        modes: what it quantises to, of `QUANTIZED`.
+        scalings: values of `--fp8-recipe` that it has.
+        every_recipe: whether it also has pure e5m2 and stochastic rounding.
+        why_not: why it cannot be used on a device, or None.
+        why_not_real: why its products are not faster there than those of the high mode, or None.
+        help: its line in `--help`; by default the first of the docstring.
+    """
+
+    def register(make: Maker) -> Maker:
+        BACKENDS.add(name, BackendEntry(make, modes, scalings, every_recipe, why_not, why_not_real), make, help)
+        return make
+
+    return register
+
+
+@register_backend("torchao", scalings=("tensorwise", "current", "rowwise"), why_not=why_not_torchao)
+@dataclass(frozen=True)
+class Torchao:
+    """fp8 by torchao, one scale a tensor or a row."""
+
+    recipe: Recipe
+
+    def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
+        """Why a layer of this shape cannot be quantised, or None."""
+        return _no_multiple(16, inputs, outputs)
+
+    def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
+        """The product for a layer."""
+        settings = [_converted(inputs, outputs, self.recipe, high) for high in (False, True)]
+        return _TorchaoProduct(settings[0], settings[1])
+
+
+class _TorchaoProduct:
+    def __init__(self, quantized: Any, high_forward: Any) -> None:
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+        self.function = matmul_with_hp_or_float8_args
+        self.quantized = (quantized.linear_mm_config, quantized.config)
+        self.high_forward = (high_forward.linear_mm_config, high_forward.config)
+
+    def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
+        settings = self.high_forward if high_forward else self.quantized
+        compute = compute_dtype(dtype)  # scaled rows give bf16 and no fp16
+        y_NO: Tensor = self.function.apply(x_ND.to(compute), weight_OD.to(compute).T, *settings)
+        return y_NO.to(dtype)
+
+
+def _converted(inputs: int, outputs: int, recipe: Recipe, high_forward: bool) -> Any:
+    """A stand-in layer without storage that torchao made its own."""
+    from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
+    from torchao.float8.config import ScalingType
+
+    rowwise = recipe.scaling == "rowwise"
+    granularity = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
+    forward = CastConfig(scaling_granularity=granularity, target_dtype=_DTYPES[recipe.forward])
+    gradient = CastConfig(scaling_granularity=granularity, target_dtype=_DTYPES[recipe.gradient])
+    high = CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=_DTYPES[recipe.forward])
+    config = Float8LinearConfig(
+        cast_config_input=high if high_forward else forward,
+        cast_config_input_for_grad_weight=forward,
+        cast_config_weight=high if high_forward else forward,
+        cast_config_weight_for_grad_input=forward,
+        cast_config_grad_output=gradient,
+        round_scales_to_power_of_2=rowwise,
+        pad_inner_dim=True,  # the number of tokens, over which the weight's gradient sums, need not be a multiple of 16
+    )
+    stand_in = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device="meta"))
+    return convert_to_float8_training(stand_in, config=config)[0]
+
+
+@register_backend(
+    "transformer-engine", scalings=("tensorwise", "current", "blockwise"), why_not=why_not_transformer_engine
+)
+@dataclass(frozen=True)
+class TransformerEngine:
+    """fp8 by TransformerEngine, one scale a tensor or a block."""
+
+    recipe: Recipe
+
+    def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
+        """Why a layer of this shape cannot be quantised, or None."""
+        if transposed:
+            return "TransformerEngine takes no transposed weights"
+        return _no_multiple(_multiple(self.recipe), inputs, outputs)
+
+    def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
+        """The product for a layer."""
+        return _TransformerEngineProduct(layer, inputs, outputs, self.recipe)
+
+
+class _TransformerEngineProduct:
+    def __init__(self, layer: nn.Module, inputs: int, outputs: int, recipe: Recipe) -> None:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common import recipe as recipes
+
+        kind = recipes.Float8BlockScaling if recipe.scaling == "blockwise" else recipes.Float8CurrentScaling
+        formats = {("e4m3", "e4m3"): recipes.Format.E4M3, ("e4m3", "e5m2"): recipes.Format.HYBRID}
+        self.recipe = kind(fp8_format=formats[recipe.forward, recipe.gradient])
+        self.autocast = te.autocast
+        self.multiple = _multiple(recipe)
+        self.linear = te.Linear(inputs, outputs, bias=False, params_dtype=torch.float32, device="meta")
+        self.linear.weight = layer.weight
+
+    def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
+        if self.linear.weight is not weight_OD:  # a sharded model gives its layers another parameter than they had
+            self.linear.weight = weight_OD
+        missing = -len(x_ND) % self.multiple
+        padded_ND = F.pad(x_ND.to(dtype), (0, 0, 0, missing)) if missing else x_ND.to(dtype)
+        # outside of torch's autocast a te.Linear refuses inputs that are not of its weight's dtype
+        with _autocast(dtype), self.autocast(enabled=True, recipe=self.recipe):
+            y_NO: Tensor = self.linear(padded_ND)
+        return y_NO[: len(x_ND)]
+
+
+def _autocast(dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype)
+
+
+def _multiple(recipe: Recipe) -> int:
+    """What TransformerEngine wants all sizes, the number of tokens too, to be a multiple of."""
+    return 128 if recipe.scaling == "blockwise" else 16
+
+
+def _no_multiple(of: int, inputs: int, outputs: int) -> str | None:
+    return f"its sizes are no multiples of {of}" if inputs % of or outputs % of else None
+
+
+register_backend(
+    "emulated",
+    modes=QUANTIZED,
+    scalings=("tensorwise", "current", "rowwise", "blockwise"),
+    every_recipe=True,
+    why_not_real=lambda device: "values are rounded in fp32, products are the high mode's",
+)(Emulated)
 
 
 @dataclass(frozen=True)
@@ -235,24 +285,22 @@ class Capability:
 
 
 def capabilities(device: torch.device) -> list[Capability]:
-    """Every mode and back end on `device`."""
-    emulates = "values are rounded in fp32, products are the high mode's"
+    """Every mode and built-in back end on `device`."""
     table = [capability("fp8", backend, device) for backend in _ORDER]
-    table += [Capability(mode, "emulated", True, False, emulates) for mode in QUANTIZED[1:]]
-    return table
+    return table + [capability(mode, "emulated", device) for mode in QUANTIZED[1:]]
 
 
 def capability(mode: str, backend: str, device: torch.device, recipe: Recipe | None = None) -> Capability:
     """What `backend` can do for `mode` on `device`, by the plain recipe when none is given."""
-    if backend == "emulated":
-        return Capability(mode, backend, True, False, "values are rounded in fp32, products are the high mode's")
-    if mode != "fp8":
+    entry: BackendEntry = BACKENDS.get(backend)
+    if mode not in entry.modes:
         return Capability(mode, backend, False, False, f"{backend} has no {mode} that trains here")
-    why_not = why_not_torchao if backend == "torchao" else why_not_transformer_engine
-    reason = why_not(device) or _why_not_a_product(make_backend(backend, recipe or Recipe("tensorwise")), device)
+    reason = entry.why_not(device)
+    if reason is None and backend != "emulated":
+        reason = _why_not_a_product(entry.make(recipe or Recipe("tensorwise")), device)
     if reason is not None:
         return Capability(mode, backend, False, False, reason)
-    unreal = why_not_real(device)
+    unreal = entry.why_not_real(device)
     return Capability(mode, backend, True, unreal is None, unreal)
 
 
@@ -283,7 +331,7 @@ def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.d
         if found.works and (found.real or wanted != "auto" or name == "emulated"):
             kind = "real" if found.real else "emulated" if name == "emulated" else "not faster here"
             why = f" ({'; '.join(asked)})" if asked else ""
-            return Choice(mode, name, make_backend(name, recipe), found.real, f"{mode} by {name}, {kind}{why}")
+            return Choice(mode, name, BACKENDS.get(name).make(recipe), found.real, f"{mode} by {name}, {kind}{why}")
         asked.append(f"{name}: {found.reason}")
     return "; ".join(asked)
 
@@ -304,26 +352,20 @@ def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingContr
     return Recipe(kind, *elements, control, stochastic)
 
 
-def make_backend(name: str, recipe: Recipe) -> Backend:
-    """The back end called `name`."""
-    if name == "torchao":
-        return Torchao(recipe)
-    return TransformerEngine(recipe) if name == "transformer-engine" else Emulated(recipe)
-
-
 def refuse_recipe(mode: str, backend: str, recipe: Recipe, scaling: str) -> None:
     """Raise a `UsageError` where a named back end cannot do what was asked of it."""
-    if backend in ("auto", "emulated"):
+    if backend == "auto":
         return
-    if mode != "fp8":
+    entry: BackendEntry = BACKENDS.get(backend)
+    if mode not in entry.modes:
         raise UsageError(f"--fp8-backend {backend} has no {mode}; leave it out, {mode} is emulated everywhere")
-    if scaling not in _RECIPES[backend]:
-        raise UsageError(f"--fp8-backend {backend} has no --fp8-recipe {scaling}; use {', '.join(_RECIPES[backend])}")
-    if recipe.forward == "e5m2":
+    if scaling not in entry.scalings:
+        raise UsageError(f"--fp8-backend {backend} has no --fp8-recipe {scaling}; use {', '.join(entry.scalings)}")
+    if recipe.forward == "e5m2" and not entry.every_recipe:
         raise UsageError(
             f"--fp8-backend {backend} has no pure e5m2; use --fp8-format hybrid, or --fp8-backend emulated"
         )
-    if recipe.stochastic:
+    if recipe.stochastic and not entry.every_recipe:
         raise UsageError(f"--fp8-backend {backend} does not round stochastically; use --fp8-backend emulated")
 
 

@@ -3,14 +3,14 @@
 import torch
 from objective_reference import dense, reference_loss, sparse
 
-from kdtrain.objective.divergence import DIVERGENCES
+from kdtrain.config.choices import DIVERGENCES
 from kdtrain.objective.loss import distillation_loss
 
 SAMPLED = ["sampled", "sampled-headless", "control-variate", "control-variate-headless"]
 RULES = ["dense", "ghost", "drop", "renormalize", *SAMPLED]
 OTHERS = [
     (name, rule)
-    for name, entry in DIVERGENCES.items()
+    for name, entry in DIVERGENCES.entries.items()
     for rule in ("dense", "ghost", "drop", "renormalize")
     if name != "forward-kl" and ("dense" if rule == "dense" else "sparse") in entry.accepts
 ]
@@ -47,6 +47,11 @@ def run(p, targets, temperature, rule, alpha=0.7, normalizer=11.0, **more):
     )
 
 
+def with_number(divergence, number):
+    """The divergence with its number, where it takes one."""
+    return divergence if DIVERGENCES.get(divergence).parameter is None else f"{divergence}:{number}"
+
+
 def gradients(loss, p, temperature):
     return torch.autograd.grad(loss, [*p.leaves(), temperature])
 
@@ -60,7 +65,7 @@ def assert_agrees(p64, rule, dtype, T, rtol, alpha=0.7, divergence="forward-kl",
     expected, ce, kd = reference_loss(
         reference, t_reference, alpha, rule_name, targets_for(p64, rule), 11.0, divergence, parameter
     )
-    more |= {"divergence": divergence, "jsd_beta": parameter, "skew_alpha": parameter}
+    more |= {"divergence": with_number(divergence, parameter)}
     out = run(ours, targets_for(p64, rule, dtype), t, rule, alpha, **more)
     for got, want in ((out.loss, expected), (out.ce, ce), (out.kd, kd)):
         assert abs(got.item() - want.item()) <= rtol * max(1.0, abs(want.item()))

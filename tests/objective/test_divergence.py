@@ -2,16 +2,17 @@ import pytest
 import torch
 from objective_reference import problem, reference_kd, sparse
 
+from kdtrain.config.choices import DIVERGENCES
 from kdtrain.errors import UsageError
 from kdtrain.objective.divergence import (
-    DIVERGENCES,
     forward_kl,
     jsd,
     logit_mse,
-    parameter_of,
+    parse,
     refuse,
     reverse_kl,
 )
+from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.statistics import row_statistics
 from kdtrain.objective.tails import dense_events, resolve_tail, sparse_events
 
@@ -99,7 +100,7 @@ def test_draws_are_never_thrown_away_in_silence():
         ("control-variate", {"top_k": 8}, "needs a cache with samples"),
         ("control-variate", {"dense": True}, "nothing for dense"),
         ("drop", {"dense": True}, "nothing for dense"),
-        ("gost", {"top_k": 8}, "did you mean ghost"),
+        ("gost", {"top_k": 8}, "perhaps you meant 'ghost'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(tail, kind, message):
@@ -109,8 +110,14 @@ def test_what_cannot_be_is_refused_in_one_line(tail, kind, message):
 
 
 def test_an_unknown_divergence_is_refused_with_the_known_ones():
-    with pytest.raises(UsageError, match="did you mean forward-kl"):
+    with pytest.raises(UsageError, match="perhaps you meant 'forward-kl'"):
         refuse("foward-kl", "ghost", top_k=8)
+
+
+@pytest.mark.parametrize("wrong", [{"divergence": "foward-kl"}, {"divergence": "jsd:2"}, {"tail": "gost"}], ids=str)
+def test_a_loss_of_unknown_parts_cannot_be_made(wrong):
+    with pytest.raises(UsageError, match=r"--(divergence|tail) "):
+        DistillationLoss(**wrong)
 
 
 def test_what_can_be_is_not_refused():
@@ -123,7 +130,7 @@ def test_what_can_be_is_not_refused():
     refuse("forward-kl", "renormalize", top_k=2)
 
 
-@pytest.mark.parametrize("divergence", [name for name in DIVERGENCES if name != "forward-kl"])
+@pytest.mark.parametrize("divergence", [name for name in DIVERGENCES.builtin if name != "forward-kl"])
 def test_draws_estimate_forward_kl_alone(divergence):
     with pytest.raises(UsageError, match=f"{divergence} cannot be computed from sampled targets; use forward-kl"):
         refuse(divergence, "ghost", top_k=8, num_samples=24)
@@ -137,13 +144,22 @@ def test_logit_mse_needs_all_logits():
         refuse("logit-mse", "ghost", top_k=8)
 
 
-def test_a_parameter_lies_between_0_and_1():
-    assert parameter_of("jsd", jsd_beta=0.3, skew_alpha=0.1) == 0.3
-    assert parameter_of("skew-kl", jsd_beta=0.3, skew_alpha=0.1) == 0.1
-    assert parameter_of("forward-kl", jsd_beta=7.0) == 0.0
-    for outside in (0.0, 1.0, -0.1, float("nan")):
-        with pytest.raises(UsageError, match=r"--jsd-beta .* must lie between 0 and 1"):
-            parameter_of("jsd", jsd_beta=outside)
+def test_the_number_of_a_divergence_stands_behind_its_name():
+    assert [parse(text) for text in ("jsd:0.3", "skew-kl:.25", "jsd", "skew-kl", "skew-reverse-kl", "forward-kl")] == [
+        *(("jsd", 0.3), ("skew-kl", 0.25), ("jsd", 0.5), ("skew-kl", 0.1), ("skew-reverse-kl", 0.1)),
+        ("forward-kl", 0.0),
+    ]
+
+
+@pytest.mark.parametrize("number", ["0", "1", "-0.1", "nan", "inf", "x", "", "0.3:0.4"])
+def test_a_number_that_is_not_between_0_and_1_is_refused(number):
+    with pytest.raises(UsageError, match=f"--divergence jsd:{number}: '{number}' is not a number between 0 and 1"):
+        parse(f"jsd:{number}")
+
+
+def test_a_divergence_without_a_number_takes_none():
+    with pytest.raises(UsageError, match="--divergence forward-kl takes no number"):
+        parse("forward-kl:0.3")
 
 
 def test_jsd_goes_to_forward_and_reverse_kl_at_its_ends():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_cases import EVERY, assert_agrees, gradients, run, targets_for
+from objective_cases import EVERY, assert_agrees, gradients, run, targets_for, with_number
 from objective_reference import PlainHead, problem
 
 
@@ -78,7 +78,7 @@ def test_any_shape_mask_and_size_of_logits_is_finite_and_masked_or_excluded_entr
     p, divergence, rule, T, excluded = case
     ours = p.cast(torch.float32)
     t = torch.tensor(T, requires_grad=True)
-    out = run(ours, targets_for(p, rule, torch.float32), t, rule, divergence=divergence, jsd_beta=0.3, skew_alpha=0.3)
+    out = run(ours, targets_for(p, rule, torch.float32), t, rule, divergence=with_number(divergence, 0.3))
     hidden, weight, bias, slope = gradients(out.loss, ours, t)
     assert all(torch.isfinite(x).all() for x in (*out, hidden, weight, bias, slope))
     assert out.tokens.item() == p.mask.sum().item()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from objective_cases import EVERY, OTHERS, RULES, assert_agrees, gradients, run, targets_for
+from objective_cases import EVERY, OTHERS, RULES, assert_agrees, gradients, run, targets_for, with_number
 from objective_reference import problem, reference_loss, sparse
 
 from kdtrain.objective.temperature import build_temperature
@@ -142,7 +142,7 @@ def test_every_temperature_mode_leads_each_gradient_where_it_belongs(divergence,
     parameters = list(temperature.parameters())
     assert len(parameters) == (mode not in ("fixed", "schedule"))
     targets = targets_for(p64, rule, torch.float32)
-    loss = run(ours, targets, temperature.value(), rule, divergence=divergence, jsd_beta=0.3, skew_alpha=0.3).loss
+    loss = run(ours, targets, temperature.value(), rule, divergence=with_number(divergence, 0.3)).loss
     extra = temperature.auxiliary_loss(targets, p64.mask, 11.0)
     loss = loss if extra is None else loss + extra
 
@@ -175,7 +175,7 @@ def test_bf16_costs_no_divergence_more_than_the_rounding_of_the_inputs_and_of_th
         ours.head = p.cast(torch.float32).head
     exact = ours.cast(torch.float64)
     t, t_exact = torch.tensor(2.0, requires_grad=True), torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    more = {"divergence": divergence, "jsd_beta": 0.3, "skew_alpha": 0.3}
+    more = {"divergence": with_number(divergence, 0.3)}
     out = run(ours, targets_for(p, rule, torch.float32), t, rule, **more)
     expected, *_ = reference_loss(
         exact, t_exact, 0.7, rule.removesuffix("-headless"), targets_for(p, rule), 11.0, divergence, 0.3

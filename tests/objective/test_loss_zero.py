@@ -7,7 +7,7 @@ import torch
 from objective_cases import OTHERS, RULES, gradients, run, targets_for
 from objective_reference import PlainHead, problem
 
-from kdtrain.objective.divergence import DIVERGENCES
+from kdtrain.config.choices import DIVERGENCES
 
 
 @pytest.mark.parametrize("T", [1.0, 2.0, 4.0])
@@ -41,7 +41,7 @@ def test_every_divergence_is_zero_without_gradient_for_equal_models(divergence, 
         assert hidden.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("divergence", [name for name in DIVERGENCES if name != "logit-mse"])
+@pytest.mark.parametrize("divergence", [name for name in DIVERGENCES.builtin if name != "logit-mse"])
 def test_merging_the_tail_into_one_event_loses_and_never_adds(divergence):
     p = problem(n=200).cast(torch.float64)
     whole, merged = (

@@ -63,7 +63,7 @@ def test_jsd_and_its_ends_are_those_of_trl(student, beta, divergence, T):
         temperature=T,
         num_items_in_batch=mask.sum(),
     )
-    loss = ours(student, T, divergence=divergence, jsd_beta=beta if divergence == "jsd" else 0.5)
+    loss = ours(student, T, divergence=f"jsd:{beta}" if divergence == "jsd" else divergence)
     assert_same(loss, other, student, T**2)
 
 
@@ -75,4 +75,4 @@ def test_jsd_is_that_of_liger(student, beta, alpha):
     hidden, weight, teacher, labels, mask = student
     loss = liger.LigerFusedLinearJSDLoss(weight_hard_loss=1 - alpha, weight_soft_loss=alpha, beta=beta, compiled=False)
     other = loss(hidden, weight, *teacher, labels.masked_fill(~mask, -100))
-    assert_same(ours(student, 1.0, alpha, divergence="jsd", jsd_beta=beta), other, student)
+    assert_same(ours(student, 1.0, alpha, divergence=f"jsd:{beta}"), other, student)

@@ -144,7 +144,7 @@ def test_real_fp8_is_near_bf16_on_a_gpu_that_has_it(backend):
     torch.manual_seed(0)
     layer = torch.nn.Linear(256, 512, bias=False, device=device)
     x = torch.randn(64, 256, device=device, requires_grad=True)
-    product = backends.make_backend(backend, recipe()).product(layer, 256, 512)
+    product = backends.BACKENDS.get(backend).make(recipe()).product(layer, 256, 512)
     results = []
     for y in (product(x, layer.weight, torch.bfloat16, False), x.bfloat16() @ layer.weight.bfloat16().T):
         results.append([y, *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))])

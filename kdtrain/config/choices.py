@@ -1,0 +1,64 @@
+"""What those options can be that a package can add to: the built-in names, each with the line that `--help` shows.
+
+The modules named here hold the code and register it; see `kdtrain.registry`.
+"""
+
+from kdtrain.registry import Registry
+
+DIVERGENCES = Registry(
+    "--divergence",
+    "kdtrain.divergences",
+    "kdtrain.objective.divergence",
+    {
+        "forward-kl": "KL(p || q) of teacher p and student q",
+        "reverse-kl": "KL(q || p)",
+        "jsd": "Jensen-Shannon; jsd:B sets the teacher's share in the mixture (0.5), near 0 like forward-kl",
+        "skew-kl": "KL(p || A p + (1 - A) q); skew-kl:A sets A (0.1)",
+        "skew-reverse-kl": "KL(q || (1 - A) p + A q); skew-reverse-kl:A sets A (0.1)",
+        "tvd": "total variation distance",
+        "logit-mse": "mean squared difference of centred logits; dense targets only",
+    },
+)
+TAILS = Registry(
+    "--tail",
+    "kdtrain.tails",
+    "kdtrain.objective.tails",
+    {
+        "ghost": "one bucket for all entries that are not kept; in a cache with samples the same as sampled",
+        "drop": "nothing; the student's tail starves",
+        "renormalize": "the top-k scaled to 1 on both sides",
+        "sampled": "the samples, weighted: an unbiased estimate",
+        "control-variate": "the bucket, corrected by the samples",
+    },
+)
+TEMPERATURES = Registry(
+    "--temperature-mode",
+    "kdtrain.temperatures",
+    "kdtrain.objective.temperature",
+    {
+        "fixed": "T is --temperature",
+        "schedule": "T goes from --temperature to --temperature-end",
+        "likelihood": "learned: the T at which the teacher gives the text the highest likelihood",
+        "adversarial": "learned: the T at which the student does worst",
+        "minimize": "learned: the T that makes the loss small; runs to a bound",
+    },
+)
+BACKENDS = Registry(
+    "--fp8-backend",
+    "kdtrain.backends",
+    "kdtrain.precision.backends",
+    {
+        "torchao": "fp8 by torch._scaled_mm",
+        "transformer-engine": "fp8 by cuBLAS",
+        "emulated": "every format on every device, rounded in fp32; slower than no quantisation",
+    },
+)
+SOURCES = Registry(
+    "--data",
+    "kdtrain.sources",
+    "kdtrain.data.corpus",
+    {
+        "stdlib": "code and documentation of Python's standard library",
+        "hf": "hf:NAME[:SUBSET], a data set of the Hugging Face hub",
+    },
+)

@@ -1,0 +1,110 @@
+"""Names that an option takes, each with what it stands for and a line of help; a user's package can add its own.
+
+A built-in is named, with its help, where the registry is made (`kdtrain.config.choices`), so that `--help` can list it
+without importing torch; the module that holds the code (`home`) registers it when it is imported. A package adds a name
+by an entry point in the group of the registry. The entry point names the module that registers it:
+
+    [project.entry-points."kdtrain.divergences"]
+    mine = "my_package.losses"
+
+Entry points are listed once, without importing anything; a package is imported when its name is asked for. A built-in
+name always means the built-in.
+"""
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from kdtrain.errors import UsageError
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What the user probably meant by `word`, or all that is known."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, 1)
+    return f"perhaps you meant '{close[0]}'" if close else f"known are {', '.join(known)}"
+
+
+class Registry:
+    """What one option can be.
+
+    Args:
+        option: the flag, for messages.
+        group: of the entry points by which a package adds a name.
+        home: the module that registers the built-ins.
+        builtin: their names, each with a line of help.
+    """
+
+    def __init__(self, option: str, group: str, home: str, builtin: dict[str, str]) -> None:
+        self.option, self.group, self.home, self.builtin = option, group, home, builtin
+        self.entries: dict[str, Any] = {}
+        """What is registered so far: all built-ins once `home` is imported, and the packages that were asked for."""
+        self._help = dict(builtin)
+        self._modules: dict[str, str] = {}
+
+    def add(self, name: str, entry: Any, source: Any, help: str = "") -> None:
+        """Register `entry`, made of the function or class `source`; its docstring's first line is the default help.
+
+        Raises:
+            UsageError: another module has registered this name.
+        """
+        if (other := self._modules.setdefault(name, source.__module__)) != source.__module__:
+            raise UsageError(f"{self.option} {name} is registered by {other} and by {source.__module__}; rename one")
+        self.entries[name] = entry
+        if name not in self.builtin:
+            self._help[name] = help or (source.__doc__ or "").partition("\n")[0]
+
+    def get(self, name: str) -> Any:
+        """The entry called `name`.
+
+        Raises:
+            UsageError: nothing, or more than one package, has this name, or its package cannot be imported.
+        """
+        if name not in self.entries:
+            if name in self.builtin:
+                importlib.import_module(self.home)
+            else:
+                self._load(name)
+        return self.entries[name]
+
+    def check(self, name: str) -> None:
+        """`get`, but that nothing is imported for a built-in."""
+        if name not in self.builtin:
+            self.get(name)
+
+    def help(self) -> dict[str, str]:
+        """Every name with its line of help; what is not imported yet has the name of its package instead."""
+        packages = {name: f"from the package {_package(found[0])}" for name, found in self._packages.items()}
+        return self._help | {name: line for name, line in packages.items() if name not in self._help}
+
+    @cached_property
+    def _packages(self) -> dict[str, list[EntryPoint]]:
+        found: dict[str, list[EntryPoint]] = {}
+        for each in entry_points(group=self.group):
+            found.setdefault(each.name, []).append(each)
+        return found
+
+    def _load(self, name: str) -> None:
+        found = self._packages.get(name, [])
+        if not found:
+            raise UsageError(f"{self.option} {name} is unknown; {nearest(name, self.help())}")
+        if len(found) > 1:
+            raise UsageError(f"{self.option} {name} is in {' and in '.join(map(_package, found))}; uninstall one")
+        try:
+            found[0].load()
+        except Exception as error:
+            reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            raise UsageError(
+                f"{self.option} {name}: the package {_package(found[0])} fails to load: {reason}"
+            ) from error
+        if name not in self.entries:
+            raise UsageError(
+                f"{self.option} {name}: {found[0].value} of the package {_package(found[0])} does not register it"
+            )
+
+
+def _package(found: EntryPoint) -> str:
+    return found.dist.name if found.dist else found.value
