@@ -4,19 +4,16 @@ A source is `stdlib` (code and documentation of the running interpreter's standa
 of txt, jsonl, parquet or arrow, or `hf:NAME[:SUBSET]`. Train, validation and test are the source's own splits
 where it has them: on the hub by name, in a folder when every file says its split (`train-00000.parquet`,
 `valid/a.txt`). What is missing is withheld from train, 5 % each, by a hash: of the path of a file, of the
-content of a row, so that equal rows stand on one side (`splits`).
+content of a row, so that equal rows stand on one side.
 
-Of fewer than 20 texts, a whole one would be more than that: each is cut at its line ends. What is given up: a txt file
-is one document and read whole, files of another kind are left out with a line that says so, and with `streaming`
-nobody counts the documents, so that a small source may have an empty split, which is an error.
+A document's rank is a number in [0, 1) made of its SHA-256. Validation is the ranks from 0.90 to 0.95, test those from
+0.95; a split that the source has itself is not withheld, and its ranks stay in train. A rank depends on nothing but the
+document, so a growing source never moves one to another split. The price is that a few documents may all fall into
+train: then `assign` takes exact shares of the hash order, and of fewer than `FEW` texts, where a whole one would be
+more than a share, each is cut at its line ends (`cut`).
 
-Which document belongs to train, validation or test when the source does not say: pure functions of a hash.
-
-A document's rank is a number in [0, 1) made of its SHA-256. Validation is the ranks from 0.90 to 0.95, test
-those from 0.95; a split that the source has itself is not withheld, and its ranks stay in train. A rank
-depends on nothing but the document, so a growing source never moves one to another split. The price is that
-few documents may all fall into train: then `assign` takes exact shares of the hash order, and fewer than
-`FEW` texts are cut at line ends (`cut`).
+Given up: a txt file is one document and read whole, files of another kind are left out with a warning, and with
+`streaming` the documents are not counted, so that a small source may have an empty split, which is an error.
 """
 
 import functools
@@ -93,8 +90,6 @@ def cut(lines: Sequence[str], withheld: Sequence[str], split: str) -> range:
     return range(start, start + share)
 
 
-pass
-
 _ALIASES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -126,7 +121,7 @@ class Document:
 
 @dataclass(frozen=True)
 class _Part:
-    """The documents of one of the source's own splits; `count` is an upper bound, None when nobody knows."""
+    """The documents of one of the source's own splits; `count` is an upper bound, None when it is unknown."""
 
     documents: Callable[[], Iterable[Document]]
     rank: Callable[[Document], float]
@@ -164,10 +159,6 @@ def documents(
         hint = "read it without --streaming" if streaming else "give at least 3 documents, or 3 lines of text"
         raise UsageError(f"{source}: holds no {wanted} for the {split} split; {hint}")
     return chain([first], found)
-
-
-def _rank_of_key(document: Document) -> float:
-    return rank(document.key)
 
 
 def _rank_of_content(document: Document) -> float:
@@ -226,7 +217,7 @@ def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
             if text.strip():
                 yield Document(name, text=text)
 
-    return _Part(read, _rank_of_key, len(ordered))
+    return _Part(read, lambda document: rank(document.key), len(ordered))
 
 
 def _stdlib(messages_column: str | None) -> dict[str, _Part]:

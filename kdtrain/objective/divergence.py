@@ -15,7 +15,7 @@ sides. All but tvd shrink as 1/T^2 when T grows, and the factor T^2 of the loss 
 T. T^2 logit-mse does not depend on T. tvd has a kink at p = q: its gradient there is of the size of q, and its
 sign is rounding.
 
-`events` says what the events are; `refuse` what goes together. No value is clamped.
+`tails` says what the events are, `refuse` what goes together. No value is clamped.
 
 Shape suffixes: R rows, E events.
 """

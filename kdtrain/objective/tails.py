@@ -22,18 +22,13 @@ sampled      top-k entries with weight p_k, drawn entries with weight
              full forward KL without bias at every T, value and gradient, up to the interpolation of Z(beta);
              0 for student = teacher, because each term is. Any other divergence needs q at all tokens with a
              weight of its own, which samples from p do not give.
-control-variate  the ghost bucket, corrected inside by the samples: see `control_variate`. Forward KL only, like
-             `sampled`; its noise falls with the student's distance from the teacher.
+control-variate  the ghost bucket, corrected inside by the samples (below). Forward KL only, like `sampled`; its noise
+             falls with the student's distance from the teacher.
 
 Targets with samples are read by one of the last two: the default `ghost` stands for `sampled` there.
 
-Shape suffixes: R rows, E events, K kept entries, H top-k entries, D drawn entries, V vocabulary.
-
-The tail rule `control-variate`: the ghost bucket, and samples that correct its shape inside.
-
-The ghost bucket compares the mass of the tail and leaves its inside to the student: it takes the teacher to be
-    p^_j = r q_j,   r = p_tail / q_tail,
-there. What that misses of forward KL is a divergence inside the tail,
+`control-variate` starts from what the ghost bucket leaves open. It compares the mass of the tail and takes the teacher
+to be p^_j = r q_j, r = p_tail / q_tail, inside. What that misses of forward KL is a divergence inside the tail,
     KL(p || q) = KL over top-k and bucket + sum_{j in tail} p_j (-log x_j),   x_j = r q_j / p_j,
 estimated from the samples, each of chance pi_k. As sum_{j in tail} p_j (x_j - 1) = 0, any share s of that sum
 may be added, a control variate, if s does not depend on the samples:
@@ -78,7 +73,7 @@ both out to a uniform student. Hence 2 beta - 1, which leaves T = 1 as it is and
 sqrt(n) lets the bias vanish as samples are added; a weight of at most 2 has less noise
 still. At T = 4 a token's noise is above the bias of ghost with any of these.
 
-Shape suffixes: R rows, H top-k entries, D drawn entries.
+Shape suffixes: R rows, E events, K kept entries, H top-k entries, D drawn entries, V vocabulary.
 """
 
 from __future__ import annotations
@@ -188,7 +183,7 @@ def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta
 
 @torch.no_grad()
 def _distance(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Tensor:
-    """[R] how far the student is from the teacher at T = 1, from nothing that was drawn (`control_variate`)."""
+    """[R] how far the student is from the teacher at T = 1, from nothing that was drawn."""
     if targets.top_k == 0:
         gap_R = statistics.label - statistics.lse - targets.label_logprob
         return gap_R.abs() * (2 * beta - 1).clamp(0, 1)

@@ -1,8 +1,8 @@
-"""Where quantised products come from: what each library can do here, and the layer's product from it.
+"""From options to the formats of a run (the high one, the quantised one, who decides) and a back end for its products.
 
-Three back ends give the same thing, a product of quantised operands with a backward of the same kind, for fp32 master
-weights that stay where they are:
-- `emulated`: values rounded in fp32 (`mx`), everywhere, for every format; slower than not to quantise.
+A back end makes the products of a layer from quantised operands, with a backward of the same kind, for fp32 master
+weights that stay where they are. What a device can do is asked by a small product, not by a version.
+- `emulated`: values rounded in fp32 (`precision.emulated`), everywhere, for every format; slower than not quantising.
 - `torchao`: fp8 by `torch._scaled_mm`. The layer's settings are taken from a stand-in that went through
   `convert_to_float8_training`, because that call also applies torchao's work-around for a miscompiled fp8 store. On a
   CPU the products run natively, but no CPU instruction makes them faster: it counts as not real.
@@ -12,10 +12,6 @@ weights that stay where they are:
 Real fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or more; MX formats are emulated everywhere.
 
 Shape suffixes: N tokens, D inputs, O outputs.
-
-What a device can do in few bits, and which back end a run gets: asked by a small product, not by a version.
-
-From options to the formats of a run: the high one, the quantised one and its back end, and who decides between.
 """
 
 import contextlib
