@@ -48,11 +48,6 @@ class AllRanks:
         return ranks.on_main(action)
 
 
-def logit_width(model: SplitModel) -> int:
-    """Rows of a model's output head, padding included."""
-    return int(model.model.get_output_embeddings().weight.shape[0])
-
-
 def build_cache(
     config: CacheTeacherConfig,
     spec: ModelSpec,
@@ -75,7 +70,7 @@ def build_cache(
         RunError: the disk is full or cannot be written.
     """
     codec = config.codec
-    width = logit_width(teacher)
+    width = teacher.vocab_size
     if not codec.dense and codec.top_k > width:
         raise UsageError(f"--top-k {codec.top_k} is more than the vocabulary of {width}; choose less, or --dense")
     kept: dict[str, Any] = (
