@@ -34,10 +34,8 @@ Shape suffixes: R rows of a chunk, D model width, V vocabulary, B a block of it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -208,10 +206,6 @@ def _onednn_is_exact() -> bool:
     return bool((product - 64 * value**2).abs().max() < 1e-4)
 
 
-_PAGE = 2 << 20
-_HUGEPAGE = 14
-"""MADV_HUGEPAGE of Linux' mman.h."""
-
 _idle: dict[str, list[torch.UntypedStorage]] = {}
 _lock = threading.Lock()
 
@@ -230,7 +224,7 @@ def take_buffer(name: str, *shape: int, dtype: torch.dtype, device: torch.device
         if storage is None:
             idle.clear()  # the old memory goes before the new one comes
             del fitting
-            return _in_large_pages(torch.empty(shape, dtype=dtype))
+            return torch.empty(shape, dtype=dtype)
         idle.remove(storage)
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
@@ -246,27 +240,6 @@ def release_buffers() -> None:
     """Free all buffers that are not in use."""
     with _lock:
         _idle.clear()
-
-
-def _in_large_pages(tensor: Tensor) -> Tensor:
-    """A tensor that was not written to yet, whose memory is asked for in large pages."""
-    madvise = _madvise()
-    if madvise is not None:
-        first = -(-tensor.data_ptr() // _PAGE) * _PAGE
-        last = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
-        if last > first:
-            madvise(first, last - first, _HUGEPAGE)
-    return tensor
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if sys.platform != "linux":
-        return None
-    call = ctypes.CDLL(None).madvise
-    call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
-    found: Callable[[int, int, int], int] = call
-    return found
 
 
 _OPTIONS: dict[str, Any] = {
