@@ -17,27 +17,14 @@ The student: the teacher's log-probabilities times 0.7 plus normal noise of 0.5 
 log Z over the sample stays below 2e-2 nats. It is an error against a fresh forward, one sequence at a time: what a
 teacher in bf16 gives differs from what it gave in the batches that were stored, and that counts as the cache's error.
 
-Shapes: N tokens of the sample, V vocabulary, H top-k entries, K kept entries.
+The gradient of every tail rule in the student's logits is, less the factor beta,
+    scale q + extra,   q the student at beta, extra being 0 outside the kept ids,
+because a sparse loss knows of the tail's logits only log sum exp(beta z): autograd of the objective's own loss of a few
+numbers a token gives scale and extra, and nothing as large as the vocabulary is made for a rule. `token` compares the
+gradients of all tokens as one long vector, `mean` their mean over tokens, which is the gradient of an output bias: the
+noise of an estimate falls with the number of tokens only there.
 
-The gradient in a student's logits that a cache gives under each tail rule, against that of the full distribution.
-
-With p the teacher and q the student at beta, the gradient of forward KL is beta (q - p). That of every tail rule over
-sparse targets is, less the factor beta,
-    scale q + extra,   extra being 0 outside the kept ids,
-so that a rule costs a few numbers a token once q is there. With P and Q the sides' masses in the tail, r = P / Q, and w
-the weights of the samples:
-    ghost            (1 - r) q in the tail, q - p in the top-k
-    drop             (1 - P) q - p over the top-k
-    renormalize      q / (1 - Q) - p / (1 - P) in the top-k, 0 in the tail
-    sampled          (1 - P + sum w) q - p over the top-k - w over the samples
-    control-variate  ghost; less v over the samples, plus q / Q sum v in the tail: v = w (1 - s min(r q / p, CLIP)),
-                     with bounded w and a share s = exp(-SHARPNESS distance)
-The rules are written out here again, because the cache does not know the objective; a test compares the two.
-
-`token` compares the gradients of all tokens as one long vector, `mean` their mean over tokens, which is the gradient of
-an output bias: noise of an estimate falls with the number of tokens only there.
-
-Shapes: N tokens, V vocabulary, H top-k entries, D drawn columns, K = H + D.
+Shapes: N tokens of the sample, V vocabulary, H top-k entries, D drawn columns, K = H + D.
 """
 
 import math
@@ -51,81 +38,48 @@ from torch import Tensor
 from kdtrain.cache.codec import broken
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.errors import RunError
-from kdtrain.objective.targets import CLIP, SHARPNESS, DenseTargets, SparseTargets
+from kdtrain.objective.divergence import forward_kl
+from kdtrain.objective.statistics import Statistics, TailSums, reduce_logits, safe_ids, take_top_k
+from kdtrain.objective.tails import TAIL_RULES, sparse_events
+from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 Gradient = tuple[Tensor, Tensor]
 """scale [N] and extra [N, K]."""
-_TINY = 1e-38
 
 
 def sparse_gradients(
-    targets: SparseTargets, q_NV: Tensor, beta: float, distance_N: Tensor | None
-) -> dict[str, Gradient]:
-    """By the tail rule's name, for every rule that the numbers kept allow.
+    targets: SparseTargets, z_NV: Tensor, labels_N: Tensor, beta: float
+) -> tuple[dict[str, Gradient], Tensor]:
+    """Gradients of forward KL by the tail rule's name, for each rule that the numbers kept allow; their ids [N, K].
 
-    q_NV: the student at beta. distance_N: see `distance`; needed where there are samples.
+    z_NV: the student's logits.
     """
-    q_NK = q_NV.gather(1, safe_ids(targets, q_NV))
-    top_k, width = targets.top_k, q_NK.shape[1]
-    top_NH = targets.top_logprobs(beta).exp()
-    mass_N = (targets.log_tail(beta) - targets.log_partition(beta)).exp()
-    ratio_N = mass_N / outside(q_NV, targets).clamp(min=_TINY)
-    ghost = (1 - ratio_N, _padded(ratio_N[:, None] * q_NK[:, :top_k] - top_NH, width))
-    found: dict[str, Gradient] = {}
-    if top_k:
-        found |= {"ghost": ghost, "drop": (top_NH.sum(-1), _padded(-top_NH, width))}
-    if top_k > 1:
-        within_NH = q_NK[:, :top_k] / q_NK[:, :top_k].sum(-1, keepdim=True).clamp(min=_TINY)
-        inner_NH = top_NH / top_NH.sum(-1, keepdim=True)
-        found["renormalize"] = (torch.zeros_like(mass_N), _padded(within_NH - inner_NH, width))
-    if targets.num_samples:
-        weight_ND = targets.drawn_weights(beta)
-        found["sampled"] = (top_NH.sum(-1) + weight_ND.sum(-1), torch.cat([-top_NH, -weight_ND], -1))
-        assert distance_N is not None
-        share_N1 = (-SHARPNESS * distance_N).exp()[:, None]
-        found["control-variate"] = _corrected(targets, q_NV, q_NK, beta, share_N1)
-    return found
-
-
-def distance(targets: SparseTargets, log_q_NV: Tensor, labels_N: Tensor, beta: float) -> Tensor:
-    """[N] of a student (log q at T = 1) from the cached teacher, from nothing that was drawn.
-
-    KL over top-k and bucket, or where there is no top-k |log p - log q| of the label times 2 beta - 1, within 0 and 1.
-    """
-    if targets.top_k == 0:
-        gap_N = log_q_NV.gather(1, labels_N[:, None])[:, 0] - targets.label_logprob
-        return gap_N.abs() * min(max(2 * beta - 1, 0.0), 1.0)
-    log_p_NH, log_mass_N = targets.top_logprobs(1.0), targets.log_tail(1.0) - targets.log_partition(1.0)
-    inside_N = (log_p_NH.exp() * (log_p_NH - log_q_NV.gather(1, targets.ids[:, : targets.top_k]))).sum(-1)
-    rest_N = outside(log_q_NV.exp(), targets).clamp(min=_TINY).log()
-    return (inside_N + log_mass_N.exp() * (log_mass_N - rest_N)).clamp(min=0.0)
-
-
-def _corrected(targets: SparseTargets, q_NV: Tensor, q_NK: Tensor, beta: float, share_N1: Tensor) -> Gradient:
-    top_k = targets.top_k
-    mass_N = (targets.log_tail(beta) - targets.log_partition(beta)).exp()
-    drawn_ND = targets.counts[:, top_k:] > 0
-    student_N = outside(q_NV, targets).clamp(min=_TINY)
-    logs_ND = (beta * targets.logprobs[:, top_k:] - targets.log_partition(beta)[:, None]).masked_fill(~drawn_ND, 0.0)
-    over_ND = (mass_N / student_N)[:, None] * q_NK[:, top_k:] * (-logs_ND).exp()
-    pull_ND = targets.bounded_weights(beta) * (1 - share_N1 * over_ND.clamp(max=CLIP))
-    scale_N = 1 + (pull_ND.sum(-1) - mass_N) / student_N
-    top_NH = (1 - scale_N)[:, None] * q_NK[:, :top_k] - targets.top_logprobs(beta).exp()
-    return scale_N, torch.cat([top_NH, -pull_ND], -1)
+    heat, top_k = torch.tensor(beta, dtype=torch.float64), targets.top_k
+    ids_NK, absent_NK = safe_ids(targets, z_NV)
+    targets = targets.without_absent(z_NV.shape[1]).double()
+    z_NV = z_NV.clone()
+    kept_NK, label_N = take_top_k(z_NV, ids_NK, absent_NK, labels_N, top_k)
+    tail_N, tail_beta_N, _ = TailSums(*reduce_logits(z_NV, heat.to(z_NV.dtype), True, False)).log_sums(heat)
+    leaves = [tail_beta_N.requires_grad_(), kept_NK.double().requires_grad_()]
+    student = Statistics(tail_N, leaves[0], leaves[1], label_N.double(), top_k)
+    with torch.no_grad():
+        log_lse_N1 = student.lse_beta(heat)[:, None]
+        mass_N = (tail_beta_N - log_lse_N1[:, 0]).exp().clamp(min=1e-38)
+        q_NH = (heat * kept_NK[:, :top_k] - log_lse_N1).exp()
+    found = {}
+    for name, rule in TAIL_RULES.items():
+        if top_k >= rule.least_top_k and (targets.num_samples or not rule.needs_samples):
+            loss = forward_kl(sparse_events(name, targets, student, heat)).sum()
+            along_N, extra_NK = torch.autograd.grad(loss, leaves, materialize_grads=True)
+            scale_N, extra_NK = along_N / mass_N, extra_NK / heat
+            extra_NK[:, :top_k] -= scale_N[:, None] * q_NH
+            found[name] = (scale_N, extra_NK)
+    return found, ids_NK
 
 
 def outside(values_NV: Tensor, targets: SparseTargets) -> Tensor:
     """Sum outside the top-k, [N], without the cancellation of 1 - sum."""
     return values_NV.scatter(1, targets.ids[:, : targets.top_k], 0).sum(-1)
-
-
-def safe_ids(targets: SparseTargets, values_NV: Tensor) -> Tensor:
-    """Ids that can be gathered with; an absent entry weighs nothing wherever it lands."""
-    return targets.ids.clamp(max=values_NV.shape[1] - 1)
-
-
-def _padded(top_NH: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(top_NH, (0, width - top_NH.shape[1]))
 
 
 class Angles:
@@ -148,16 +102,14 @@ class Angles:
         inner = (full_NV * gradient_NV).sum(dtype=torch.float64).item()
         self._add(name, inner, gradient_NV.square().sum(dtype=torch.float64).item(), gradient_NV.sum(0).double())
 
-    def add_sparse(self, gradients: dict[str, Gradient], targets: SparseTargets, full_NV: Tensor, q_NV: Tensor) -> None:
+    def add_sparse(self, gradients: dict[str, Gradient], ids_NK: Tensor, full_NV: Tensor, q_NV: Tensor) -> None:
         """Gradients of the form scale q + extra."""
-        ids_NK = safe_ids(targets, q_NV)
         full_NK, q_NK = full_NV.gather(1, ids_NK).double(), q_NV.gather(1, ids_NK).double()
         along_N = (full_NV * q_NV).sum(-1, dtype=torch.float64)
         length_N = q_NV.square().sum(-1, dtype=torch.float64)
         scales = torch.stack([scale_N for scale_N, _ in gradients.values()])
-        means = (scales @ q_NV).double()
+        means = (scales.to(q_NV.dtype) @ q_NV).double()
         for mean_V, (name, (scale_N, extra_NK)) in zip(means, gradients.items(), strict=True):
-            scale_N, extra_NK = scale_N.double(), extra_NK.double()
             inner = (scale_N * along_N).sum() + (extra_NK * full_NK).sum()
             square = (scale_N.square() * length_N).sum() + (extra_NK.square()).sum()
             square = square + 2 * (scale_N * (extra_NK * q_NK).sum(-1)).sum()
@@ -272,10 +224,7 @@ def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta:
         block = _Block(part, (beta * energy).log_softmax(-1), beta)
         bucket, spread = bucket + block.kl_bucket(), spread + block.kl_spread()
         student += block.kl(log_q_NV)
-        distance_N = None
-        if isinstance(part, SparseTargets) and part.num_samples:
-            distance_N = distance(part, student_NV.log_softmax(-1), labels_N[start : start + rows], beta)
-        block.compare(angles, log_q_NV.exp(), distance_N)
+        block.compare(angles, student_NV, log_q_NV.exp(), labels_N[start : start + rows])
     number = len(energy_NV)
     return {
         "student_kl": student / number,
@@ -323,12 +272,12 @@ class _Block:
         own = (self.p_NV * self.log_p_NV).sum(dtype=torch.float64)
         return (own - (self.outcomes_NE * even_NE.clamp(min=-87.0)).sum(dtype=torch.float64)).item()
 
-    def compare(self, angles: Angles, q_NV: Tensor, distance_N: Tensor | None) -> None:
-        """Add the gradients of these rows, for the student q."""
+    def compare(self, angles: Angles, student_NV: Tensor, q_NV: Tensor, labels_N: Tensor) -> None:
+        """Add the gradients of these rows, for the student's logits, which at beta are q."""
         full_NV = q_NV - self.p_NV
         angles.add_full(full_NV)
         if isinstance(self.targets, DenseTargets):
             angles.add("dense", full_NV, q_NV - self._dense().exp())
         else:
-            found = sparse_gradients(self.targets, q_NV, self.beta, distance_N)
-            angles.add_sparse(found, self.targets, full_NV, q_NV)
+            found, ids_NK = sparse_gradients(self.targets, student_NV, labels_N, self.beta)
+            angles.add_sparse(found, ids_NK, full_NV, q_NV)

@@ -251,7 +251,7 @@ def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
             if text.strip():
                 yield Document(name, text=text)
 
-    return _Part(read, _rank_of_key, len(ordered))
+    return _Part(read, lambda document: rank(document.key), len(ordered))
 
 
 def _stdlib(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:

@@ -106,7 +106,8 @@ class SplitModel(nn.Module):
         attention and positions then stay within a document. None: plain causal attention. layers: see
         `with_layers`; whatever is asked for comes through here, because wrappers see calls of a module alone.
         """
-        self._refuse(segments_BT)
+        if segments_BT is not None and not self.separates_documents:
+            raise UsageError(f"{_name(self.model)} cannot keep documents apart; leave --document-mask out")
         if not layers:
             return self._run(tokens_BT, segments_BT)
         output = self._output(tokens_BT, segments_BT, output_hidden_states=True)
@@ -126,22 +127,16 @@ class SplitModel(nn.Module):
         return self._result(self._output(tokens_BT, segments_BT))
 
     def _output(self, tokens_BT: Tensor, segments_BT: Tensor | None, **more: Any) -> Any:
-        documents = {} if segments_BT is None else self._documents(segments_BT)
+        documents = {}
+        if segments_BT is not None:
+            documents["position_ids"] = document_positions(segments_BT)
+            if self.model.config._attn_implementation == CAUSAL_SDPA:
+                documents["attention_mask"] = document_mask(segments_BT)
         model = self.model.base_model if self.fused else self.model
         return model(input_ids=tokens_BT, use_cache=False, **documents, **more)
 
     def _result(self, output: Any) -> Tensor:
         return output.last_hidden_state if self.fused else output.logits
-
-    def _refuse(self, segments_BT: Tensor | None) -> None:
-        if segments_BT is not None and not self.separates_documents:
-            raise UsageError(f"{_name(self.model)} cannot keep documents apart; leave --document-mask out")
-
-    def _documents(self, segments_BT: Tensor) -> dict[str, Tensor]:
-        keywords = {"position_ids": document_positions(segments_BT)}
-        if self.model.config._attn_implementation == CAUSAL_SDPA:
-            keywords["attention_mask"] = document_mask(segments_BT)
-        return keywords
 
 
 def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep_attention: bool = False) -> SplitModel:

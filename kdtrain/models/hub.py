@@ -1,20 +1,18 @@
-"""Asking transformers and the hub for something, and saying in one line why it could not be had.
+"""What transformers and the hub are asked for, errors in one line, and what a model's files may not ask of them.
 
-`transformers` reports what it cannot load by many types of exception of several lines, among warnings and
-progress bars, and asks on stdin whether to run code that comes with a model. Importing this module turns those
-off; `ask` makes a `UsageError` of one line of any exception. What went wrong in between, such as a lost
-connection, is not told apart from what cannot be.
-
-What the files of a model may not ask of transformers.
+`transformers` reports what it cannot load by many types of exception of several lines, among warnings and progress
+bars, and asks on stdin whether to run code that comes with a model. Importing this module turns those off; `ask` turns
+any exception into a `UsageError` of one line.
 
 A configuration looks like data. To transformers it also names Python files to run, attention kernels to fetch from
-the hub, packages to import and pickled weights to read, and whatever else stands in it becomes an attribute of an
-object, in place of its methods too. Whoever made a model folder, a run or a spec may have put such a thing there, so
-it is refused in one line before transformers sees it. `trust_remote_code = true` in a spec leaves out what is about
-code; numbers that no model has are refused always, because a build of them would not end.
+the hub, packages to import and pickled weights to read, and whatever else it holds becomes an attribute of an object,
+in place of its methods too. The author of a model folder, a run or a spec may have put such a thing there, so it is
+refused in one line before transformers reads it. `trust_remote_code = true` in a spec lifts the rules about code;
+sizes that no model has are always refused, because building such a model would not end.
 
-This is a list of what transformers 5 is known to act on, not a proof; what it does not know it answers with an error,
-of which `hub.ask` makes a line.
+Given up: a passing failure, such as a lost connection, is not distinguished from a request that can never be met. The
+refusals list what transformers 5 is known to act on and prove nothing; a key that it does not know ends in an error,
+of which `ask` makes a line.
 """
 
 import difflib

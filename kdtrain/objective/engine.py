@@ -6,7 +6,7 @@ and the label, whose autograd gives one coefficient for each, and with them
     dz = g_tail softmax_tail(z) + g_tail_beta beta softmax_tail(beta z) + scatter(g_kept, g_label),
     dHidden = dz W,   dW += dz^T h,
 written over the logits. Gradients are thus made in the forward pass, with three matrix products as in plain
-cross-entropy (`products`); the backward pass only multiplies them by the incoming scalar. A new sparse loss is a new
+cross-entropy (`matmul`); the backward pass only multiplies them by the incoming scalar. A new sparse loss is a new
 small function.
 
 Dense targets take another way through the same walk (`dense`): the divergence of a row is one of its statistics. An
@@ -167,8 +167,11 @@ def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
         part = slice(start, start + walk.chunk)
         hidden_RD, chunk = hidden_ND[part], walk.rows[part].harmless(walk.vocab_size)
         if teacher is not None:
-            chunk = _with_teacher(chunk, teacher)
-        chunk_loss, chunk_sums, dz_RV, dbeta = _chunk(walk, student(hidden_RD), beta, chunk)
+            assert isinstance(chunk.targets, OnlineTargets)
+            logits_RV = teacher(chunk.targets.hidden)  # dense targets need no more than log p + constant
+            chunk = replace(chunk, targets=DenseTargets(logits_RV, logits_RV[:, 0]))
+        measure = _dense_chunk if isinstance(chunk.targets, DenseTargets) else _sparse_chunk
+        chunk_loss, chunk_sums, dz_RV, dbeta = measure(walk, student(hidden_RD), beta, chunk)
         loss += chunk_loss
         sums += chunk_sums
         if dz_RV is not None:
@@ -206,17 +209,8 @@ class _Logits:
         return shape_logits(u_RV, self.bias_V, self.scale, self.softcap)
 
     def close(self) -> None:
-        """Give the memory back; the logits are lost."""
+        """Return the buffer; the logits are lost."""
         matmul.return_buffer("logits", self.buffer_RV)
-        if self.products is not None and self.products.packed is not None:
-            self.products.packed.close()
-
-
-def _with_teacher(rows: Rows, logits: _Logits) -> Rows:
-    """Rows with an online teacher's logits for dense targets: nothing here asks for more than log p + constant."""
-    assert isinstance(rows.targets, OnlineTargets)
-    logits_RV = logits(rows.targets.hidden)
-    return replace(rows, targets=DenseTargets(logits_RV, logits_RV[:, 0]))
 
 
 def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> dict[str, Any]:
@@ -252,14 +246,11 @@ def _accumulate(
     products.gradients(dz_RV, hidden_RD, into_RD, into_VD, first=part.start == 0)
 
 
-def _chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Loss, sums, gradient in u (if any is wanted) and in beta (if it is wanted) of one chunk."""
-    if isinstance(rows.targets, DenseTargets):
-        return _dense_chunk(walk, z_RV, beta, rows)
-    return _sparse_chunk(walk, z_RV, beta, rows)
+Chunk = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Loss, sums, gradient in u (if any is wanted) and in beta (if it is wanted) of one chunk."""
 
 
-def _dense_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
+def _dense_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Chunk:
     assert isinstance(rows.targets, DenseTargets)
     logprobs_RV, heat = rows.targets.logprobs, beta.to(z_RV.dtype)
     label_R = z_RV.gather(1, rows.labels[:, None]).squeeze(1)
@@ -297,7 +288,7 @@ def _dense_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
     return loss.detach(), sums.detach(), z_RV, dbeta
 
 
-def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Any:
+def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Chunk:
     targets = rows.targets if isinstance(rows.targets, SparseTargets) else None
     top_k = 0 if targets is None else targets.top_k
     ids_RK, absent_RK = safe_ids(targets, z_RV)

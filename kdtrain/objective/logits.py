@@ -1,7 +1,7 @@
 """Logits of a few rows: what an output head is to the objective, and how many rows are worked on at a time.
 
 Logits are in at least fp32 whatever the dtype of hidden states and weight, because logits rounded to bf16 before
-the softmax put 4 to 23 % of error into the gradient (Liger-Kernel #1432); `products` says how they are made fast.
+the softmax put 4 to 23 % of error into the gradient (Liger-Kernel #1432); `matmul` says how they are made fast.
 
 Shape suffixes: R rows of a chunk, D model width, V vocabulary (without padding), P rows of the weight (V and
 padding).

@@ -8,7 +8,7 @@ log-partition L(beta) = log sum_{j in tail} exp(beta e_j) with its slope at a fe
 knots L is a cubic Hermite polynomial in beta, so that Z(beta) and the tail's mass are right at temperatures
 other than 1, which neither a bucket of mass 1 - sum p nor renormalising over the top-k is.
 
-Given up: outside the knots L goes on along its end slope, which is a lower bound of the true, convex L; the
+Given up: outside the knots L continues along its end slope, which is a lower bound of the true, convex L; the
 temperature bounds of a cache keep callers inside. Nothing after this module knows where targets came from.
 
 Shape suffixes: N tokens, K kept entries, H top-k entries, V vocabulary, G knots.

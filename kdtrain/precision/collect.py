@@ -81,7 +81,7 @@ class Collector:
         return True
 
     def forget_after(self, step: int) -> None:
-        """Drop the rows of later steps, which a run that goes on from `step` will make again."""
+        """Drop the rows of later steps, which a run that resumes at `step` makes again."""
         if self.path is None or not self.path.exists():
             return
         with self._replacing() as file:

@@ -1,10 +1,9 @@
-"""What the controller of adaptive quantisation is told, and what it answers.
-
-When to train quantised and when not: adaptive quantisation ("time-resume") as a pure state machine.
+"""When to train quantised and when not: adaptive quantisation ("time-resume") as a pure state machine.
 
 It is fed each step's loss, reduced over all ranks, and (under rule `gap`) what quantisation costs on a probe; it
-answers with actions, which the trainer carries out in order. It knows no clock, no disk and no model, and its whole
-memory is `state_dict`, so that ranks agree without talking and a resumed run decides as the first one would have.
+returns actions, which the trainer carries out in order. It knows no clock, no disk and no model, and its whole memory
+is `state_dict`, so that ranks agree without talking and a resumed run decides as an uninterrupted one. `Policy` is
+what it is told to do; `Adaptive` joins it to the student's switch.
 
 Rules, of which several may hold at once; any of them sends to the fallback, and all must be calm to come back:
 - `loss`: the loss against the threshold. Above it on three steps in a row: fallback. At most 80 % of it for a whole
@@ -18,11 +17,9 @@ Rules, of which several may hold at once; any of them sends to the fallback, and
 - `spike`: the same with the loss against median + 6 * 1.4826 * MAD of the last 128 clean losses.
 - `schedule`: high from the first step of the learning rate's decay to the end (arXiv 2509.25149, appendix D).
 
-A loss that is not finite sends to the fallback at once; three in a row in the fallback go back to the newest good
-state in the recovery buffer. `min_dwell` and `max_switches` end flapping: once the switches are used up the run stays
+A non-finite loss sends to the fallback at once; three in a row in the fallback go back to the newest good state in the
+recovery buffer. `min_dwell` and `max_switches` end flapping: once the switches are used up the run stays
 in the fallback. Checkpoints carry the decision that was made when they were written, not the one before it.
-
-The part of a run that quantises adaptively: the controller, and the student's switch.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Numbers of 8 and 4 bits, emulated on any device: what a tensor is worth after it was kept in them.
+"""Numbers of 8 and 4 bits, emulated on any device: a tensor's values after rounding to them, and their products.
 
 An element format rounds to a grid that widens with the exponent. MX (OCP Microscaling Formats 1.0) gives every block
 of 32 elements one scale, a power of two kept in 8 bits (e8m0); emulated fp8 gives one to a tensor, to a row, or to a
@@ -13,11 +13,11 @@ smallest normal number of fp32 (e8m0 goes to 2^-127), because some devices flush
 magnitude asks for less is rounded on the grid of that scale, and ends in zeros when it lies below all of it. What
 rounds to more than fp32 holds becomes infinite, as it would in fp32.
 
-Where a size is no multiple of a tile, the last tile is narrower: it is worth what it would be padded with zeros, which
-change no scale. It is quantised apart and put behind the others, and not padded: inductor's code for a CPU (torch 2.13)
-gives wrong numbers where rows of padded tiles are cut to a length that is no multiple of its vectors.
+Where a size is not a multiple of a tile, the last tile is narrower: it has the values that it would have padded with
+zeros, which change no scale. It is quantised apart and concatenated, not padded: inductor's code for a CPU (torch 2.13)
+gives wrong numbers where rows of padded tiles are cut to a length that is not a multiple of its vectors.
 
-The three products of a linear layer with quantised operands, emulated.
+A linear layer makes three products of quantised operands:
 
     forward        y_NO  = q(x_ND) q(w_OD)^T      both in blocks along D
     input's        dx_ND = q(g_NO) q(w_OD)        both in blocks along O

@@ -6,8 +6,8 @@ the model. All layers share one `Switch`. A compiled graph reads it once, as a c
 gets a graph of its own, the first time it is run in, and finds it again later. It is set between steps only.
 
 Only the matrix products change. Weights are fp32 masters in every position, biases are added in the high format, and
-what is no linear layer of the backbone (output head, norms, embeddings, attention, the residual stream) never
-changes. Experts that a model keeps as one three-dimensional parameter are no linear layers, and stay high as well.
+what is not a linear layer of the backbone (output head, norms, embeddings, attention, the residual stream) never
+changes. Experts that a model keeps as one three-dimensional parameter are not linear layers, and stay high as well.
 
 Shape suffixes: N tokens, D inputs, O outputs.
 """

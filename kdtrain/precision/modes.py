@@ -27,12 +27,8 @@ def has_bf16(device: torch.device) -> bool:
     """Whether bf16 matrix products run in hardware: AVX512-BF16 or AMX on a CPU, Ampere or newer on a GPU."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return (
-        bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _avx512_bf16()
-    )
-
-
-def _avx512_bf16() -> bool:
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
     flags = Path("/proc/cpuinfo")
     text = flags.read_text() if flags.exists() else ""
     return "avx512_bf16" in text or "amx_bf16" in text

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.fidelity import Angles, compare, distance, safe_ids, sparse_gradients
+from kdtrain.cache.fidelity import Angles, compare, sparse_gradients
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import SparseTargets
 
 VOCAB, SIZE = 60, 40
+LABELS = torch.zeros(SIZE, dtype=torch.int64)
 
 
 class Logits:
@@ -33,11 +34,10 @@ def _student() -> torch.Tensor:
 
 
 def _spread(targets: SparseTargets, z_NV: torch.Tensor, beta: float, rule: str) -> torch.Tensor:
-    q_NV, labels = (beta * z_NV).softmax(-1), torch.zeros(SIZE, dtype=torch.int64)
-    scale_N, extra_NK = sparse_gradients(targets, q_NV, beta, distance(targets, z_NV.log_softmax(-1), labels, beta))[
-        rule
-    ]
-    return (scale_N[:, None] * q_NV).scatter_add(1, safe_ids(targets, q_NV), extra_NK)
+    q_NV = (beta * z_NV).softmax(-1).double()
+    found, ids_NK = sparse_gradients(targets, z_NV, LABELS, beta)
+    scale_N, extra_NK = found[rule]
+    return (scale_N[:, None] * q_NV).scatter_add(1, ids_NK, extra_NK)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0])
@@ -55,27 +55,27 @@ def _spread(targets: SparseTargets, z_NV: torch.Tensor, beta: float, rule: str) 
 )
 def test_gradients_are_those_of_the_objective(rule: str, top_k: int, num_samples: int, temperature: float) -> None:
     targets, z_NV = _targets(top_k, num_samples), _student().requires_grad_()
-    labels, mask = torch.zeros(SIZE, dtype=torch.int64), torch.ones(SIZE, dtype=torch.bool)
+    mask = torch.ones(SIZE, dtype=torch.bool)
     tail = "ghost" if rule == "sampled" else rule
     settings = {"temperature": temperature, "alpha": 1.0, "tail": tail, "vocab_size": VOCAB, "normalizer": 1.0}
-    distillation_loss(z_NV, Logits(), labels, mask, targets, **settings).loss.backward()
+    distillation_loss(z_NV, Logits(), LABELS, mask, targets, **settings).loss.backward()
     found = temperature * _spread(targets, z_NV.detach(), 1 / temperature, rule)
     assert z_NV.grad is not None
     assert (found - z_NV.grad).norm() < 1e-5 * z_NV.grad.norm()
 
 
 def test_inner_products_of_the_short_form_are_those_of_the_gradients_spelled_out() -> None:
-    targets, q_NV = _targets(5, 9), _student().softmax(-1)
+    targets, z_NV = _targets(5, 9), _student()
+    q_NV = z_NV.softmax(-1)
     full_NV = q_NV - torch.rand(SIZE, VOCAB, generator=torch.Generator().manual_seed(2)).softmax(-1)
-    distance_N = distance(targets, q_NV.log(), torch.zeros(SIZE, dtype=torch.int64), 1.0)
     short, plain = Angles(), Angles()
     for part in (slice(0, 13), slice(13, SIZE)):
-        few = sparse_gradients(targets[part], q_NV[part], 1.0, distance_N[part])
+        few, ids_NK = sparse_gradients(targets[part], z_NV[part], LABELS[part], 1.0)
         short.add_full(full_NV[part])
-        short.add_sparse(few, targets[part], full_NV[part], q_NV[part])
+        short.add_sparse(few, ids_NK, full_NV[part], q_NV[part])
     plain.add_full(full_NV)
     for rule in short.inner:
-        plain.add(rule, full_NV, _spread(targets, _student(), 1.0, rule))
+        plain.add(rule, full_NV, _spread(targets, z_NV, 1.0, rule))
     for rule, expected in plain.result().items():
         assert short.result()[rule] == pytest.approx(expected, rel=1e-4), rule
 

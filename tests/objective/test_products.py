@@ -1,11 +1,10 @@
 """The products of an output head, on this processor and on others that are played here.
 
-What the code asks of a processor is answered for it, and the two products that only some have are stood in for by
-slow ones that round alike: so every branch is tested on every machine, and none of it depends on the one at hand.
+What the code asks of a processor is answered for it, and the product that only some have is stood in for by a slow one
+that rounds alike: so every branch is tested on every machine, and none of it depends on the one at hand.
 """
 
 import contextlib
-import ctypes
 
 import pytest
 import torch
@@ -14,10 +13,9 @@ from kdtrain.objective import matmul
 from kdtrain.objective.matmul import Products
 
 MACHINES = {
-    "AVX2": {"bf16": False, "avx512_bf16": False, "amx": False},
-    "AVX512": {"bf16": True, "avx512_bf16": False, "amx": False},
-    "AVX512-BF16": {"bf16": True, "avx512_bf16": True, "amx": False},
-    "AMX": {"bf16": True, "avx512_bf16": True, "amx": True},
+    "AVX2": {"bf16": False, "amx": False},
+    "AVX512": {"bf16": True, "amx": False},
+    "AMX": {"bf16": True, "amx": True},
 }
 """What oneDNN and PyTorch say of a processor."""
 DEVICES = [
@@ -48,30 +46,11 @@ def relative(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def kernel(rows, columns, width, a_row, b_row, c_row, add, a, b, c, packed):
-    """What `brgemm._kernel()` does with memory, where there is no such kernel."""
-
-    def at(address, kind, shape, row):
-        size = ((shape[0] - 1) * row + shape[1]) * kind.itemsize
-        flat = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=kind)
-        return flat.as_strided(shape, (row, 1))
-
-    assert packed and not add and b_row == columns
-    pairs = at(b, torch.bfloat16, (width // 2, 2 * columns), 2 * columns).view(-1, columns, 2)
-    right = pairs.transpose(1, 2).reshape(width, columns)
-    at(c, torch.float32, (rows, columns), c_row)[:] = (
-        at(a, torch.bfloat16, (rows, width), a_row).float() @ right.float()
-    )
-
-
-def play(monkeypatch, bf16, avx512_bf16, amx):
+def play(monkeypatch, bf16, amx):
     """Answer for a processor, and multiply as it does."""
     monkeypatch.setattr(matmul, "_has_bf16", lambda: bf16)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    for module, name in ((matmul, "_onednn_is_exact"), (matmul, "usable")):
-        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
-    monkeypatch.setattr(matmul, "_kernel", lambda: kernel)
+    monkeypatch.setattr(matmul, "_onednn_is_exact", matmul._onednn_is_exact.__wrapped__)
     may_round, exact = [False], torch.mm
 
     @contextlib.contextmanager
@@ -89,13 +68,11 @@ def play(monkeypatch, bf16, avx512_bf16, amx):
     monkeypatch.setattr(torch, "mm", mm)
 
 
-@pytest.fixture(params=["as it is", "as it is, without the kernel", *MACHINES])
+@pytest.fixture(params=["as it is", *MACHINES])
 def machine(request, monkeypatch):
     """This machine, or another one."""
     if request.param in MACHINES:
         play(monkeypatch, **MACHINES[request.param])
-    elif request.param != "as it is":
-        monkeypatch.setattr(matmul, "usable", lambda: False)
     return request.param
 
 
@@ -107,7 +84,7 @@ def weights_multiplied(kind, weight, device, machine):
         return [weight]
     if machine not in MACHINES:
         return [weight, weight.to(kind)]
-    return [weight.to(kind) if MACHINES[machine]["avx512_bf16"] else weight]
+    return [weight.to(kind) if MACHINES[machine]["amx"] else weight]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -122,11 +99,11 @@ def test_logits_are_never_rounded_below_fp32(kind, weight_kind, device, machine)
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_the_kernel_is_for_avx512_bf16_and_fp32_products_by_onednn_for_avx512_and_neither_for_amx(name, monkeypatch):
+def test_oneDNN_multiplies_bf16_where_it_knows_it_and_fp32_where_it_rounds_nothing(name, monkeypatch):
     play(monkeypatch, **MACHINES[name])
     hidden, weight, _ = tensors(torch.bfloat16, torch.bfloat16, "cpu")
-    assert (Products(hidden, weight).packed is not None) == (name == "AVX512-BF16")
-    assert Products(hidden.float(), weight).onednn == name.startswith("AVX512")
+    assert Products(hidden, weight).onednn == (name != "AVX2")
+    assert Products(hidden.float(), weight).onednn == (name == "AVX512")
 
 
 @pytest.mark.usefixtures("machine")
@@ -164,7 +141,7 @@ def test_a_product_that_rounds_its_inputs_is_found_out(monkeypatch):
     assert not matmul._onednn_is_exact.__wrapped__()
 
 
-def test_compiled_roundings_and_packings_change_nothing():
+def test_compiled_roundings_change_nothing():
     hidden, weight, dz = tensors(torch.bfloat16, torch.bfloat16, "cpu")
     found = []
     for compile in (False, True):
@@ -175,52 +152,3 @@ def test_compiled_roundings_and_packings_change_nothing():
         found.append([logits, into_hidden, into_weight])
     for plain, compiled in zip(*found, strict=True):
         assert torch.equal(plain, compiled)
-
-
-@pytest.fixture(params=["the kernel", "one that stands in for it"])
-def packing(request, monkeypatch):
-    """A machine that packs weights."""
-    if request.param != "the kernel":
-        play(monkeypatch, **MACHINES["AVX512-BF16"])
-    elif not matmul.usable():
-        pytest.skip("this machine has no bf16 kernel with an fp32 result")
-
-
-@pytest.mark.usefixtures("packing")
-def test_the_kernel_gives_the_same_bits_on_any_number_of_threads():
-    hidden, weight, _ = tensors(torch.bfloat16, torch.bfloat16, "cpu", vocab=1000)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 3):
-            torch.set_num_threads(number)
-            found.append(matmul.PackedWeight(weight).logits(hidden, torch.empty(96, 1000)))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(*found)
-    assert relative(found[0], hidden.double() @ weight.double().T) < 5e-7
-
-
-def test_a_kernel_that_multiplies_wrong_is_not_used(monkeypatch):
-    play(monkeypatch, **MACHINES["AVX512-BF16"])
-    assert matmul.usable()
-    monkeypatch.setattr(matmul.PackedWeight, "logits", lambda self, hidden, out: out.zero_())
-    assert not matmul.usable()
-
-
-@pytest.mark.usefixtures("packing")
-def test_an_interruption_in_a_product_is_not_swallowed(monkeypatch):
-    hidden, weight, _ = tensors(torch.bfloat16, torch.bfloat16, "cpu", vocab=1000)
-    packed = matmul.PackedWeight(weight)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(matmul, "_kernel", lambda: interrupted)
-    threads = torch.get_num_threads()
-    try:
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            with pytest.raises(KeyboardInterrupt):
-                packed.logits(hidden, torch.empty(96, 1000))
-    finally:
-        torch.set_num_threads(threads)

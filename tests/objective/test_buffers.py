@@ -1,4 +1,4 @@
-"""Memory in large pages is ordinary memory, and only what lies in it is asked for."""
+"""A buffer that is returned is reused, by one at a time and never by the wrong one."""
 
 import pytest
 import torch
@@ -8,14 +8,6 @@ from kdtrain.objective import matmul
 from kdtrain.objective.loss import distillation_loss
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """The ranges that were asked for in large pages, as first and last address."""
-    ranges = []
-    monkeypatch.setattr(matmul, "_madvise", lambda: lambda first, size, _: ranges.append((first, first + size)))
-    return ranges
-
-
 @pytest.fixture(autouse=True)
 def nothing_idle():
     matmul.release_buffers()
@@ -23,35 +15,13 @@ def nothing_idle():
     matmul.release_buffers()
 
 
-def test_whole_large_pages_inside_of_the_memory_are_asked_for(asked):
-    tensor = matmul.take_buffer("mine", 3, 1 << 20, dtype=torch.float32)
-    assert tensor.shape == (3, 1 << 20) and tensor.dtype == torch.float32 and tensor.is_contiguous()
-    [(first, last)] = asked
-    assert first % (2 << 20) == last % (2 << 20) == 0
-    assert tensor.data_ptr() <= first < last <= tensor.data_ptr() + tensor.nbytes
-    assert last - first >= tensor.nbytes - (4 << 20)
-
-
-def test_what_is_smaller_than_a_large_page_asks_for_none(asked):
-    matmul.take_buffer("mine", 1000, dtype=torch.float32)
-    matmul.take_buffer("mine", 0, dtype=torch.float32)
-    assert asked == []
-
-
-def test_the_memory_of_other_devices_is_left_alone(asked):
+def test_the_memory_of_other_devices_is_left_alone():
     tensor = matmul.take_buffer("mine", 3, 1 << 20, dtype=torch.float32, device="meta")
     matmul.return_buffer("mine", tensor)
-    assert asked == [] and matmul._idle == {}
+    assert matmul._idle == {}
 
 
-def test_where_no_advice_is_taken_there_is_memory_all_the_same(monkeypatch):
-    monkeypatch.setattr(matmul.sys, "platform", "darwin")
-    assert matmul._madvise.__wrapped__() is None
-    monkeypatch.setattr(matmul, "_madvise", lambda: None)
-    assert matmul.take_buffer("mine", 3, 1 << 20, dtype=torch.float32).fill_(1.0).sum() == 3 << 20
-
-
-def test_what_was_given_back_is_had_again_in_any_shape_and_dtype_that_it_is_large_enough_for():
+def test_a_returned_buffer_is_reused_for_any_shape_and_dtype_that_it_is_large_enough_for():
     first = matmul.take_buffer("mine", 4, 100, dtype=torch.float32)
     where = first.data_ptr()
     matmul.return_buffer("mine", first)
@@ -62,7 +32,7 @@ def test_what_was_given_back_is_had_again_in_any_shape_and_dtype_that_it_is_larg
     assert matmul._idle == {"mine": []}  # what was too small is gone
 
 
-def test_what_is_lent_is_lent_to_one():
+def test_a_buffer_in_use_is_not_given_to_another():
     first = matmul.take_buffer("mine", 100, dtype=torch.float32)
     second = matmul.take_buffer("mine", 200, dtype=torch.float32)
     assert first.data_ptr() != second.data_ptr()
