@@ -6,8 +6,8 @@ What goes wrong in the thread is raised by the next `save`, `wait` or `close`, a
 the oldest of what can be missed goes, and the save is tried again, at once and then once a minute. The buffers cost as
 much memory as the state has; `asynchronous=False` saves in place and needs none.
 
-Several ranks save together: each copies and writes its part, and rank 0 publishes, links and prunes. What the
-threads have to say to each other goes over a group of their own, so that training goes on with the others.
+Several ranks save together: each copies and writes its part, and rank 0 publishes, links and prunes. Their threads
+talk over a group of their own, so that training keeps the others for itself.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, reason
-from kdtrain.ranks import local, lost_rank, on_main, reported, with_local
+from kdtrain.ranks import control_group, local, lost_rank, on_main, reported, with_local
 
 MINUTE = 60.0
 """Seconds between two tries on a full disk."""
@@ -47,7 +47,7 @@ class Published:
 
 
 class Saver:
-    """Publishes the checkpoints of one run.
+    """Publishes the checkpoints of one run. Every rank makes one, in the same order as its collectives.
 
     Args:
         store: where they go.
@@ -59,6 +59,7 @@ class Saver:
         self.store = store
         self.asynchronous = asynchronous
         self.patience = patience
+        self.group = control_group()
         self.asked_to_stop: Callable[[], bool] = lambda: False
         """Whether a save is to wait for room no longer; asked on rank 0."""
         self._warnings: list[str] = []
@@ -98,8 +99,8 @@ class Saver:
         self._begun.append(begun)
 
         def publish() -> None:
-            self.store.save(names[0], step, tensors, state, rollbacks)
-            on_main(finish, self.store.words)
+            self.store.save(names[0], step, tensors, state, rollbacks, self.group)
+            on_main(finish, self.group)
             begun.whole = True
 
         def finish() -> None:
@@ -182,7 +183,7 @@ class Saver:
                 return publish()
             except (RunError, OSError) as error:
                 full = error
-            if reason(full) != "disk" or not on_main(partial(when_full, tries), self.store.words):
+            if reason(full) != "disk" or not on_main(partial(when_full, tries), self.group):
                 raise full
 
     def _when_full(self, name: str, size: int, protected: Collection[str], tries: int) -> bool:

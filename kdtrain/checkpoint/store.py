@@ -179,13 +179,12 @@ class Checkpoint:
 
 
 class Store:
-    """The checkpoints of one run.
+    """The checkpoints of one run. Every rank calls `save`; everything else is for rank 0.
 
     Args:
         folder: `runs/NAME/checkpoints`; made when the first checkpoint is saved.
         keep_rolling, keep_epochs, keep_special: how many of the newest valid ones of each tier `prune` keeps.
         keep_aside: how many of the newest of those set aside it keeps.
-        words: the group of ranks that `save` together; None for a process alone. All else is for rank 0.
     """
 
     def __init__(
@@ -196,10 +195,8 @@ class Store:
         keep_epochs: int = 5,
         keep_special: int = 3,
         keep_aside: int = 2,
-        words: Any = None,
     ) -> None:
         self.folder = folder
-        self.words = words
         self.keep = tiers.Keep(keep_rolling, keep_epochs, keep_special)
         self.keep_aside = keep_aside
         self._whole: dict[str, object] = {}
@@ -207,7 +204,13 @@ class Store:
         self._changing = threading.RLock()  # the thread that saves sweeps, the one that trains makes links
 
     def save(
-        self, name: str, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], rollbacks: int = 0
+        self,
+        name: str,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
+        rollbacks: int = 0,
+        group: Any = None,
     ) -> Path:
         """Publish a checkpoint and point `latest` at it; one of the same name is replaced. Every rank calls this.
 
@@ -215,6 +218,7 @@ class Store:
             name: decides the tier (`tiers.rolling_name`, `tiers.epoch_name`, or any other).
             step, rollbacks: where in the run it was taken; they decide which checkpoint is newest.
             tensors, state: named tensors, and what JSON can hold.
+            group: what the ranks exchange objects over; a thread needs one of its own (`ranks.control_group`).
 
         Raises:
             RunError: the disk is full or cannot be written; names the entry. What was published before is intact.
@@ -229,9 +233,9 @@ class Store:
             self.link("latest", name)
 
         with self._cleaning(name):
-            hidden = Path(on_main(lambda: str(self._prepare(name)), self.words))
-            files = shards.write(hidden, tensors, self.words)
-            on_main(finish, self.words)
+            hidden = on_main(lambda: self._prepare(name), group)
+            files = shards.write(hidden, tensors, group)
+            on_main(finish, group)
         return self.folder / name
 
     def copy(self, name: str, to: str) -> Path:

@@ -49,7 +49,7 @@ from kdtrain.precision.controller import Adaptive, Controller
 from kdtrain.precision.linear import convert
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.precision.modes import head_dtype, why_not_compile
-from kdtrain.ranks import control_group, is_main, on_main, pick_device, raise_on_all_ranks, world_size
+from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, world_size
 from kdtrain.training.data import CachedSource, OnlineSource, Source
 from kdtrain.training.guards import DivergenceWatch, EarlyStopping, GradientExplosion, SpikeDetector
 from kdtrain.training.nan_hooks import NanHooks
@@ -244,7 +244,7 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
         switch=plan.switch,
         quantized=None if plan.choice is None else plan.choice.mode,
     )
-    store = _store(config, control_group())
+    store = _store(config)
     run = Run(
         config=config,
         planned=total,
@@ -299,7 +299,7 @@ def _collector(config: DistillConfig, plan: formats.Formats, student: SplitModel
     return Collector(path, student.model, pattern, every, plan.recipe, dtype)
 
 
-def _store(config: DistillConfig, words: Any) -> Store:
+def _store(config: DistillConfig) -> Store:
     keep = config.checkpoint
     return Store(
         config.out / "checkpoints",
@@ -307,7 +307,6 @@ def _store(config: DistillConfig, words: Any) -> Store:
         keep_epochs=keep.keep_epochs,
         keep_special=keep.keep_special,
         keep_aside=keep.keep_aside,
-        words=words,
     )
 
 

@@ -9,19 +9,19 @@ WAIT = """
 import os, signal, time
 from datetime import timedelta
 import torch
-from kdtrain.parallel import world
+from kdtrain import ranks
 
-with world.ranks(torch.device("cpu"), 60):
-    world._timeout = timedelta(seconds=2)
-    world._words = world.new_words()
-    print(world.on_main(lambda: time.sleep(5) or "worked"))
-    with world.together():
-        time.sleep(0 if world.is_main() else 5)
+with ranks.process_group(torch.device("cpu"), 60):
+    ranks._timeout = timedelta(seconds=2)
+    ranks._control = ranks.control_group()
+    print(ranks.on_main(lambda: time.sleep(5) or "worked"))
+    with ranks.raise_on_all_ranks():
+        time.sleep(0 if ranks.is_main() else 5)
     started = time.monotonic()
     try:
-        world.on_main(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        ranks.on_main(lambda: os.kill(os.getpid(), signal.SIGSTOP))
     except RuntimeError as error:
-        print(world.lost(error), time.monotonic() - started < 50, sep="\\n")
+        print(ranks.lost_rank(error), time.monotonic() - started < 50, sep="\\n")
 os._exit(0)
 """
 
