@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 
 from kdtrain.errors import RunError, UsageError, reason
 
-
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
