@@ -1,10 +1,9 @@
-"""The folder of a run: whose it is, whether to go on with it, and what is written beside the checkpoints.
+"""The folder of a run: whose it is, whether to resume it, and what is written beside the checkpoints.
 
-One launch at a time in the folder of a run.
-
-Rank 0 holds a lock on the file `.training` in it for all ranks, from before the folder is looked at until the end. It
-ends with its process, so that what a kill leaves bars nobody. A rank 0 that torchrun starts anew may come before the
-system has let go of the lock of the one before it, on a node that was lost say, and waits for that.
+One launch at a time works in it: rank 0 holds a lock on the file `.training` there for all ranks, from before the
+folder is looked at until the end. The lock ends with its process, so that what a kill leaves keeps nobody out. A rank 0
+that torchrun starts anew may come before the system has released the lock of the one before it, on a node that was lost
+for example, and waits for that.
 """
 
 import dataclasses
@@ -13,10 +12,9 @@ import os
 import platform
 import re
 import sys
-import time
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -30,7 +28,6 @@ from kdtrain.commands.common import digest_of
 from kdtrain.config import DistillConfig, plain, sections
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
-    HeldError,
     Lock,
     hidden_folder,
     make_folder,
@@ -82,7 +79,7 @@ _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if
 """Of config.toml."""
 
 LOCK = ".training"
-"""What a launch holds while it works in the folder: see `occupied`."""
+"""What a launch holds while it works in the folder: see `run_lock`."""
 _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+|\.(config\.toml|environment\.json)\.[0-9a-f]{{12}}\.tmp")
 """What a kill leaves of a try that did not become a run, beside its tokens."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
@@ -394,73 +391,39 @@ def _version(name: str) -> str | None:
 
 
 HANDOVER = 120.0
-"""Seconds that a launch waits for an earlier try of its own: a file server gives up a lost node after 90 or so."""
-_POLL = 0.2
+"""Seconds that a launch waits for an earlier attempt of its own: a file server gives up a lost node after 90 or so."""
 
 
 @contextmanager
 def run_lock(config: DistillConfig) -> Iterator[bool]:
-    """Keep other launches out of `config.out` for as long as the block runs; whether an earlier run is gone on with.
+    """Keep other launches out of `config.out` for as long as the block runs; whether an earlier run is resumed.
 
-    Every rank must enter it; `claim` is asked on rank 0. A folder that is made for it and stays empty is removed.
+    Every rank must enter it; the folder is claimed on rank 0. One that is made for it and stays empty is removed.
 
     Raises:
-        UsageError: another process is training there, no folder can be there, or `claim` refuses it.
+        UsageError: another process is training there, no folder can be there, or `claim_folder` refuses it.
         RunError: it cannot be written.
     """
-    held: list[_Place] = []
-    try:
+    with ExitStack() as held:
         yield on_main(lambda: _enter(config, held))
-    finally:
-        for place in reversed(held):
-            place.leave()
 
 
-def _enter(config: DistillConfig, held: "list[_Place]") -> bool:
+def _enter(config: DistillConfig, held: ExitStack) -> bool:
     with making(config.out):
         holds_run(config)  # what is refused stays as it was
-        held.append(_Place(config.out))
-        if goes_on := claim_folder(config):
+        _lock(config.out, held)
+        if resumes := claim_folder(config):
             sweep(config.out)
         if not config.out.exists():  # an earlier run was moved aside, and the file that is locked went with it
-            held.append(_Place(config.out))
-        return goes_on
+            _lock(config.out, held)
+        return resumes
 
 
-class _Place:
-    """A folder that is held, and made where it was not there."""
-
-    def __init__(self, out: Path) -> None:
-        self._made = make(out)
-        try:
-            self._lock = _lock(out)
-        except BaseException:
-            remove_empty(self._made)
-            raise
-
-    def leave(self) -> None:
-        self._lock.release()
-        remove_empty(self._made)
-
-
-def _lock(out: Path) -> Lock:
+def _lock(out: Path, held: ExitStack) -> None:
+    """Hold a folder, which is made where it was not there, until `held` ends."""
+    held.callback(remove_empty, make(out))
     message = f"another process is training in {out}; wait for it, or name another --out"
-    name, waits_until = _name(), None
-    while True:
-        try:
-            return Lock(out / LOCK, message, name)
-        except HeldError as error:
-            if not name or error.holder != name:
-                raise
-            if waits_until is None:
-                waits_until = time.monotonic() + HANDOVER
-                log.info("waiting for an earlier try of this launch to let go of %s", out)
-            if time.monotonic() > waits_until:
-                raise
-            time.sleep(_POLL)
-
-
-def _name() -> str:
-    """What the tries of one launch have in common; empty without torchrun."""
+    # what the attempts of one launch have in common; empty without torchrun
     identity = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return (launch() or "") if identity == "none" else identity
+    name = (launch() or "") if identity == "none" else identity
+    held.callback(Lock(out / LOCK, message, name, HANDOVER).release)
