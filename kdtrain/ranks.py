@@ -323,6 +323,11 @@ def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
 
 
+def copies(tensor: torch.Tensor) -> int:
+    """How many copies of a sharded tensor the ranks hold; 0 where it is not sharded."""
+    return tensor.device_mesh.size() // tensor.device_mesh["shard"].size() if isinstance(tensor, DTensor) else 0
+
+
 def lost_rank(error: BaseException | None) -> RunError | None:
     """The error to raise where `error` is that of a collective that lost one of its ranks; None for any other."""
     if not isinstance(error, RuntimeError) or isinstance(error, RunError):

@@ -19,8 +19,9 @@ import torch
 from kdtrain.config import MonitorConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import SMALL, open_regular, parse_json, publish_text, typed
-from kdtrain.monitor.loggers import Joined, Logger, TensorBoard, WeightsAndBiases, histograms
+from kdtrain.monitor.loggers import Logger, TensorBoard, WeightsAndBiases, histograms
 from kdtrain.monitor.progress import early_warnings, log, warn_early
+from kdtrain.ranks import copies
 
 Level = Literal["info", "warning", "error"]
 
@@ -77,11 +78,11 @@ class Writers:
         log.warning(text)
         self.event(kind, step, "warning", message=text, **details)
 
-    def histograms(self, step: int, tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> None:
-        """Show the distributions of `tensors`; nothing where no board is written. joined: see `histograms`."""
+    def histograms(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Show the distributions of `tensors`; nothing where no board is written."""
         if not self.watched:
             return
-        found = histograms(tensors, joined)
+        found = histograms(tensors)
         for board in self.boards:
             board.histograms(step, found)
 
@@ -132,10 +133,10 @@ class SilentWriters(Writers):
     def event(self, kind: str, step: int, level: Level = "info", **details: Any) -> None:
         """Nothing."""
 
-    def histograms(self, step: int, tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> None:
+    def histograms(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add this rank's parts to what the first one shows; nothing where it has them all."""
-        if self.watched and joined is not None:
-            histograms(tensors, joined)
+        if self.watched and any(map(copies, tensors.values())):
+            histograms(tensors)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
         """Nothing."""

@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-from kdtrain.ranks import agreed_max, all_reduce_sum, local, with_local
+from kdtrain.ranks import agreed_max, local, with_local
 
 
 class Alone:
@@ -272,24 +272,6 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if group is not None:
         dist.all_reduce(parts, group=group)
     return (whole + parts).sqrt().float()
-
-
-def joiner(tensors: Sequence[torch.Tensor]) -> Callable[[torch.Tensor, str], torch.Tensor] | None:
-    """What makes figures of the parts that ranks hold of `tensors` figures of the whole; None where nothing is cut up.
-
-    It takes numbers and how they are joined: "sum", "min" or "max".
-    """
-    first = next((each for each in tensors if isinstance(each, DTensor)), None)
-    if first is None:
-        return None
-    copies = dist.get_world_size() // first.device_mesh.get_group("shard").size()
-
-    def join(numbers: torch.Tensor, how: str) -> torch.Tensor:
-        if how == "sum":
-            return all_reduce_sum(numbers) / copies
-        return agreed_max(numbers) if how == "max" else -agreed_max(-numbers)
-
-    return join
 
 
 Shape = Sequence[int]

@@ -37,9 +37,9 @@ from kdtrain.config import DistillConfig
 from kdtrain.monitor.progress import status
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.temperature import Temperature
-from kdtrain.parallel.parallelize import joiner, peaks, reshard
+from kdtrain.parallel.parallelize import peaks, reshard
 from kdtrain.precision.modes import autocast
-from kdtrain.ranks import local, memory_mb, resident_mb
+from kdtrain.ranks import memory_mb, resident_mb
 from kdtrain.training.data import Source
 from kdtrain.training.student import DistillStep
 
@@ -352,11 +352,12 @@ class Reporter:
     def gradients(self, number: int) -> None:
         """Before the optimizer's step, the gradients clipped: show their distributions where they are due."""
         if _due(number, self.config.monitor.histogram_freq):
-            named = dict(self.step.student.named_parameters())
-            tensors: dict[str, torch.Tensor] = {f"parameters/{name}": local(each) for name, each in named.items()}
-            there = {name: each.grad for name, each in named.items() if each.grad is not None}
-            tensors |= {f"gradients/{name}": local(each) for name, each in there.items()}
-            self.writers.histograms(number, tensors, joiner(list(named.values())))
+            tensors: dict[str, torch.Tensor] = {}
+            for name, each in self.step.student.named_parameters():
+                tensors |= {f"parameters/{name}": each} | (
+                    {} if each.grad is None else {f"gradients/{name}": each.grad}
+                )
+            self.writers.histograms(number, tensors)
 
     def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> str:
         """After step `number`: its numbers written, samples where due, warnings, and the line of the step.
