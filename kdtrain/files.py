@@ -26,7 +26,7 @@ import shutil
 import stat
 import time
 import tomllib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -134,15 +134,11 @@ def typed(value: Any, kind: type[T]) -> T:
 def _refuse_depth(value: Any) -> None:
     level = [value]
     for _ in range(_DEPTH):
-        level = [inner for each in level for inner in _inside(each)]
+        tables = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [inner for each in tables for inner in each]
         if not level:
             return
     raise ValueError("it is nested too deep")
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    """What a table or a list holds; nothing for anything else."""
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 # Digests and seals --------------------------------------------------------------------------------------------------

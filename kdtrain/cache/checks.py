@@ -225,7 +225,10 @@ def check_structure(path: Path, spec: CodecSpec, seq_len: int, split: str, first
                 sets += _lists(file, lists, spec)
                 links |= {f"{DICTIONARY}/{name}": link for name, link in lists.items()}
             wanted = cache_format.attributes(spec, seq_len, split) | {"first_sequence": first, "sequences": number}
-            _compare_attributes(root.attributes, wanted)
+            _compare_names("attribute", root.attributes, wanted)
+            for name, value in wanted.items():
+                if root.attributes[name] != value:
+                    raise ValueError(f"its {name} is {str(root.attributes[name])[:80]} instead of {value}")
             trees = [_compare(file, links[each.name], each) for each in sets]
             total = sum(math.prod(each.shape) * each.dtype.itemsize for each in sets)
             if total > LARGEST_RATIO * file.size + SLACK:
@@ -241,13 +244,6 @@ def _compare_names(what: str, found: Collection[str], expected: Collection[str])
         raise ValueError(f"it lacks the {what} '{min(missing)}'")
     if foreign := set(found) - set(expected):
         raise ValueError(f"it has the {what} '{min(foreign)[:80]}', which the format has not")
-
-
-def _compare_attributes(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    _compare_names("attribute", found, expected)
-    for name, value in expected.items():
-        if found[name] != value:
-            raise ValueError(f"its {name} is {str(found[name])[:80]} instead of {value}")
 
 
 def _lists(file: Hdf5File, links: Mapping[str, Link], spec: CodecSpec) -> list[_Expected]:
@@ -273,12 +269,15 @@ def _compare(file: Hdf5File, link: Link, expected: _Expected) -> int:
     (tree,) = struct.unpack_from("<3xQ", found[LAYOUT])
     shape = struct.pack(f"<3B5x{2 * rank}Q", 1, rank, 1, *expected.shape, *expected.shape)
     chunks = struct.pack(f"<3BQ{rank + 1}I", 3, 2, rank + 1, tree, *expected.chunk, width)
+    old_fill = found.get(OLD_FILL, found[FILL][4:])
+    first = [(_BITSHUFFLE, width, expected.block, 3)] if expected.bits else [(_SHUFFLE, width), (_ZSTD,)]
     same = {
         "type": _same(found[TYPE], h5py.h5t.py_create(expected.dtype).encode()[2:]),
         "shape": _same(found[SPACE], shape),
         "chunks": _same(found[LAYOUT], chunks),
-        "fill value": _is_fill(found[FILL], expected) and _is_old_fill(found),
-        "filters": _filters(found[FILTERS]) == _wanted_filters(expected),
+        # the second one is for HDF5 before 1.6
+        "fill value": _is_fill(found[FILL], expected) and old_fill.rstrip(b"\0") == found[FILL][4:].rstrip(b"\0"),
+        "filters": _filters(found[FILTERS]) == [*first, (_FLETCHER32,)],
     }
     if other := [what for what, is_same in same.items() if not is_same]:
         raise ValueError(f"'{expected.name}' differs from the format in its {other[0]}")
@@ -298,11 +297,6 @@ def _is_fill(content: bytes, expected: _Expected) -> bool:
     return bool(value == expected.fill or (np.isnan(value) and np.isnan(expected.fill)))
 
 
-def _is_old_fill(found: Mapping[int, bytes]) -> bool:
-    """Whether the fill value for HDF5 before 1.6 is the same, where there is one."""
-    return OLD_FILL not in found or found[OLD_FILL].rstrip(b"\0") == found[FILL][4:].rstrip(b"\0")
-
-
 def _filters(content: bytes) -> list[tuple[int, ...]]:
     """Number of each filter, and those of its options that decide what a chunk unpacks to."""
     version, count = struct.unpack_from("<BB", content)
@@ -314,12 +308,6 @@ def _filters(content: bytes) -> list[tuple[int, ...]]:
         found.append((number, *{_BITSHUFFLE: values[2:5], _ZSTD: ()}.get(number, values)))
         at += 8 + name + 4 * (options + options % 2)
     return found
-
-
-def _wanted_filters(expected: _Expected) -> list[tuple[int, ...]]:
-    width = expected.dtype.itemsize
-    first = [(_BITSHUFFLE, width, expected.block, 3)] if expected.bits else [(_SHUFFLE, width), (_ZSTD,)]
-    return [*first, (_FLETCHER32,)]
 
 
 def _check_chunks(file: Hdf5File, tree: int, expected: _Expected) -> None:

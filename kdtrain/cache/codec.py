@@ -244,12 +244,6 @@ def _narrow(name: str, values: Tensor, spec: CodecSpec) -> Tensor:
     return values.to(torch.float16).cpu() if spec.kind == "dense" else values.to(torch.float32)
 
 
-def _to_numpy(name: str, values: Tensor, spec: CodecSpec) -> np.ndarray:
-    array = values.cpu().numpy()
-    # ABSENT wraps to the largest value of either dtype.
-    return array.astype(spec.id_dtype) if name == "ids" else array
-
-
 @torch.no_grad()
 def encode(
     logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: np.ndarray | None = None
@@ -268,7 +262,10 @@ def encode(
         block = _encode_block(logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance)
         for name, values in block.items():
             blocks.setdefault(name, []).append(_narrow(name, values, spec))
-    return {name: _to_numpy(name, torch.cat(parts), spec) for name, parts in blocks.items()}
+    arrays = {name: torch.cat(parts).cpu().numpy() for name, parts in blocks.items()}
+    if "ids" in arrays:
+        arrays["ids"] = arrays["ids"].astype(spec.id_dtype)  # ABSENT wraps to the largest value of either dtype
+    return arrays
 
 
 def encode_sequences(

@@ -103,15 +103,11 @@ def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
         raise UsageError(f"{folder} holds files that are not a cache; choose another --out")
     refuse_links(folder)
     stored = _stored_settings(folder)
-    if _holds_shards(folder):
+    shards = folder / cache_format.SHARDS
+    # what a killed builder left half written there does not count
+    if shards.is_dir() and any(not path.name.endswith(".tmp") for path in shards.iterdir()):
         _refuse_others(folder, stored, settings, "holds an unfinished cache")
     return None
-
-
-def _holds_shards(folder: Path) -> bool:
-    """Whether anything but half of a file that a killed builder left lies among the shards."""
-    shards = folder / cache_format.SHARDS
-    return shards.is_dir() and any(not path.name.endswith(".tmp") for path in shards.iterdir())
 
 
 def holds_nothing(folder: Path) -> bool:

@@ -474,12 +474,18 @@ class CacheWriter:
             return None
         with writing(self.folder):
             faults.point("cache.before-finish")
-        sidecars = {split: [self._sidecar(*shard) for shard in shards] for split, shards in self._splits.items()}
+        sidecars = {
+            split: [self._sidecar(name, digest) for name, _, digest in shards] for split, shards in self._splits.items()
+        }
         broken = [name for records in sidecars.values() for record in records for name in record["broken"]]
         total = sum(record["sequences"] for records in sidecars.values() for record in records)
         self._broken = broken
         self._stop_if_broken(len(broken), total, total)
-        self._set_strays_aside({record["name"] for records in sidecars.values() for record in records})
+        names = {record["name"] for records in sidecars.values() for record in records}
+        with writing(self.folder / cache_format.SHARDS):
+            for path in sorted((self.folder / cache_format.SHARDS).iterdir()):
+                if path.stem not in names and cache_format.is_shard_file(path.name):  # of data that was longer once
+                    set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "left")
         measured, span = self._measure()
         index, spec, length = self.folder / cache_format.INDEX, self.settings.codec, self.settings.seq_len
         with published(index, "cache.index") as temporary:
@@ -503,7 +509,7 @@ class CacheWriter:
         self.close()
         return self.manifest
 
-    def _sidecar(self, name: str, sequences: int, digest: str) -> Sidecar:
+    def _sidecar(self, name: str, digest: str) -> Sidecar:
         try:
             record = read_sidecar(self.folder, name)
         except (OSError, ValueError) as error:
@@ -512,13 +518,6 @@ class CacheWriter:
         if not self._is_of(record, digest):
             raise RunError(f"the shard {name} of {self.folder} is of other data; run the same command again")
         return record
-
-    def _set_strays_aside(self, names: set[str]) -> None:
-        """Move shards beyond the last out of the way, which are from data that was longer once."""
-        with writing(self.folder / cache_format.SHARDS):
-            for path in sorted((self.folder / cache_format.SHARDS).iterdir()):
-                if path.stem not in names and cache_format.is_shard_file(path.name):
-                    set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "left")
 
     def _summary(self, split: str, records: list[Sidecar]) -> SplitRecord:
         return {

@@ -1,19 +1,14 @@
 """Checkpoints on disk: publish, verify, choose, prune.
 
-A checkpoint is a folder of safetensors files (`shards.py`), `state.json` and a sealed `manifest.json` (`manifest.py`).
-It is written under a hidden name, flushed to the disk, and renamed into place, so that a published one is complete;
-what does not match its manifest, or holds a file that its manifest does not name, is never deleted. So it is with what
-was set aside: beyond the newest few, what its seal proves to be as it was written is removed. `latest` and `best` are
-symbolic links, replaced atomically. Nothing is ever unpickled.
+A checkpoint is a folder of safetensors files (`shards.py`), `state.json` (every number that is not in a tensor) and a
+sealed `manifest.json`: `{"version", "step", "rollbacks", "files": {name: [size, sha256]}, "digest"}`, where `digest` is
+the SHA-256 of the rest, so that a flipped bit is noticed there as well. Nothing is ever unpickled.
 
-A second name for the same state (`epoch-0001` beside `step-00000250`) costs no space, because its files are hard
-links; what damages one then damages both. One process writes a folder at a time.
-
-What a checkpoint folder must hold: a sealed manifest with the size and SHA-256 of every file, and how to check it.
-
-`manifest.json` is `{"version", "step", "rollbacks", "files": {name: [size, sha256]}, "digest"}`, where `digest` is the
-SHA-256 of the rest, so that a flipped bit is noticed there as well. The other files are `state.json` (every number
-that is no tensor) and the safetensors files of `shards.py`.
+It is written under a hidden name, flushed to the disk, and renamed into place, so that a published one is complete.
+Nothing is deleted that does not match its manifest, or that holds a file which its manifest does not name; that holds
+for what was set aside as well, of which the newest few stay in any case. `latest` and `best` are symbolic links,
+replaced atomically. A second name for the same state (`epoch-0001` beside `step-00000250`) costs no space, because its
+files are hard links; what damages one then damages both. One process writes a folder at a time.
 """
 
 import contextlib
@@ -249,7 +244,10 @@ class Store:
         with self._cleaning(to):
             hidden = self._prepare(to)
             for file in sorted(sealed_files(source)):
-                _link_or_copy(source / file, hidden / file)
+                try:
+                    os.link(source / file, hidden / file)
+                except OSError:
+                    shutil.copyfile(source / file, hidden / file)
             self._publish(hidden, to)
         return self.folder / to
 
@@ -356,7 +354,8 @@ class Store:
         old = tiers.removable(self.entries(self._is_whole), tiers.Keep(1, 1, 1), self._kept(protected))
         for remove, names in ((self._remove_aside, [path.name for path in self.aside()]), (self.remove, old)):
             for name in names:
-                frees = _own_bytes(self.folder / name)
+                files = [each.lstat() for each in (self.folder / name).glob("*")]
+                frees = sum(each.st_size for each in files if each.st_nlink == 1)  # a second name keeps the others
                 if size > 0 and remove(name):
                     gone.append(name)
                     size -= frees
@@ -424,19 +423,19 @@ class Store:
 
     @contextlib.contextmanager
     def _cleaning(self, name: str) -> Iterator[None]:
-        """Leave nothing half written when the disk fails inside, and say so by a `RunError`."""
+        """Leave nothing half written where the disk fails inside, and raise a `RunError`."""
         try:
             yield
         except (OSError, shards.EntryError) as error:
             if is_main():
                 with contextlib.suppress(OSError):
                     self._settle()
-            raise reported(
-                RunError(
-                    f"checkpoint {self.folder / name} could not be written: {_cause(error)}; earlier ones are intact",
-                    reason=error.reason if isinstance(error, shards.EntryError) else reason(error),
-                )
-            ) from None
+            if isinstance(error, shards.EntryError):
+                cause, where, why = error.cause, error.entry, error.reason
+            else:
+                cause, where, why = error.strerror or str(error), error.filename, reason(error)
+            text = f"checkpoint {self.folder / name} could not be written: {cause}{f', at {where}' if where else ''}"
+            raise reported(RunError(f"{text}; earlier ones are intact", reason=why)) from None
 
     def _settle(self) -> None:
         """Finish what a kill has cut short: a name between two renames, half a folder, a folder half removed."""
@@ -495,36 +494,14 @@ def _write(path: Path, text: str) -> tuple[int, str]:
     """Write a text file, flushed to the disk; its size in bytes and its SHA-256."""
     content = text.encode()
     try:
-        with open(path, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        path.write_bytes(content)
+        fsync(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), path.name) from None
     return len(content), hashlib.sha256(content).hexdigest()
-
-
-def _link_or_copy(source: Path, to: Path) -> None:
-    try:
-        os.link(source, to)
-    except OSError:
-        shutil.copyfile(source, to)
-        fsync(to)
-
-
-def _own_bytes(path: Path) -> int:
-    """Bytes that a checkpoint shares with no other name of its state."""
-    found = [each.lstat() for each in path.iterdir()] if path.is_dir() else []
-    return sum(each.st_size for each in found if each.st_nlink == 1)
 
 
 def _fingerprint(path: Path) -> object:
     """What changes when a file of the folder is replaced or written to."""
     facts = [(each.name, each.stat()) for each in sorted(path.iterdir())]
     return [(name, fact.st_ino, fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns) for name, fact in facts]
-
-
-def _cause(error: OSError | shards.EntryError) -> str:
-    if isinstance(error, shards.EntryError):
-        return f"{error.cause}, at {error.entry}"
-    return f"{error.strerror or error}{f', at {error.filename}' if error.filename else ''}"

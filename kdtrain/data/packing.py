@@ -82,7 +82,13 @@ class Renderer:
             UsageError: of `render`, or it went over a limit.
         """
         if self._child is None:
-            self._child = _start(self._render)
+            context = multiprocessing.get_context("fork")
+            ours, theirs = context.Pipe()
+            arguments = (self._render, theirs, ours)
+            process = context.Process(target=_serve, args=arguments, name="chat-templates", daemon=True)
+            process.start()
+            theirs.close()
+            self._child = process, ours
         connection = self._child[1]
         try:
             connection.send_bytes(json.dumps([key, messages]).encode())
@@ -110,15 +116,6 @@ class Renderer:
 
 def _seconds(messages: Messages) -> float:
     return SECONDS + SECONDS_A_TURN * len(messages)
-
-
-def _start(render: Render) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(render, theirs, ours), name="chat-templates", daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
 
 
 def _serve(render: Render, connection: Connection, parents: Connection) -> None:
@@ -210,15 +207,12 @@ def _rows(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterat
     for part in stream:
         left = np.concatenate([left, part])
         end = (len(left) - 1) // seq_len * seq_len if len(left) else 0
-        for start in range(0, end, seq_len):
-            yield _row(left[start : start + seq_len + 1], document_mask)
+        for at in range(0, end, seq_len):
+            row = left[at : at + seq_len + 1]
+            label, start = row["label"][1:], row["start"]
+            mask = label & ~start[1:] if document_mask else label.copy()
+            yield PackedRow(row["token"].copy(), mask, np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0]))
         left = left[end:]
-
-
-def _row(part: _Array, document_mask: bool) -> PackedRow:
-    label, start = part["label"][1:], part["start"]
-    loss_mask = label & ~start[1:] if document_mask else label.copy()
-    return PackedRow(part["token"].copy(), loss_mask, np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0]))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ extreme bins are open, and no bin tells numbers apart that differ by less than 4
 import importlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,13 +156,14 @@ class TensorBoard:
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
         """Rows of text, the columns by the keys of the first one, as a Markdown table."""
-        lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(text) for text in row.values()] for row in rows)]
-        self.writer.add_text(name, "\n".join(f"| {' | '.join(cells)} |" for cells in lines), step)
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+        shown = [[text.replace("|", "\\|").replace("\n", "<br>") for text in cells] for cells in lines]
+        self.writer.add_text(name, "\n".join(f"| {' | '.join(cells)} |" for cells in shown), step)
 
     def event(self, step: int, kind: str, details: Mapping[str, Any]) -> None:
         """An intervention, as text."""
-        said = ", ".join(f"{name}: {value}" for name, value in details.items())
-        self.writer.add_text("events", f"{kind} {said}".strip(), step)
+        text = ", ".join(f"{name}: {value}" for name, value in details.items())
+        self.writer.add_text("events", f"{kind} {text}".strip(), step)
 
     def hyperparameters(self, options: Mapping[str, bool | float | str]) -> None:
         """The options of the run, for the tab HPARAMS."""
@@ -200,9 +202,9 @@ def require_wandb(project: str | None) -> Any:
 
 
 class WeightsAndBiases:
-    """A run of W&B, which a process that goes on with our run goes on with as well.
+    """A run of W&B, which is resumed with ours.
 
-    Steps are numbers of ours and not W&B's own, which must not fall: after a rollback they do.
+    Steps are logged as a number of our own, because W&B's must not fall, and ours do after a rollback.
 
     Args:
         folder: our run; W&B keeps its files in `wandb/` there, and its identity in `wandb.json`.
@@ -213,7 +215,10 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, fresh: bool, project: str, name: str | None) -> None:
         self.wandb = require_wandb(project)
         identity = folder / "wandb.json"
-        known = None if fresh else _identity(identity)
+        known = None
+        if not fresh:
+            with suppress(OSError, ValueError, KeyError):  # where there is none, W&B makes one up
+                known = str(read_json(identity, dict[str, str])["id"])
         try:
             self.run = self.wandb.init(
                 project=project,
@@ -264,16 +269,3 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Hand over what is left, and end."""
         self.run.finish()
-
-
-def _identity(path: Path) -> str | None:
-    """The id in wandb.json; None where there is none that can be read."""
-    try:
-        return str(read_json(path, dict[str, str])["id"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _cell(text: str) -> str:
-    """`text` inside a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", "<br>")

@@ -1,7 +1,7 @@
-"""Numbers a step, for programs and for the eye: `metrics.jsonl`, `events.jsonl`, and the boards that are asked for.
+"""The numbers of each step: `metrics.jsonl`, `events.jsonl`, and the boards that are asked for.
 
-A run that goes on from step s first forgets what was written after s, so that each step stands once; so does a run
-that rolls back while it trains (`rewind`). Events are never forgotten; each has a level, and every warning is one. A
+A run that resumes from step s first removes what was written after s, so that each step stands once; so does a run that
+rolls back while it trains (`rewind`). Events are never removed; each has a level, and every warning is one. A
 line that cannot be read, because a kill cut it short or a byte was damaged, is left out and counted; what is appended
 then begins a line of its own.
 """
@@ -34,7 +34,7 @@ class Writers:
 
     Args:
         folder: the run.
-        resume_step: the step the run goes on from; what was written of later ones is removed.
+        resume_step: the step that the run resumes from; what was written of later ones is removed.
         validated_step: the last step whose validation the run remembers; of later ones it is removed as well.
         config: which boards are written.
     Raises:
@@ -62,7 +62,10 @@ class Writers:
         """Write the numbers of `step`; a number that is not finite is written as null."""
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self.file.write(json.dumps({"step": step, **finite}) + "\n")
-        shown = {_full(name): value for name, value in numbers.items()}
+        shown = {
+            name if name.startswith("validation/") else f"train/{name.replace('/', '_per_')}": value
+            for name, value in numbers.items()
+        }
         for board in self.boards:
             board.scalars(step, shown)
 
@@ -121,7 +124,7 @@ class Writers:
 
 
 class SilentWriters(Writers):
-    """What stands for the writers on every rank but the first: it says nothing."""
+    """The writers of every rank but the first: they write nothing."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self.watched = config.tensorboard or config.wandb_project is not None
@@ -149,11 +152,6 @@ class SilentWriters(Writers):
 
     def close(self) -> None:
         """Nothing."""
-
-
-def _full(name: str) -> str:
-    """The name of a number on a board: it is about validation, or about training."""
-    return name if name.startswith("validation/") else f"train/{name.replace('/', '_per_')}"
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> None:
