@@ -24,11 +24,6 @@ from kdtrain.monitor.progress import bar
 from kdtrain.ranks import is_main, raise_on_all_ranks
 
 
-def logit_width(model: SplitModel) -> int:
-    """Rows of a model's output head, padding included."""
-    return int(model.model.get_output_embeddings().weight.shape[0])
-
-
 def build_cache(
     config: CacheTeacherConfig,
     spec: ModelSpec,
@@ -51,7 +46,7 @@ def build_cache(
         RunError: the disk is full or cannot be written.
     """
     codec = config.codec
-    width = logit_width(teacher)
+    width = teacher.vocab_size
     if not codec.dense and codec.top_k > width:
         raise UsageError(f"--top-k {codec.top_k} is more than the vocabulary of {width}; choose less, or --dense")
     kept: dict[str, Any] = (

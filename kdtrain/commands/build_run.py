@@ -2,33 +2,26 @@
 
 Text that does not come from a cache is packed once into a cache of bare tokens inside the run, so that all three read
 the same way, in the same order, in flat memory, and a resume never tokenises again.
-
-A run's models over its ranks: what each rank takes of a step, and how student and teacher are spread.
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
-from kdtrain.checkpoint.saver import Saver
-from kdtrain.checkpoint.store import Store
 from kdtrain.commands.agreement import agree, weights_digest
-from kdtrain.commands.build_cache import build_tokens, holds_tokens, logit_width
+from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
 from kdtrain.commands.resume import allowing
 from kdtrain.commands.run_folder import deciding
 from kdtrain.config import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
-from kdtrain.models.head import SplitModel, default_probe, split
+from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
     architecture,
     checkpoint_activations,
@@ -40,23 +33,20 @@ from kdtrain.models.loading import (
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
+from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import Temperature, build_temperature
 from kdtrain.parallel.memory_plan import Plan, fitting_micro_batch, free_everywhere, plan_run
-from kdtrain.parallel.parallelize import Alone, Replicated, Sharded, shard
-from kdtrain.precision import backends as formats
+from kdtrain.parallel.parallelize import parallelize, shard
+from kdtrain.precision.backends import Formats, formats_of, policy
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive, Controller
 from kdtrain.precision.linear import convert
-from kdtrain.precision.loss_scale import LossScale
 from kdtrain.precision.modes import head_dtype, why_not_compile
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, world_size
 from kdtrain.training.data import CachedSource, OnlineSource, Source
-from kdtrain.training.guards import DivergenceWatch, EarlyStopping, GradientExplosion, SpikeDetector
-from kdtrain.training.nan_hooks import NanHooks
-from kdtrain.training.run import Run
 from kdtrain.training.schedule import decay_steps
-from kdtrain.training.state import Progress, TrainState, make_optimizer
-from kdtrain.training.student import DistillStep, HiddenPlan, plan_hidden_loss
+from kdtrain.training.student import Student, plan_hidden_loss
+from kdtrain.training.trainer import Trainer
 
 
 def micro_batch(config: DistillConfig) -> int:
@@ -74,45 +64,9 @@ def micro_batch(config: DistillConfig) -> int:
     return micro or batch // ranks
 
 
-def loading_device(kind: str, device: torch.device) -> torch.device:
+def _loading_device(kind: str, device: torch.device) -> torch.device:
     """Where a model is loaded: one that is cut up may be too large for the device before it is."""
     return torch.device("cpu") if kind == "fsdp" else device
-
-
-def cut_teacher(teacher: SplitModel, plan: Plan, device: torch.device) -> None:
-    """Cut an online teacher up in place where the plan says so; it has no gradients and no optimizer."""
-    if plan.teacher == "fsdp":
-        shard(teacher, device, shard_size=plan.shard_size)
-
-
-def cut_student(
-    student: SplitModel, plan: Plan, device: torch.device, mode: formats.Formats, config: DistillConfig, compile: bool
-) -> None:
-    """Cut the student up in place where the plan says so; before its optimizer is made, which holds its parameters."""
-    if plan.student != "fsdp":
-        return
-    compiled: Callable[[Any], Any] | None = None
-    if compile:
-        compiled = partial(torch.compile, dynamic=False, mode=compile_mode(config))
-    # what is quantised is quantised from fp32
-    dtype = head_dtype(mode.high) if mode.choice is None else None
-    shard(student, device, dtype=dtype, shard_size=plan.shard_size, compile=compiled)
-
-
-def compile_mode(config: DistillConfig) -> str | None:
-    """What torch.compile calls the mode."""
-    mode = config.precision.compile_mode
-    return None if mode == "default" else mode
-
-
-def parallelize(plan: Plan, step: DistillStep) -> Alone:
-    """What the training step is called through."""
-    if plan.student == "single":
-        return Alone(step, step.student)
-    if plan.student == "fsdp":
-        return Sharded(step, step.student)
-    own = {name for name, _ in step.named_parameters() if not name.startswith("student.")}
-    return Replicated(step, step.student, own, lambda: step.student.logits(default_probe(step.student.model)))
 
 
 LEARNED_RANGE = (2 / 3, 4.0)
@@ -120,33 +74,43 @@ LEARNED_RANGE = (2 / 3, 4.0)
 
 
 @dataclass(frozen=True)
-class Assembled:
+class BuiltRun:
     """A run that has not begun, and what it was made of.
 
     Args:
-        run: its parts; `run.config` has the bounds of T filled in, `run.writers` is not open yet.
+        trainer: its parts; `trainer.config` has the bounds of T filled in, and nothing it writes is open yet.
         spec: the student.
         manifest: the cache (or the run's own cache of tokens) it reads.
         folder: where that cache lies.
-        hidden: the losses between hidden states, where they are asked for.
-        lines: what is quantised, for the log.
         plan: how it is spread over ranks.
+        quantised: what is quantised, for the log.
+        hidden: which hidden states are compared, for the log.
     """
 
-    run: Run
+    trainer: Trainer
     spec: ModelSpec
     manifest: Manifest
     folder: Path
-    hidden: HiddenPlan | None = None
-    lines: tuple[str, ...] = ()
-    plan: Plan = field(default_factory=lambda: Plan("single", "none"))
+    plan: Plan
+    quantised: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Of the student, each counted once, over all ranks."""
+        return sum(each.numel() for each in self.trainer.student.model.parameters())
+
+    def open(self, init: str | None = None) -> None:
+        """Open what the trainer writes; `init` says where the student's weights come from, as its spec when None."""
+        tokenizer = load_tokenizer(self.folder / "tokenizer")
+        self.trainer.open(tokenizer, init=init or self.spec.init, samples=self.manifest.codec.num_samples)
 
 
-def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
+def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     """Put together the run that `config` describes; but for the tokens of `--data`, nothing is written.
 
     Args:
-        goes_on: whether `config.out` holds this run already.
+        resuming: whether `config.out` holds this run already.
 
     Raises:
         UsageError: data, cache, student or options do not go together.
@@ -154,12 +118,11 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     device = pick_device(config.device)
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():
-        plan = formats.formats_of(config.precision, config.quantization, device)
+        formats = formats_of(config.precision, config.quantization, device)
         micro = micro_batch(config)
         if config.micro_batch_size == "auto":
             micro = fitting_micro_batch(config, device, free)
-        over_ranks = plan_run(replace(config, micro_batch_size=micro), device, free)
-    mode = plan.high
+        plan = plan_run(replace(config, micro_batch_size=micro), device, free)
     if config.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
         torch.use_deterministic_algorithms(True)
@@ -167,175 +130,144 @@ def assemble(config: DistillConfig, goes_on: bool) -> Assembled:
     with raise_on_all_ranks():
         spec = read_spec(config.student)
         if config.teacher is not None:
-            teacher = open_teacher(read_spec(config.teacher), loading_device(over_ranks.teacher, device), mode)
-    folder = config.cache or Path(on_main(lambda: str(_tokens(config, spec, teacher, goes_on))))
+            teacher = open_teacher(read_spec(config.teacher), _loading_device(plan.teacher, device), formats.high)
+    folder = config.cache or Path(on_main(lambda: str(_tokens(config, spec, teacher, resuming))))
     with raise_on_all_ranks():
         readers = {name: CacheReader(folder, name) for name in ("train", "validation")}
         manifest = readers["train"].manifest
-        student = _student(config, spec, manifest, loading_device(over_ranks.student, device))
-        hidden = plan_hidden_loss(config.objective, student, teacher, config.seed)
+        model = _model(config, spec, manifest, _loading_device(plan.student, device))
+        hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
         config = _with_temperature_bounds(config, manifest)
         has_teacher = teacher is not None or manifest.codec.kind != "tokens"
         if has_teacher:
             _refuse_objective(config, manifest)
-        lines = [*plan.lines, *_quantize(config, plan, student)]
-        collector = _collector(config, plan, student)
+        lines = [*formats.lines, *_quantize(config, formats, model)]
+        collector = _collector(config, formats, model)
         identity: dict[str, object] = {
             "cache": manifest.digest,
             "options": deciding(config),
-            "student": {"name": spec.name, "architecture": architecture(student), "attention": spec.attention},
-            "generation": generation_settings(student),
+            "student": {"name": spec.name, "architecture": architecture(model), "attention": spec.attention},
+            "generation": generation_settings(model),
             "teacher": None if teacher is None else model_digest(teacher),
         }
     compared = {name: identity[name] for name in ("cache", "student", "teacher")}
-    agree(lambda: {**compared, "the student's weights": weights_digest(student)})
-    document_mask = manifest.settings.document_mask
+    agree(lambda: {**compared, "the student's weights": weights_digest(model)})
     total = _total_steps(config, len(readers["train"]))
     compiles = _compiles(config, device)
-    cut_student(student, over_ranks, device, plan, config, compiles)
-    if teacher is not None:
-        cut_teacher(teacher, over_ranks, device)
-    if hidden is not None:
-        hidden.loss.to(device)
+    compile_mode = None if config.precision.compile_mode == "default" else config.precision.compile_mode
+    if plan.student == "fsdp":  # before the optimizer is made, which holds the parameters
+        compiled = partial(torch.compile, dynamic=False, mode=compile_mode) if compiles else None
+        # what is quantised is quantised from fp32
+        dtype = head_dtype(formats.high) if formats.choice is None else None
+        shard(model, device, dtype=dtype, shard_size=plan.shard_size, compile=compiled)
+    if teacher is not None and plan.teacher == "fsdp":
+        shard(teacher, device, shard_size=plan.shard_size)
 
-    vocab_size = min(manifest.vocab_size, logit_width(student))
+    objective = config.objective
+    student = Student(
+        model,
+        DistillationLoss(
+            divergence=objective.divergence,
+            alpha=objective.alpha,
+            tail=objective.tail,
+            temperature=_temperature(config, total).to(device),
+            jsd_beta=objective.jsd_beta,
+            skew_alpha=objective.skew_alpha,
+        ),
+        vocab_size=min(manifest.vocab_size, model.vocab_size),
+        mode=formats.high,
+        document_mask=manifest.settings.document_mask,
+        compile=compiles,
+        compile_mode=compile_mode,
+        by_layer=plan.student == "fsdp",
+        hidden_loss=None if hidden is None else hidden.loss.to(device),
+        hidden_weight=objective.hidden_weight,
+        layers=() if hidden is None else hidden.student_layers,
+        switch=formats.switch,
+        quantized=None if formats.choice is None else formats.choice.mode,
+    )
     sources: dict[str, Source] = {}
     for name, reader in readers.items():
-        cached = CachedSource(reader, device, vocab_size)
+        cached = CachedSource(reader, device, student.vocab_size)
         sources[name] = cached
         if teacher is not None:
             layers = hidden.teacher_layers if hidden is not None and name == "train" else ()
-            asked = ask_layers(teacher, device, mode, layers)
-            sources[name] = OnlineSource(cached, asked, wide_head(teacher), document_mask)
-    temperature = _temperature(config, total).to(device)
-    adaptive = _adaptive(config, plan, total)
-    scale = LossScale(mode == "fp16")
-    spikes = SpikeDetector.of(config.guards)
-    divergence = DivergenceWatch(config.guards.divergence_factor)
-    explosion, stopping = GradientExplosion(config.stopping), EarlyStopping(config.stopping)
-    state = TrainState(
+            asked = ask_layers(teacher, device, formats.high, layers)
+            sources[name] = OnlineSource(cached, asked, wide_head(teacher), student.document_mask)
+    trainer = Trainer(
+        config,
         student,
-        temperature,
-        make_optimizer(student, temperature, config.optimizer, config.objective, hidden.loss if hidden else None),
-        Progress(),
-        hidden.loss if hidden else nn.Module(),
-        watchers={
-            **{"spikes": spikes, "divergence": divergence, "explosion": explosion, "stopping": stopping},
-            "scale": scale,
-        },
-    )
-    if adaptive is not None:
-        state.watchers["adaptive"] = adaptive
-    step = DistillStep(
-        student,
-        temperature,
-        config.objective,
-        config.precision,
-        vocab_size=vocab_size,
+        sources["train"],
+        sources["validation"],
+        total_steps=total,
+        micro=micro,
         seq_len=manifest.settings.seq_len,
         has_teacher=has_teacher,
-        mode=mode,
-        device=device,
-        document_mask=document_mask,
-        compile=compiles,
-        by_layer=over_ranks.student == "fsdp",
-        hidden_loss=hidden.loss if hidden else None,
-        layers=hidden.student_layers if hidden else (),
-        switch=plan.switch,
-        quantized=None if plan.choice is None else plan.choice.mode,
-    )
-    store = _store(config)
-    run = Run(
-        config=config,
-        planned=total,
-        micro=micro,
-        step=step,
-        spread=parallelize(over_ranks, step),
-        state=state,
-        store=store,
-        saver=Saver(store, config.checkpoint.async_save, config.checkpoint.disk_patience),
-        train_source=sources["train"],
-        validation_source=sources["validation"],
-        spikes=spikes,
-        divergence=divergence,
-        explosion=explosion,
-        stopping=stopping,
-        scale=scale,
-        adaptive=adaptive,
+        engine=parallelize(student, plan.student),
+        adaptive=_adaptive(config, formats, total),
         collector=collector,
-        hooks=NanHooks(step) if config.guards.nan_hooks == "always" else None,
         identity=identity,
     )
-    return Assembled(run, spec, manifest, folder, hidden, tuple(lines), over_ranks)
+    described = () if hidden is None else (hidden.describe(),)
+    return BuiltRun(trainer, spec, manifest, folder, plan, tuple(lines), described)
 
 
-def _quantize(config: DistillConfig, plan: formats.Formats, student: SplitModel) -> list[str]:
-    """Make the student's linear layers switchable where the plan wants it; what was done, for the log."""
-    if plan.choice is None:
+def _quantize(config: DistillConfig, formats: Formats, model: SplitModel) -> list[str]:
+    """Make the student's linear layers switchable where its formats want it; what was done, for the log."""
+    if formats.choice is None:
         return []
-    options, model = config.precision, student.model
+    options = config.precision
     first, last = options.quant_skip_first, options.quant_skip_last
-    head = model.get_output_embeddings()
-    done = convert(model, plan.switch, plan.choice.backend, head=head, skip_first=first, skip_last=last)
+    head = model.model.get_output_embeddings()
+    done = convert(model.model, formats.switch, formats.choice.backend, head=head, skip_first=first, skip_last=last)
     return [str(done)]
 
 
-def _adaptive(config: DistillConfig, plan: formats.Formats, total: int) -> Adaptive | None:
-    if plan.choice is None or not config.quantization.time_resume:
+def _adaptive(config: DistillConfig, formats: Formats, total: int) -> Adaptive | None:
+    if formats.choice is None or not config.quantization.time_resume:
         return None
     options = config.optimizer
     decay_start = total - decay_steps(total, options)
-    policy = formats.policy(config.quantization, plan.choice.mode, options.lr_schedule, decay_start)
+    rules = policy(config.quantization, formats.choice.mode, options.lr_schedule, decay_start)
     forward_only = config.quantization.quant_fallback_scope == "forward"
-    return Adaptive(Controller(policy), plan.switch, "high-forward" if forward_only else "high")
+    return Adaptive(Controller(rules), formats.switch, "high-forward" if forward_only else "high")
 
 
-def _collector(config: DistillConfig, plan: formats.Formats, student: SplitModel) -> Collector | None:
+def _collector(config: DistillConfig, formats: Formats, model: SplitModel) -> Collector | None:
     pattern, every = config.precision.collect_tensors, config.precision.collect_every
     if pattern is None:
         return None
-    dtype = head_dtype(plan.high) or torch.float32
+    dtype = head_dtype(formats.high) or torch.float32
     path = config.out / "tensors.h5" if is_main() else None
-    return Collector(path, student.model, pattern, every, plan.recipe, dtype)
+    return Collector(path, model.model, pattern, every, formats.recipe, dtype)
 
 
-def _store(config: DistillConfig) -> Store:
-    keep = config.checkpoint
-    return Store(
-        config.out / "checkpoints",
-        keep_rolling=keep.keep_rolling,
-        keep_epochs=keep.keep_epochs,
-        keep_special=keep.keep_special,
-        keep_aside=keep.keep_aside,
-    )
-
-
-def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, goes_on: bool) -> Path:
+def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, resuming: bool) -> Path:
     """The run's own cache of bare tokens, by the teacher's tokenizer, or by the student's where there is no teacher."""
     tokenizer_of = spec if config.teacher is None else read_spec(config.teacher)
     if teacher is not None:
         check_fits(teacher, tokenizer_of.name, config.data.seq_len, config.data.document_mask)
     tokenizer = load_tokenizer(tokenizer_of)
-    width = len(tokenizer) if teacher is None else logit_width(teacher)
+    width = len(tokenizer) if teacher is None else teacher.vocab_size
     folder = config.out / "data"
     try:
         build_tokens(folder, config.data, tokenizer, width)
     except UsageError:
-        if goes_on or not holds_tokens(folder):
+        if resuming or not holds_tokens(folder):
             raise
         set_aside(config.out, folder.name, "left")  # other tokens, of a try that was refused before it became a run
         build_tokens(folder, config.data, tokenizer, width)
     return folder
 
 
-def _student(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device: torch.device) -> SplitModel:
+def _model(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device: torch.device) -> SplitModel:
     """The student, its weights in fp32, proven to split into backbone and head, and to hold the vocabulary."""
     named = spec.config is None or "vocab_size" in spec.config
     model = load_student(spec, vocab_size=None if named else manifest.vocab_size, seed=config.seed, device=str(device))
     if config.activation_checkpointing:
         checkpoint_activations(model)
     student = split(model)
-    check_student(manifest, logit_width(student))
+    check_student(manifest, student.vocab_size)
     check_fits(student, spec.name, manifest.settings.seq_len, manifest.settings.document_mask)
     with allowing("tokenizer", config):
         check_tokenizer(manifest, digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None))

@@ -7,7 +7,6 @@ import torch
 from kdtrain.cache.manifest import Manifest
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import build_cache, build_from_logprobs
-from kdtrain.commands.build_run import cut_teacher, loading_device
 from kdtrain.commands.common import ask, check_fits, open_teacher, show, wide_head
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
@@ -15,7 +14,8 @@ from kdtrain.errors import UsageError
 from kdtrain.models.loading import load_tokenizer, model_digest, vocabulary
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.parallel.memory_plan import Plan, free_everywhere, shards_teacher
+from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
+from kdtrain.parallel.parallelize import shard
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
 
@@ -54,12 +54,13 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> Manifest | None:
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():
         sharded = shards_teacher(config, spec, mode, free)
-        plan = Plan("single", "fsdp" if sharded else "replicate")
-        teacher = open_teacher(spec, loading_device(plan.teacher, device), mode)
+        # one that is cut up may be too large for the device before it is
+        teacher = open_teacher(spec, torch.device("cpu") if sharded else device, mode)
         check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
         digest = model_digest(teacher)
         head = wide_head(teacher).to(device)  # whole on each rank: there is no loss to gather it for
-    cut_teacher(teacher, plan, device)
+    if sharded:
+        shard(teacher, device)
     asked = ask(teacher, device, mode, head)
     parts = ", the teacher in parts" if sharded else ""
     how = f"{mode} on {device}{many}{parts}"

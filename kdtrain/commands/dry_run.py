@@ -24,16 +24,14 @@ import torch
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_run import Assembled, assemble
+from kdtrain.commands.build_run import BuiltRun, build_run
 from kdtrain.commands.common import show
 from kdtrain.commands.resume import start_from
 from kdtrain.commands.run_folder import is_run, refuse_changes, refuse_strange
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError, making
 from kdtrain.files import hidden_folder
-from kdtrain.models.loading import load_tokenizer
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.memory_plan import Plan
 from kdtrain.parallel.parallelize import layers_of
@@ -48,17 +46,14 @@ from kdtrain.ranks import (
     reported,
     world_size,
 )
-from kdtrain.training.reporter import Reporter
-from kdtrain.training.run import Run
 from kdtrain.training.schedule import decay_steps
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import read_saved
-from kdtrain.training.trainer import validate
-from kdtrain.training.update import take_step
+from kdtrain.training.trainer import Trainer, validate
 
 
 @contextmanager
-def trial_run(config: DistillConfig) -> Iterator[Assembled]:
+def trial_run(config: DistillConfig) -> Iterator[BuiltRun]:
     """The run of `config` with everything open but nothing trained; all it writes is gone when the block ends.
 
     Raises:
@@ -67,18 +62,13 @@ def trial_run(config: DistillConfig) -> Iterator[Assembled]:
     """
     silent = replace(config.monitor, tensorboard=False, wandb_project=None, wandb_name=None)
     with same_ranks(config, pick_device(config.device)), _folder(config.out) as folder:
-        made = assemble(replace(config, out=folder, monitor=silent), goes_on=False)
-        run = made.run
-        run.writers = Writers(folder, 0, None, silent) if is_main() else SilentWriters(silent)
-        tokenizer = load_tokenizer(made.folder / "tokenizer")
-        run.reporter = Reporter(
-            *(run.config, run.step, run.writers, run.validation_source, tokenizer), init=made.spec.init, finished=0
-        )
+        built = build_run(replace(config, out=folder, monitor=silent), resuming=False)
+        built.open()
         try:
-            yield made
+            yield built
         finally:
-            run.saver.close()
-            run.writers.close()
+            built.trainer.saver.close()
+            built.trainer.writers.close()
 
 
 def existing(path: Path) -> Path:
@@ -114,7 +104,7 @@ class Timed:
     numbers: dict[str, float]
 
 
-def steps(run: Run, count: int) -> list[Timed]:
+def steps(trainer: Trainer, count: int) -> list[Timed]:
     """Take the next steps of a run.
 
     Raises:
@@ -122,22 +112,22 @@ def steps(run: Run, count: int) -> list[Timed]:
     """
     taken: list[Timed] = []
     started = time.perf_counter()
-    for batches in run.feed().steps():
+    for batches in trainer.feed().steps():
         stop = StopRequest()
-        numbers = take_step(run, batches, stop)
+        numbers = trainer.step(batches, stop)
         stop.raise_failed()
-        assert numbers is not None  # nobody else asks this one to stop
+        if numbers is None:  # nobody asks this one to stop: half the micro-batch is tried
+            return steps(trainer, count)
         if numbers.pop("skipped"):
-            if run.scale.absorbs(math.isfinite(numbers["loss"])):
-                run.scale.update(overflowed=True)
+            if trainer.guards.scale.absorbs(math.isfinite(numbers["loss"])):
+                trainer.guards.scale.update(overflowed=True)
                 continue
             broken = (
                 f"step {len(taken) + 1}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; "
                 "look at the data (kdtrain verify) or lower --lr"
             )
             raise reported(RunError(broken))
-        run.state.progress.step += 1
-        run.state.progress.sequences += run.config.batch_size
+        trainer.count(numbers)
         taken.append(Timed(time.perf_counter() - started, numbers))
         if len(taken) == count:
             break
@@ -145,48 +135,48 @@ def steps(run: Run, count: int) -> list[Timed]:
     return taken
 
 
-def state_bytes(run: Run) -> int:
+def state_bytes(trainer: Trainer) -> int:
     """Bytes of the tensors of a checkpoint, once a step was taken: weights, two moments, and little else."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in run.state.tensors().values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in trainer.state.tensors().values())
 
 
-def checkpoints_kept(run: Run) -> int:
+def checkpoints_kept(trainer: Trainer) -> int:
     """How many checkpoints lie on the disk at most: all tiers full, the best one, and one that is being written."""
-    keep = run.config.checkpoint
-    epochs = run.total * run.config.batch_size // len(run.train_source)
-    rolling = min(keep.keep_rolling, len(checkpoint_steps(run)))
-    windows = run.config.quantization.quant_recovery_buffer if run.adaptive is not None else 0
+    keep = trainer.config.checkpoint
+    epochs = trainer.total * trainer.config.batch_size // len(trainer.train_source)
+    rolling = min(keep.keep_rolling, len(checkpoint_steps(trainer)))
+    windows = trainer.config.quantization.quant_recovery_buffer if trainer.adaptive is not None else 0
     return rolling + min(keep.keep_epochs, epochs) + keep.keep_special + windows + 2
 
 
-def checkpoint_steps(run: Run) -> Sequence[int]:
+def checkpoint_steps(trainer: Trainer) -> Sequence[int]:
     """The steps after which a rolling checkpoint is due."""
-    every = run.config.checkpoint.checkpoint_freq
-    return sorted({*range(every, run.total + 1, every), run.total})
+    every = trainer.config.checkpoint.checkpoint_freq
+    return sorted({*range(every, trainer.total + 1, every), trainer.total})
 
 
-def saves(run: Run) -> int:
+def saves(trainer: Trainer) -> int:
     """How often the run is to be saved: rolling checkpoints, epochs', and those of adaptive quantisation's windows."""
-    own, windows = run.config.quantization, 0
-    size, sequences = run.config.batch_size, len(run.train_source)
-    epochs = {step for step in range(1, run.total + 1) if step * size // sequences > (step - 1) * size // sequences}
-    if run.adaptive is not None:
-        windows = run.total // own.quant_window_size
-        windows += run.total // own.quant_checkpoint_interval if own.quant_snapshot == "disk" else 0
-    return len(epochs.union(checkpoint_steps(run))) + windows
+    own, windows = trainer.config.quantization, 0
+    size, sequences = trainer.config.batch_size, len(trainer.train_source)
+    epochs = {step for step in range(1, trainer.total + 1) if step * size // sequences > (step - 1) * size // sequences}
+    if trainer.adaptive is not None:
+        windows = trainer.total // own.quant_window_size
+        windows += trainer.total // own.quant_checkpoint_interval if own.quant_snapshot == "disk" else 0
+    return len(epochs.union(checkpoint_steps(trainer))) + windows
 
 
-def save(run: Run) -> tuple[float, float]:
+def save(trainer: Trainer) -> tuple[float, float]:
     """Save the run as it would be, and return for how many seconds training stood still and how many it took."""
-    progress = run.state.progress
+    progress = trainer.state.progress
     started = time.perf_counter()
-    stall = run.saver.save(
+    stall = trainer.saver.save(
         [tiers.rolling_name(progress.step)],
         progress.step,
-        run.state.tensors(),
-        {**run.identity, **run.state.numbers()},
+        trainer.state.tensors(),
+        {**trainer.identity, **trainer.state.numbers()},
     )
-    run.saver.wait()
+    trainer.saver.wait()
     return stall, time.perf_counter() - started
 
 
@@ -198,52 +188,55 @@ def main(config: DistillConfig) -> int:
         RunError: a step or the save failed, as the run would have.
     """
     setup_logging(quiet=not is_main())
-    with trial_run(config) as made:
+    with trial_run(config) as built:
         if config.checkpoint.load is not None:
-            start_from(made.run, config.checkpoint.load)
+            start_from(built.trainer, config.checkpoint.load)
         with raise_on_all_ranks():
-            begins = _begins(config, made.run.config)
+            begins = _begins(config, built.trainer.config)
         log.info("put together; two steps, a validation forward and a save follow")
-        table = {"run": str(config.out), "begins": begins, **_plan(config, made), **_estimates(config, made.run)}
+        table = {"run": str(config.out), "begins": begins, **_plan(config, built), **_estimates(config, built.trainer)}
     show(f"distill {config.out}, dry run", table, config.json)
     return 0
 
 
-def _plan(config: DistillConfig, made: Assembled) -> dict[str, Any]:
-    run, settings = made.run, made.manifest.settings
-    student = run.state.student
+def _plan(config: DistillConfig, built: BuiltRun) -> dict[str, Any]:
+    trainer, settings = built.trainer, built.manifest.settings
+    student = trainer.student.model
     each = f" on each of {world_size()} ranks" if world_size() > 1 else ""
+    micro_batches = f"{trainer.micros} micro-batches of {trainer.micro}"
     return {
-        "student": {"name": made.spec.name, "parameters": sum(each.numel() for each in student.parameters())},
-        "teacher": (config.teacher or (settings.teacher or {}).get("spec")) if run.step.has_teacher else None,
-        "device": str(run.step.device),
-        "parallel": {"ranks": world_size(), **made.plan.table(), "GB sent a step": _sent(run, made.plan)},
-        "mode": run.step.quantized or run.step.mode,
-        **({"quantised": list(made.lines)} if made.lines else {}),
-        "compiled": run.step.compile_objective,
-        "steps": run.total,
-        "batch": f"{config.batch_size} x {run.step.seq_len} tokens, {run.micros} micro-batches of {run.micro}{each}",
-        "sequences": {"train": len(run.train_source), "validation": len(run.validation_source)},
-        "epochs": round(run.total * config.batch_size / len(run.train_source), 3),
-        "tokens": run.total * config.batch_size * run.step.seq_len,
-        "learning rate": _schedule(run),
-        "validations": len(_validation_steps(run)),
-        "checkpoints": saves(run),
+        "student": {"name": built.spec.name, "parameters": sum(each.numel() for each in student.parameters())},
+        "teacher": (config.teacher or (settings.teacher or {}).get("spec")) if trainer.has_teacher else None,
+        "device": str(trainer.student.device),
+        "parallel": {"ranks": world_size(), **built.plan.table(), "GB sent a step": _sent(trainer, built.plan)},
+        "mode": trainer.student.quantized or trainer.student.mode,
+        **({"quantised": list(built.quantised)} if built.quantised else {}),
+        "compiled": trainer.student.compile_objective,
+        "steps": trainer.total,
+        "batch": f"{config.batch_size} x {trainer.seq_len} tokens, {micro_batches}{each}",
+        "sequences": {"train": len(trainer.train_source), "validation": len(trainer.validation_source)},
+        "epochs": round(trainer.total * config.batch_size / len(trainer.train_source), 3),
+        "tokens": trainer.total * config.batch_size * trainer.seq_len,
+        "learning rate": _schedule(trainer),
+        "validations": len(_validation_steps(trainer)),
+        "checkpoints": saves(trainer),
     }
 
 
-def _estimates(config: DistillConfig, run: Run) -> dict[str, Any]:
-    first, second = steps(run, 2)
-    validation = _validation_seconds(run)
-    stall, saving = save(run)
-    size = sum(file.stat().st_size for file in run.store.folder.rglob("*") if file.is_file() and not file.is_symlink())
+def _estimates(config: DistillConfig, trainer: Trainer) -> dict[str, Any]:
+    first, second = steps(trainer, 2)
+    validation = _validation_seconds(trainer)
+    stall, saving = save(trainer)
+    size = sum(
+        file.stat().st_size for file in trainer.store.folder.rglob("*") if file.is_file() and not file.is_symlink()
+    )
     times = {
         "first step": first.seconds,
-        "steps": (run.total - 1) * second.seconds,
-        "validations": len(_validation_steps(run)) * validation,
-        "checkpoints": saves(run) * stall,
+        "steps": (trainer.total - 1) * second.seconds,
+        "validations": len(_validation_steps(trainer)) * validation,
+        "checkpoints": saves(trainer) * stall,
     }
-    kept = checkpoints_kept(run)
+    kept = checkpoints_kept(trainer)
     return {
         "loss of the two steps": [round(each.numbers["loss"], 4) for each in (first, second)],
         "seconds": {
@@ -256,17 +249,17 @@ def _estimates(config: DistillConfig, run: Run) -> dict[str, Any]:
         "tokens_per_second": round(second.numbers["tokens"] / second.seconds, 1),
         "estimated_hours": round(sum(times.values()) / 3600, 4),
         "shares of the time": {name: round(seconds / sum(times.values()), 4) for name, seconds in times.items()},
-        "peak_memory_mb": round(peak_memory_mb(run.step.device), 1),
-        "memory of the device (MiB)": _device_memory(run.step.device),
-        "checkpoint (MiB)": round(max(size, state_bytes(run)) / 2**20, 1),
+        "peak_memory_mb": round(peak_memory_mb(trainer.student.device), 1),
+        "memory of the device (MiB)": _device_memory(trainer.student.device),
+        "checkpoint (MiB)": round(max(size, state_bytes(trainer)) / 2**20, 1),
         "disk for checkpoints (MiB)": round(kept * size / 2**20, 1),
         "disk free (MiB)": round(shutil.disk_usage(existing(config.out)).free / 2**20, 1),
     }
 
 
-def _sent(run: Run, plan: Plan) -> float:
+def _sent(trainer: Trainer, plan: Plan) -> float:
     """GB that a rank sends over a ring in a step, by formula."""
-    world, student = world_size(), run.state.student
+    world, student = world_size(), trainer.student.model
     if plan.student != "fsdp":
         return parallelize.ddp([each.shape for each in student.parameters()]).sent(1, world) / 1e9
     layers = layers_of(student)
@@ -277,8 +270,8 @@ def _sent(run: Run, plan: Plan) -> float:
         [each.shape for each in student.parameters() if id(each) not in inside],
         sharing=sharing,
         replicas=world // sharing,
-        micro_batches=run.micros,
-        gathered=4 if head_dtype(run.step.mode) is None or run.step.quantized else 2,
+        micro_batches=trainer.micros,
+        gathered=4 if head_dtype(trainer.student.mode) is None or trainer.student.quantized else 2,
     )
     return found.sent(sharing, world // sharing) / 1e9
 
@@ -304,36 +297,28 @@ def _begins(config: DistillConfig, settled: DistillConfig) -> str:
     return f"at {path.name}"
 
 
-def _schedule(run: Run) -> str:
-    own = run.config.optimizer
-    text = f"{own.lr:g}, {own.lr_schedule} after {min(own.warmup_steps, run.total)} steps of warm-up"
+def _schedule(trainer: Trainer) -> str:
+    own = trainer.config.optimizer
+    text = f"{own.lr:g}, {own.lr_schedule} after {min(own.warmup_steps, trainer.total)} steps of warm-up"
     if own.lr_schedule == "wsd":
-        text += f", the last {decay_steps(run.total, own)} steps down to {own.min_lr:g} ({own.decay_shape})"
+        text += f", the last {decay_steps(trainer.total, own)} steps down to {own.min_lr:g} ({own.decay_shape})"
     elif own.lr_schedule == "cosine":
         text += f", down to {own.min_lr:g}"
     return text
 
 
-def _validation_steps(run: Run) -> list[int]:
-    every = run.config.monitor.eval_freq
-    return sorted({*range(0, run.total + 1, every), run.total})
+def _validation_steps(trainer: Trainer) -> list[int]:
+    every = trainer.config.monitor.eval_freq
+    return sorted({*range(0, trainer.total + 1, every), trainer.total})
 
 
-def _validation_seconds(run: Run) -> float:
+def _validation_seconds(trainer: Trainer) -> float:
     """Seconds of a whole validation, by those of one forward of each rank."""
-    most = run.config.monitor.eval_batches * (run.config.micro_batch_given or run.config.batch_size) // run.micro
-    forwards = math.ceil(min(math.ceil(len(run.validation_source) / run.micro), most) / world_size())
-    run.step.eval()
+    most = trainer.validation_batches
+    forwards = math.ceil(min(math.ceil(len(trainer.validation_source) / trainer.micro), most) / world_size())
     started = time.perf_counter()
-    found = validate(
-        run.validation_source,
-        run.step.hidden_eager,
-        run.step.student.head,
-        vocab_size=run.step.vocab_size,
-        micro=run.micro,
-        batches=1,
-    )
-    run.spread.reshard()
+    found = validate(trainer.student.eval(), trainer.validation_source, micro=trainer.micro, batches=1)
+    trainer.engine.reshard()
     if found is None:
         raise RunError("the validation was stopped")
     return forwards * (time.perf_counter() - started)

@@ -6,7 +6,7 @@ a dense cache and over head and tail bucket with a sparse one (a lower bound of 
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CachedBatch, CacheReader
-from kdtrain.commands.build_cache import build_tokens, logit_width
+from kdtrain.commands.build_cache import build_tokens
 from kdtrain.commands.common import ask_layers, check_fits, digest_of, open_teacher, show, wide_head
 from kdtrain.commands.export import open_student
 from kdtrain.config import EvaluateConfig
@@ -24,10 +24,12 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, setup_logging
-from kdtrain.precision.modes import autocast, pick_mode
+from kdtrain.objective.loss import DistillationLoss
+from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.training.data import CachedSource, OnlineSource, Source
-from kdtrain.training.trainer import calibration, summary, validate
+from kdtrain.training.student import Student
+from kdtrain.training.validate import calibration, summary, validate
 
 
 def main(config: EvaluateConfig) -> int:
@@ -42,29 +44,25 @@ def main(config: EvaluateConfig) -> int:
     device = pick_device(config.device)
     mode = pick_mode(config.precision, device)
     student, tokenizer = open_student(config.student, device)
-    student.eval()
-    with _source(config, tokenizer, device, mode, logit_width(student)) as (source, manifest):
-        check_student(manifest, logit_width(student))
+    with _source(config, tokenizer, device, mode, student.vocab_size) as (source, manifest):
+        check_student(manifest, student.vocab_size)
         check_fits(student, config.student, manifest.settings.seq_len, manifest.settings.document_mask)
         if config.cache is not None:
             check_tokenizer(manifest, digest_of(tokenizer))
+        measured = Student(
+            student,
+            DistillationLoss(),
+            vocab_size=min(manifest.vocab_size, student.vocab_size),
+            mode=mode,
+            document_mask=manifest.settings.document_mask,
+        )
         with bar("evaluate", len(source)) as shown:
 
-            def hidden(batch: CachedBatch) -> torch.Tensor:
-                segments = batch.segments if manifest.settings.document_mask else None
-                with autocast(mode, device):
-                    hidden_BTD = student(batch.tokens[:, :-1], segments)
+            def read(action: Callable[[], CachedBatch]) -> CachedBatch:
                 shown.update(min(shown.done + config.batch_size, len(source)))
-                return hidden_BTD.flatten(0, 1)
+                return action()
 
-            metrics = validate(
-                source,
-                hidden,
-                student.head,
-                vocab_size=min(manifest.vocab_size, logit_width(student)),
-                micro=config.batch_size,
-                batches=None,
-            )
+            metrics = validate(measured.eval(), source, micro=config.batch_size, batches=None, read=read)
         assert metrics is not None
         loss = summary(metrics)["loss"]
         if metrics.tokens and loss is not None and not math.isfinite(loss):
@@ -97,7 +95,7 @@ def _source(
     if tokenizer is None:
         raise UsageError(f"--student {config.student} comes without a tokenizer; give --teacher, or --cache")
     loaded = load_tokenizer(tokenizer)
-    width = len(loaded) if teacher is None else logit_width(teacher)
+    width = len(loaded) if teacher is None else teacher.vocab_size
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         build_tokens(Path(folder) / "data", config.data, loaded, width, {"validation": config.data.num_sequences})
         reader = CacheReader(Path(folder) / "data", "validation")

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from kdtrain.commands.common import finite
 from kdtrain.files import SMALL, open_regular, parse_json, publish_text, read_json, typed
 from kdtrain.ranks import is_main, peak_memory_mb
-from kdtrain.training.run import Run
+from kdtrain.training.trainer import Trainer
 
 RESULT = "result.json"
 
@@ -38,23 +38,23 @@ class _Other(TypedDict):
     best_validation_loss: float
 
 
-def how_it_ended(run: Run, reason: str, error: str | None = None) -> dict[str, Any]:
+def how_it_ended(trainer: Trainer, reason: str, error: str | None = None) -> dict[str, Any]:
     """What became of the run, by the names of `result.json`: losses in nats a token, None where nothing is known."""
-    progress, config = run.state.progress, run.config
-    distils = run.step.has_teacher and config.objective.distils
-    best, plain = progress.best_loss, _plain_cross_entropy(run)
+    progress, config = trainer.state.progress, trainer.config
+    distils = trainer.has_teacher and config.objective.distils
+    best, plain = progress.best_loss, _plain_cross_entropy(trainer)
     result: dict[str, Any] = {
         "run": str(config.out),
         "stop_reason": reason,
         "error": error,
-        "stopped_by": run.stopped_by,
+        "stopped_by": trainer.stopped_by,
         "step": progress.step,
-        "steps": run.total,
+        "steps": trainer.total,
         "decay_from": progress.decay_from,
         "tokens": progress.tokens,
-        "seconds": round(run.seconds, 1),
-        "tokens_per_second": round(run.tokens / run.seconds, 1) if run.seconds else None,
-        "temperature": float(run.step.temperature.value().detach()) if distils else None,
+        "seconds": round(trainer.seconds, 1),
+        "tokens_per_second": round(trainer.tokens / trainer.seconds, 1) if trainer.seconds else None,
+        "temperature": float(trainer.student.temperature.value().detach()) if distils else None,
         "objective": "distillation" if distils else "cross-entropy",
         "first_validation_loss": progress.first_loss,
         "best_validation_loss": best,
@@ -69,25 +69,25 @@ def how_it_ended(run: Run, reason: str, error: str | None = None) -> dict[str, A
         "rollbacks": progress.rollbacks,
         "skipped_steps": progress.skips,
         "warnings": _warnings(config.out),
-        "cache": run.identity["cache"],
-        "student_name": _student_name(run),
+        "cache": trainer.identity["cache"],
+        "student_name": _student_name(trainer),
         "student": None,
-        "micro_batch_size": run.micro,
-        "peak_memory_mb": round(peak_memory_mb(run.step.device), 1),
+        "micro_batch_size": trainer.micro,
+        "peak_memory_mb": round(peak_memory_mb(trainer.student.device), 1),
     }
-    if run.adaptive is not None:
-        controller = run.adaptive.controller
+    if trainer.adaptive is not None:
+        controller = trainer.adaptive.controller
         result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
     return result
 
 
-def write_result(run: Run, result: dict[str, Any]) -> None:
+def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
     """Publish it in the run's folder, on rank 0; what a run that has ended took stays when it is started again.
 
     RunError: the folder cannot be written.
     """
-    if is_main() and not (run.tokens == 0 and _told(run.config.out, result)):
-        publish_text(run.config.out / RESULT, json.dumps(finite(result), indent=1) + "\n", "run.result")
+    if is_main() and not (trainer.tokens == 0 and _told(trainer.config.out, result)):
+        publish_text(trainer.config.out / RESULT, json.dumps(finite(result), indent=1) + "\n", "trainer.result")
 
 
 def ended(out: Path) -> Ended | None:
@@ -103,43 +103,45 @@ def _told(out: Path, result: dict[str, Any]) -> bool:
     return before is not None and (before["stop_reason"], before["step"]) == (result["stop_reason"], result["step"])
 
 
-def log_outcome(run: Run) -> None:
+def log_outcome(trainer: Trainer) -> None:
     """Warn of a student that is not better than it began, or than plain cross-entropy."""
-    progress = run.state.progress
+    progress = trainer.state.progress
     first, last, best, number = progress.first_loss, progress.last_loss, progress.best_loss, progress.best_step
     if first is None or last is None or best is None:
         return
     if last > first or best >= first:
         what = "ended worse than it began" if last > first else "is no better than it began"
         losses = f"validation loss {first:.4f}, at the end {last:.4f}; exported is that of step {number}, {best:.4f}"
-        run.writers.warning("no-gain", progress.step, f"the student {what}: {losses}")
-    if (plain := _plain_cross_entropy(run)) is not None and best >= plain[1]:
+        trainer.writers.warning("no-gain", progress.step, f"the student {what}: {losses}")
+    if (plain := _plain_cross_entropy(trainer)) is not None and best >= plain[1]:
         there = f"{plain[1]:.4f}, that of plain cross-entropy on this cache in {plain[0]}"
-        run.writers.warning("no-gain", progress.step, f"the student's validation loss {best:.4f} is not below {there}")
+        trainer.writers.warning(
+            "no-gain", progress.step, f"the student's validation loss {best:.4f} is not below {there}"
+        )
 
 
 def _below(loss: float | None, other: float | None) -> bool | None:
     return None if loss is None or other is None else loss < other
 
 
-def _student_name(run: Run) -> str:
-    described: Any = run.identity["student"]
+def _student_name(trainer: Trainer) -> str:
+    described: Any = trainer.identity["student"]
     return str(described["name"])
 
 
-def _plain_cross_entropy(run: Run) -> tuple[str, float] | None:
+def _plain_cross_entropy(trainer: Trainer) -> tuple[str, float] | None:
     """The best run beside this one that trained the same student by cross-entropy, on as many tokens of the same cache.
 
     Its loss; None where there is none, and for a run by cross-entropy.
     """
-    if not (run.step.has_teacher and run.config.objective.distils):
+    if not (trainer.has_teacher and trainer.config.objective.distils):
         return None
     found: list[tuple[float, str]] = []
-    for path in sorted(run.config.out.parent.glob(f"*/{RESULT}")):
+    for path in sorted(trainer.config.out.parent.glob(f"*/{RESULT}")):
         with contextlib.suppress(OSError, ValueError):
             other = read_json(path, _Other)
             theirs = other["cache"], other["student_name"], other["tokens"]
-            same = theirs == (run.identity["cache"], _student_name(run), run.state.progress.tokens)
+            same = theirs == (trainer.identity["cache"], _student_name(trainer), trainer.state.progress.tokens)
             if same and other["objective"] == "cross-entropy":
                 found.append((other["best_validation_loss"], str(path.parent)))
     return min(found)[::-1] if found else None

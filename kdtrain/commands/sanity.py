@@ -5,7 +5,7 @@ expected here, the number is told. The limits are rules of thumb; docs/monitorin
 
 What a careful researcher measures by hand before a long run: of a student that has not been trained yet.
 
-Each function measures one thing of a `DistillStep` and a batch, in eager mode and without dropout, and leaves the
+Each function measures one thing of a `Student` and a batch, in eager mode and without dropout, and leaves the
 student as it was, but for `overfit`, which trains it. What the numbers should be is said by `commands/sanity.py`.
 
 Shape suffixes: B sequences, T tokens, N tokens (B*T), D width, V vocabulary, K kept entries.
@@ -30,7 +30,7 @@ from torch._dynamo.utils import counters
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.cache.reader import CachedBatch
-from kdtrain.commands.build_run import Assembled
+from kdtrain.commands.build_run import BuiltRun
 from kdtrain.commands.common import literal, show
 from kdtrain.commands.dry_run import checkpoints_kept, existing, state_bytes, steps, trial_run
 from kdtrain.config import DistillConfig, OptimizerConfig
@@ -44,11 +44,9 @@ from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.modes import autocast
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.training.reporter import gradients_of, initial_loss
-from kdtrain.training.run import Run
 from kdtrain.training.state import make_optimizer
-from kdtrain.training.student import DistillStep
-from kdtrain.training.trainer import validate
-from kdtrain.training.update import full_tokens
+from kdtrain.training.student import Student
+from kdtrain.training.trainer import Trainer, validate
 
 _NOTHING = 1e-6
 """A unit that moves less than this part of what the median unit of its layer moves does not move."""
@@ -82,7 +80,7 @@ def entropy_floor(batches: Sequence[CachedBatch], document_mask: bool) -> float:
 
 
 def overfit(
-    step: DistillStep, optimizer: torch.optim.Optimizer, batches: Sequence[CachedBatch], config: OptimizerConfig
+    student: Student, optimizer: torch.optim.Optimizer, batches: Sequence[CachedBatch], config: OptimizerConfig
 ) -> Iterator[float]:
     """Train on the same batches by cross-entropy for as long as is asked for; yield each loss, nats a token.
 
@@ -97,17 +95,17 @@ def overfit(
             group["lr"] = peak * min(1.0, number / 10)
         optimizer.zero_grad(set_to_none=True)
         loss = 0.0
-        with _probing(step, alpha=0.0):
+        with _probing(student, alpha=0.0):
             for batch in batches:
-                part, _ = step(batch, normalizer=tokens)
+                part = student(batch, tokens).loss
                 part.backward()
                 loss += float(part.detach())
-        nn.utils.clip_grad_norm_(step.student.parameters(), config.clip or math.inf)
+        nn.utils.clip_grad_norm_(student.model.parameters(), config.clip or math.inf)
         optimizer.step()
         yield loss
 
 
-def correlation(step: DistillStep, batch: CachedBatch, most: int = 256) -> float | None:
+def correlation(student: Student, batch: CachedBatch, most: int = 256) -> float | None:
     """Mean over at most `most` unmasked tokens of the correlation of teacher's and student's logits, -1 to 1.
 
     Over the entries whose teacher's log-probability is known, each side less its mean over the whole vocabulary: with
@@ -116,13 +114,13 @@ def correlation(step: DistillStep, batch: CachedBatch, most: int = 256) -> float
     targets = batch.targets
     if targets is None or (isinstance(targets, SparseTargets) and targets.top_k == 0):
         return None
-    with _probing(step), torch.no_grad():
-        hidden_ND = step.hidden_eager(batch)[:most]
-        logits_NV = chunk_logits(hidden_ND, step.student.head, step.vocab_size)
+    with _probing(student), torch.no_grad():
+        hidden_ND = student.hidden_eager(batch)[:most]
+        logits_NV = chunk_logits(hidden_ND, student.model.head, student.vocab_size)
     ours_NV = logits_NV - logits_NV.mean(-1, keepdim=True)
     rows = targets[: len(ours_NV)]
     if isinstance(rows, SparseTargets):
-        known_NK = rows.ids[:, : rows.top_k] < step.vocab_size
+        known_NK = rows.ids[:, : rows.top_k] < student.vocab_size
         ids_NK = rows.ids[:, : rows.top_k].where(known_NK, 0)
         theirs_NK = (rows.logprobs[:, : rows.top_k] - rows.logit_mean[:, None]).where(known_NK, 0.0)
         ours_NK = ours_NV.gather(1, ids_NK).where(known_NK, 0.0)
@@ -134,7 +132,7 @@ def correlation(step: DistillStep, batch: CachedBatch, most: int = 256) -> float
     return float(similar_N[mask_N].mean()) if mask_N.any() else None
 
 
-def dead_units(step: DistillStep, batch: CachedBatch) -> tuple[int, int, list[str]]:
+def dead_units(student: Student, batch: CachedBatch) -> tuple[int, int, list[str]]:
     """Units that say the same at every token of the batch, all units, and the names of the layers that have such.
 
     A unit is an input of a linear layer: an output of a norm, of attention, or of an activation.
@@ -145,15 +143,15 @@ def dead_units(step: DistillStep, batch: CachedBatch) -> tuple[int, int, list[st
         flat_ND = inputs_D.detach().float().flatten(0, -2)
         moves[name] = flat_ND.amax(0) - flat_ND.amin(0)
 
-    head = step.student.model.get_output_embeddings()
+    head = student.model.model.get_output_embeddings()
     handles = [
         module.register_forward_pre_hook(lambda module, inputs, name=name: look(name, inputs[0]))
-        for name, module in step.student.model.named_modules()
+        for name, module in student.model.model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]
     try:
-        with _probing(step), torch.no_grad():
-            step.hidden_eager(batch)
+        with _probing(student), torch.no_grad():
+            student.hidden_eager(batch)
     finally:
         for handle in handles:
             handle.remove()
@@ -161,19 +159,19 @@ def dead_units(step: DistillStep, batch: CachedBatch) -> tuple[int, int, list[st
     return sum(dead.values()), sum(len(move_D) for move_D in moves.values()), [name for name in dead if dead[name]]
 
 
-def graph_breaks(step: DistillStep, batch: CachedBatch) -> list[str]:
+def graph_breaks(student: Student, batch: CachedBatch) -> list[str]:
     """Where torch.compile would cut the student's forward in training, each as file:line and reason.
 
     A break before anything was computed leaves no graph behind that tells its line; it is given by its reason alone.
     Compiled code of this process is forgotten and made again when it is next needed.
     """
-    segments_BT = batch.segments if step.document_mask else None
-    training = step.training
+    segments_BT = batch.segments if student.document_mask else None
+    training = student.training
     counters["graph_break"].clear()
-    step.train()
-    with autocast(step.mode, step.device):
-        explained = torch._dynamo.explain(step.student.forward)(batch.tokens[:, :-1], segments_BT)
-    step.train(training)
+    student.train()
+    with autocast(student.mode, student.device):
+        explained = torch._dynamo.explain(student.model.forward)(batch.tokens[:, :-1], segments_BT)
+    student.train(training)
     placed = {_first_line(each.reason): each.user_stack[-1] for each in explained.break_reasons if each.user_stack}
     found = [f"{frame.filename}:{frame.lineno}: {reason}" for reason, frame in placed.items()]
     return found + [reason for reason in map(_first_line, counters["graph_break"]) if reason not in placed]
@@ -196,13 +194,14 @@ class KdAt:
     """The loss's slope along its own gradient, by difference, over the gradient's norm: 1 where they agree."""
 
 
-def kd_at(step: DistillStep, batch: CachedBatch, temperature: float) -> KdAt:
+def kd_at(student: Student, batch: CachedBatch, temperature: float) -> KdAt:
     """Measure the distillation term alone at `temperature`, in fp32; the student's gradients are cleared."""
-    parameters = [each for each in step.student.parameters() if each.requires_grad]
+    parameters = [each for each in student.model.parameters() if each.requires_grad]
     tokens = max(float(batch.loss_mask.sum()), 1.0)
-    with _probing(step, alpha=1.0, temperature=temperature, mode="fp32"):
-        step.student.zero_grad(set_to_none=True)
-        loss, output = step(batch, normalizer=tokens)
+    with _probing(student, alpha=1.0, temperature=temperature, mode="fp32"):
+        student.model.zero_grad(set_to_none=True)
+        output = student(batch, tokens)
+        loss = output.loss
         loss.backward()
         towards = [each.grad if each.grad is not None else torch.zeros_like(each) for each in parameters]
         norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in towards])))
@@ -210,15 +209,15 @@ def kd_at(step: DistillStep, batch: CachedBatch, temperature: float) -> KdAt:
         if norm > 0:
             # a change of the loss by a thousandth: above the rounding of fp32, below the curvature
             reach = 1e-3 * max(abs(float(loss.detach())), 1e-3) / norm**2
-            ahead, behind = (_loss_at(step, batch, tokens, parameters, towards, sign * reach) for sign in (1, -1))
+            ahead, behind = (_loss_at(student, batch, tokens, parameters, towards, sign * reach) for sign in (1, -1))
             slope = (ahead - behind) / (2 * reach * norm**2)
-        step.student.zero_grad(set_to_none=True)
+        student.model.zero_grad(set_to_none=True)
     return KdAt(temperature, float(output.kd) / tokens, float(loss.detach()), slope)
 
 
 @torch.no_grad()
 def _loss_at(
-    step: DistillStep,
+    student: Student,
     batch: CachedBatch,
     tokens: float,
     parameters: Sequence[torch.Tensor],
@@ -229,7 +228,7 @@ def _loss_at(
     before = [each.clone() for each in parameters]
     for parameter, direction in zip(parameters, towards, strict=True):
         parameter.add_(direction, alpha=reach)
-    loss, _ = step(batch, normalizer=tokens)
+    loss = student(batch, tokens).loss
     for parameter, value in zip(parameters, before, strict=True):
         parameter.copy_(value)
     return float(loss)
@@ -237,22 +236,22 @@ def _loss_at(
 
 @contextmanager
 def _probing(
-    step: DistillStep, alpha: float | None = None, temperature: float | None = None, mode: str | None = None
+    student: Student, alpha: float | None = None, temperature: float | None = None, mode: str | None = None
 ) -> Iterator[None]:
     """Eager, without dropout, without hidden-state losses, and with some settings replaced while the block runs."""
-    training, before = step.training, (step.alpha, step.temperature, step.mode, step.hidden_loss)
-    step.eval()
-    step.alpha = step.alpha if alpha is None else alpha
-    step.mode = step.mode if mode is None else mode
-    step.hidden_loss = None
+    training, before = student.training, (student.loss.alpha, student.temperature, student.mode, student.hidden_loss)
+    student.eval()
+    student.loss.alpha = student.loss.alpha if alpha is None else alpha
+    student.mode = student.mode if mode is None else mode
+    student.hidden_loss = None
     if temperature is not None:
-        step.temperature = Temperature(temperature).to(step.device)
+        student.loss.temperature = Temperature(temperature).to(student.device)
     try:
-        with step.eager():
+        with student.eager():
             yield
     finally:
-        step.train(training)
-        step.alpha, step.temperature, step.mode, step.hidden_loss = before
+        student.train(training)
+        student.loss.alpha, student.loss.temperature, student.mode, student.hidden_loss = before
 
 
 SEQUENCES, STEPS = 16, 100
@@ -291,37 +290,30 @@ def main(config: DistillConfig) -> int:
         config = replace(config, data=replace(config.data, num_sequences=few))
     found: list[Check] = []
     refuse_many_processes()
-    with trial_run(config) as made:
+    with trial_run(config) as built:
         for number, check in enumerate(CHECKS, 1):
             log.info("check %d of %d: %s", number, len(CHECKS), (check.__doc__ or "").splitlines()[0].rstrip("."))
-            found.append(check(made, config))
+            found.append(check(built, config))
     _show(config, found)
     return 0
 
 
-def _initial_loss(made: Assembled, config: DistillConfig) -> Check:
+def _initial_loss(built: BuiltRun, config: DistillConfig) -> Check:
     """The loss before the first step."""
-    run = made.run
-    run.step.eval()
-    metrics = validate(
-        run.validation_source,
-        run.step.hidden_eager,
-        run.step.student.head,
-        vocab_size=run.step.vocab_size,
-        micro=run.micro,
-        batches=min(4, config.monitor.eval_batches),
-    )
+    trainer = built.trainer
+    student, source, batches = trainer.student.eval(), trainer.validation_source, min(4, config.monitor.eval_batches)
+    metrics = validate(student, source, micro=trainer.micro, batches=batches)
     loss = math.nan if metrics is None else metrics.mean("cross_entropy")
     assert loss is not None
-    sound, text = initial_loss(loss, run.step.vocab_size, made.spec.init)
-    wanted = {"scratch": "ln V, within a tenth", "pretrained": "below ln V"}.get(made.spec.init, "finite")
-    values = {"loss": loss, "ln_vocabulary": math.log(run.step.vocab_size)}
+    sound, text = initial_loss(loss, trainer.student.vocab_size, built.spec.init)
+    wanted = {"scratch": "ln V, within a tenth", "pretrained": "below ln V"}.get(built.spec.init, "finite")
+    values = {"loss": loss, "ln_vocabulary": math.log(trainer.student.vocab_size)}
     return Check("initial loss", _verdict(sound), text.removeprefix("initial loss "), wanted, values)
 
 
-def _correlation(made: Assembled, config: DistillConfig) -> Check:
+def _correlation(built: BuiltRun, config: DistillConfig) -> Check:
     """The logits of teacher and student on a batch."""
-    found, wanted = correlation(made.run.step, _batch(made.run)), _expected_correlation(made, config)
+    found, wanted = correlation(built.trainer.student, _batch(built.trainer)), _expected_correlation(built, config)
     if found is None:
         return Check("teacher-student correlation", "-", "no teacher's likeliest entries to compare", "", {})
     text = "nothing: the student knows nothing yet" if wanted is None else f"above {wanted:g}"
@@ -331,23 +323,23 @@ def _correlation(made: Assembled, config: DistillConfig) -> Check:
     )
 
 
-def _expected_correlation(made: Assembled, config: DistillConfig) -> float | None:
+def _expected_correlation(built: BuiltRun, config: DistillConfig) -> float | None:
     """What the correlation should be above: high for the teacher's own weights, low for others, None for fresh ones."""
-    if made.spec.init != "pretrained":
+    if built.spec.init != "pretrained":
         return None
-    teacher = made.manifest.settings.teacher or {}
-    digests = (teacher.get("weights_digest"), made.run.identity.get("teacher"))
+    teacher = built.manifest.settings.teacher or {}
+    digests = (teacher.get("weights_digest"), built.trainer.identity.get("teacher"))
     stated = teacher.get("dtype") if config.teacher is None else read_spec(config.teacher).dtype
     dtype = getattr(torch, stated) if stated in DTYPES else torch.float32
     # a teacher that is asked in fp32 has weights of its dtype in fp32
     casts = ((dtype,), (dtype, torch.float32))
-    same = any(model_digest(made.run.state.student, *each) in digests for each in casts)
+    same = any(model_digest(built.trainer.student.model, *each) in digests for each in casts)
     return ALIGNED if same else RELATED
 
 
-def _dead_units(made: Assembled, config: DistillConfig) -> Check:
+def _dead_units(built: BuiltRun, config: DistillConfig) -> Check:
     """Units that say the same at every token."""
-    dead, units, layers = dead_units(made.run.step, _batch(made.run))
+    dead, units, layers = dead_units(built.trainer.student, _batch(built.trainer))
     share = dead / max(units, 1)
     where = f" ({', '.join(layers[:3])}{', ...' if len(layers) > 3 else ''})" if layers else ""
     return Check(
@@ -359,12 +351,12 @@ def _dead_units(made: Assembled, config: DistillConfig) -> Check:
     )
 
 
-def _distillation(made: Assembled, config: DistillConfig) -> Check:
+def _distillation(built: BuiltRun, config: DistillConfig) -> Check:
     """The distillation term at two temperatures, and its slope."""
-    run = made.run
-    if not (run.step.has_teacher and config.objective.distils):
+    trainer = built.trainer
+    if not (trainer.has_teacher and config.objective.distils):
         return Check("distillation term and T²", "-", "plain cross-entropy", "", {})
-    at = [kd_at(run.step, _batch(run, most=2), each) for each in _two_temperatures(run.config)]
+    at = [kd_at(trainer.student, _batch(trainer, most=2), each) for each in _two_temperatures(trainer.config)]
     factors = [each.loss / (each.temperature**2 * each.kd) if each.kd else 1.0 for each in at]
     agree = all(abs(each.slope - 1) < 0.05 for each in at) and all(abs(factor - 1) < 1e-3 for factor in factors)
     terms = [f"{each.kd:.4f} at T = {each.temperature:g}, {each.loss:.4f} in the loss" for each in at]
@@ -386,15 +378,14 @@ def _two_temperatures(config: DistillConfig) -> list[float]:
     return [own, *others[:1]]
 
 
-def _gradients(made: Assembled, config: DistillConfig) -> Check:
+def _gradients(built: BuiltRun, config: DistillConfig) -> Check:
     """The gradient of every parameter."""
-    run = made.run
-    run.step.train()
-    with run.step.eager():
-        loss, _ = run.step(_batch(run), normalizer=full_tokens(run))
-        loss.backward()
-    found = gradients_of(run.step.student)
-    run.step.zero_grad(set_to_none=True)
+    trainer = built.trainer
+    trainer.student.train()
+    with trainer.student.eager():
+        trainer.student(_batch(trainer), trainer.full_tokens).loss.backward()
+    found = gradients_of(trainer.student.model)
+    trainer.student.zero_grad(set_to_none=True)
     wrong = {"without": found.missing, "zero": found.zero, "not finite": found.broken}
     named = [
         f"{kind}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" for kind, names in wrong.items() if names
@@ -409,22 +400,22 @@ def _gradients(made: Assembled, config: DistillConfig) -> Check:
     )
 
 
-def _graph_breaks(made: Assembled, config: DistillConfig) -> Check:
+def _graph_breaks(built: BuiltRun, config: DistillConfig) -> Check:
     """Where the compiled graph breaks."""
-    found = graph_breaks(made.run.step, _batch(made.run))
-    compiled = made.run.step.compile_objective
+    found = graph_breaks(built.trainer.student, _batch(built.trainer))
+    compiled = built.trainer.student.compile_objective
     verdict = _verdict(not found) if compiled else "-"
     text = f"{len(found)}: {'; '.join(found[:3])}" if found else "none"
     return Check("graph breaks", verdict, text if compiled else f"{text} (not compiled)", "none", {"breaks": found})
 
 
-def _loader(made: Assembled, config: DistillConfig) -> Check:
+def _loader(built: BuiltRun, config: DistillConfig) -> Check:
     """Reading against training."""
-    run = made.run
-    taken = steps(run, 3)
+    trainer = built.trainer
+    taken = steps(trainer, 3)
     step = min(each.seconds for each in taken[1:])
-    reading = statistics.median(_reading_seconds(run, number) for number in range(4, 8))
-    hidden = run.train_source.overlaps
+    reading = statistics.median(_reading_seconds(trainer, number) for number in range(4, 8))
+    hidden = trainer.train_source.overlaps
     how = "read while a step is trained" if hidden else "asked of the teacher, before each step"
     return Check(
         "loader",
@@ -435,17 +426,17 @@ def _loader(made: Assembled, config: DistillConfig) -> Check:
     )
 
 
-def _reading_seconds(run: Run, step: int) -> float:
-    indices = run.sequences(step * run.config.batch_size)
+def _reading_seconds(trainer: Trainer, step: int) -> float:
+    indices = trainer.sequences(step * trainer.config.batch_size)
     started = time.perf_counter()
-    for each in rearrange(indices, "(a m) -> a m", m=run.micro):
-        run.train_source.read(each)
+    for each in rearrange(indices, "(a m) -> a m", m=trainer.micro):
+        trainer.train_source.read(each)
     return time.perf_counter() - started
 
 
-def _disk(made: Assembled, config: DistillConfig) -> Check:
+def _disk(built: BuiltRun, config: DistillConfig) -> Check:
     """Room for the checkpoints to come."""
-    size, kept = state_bytes(made.run), checkpoints_kept(made.run)
+    size, kept = state_bytes(built.trainer), checkpoints_kept(built.trainer)
     free = shutil.disk_usage(existing(config.out)).free
     needed = size * kept
     return Check(
@@ -457,18 +448,18 @@ def _disk(made: Assembled, config: DistillConfig) -> Check:
     )
 
 
-def _overfit(made: Assembled, config: DistillConfig) -> Check:
+def _overfit(built: BuiltRun, config: DistillConfig) -> Check:
     """Sixteen sequences learned by heart."""
-    run = made.run
-    count = min(SEQUENCES, len(run.train_source))
-    numbers = order.batch(config.seed, 0, count, len(run.train_source))
-    batches = [run.train_source.read(numbers[at : at + run.micro]) for at in range(0, count, run.micro)]
-    floor = entropy_floor(batches, run.step.document_mask)
-    own = replace(config.optimizer, lr=max(config.optimizer.lr, 1e-3 if made.spec.init == "scratch" else 0.0))
-    run.state.optimizer.state.clear()
-    optimizer = make_optimizer(run.step.student, run.step.temperature, own, config.objective)
+    trainer = built.trainer
+    count = min(SEQUENCES, len(trainer.train_source))
+    numbers = order.batch(config.seed, 0, count, len(trainer.train_source))
+    batches = [trainer.train_source.read(numbers[at : at + trainer.micro]) for at in range(0, count, trainer.micro)]
+    floor = entropy_floor(batches, trainer.student.document_mask)
+    own = replace(config.optimizer, lr=max(config.optimizer.lr, 1e-3 if built.spec.init == "scratch" else 0.0))
+    trainer.state.optimizer.state.clear()
+    optimizer = make_optimizer(trainer.student, own, config.objective.temperature_lr)
     losses: list[float] = []
-    for loss in overfit(run.step, optimizer, batches, own):
+    for loss in overfit(trainer.student, optimizer, batches, own):
         losses.append(loss)
         if len(losses) > STEPS or loss - floor < 0.05 * (losses[0] - floor):
             break
@@ -483,7 +474,7 @@ def _overfit(made: Assembled, config: DistillConfig) -> Check:
     )
 
 
-CHECKS: tuple[Callable[[Assembled, DistillConfig], Check], ...] = (
+CHECKS: tuple[Callable[[BuiltRun, DistillConfig], Check], ...] = (
     _initial_loss,
     _gradients,
     _correlation,
@@ -497,9 +488,9 @@ CHECKS: tuple[Callable[[Assembled, DistillConfig], Check], ...] = (
 """In this order: the first steps and the overfitting change the student, and what follows them does not mind."""
 
 
-def _batch(run: Run, most: int | None = None) -> CachedBatch:
+def _batch(trainer: Trainer, most: int | None = None) -> CachedBatch:
     """The first micro-batch of the run, or the first `most` sequences of it."""
-    return run.train_source.read(run.sequences(0)[: min(run.micro, most or run.micro)])
+    return trainer.train_source.read(trainer.sequences(0)[: min(trainer.micro, most or trainer.micro)])
 
 
 def _verdict(sound: bool) -> str:

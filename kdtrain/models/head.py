@@ -94,6 +94,11 @@ class SplitModel(nn.Module):
         linear = self.model.get_output_embeddings()
         return OutputHead(linear.weight, getattr(linear, "bias", None), self._scale, self._softcap)
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, padding included."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
     def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None, layers: tuple[int, ...] = ()) -> Any:
         """Return hidden states [B, T, D], or logits [B, T, V] if the model is not split.
 

@@ -7,6 +7,7 @@ how its sequences were dealt out. T^2 keeps the size of KD's gradient as T grows
 1503.02531, section 2); the gradient in T is that of the whole term, T^2 included.
 
 Without targets or with alpha 0 this is plain cross-entropy, and no divergence is computed or reported.
+`DistillationLoss` is the loss with its temperature, `distillation_loss` the function of tensors that it calls.
 
 Shape suffixes: N tokens (B*T flattened, row-major), R rows of a chunk, D model width, V vocabulary.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kdtrain.errors import UsageError
 from kdtrain.objective.dense import DenseStatistics
@@ -27,6 +28,7 @@ from kdtrain.objective.logits import Head
 from kdtrain.objective.statistics import Rows, Statistics
 from kdtrain.objective.tails import resolve_tail, sparse_events
 from kdtrain.objective.targets import SparseTargets, Targets, per_token, scalar
+from kdtrain.objective.temperature import Temperature
 
 
 class LossOutput(NamedTuple):
@@ -34,16 +36,85 @@ class LossOutput(NamedTuple):
 
     loss: Tensor
     """Scalar: the sums below, weighted and divided by the normalizer."""
-    cross_entropy: Tensor
+    ce: Tensor
     """Sum of -log q(label) at T = 1, nats."""
     kd: Tensor
     """Sum of the divergence at T, nats, without the factor T^2; 0 without targets or at alpha 0."""
     kd_at_one: Tensor
     """Sum of the divergence at T = 1, nats; 0 without targets, at alpha 0, or where it was not asked for."""
     hidden: Tensor
-    """Sum of the hidden-state loss (`objective.hidden`), which the training step adds; 0 here."""
+    """Sum of the hidden-state loss (`objective.hidden`), which the student adds; 0 here."""
     tokens: Tensor
     """Number of unmasked tokens."""
+
+
+def joined(ce: Tensor, kd: Tensor, alpha: float, kd_weight: Tensor | float) -> Tensor:
+    """(1 - alpha) CE + alpha T^2 KD, given kd_weight = alpha T^2."""
+    return (1.0 - alpha) * ce + kd_weight * kd
+
+
+class DistillationLoss(nn.Module):
+    """The distillation loss and its temperature, which may be learnable.
+
+    Args:
+        divergence, tail: names in `divergence.DIVERGENCES` and `tails.TAIL_RULES`.
+        alpha: weight of the distillation term, 0 to 1; it may be set anew before any step.
+        temperature: T > 0, or a module of `objective.temperature`.
+        jsd_beta, skew_alpha: what `jsd` and the skew divergences mix with, between 0 and 1.
+    Raises:
+        UsageError: there is no such divergence or tail rule.
+
+    >>> loss = DistillationLoss(divergence="forward-kl", alpha=0.9, temperature=2.0)
+    >>> loss.temperature.value()
+    tensor(2.)
+    """
+
+    def __init__(
+        self,
+        *,
+        divergence: str = "forward-kl",
+        alpha: float = 0.9,
+        tail: str = "ghost",
+        temperature: Temperature | float = 1.0,
+        jsd_beta: float = 0.5,
+        skew_alpha: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.divergence, self.alpha, self.tail = divergence, alpha, tail
+        self.jsd_beta, self.skew_alpha = jsd_beta, skew_alpha
+        self.temperature = temperature if isinstance(temperature, Temperature) else Temperature(float(temperature))
+
+    def forward(
+        self,
+        hidden_ND: Tensor,
+        head: Head,
+        labels_N: Tensor,
+        mask_N: Tensor,
+        targets: Targets | None,
+        *,
+        vocab_size: int,
+        normalizer: Tensor | float,
+        compile: bool = False,
+    ) -> LossOutput:
+        """`distillation_loss` at the present alpha and temperature, and what a learned temperature adds to it."""
+        output = distillation_loss(
+            hidden_ND,
+            head,
+            labels_N,
+            mask_N,
+            targets,
+            temperature=self.temperature.value(),
+            alpha=self.alpha,
+            divergence=self.divergence,
+            tail=self.tail,
+            jsd_beta=self.jsd_beta,
+            skew_alpha=self.skew_alpha,
+            vocab_size=vocab_size,
+            normalizer=normalizer,
+            compile=compile,
+        )
+        extra = None if targets is None else self.temperature.auxiliary_loss(targets, mask_N, normalizer)
+        return output if extra is None else output._replace(loss=output.loss + extra)
 
 
 def distillation_loss(
@@ -75,7 +146,7 @@ def distillation_loss(
         targets: the teacher's N rows, on hidden's device.
         temperature: scalar T > 0.
         alpha: weight of the distillation term, 0 to 1.
-        divergence, tail: names in `divergence.DIVERGENCES` and `events.TAIL_RULES`.
+        divergence, tail: names in `divergence.DIVERGENCES` and `tails.TAIL_RULES`.
         jsd_beta, skew_alpha: what `jsd` and the skew divergences mix with, between 0 and 1.
         vocab_size: V; columns of the head from V on are padding.
         normalizer: unmasked tokens of the whole step.
@@ -156,7 +227,7 @@ class _Recipe:
         cross_entropy, kd, at_one = (
             nothing if x is None else x.masked_fill(~mask_R, 0.0).sum() for x in (cross_entropy_R, kd_R, at_one_R)
         )
-        total = (1.0 - self.alpha) * cross_entropy + self.alpha / beta**2 * kd
+        total = joined(cross_entropy, kd, self.alpha, self.alpha / beta**2)
         return per_token(total, self.normalizer), torch.stack([cross_entropy, kd, at_one])
 
 

@@ -50,6 +50,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
+from kdtrain.models.head import default_probe
 from kdtrain.ranks import agreed_max, local, with_local
 
 
@@ -132,6 +133,17 @@ class Sharded(Alone):
     def reshard(self) -> None:
         """Drop the gathered root, which would be out of date once weights are loaded."""
         reshard(self.student)
+
+
+def parallelize(student: Any, kind: str) -> Alone:
+    """What `training.student.Student` is called through: `single`, `ddp`, or `fsdp` where its model was cut up."""
+    if kind == "single":
+        return Alone(student, student.model)
+    if kind == "fsdp":
+        return Sharded(student, student.model)
+    own = {name for name, _ in student.named_parameters() if not name.startswith("model.")}
+    model = student.model
+    return Replicated(student, model, own, lambda: model.logits(default_probe(model.model)))
 
 
 def shard(

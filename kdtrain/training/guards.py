@@ -56,6 +56,7 @@ import torch
 
 from kdtrain.config import GuardsConfig, StoppingConfig
 from kdtrain.files import typed
+from kdtrain.precision.loss_scale import LossScale
 from kdtrain.ranks import agreed_max
 
 
@@ -329,3 +330,19 @@ class EarlyStopping:
         self._losses = deque(known["losses"], maxlen=AVERAGE_WINDOW)
         self._validation, self._validates = known["validation"], known["validates"]
         self._best, self._waited = known["best"], known["waited"]
+
+
+class Guards:
+    """What looks at the numbers of each step, and the loss scale; their memory is part of every checkpoint.
+
+    Args:
+        guards, stopping: their options.
+        fp16: whether gradients are fp16 and need a loss scale.
+    """
+
+    def __init__(self, guards: GuardsConfig, stopping: StoppingConfig, fp16: bool) -> None:
+        self.spikes = SpikeDetector.of(guards)
+        self.divergence = DivergenceWatch(guards.divergence_factor)
+        self.explosion = GradientExplosion(stopping)
+        self.stopping = EarlyStopping(stopping)
+        self.scale = LossScale(fp16)

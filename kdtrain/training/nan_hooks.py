@@ -33,10 +33,10 @@ from kdtrain.objective.targets import EMPTY, DenseTargets
 from kdtrain.parallel.parallelize import peak, total_norm
 from kdtrain.ranks import local, world_size
 from kdtrain.training.data import TaughtBatch
-from kdtrain.training.student import DistillStep
+from kdtrain.training.student import Student
 
 _NORM = "the norm of all gradients"
-_PREFIX = "student.model."
+_PREFIX = "model.model."
 """What stands before the names that transformers gives."""
 
 
@@ -81,21 +81,24 @@ class Finding:
 
 
 class NanHooks:
-    """Hooks on a step and all of its modules, from now until `remove`; they see eager calls only.
+    """Hooks on a student and all of its modules, from now until `remove`; they see eager calls only.
 
     `take` gives the first finding since it was last called, and begins to count micro-batches anew.
     """
 
-    def __init__(self, step: DistillStep) -> None:
+    def __init__(self, student: Student) -> None:
         self._first: Finding | None = None
         self._micro_batch = 0
-        self._handles: list[Any] = [step.register_forward_pre_hook(self._begin), step.register_forward_hook(self._end)]
-        for name, module in step.named_modules():
-            if module is not step:
+        self._handles: list[Any] = [
+            student.register_forward_pre_hook(self._begin),
+            student.register_forward_hook(self._end),
+        ]
+        for name, module in student.named_modules():
+            if module not in (student, student.loss):
                 called = _public(name) or type(module).__name__
                 self._handles.append(module.register_forward_pre_hook(self._entered(called), with_kwargs=True))
                 self._handles.append(module.register_forward_hook(self._left(called)))
-        for name, parameter in step.named_parameters():
+        for name, parameter in student.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
 
@@ -125,18 +128,17 @@ class NanHooks:
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self._look(module, f"the gradient of {what}", "backward", gradient))
 
-    def _begin(self, step: nn.Module, arguments: tuple[CachedBatch, ...]) -> None:
+    def _begin(self, student: nn.Module, arguments: tuple[CachedBatch, ...]) -> None:
         self._micro_batch += 1
         for what, tensor in _said(arguments[0]):
             self._look("teacher", what, "forward", tensor)
-        for name, parameter in step.named_parameters():
+        for name, parameter in student.named_parameters():
             self._look(*_owner(name), "forward", parameter)
 
-    def _end(self, step: nn.Module, arguments: Any, result: tuple[Tensor, LossOutput]) -> None:
-        loss, sums = result
-        for name in ("cross_entropy", "kd", "hidden"):
-            self._look("objective", f"the sum {name}", "forward", getattr(sums, name))
-        self._look("objective", "the loss", "forward", loss)
+    def _end(self, student: nn.Module, arguments: Any, result: LossOutput) -> None:
+        for name, value in (("cross_entropy", result.ce), ("kd", result.kd), ("hidden", result.hidden)):
+            self._look("objective", f"the sum {name}", "forward", value)
+        self._look("objective", "the loss", "forward", result.loss)
 
     def _entered(self, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
         def hook(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -173,30 +175,30 @@ class NanHooks:
         return hook
 
 
-def find_first(step: DistillStep, batches: Sequence[CachedBatch], normalizer: float) -> Finding | None:
+def find_first(student: Student, batches: Sequence[CachedBatch], normalizer: float) -> Finding | None:
     """Run the micro-batches of a step again, in eager mode and with hooks; None where all of it is finite.
 
     Gradients are dropped before and after. What the random generators are to draw is for the caller to set. All of it
     runs, whatever is found, where other ranks have to take part.
     Running out of memory is told as a finding of its own, and ends nothing.
     """
-    step.zero_grad(set_to_none=True)
-    hooks = NanHooks(step)
+    student.zero_grad(set_to_none=True)
+    hooks = NanHooks(student)
     try:
-        with step.eager():
+        with student.eager():
             for batch in batches:
-                loss, _ = step(batch, normalizer=normalizer)
+                loss = student(batch, normalizer).loss
                 if hooks._first is None or world_size() > 1:
                     loss.backward()
                 if hooks._first is not None and world_size() == 1:
                     break
-            norm = None if hooks._first is not None and world_size() == 1 else _norm(step, len(batches))
+            norm = None if hooks._first is not None and world_size() == 1 else _norm(student, len(batches))
         return hooks._first or norm
     except torch.OutOfMemoryError:
         return Finding.of_no_memory(hooks._micro_batch)
     finally:
         hooks.remove()
-        step.zero_grad(set_to_none=True)
+        student.zero_grad(set_to_none=True)
 
 
 def write_bundle(
@@ -219,9 +221,9 @@ def write_bundle(
     (folder / "finding.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def _norm(step: DistillStep, micro_batch: int) -> Finding | None:
+def _norm(student: Student, micro_batch: int) -> Finding | None:
     """The norm of finite gradients can be infinite: their squares have to fit into fp32 as well."""
-    gradients = {name: each.grad for name, each in step.named_parameters() if each.grad is not None}
+    gradients = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
     if not gradients or total_norm(list(gradients.values())).isfinite():
         return None
     largest = max(gradients, key=lambda name: peak(gradients[name]))
@@ -254,7 +256,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _public(name: str) -> str:
-    """The name that transformers gives to what the step calls `name`."""
+    """The name that transformers gives to what the student calls `name`."""
+    name = name.removeprefix("loss.")
     return name.removeprefix(_PREFIX) if name != _PREFIX[:-1] else ""
 
 

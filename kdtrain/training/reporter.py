@@ -36,12 +36,11 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.config import DistillConfig
 from kdtrain.monitor.progress import status
 from kdtrain.monitor.writers import Writers
-from kdtrain.objective.temperature import Temperature
 from kdtrain.parallel.parallelize import peaks, reshard
 from kdtrain.precision.modes import autocast
 from kdtrain.ranks import memory_mb, resident_mb
 from kdtrain.training.data import Source
-from kdtrain.training.student import DistillStep
+from kdtrain.training.student import Student
 
 NextLogits = Callable[[torch.Tensor], torch.Tensor]
 """tokens_BT -> logits_BV of the token after the last one."""
@@ -66,23 +65,6 @@ def generate(next_logits: NextLogits, prompts_BT: torch.Tensor, tokens: int, see
         drawn = torch.multinomial(torch.softmax(logits[rows:], -1), 1, generator=generator)
         written = torch.cat([written, torch.cat([best, drawn])], dim=1)
     return written[:rows, start:], written[rows:, start:]
-
-
-class BoundWatch:
-    """Remembers the bound that was last named; a resumed run names it once more."""
-
-    def __init__(self) -> None:
-        self.named: str | None = None
-
-    def look(self, temperature: Temperature, mode: str, step: int, writers: Writers) -> None:
-        """Name a bound that T has come to sit on, on the terminal and in events.jsonl. Reads the device."""
-        bound = temperature.at_bound()
-        if bound is not None and bound != self.named:
-            value = float(temperature.value().detach())
-            text = f"the learned temperature sits on its {bound}, {value:.3f}: --temperature-mode {mode} found nothing"
-            facts = {"bound": bound, "temperature": value, "mode": mode}
-            writers.warning("temperature-bound", step, f"{text} inside the bounds", **facts)
-        self.named = bound
 
 
 class ClippedShare:
@@ -264,40 +246,42 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 32, 48
 
 
 class Sampler:
-    """Asks the student of `step` to go on with the first tokens of the first sequences of `source`.
+    """Asks the student to continue the first tokens of the first sequences of `source`.
 
     Args:
-        step: the student and how its forward runs.
+        student: what writes.
         source: the validation split; read once, at the first call.
         tokenizer: what makes text of tokens.
         seed: of the samples.
     """
 
-    def __init__(self, step: DistillStep, source: Source, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-        self.step, self.source, self.tokenizer, self.seed = step, source, tokenizer, seed
-        self.prompt = max(1, min(PROMPT_TOKENS, step.seq_len // 2))
-        self.tokens = max(1, min(NEW_TOKENS, step.seq_len - self.prompt))
+    def __init__(self, student: Student, source: Source, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self.student, self.source, self.tokenizer, self.seed = student, source, tokenizer, seed
         self.prompts_BT: torch.Tensor | None = None
+        self.tokens = 0
 
     def texts(self) -> list[dict[str, str]]:
         """Prompt, greedy and sampled continuation of each prompt; the student's mode is left as it was."""
         if self.prompts_BT is None:
             numbers = np.arange(min(PROMPTS, len(self.source)))
-            self.prompts_BT = self.source.read(numbers).tokens[:, : self.prompt]
-        training = self.step.training
-        self.step.eval()
+            tokens_BT = self.source.read(numbers).tokens
+            seq_len = tokens_BT.shape[1] - 1
+            prompt = max(1, min(PROMPT_TOKENS, seq_len // 2))
+            self.prompts_BT, self.tokens = tokens_BT[:, :prompt], max(1, min(NEW_TOKENS, seq_len - prompt))
+        training = self.student.training
+        self.student.eval()
         try:
             both = generate(self._next_logits, self.prompts_BT, self.tokens, self.seed)
         finally:
-            self.step.train(training)
-            reshard(self.step.student)
+            self.student.train(training)
+            reshard(self.student.model)
         written = [self.tokenizer.batch_decode(tokens.tolist()) for tokens in (self.prompts_BT, *both)]
         return [dict(zip(("prompt", "greedy", "sampled"), row, strict=True)) for row in zip(*written, strict=True)]
 
     def _next_logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        with self.step.switch.at("high"), autocast(self.step.mode, self.step.device):
-            hidden_BTD = self.step.student(tokens_BT)
-        return self.step.student.head(hidden_BTD[:, -1])[:, : self.step.vocab_size]
+        with self.student.switch.at("high"), autocast(self.student.mode, self.student.device):
+            hidden_BTD = self.student.model(tokens_BT)
+        return self.student.model.head(hidden_BTD[:, -1])[:, : self.student.vocab_size]
 
 
 class Reporter:
@@ -305,7 +289,7 @@ class Reporter:
 
     Args:
         config: every option.
-        step: the student and its forward.
+        student: what is trained.
         writers: where numbers go.
         validation: where prompts come from.
         tokenizer: what makes text of tokens; without one there are no samples.
@@ -317,7 +301,7 @@ class Reporter:
     def __init__(
         self,
         config: DistillConfig,
-        step: DistillStep,
+        student: Student,
         writers: Writers,
         validation: Source,
         tokenizer: PreTrainedTokenizerFast | None,
@@ -326,18 +310,19 @@ class Reporter:
         finished: int,
         samples: int = 0,
     ) -> None:
-        self.config, self.step, self.writers, self.init = config, step, writers, init
-        self.sampler = None if tokenizer is None else Sampler(step, validation, tokenizer, config.seed)
+        self.config, self.student, self.writers, self.init = config, student, writers, init
+        self.sampler = None if tokenizer is None else Sampler(student, validation, tokenizer, config.seed)
         self.clipped = ClippedShare(config.optimizer.clip)
         every = (config.checkpoint.checkpoint_freq, config.monitor.eval_freq)
         self.memory = MemoryGrowth(finished + 1, every=every)
         self.learned = LearnedSamples(samples)
         self.looked = False
-        self.utilization_known = step.device.type == "cuda"
+        self.bound: str | None = None
+        self.utilization_known = student.device.type == "cuda"
 
     def initial(self, loss: float) -> None:
         """Say whether the first validation, before any step, is what it should be; `loss` in nats a token."""
-        sound, text = initial_loss(loss, self.step.vocab_size, self.init)
+        sound, text = initial_loss(loss, self.student.vocab_size, self.init)
         if not sound:
             self.writers.warning("initial-loss", 0, text)
 
@@ -346,17 +331,17 @@ class Reporter:
         if self.looked:
             return
         self.looked = True
-        for text in gradients_of(self.step.student).lines():
+        for text in gradients_of(self.student.model).lines():
             self.writers.warning("gradients", number, text)
 
     def gradients(self, number: int) -> None:
         """Before the optimizer's step, the gradients clipped: show their distributions where they are due."""
         if _due(number, self.config.monitor.histogram_freq):
             tensors: dict[str, torch.Tensor] = {}
-            for name, each in self.step.student.named_parameters():
-                tensors |= {f"parameters/{name}": each} | (
-                    {} if each.grad is None else {f"gradients/{name}": each.grad}
-                )
+            for name, each in self.student.model.named_parameters():
+                tensors[f"parameters/{name}"] = each
+                if each.grad is not None:
+                    tensors[f"gradients/{name}"] = each.grad
             self.writers.histograms(number, tensors)
 
     def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> str:
@@ -374,7 +359,7 @@ class Reporter:
         often = self.clipped.add(norm)
         share = {"clipped_share": self.clipped.share} if self.config.optimizer.clip else {}
         self.writers.metrics(number, {**numbers, **share, **self._resources(number)})
-        held = memory_mb(self.step.device)
+        held = memory_mb(self.student.device)
         grown, leak = self.memory.add(number, held)
         if leak is not None:
             self.writers.warning("memory-growth", number, leak)
@@ -384,12 +369,26 @@ class Reporter:
             self.writers.warning("learned-samples", number, by_heart, **facts)
         if often is not None:
             self.writers.warning("clipped", number, often)
-        own = {"ckpt": checkpoint - number, "memory_mb": held, "mem_delta": grown, "mode": self.step.present_mode}
+        own = {"ckpt": checkpoint - number, "memory_mb": held, "mem_delta": grown, "mode": self.student.present_mode}
         return status({**numbers, **own})
+
+    def temperature(self, number: int) -> None:
+        """After step `number`: name a bound that a learned T sits on, once until it leaves. Reads the device.
+
+        A resumed run names it once more.
+        """
+        temperature, mode = self.student.temperature, self.config.objective.temperature_mode
+        bound = temperature.at_bound()
+        if bound is not None and bound != self.bound:
+            value = float(temperature.value().detach())
+            text = f"the learned temperature sits on its {bound}, {value:.3f}: --temperature-mode {mode} found nothing"
+            facts = {"bound": bound, "temperature": value, "mode": mode}
+            self.writers.warning("temperature-bound", number, f"{text} inside the bounds", **facts)
+        self.bound = bound
 
     def _resources(self, number: int) -> dict[str, float]:
         """MiB of memory by kind, and where a line is due how busy the GPU was in the last second, in percent."""
-        device, found = self.step.device, {"memory_resident_mb": resident_mb()}
+        device, found = self.student.device, {"memory_resident_mb": resident_mb()}
         if device.type == "cuda":
             found["memory_allocated_mb"] = torch.cuda.memory_allocated(device) / 2**20
             found["memory_reserved_mb"] = torch.cuda.memory_reserved(device) / 2**20

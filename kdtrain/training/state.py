@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.store import Checkpoint, load, read_state
-from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.config import OptimizerConfig
 from kdtrain.errors import RunError
 from kdtrain.files import typed
-from kdtrain.models.head import SplitModel
 from kdtrain.parallel.parallelize import cut_like, part_of, reshard
 from kdtrain.ranks import local, rank
+from kdtrain.training.student import Student
 
 _PREFIX = "snapshot."
 
@@ -174,16 +174,14 @@ def load_saved(path: Path, like: shards.Like | None = None) -> Checkpoint:
 
 @dataclass
 class TrainState:
-    """The student, the temperature, the optimizer, how far they are, what a hidden-state loss learns, and what watches.
+    """The student with all that it learns, the optimizer, how far they are, and what watches.
 
     `watchers` are the guards that remember something, by the name their numbers have in a checkpoint.
     """
 
-    student: SplitModel
-    temperature: nn.Module
+    student: Student
     optimizer: torch.optim.AdamW
-    progress: Progress
-    hidden: nn.Module = field(default_factory=nn.Module)
+    progress: Progress = field(default_factory=Progress)
     watchers: dict[str, Stateful] = field(default_factory=dict)
     snapshots: deque[Checkpoint] = field(default_factory=deque)
     """Earlier states, kept in memory to go back to."""
@@ -194,7 +192,7 @@ class TrainState:
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors` without those of the snapshots."""
-        named = {f"student.{name}": tensor for name, tensor in _once(self.student).items()}
+        named = {f"student.{name}": tensor for name, tensor in _once(self.student.model).items()}
         for part, module in self._parts()[1:]:
             named |= {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
         for name, parameter in self._parameters():
@@ -250,7 +248,7 @@ class TrainState:
         saved = {name for name in tensors if not name.startswith("optimizer.")}
         if own != saved:
             raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
-        reshard(self.student)  # what a forward has left gathered would be out of date
+        reshard(self.student.model)  # what a forward has left gathered would be out of date
         for part, module in self._parts():
             start = f"{part}."
             saved_part = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
@@ -274,36 +272,33 @@ class TrainState:
                     raise RunError(f"the checkpoint's '{name}' is not what a run writes: {error}") from error
 
     def _parts(self) -> list[tuple[str, nn.Module]]:
-        return [("student", self.student), ("temperature", self.temperature), ("hidden", self.hidden)]
+        student = self.student
+        hidden = nn.Module() if student.hidden_loss is None else student.hidden_loss
+        return [("student", student.model), ("temperature", student.temperature), ("hidden", hidden)]
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"{part}.{name}", each) for part, module in self._parts() for name, each in module.named_parameters()]
 
 
-def make_optimizer(
-    student: nn.Module,
-    temperature: nn.Module,
-    config: OptimizerConfig,
-    objective: ObjectiveConfig,
-    hidden: nn.Module | None = None,
-) -> torch.optim.AdamW:
-    """Fused AdamW (arXiv 1711.05101): decay on the student's matrices only, a rate of its own for the temperature.
+def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: float) -> torch.optim.AdamW:
+    """Fused AdamW (arXiv 1711.05101): decay on the model's matrices only, a rate of its own for the temperature.
 
     Each group carries `peak`, its peak learning rate relative to `config.lr`.
     """
-    embeddings = {id(each.weight) for each in student.modules() if isinstance(each, nn.Embedding)}
+    hidden = student.hidden_loss
+    embeddings = {id(each.weight) for each in student.model.modules() if isinstance(each, nn.Embedding)}
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    for parameter in student.parameters():
+    for parameter in student.model.parameters():
         if parameter.requires_grad:
             (matrices if parameter.ndim >= 2 and id(parameter) not in embeddings else others).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay, "peak": 1.0},
         {"params": others, "weight_decay": 0.0, "peak": 1.0},
         {
-            "params": list(temperature.parameters()),
+            "params": list(student.temperature.parameters()),
             "weight_decay": 0.0,
-            "peak": objective.temperature_lr / config.lr,
+            "peak": temperature_lr / config.lr,
         },
         {"params": [] if hidden is None else list(hidden.parameters()), "weight_decay": 0.0, "peak": 1.0},
     ]

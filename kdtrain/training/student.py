@@ -1,12 +1,9 @@
-"""One micro-batch through student and objective, as one module.
+"""The student and its loss as one module: what a wrapper (DDP, FSDP2, accelerate, Trainer) is put around.
 
-Backbone and output head are called inside one `forward`, so that a wrapper around the module (DDP, FSDP) sees every
-parameter that takes part. The backbone is compiled; the objective's engine compiles its own elementwise work.
+Backbone, output head and loss are called inside one `forward`, so that a wrapper sees every parameter that takes part.
+The backbone is compiled; the objective's engine compiles its own elementwise work.
 
-The hidden-state loss of a run: which layers, how wide they are, and what is refused.
-
-Widths and the number of layers are read off a probe batch of each model, because configurations name them in many
-ways, and some models change the width between layers.
+Shape suffixes: B sequences, T positions, N tokens (B*T), D model width, K kept entries, G knots of beta.
 """
 
 import contextlib
@@ -16,92 +13,135 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kdtrain.cache.reader import CachedBatch
-from kdtrain.config import ObjectiveConfig, PrecisionConfig
+from kdtrain.config import ObjectiveConfig
 from kdtrain.errors import UsageError
-from kdtrain.models.head import SplitModel, layer_widths
+from kdtrain.models.head import SplitModel, layer_widths, split
 from kdtrain.objective.hidden import HiddenLoss, layer_pairs
-from kdtrain.objective.loss import LossOutput, distillation_loss
+from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.targets import per_token
+from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import autocast, head_dtype
 from kdtrain.training.data import TaughtBatch
 
 
-class DistillStep(nn.Module):
-    """The loss of one micro-batch.
+class Student(nn.Module):
+    """A causal language model and its distillation loss.
+
+    The model's parameters are used as they are; nothing of the model changes but what `document_mask` asks for.
 
     Args:
-        student: split into backbone and output head.
-        temperature: one of `kdtrain.objective.temperature`.
-        vocab_size: the vocabulary of the data; a padded head's further rows are ignored.
-        seq_len: T, tokens in a sequence.
-        has_teacher: whether micro-batches carry targets; without them it is plain cross-entropy.
-        mode: number format of the backbone's forward, but for what is quantised.
-        device: where the micro-batch lies.
-        document_mask: whether packed documents are kept from seeing each other.
-        compile: whether backbone and objective are compiled.
-        by_layer: whether the backbone's layers are compiled already, each by itself, and the backbone is not to be.
-        hidden_loss: compares hidden states with the teacher's, None not to; `layers` of the student.
-        switch: of the student's linear layers, and `quantized` the mode it can switch to; None where there is none.
+        model: of `transformers`, or one that is split into backbone and output head already.
+        loss: what it is trained on.
+        vocab_size: the vocabulary of the data; rows of the head from there on are padding. None: all rows count.
+        mode: number format of the backbone's forward (`fp32`, `bf16`, `fp16`), but for what is quantised; `fp32` leaves
+            it to an autocast around the call.
+        document_mask: keep packed documents from seeing each other.
+        compile: compile backbone and objective.
+        compile_mode: what `torch.compile` calls the mode.
+        by_layer: the backbone's layers are compiled already, each by itself, and the backbone is not to be.
+        hidden_loss: compares hidden states of `layers` with the teacher's, times `hidden_weight`; None not to.
+        switch: of the model's linear layers, and `quantized` the mode it can switch to; None where there is none.
+    Raises:
+        UsageError: the model's output head cannot be read.
+
+    >>> from kdtrain.testing import tiny_model
+    >>> student = Student(tiny_model("llama", 300), DistillationLoss(alpha=0.0))
+    >>> output = student(tokens=torch.randint(0, 300, (2, 9)), loss_mask=torch.ones(2, 8, dtype=torch.bool))
+    >>> output.tokens
+    tensor(16)
     """
 
     def __init__(
         self,
-        student: SplitModel,
-        temperature: Any,
-        objective: ObjectiveConfig,
-        precision: PrecisionConfig,
+        model: PreTrainedModel | SplitModel,
+        loss: DistillationLoss,
         *,
-        vocab_size: int,
-        seq_len: int,
-        has_teacher: bool,
-        mode: str,
-        device: torch.device,
-        document_mask: bool,
-        compile: bool,
+        vocab_size: int | None = None,
+        mode: str = "fp32",
+        document_mask: bool = False,
+        compile: bool = False,
+        compile_mode: str | None = None,
         by_layer: bool = False,
         hidden_loss: HiddenLoss | None = None,
+        hidden_weight: float = 1.0,
         layers: tuple[int, ...] = (),
         switch: Switch | None = None,
         quantized: str | None = None,
     ) -> None:
         super().__init__()
-        self.student = student
-        self.temperature = temperature
-        self.objective = objective
-        self.alpha = objective.alpha
-        self.vocab_size = vocab_size
-        self.seq_len = seq_len
-        self.has_teacher = has_teacher
+        self.model = model if isinstance(model, SplitModel) else split(model)
+        self.loss = loss
+        self.vocab_size = vocab_size or self.model.vocab_size
         self.mode = mode
-        self.device = device
         self.document_mask = document_mask
         self.compile_objective = compile
         self.by_layer = by_layer
         self.hidden_loss = hidden_loss
+        self.hidden_weight = hidden_weight
         self.layers = layers
         self.switch = switch or Switch()
         self.quantized = quantized
         self.backbone = self._backbone
         if compile and not by_layer:
-            compile_mode = None if precision.compile_mode == "default" else precision.compile_mode
             self.backbone = torch.compile(self._backbone, dynamic=False, mode=compile_mode)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return next(self.parameters()).device
+
+    @property
+    def temperature(self) -> Temperature:
+        """That of the loss."""
+        return self.loss.temperature
 
     @property
     def present_mode(self) -> str:
         """The mode of the next step: that of its forward's products."""
         return self.quantized if self.quantized and self.switch.position == "quantized" else self.mode
 
-    def _backbone(
-        self, tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The student's output, and those of the layers that a hidden-state loss wants."""
-        if self.layers:
-            return self.student.with_layers(tokens_BT, segments_BT, self.layers)
-        return self.student(tokens_BT, segments_BT), []
+    def forward(
+        self,
+        batch: CachedBatch,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> LossOutput:
+        """The loss to differentiate and the sums to report.
+
+        Args:
+            batch: B sequences of T + 1 tokens with their targets.
+            num_items_in_batch: what sums over tokens are divided by: the unmasked tokens of the whole optimizer step,
+                over micro-batches and ranks. None: those of this batch.
+        """
+        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
+        mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
+        normalizer = mask_N.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        hidden_ND, states = self._hidden(self.backbone, batch)
+        output: LossOutput = self.loss(
+            hidden_ND,
+            self.model.head,
+            labels_N,
+            mask_N,
+            batch.targets,
+            vocab_size=self.vocab_size,
+            normalizer=normalizer,
+            compile=self.compile_objective,
+        )
+        if self.hidden_loss is not None:
+            assert isinstance(batch, TaughtBatch)
+            distance = self.hidden_loss(states, batch.states, mask_N)
+            loss = output.loss + per_token(self.hidden_weight * distance, normalizer)
+            output = output._replace(loss=loss, hidden=distance.detach().to(output.hidden.dtype))
+        return output
+
+    def total(self, sums: LossOutput, temperature: Tensor) -> Tensor:
+        """The loss of the tokens that `sums` is of, as their sum, in fp64, at a temperature given as a number."""
+        loss = joined(sums.ce.double(), sums.kd.double(), self.loss.alpha, self.loss.alpha * temperature.double() ** 2)
+        return loss if self.hidden_loss is None else loss + self.hidden_weight * sums.hidden.double()
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
@@ -114,64 +154,33 @@ class DistillStep(nn.Module):
         finally:
             self.backbone, self.compile_objective = before
 
-    def _layers_eager(self) -> contextlib.AbstractContextManager[Any]:
-        """Layers that are compiled each by itself run as they are inside."""
-        return torch.compiler.set_stance("force_eager") if self.by_layer else contextlib.nullcontext()
-
-    def hidden_eager(self, batch: CachedBatch) -> torch.Tensor:
+    def hidden_eager(self, batch: CachedBatch) -> Tensor:
         """The backbone's output for a micro-batch, [B*T, D], without a compiled graph.
 
         Validation is rare, and a graph of its own costs half a minute. It is never quantised: what is exported is not.
         """
         with self.switch.at("high"), self._layers_eager():
-            return self._hidden(lambda *asked: (self.student(*asked), []), batch)[0]
+            return self._hidden(lambda *asked: (self.model(*asked), []), batch)[0]
+
+    def _layers_eager(self) -> contextlib.AbstractContextManager[Any]:
+        """Layers that are compiled each by itself run as they are inside."""
+        return torch.compiler.set_stance("force_eager") if self.by_layer else contextlib.nullcontext()
+
+    def _backbone(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """The model's hidden states, and those of the layers that a hidden-state loss wants."""
+        if self.layers:
+            return self.model.with_layers(tokens_BT, segments_BT, self.layers)
+        return self.model(tokens_BT, segments_BT), []
 
     def _hidden(
-        self, backbone: Callable[..., tuple[torch.Tensor, list[torch.Tensor]]], batch: CachedBatch
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        with autocast(self.mode, self.device):
+        self, backbone: Callable[..., tuple[Tensor, list[Tensor]]], batch: CachedBatch
+    ) -> tuple[Tensor, list[Tensor]]:
+        with autocast(self.mode, batch.tokens.device):
             hidden_BTD, states = backbone(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
-        if self.student.fused:
+        if self.model.fused:
             # Many models end in a norm that gives fp32 under autocast; the head's products are the mode's all the same.
             hidden_BTD = hidden_BTD.to(head_dtype(self.mode) or hidden_BTD.dtype)
         return rearrange(hidden_BTD, "B T D -> (B T) D"), [rearrange(each, "B T D -> (B T) D") for each in states]
-
-    def forward(self, batch: CachedBatch, normalizer: float) -> tuple[torch.Tensor, LossOutput]:
-        """The loss to differentiate and the sums to report.
-
-        Args:
-            batch: B sequences of T + 1 tokens with their targets.
-            normalizer: what sums over tokens are divided by.
-        """
-        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
-        mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
-        hidden_ND, states = self._hidden(self.backbone, batch)
-        output = distillation_loss(
-            hidden_ND,
-            self.student.head,
-            labels_N,
-            mask_N,
-            batch.targets,
-            temperature=self.temperature.value(),
-            alpha=self.alpha,
-            divergence=self.objective.divergence,
-            tail=self.objective.tail,
-            jsd_beta=self.objective.jsd_beta,
-            skew_alpha=self.objective.skew_alpha,
-            vocab_size=self.vocab_size,
-            normalizer=normalizer,
-            compile=self.compile_objective,
-        )
-        loss = output.loss
-        if batch.targets is not None:
-            extra = self.temperature.auxiliary_loss(batch.targets, mask_N, normalizer)
-            loss = loss if extra is None else loss + extra
-        if self.hidden_loss is not None:
-            assert isinstance(batch, TaughtBatch)
-            distance = self.hidden_loss(states, batch.states, mask_N)
-            output = output._replace(hidden=distance.detach().to(output.hidden.dtype))
-            loss = loss + per_token(self.objective.hidden_weight * distance, normalizer)
-        return loss, output
 
 
 @dataclass(frozen=True)

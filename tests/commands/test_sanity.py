@@ -93,8 +93,8 @@ def test_a_student_that_says_to_be_trained_and_is_not_is_to_be_looked_at(workben
 
 def test_text_alone_is_packed_aside_and_no_more_of_it_than_is_needed(workbench, monkeypatch):
     asked = []
-    assemble = sanity.rehearsal
-    monkeypatch.setattr(sanity, "rehearsal", lambda config: (asked.append(config), assemble(config))[1])
+    assemble = sanity.trial_run
+    monkeypatch.setattr(sanity, "trial_run", lambda config: (asked.append(config), assemble(config))[1])
     checks = checked(workbench, "--student", "student.toml", *workbench.text, *FAST)
     assert checks["distillation term and T²"]["verdict"] == checks["teacher-student correlation"]["verdict"] == "-"
     assert checks["overfitting"]["verdict"] == "ok"

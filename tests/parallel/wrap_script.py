@@ -17,19 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.checkpoint import shards
-from kdtrain.config import ObjectiveConfig, OptimizerConfig, PrecisionConfig
+from kdtrain.config import OptimizerConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.models.head import default_probe, split
+from kdtrain.models.head import split
 from kdtrain.monitor.loggers import histograms
+from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel import parallelize
-from kdtrain.parallel.parallelize import Alone, Replicated, Sharded, clip_norm_, layers_of, mesh_of, peaks, shard, whole
+from kdtrain.parallel.parallelize import Alone, clip_norm_, layers_of, mesh_of, peaks, shard, whole
 from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import guarded_step, not_finite
-from kdtrain.training.state import Progress, TrainState, make_optimizer
-from kdtrain.training.student import DistillStep
+from kdtrain.training.state import TrainState, make_optimizer
+from kdtrain.training.student import Student
 
 VOCABULARY, SEQ_LEN, MICROS = 300, 8, 3
 CPU = torch.device("cpu")
@@ -42,19 +43,8 @@ def spread(kind: str) -> Alone:
     temperature = build_temperature("minimize", start=2.0, minimum=0.5, maximum=4.0)
     if kind in ("fsdp", "hybrid"):
         shard(student, CPU, shard_size=1 if kind == "hybrid" else None)
-    step = DistillStep(
-        *(student, temperature, ObjectiveConfig(temperature_mode="minimize"), PrecisionConfig()),
-        vocab_size=VOCABULARY,
-        seq_len=SEQ_LEN,
-        has_teacher=True,
-        mode="fp32",
-        device=CPU,
-        document_mask=False,
-        compile=False,
-    )
-    if kind == "ddp":
-        return Replicated(step, student, {"temperature.theta"}, lambda: student.logits(default_probe(student.model)))
-    return Alone(step, student) if kind == "single" else Sharded(step, student)
+    step = Student(student, DistillationLoss(temperature=temperature), vocab_size=VOCABULARY)
+    return parallelize.parallelize(step, "fsdp" if kind == "hybrid" else kind)
 
 
 def batch(number: int) -> CachedBatch:
@@ -71,7 +61,7 @@ def accumulate(wrapped: Alone, numbers: range) -> None:
     """The gradients of some micro-batches, exchanged with the last."""
     for number in numbers:
         with wrapped.micro_batch(last=number == numbers[-1]):
-            wrapped(batch(number), normalizer=100.0)[0].backward()
+            wrapped(batch(number), 100.0).loss.backward()
 
 
 def own() -> range:
@@ -88,7 +78,7 @@ def of_one_process() -> Alone:
     """All ranks' micro-batches in one step that is not wrapped."""
     alone = spread("single")
     for number in range(MICROS * dist.get_world_size()):
-        alone(batch(number), normalizer=100.0)[0].backward()
+        alone(batch(number), 100.0).loss.backward()
     return alone
 
 
@@ -121,11 +111,11 @@ def gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch() -> N
             with Counted() as early:
                 for number in own()[:-1]:
                     with wrapped.micro_batch(last=False):
-                        wrapped(batch(number), normalizer=100.0)[0].backward()
+                        wrapped(batch(number), 100.0).loss.backward()
             # FSDP2 gathers weights for every micro-batch, and DDP tells once how its buckets are put in order
             assert not early.calls.keys() & {"allreduce", "reduce_scatter_base"}, kind
             with Counted() as late, wrapped.micro_batch(last=True):
-                wrapped(batch(own()[-1]), normalizer=100.0)[0].backward()
+                wrapped(batch(own()[-1]), 100.0).loss.backward()
             assert near(gradients(wrapped), expected), kind
         if kind == "ddp":
             assert sum(late.calls["allreduce"]) == parallelize.ddp(shapes).all_reduce
@@ -145,7 +135,7 @@ def gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch() -> N
 def a_call_past_the_wrapper_leaves_gradients_that_this_test_would_see() -> None:
     expected, wrapped = gradients(of_one_process()), spread("ddp")
     for number in own():
-        wrapped.wrapper.module(batch(number), normalizer=100.0)[0].backward()
+        wrapped.wrapper.module(batch(number), 100.0).loss.backward()
     assert not near(gradients(wrapped), expected)
 
 
@@ -174,7 +164,7 @@ def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
 def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all() -> None:
     for kind in KINDS:
         wrapped = spread(kind)
-        optimizer = make_optimizer(wrapped.student, wrapped.step.temperature, OptimizerConfig(), ObjectiveConfig())
+        optimizer = make_optimizer(wrapped.step, OptimizerConfig(), temperature_lr=0.01)
         for broken in (False, True, False):
             before = [local(each.detach()).clone() for each in wrapped.student.parameters()]
             accumulate(wrapped, own())
@@ -192,13 +182,11 @@ def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on
 def a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names() -> None:
     def state(kind: str) -> TrainState:
         wrapped = spread(kind)
-        temperature = wrapped.step.temperature
-        objective = ObjectiveConfig(temperature_mode="minimize")
-        optimizer = make_optimizer(wrapped.student, temperature, OptimizerConfig(), objective)
+        optimizer = make_optimizer(wrapped.step, OptimizerConfig(), temperature_lr=0.01)
         numbers = own() if kind != "single" else range(MICROS * dist.get_world_size())
         accumulate(wrapped, numbers)
         optimizer.step()
-        return TrainState(wrapped.student, temperature, optimizer, Progress())
+        return TrainState(wrapped.step, optimizer)
 
     one = state("single")
     for kind in KINDS:

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from kdtrain.cache.reader import CachedBatch
-from kdtrain.checkpoint.saver import Saver
-from kdtrain.checkpoint.store import Store
 from kdtrain.config import (
     CheckpointConfig,
     DistillConfig,
@@ -23,16 +21,12 @@ from kdtrain.config import (
     StoppingConfig,
 )
 from kdtrain.models.head import SplitModel, split
-from kdtrain.monitor.writers import Writers
+from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.parallel.parallelize import Alone
 from kdtrain.testing import tiny_model
-from kdtrain.training.guards import DivergenceWatch, EarlyStopping, GradientExplosion, SpikeDetector
-from kdtrain.training.reporter import Reporter
-from kdtrain.training.run import Run
-from kdtrain.training.state import Progress, TrainState, make_optimizer
-from kdtrain.training.student import DistillStep
+from kdtrain.training.student import Student
+from kdtrain.training.trainer import Trainer
 
 VOCABULARY, SEQ_LEN = 300, 8
 CPU = torch.device("cpu")
@@ -86,66 +80,32 @@ class Workshop:
         steps: int = 4,
         model: dict[str, Any] | None = None,
         **options: Any,
-    ) -> Iterator[Run]:
+    ) -> Iterator[Trainer]:
         """A run of `steps` steps of 4 sequences, with the options of all sections given flat, and the model's."""
         out = self.folder / name
         out.mkdir(exist_ok=True)
         config = _config(out, steps, {"lr": 1e-2, "warmup_steps": 0, "batch_size": 4, **options})
         student = self.student(**model or {})
-        temperature = _temperature(config.objective, steps)
-        spikes = SpikeDetector.of(config.guards)
-        divergence = DivergenceWatch(config.guards.divergence_factor)
-        explosion, stopping = GradientExplosion(config.stopping), EarlyStopping(config.stopping)
-        state = TrainState(
-            student,
-            temperature,
-            make_optimizer(student, temperature, config.optimizer, config.objective),
-            Progress(),
-            watchers={
-                **{"spikes": spikes, "divergence": divergence, "explosion": explosion, "stopping": stopping},
-            },
+        loss = DistillationLoss(
+            divergence=config.objective.divergence,
+            alpha=config.objective.alpha,
+            tail=config.objective.tail,
+            temperature=_temperature(config.objective, steps),
         )
-        step = DistillStep(
-            student,
-            temperature,
-            config.objective,
-            config.precision,
-            vocab_size=VOCABULARY,
-            seq_len=SEQ_LEN,
-            has_teacher=True,
-            mode="fp32",
-            device=CPU,
-            document_mask=False,
-            compile=False,
-        )
-        keep = config.checkpoint
-        store = Store(
-            out / "checkpoints",
-            keep_rolling=keep.keep_rolling,
-            keep_epochs=keep.keep_epochs,
-            keep_special=keep.keep_special,
-        )
-        run = Run(
-            config=config,
-            planned=steps,
+        trainer = Trainer(
+            config,
+            Student(student, loss, vocab_size=VOCABULARY),
+            train or RandomSource(10),
+            validation or RandomSource(5, seed=1),
+            total_steps=steps,
             micro=config.micro_batch_size or config.batch_size,
-            step=step,
-            spread=Alone(step, student),
-            state=state,
-            store=store,
-            saver=Saver(store, asynchronous=keep.async_save),
-            train_source=train or RandomSource(10),
-            validation_source=validation or RandomSource(5, seed=1),
-            spikes=spikes,
-            divergence=divergence,
-            explosion=explosion,
-            stopping=stopping,
+            seq_len=SEQ_LEN,
             identity=IDENTITY,
         )
-        run.writers = Writers(out, 0, None, MonitorConfig(tensorboard=False))
-        run.reporter = Reporter(config, step, run.writers, run.validation_source, None, init="scratch", finished=0)
-        yield run
-        run.writers.close()
+        trainer.open(None, init="scratch")
+        trainer.halves_until = 0
+        yield trainer
+        trainer.writers.close()
 
 
 IDENTITY: dict[str, Any] = {

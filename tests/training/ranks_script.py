@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from kdtrain.config import ObjectiveConfig, PrecisionConfig
+from kdtrain.config import ObjectiveConfig
 from kdtrain.models.head import split
+from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
 from kdtrain.training.data import TaughtBatch
-from kdtrain.training.student import DistillStep, plan_hidden_loss
+from kdtrain.training.student import Student, plan_hidden_loss
 
 VOCABULARY, SEQ_LEN, SEQUENCES = 300, 8, 8
 CASES = [("forward-kl", "minimize"), ("jsd", "adversarial"), ("reverse-kl", "likelihood")]
@@ -30,26 +31,19 @@ def gradients(divergence: str, mode: str, rank: int, world: int, micro: int) -> 
     plan = plan_hidden_loss(objective, student, teacher, seed=0)
     assert plan is not None
     temperature = build_temperature(mode, start=2.0, minimum=0.5, maximum=4.0, total_steps=10, ramp_steps=0)
-    step = DistillStep(
+    step = Student(
         student,
-        temperature,
-        objective,
-        PrecisionConfig(),
+        DistillationLoss(divergence=divergence, temperature=temperature),
         vocab_size=VOCABULARY,
-        seq_len=SEQ_LEN,
-        has_teacher=True,
-        mode="fp32",
-        device=torch.device("cpu"),
-        document_mask=False,
-        compile=False,
         hidden_loss=plan.loss,
+        hidden_weight=objective.hidden_weight,
         layers=plan.student_layers,
     ).train()
     full, tokens = float(SEQUENCES * SEQ_LEN), torch.zeros(())
     share = SEQUENCES // world
     for start in range(rank * share, (rank + 1) * share, micro):
-        loss, output = step(_batch(teacher, plan.teacher_layers, slice(start, start + micro)), full)
-        loss.backward()
+        output = step(_batch(teacher, plan.teacher_layers, slice(start, start + micro)), full)
+        output.loss.backward()
         tokens += output.tokens
     found = {name: each.grad for name, each in step.named_parameters() if each.grad is not None}
     if world > 1:

@@ -6,15 +6,13 @@ import logging
 import pytest
 import torch
 
-from kdtrain.training.trainer import train
-
 RUNNING_AWAY = {"temperature_mode": "minimize", "temperature_lr": 1.0, "lr_schedule": "constant", "log_freq": 1}
 
 
 def train_and_hear(workshop, caplog, **options):
     """Warnings and events about a bound, and the training lines, of a run of 12 steps."""
     with caplog.at_level(logging.INFO, "kdtrain"), workshop.run(steps=12, **options) as run:
-        train(run)
+        run.fit()
     events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
     lines = [json.loads(line) for line in (run.config.out / "metrics.jsonl").read_text().splitlines()]
     said = [record.getMessage() for record in caplog.records if "sits on its" in record.getMessage()]

@@ -10,7 +10,6 @@ from kdtrain.precision.backends import Torchao
 from kdtrain.precision.controller import Adaptive, Controller, Policy, SwitchTo
 from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, convert
-from kdtrain.training.trainer import train
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +35,7 @@ class EachSecond(Controller):
 
 def compiled(run, backend) -> None:
     """Make a run of the workshop compiled, in bf16, and adaptive."""
-    step, model = run.step, run.state.student.model
+    step, model = run.student, run.student.model.model
     convert(model, step.switch, backend, head=model.get_output_embeddings())
     step.quantized, step.mode, step.compile_objective = "quantised", "bf16", True
     step.backbone = torch.compile(step._backbone, dynamic=False, fullgraph=True)
@@ -65,7 +64,7 @@ def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = 
             assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
         run.adaptive.switch_to = watched
-        train(run)
+        run.fit()
         assert run.adaptive.controller.switches >= (6 if steps == STEPS else 0)
         return load(run.store.path(f"step-{steps:08d}")).tensors
 

@@ -11,7 +11,6 @@ from kdtrain.models.head import split
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.testing import tiny_model
 from kdtrain.training.data import DeviceCopy
-from kdtrain.training.trainer import train
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -51,7 +50,7 @@ def sparse_targets() -> SparseTargets:
         logprobs=torch.randn(4, 6, generator=g).T,
         counts=torch.zeros(()).expand(6, 4),
         tail=torch.randn(6, 10, generator=g)[:, :8],
-        head=4,
+        top_k=4,
         num_samples=0,
         knots=(1.0, 0.7, 0.45, 0.25),
         **values,
@@ -74,8 +73,7 @@ def test_what_is_moved_arrives_whole_however_it_lies_in_memory(device):
 
 def on(run, device):
     """The run on a device: its student, temperature and sources."""
-    run.step.to(device)
-    run.step.device = torch.device(device)
+    run.student.to(device)
     run.train_source, run.validation_source = (
         Moved(each, device) for each in (run.train_source, run.validation_source)
     )
@@ -91,7 +89,7 @@ def trained(workshop, name, device, steps, **options):
             found = load(run.store.path(newest))
             run.state.load(found.tensors, found.state)
         run.planned = steps
-        train(run)
+        run.fit()
         run.saver.close()
         return {key: each.detach().cpu().clone() for key, each in run.state.tensors().items()}
 

@@ -11,7 +11,6 @@ import pytest
 from kdtrain.config import StoppingConfig
 from kdtrain.training.guards import EarlyStopping
 from kdtrain.training.state import load_saved
-from kdtrain.training.trainer import train
 
 
 def early(**options):
@@ -120,14 +119,14 @@ def rates(run):
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
 def test_a_plateau_stops_the_run_where_no_decay_is_left_to_begin(workshop, schedule):
     with workshop.run(steps=40, lr_schedule=schedule, on_plateau="stop", **FLAT) as run:
-        train(run)
+        run.fit()
     assert run.state.progress.step == 6
     assert "validation loss" in run.state.progress.stopped
 
 
 def test_a_plateau_in_the_stable_phase_begins_the_decay_and_the_run_ends_with_it(workshop):
     with workshop.run(steps=40, lr_schedule="wsd", decay_steps=8, decay_shape="linear", **FLAT) as run:
-        train(run)
+        run.fit()
     progress = run.state.progress
     assert (progress.decay_from, progress.step, progress.stopped) == (6, 14, None)
     assert [rates(run)[step] for step in range(5, 15)] == pytest.approx(
@@ -138,16 +137,16 @@ def test_a_plateau_in_the_stable_phase_begins_the_decay_and_the_run_ends_with_it
 def test_a_run_that_is_resumed_in_a_decay_that_a_plateau_began_ends_with_the_same_weights(workshop):
     options = {"steps": 40, "lr_schedule": "wsd", "decay_steps": 8, **FLAT, "lr": 1e-4, "early_stopping_min_delta": 9.0}
     with workshop.run("whole", **options) as whole:
-        train(whole)
+        whole.fit()
     with workshop.run("cut", **options | {"checkpoint_freq": 9}) as cut:
-        train(cut)
+        cut.fit()
         cut.saver.wait()
         saved = load_saved(cut.store.path("step-00000009"))
     with workshop.run("again", **options) as again:
         again.state.load(saved.tensors, saved.state)
         assert again.total == whole.total == 14
-        train(again)
-    ends = [run.state.student.state_dict() for run in (whole, again)]
+        again.fit()
+    ends = [run.student.model.state_dict() for run in (whole, again)]
     assert again.state.progress.step == 14
     assert all(each.equal(ends[1][name]) for name, each in ends[0].items())
 
@@ -161,13 +160,13 @@ def test_a_plateau_whose_validation_was_interrupted_begins_the_decay_at_the_same
 
     options = {"steps": 40, "lr_schedule": "wsd", "decay_steps": 8, **FLAT}
     with workshop.run("whole", **options) as whole:
-        train(whole)
+        whole.fit()
     with workshop.run("cut", validation=Stopping(5, seed=1), **options) as cut:
-        train(cut)
+        cut.fit()
         assert (cut.stopped_by, cut.state.progress.step, cut.state.progress.validated_step) == ("SIGTERM", 4, 2)
         cut.stopped_by = None
-        train(cut)
+        cut.fit()
     assert cut.stopped_by is None
     assert [(run.state.progress.decay_from, run.state.progress.step) for run in (whole, cut)] == [(6, 14)] * 2
-    ends = [run.state.student.state_dict() for run in (whole, cut)]
+    ends = [run.student.model.state_dict() for run in (whole, cut)]
     assert all(each.equal(ends[1][name]) for name, each in ends[0].items())

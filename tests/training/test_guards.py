@@ -6,13 +6,14 @@ import math
 import pytest
 import torch
 
-from kdtrain.config import ObjectiveConfig, OptimizerConfig, StoppingConfig
+from kdtrain.config import OptimizerConfig, StoppingConfig
+from kdtrain.objective.loss import DistillationLoss
 from kdtrain.testing import tiny_model
 from kdtrain.training.data import Feed
 from kdtrain.training.guards import GradientExplosion, guarded_step, not_finite
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import make_optimizer
-from kdtrain.training.update import take_step
+from kdtrain.training.student import Student
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -21,14 +22,14 @@ class Trained:
     """A student and a temperature with their optimizer, whose gradients come from a seed."""
 
     def __init__(self, device):
-        self.student = tiny_model("llama", 300, seed=3).to(device)
-        self.temperature = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64, device=device)
+        self.student = Student(tiny_model("llama", 300, seed=3).to(device), DistillationLoss())
+        self.student.loss.temperature = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64, device=device)
         with torch.no_grad():
-            self.temperature.weight.fill_(0.5)
-        self.optimizer = make_optimizer(self.student, self.temperature, OptimizerConfig(), ObjectiveConfig())
+            self.student.temperature.weight.fill_(0.5)
+        self.optimizer = make_optimizer(self.student, OptimizerConfig(), temperature_lr=0.01)
 
     def parameters(self):
-        return [*self.student.parameters(), *self.temperature.parameters()]
+        return list(self.student.parameters())
 
     def step(self, seed, bad=None, place=0):
         """One guarded step; `bad` replaces one entry of the gradient of parameter `place`."""
@@ -137,10 +138,10 @@ def test_a_step_whose_temperature_alone_has_a_bad_gradient_is_skipped_as_well(wo
     def take(run):
         cursor = run.state.progress.sequences
         batches = next(Feed(run.train_source, lambda _: run.sequences(cursor), run.micro).steps())
-        return take_step(run, batches, StopRequest())
+        return run.step(batches, StopRequest())
 
     with workshop.run(temperature_mode="likelihood") as run:
-        theta = run.step.temperature.theta
+        theta = run.student.temperature.theta
         assert take(run)["skipped"] == 0
         before = {name: tensor.clone() for name, tensor in run.state.tensors().items()}
         theta.register_hook(lambda gradient: gradient * math.nan)

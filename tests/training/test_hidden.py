@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from kdtrain.config import ObjectiveConfig, PrecisionConfig
+from kdtrain.config import ObjectiveConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import layer_widths, split
 from kdtrain.models.loading import checkpoint_activations
+from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
-from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
 from kdtrain.training.data import TaughtBatch
-from kdtrain.training.student import DistillStep, plan_hidden_loss
+from kdtrain.training.student import Student, plan_hidden_loss
 
 VOCABULARY, SEQ_LEN = 300, 8
 
@@ -21,19 +21,12 @@ def made(student, kind="mse", compile=False, **objective):
     teacher = split(tiny_model("llama", VOCABULARY, seed=1, hidden_size=48, num_hidden_layers=3).eval())
     config = ObjectiveConfig(hidden_loss=kind, **objective)
     plan = plan_hidden_loss(config, student, teacher, seed=0)
-    step = DistillStep(
+    step = Student(
         student,
-        build_temperature("fixed", start=2.0, minimum=1.0, maximum=4.0),
-        config,
-        PrecisionConfig(),
+        DistillationLoss(alpha=config.alpha, temperature=2.0),
         vocab_size=VOCABULARY,
-        seq_len=SEQ_LEN,
-        has_teacher=True,
-        mode="fp32",
-        device=torch.device("cpu"),
-        document_mask=False,
-        compile=False,
         hidden_loss=plan.loss,
+        hidden_weight=config.hidden_weight,
         layers=plan.student_layers,
     ).train()
     if compile:
@@ -64,8 +57,8 @@ def gradients(step, batches, normalizer):
     step.zero_grad()
     total = 0.0
     for batch in batches:
-        loss, output = step(batch, normalizer)
-        loss.backward()
+        output = step(batch, normalizer)
+        output.loss.backward()
         total += output.hidden.item()
     return {name: each.grad.clone() for name, each in step.named_parameters()}, total
 
@@ -91,8 +84,8 @@ def test_its_weight_is_a_factor_beside_the_rest_of_the_loss():
     losses = []
     for weight in (1.0, 3.0):
         step, batch = made(split(tiny_model("llama", VOCABULARY, seed=3)), hidden_weight=weight)
-        loss, output = step(batch, 10.0)
-        losses.append((loss.item(), output.hidden.item()))
+        output = step(batch, 10.0)
+        losses.append((output.loss.item(), output.hidden.item()))
     assert losses[0][1] == losses[1][1] > 0
     assert losses[1][0] - losses[0][0] == pytest.approx(0.2 * losses[0][1], rel=1e-4)
 

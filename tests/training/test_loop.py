@@ -14,11 +14,8 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
-from kdtrain.training import trainer
 from kdtrain.training.recovery import skip
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.trainer import train
-from kdtrain.training.update import take_step
 
 
 def metrics(run):
@@ -27,12 +24,12 @@ def metrics(run):
 
 
 def weights(run):
-    return {name: tensor.clone() for name, tensor in run.state.student.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in run.student.model.state_dict().items()}
 
 
 def test_a_run_trains_to_its_last_step_and_its_loss_falls(workshop):
     with workshop.run(steps=12, eval_freq=4, checkpoint_freq=5) as run:
-        train(run)
+        run.fit()
     training, validation = metrics(run)
     assert [line["step"] for line in training] == list(range(1, 13))
     assert [line["step"] for line in validation] == [0, 4, 8, 12]
@@ -47,7 +44,7 @@ def test_a_run_trains_to_its_last_step_and_its_loss_falls(workshop):
 def test_a_step_reads_the_sequences_that_the_order_names(workshop):
     source = workshop.source(10)
     with workshop.run(train=source, steps=4, micro_batch_size=2, seed=5) as run:
-        train(run)
+        run.fit()
     read = [number for micro in source.reads for number in micro]
     assert read == order.batch(5, 0, 16, 10).tolist()
     assert all(len(micro) == 2 for micro in source.reads)
@@ -58,7 +55,7 @@ def test_a_step_is_the_mean_over_its_unmasked_tokens_however_it_is_cut(workshop)
     for micro in (4, 2, 1):
         source = workshop.source(10, masked=(1, 4, 7))
         with workshop.run(f"micro-{micro}", train=source, micro_batch_size=micro, clip=0.0) as run:
-            train(run)
+            run.fit()
         found[micro] = metrics(run)[0], weights(run)
     for micro in (2, 1):
         for ours, theirs in zip(found[micro][0], found[4][0], strict=True):
@@ -72,21 +69,21 @@ def test_a_step_is_the_mean_over_its_unmasked_tokens_however_it_is_cut(workshop)
 def test_the_gradient_is_that_of_the_mean_over_the_unmasked_tokens(workshop):
     source = workshop.source(4, masked=(2,))
     with workshop.run(train=source, steps=1, alpha=0.0, clip=0.0, micro_batch_size=2) as run:
-        logits_BTV = run.state.student.model(source.tokens[:, :-1]).logits
+        logits_BTV = run.student.model.model(source.tokens[:, :-1]).logits
         losses_N = torch.nn.functional.cross_entropy(
             logits_BTV.flatten(0, 1), source.tokens[:, 1:].flatten(), reduction="none"
         )
         losses_N[source.loss_mask.flatten()].mean().backward()
-        parameters = list(run.state.student.parameters())
+        parameters = list(run.student.model.parameters())
         norm = torch.stack([parameter.grad.square().sum() for parameter in parameters]).sum().sqrt().item()
         run.state.optimizer.zero_grad()
-        train(run)
+        run.fit()
     assert metrics(run)[0][0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_the_loss_that_is_reported_is_the_weighted_sum_of_its_parts(workshop):
     with workshop.run(alpha=0.25, temperature=3.0) as run:
-        train(run)
+        run.fit()
     for line in metrics(run)[0]:
         assert line["loss"] == pytest.approx(0.75 * line["ce"] + 0.25 * 9 * line["kd"], rel=1e-6)
         assert line["T"] == 3.0
@@ -95,7 +92,7 @@ def test_the_loss_that_is_reported_is_the_weighted_sum_of_its_parts(workshop):
 def test_a_step_without_an_unmasked_token_changes_nothing_but_decay_and_is_not_an_error(workshop):
     with workshop.run(train=workshop.source(4, masked=(0, 1, 2, 3)), steps=2, weight_decay=0.0) as run:
         before = weights(run)
-        train(run)
+        run.fit()
     assert [(line["loss"], line["tokens"], line["grad_norm"]) for line in metrics(run)[0]] == [(0.0, 0.0, 0.0)] * 2
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
 
@@ -105,13 +102,13 @@ def test_a_step_that_is_not_finite_leaves_no_trace_and_its_data_are_passed_over(
     first = order.batch(0, 0, 16, 10).tolist()
     broken = next(number for number in first[4:8] if number not in first[:4])
     with workshop.run("sound", steps=1, lr_schedule="constant") as sound:
-        train(sound)
+        sound.fit()
     source = workshop.source(10, broken=(broken,))
     with workshop.run(train=source, micro_batch_size=micro, steps=1, lr_schedule="constant", checkpoint_freq=1) as run:
-        train(run)
+        run.fit()
         before, moments = weights(run), copy.deepcopy(run.state.optimizer.state_dict()["state"])
         bad = next(run.feed().steps())
-        numbers = take_step(run, bad, StopRequest())
+        numbers = run.step(bad, StopRequest())
         skip(run, numbers)
     assert not math.isfinite(numbers["loss"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
@@ -125,7 +122,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_and_its_data_are_passed_over(
 def test_a_run_goes_on_after_a_step_that_is_not_finite_and_takes_all_its_steps(workshop):
     first = order.batch(0, 0, 16, 40).tolist()
     with workshop.run(train=workshop.source(40, broken=(first[5],)), steps=3) as run:
-        train(run)
+        run.fit()
     assert [line["step"] for line in metrics(run)[0]] == [1, 2, 3]
     assert all(math.isfinite(line["loss"]) for line in metrics(run)[0])
     assert (run.state.progress.sequences, run.state.progress.skips, run.state.progress.skips_in_a_row) == (16, 1, 0)
@@ -137,13 +134,13 @@ def test_a_broken_teacher_ends_the_run_and_nothing_broken_is_saved(workshop):
         workshop.run(train=source, checkpoint_freq=1, max_skips=2) as run,
         pytest.raises(RunError, match=r"3 steps in a row.*--max-skips 2.*newest checkpoint is step-00000000"),
     ):
-        train(run)
+        run.fit()
     assert run.store.names() == ["step-00000000"]
 
 
 def test_the_best_student_is_the_one_of_the_lowest_validation_loss(workshop):
     with workshop.run(steps=8, eval_freq=1, lr=0.3, alpha=1.0) as run:
-        train(run)
+        run.fit()
     losses = {line["step"]: line["validation/loss"] for line in metrics(run)[1]}
     best = min(losses, key=losses.__getitem__)
     assert (run.state.progress.best_step, run.state.progress.best_loss) == (best, losses[best])
@@ -153,7 +150,7 @@ def test_the_best_student_is_the_one_of_the_lowest_validation_loss(workshop):
 
 def test_old_checkpoints_are_pruned_and_the_best_is_kept(workshop):
     with workshop.run(steps=6, checkpoint_freq=1, eval_freq=3, keep_rolling=2) as run:
-        train(run)
+        run.fit()
     kept = {name for name in run.store.names() if name.startswith("step-")}
     assert {"step-00000005", "step-00000006"} <= kept
     assert len(kept) <= 3
@@ -163,7 +160,7 @@ def test_old_checkpoints_are_pruned_and_the_best_is_kept(workshop):
 def test_the_temperatures_gradient_is_not_clipped_and_does_not_count(workshop):
     def final(clip, mode):
         with workshop.run(f"{clip}-{mode}", steps=3, clip=clip, temperature_mode=mode, temperature_lr=0.1) as run:
-            train(run)
+            run.fit()
         return metrics(run)[0]
 
     clipped, free = final(1e-6, "likelihood"), final(0.0, "likelihood")
@@ -175,7 +172,7 @@ def test_the_temperatures_gradient_is_not_clipped_and_does_not_count(workshop):
 
 def test_clipping_bounds_the_gradient_that_the_optimizer_sees(workshop):
     with workshop.run(steps=1, clip=1e-3, betas=(0.0, 0.0)) as run:
-        train(run)
+        run.fit()
     moments = [state["exp_avg"].square().sum() for state in run.state.optimizer.state.values()]
     assert math.sqrt(sum(moments)) == pytest.approx(1e-3, rel=1e-4)
     assert metrics(run)[0][0]["grad_norm"] > 1e-3
@@ -199,15 +196,15 @@ def term_at(monkeypatch):
 def test_a_stop_saves_the_last_finished_step_and_nothing_of_the_unfinished_one(workshop, term_at, call, finished):
     with workshop.run("whole", steps=finished or 1, micro_batch_size=2, lr_schedule="constant") as whole:
         start = weights(whole)
-        train(whole)
+        whole.fit()
     calls = term_at("train.after-micro-batch", call)
     with workshop.run("stopped", steps=4, micro_batch_size=2, lr_schedule="constant") as run:
-        train(run)
+        run.fit()
     assert calls["train.after-micro-batch"] == call
     assert (run.stopped_by, run.state.progress.step) == ("SIGTERM", finished)
     expected = weights(whole) if finished else start
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run).items())
-    assert all(parameter.grad is None for parameter in run.step.parameters())
+    assert all(parameter.grad is None for parameter in run.student.parameters())
     assert run.store.newest_valid()[0] == (f"interrupted-{finished:08d}" if finished else "step-00000000")
 
 
@@ -226,7 +223,7 @@ def test_a_checkpoint_is_told_of_once_it_is_published_and_never_before(workshop,
 
     monkeypatch.setattr(faults, "point", point)
     with workshop.run(steps=4, checkpoint_freq=1) as run:
-        train(run)
+        run.fit()
         assert [set(names) - set(published) for names, published in seen] == [set()] * 6
     assert told() == ["step-00000000", "step-00000001", "step-00000002", "step-00000003", "epoch-0001", "step-00000004"]
     assert any(names for names, _ in seen)  # while it trained
@@ -240,7 +237,7 @@ def test_a_stop_in_the_first_validation_trains_nothing(workshop):
 
     source = workshop.source(10)
     with workshop.run(train=source, validation=Stopping(9), steps=3) as run:
-        train(run)
+        run.fit()
     assert (run.stopped_by, run.state.progress.step, source.reads) == ("SIGTERM", 0, [])
 
 
@@ -252,13 +249,13 @@ def test_a_stop_in_the_last_validation_leaves_it_to_the_next_start(workshop):
             return super().read(indices)
 
     with workshop.run(validation=Stopping(9), steps=2, eval_freq=100) as run:
-        train(run)
+        run.fit()
     assert (run.stopped_by, run.state.progress.step, run.state.progress.validated_step) == ("SIGTERM", 2, 0)
     assert run.store.newest_valid()[0] == "step-00000002"
     run.stopped_by, run.validation_source = None, workshop.source(9)
     with workshop.run(steps=2, eval_freq=100) as later:
         run.writers = later.writers
-        train(run)
+        run.fit()
     assert (run.stopped_by, run.state.progress.validated_step) == (None, 2)
 
 
@@ -278,12 +275,12 @@ def failing(workshop, size, last):
 def test_data_that_cannot_be_read_any_more_end_a_run_whose_last_finished_step_is_saved(workshop, last, finished):
     options = {"steps": 4, "micro_batch_size": 2, "eval_freq": 100}
     with workshop.run("whole", checkpoint_freq=1, **options) as whole:
-        train(whole)
+        whole.fit()
     with (
         workshop.run("failing", train=failing(workshop, 10, last), **options) as run,
         pytest.raises(RunError, match="the cache is gone"),
     ):
-        train(run)
+        run.fit()
     name = f"interrupted-{finished:08d}" if finished else "step-00000000"
     assert run.store.newest_valid()[0] == name
     expected, saved = load(whole.store.path(f"step-{finished:08d}")), load(run.store.path(name))
@@ -298,16 +295,16 @@ def test_a_validation_that_cannot_be_read_any_more_ends_a_run_whose_last_step_is
         workshop.run(validation=failing(workshop, 5, 3), steps=3, eval_freq=2, checkpoint_freq=100) as run,
         pytest.raises(RunError, match="the cache is gone"),
     ):
-        train(run)
+        run.fit()
     assert run.store.newest_valid()[0] == "interrupted-00000002"
 
 
 def test_a_finished_run_that_is_started_again_measures_and_saves_nothing_again(workshop):
     validation = workshop.source(5)
     with workshop.run(validation=validation, steps=2) as run:
-        train(run)
+        run.fit()
         reads, saved = len(validation.reads), run.store.names()
-        train(run)
+        run.fit()
     assert (len(validation.reads), run.store.names()) == (reads, saved)
 
 
@@ -322,7 +319,7 @@ def test_each_step_draws_from_its_own_seed(workshop):
     for name in ("first", "second"):
         with workshop.run(name, train=Drawing(10), steps=3) as run:
             np.random.rand(len(drawn))
-            train(run)
+            run.fit()
     assert drawn[:3] == drawn[3:]
     assert len(set(drawn)) == 3
 
@@ -330,7 +327,7 @@ def test_each_step_draws_from_its_own_seed(workshop):
 def test_a_validation_of_no_tokens_is_never_the_best(workshop):
     nothing = workshop.source(5, seed=1, masked=(0, 1, 2, 3, 4))
     with workshop.run(validation=nothing, steps=2, eval_freq=1) as run:
-        train(run)
+        run.fit()
     assert (run.state.progress.best_step, run.state.progress.best_loss) == (None, None)
     assert not (run.store.folder / "best").is_symlink()
 
@@ -339,23 +336,24 @@ def test_an_epoch_whose_last_batch_was_skipped_has_its_checkpoint_all_the_same(w
     # 12 sequences are three batches; the third one is broken
     broken = order.batch(0, 8, 4, 12).tolist()[0]
     with workshop.run(train=workshop.source(12, broken=(broken,)), steps=3, checkpoint_freq=100) as run:
-        train(run)
+        run.fit()
     assert (run.state.progress.skips, run.state.progress.sequences) == (1, 16)
     assert "epoch-0001" in run.store.names()
 
 
 def test_a_run_is_compiling_until_its_first_step_is_taken(workshop, monkeypatch):
-    seen, take = [], trainer.take_step
-
-    def spy(run, batches, stop):
-        seen.append(stop.compiling)
-        run.step.compile_objective = False  # said, and not done
-        return take(run, batches, stop)
-
-    monkeypatch.setattr(trainer, "take_step", spy)
+    seen = []
     with workshop.run(steps=3) as run:
-        run.step.compile_objective = True
-        trainer.train(run)
+        take = run.step
+
+        def spy(batches, stop):
+            seen.append(stop.compiling)
+            run.student.compile_objective = False  # said, and not done
+            return take(batches, stop)
+
+        monkeypatch.setattr(run, "step", spy)
+        run.student.compile_objective = True
+        run.fit()
     assert seen == [True, False, False]
 
 
@@ -365,5 +363,5 @@ def test_a_run_that_begins_at_a_loaded_step_counts_its_distance_to_a_checkpoint_
         run.state.progress.step = 7
         finished = run.reporter.finished
         monkeypatch.setattr(run.reporter, "finished", lambda *args: (seen.append(args[2]), finished(*args))[1])
-        trainer.train(run)
+        run.fit()
     assert seen == [7, 7, 7, 10, 10]

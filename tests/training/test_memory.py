@@ -8,8 +8,7 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.errors import RunError
-from kdtrain.training.trainer import train
-from kdtrain.training.update import out_of_memory
+from kdtrain.training.step import out_of_memory
 
 
 @pytest.fixture
@@ -29,11 +28,11 @@ def no_memory(monkeypatch):
 def test_a_first_step_without_memory_is_taken_in_half_micro_batches_with_the_same_result(workshop, no_memory):
     options = {"train": workshop.source(40), "steps": 3, "lr_schedule": "constant"}
     with workshop.run("whole", **options, micro_batch_size=2) as whole:
-        train(whole)
+        whole.fit()
     fired = no_memory("2")
     with workshop.run("halved", **options) as run:
         run.halves_until = 3
-        train(run)
+        run.fit()
     assert fired == {"train.after-micro-batch"}
     assert (run.micro, run.micros, run.state.progress.step) == (2, 2, 3)
     ours, theirs = (load(each.store.path("step-00000003")).tensors for each in (run, whole))
@@ -61,7 +60,7 @@ def test_memory_that_is_not_enough_after_that_is_an_error_with_a_reason(
     with workshop.run(steps=4, **options) as run:
         run.halves_until = halves_until
         with pytest.raises(RunError, match=words) as caught:
-            train(run)
+            run.fit()
     assert caught.value.reason == "oom"
 
 

@@ -12,13 +12,12 @@ from torch import nn
 
 from kdtrain.cache.codec import CodecSpec, decode, encode
 from kdtrain.cache.reader import CachedBatch
-from kdtrain.config import ObjectiveConfig, PrecisionConfig
 from kdtrain.models.head import split
 from kdtrain.models.loading import checkpoint_activations
-from kdtrain.objective.temperature import build_temperature
+from kdtrain.objective.loss import DistillationLoss
 from kdtrain.testing import tiny_model
 from kdtrain.training.nan_hooks import Finding, NanHooks, find_first, write_bundle
-from kdtrain.training.student import DistillStep
+from kdtrain.training.student import Student
 
 NORMALIZER = 32.0
 ROWS = np.arange(4)
@@ -26,11 +25,11 @@ ROWS = np.arange(4)
 
 def look(run, source=None, micro=2):
     batches = [(source or run.train_source).read(rows) for rows in np.split(ROWS, len(ROWS) // micro)]
-    return find_first(run.step, batches, NORMALIZER)
+    return find_first(run.student, batches, NORMALIZER)
 
 
 def module(run, name):
-    return run.state.student.model.get_submodule(name)
+    return run.student.model.model.get_submodule(name)
 
 
 class Poison(torch.autograd.Function):
@@ -132,7 +131,7 @@ def test_a_teacher_may_say_that_a_token_is_impossible(workshop):
 def test_a_learned_temperature_that_went_bad_is_named(workshop):
     with workshop.run(temperature_mode="likelihood") as run:
         with torch.no_grad():
-            run.step.temperature.theta.fill_(math.nan)
+            run.student.temperature.theta.fill_(math.nan)
         found = look(run)
     assert (found.module, found.tensor) == ("temperature", "theta")
 
@@ -146,7 +145,7 @@ def test_a_gradient_that_goes_bad_inside_a_module_is_named(workshop, name):
 
 
 def test_a_gradient_that_goes_bad_between_two_modules_is_that_of_the_firsts_output(workshop):
-    with workshop.run() as run, replaced(run.step.student, lambda own, *arguments: Poison.apply(own(*arguments))):
+    with workshop.run() as run, replaced(run.student.model, lambda own, *arguments: Poison.apply(own(*arguments))):
         found = look(run)
     assert (found.module, found.tensor) == ("model.norm", "the gradient of its output")
 
@@ -179,10 +178,7 @@ def test_a_norm_that_overflows_over_finite_gradients_is_told(workshop):
 
 def step_of(shape, **changes):
     student = split(tiny_model(shape, 300, seed=1))
-    temperature = build_temperature("fixed", start=2.0, minimum=0.5, maximum=8.0)
-    described = {"vocab_size": 300, "seq_len": 8, "has_teacher": True, "mode": "fp32", "device": torch.device("cpu")}
-    described |= {"document_mask": False, "compile": False, **changes}
-    return DistillStep(student, temperature, ObjectiveConfig(), PrecisionConfig(), **described)
+    return Student(student, DistillationLoss(temperature=2.0), vocab_size=300, **changes)
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "qwen3", "gemma2", "granite", "bloom", "falcon_h1"])
@@ -191,7 +187,7 @@ def test_models_of_every_kind_can_be_looked_into(workshop, shape, document_mask)
     step = step_of(shape, document_mask=document_mask and shape not in ("bloom", "falcon_h1"))
     batch = workshop.source(4).read(ROWS)
     assert find_first(step, [batch], NORMALIZER) is None
-    linear = next(each for each in reversed(list(step.student.model.base_model.modules())) if hasattr(each, "weight"))
+    linear = next(each for each in reversed(list(step.model.model.base_model.modules())) if hasattr(each, "weight"))
     with torch.no_grad():
         linear.weight.view(-1)[0] = math.nan
     assert find_first(step, [batch], NORMALIZER).tensor == "weight"
@@ -200,19 +196,19 @@ def test_models_of_every_kind_can_be_looked_into(workshop, shape, document_mask)
 def test_a_loss_that_goes_bad_on_finite_tensors_is_the_objectives(workshop):
     step = step_of("qwen3")
     with torch.no_grad():
-        step.student.head.weight.mul_(1e30)
-        step.student.model.model.norm.weight.fill_(1e20)
+        step.model.head.weight.mul_(1e30)
+        step.model.model.model.norm.weight.fill_(1e20)
     found = find_first(step, [workshop.source(4).read(ROWS)], NORMALIZER)
     assert (found.module, found.tensor, found.direction) == ("objective", "the sum cross_entropy", "forward")
 
 
 def test_recomputed_layers_are_looked_into_as_others_are(workshop):
     step = step_of("llama")
-    checkpoint_activations(step.student.model)
+    checkpoint_activations(step.model.model)
     batch = workshop.source(4).read(ROWS)
     assert find_first(step, [batch], NORMALIZER) is None
     name = "model.layers.0.mlp.down_proj"
-    with replaced(step.student.model.get_submodule(name), lambda own, x: own(Poison.apply(x))):
+    with replaced(step.model.model.get_submodule(name), lambda own, x: own(Poison.apply(x))):
         found = find_first(step, [batch], NORMALIZER)
     assert (found.module, found.tensor) == (name, "the gradient of its input")
 
@@ -241,10 +237,10 @@ def test_a_compiled_graph_is_left_as_it_was(workshop):
     step.backbone = torch.compile(step._backbone, backend="eager", dynamic=False)
     batch = workshop.source(4).read(ROWS)
     name = "model.layers.0.self_attn.v_proj"
-    before = step(batch, normalizer=NORMALIZER)[0]
+    before = step(batch, NORMALIZER).loss
     before.backward()
     compiled = step.backbone
-    weight = step.student.model.get_submodule(name).weight
+    weight = step.model.model.get_submodule(name).weight
     sound = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(3e38)  # finite, and what it makes is not: only a hook sees where
@@ -254,7 +250,7 @@ def test_a_compiled_graph_is_left_as_it_was(workshop):
         weight.copy_(sound)
     assert step.backbone is compiled
     with torch.compiler.set_stance("fail_on_recompile"):
-        step(batch, normalizer=NORMALIZER)[0].backward()
+        step(batch, NORMALIZER).loss.backward()
 
 
 def test_memory_that_runs_out_is_told_and_ends_nothing(workshop):
@@ -262,19 +258,19 @@ def test_memory_that_runs_out_is_told_and_ends_nothing(workshop):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with workshop.run() as run:
-        with replaced(run.step.student, full):
+        with replaced(run.student.model, full):
             assert str(look(run)).startswith("memory ran out in micro-batch 1")
         assert look(run) is None
 
 
 def test_hooks_that_stay_on_see_each_step_by_itself(workshop):
     with workshop.run() as run:
-        hooks = NanHooks(run.step)
+        hooks = NanHooks(run.student)
         batch = run.train_source.read(ROWS)
 
         def step():
             for _ in range(2):
-                run.step(batch, normalizer=NORMALIZER)[0].backward()
+                run.student(batch, NORMALIZER).loss.backward()
 
         step()
         assert hooks.take() is None
@@ -282,7 +278,7 @@ def test_hooks_that_stay_on_see_each_step_by_itself(workshop):
             step()
         found = hooks.take()
         assert (found.module, found.micro_batch) == ("model.norm", 2)
-        run.step.zero_grad()
+        run.student.zero_grad()
         step()
         assert hooks.take() is None
         hooks.remove()
@@ -294,16 +290,16 @@ def test_hooks_that_stay_on_see_each_step_by_itself(workshop):
 def test_looking_leaves_no_trace(workshop):
     learned = {"temperature_mode": "adversarial"}
     with workshop.run(**learned) as run, workshop.run("whole", **learned) as whole:
-        before = {name: tensor.clone() for name, tensor in run.step.state_dict().items()}
-        hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in run.step.modules()]
+        before = {name: tensor.clone() for name, tensor in run.student.state_dict().items()}
+        hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in run.student.modules()]
         look(run)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in run.step.state_dict().items())
-        assert [parameter for parameter in run.step.parameters() if parameter.grad is not None] == []
-        assert [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in run.step.modules()] == hooks
+        assert all(torch.equal(tensor, before[name]) for name, tensor in run.student.state_dict().items())
+        assert [parameter for parameter in run.student.parameters() if parameter.grad is not None] == []
+        assert [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in run.student.modules()] == hooks
         batch = run.train_source.read(ROWS)
         for each in (run, whole):
-            each.step(batch, normalizer=NORMALIZER)[0].backward()
-        for ours, theirs in zip(run.step.parameters(), whole.step.parameters(), strict=True):
+            each.student(batch, NORMALIZER).loss.backward()
+        for ours, theirs in zip(run.student.parameters(), whole.student.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
 
 
@@ -319,7 +315,7 @@ def test_the_bundle_holds_the_batch_the_finding_and_the_options(workshop, tmp_pa
     source = workshop.source(10, broken=(3,))
     with workshop.run(train=source, micro_batch_size=2) as run:
         batches = [source.read(rows) for rows in np.split(ROWS, 2)]
-        found = find_first(run.step, batches, NORMALIZER)
+        found = find_first(run.student, batches, NORMALIZER)
         write_bundle(tmp_path / "bundle", run.config, ROWS, batches, found)
     tensors = load_file(tmp_path / "bundle" / "batch.safetensors")
     assert torch.equal(tensors["tokens"], source.tokens[:4])

@@ -11,7 +11,7 @@ from torch import nn
 
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.commands.sanity import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
-from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.config import OptimizerConfig
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 from kdtrain.training.state import make_optimizer
 
@@ -52,14 +52,14 @@ def first(run, count=4):
 
 
 def weights(run):
-    return {name: tensor.clone() for name, tensor in run.state.student.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in run.student.model.state_dict().items()}
 
 
 def test_a_student_overfits_towards_the_floor(workshop):
     with workshop.run() as run:
         batches = [first(run)]
-        optimizer = make_optimizer(run.step.student, run.step.temperature, OptimizerConfig(lr=1e-2), ObjectiveConfig())
-        losses = list(islice(overfit(run.step, optimizer, batches, run.config.optimizer), 60))
+        optimizer = make_optimizer(run.student, OptimizerConfig(lr=1e-2), 0.01)
+        losses = list(islice(overfit(run.student, optimizer, batches, run.config.optimizer), 60))
         floor = entropy_floor(batches, False)
     assert losses[0] == pytest.approx(math.log(300), rel=0.05)
     assert floor <= losses[-1] < floor + 0.1 * (losses[0] - floor)
@@ -68,17 +68,17 @@ def test_a_student_overfits_towards_the_floor(workshop):
 def test_the_loss_that_is_overfitted_is_the_mean_over_all_its_micro_batches(workshop):
     with workshop.run() as run:
         parts = [run.train_source.read(np.arange(start, start + 2)) for start in (0, 2)]
-        optimizer = make_optimizer(run.step.student, run.step.temperature, OptimizerConfig(), ObjectiveConfig())
-        whole = next(overfit(run.step, optimizer, [first(run)], run.config.optimizer))
+        optimizer = make_optimizer(run.student, OptimizerConfig(), 0.01)
+        whole = next(overfit(run.student, optimizer, [first(run)], run.config.optimizer))
     with workshop.run("again") as run:
-        optimizer = make_optimizer(run.step.student, run.step.temperature, OptimizerConfig(), ObjectiveConfig())
-        cut = next(overfit(run.step, optimizer, parts, run.config.optimizer))
+        optimizer = make_optimizer(run.student, OptimizerConfig(), 0.01)
+        cut = next(overfit(run.student, optimizer, parts, run.config.optimizer))
     assert cut == pytest.approx(whole, rel=1e-5)
 
 
 def own_targets(run, batch, kind):
     """The student itself as the teacher of `batch`."""
-    logits_NV = run.state.student.eval().logits(batch.tokens[:, :-1]).detach().flatten(0, 1)
+    logits_NV = run.student.model.eval().logits(batch.tokens[:, :-1]).detach().flatten(0, 1)
     dense = DenseTargets.from_logits(logits_NV, batch.tokens[:, 1:].flatten())
     if kind == "dense":
         return dense
@@ -92,7 +92,7 @@ def own_targets(run, batch, kind):
         label_logprob=dense.label_logprob,
         logit_mean=dense.logprobs.mean(-1),
         logit_std=nothing_N,
-        head=7,
+        top_k=7,
         num_samples=0,
         knots=(1.0,),
     )
@@ -103,11 +103,11 @@ def test_a_student_that_is_its_teacher_correlates_with_it_and_another_one_does_n
     with workshop.run() as run:
         batch = first(run)
         batch = dataclasses.replace(batch, targets=own_targets(run, batch, kind))
-        same = correlation(run.step, batch)
+        same = correlation(run.student, batch)
         with torch.no_grad():
-            for parameter in run.step.student.parameters():
+            for parameter in run.student.model.parameters():
                 parameter.copy_(torch.randn_like(parameter) * parameter.std().nan_to_num(1.0))
-        other = correlation(run.step, batch)
+        other = correlation(run.student, batch)
     assert same == pytest.approx(1.0, abs=1e-4)
     assert abs(other) < 0.5
 
@@ -116,19 +116,21 @@ def test_without_a_teachers_most_likely_entries_there_is_no_correlation(workshop
     with workshop.run() as run:
         batch = first(run)
         sparse = own_targets(run, batch, "sparse")
-        assert correlation(run.step, dataclasses.replace(batch, targets=None)) is None
-        assert correlation(run.step, dataclasses.replace(batch, targets=dataclasses.replace(sparse, head=0))) is None
+        assert correlation(run.student, dataclasses.replace(batch, targets=None)) is None
+        assert (
+            correlation(run.student, dataclasses.replace(batch, targets=dataclasses.replace(sparse, top_k=0))) is None
+        )
         masked = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
-        assert correlation(run.step, masked) is None
+        assert correlation(run.student, masked) is None
 
 
 def test_units_that_never_move_are_counted_and_their_layers_named(workshop):
     with workshop.run() as run:
-        layer = run.step.student.model.model.layers[1]
-        before = dead_units(run.step, first(run))
+        layer = run.student.model.model.model.layers[1]
+        before = dead_units(run.student, first(run))
         with torch.no_grad():
             layer.mlp.up_proj.weight[:5] = 0.0
-        dead, units, names = dead_units(run.step, first(run))
+        dead, units, names = dead_units(run.student, first(run))
     assert before[0] == 0 and before[2] == []
     assert (dead, names) == (5, ["model.layers.1.mlp.down_proj"])
     # per layer: q, k, v and gate, up read the width of 32, o the 32 of all heads, down the 64 in between
@@ -138,11 +140,11 @@ def test_units_that_never_move_are_counted_and_their_layers_named(workshop):
 @pytest.mark.parametrize("divergence", ["forward-kl", "reverse-kl"])
 def test_the_distillation_term_and_its_gradient_agree_at_every_temperature(workshop, divergence):
     with workshop.run(divergence=divergence) as run:
-        found = [kd_at(run.step, first(run), temperature) for temperature in (1.0, 2.0, 4.0)]
+        found = [kd_at(run.student, first(run), temperature) for temperature in (1.0, 2.0, 4.0)]
         before = weights(run)
-        again = kd_at(run.step, first(run), 1.0)
+        again = kd_at(run.student, first(run), 1.0)
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
-        assert all(parameter.grad is None for parameter in run.step.parameters())
+        assert all(parameter.grad is None for parameter in run.student.parameters())
     assert again == found[0]
     assert [each.slope for each in found] == pytest.approx([1.0] * 3, abs=0.01)
     assert found[0].kd > found[1].kd > found[2].kd
@@ -151,28 +153,41 @@ def test_the_distillation_term_and_its_gradient_agree_at_every_temperature(works
 
 def test_a_gradient_that_forgot_the_factor_of_the_loss_is_seen(workshop, monkeypatch):
     from kdtrain.commands import sanity
-    from kdtrain.training.student import DistillStep
+    from kdtrain.training.student import Student
 
-    whole = DistillStep.forward
+    whole = Student.forward
 
     def forgetful(self, batch, normalizer):
-        loss, output = whole(self, batch, normalizer)
-        return loss.detach() + (loss - loss.detach()) / 4, output
+        output = whole(self, batch, normalizer)
+        loss = output.loss
+        return output._replace(loss=loss.detach() + (loss - loss.detach()) / 4)
 
-    monkeypatch.setattr(DistillStep, "forward", forgetful)
+    monkeypatch.setattr(Student, "forward", forgetful)
     with workshop.run() as run:
-        assert sanity.kd_at(run.step, first(run), 2.0).slope == pytest.approx(4.0, rel=0.02)
+        assert sanity.kd_at(run.student, first(run), 2.0).slope == pytest.approx(4.0, rel=0.02)
 
 
 def test_probing_leaves_the_settings_of_the_step_as_they_were(workshop):
     with workshop.run(alpha=0.25, temperature=3.0) as run:
-        settings = (run.step.alpha, run.step.temperature, run.step.mode, run.step.backbone, run.step.training)
-        kd_at(run.step, first(run), 2.0)
-        correlation(run.step, first(run))
-        dead_units(run.step, first(run))
-        after = (run.step.alpha, run.step.temperature, run.step.mode, run.step.backbone, run.step.training)
+        settings = (
+            run.student.loss.alpha,
+            run.student.temperature,
+            run.student.mode,
+            run.student.backbone,
+            run.student.training,
+        )
+        kd_at(run.student, first(run), 2.0)
+        correlation(run.student, first(run))
+        dead_units(run.student, first(run))
+        after = (
+            run.student.loss.alpha,
+            run.student.temperature,
+            run.student.mode,
+            run.student.backbone,
+            run.student.training,
+        )
         assert after == settings
-        assert isinstance(run.step.temperature, nn.Module)
+        assert isinstance(run.student.temperature, nn.Module)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -188,12 +203,12 @@ def test_a_break_of_the_graph_is_named(workshop, monkeypatch, early):
 
     with workshop.run() as run:
         monkeypatch.setattr(SplitModel, "_run", breaking)
-        [found] = graph_breaks(run.step, first(run))
-        assert run.step.training
+        [found] = graph_breaks(run.student, first(run))
+        assert run.student.training
     assert "torch._dynamo.graph_break()" in found
     assert ("test_probes.py:" in found) is not early
 
 
 def test_a_whole_graph_has_no_break(workshop):
     with workshop.run() as run:
-        assert graph_breaks(run.step, first(run)) == []
+        assert graph_breaks(run.student, first(run)) == []

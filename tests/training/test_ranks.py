@@ -26,7 +26,7 @@ def two_ranks(tmp_path_factory):
 def test_the_gradient_does_not_depend_on_micro_batches_accumulation_and_ranks(two_ranks, divergence, mode):
     whole = step.gradients(divergence, mode, rank=0, world=1, micro=step.SEQUENCES)
     assert 0 < whole["tokens"] < step.SEQUENCES * step.SEQ_LEN
-    assert whole["temperature.theta"].abs() > 1e-6
+    assert whole["loss.temperature.theta"].abs() > 1e-6
     cuts = {f"one rank, {micro}": step.gradients(divergence, mode, 0, 1, micro) for micro in (1, 2, 4)}
     cuts |= {f"two ranks, {micro}": load_file(two_ranks / f"{divergence}-{micro}.safetensors") for micro in (1, 2, 4)}
     for name, cut in cuts.items():

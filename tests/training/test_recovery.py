@@ -12,9 +12,7 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
-from kdtrain.training import recovery, saving
-from kdtrain.training.saving import relink_best
-from kdtrain.training.trainer import train
+from kdtrain.training import recovery, trainer
 
 SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 100, "early_stopping": False, "lr_schedule": "constant"}
 
@@ -46,7 +44,7 @@ def losses(run):
 def test_a_run_goes_back_behind_a_spike_leaves_its_data_out_and_halves_the_rate(workshop, spikes):
     fired = spikes("26-28")
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
-        train(run)
+        run.fit()
     assert fired == {"train.loss"}
     progress = run.state.progress
     assert (progress.step, progress.rollbacks, progress.lr_factor) == (40, 1, 0.5)
@@ -62,7 +60,7 @@ def test_a_run_goes_back_behind_a_spike_leaves_its_data_out_and_halves_the_rate(
 def test_the_weights_after_a_rollback_are_those_of_the_checkpoint_from_before_the_spike(workshop, spikes):
     spikes("26-28")
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
-        train(run)
+        run.fit()
     before, after = (load(run.store.folder / name) for name in ("step-00000024", "rollback_1_iter24"))
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
     assert (before.state["progress"]["sequences"], after.state["progress"]["sequences"]) == (96, 112)
@@ -71,7 +69,7 @@ def test_the_weights_after_a_rollback_are_those_of_the_checkpoint_from_before_th
 def test_two_bad_batches_are_no_spike(workshop, spikes):
     fired = spikes("26-27")
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
-        train(run)
+        run.fit()
     assert fired == {"train.loss"}
     assert (run.state.progress.step, run.state.progress.rollbacks, run.state.progress.sequences) == (40, 0, 160)
 
@@ -82,14 +80,14 @@ def test_a_rollback_too_many_ends_the_run_and_the_checkpoints_stay(workshop, spi
         workshop.run(train=workshop.source(400), max_rollbacks=1, **SPIKE | {"steps": 80}) as run,
         pytest.raises(RunError, match="after 1 rollbacks"),
     ):
-        train(run)
+        run.fit()
     assert run.store.newest_valid()[0] is not None
 
 
 def test_a_run_goes_back_to_its_beginning_where_no_other_checkpoint_is_from_before_the_spike(workshop, spikes):
     spikes("26-28")
     with workshop.run(train=workshop.source(400), **SPIKE | {"checkpoint_freq": 100}) as run:
-        train(run)
+        run.fit()
     assert (run.state.progress.step, run.state.progress.rollbacks) == (40, 1)
     assert events(run, "rollback")[0]["step"] == 0
     assert run.state.progress.skipped_data == [[0, 112]]
@@ -100,14 +98,14 @@ def test_without_any_checkpoint_from_before_it_the_run_has_diverged(workshop, sp
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
         monkeypatch.setattr(run.store, "newest_valid", lambda **_: (None, []))
         with pytest.raises(RunError, match="newest checkpoint from before it is none") as ended:
-            train(run)
+            run.fit()
     assert ended.value.reason == "diverged"
 
 
 def test_a_loss_that_stays_above_its_beginning_takes_the_run_back_to_its_best_state(workshop, spikes):
     spikes("2-14", factor=1.5)  # too early for a spike, and for good
     with workshop.run(train=workshop.source(400), **SPIKE | {"eval_freq": 5}) as run:
-        train(run)
+        run.fit()
     assert (run.state.progress.step, run.state.progress.rollbacks, run.state.progress.lr_factor) == (40, 1, 0.5)
     assert events(run, "rollback")[0]["step"] in (0, 5, 10)
 
@@ -121,12 +119,12 @@ def test_a_validation_that_was_interrupted_takes_the_run_back_in_the_next_start(
 
     options = SPIKE | {"steps": 10, "eval_freq": 4}
     with workshop.run(train=workshop.source(400), validation=Stopping(5, seed=1), **options) as run:
-        train(run)
+        run.fit()
         assert (run.stopped_by, run.state.progress.step, run.state.progress.validated_step) == ("SIGTERM", 8, 4)
         run.stopped_by = None
         judged = iter([True])
-        monkeypatch.setattr(run.divergence, "validated", lambda loss: next(judged, False))
-        train(run)
+        monkeypatch.setattr(run.guards.divergence, "validated", lambda loss: next(judged, False))
+        run.fit()
     assert (run.state.progress.step, run.state.progress.rollbacks) == (10, 1)
 
 
@@ -137,7 +135,7 @@ def test_a_run_that_diverges_again_and_again_ends_as_diverged_with_its_first_sta
         workshop.run(train=workshop.source(400), grad_spike_threshold=1e30, clip=0.0, **options) as run,
         pytest.raises(RunError, match="lower --lr") as ended,
     ):
-        train(run)
+        run.fit()
     assert ended.value.reason in ("diverged", "non-finite")
     assert (run.state.progress.best_step, run.state.progress.rollbacks) == (0, 3)
     assert load(run.store.choose("best")).state["progress"]["step"] == 0
@@ -147,7 +145,7 @@ def test_the_checkpoint_that_a_rollback_needs_outlives_pruning(workshop, spikes)
     spikes("25-30")
     options = SPIKE | {"checkpoint_freq": 1, "keep_rolling": 1, "spike_patience": 5}
     with workshop.run(train=workshop.source(400), **options) as run:
-        train(run)
+        run.fit()
     assert run.state.progress.rollbacks == 1
     assert events(run, "rollback")[0]["step"] == 24
 
@@ -156,7 +154,7 @@ def test_a_rollback_does_not_go_back_to_what_an_interruption_left(workshop, spik
     spikes("26-28")
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
         run.store.save("interrupted-00000025", 25, run.state.tensors(), {"progress": {"step": 25}})
-        train(run)
+        run.fit()
     assert events(run, "rollback")[0]["step"] == 24
     assert (run.store.folder / "interrupted-00000025.left-1").is_dir()
 
@@ -166,7 +164,7 @@ def test_checkpoints_by_the_clock_change_nothing_of_a_run_that_rolls_back(worksh
     ended = {}
     for minutes in (0, 1e-9):
         with workshop.run(f"{minutes}", train=workshop.source(400), **SPIKE, checkpoint_minutes=minutes) as run:
-            train(run)
+            run.fit()
         saved = [each["name"] for each in events(run, "checkpoint")]
         assert ("clock-00000027" in saved) == (minutes > 0)
         by_clock = [int(name[-8:]) for name in saved if name.startswith("clock-")]
@@ -182,13 +180,13 @@ def test_checkpoints_by_the_clock_change_nothing_of_a_run_that_rolls_back(worksh
 def test_the_clock_asks_for_a_checkpoint_after_its_minutes_without_one(workshop, monkeypatch):
     clock = iter(range(25, 10**6, 25))  # a step takes less than 30 s, and two of them more
     now = [0.0]
-    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
     with workshop.run(train=workshop.source(400), steps=9, checkpoint_freq=4, checkpoint_minutes=0.5) as run:
         run.saved_at = 0.0
         monkeypatch.setattr(
             faults, "point", lambda name, *_: now.__setitem__(0, next(clock)) if "after-s" in name else 0
         )
-        train(run)
+        run.fit()
     saved = [each["name"] for each in events(run, "checkpoint")]
     assert saved == [
         "step-00000000",
@@ -209,30 +207,30 @@ def test_a_rollback_does_not_bring_back_an_early_stop_that_was_put_aside(worksho
         run.saver.wait()
         run.state.progress.stopped = None
         for step in range(1, 25):
-            run.spikes.update(step, {"ce": 6.0})
-        train(run)
+            run.guards.spikes.update(step, {"ce": 6.0})
+        run.fit()
     assert (run.state.progress.rollbacks, run.state.progress.stopped, run.state.progress.step) == (1, None, 40)
 
 
 def test_the_best_that_is_gone_is_nobodys_best(workshop):
     with workshop.run(steps=2, eval_freq=1) as run:
-        train(run)
+        run.fit()
         assert (run.store.folder / "best").is_symlink()
         run.state.progress.best_step = 7
-        relink_best(run)
+        run.relink_best()
     assert (run.state.progress.best_step, run.state.progress.best_loss) == (None, None)
     assert not (run.store.folder / "best").is_symlink()
 
 
 def test_the_best_is_found_under_whatever_name_its_step_has(workshop):
     with workshop.run(steps=2, eval_freq=1) as run:
-        train(run)
+        run.fit()
         best = run.state.progress.best_step
         name = run.store.linked("best")
         run.saver.wait()
         run.store.copy(name, "window_end_1_iter2")
         run.store.remove(name)  # as a kill leaves it between the window's checkpoint and its own
-        relink_best(run)
+        run.relink_best()
     assert run.state.progress.best_step == best and run.store.linked("best") == "window_end_1_iter2"
 
 
@@ -242,5 +240,5 @@ def test_a_bundle_that_cannot_be_written_is_a_warning_and_the_run_goes_on(worksh
 
     monkeypatch.setattr(recovery, "write_bundle", full)
     with workshop.run(train=workshop.source(40, broken=tuple(order.batch(0, 0, 4, 40).tolist()[:1])), steps=3) as run:
-        train(run)
+        run.fit()
     assert (run.state.progress.step, run.state.progress.skips) == (3, 1)

@@ -13,7 +13,6 @@ from kdtrain.monitor.writers import Writers
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.testing import tiny_tokenizer
 from kdtrain.training.reporter import Reporter, Sampler
-from kdtrain.training.trainer import train
 
 
 @pytest.fixture
@@ -24,12 +23,11 @@ def said(monkeypatch):
 
 
 def reporter_of(run, tokenizer=None, init="scratch"):
-    return Reporter(run.config, run.step, run.writers, run.validation_source, tokenizer, init=init, finished=0)
+    return Reporter(run.config, run.student, run.writers, run.validation_source, tokenizer, init=init, finished=0)
 
 
 def backward(run):
-    loss, _ = run.step(run.train_source.read(torch.arange(4).numpy()), normalizer=32.0)
-    loss.backward()
+    run.student(run.train_source.read(torch.arange(4).numpy()), 32.0).loss.backward()
 
 
 def test_a_line_holds_what_the_step_knows_and_what_the_process_holds(workshop):
@@ -41,7 +39,7 @@ def test_a_line_holds_what_the_step_knows_and_what_the_process_holds(workshop):
 
 def test_parameters_without_a_gradient_are_named_once(workshop, said):
     with workshop.run() as run:
-        run.state.student.register_parameter("orphan", torch.nn.Parameter(torch.ones(1)))
+        run.student.model.register_parameter("orphan", torch.nn.Parameter(torch.ones(1)))
         backward(run)
         reporter = reporter_of(run)
         reporter.backward(1)
@@ -69,12 +67,12 @@ def test_samples_and_histograms_come_when_they_are_due_and_leave_the_training_as
     monkeypatch.setattr(Writers, "histograms", lambda self, step, tensors: shown.append(step))
     with workshop.run(histogram_freq=2, sample_freq=3) as run:
         reporter = reporter_of(run, tiny_tokenizer(300))
-        run.step.train()
+        run.student.train()
         state = torch.get_rng_state()
         for number in range(1, 7):
             reporter.gradients(number)
             reporter.finished(number, {"loss": 1.0}, 0, 0.0)
-        assert run.step.training and torch.equal(torch.get_rng_state(), state)
+        assert run.student.training and torch.equal(torch.get_rng_state(), state)
     samples = [json.loads(text) for text in (run.config.out / "samples.jsonl").read_text().splitlines()]
     assert shown == [2, 4, 6]
     assert [line["step"] for line in samples] == [3, 3, 3, 6, 6, 6]
@@ -92,10 +90,10 @@ def test_nothing_is_written_where_it_is_turned_off(workshop, monkeypatch):
 
 def test_the_students_texts_go_on_from_the_first_tokens_of_the_validation_split(workshop):
     with workshop.run() as run:
-        sampler = Sampler(run.step, run.validation_source, tiny_tokenizer(300), seed=0)
+        sampler = Sampler(run.student, run.validation_source, tiny_tokenizer(300), seed=0)
         texts = sampler.texts()
         tokens = run.validation_source.tokens[:3]
-        logits_BTV = run.state.student.model.eval()(tokens[:, :4]).logits
+        logits_BTV = run.student.model.model.eval()(tokens[:, :4]).logits
         first = logits_BTV[:, -1].argmax(-1)
     prompts = tiny_tokenizer(300).batch_decode(tokens[:, :4].tolist())
     assert [text["prompt"] for text in texts] == prompts
@@ -140,7 +138,7 @@ def test_a_gpu_says_what_it_holds_and_where_nvml_is_there_how_busy_it_is(worksho
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**20)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**20)
     with workshop.run(log_freq=2) as run:
-        run.step.device = torch.device("cuda")
+        monkeypatch.setattr(type(run.student), "device", torch.device("cuda"))
         reporter = reporter_of(run)
         for number in (1, 2, 3, 4):
             reporter.finished(number, {}, checkpoint=0, epochs=0.0)
@@ -157,7 +155,7 @@ def test_what_a_step_waited_for_data_and_the_rate_of_the_last_interval_are_writt
             return super().read(indices)
 
     with workshop.run(train=Slow(10), steps=3, micro_batch_size=2) as run:
-        train(run)
+        run.fit()
     found = [each for each in lines_of(run, "metrics.jsonl") if "loss" in each]
     assert all(each["data_wait_s"] >= 0.04 for each in found)
     assert ["tok/s_last" in each for each in found] == [False, True, True]
@@ -169,8 +167,8 @@ def test_each_halving_of_the_loss_scale_is_logged_and_an_event(workshop, monkeyp
     monkeypatch.setenv("KDTRAIN_FAULT", "train.gradient:nan:2-3")
     faults.read()
     with workshop.run(steps=3) as run:
-        run.scale = LossScale(True)
-        train(run)
+        run.guards.scale = LossScale(True)
+        run.fit()
     monkeypatch.undo()
     faults.read()
     halved = [each for each in lines_of(run, "events.jsonl") if each["event"] == "loss-scale"]

@@ -9,16 +9,18 @@ import torch
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.errors import RunError
 from kdtrain.models.head import split
+from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
-from kdtrain.training.state import Progress, TrainState, make_optimizer, seed_everything
+from kdtrain.training.state import TrainState, make_optimizer, seed_everything
+from kdtrain.training.student import Student
 
 
 def made(seed=0, shape="llama", **config):
     student = split(tiny_model(shape, 300, seed=seed, **config))
     temperature = build_temperature("likelihood", start=2.0, minimum=1.0, maximum=4.0)
-    optimizer = make_optimizer(student, temperature, OptimizerConfig(lr=0.1), ObjectiveConfig())
-    return TrainState(student, temperature, optimizer, Progress())
+    student = Student(student, DistillationLoss(temperature=temperature))
+    return TrainState(student, make_optimizer(student, OptimizerConfig(lr=0.1), ObjectiveConfig().temperature_lr))
 
 
 def stepped(state, seed):
@@ -63,9 +65,9 @@ def test_tied_weights_are_saved_once_and_stay_tied():
     assert len([name for name in state.tensors() if "embed_tokens" in name or "lm_head" in name]) == 1
     other = made(5)
     other.load(state.tensors(), state.numbers())
-    model = other.student.model
+    model = other.student.model.model
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert torch.equal(model.get_output_embeddings().weight, state.student.model.get_output_embeddings().weight)
+    assert torch.equal(model.get_output_embeddings().weight, state.student.model.model.get_output_embeddings().weight)
 
 
 def test_a_checkpoint_of_another_student_is_refused_by_the_name_of_what_differs():
@@ -118,19 +120,19 @@ def test_progress_that_this_version_does_not_know_is_refused_by_name():
 
 def test_only_matrices_decay_and_the_temperature_has_a_rate_of_its_own():
     state = made(shape="qwen3")
-    named = dict(state.student.named_parameters()) | dict(state.temperature.named_parameters())
+    named = dict(state.student.named_parameters())
     group_of = {id(p): group for group in state.optimizer.param_groups for p in group["params"]}
     assert len(group_of) == len(named)
     for name, parameter in named.items():
         group = group_of[id(parameter)]
         decays = parameter.ndim == 2 and "embed" not in name
         assert group["weight_decay"] == (0.1 if decays else 0.0), name
-        assert group["peak"] == (pytest.approx(0.1) if name == "theta" else 1.0), name
+        assert group["peak"] == (pytest.approx(0.1) if name == "loss.temperature.theta" else 1.0), name
 
 
 def test_a_tied_head_is_an_embedding_and_does_not_decay():
     state = made()
-    tied = state.student.model.get_output_embeddings().weight
+    tied = state.student.model.model.get_output_embeddings().weight
     group = next(g for g in state.optimizer.param_groups if any(p is tied for p in g["params"]))
     assert group["weight_decay"] == 0.0
 

@@ -18,9 +18,8 @@ from kdtrain.precision.controller import Adaptive, Controller, Policy, SwitchTo
 from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, convert
 from kdtrain.precision.loss_scale import LossScale
-from kdtrain.training import trainer
+from kdtrain.training import recovery
 from kdtrain.training.recovery import decide
-from kdtrain.training.trainer import train
 
 CALM = {
     "lr": 1e-5,
@@ -36,10 +35,10 @@ LOSS = {"rules": ("loss",), "threshold": 8.0, "window": 4, "min_dwell": 5}
 
 def quantise(run, **policy) -> Controller:
     """Make a run of the workshop adaptive, in mxfp4."""
-    model, switch = run.state.student.model, run.step.switch
+    model, switch = run.student.model.model, run.student.switch
     backend = Emulated(Recipe("mx", "e2m1", "e2m1"))
     convert(model, switch, backend, head=model.get_output_embeddings())
-    run.step.quantized = "mxfp4"
+    run.student.quantized = "mxfp4"
     controller = Controller(Policy(quantized="mxfp4", **policy))
     run.adaptive = Adaptive(controller, switch, "high")
     run.state.watchers["adaptive"] = run.adaptive
@@ -53,7 +52,7 @@ def trained(workshop, policy, options, name: str, steps: int, begin_at=None) -> 
         if begin_at is not None:
             found = load(begin_at)
             run.state.load(found.tensors, found.state)
-        train(run)
+        run.fit()
         last = load(run.store.path(f"step-{steps:08d}"))
         return last.tensors, last.state
 
@@ -83,7 +82,7 @@ def test_a_loss_that_rises_and_falls_gives_these_lines_and_these_folders(worksho
     caplog.set_level("INFO", "kdtrain")
     with workshop.run(steps=14, checkpoint_freq=100, async_save=False, **CALM) as run:
         controller = quantise(run, **LOSS)
-        train(run)
+        run.fit()
         loss = {step: f"{numbers['loss']:.4f}" for step, numbers in metrics(run).items()}
         names = {each.name for each in run.store.entries() if not each.name.startswith("epoch")}
     tag = "[AdaptiveQuantization] "
@@ -117,7 +116,7 @@ def test_a_checkpoint_is_called_saved_when_it_is_published_and_named_by_the_step
     caplog.handler.addFilter(look)
     with workshop.run(steps=10, checkpoint_freq=100, **CALM) as run:
         quantise(run, **LOSS)
-        train(run)
+        run.fit()
         held = {each.name: each.step for each in run.store.entries() if "iter" in each.name}
     caplog.handler.removeFilter(look)
     assert "switch_to_bf16_iter5" in found and set(found.values()) == {None}
@@ -128,7 +127,7 @@ def test_snapshots_on_disk_are_named_by_the_mode_and_older_ones_are_deleted(work
     fault("train.loss:x2:3-8")
     with workshop.run(steps=7, checkpoint_freq=100, **CALM) as run:
         quantise(run, **LOSS | {"window": 100, "snapshot_to_disk": True, "keep": 3})
-        train(run)
+        run.fit()
         names = {each.name for each in run.store.entries() if not each.name.startswith("epoch")}
     assert names == {
         "window_1_iter2_quantized", "window_1_iter6_bf16", "window_1_iter7_bf16", "switch_to_bf16_iter5",
@@ -191,7 +190,7 @@ def test_a_kill_behind_the_first_checkpoint_of_a_step_loses_no_state_that_the_ru
 def test_a_checkpoint_carries_the_snapshots_of_its_window_and_none_at_its_end(workshop):
     with workshop.run(steps=8, checkpoint_freq=1, keep_rolling=50, **CALM) as run:
         quantise(run, **LOSS | {"window": 4})
-        train(run)
+        run.fit()
         kept = [len(load(run.store.path(f"step-{step:08d}")).state.get("snapshots", [])) for step in range(1, 9)]
     assert kept == [1, 2, 2, 0, 1, 2, 2, 0]
 
@@ -200,7 +199,7 @@ def test_a_window_that_a_kill_left_behind_is_removed_with_the_next(workshop):
     with workshop.run(steps=8, checkpoint_freq=100, **CALM) as run:
         quantise(run, **LOSS | {"window": 2})
         run.store.save("window_end_9_iter1", 1, run.state.tensors(), run.state.numbers())
-        train(run)
+        run.fit()
         assert {name for name in run.store.names() if name.startswith("window")} == {
             "window_end_3_iter6", "window_end_4_iter8",
         }  # fmt: skip
@@ -212,7 +211,7 @@ def test_the_student_runs_in_the_mode_that_the_controller_answers(workshop, monk
         for mode, position in (("bf16", "high"), ("mxfp4", "quantized")):
             monkeypatch.setattr(controller, "observe", lambda *told, mode=mode: [SwitchTo(mode)])
             assert not decide(run, 1, 3.0)
-            assert run.step.switch.position == position
+            assert run.student.switch.position == position
         events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
     assert [each["mode"] for each in events if each["event"] == "switch"] == ["bf16", "mxfp4"]
 
@@ -220,10 +219,10 @@ def test_the_student_runs_in_the_mode_that_the_controller_answers(workshop, monk
 def test_a_switch_touches_neither_weights_nor_moments(workshop):
     with workshop.run(steps=3, **CALM) as run:
         quantise(run, **LOSS)
-        train(run)
+        run.fit()
         before = {name: each.clone() for name, each in run.state.tensors().items()}
         for position in ("high", "quantized", "high-forward"):
-            run.step.switch.position = position
+            run.student.switch.position = position
             after = run.state.tensors()
             assert all(torch.equal(after[name], before[name]) for name in before) and after.keys() == before.keys()
 
@@ -240,7 +239,7 @@ def test_the_gap_is_what_quantisation_costs_and_measuring_it_changes_nothing(wor
                 return observe(step, loss, gap, broken)
 
             run.adaptive.controller.observe = watched
-            train(run)
+            run.fit()
             ends.append({name: each.clone() for name, each in run.state.tensors().items()})
         measured = [gap for gap in gaps if gap is not None]
         assert len(measured) == (3 if probe_every == 2 else 0)
@@ -252,7 +251,7 @@ def test_steps_that_stay_broken_in_the_fallback_go_back_to_the_newest_good_state
     fault("train.loss:nan:6-9")
     with workshop.run(steps=8, checkpoint_freq=100, **CALM) as run:
         controller = quantise(run, **LOSS)
-        train(run)
+        run.fit()
         progress, names = run.state.progress, run.store.names()
         events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
     assert progress.rollbacks == 1 and progress.step == 8 and math.isfinite(progress.loss)
@@ -262,16 +261,16 @@ def test_steps_that_stay_broken_in_the_fallback_go_back_to_the_newest_good_state
 
 def test_a_signal_in_a_broken_step_does_not_hide_it_from_the_controller(workshop, fault, monkeypatch):
     fault("train.loss:nan:6-6")
-    skip = trainer.skip
+    skip = recovery.skip
 
     def signalled(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return skip(*arguments)
 
-    monkeypatch.setattr(trainer, "skip", signalled)
+    monkeypatch.setattr(recovery, "skip", signalled)
     with workshop.run(steps=12, **CALM) as run:
         controller = quantise(run, **LOSS)
-        train(run)
+        run.fit()
         assert run.stopped_by == "SIGTERM" and run.state.progress.step == 5
     assert (controller.is_quantized, controller.switches) == (False, 1)
 
@@ -280,20 +279,20 @@ def test_validation_is_high_in_every_mode(workshop):
     with workshop.run(steps=1, **CALM) as run:
         quantise(run, **LOSS)
         batch = run.validation_source.read(torch.arange(2).numpy())
-        run.step.eval()
-        assert run.step.switch.position == "quantized"
-        quantised = run.step.hidden_eager(batch)
-        run.step.switch.position = "high"
-        assert torch.equal(run.step.hidden_eager(batch), quantised)
+        run.student.eval()
+        assert run.student.switch.position == "quantized"
+        quantised = run.student.hidden_eager(batch)
+        run.student.switch.position = "high"
+        assert torch.equal(run.student.hidden_eager(batch), quantised)
 
 
 def test_a_loss_scale_changes_no_weight_and_is_taken_out_before_the_clip(workshop):
     ends = []
     for value in (1.0, 2.0**10):
         with workshop.run(f"scale-{value}", steps=4, **CALM | {"lr": 1e-3, "alpha": 0.9}) as run:
-            run.scale = LossScale(True)
-            run.scale.value = value
-            train(run)
+            run.guards.scale = LossScale(True)
+            run.guards.scale.value = value
+            run.fit()
             ends.append({name: each.clone() for name, each in run.state.tensors().items()})
             norms = [numbers["grad_norm"] for numbers in metrics(run).values()]
     assert max(norms) < 100
@@ -304,8 +303,8 @@ def test_a_loss_scale_changes_no_weight_and_is_taken_out_before_the_clip(worksho
 def test_an_overflow_halves_the_scale_and_is_no_failure(workshop, fault, caplog):
     fault("train.gradient:nan:2-12")
     with workshop.run(steps=3, **CALM) as run:
-        run.scale = LossScale(True)
-        train(run)
-        assert run.scale.value == 2.0**16 / 2**11 and run.state.progress.skips == 0
+        run.guards.scale = LossScale(True)
+        run.fit()
+        assert run.guards.scale.value == 2.0**16 / 2**11 and run.state.progress.skips == 0
     falling = [each.getMessage() for each in caplog.records if "has fallen to" in each.getMessage()]
     assert [text.split("fallen to ")[1].split(":")[0] for text in falling] == ["128", "64", "32"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kdtrain.training.trainer import calibration, summary, validate
+from kdtrain.training.validate import calibration, summary, validate
 
 
 @pytest.fixture
@@ -13,8 +13,8 @@ def measured(workshop):
 
         def measure(source=None, **options):
             source = source or workshop.source(7, seed=2)
-            options = {"vocab_size": 300, "micro": 7, "batches": None, **options}
-            return validate(source, run.step.eval().hidden_eager, run.state.student.head, **options)
+            options = {"micro": 7, "batches": None, **options}
+            return validate(run.student.eval(), source, **options)
 
         yield measure
 
@@ -49,18 +49,16 @@ def test_nothing_keeps_a_gradient(measured, workshop):
     with workshop.run("other") as run:
         hidden = []
 
-        def remembering(batch):
-            hidden.append(run.step.hidden_eager(batch))
-            return hidden[-1]
-
-        validate(workshop.source(2), remembering, run.state.student.head, vocab_size=300, micro=2, batches=None)
+        own = run.student.hidden_eager
+        run.student.hidden_eager = lambda batch: hidden.append(own(batch)) or hidden[-1]
+        validate(run.student, workshop.source(2), micro=2, batches=None)
     assert not hidden[0].requires_grad
 
 
 def test_the_loss_is_the_cross_entropy_with_the_labels(measured, workshop):
     source = workshop.source(7, seed=2)
     with workshop.run("other") as run, torch.no_grad():
-        logits_BTV = run.state.student.model.eval()(source.tokens[:, :-1]).logits
+        logits_BTV = run.student.model.model.eval()(source.tokens[:, :-1]).logits
         losses_N = torch.nn.functional.cross_entropy(
             logits_BTV.flatten(0, 1), source.tokens[:, 1:].flatten(), reduction="none"
         )

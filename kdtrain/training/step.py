@@ -8,16 +8,16 @@ counters as they are, bit by bit. The host reads all numbers of the step in one 
 Over several ranks gradients are exchanged with the last micro-batch; sums, and whether somebody was asked to stop,
 go in one more exchange behind it, so that every number from there on is that of all ranks, and the same on each.
 
-Out of memory in a forward or a backward: once, in the first steps of a process, half the micro-batch is tried.
-
-The step is the same to rounding, since losses are sums over tokens. One process alone does so: of several, those that
-had enough memory would wait in an exchange for the one that had not.
+Out of memory in a forward or a backward, once, in the first steps of a process: half the micro-batch is tried. The step
+is the same to rounding, since losses are sums over tokens. One process alone does so: of several, those that had enough
+memory would wait in an exchange for the one that had not.
 """
 
 import gc
 import signal
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,11 +28,12 @@ from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.parallelize import clip_norm_
 from kdtrain.ranks import all_reduce_sum, is_main, local, world_size
 from kdtrain.training.guards import guarded_step, not_finite
-from kdtrain.training.run import Run
-from kdtrain.training.saving import clock_is_due
 from kdtrain.training.schedule import alpha, learning_rate
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import seed_everything
+
+if TYPE_CHECKING:
+    from kdtrain.training.trainer import Trainer
 
 FIRST_STEPS = 10
 """Steps of a process after which memory that was enough is expected to be enough for good."""
@@ -43,100 +44,101 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def halve_micro_batch(run: Run) -> None:
+def halve_micro_batch(trainer: "Trainer") -> None:
     """After a forward or backward without memory: drop its gradients, and take half as many sequences from now on.
 
     Raises:
         RunError: it was done before, the first steps are over, the micro-batch is odd, or there are several processes.
     """
-    number, micro = run.state.progress.step + 1, run.micro
+    number, micro = trainer.state.progress.step + 1, trainer.micro
     text = f"out of memory in step {number} with micro-batches of {micro} sequences"
-    if number > run.halves_until or micro % 2 or world_size() > 1:
+    if number > trainer.halves_until or micro % 2 or world_size() > 1:
         raise RunError(f"{text}; lower --micro-batch-size, or add --activation-checkpointing", reason="oom")
-    run.halves_until, run.micro = 0, micro // 2
-    run.state.optimizer.zero_grad(set_to_none=True)
+    trainer.halves_until, trainer.micro = 0, micro // 2
+    trainer.state.optimizer.zero_grad(set_to_none=True)
     gc.collect()
-    if run.step.device.type == "cuda":
+    if trainer.student.device.type == "cuda":
         torch.cuda.empty_cache()
-    text += f": continuing with {run.micro}, as --micro-batch-size {run.micro} does from the start"
-    run.writers.warning("memory", number - 1, text, micro_batch_size=run.micro)
+    text += f": continuing with {trainer.micro}, as --micro-batch-size {trainer.micro} does from the start"
+    trainer.writers.warning("memory", number - 1, text, micro_batch_size=trainer.micro)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def take_step(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> dict[str, float] | None:
+def take_step(trainer: "Trainer", batches: Iterator[CachedBatch], stop: StopRequest) -> dict[str, float] | None:
     """Take the next step and return its numbers, means over its tokens; None when a stop was requested in between, or
-    where it did not fit into memory and is to be tried again from `run.feed`.
+    where it did not fit into memory and is to be tried again from `trainer.feed`.
 
     `skipped` is 1 where nothing was updated, because the loss or a gradient is not finite on one of the ranks, else 0.
     """
-    state, number = run.state, run.state.progress.step + 1
-    if run.hooks is not None:
-        run.hooks.take()  # what a validation left
-    rate = _prepare(run, number)
-    run.waited = 0.0
+    state, number = trainer.state, trainer.state.progress.step + 1
+    if trainer.hooks is not None:
+        trainer.hooks.take()  # what a validation left
+    rate = _prepare(trainer, number)
+    trainer.waited = 0.0
     own, fits = None, True
     try:
-        own = accumulate(run, batches, stop)
+        own = accumulate(trainer, batches, stop)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         fits = False
     if not fits:  # behind the block, in which the error still holds the tensors
-        halve_micro_batch(run)
+        halve_micro_batch(trainer)
     if own is None:
         return None
-    temperature = run.step.temperature.value().detach().clone()
-    loss, sums, asked, clock = _over_ranks(run, own, temperature, stop)
-    _add_up(_uncounted(run))
-    run.reporter.backward(number)
-    norm = _clip(run, sums.tokens)
-    run.reporter.gradients(number)
-    pull = run.step.temperature.log_gradient()
-    skipped = not_finite(loss, norm, *_uncounted(run))
+    temperature = trainer.student.temperature.value().detach().clone()
+    loss, sums, asked, clock = _over_ranks(trainer, own, temperature, stop)
+    _add_up(_uncounted(trainer))
+    trainer.reporter.backward(number)
+    norm = _clip(trainer, sums.tokens)
+    trainer.reporter.gradients(number)
+    pull = trainer.student.temperature.log_gradient()
+    skipped = not_finite(loss, norm, *_uncounted(trainer))
     guarded_step(state.optimizer, skipped)
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")
-    numbers = _numbers(run, sums, loss, norm, temperature, skipped, asked, clock, rate) | _of_formats(run)
-    numbers["data_wait_s"] = run.waited
-    if run.scale.enabled:
-        numbers["loss_scale"] = run.scale.value
+    numbers = _numbers(trainer, sums, loss, norm, temperature, skipped, asked, clock, rate) | _of_formats(trainer)
+    numbers["data_wait_s"] = trainer.waited
+    if trainer.guards.scale.enabled:
+        numbers["loss_scale"] = trainer.guards.scale.value
     stop.settle(int(numbers.pop("asked")))
     return numbers if pull is None else numbers | {"dL/dlogT": float(pull)}
 
 
-def settle(run: Run) -> None:
+def settle_buckets(trainer: "Trainer") -> None:
     """One micro-batch through DDP before the first step, whose gradients are dropped.
 
     DDP orders its buckets by how gradients arrive the first time. They are then summed over ranks in an order of their
-    own, which a run that is gone on with would meet one step later than one that was not broken off.
+    own, which a resumed run would meet one step later than an uninterrupted one.
     """
-    if run.spread.kind != "ddp":
+    if trainer.engine.kind != "ddp":
         return
-    batch = run.train_source.read(run.share(run.state.progress.sequences)[: run.micro])
-    run.step.train()
+    batch = trainer.train_source.read(trainer.share(trainer.state.progress.sequences)[: trainer.micro])
+    trainer.student.train()
     for _ in range(2):  # buckets are put in order at the beginning of the second forward
-        with run.spread.micro_batch(last=True):
-            run.spread(batch, normalizer=full_tokens(run))[0].backward()
-    run.state.optimizer.zero_grad(set_to_none=True)
+        with trainer.engine.micro_batch(last=True):
+            trainer.engine(batch, trainer.full_tokens).loss.backward()
+    trainer.state.optimizer.zero_grad(set_to_none=True)
 
 
-def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> LossOutput | None:
+def accumulate(trainer: "Trainer", batches: Iterator[CachedBatch], stop: StopRequest) -> LossOutput | None:
     """Add up the gradients of a step, those of all ranks; None when a stop was requested in between."""
     sums: LossOutput | None = None
-    for number in range(1, run.micros + 1):
+    for number in range(1, trainer.micros + 1):
         # before its forward: a rank without a batch could not take part in what the others exchange
-        batch = stop.read(lambda: _next(run, batches))
+        batch = stop.read(lambda: _next(trainer, batches))
         if batch is None:
             return None
         if sums is None:
-            _look_at(run, batch, run.state.progress.step + 1)
-        last = number == run.micros
-        with run.spread.micro_batch(last):
+            _look_at(trainer, batch, trainer.state.progress.step + 1)
+        last = number == trainer.micros
+        with trainer.engine.micro_batch(last):
             # the scale goes into the normalizer: the engine makes gradients in its forward, and those would lack it
-            loss, output = run.spread(batch, normalizer=full_tokens(run) / run.scale.value)
-            faults.changed("train.loss", loss, batch_number(run)).backward()
+            output: LossOutput = trainer.engine(batch, trainer.full_tokens / trainer.guards.scale.value)
+            faults.changed("train.loss", output.loss, trainer.batch_number).backward()
+        output = LossOutput(*(each.detach() for each in output))
         sums = output if sums is None else LossOutput(*(a + b for a, b in zip(sums, output, strict=True)))
         faults.point("train.after-micro-batch")
         if stop:
@@ -144,24 +146,24 @@ def accumulate(run: Run, batches: Iterator[CachedBatch], stop: StopRequest) -> L
     return sums
 
 
-def _next(run: Run, batches: Iterator[CachedBatch]) -> CachedBatch:
+def _next(trainer: "Trainer", batches: Iterator[CachedBatch]) -> CachedBatch:
     """The next micro-batch; how long it was waited for is added up."""
     started = time.perf_counter()
     batch = next(batches)
-    run.waited += time.perf_counter() - started
+    trainer.waited += time.perf_counter() - started
     return batch
 
 
 def _over_ranks(
-    run: Run, own: LossOutput, temperature: torch.Tensor, stop: StopRequest
+    trainer: "Trainer", own: LossOutput, temperature: torch.Tensor, stop: StopRequest
 ) -> tuple[torch.Tensor, LossOutput, torch.Tensor, torch.Tensor]:
     """The step's mean loss in fp64, its sums, the signal to stop by (0 for none), and whether the clock of rank 0 asks
     for a checkpoint (1 or 0), over all ranks."""
     named = own._asdict().items()
-    parts = {name: faults.changed("train.loss", each, batch_number(run)) for name, each in named if name != "tokens"}
+    parts = {name: faults.changed("train.loss", each, trainer.batch_number) for name, each in named if name != "tokens"}
     own = LossOutput(**parts, tokens=own.tokens)
-    total = _total_loss(run, own, temperature)
-    clock = total.new_tensor(float(is_main() and clock_is_due(run)))
+    total = trainer.student.total(own, temperature)
+    clock = total.new_tensor(float(is_main() and trainer.clock_is_due()))
     if world_size() == 1:
         return total / own.tokens.double().clamp(min=1), own, total.new_zeros(()), clock
     asked = [total.new_tensor(float(stop.asked == each)) for each in _SIGNALS]
@@ -181,27 +183,27 @@ def _add_up(gradients: list[torch.Tensor]) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
-def _look_at(run: Run, batch: CachedBatch, number: int) -> None:
+def _look_at(trainer: "Trainer", batch: CachedBatch, number: int) -> None:
     """Collect statistics of tensors, and measure what quantisation costs, where step `number` is to do it."""
-    if run.collector is not None:
+    if trainer.collector is not None:
 
         def run_eagerly() -> None:
-            with run.step.eager():
-                run.step(batch, normalizer=full_tokens(run))[0].backward()
+            with trainer.student.eager():
+                trainer.student(batch, trainer.full_tokens).loss.backward()
 
-        if run.collector.collect(number, run.step.present_mode, run_eagerly):
-            run.state.optimizer.zero_grad(set_to_none=True)
-            seed_everything(run.config.seed, number)
-    _probe_gap(run, batch, number)
+        if trainer.collector.collect(number, trainer.student.present_mode, run_eagerly):
+            trainer.state.optimizer.zero_grad(set_to_none=True)
+            seed_everything(trainer.config.seed, number)
+    _probe_gap(trainer, batch, number)
 
 
-def _probe_gap(run: Run, batch: CachedBatch, number: int) -> None:
+def _probe_gap(trainer: "Trainer", batch: CachedBatch, number: int) -> None:
     """Measure what quantisation costs at step `number` on its first micro-batch, where the controller wants to know.
 
     Forward only, quantised and high, with the step's random numbers and the graphs that it is trained with; nothing is
     kept but the difference of the losses.
     """
-    adaptive = run.adaptive
+    adaptive = trainer.adaptive
     if adaptive is None:
         return
     adaptive.gap = None
@@ -209,87 +211,62 @@ def _probe_gap(run: Run, batch: CachedBatch, number: int) -> None:
         return
     losses = []
     for position in adaptive.positions:
-        seed_everything(run.config.seed, number)
+        seed_everything(trainer.config.seed, number)
         with adaptive.switch.at(position):
-            _, sums = run.step(batch, normalizer=full_tokens(run))
-        losses.append(_mean_loss(run, sums))
-    seed_everything(run.config.seed, number)
+            sums = trainer.student(batch, trainer.full_tokens)
+        total = trainer.student.total(sums, trainer.student.temperature.value().detach())
+        both = all_reduce_sum(torch.stack([total, sums.tokens.double()]))
+        losses.append(both[0] / both[1].clamp(min=1))
+    seed_everything(trainer.config.seed, number)
     adaptive.gap = float(losses[0] - losses[1])
 
 
-def batch_number(run: Run) -> int:
-    """The number of the step's batch in the stream of data, from 1: what a fault is tied to, and a rollback skips."""
-    return run.state.progress.sequences // run.config.batch_size + 1
-
-
-def full_tokens(run: Run) -> float:
-    """Tokens of a step none of which is masked: the constant that losses are divided by."""
-    return float(run.config.batch_size * run.step.seq_len)
-
-
-def _prepare(run: Run, number: int) -> float:
+def _prepare(trainer: "Trainer", number: int) -> float:
     """Set random generators, learning rate, temperature and alpha for step `number`; return the rate."""
-    seed_everything(run.config.seed, number)
-    progress = run.state.progress
-    rate = learning_rate(number, run.total, run.config.optimizer, progress.decay_from) * progress.lr_factor
-    for group in run.state.optimizer.param_groups:
+    seed_everything(trainer.config.seed, number)
+    progress = trainer.state.progress
+    rate = learning_rate(number, trainer.total, trainer.config.optimizer, progress.decay_from) * progress.lr_factor
+    for group in trainer.state.optimizer.param_groups:
         group["lr"] = rate * group["peak"]
-    run.step.temperature.set_step(number - 1)
-    run.step.alpha = alpha(number, run.planned, run.config.objective)
-    run.step.train()
+    trainer.student.temperature.set_step(number - 1)
+    weight = alpha(number, trainer.planned, trainer.config.objective)
+    trainer.student.loss.alpha = weight if trainer.has_teacher else 0.0
+    trainer.student.train()
     return rate
 
 
 @torch.no_grad()
-def _clip(run: Run, tokens: torch.Tensor) -> torch.Tensor:
+def _clip(trainer: "Trainer", tokens: torch.Tensor) -> torch.Tensor:
     """Turn the gradient into the mean over the step's unmasked tokens, clip it, and return its norm before clipping.
 
     What fp16 scaled the loss by is taken out here.
     The temperature's gradient is scaled but neither clipped nor counted: a learnable T must not slow the student.
     """
-    gradients = [local(each.grad) for each in run.step.parameters() if each.grad is not None]
-    gradients[0].copy_(faults.changed("train.gradient", gradients[0], batch_number(run)))
-    factor = full_tokens(run) / (run.scale.value * tokens.clamp(min=1).to(gradients[0].dtype))
+    gradients = [local(each.grad) for each in trainer.student.parameters() if each.grad is not None]
+    gradients[0].copy_(faults.changed("train.gradient", gradients[0], trainer.batch_number))
+    factor = trainer.full_tokens / (trainer.guards.scale.value * tokens.clamp(min=1).to(gradients[0].dtype))
     torch._foreach_mul_(gradients, factor)
-    return clip_norm_(list(run.state.student.parameters()), run.config.optimizer.clip or float("inf"))
+    return clip_norm_(list(trainer.student.model.parameters()), trainer.config.optimizer.clip or float("inf"))
 
 
-def _uncounted(run: Run) -> list[torch.Tensor]:
+def _uncounted(trainer: "Trainer") -> list[torch.Tensor]:
     """The gradients that the norm leaves out."""
-    others = [each for each in (run.step.temperature, run.step.hidden_loss) if each is not None]
+    others = [each for each in (trainer.student.temperature, trainer.student.hidden_loss) if each is not None]
     return [each.grad for other in others for each in other.parameters() if each.grad is not None]
 
 
-def _mean_loss(run: Run, own: LossOutput) -> torch.Tensor:
-    """The loss of the tokens that all ranks' sums are of, as their mean."""
-    total = _total_loss(run, own, run.step.temperature.value().detach())
-    both = all_reduce_sum(torch.stack([total, own.tokens.double()]))
-    return both[0] / both[1].clamp(min=1)
-
-
-def _total_loss(run: Run, sums: LossOutput, temperature: torch.Tensor) -> torch.Tensor:
-    """The loss of the tokens that `sums` is of, as their sum, in fp64."""
-    weight = run.step.alpha if run.step.has_teacher else 0.0
-    loss = (1 - weight) * sums.cross_entropy.double()
-    if weight:
-        loss = loss + weight * temperature.double() ** 2 * sums.kd.double()
-    if run.step.hidden_loss is not None:
-        loss = loss + run.config.objective.hidden_weight * sums.hidden.double()
-    return loss
-
-
-def _of_formats(run: Run) -> dict[str, float]:
+def _of_formats(trainer: "Trainer") -> dict[str, float]:
     """What a step that may be quantised says besides: whether it was, and what that cost where it was measured."""
-    if run.step.quantized is None:
+    if trainer.student.quantized is None:
         return {}
-    numbers = {"quantized": float(run.step.present_mode == run.step.quantized)}
-    if run.adaptive is not None and run.adaptive.gap is not None:
-        numbers["gap"] = run.adaptive.gap
+    numbers = {"quantized": float(trainer.student.present_mode == trainer.student.quantized)}
+    if trainer.adaptive is not None and trainer.adaptive.gap is not None:
+        numbers["gap"] = trainer.adaptive.gap
     return numbers
 
 
 def _numbers(
-    run: Run,
+    trainer: "Trainer",
     sums: LossOutput,
     loss: torch.Tensor,
     norm: torch.Tensor,
@@ -300,16 +277,16 @@ def _numbers(
     rate: float,
 ) -> dict[str, float]:
     """The step's numbers as means over its tokens, read from the device in one go; T as the loss saw it."""
-    tensors = [loss, sums.cross_entropy, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
+    tensors = [loss, sums.ce, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
     read = torch.stack([each.double() for each in (*tensors, skipped, asked, clock)]).tolist()
     mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, not_taken, signal_number, by_clock = read
     count = max(tokens, 1.0)
     parts: dict[str, float] = {}
-    if run.step.has_teacher and run.step.alpha:
+    if trainer.student.loss.alpha:
         parts = {"ce": ce / count, "kd": kd / count, "kd_T1": kd_at_1 / count, "T": value}
-        if run.config.objective.alpha_schedule != "constant":
-            parts["alpha"] = run.step.alpha
-    if run.step.hidden_loss is not None:
+        if trainer.config.objective.alpha_schedule != "constant":
+            parts["alpha"] = trainer.student.loss.alpha
+    if trainer.student.hidden_loss is not None:
         parts |= {"ce": ce / count, "hidden": hidden / count}
     told = {"skipped": not_taken, "asked": signal_number, "clock": by_clock}
     return {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens, **told}
