@@ -31,7 +31,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
@@ -55,20 +55,10 @@ from kdtrain.cache.manifest import (
     shard_problem,
 )
 from kdtrain.cache.shard_reader import Shard, batch_of, naming
+from kdtrain.data.packing import PackedRow
 from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, file_digest, json_digest, publish_json, published, read_sealed, set_aside
 from kdtrain.ranks import all_gather_object, rank, world_size
-
-
-class Row(Protocol):
-    """A packed row, see `data.packing`."""
-
-    @property
-    def tokens(self) -> np.ndarray: ...  # [T+1]
-    @property
-    def loss_mask(self) -> np.ndarray: ...  # [T] bool
-    @property
-    def segments(self) -> np.ndarray: ...  # [T]
 
 
 @dataclass(frozen=True)
@@ -89,15 +79,14 @@ class ShardRows:
         return sha.hexdigest()
 
 
-def shards_of(rows: Iterator[Row], number: int) -> Iterator[ShardRows]:
+def shards_of(rows: Iterator[PackedRow], number: int) -> Iterator[ShardRows]:
     """The rows of one shard after another, `number` of them each but the last."""
     while part := list(islice(rows, number)):
-        known = [getattr(row, "kept", {}) for row in part]
         yield ShardRows(
             tokens=np.stack([row.tokens for row in part]),
             loss_mask=np.stack([row.loss_mask for row in part]),
             segments=np.stack([row.segments for row in part]),
-            kept={name: np.stack([each[name] for each in known]) for name in known[0]},
+            kept={name: np.stack([row.kept[name] for row in part]) for name in part[0].kept},
         )
 
 
@@ -232,8 +221,8 @@ class CacheWriter:
 
     settings: what to build; a folder that was begun or finished with others is refused (UsageError that
     names them), and so is one that another command builds in. teacher: called under no_grad with at most
-    `batch_size` sequences; None for the codec `tokens`, and where rows bring what is kept of them in an
-    attribute `kept` (`codec.keep`). sharded: whether a forward of it needs all ranks. tokenizer: a folder, or
+    `batch_size` sequences; None for the codec `tokens`, and where rows bring what is kept of them
+    (`PackedRow.kept`). sharded: whether a forward of it needs all ranks. tokenizer: a folder, or
     anything with `save_pretrained(folder)`; its files are copied into the cache. all_ranks: whether all ranks build it,
     calling the same methods in the same order, or this process alone.
     """
@@ -268,7 +257,7 @@ class CacheWriter:
         if self._lock:
             self._lock.release()
 
-    def build(self, split: str, rows: Iterable[Row]) -> None:
+    def build(self, split: str, rows: Iterable[PackedRow]) -> None:
         """Build what is missing of a split. RunError: full disk, broken teacher."""
         limited = islice(rows, self.settings.sequences.get(split))
         self._splits[split], self._tokens[split] = [], hashlib.sha256()
@@ -554,7 +543,7 @@ class CacheWriter:
 
 
 def write_cache(
-    folder: Path | str, settings: CacheSettings, splits: Mapping[str, Iterable[Row]], **options: Any
+    folder: Path | str, settings: CacheSettings, splits: Mapping[str, Iterable[PackedRow]], **options: Any
 ) -> Manifest | None:
     """Build all `splits` and finish; a finished cache of these settings stays untouched. None on ranks but the first.
 
@@ -572,7 +561,7 @@ def write_cache(
         writer.close()
 
 
-def _not_empty(split: str, rows: Iterable[Row], settings: CacheSettings) -> Iterable[Row]:
+def _not_empty(split: str, rows: Iterable[PackedRow], settings: CacheSettings) -> Iterable[PackedRow]:
     """The rows of a split. UsageError: there is none."""
     remaining = iter(rows)
     for first in remaining:

@@ -1,11 +1,10 @@
 """Building caches: a teacher's, and the caches of bare tokens that runs and evaluations make for themselves."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.codec import CodecSpec, keep
@@ -16,6 +15,7 @@ from kdtrain.commands.agreement import agree
 from kdtrain.commands.common import Teacher, rows
 from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.data.logprobs import logprob_rows
+from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, read_sealed
 from kdtrain.models.head import SplitModel
@@ -73,16 +73,6 @@ def build_cache(
     return _write(config.out, settings, config.data, tokenizer, asked, **built)
 
 
-@dataclass(frozen=True)
-class _KeptRow:
-    """A row with what is kept of it."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    segments: np.ndarray
-    kept: dict[str, np.ndarray]
-
-
 def build_from_logprobs(
     config: CacheTeacherConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerFast, vocab_size: int
 ) -> Manifest | None:
@@ -96,7 +86,7 @@ def build_from_logprobs(
     assert path is not None
     codec = CodecSpec(kind="sparse", top_k=config.codec.top_k, vocab_size=vocab_size)
 
-    def kept(split: str) -> Iterator[_KeptRow]:
+    def kept(split: str) -> Iterator[PackedRow]:
         for row in logprob_rows(path, split, data.seq_len, codec.top_k):
             if (token := int(row.tokens.max())) >= vocab_size:
                 raise UsageError(
@@ -104,7 +94,7 @@ def build_from_logprobs(
                     "name the teacher that it is of"
                 )
             found = keep(row.top_ids, row.top_logprobs, row.label_logprob, codec)
-            yield _KeptRow(row.tokens, row.loss_mask, row.segments, found)
+            yield PackedRow(row.tokens, row.loss_mask, row.segments, found)
 
     with raise_on_all_ranks():
         if not path.is_file():

@@ -38,7 +38,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,12 +166,14 @@ class PackedRow:
     """One sequence of T positions.
 
     `tokens`: int32 [T+1]. `loss_mask`: bool [T], at t about the label tokens[t+1]. `segments`: int32 [T], the
-    number within this row of the document that tokens[t] belongs to, from 0.
+    number within this row of the document that tokens[t] belongs to, from 0. `kept`: what is kept of the teacher's
+    distributions, where that is known without asking it (`cache.codec.keep`).
     """
 
     tokens: _Array
     loss_mask: _Array
     segments: _Array
+    kept: dict[str, _Array] = field(default_factory=dict)
 
 
 def pack(
