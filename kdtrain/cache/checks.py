@@ -1,24 +1,20 @@
-"""Is a shard what the format says, and what its manifest says, whoever made it?
-
-`check_structure` compares the file with what `layout.create_shard` would make, before HDF5 opens it: the names, types,
-shapes, chunks, fill values and filters of all data sets, the attributes, where each chunk lies and how large it
-unpacks. It reads no data but the first bytes of each chunk, once a shard. The others look at numbers, each once: masks
-and lists when a shard is opened, sequences when they are first read, as they are stored and as they unpack.
-
-What it gives up: numbers that are possible and wrong. A stranger's cache may still teach anything.
-
-The structure of an HDF5 file, read from its bytes without HDF5.
+"""Whether a shard is what the format and its manifest state, whoever made it.
 
 HDF5 follows links to other files, allocates what a file declares, and crashes on some whose structure is wrong: 12 of
-4,000 shards with a few bytes changed. A shard that a stranger made is therefore walked here before HDF5 sees it. This
-reads what HDF5 writes for its earliest version, as far as shards use it: superblock, object headers, symbol tables,
-attributes and the B-trees of chunked data sets. It has no code for anything else, which is refused: soft and external
-links, external storage, virtual data sets, shared messages.
+4,000 shards with a few bytes changed. `check_structure` therefore reads the structure from the bytes, before HDF5 opens
+the file, and compares it with what `format.create_shard` would make: the names, types, shapes, chunks, fill values and
+filters of all data sets, the attributes, where each chunk lies and how large it unpacks. It reads no data but the first
+bytes of each chunk, once a shard. The other checks look at numbers, each once: masks and lists when a shard is opened,
+sequences when they are first read, as they are stored and as they unpack.
 
-What it gives up: a file in a newer layout of HDF5 is refused, whatever it holds.
+`Hdf5File` reads what HDF5 writes for its earliest version, as far as shards use it: superblock, object headers, symbol
+tables, attributes and the B-trees of chunked data sets. Everything else is refused: soft and external links, external
+storage, virtual data sets, shared messages. Structures are named as in the HDF5 File Format Specification, version 3.0:
+II.A superblock, III.A.1 B-trees, III.B and III.C symbol tables, III.D local heaps, III.E global heaps, IV.A object
+headers and their messages.
 
-Structures are named as in the HDF5 File Format Specification, version 3.0: II.A superblock, III.A.1 B-trees, III.B and
-III.C symbol tables, III.D local heaps, III.E global heaps, IV.A object headers and their messages.
+What it gives up: numbers that are possible and wrong, so that a stranger's cache may still teach anything; and a file
+in a newer layout of HDF5 is refused, whatever it holds.
 """
 
 import math
@@ -208,7 +204,7 @@ class _Expected:
 
 
 def check_structure(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
-    """Compare a shard with what `layout.create_shard` makes of the same arguments.
+    """Compare a shard with what `format.create_shard` makes of the same arguments.
 
     ValueError: it differs, or declares more than it holds. OSError: it cannot be read.
     """

@@ -1,26 +1,23 @@
 """How one distribution of the teacher becomes a few numbers, and how they become targets again.
 
 `sparse` keeps, per token: the `top_k` most likely entries; `num_samples` samples, with replacement, from the rest
-at T = 1 (each once, with its count: random-sampling KD, arXiv 2503.16870); the log-partition of the rest
-(the tail) at a few knots of beta = 1/T with its slopes, so that any T between the knots is served; the
-log-probability of the true next token; mean and standard deviation of the logits. `dense` keeps all
-log-probabilities in fp16, as the reference. `tokens` keeps none: it is the door for training without a
-cached teacher.
+at T = 1 (each once, with its count: random-sampling KD, arXiv 2503.16870); the log-partition of the rest (the tail) at
+a few knots of beta = 1/T with its slopes, so that any T between the knots is served; the log-probability of the true
+next token; mean and standard deviation of the logits. `dense` keeps all log-probabilities in fp16, as the reference.
+`tokens` keeps none: it serves training without a cached teacher. How the numbers of `sparse` become few bytes stands in
+`compression`.
 
-The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums that samples come from), a block
-of rows at a time, so that memory does not follow N x V. Samples come from uniforms made on the CPU from
-(seed, split, sequence): they do not depend on batch size, ranks or restarts. How the numbers of `sparse`
-become few bytes is the matter of `coding`. What it gives up: `dense` in fp16 errs by 4e-3 nats at
-log p = -10.
+The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums that samples come from), a block of rows at
+a time, so that memory does not grow with N x V. Samples come from uniforms made on the CPU from (seed, split,
+sequence): they do not depend on batch size, ranks or restarts.
+
+Where only the most likely entries are known (`keep`), the rest of the vocabulary is one bucket, spread evenly. With n
+entries outside the top-k and log p = e for each, L(beta) = log n + beta e: right at T = 1 and nowhere else, and the
+manifest's range states so.
+
+What it gives up: `dense` in fp16 errs by 4e-3 nats at log p = -10.
 
 Shapes: B sequences, T positions, N = B*T tokens, V vocabulary, H top-k entries, D samples, K = H + D, G knots.
-
-What is kept of a distribution of which only the most likely entries are known.
-
-The rest of the vocabulary is one bucket, spread evenly: that is right at T = 1 and nowhere else, and the
-manifest's range says so. With n entries outside the top-k and log p = e for each, L(beta) = log n + beta e.
-
-Shapes: T positions, H top-k entries, G knots.
 """
 
 import hashlib

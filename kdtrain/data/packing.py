@@ -1,29 +1,25 @@
 """From documents to rows of fixed length.
 
-All documents are joined to one stream of tokens, `[bos] tokens eos` each (bos only where the tokenizer
-itself writes one), and the stream is cut into rows of T + 1 tokens that overlap by one: row r is stream[r*T :
-r*T + T + 1]. So every token but the first is the label of exactly one position, nothing is padded, and only
-the last, incomplete row is dropped. What is given up: a document may be cut at the end of a row, and its
-second half does not see the first.
+All documents are joined to one stream of tokens, `[bos] tokens eos` each (bos only where the tokenizer itself writes
+one), and the stream is cut into rows of T + 1 tokens that overlap by one: row r is stream[r*T : r*T + T + 1]. So every
+token but the first is the label of exactly one position, nothing is padded, and only the last, incomplete row is
+dropped. The order and content of the rows depend on the documents alone: `num_workers` threads tokenize ahead of the
+reader (the tokenizer runs outside Python's lock), and a few batches at most are in memory at a time.
 
-A conversation goes through the tokenizer's chat template, and only what the assistant says is learned from.
-Which characters those are the template says, if it marks them with `{% generation %}`; otherwise they follow
-from rendering the conversation up to each assistant turn. Characters become tokens by the tokenizer's own
-offsets. eos is added where the template does not end with it. What a message says is text: a special token that it
-quotes is spelled out, as those who serve the model do. The template itself runs in a child process (`templates`).
+A conversation goes through the tokenizer's chat template, and only what the assistant says is learned from. Which
+characters those are the template says, if it marks them with `{% generation %}`; otherwise they follow from rendering
+the conversation up to each assistant turn. Characters become tokens by the tokenizer's own offsets. eos is added where
+the template does not end with it. What a message says is text: a special token that it quotes is spelled out, as
+inference servers do.
 
-The order and content of the rows depend on the documents alone. `num_workers` threads tokenize ahead of the
-reader (the tokenizer runs outside Python's lock, so threads do), and a few batches at most are in memory at a
-time.
+A chat template is a program that came with a model. jinja2's sandbox keeps it from files and from Python's insides, and
+lets it loop for ever, compute 9 ** 9 ** 9, or ask for all memory. So conversations are rendered in a child process of
+limited time, memory and output (`Renderer`): what exceeds a limit ends the child and not the command. It is a fork,
+which costs milliseconds once and a tenth of one for each conversation, and exchanges JSON alone. Time is the
+processor's, not the clock's, so that a busy machine, or one that was asleep, makes no template slow.
 
-Chat templates, rendered where they can do no harm.
-
-A chat template is a program that came with a model. jinja2's sandbox keeps it from files and from Python's insides,
-and lets it loop for ever, compute 9 ** 9 ** 9, or ask for all memory. So conversations are rendered in a
-child process of limited time, memory and output: what goes over a limit ends the child and not the command, whatever it
-was busy with. It is a fork, which costs milliseconds once and a tenth of one for each conversation, and gets and
-gives JSON alone. Time is the processor's, not the clock's: a machine that is busy, or was asleep, makes nobody's
-template slow. What it gives up: outside of Linux the memory is not limited.
+What it gives up: a document may be cut at the end of a row, and its second half does not see the first; outside of
+Linux the memory of the child is not limited.
 """
 
 import copy

@@ -1,38 +1,34 @@
-"""The student and the teacher spread over ranks by PyTorch's own engines: DDP, and FSDP2's `fully_shard`.
+"""The student and the teacher on several ranks by PyTorch's own engines: DDP, and FSDP2's `fully_shard`.
 
-A training step is called through one of three wrappers, which differ in when gradients travel. Losses are divided by
-a constant and not by tokens or ranks, so that gradients are summed over ranks, never averaged; the mean over the
-tokens of all ranks is taken once, behind that (`training.update`). Before the last micro-batch of a step nothing is
-exchanged. What a run learns beside the student (the temperature, projections) is a handful of numbers that only some
-steps give a gradient: it stays whole on each rank, out of both engines, and the step adds it up itself.
+A training step is called through one of three wrappers, which differ in when gradients travel. Losses are divided by a
+constant and not by tokens or ranks, so that gradients are summed over ranks, never averaged; the mean over the tokens
+of all ranks is taken once, behind that (`training.update`). Before the last micro-batch of a step nothing is exchanged.
+What a run learns beside the student (the temperature, projections) is a handful of numbers that only some steps give a
+gradient: it stays whole on each rank, out of both engines, and the step adds it up itself.
 
-FSDP2 cuts each transformer layer by itself, and embedding, last norm and output head as one root: its weights are
+FSDP2 shards each transformer layer by itself, and embedding, last norm and output head as one root: its weights are
 whole from the forward to the end of the backward, as the fused head needs them. Masters and reductions are fp32; a
 layer's weights travel in the format that autocast would round them to, and the root's in fp32, so that the student
-computes what it does in one process, but for the weights of norms, which are rounded as well.
+computes what it does in one process, but for the weights of norms, which are rounded as well. Parameters, gradients and
+moments are DTensors: what is done to each entry by itself is done to the part that lies here; what needs all entries is
+reduced over the ranks that share a copy, and over no other.
 
-What it gives up: a quantised student's weights travel in fp32, because a second rounding would change its values;
-each rank loads a model whole before it keeps its part.
-
-Tensors of which each rank may hold a part: the part, the whole, and figures of the whole.
-
-FSDP2 keeps parameters, gradients and moments as DTensors. What is done to each entry by itself is done to the part
-that lies here; what needs all entries is reduced over the ranks that share a copy, and over no other.
-
-Bytes that ranks exchange in a step, from shapes alone: what DDP and FSDP2 send as `wrap` sets them up.
-
-The payload of a collective is what a rank puts in or gets out, the larger of the two; over a ring of w ranks a rank
-sends (w - 1) / w of it for an all-gather or a reduce-scatter, and twice that for an all-reduce (Patarasuk and Yuan
-2009; NCCL counts its bus bandwidth so). P parameters, of which L in layers; c bytes a gathered number (2 for a student
-in bf16, 4 in fp32); m micro-batches a step:
+Bytes that ranks exchange in a step follow from shapes alone (`ddp`, `fsdp`). The payload of a collective is what a rank
+puts in or gets out, the larger of the two; over a ring of w ranks a rank sends (w - 1) / w of it for an all-gather or a
+reduce-scatter, and twice that for an all-reduce (Patarasuk and Yuan 2009; NCCL counts its bus bandwidth so). With P
+parameters, of which L in layers; c bytes a gathered number (2 for a student in bf16, 4 in fp32); m micro-batches a
+step:
 
     DDP    all-reduce 4 P, once a step, whatever m is
     FSDP2  all-gather m (2 c L + 4 (P - L)): layers for the forward and again for the backward, the root once;
            reduce-scatter 4 P, once a step
     with --shard-size s: the same among s ranks, and an all-reduce of 4 P / s among the ranks that hold the same part
 
-FSDP2 cuts a parameter along its first dimension and pads it to a multiple of the ranks: small ones cost more than
+FSDP2 shards a parameter along its first dimension and pads it to a multiple of the ranks: small ones cost more than
 their size. The handful of numbers that ranks agree on each step is left out.
+
+What it gives up: a quantised student's weights travel in fp32, because a second rounding would change its values; each
+rank loads a model whole before it keeps its part.
 """
 
 import math

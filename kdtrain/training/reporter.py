@@ -1,24 +1,16 @@
-"""What a run looks at in itself while it trains: its health, its distributions and what its student writes.
+"""What a run observes about itself while it trains: its health, its histograms and what its student writes.
 
-Nothing of it changes the training: no random number is drawn, no gradient touched. Between the steps that are due it
-costs the reading of one file of /proc.
+Nothing here changes the training: no random number of it is drawn, no gradient touched, and nothing survives a restart,
+so that what is logged once a process is logged again by the next one. Between the steps that are due it costs the
+reading of one file of /proc.
 
-Whether a learned temperature has run to one of its bounds, said once.
+Signs that a run is not well are pure functions of its numbers: each returns a line, or None. A learned temperature on
+one of its bounds is no longer learned: the loss wants it further away than it may go. `minimize` ends there by its
+nature (docs/temperature.md).
 
-A T on its bound is no longer learned: the loss wants it further away than it may go. `minimize` ends there by its
-nature (docs/temperature.md). It is said when it is first seen, and again only after T had left that bound.
-
-Signs that a run is not well, as pure functions of its numbers: each gives a line for people, or None.
-
-Nothing here changes the training or survives a restart: what is said once a process is said again by the next one.
-
-The student asked to write: prompts from the validation split, continued now and then while it trains.
-
-What the student writes: a few prompts, each continued greedily and by sampling.
-
-The sampling draws from a generator of its own with the same seed each time: training's random numbers are not touched,
-and two samples differ by what the student has learned in between. There is no cache of keys and values: every kind of
-model can be asked, at the price of a whole forward a token.
+The student writes by continuing a few prompts of the validation split, greedily and by sampling. The sampling draws
+from a generator of its own with the same seed each time, so that two samples differ by what the student has learned in
+between. There is no cache of keys and values: every kind of model can write, at the price of a whole forward a token.
 
 Shape suffixes: B rows, T tokens so far, V vocabulary.
 """
