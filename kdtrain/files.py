@@ -194,7 +194,7 @@ def fsync(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside `path` that nobody has, and that `sweep` knows."""
+    """A hidden name beside `path`, unused so far, that `sweep` knows."""
     return path.with_name(f".{path.name[:50]}.{secrets.token_hex(6)}.tmp")
 
 
@@ -300,7 +300,7 @@ def make_folder(path: Path) -> list[Path]:
 
 
 def remove_empty(made: list[Path]) -> None:
-    """Remove what `make_folder` made and nobody has used."""
+    """Remove what `make_folder` made and is still empty."""
     for folder in made:
         with suppress(OSError):
             folder.rmdir()
@@ -442,7 +442,7 @@ class Lock:
         """Let others in, and remove the file."""
         if self._file.closed:
             return
-        with suppress(OSError):  # a folder that has become read-only keeps the file, which then bars nobody
+        with suppress(OSError):  # a folder that has become read-only keeps the file, which then keeps nobody out
             if self._stands():
                 self._path.unlink()
         self._file.close()

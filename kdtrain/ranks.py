@@ -90,7 +90,7 @@ def refuse_many_processes() -> None:
     """Refuse to be one of several processes, for what one process does.
 
     Raises:
-        UsageError: torchrun or another launcher says that there are more.
+        UsageError: torchrun or another launcher has started more.
     """
     if world_size() > 1:
         only = "started as one of several processes, and only one is supported; leave torchrun out"
@@ -106,7 +106,7 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
         timeout: seconds that a rank waits for another one in a collective, or for its heartbeat.
 
     Raises:
-        UsageError: the environment does not say where the ranks meet.
+        UsageError: the environment does not name where the ranks meet.
         RunError: another rank is gone, or did not come in time.
     """
     global _control, _timeout
@@ -314,12 +314,12 @@ def reported(error: E) -> E:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that lies here, sharing its memory; all of it where it is not cut up over ranks."""
+    """The part of `tensor` that lies here, sharing its memory; all of it where it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """A tensor cut up like `like`, whose part here is `own`, on whatever device that lies."""
+    """A tensor sharded like `like`, whose part here is `own`, on whatever device that lies."""
     return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
 
 

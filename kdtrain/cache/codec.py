@@ -35,7 +35,7 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets
 KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 """Default knots of beta: T from 2/3 to 4."""
 FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
-"""The default below `SMALL_HEAD` kept entries: what is likely is then in the tail, whose curve bends sharply."""
+"""The default below `SMALL_TOP_K` kept entries: what is likely is then in the tail, whose curve bends sharply."""
 MAX_KNOTS = 64
 SMALL_TOP_K = 4
 FLOOR = -1e4
@@ -94,7 +94,7 @@ class CodecSpec:
 
     @property
     def id_dtype(self) -> np.dtype:
-        """uint16 while its largest value, which marks an absent entry, is no id; else uint32."""
+        """uint16 while its largest value, which marks an absent entry, is not an id; else uint32."""
         return np.dtype(np.uint16 if self.vocab_size <= 65_535 else np.uint32)
 
     @property
@@ -270,7 +270,7 @@ def encode_sequences(
 ) -> dict[str, np.ndarray]:
     """The same for whole sequences, number `first` of `split` and those after it: arrays [B, T, ...].
 
-    `broken` [B] says which sequences had a logit that is no number (NaN, +inf, or nothing but -inf): they
+    `broken` [B] says which sequences have a non-finite logit (NaN, +inf, or nothing but -inf): they
     are encoded as if the teacher had found every token equally likely, and are to be masked out.
     """
     size, length = labels_BT.shape

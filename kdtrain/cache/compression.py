@@ -145,7 +145,7 @@ class Predictor:
 
     @property
     def largest(self) -> float:
-        """The size that no number exceeds, whatever is stored; not finite where the weights are too large for fp32."""
+        """The size that no number exceeds, whatever is stored; non-finite where the weights are too large for fp32."""
         width = self.weights.shape[1] - len(self.weights)
         bounds = [_LARGEST_FEATURE] * width + [_LARGEST + 2] * len(self.weights)
         return float((np.abs(self._solved).astype(np.float64) @ bounds).max())
@@ -230,7 +230,7 @@ class Dictionary:
 
     @cached_property
     def _plain(self) -> np.ndarray:
-        """[V] the code of an id that is no candidate."""
+        """[V] the code of an id that is not a candidate."""
         codes_V = self.literal_base + np.arange(len(self.context_row))
         codes_V[self.common] = self.common_base + np.arange(len(self.common))
         return codes_V

@@ -286,7 +286,7 @@ def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta:
 
 
 class _Block:
-    """What a cache says about some rows at one beta, beside the full log p [N, V]."""
+    """What a cache holds of some rows at one beta, beside the full log p [N, V]."""
 
     def __init__(self, targets: Targets, log_p_NV: Tensor, beta: float) -> None:
         self.targets, self.log_p_NV, self.p_NV, self.beta = targets, log_p_NV, log_p_NV.exp(), beta

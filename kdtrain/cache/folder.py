@@ -22,7 +22,7 @@ from kdtrain.ranks import on_main, rank
 
 _LOCK = ".building-"
 _OWN = re.compile(rf"{re.escape(_LOCK)}[0-9]+|\.{cache_format.SETTINGS}\.[0-9a-f]{{12}}\.tmp")
-"""What a builder makes before settings.json has its name, and what bars nobody."""
+"""What a builder makes before settings.json has its name, and what keeps nobody out."""
 _TOKENIZER_FILES = (
     "token*.json",
     "special_tokens_map.json",

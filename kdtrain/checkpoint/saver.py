@@ -30,7 +30,7 @@ from kdtrain.errors import RunError, reason
 from kdtrain.ranks import control_group, local, lost_rank, on_main, reported, with_local
 
 MINUTE = 60.0
-"""Seconds between two tries on a full disk."""
+"""Seconds between two attempts on a full disk."""
 log = logging.getLogger("kdtrain")
 
 
@@ -154,8 +154,8 @@ class Saver:
             raise gone from error
         if isinstance(error, OSError):
             where = error.filename or self.store.folder
-            said = f"{where}: {error.strerror or error}; published checkpoints are intact"
-            raise reported(RunError(said, reason=reason(error))) from None
+            text = f"{where}: {error.strerror or error}; published checkpoints are intact"
+            raise reported(RunError(text, reason=reason(error))) from None
         if error is not None:
             raise RunError(f"saving into {self.store.folder} failed: {type(error).__name__}: {error}") from error
 
@@ -177,32 +177,32 @@ class Saver:
             log.error("%s", own)
 
     def _patiently(self, publish: Callable[[], None], when_full: Callable[[int], bool]) -> None:
-        """`publish`, until the disk is not full or `when_full`, called with the tries so far, has it given up."""
-        for tries in itertools.count():
+        """`publish`, until there is room, or `when_full`, called with the attempts so far, gives up."""
+        for attempt in itertools.count():
             try:
                 return publish()
             except (RunError, OSError) as error:
                 full = error
-            if reason(full) != "disk" or not on_main(partial(when_full, tries), self.group):
+            if reason(full) != "disk" or not on_main(partial(when_full, attempt), self.group):
                 raise full
 
-    def _when_full(self, name: str, size: int, protected: Collection[str], tries: int) -> bool:
+    def _when_full(self, name: str, size: int, protected: Collection[str], attempt: int) -> bool:
         """Make room for a checkpoint of `size` bytes the first time, then wait a minute; whether to try again."""
-        if tries == 0:
+        if attempt == 0:
             gone = self.store.make_room(size, protected)
             done = f"removed {', '.join(gone)}" if gone else "nothing can be removed"
-            self._tell(f"the disk is full: {done} to make room for checkpoint {name}")
+            self._warn(f"the disk is full: {done} to make room for checkpoint {name}")
             return True
-        if tries > self.patience:
+        if attempt > self.patience:
             return False
         where = self.store.folder
-        self._tell(f"the disk is full: {name} waits for room in {where}, minute {tries} of {self.patience}")
+        self._warn(f"the disk is full: {name} waits for room in {where}, minute {attempt} of {self.patience}")
         until = time.monotonic() + MINUTE
         while time.monotonic() < until and not self.asked_to_stop():
             time.sleep(min(1.0, MINUTE))
         return not self.asked_to_stop()
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         """Log a warning; a log file on the same disk may be full as well."""
         with contextlib.suppress(OSError):
             log.warning(text)

@@ -93,10 +93,10 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
     """All tensors of `folder`, on the CPU: whole, or of each the part that is wanted here.
 
     Args:
-        like: a tensor's name and shape -> a DTensor that it is to be cut up like; None, or no `like`: all of it.
+        like: a tensor's name and shape -> a DTensor that it is to be sharded like; None, or no `like`: all of it.
 
     Raises:
-        RunError: a file is no safetensors file, or its parts do not make up whole tensors.
+        RunError: a file is not a safetensors file, or its parts do not make up whole tensors.
     """
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder))
@@ -107,10 +107,10 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
     except MemoryError:
         raise
     except (Exception, CheckpointException) as error:  # which is a BaseException
-        # A header may say anything, and DCP meets it with errors of many kinds.
+        # A header may hold anything, and DCP raises errors of many kinds.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        said = next(iter(str(cause).splitlines()), type(cause).__name__)
-        raise RunError(f"checkpoint {folder} cannot be read: {said}") from None
+        first = next(iter(str(cause).splitlines()), type(cause).__name__)
+        raise RunError(f"checkpoint {folder} cannot be read: {first}") from None
     return tensors
 
 

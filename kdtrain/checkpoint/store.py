@@ -99,7 +99,7 @@ def sealed_files(path: Path) -> set[str]:
 
 
 def vouched_files(path: Path) -> set[str]:
-    """The names of all files in a checkpoint, each as the sealed manifest says it was written; none where one is not.
+    """The names of all files in a checkpoint, each as the sealed manifest states; none where one is not.
 
     Files may be missing. This proves that kdtrain wrote what is there, as names alone do not.
     """
@@ -384,7 +384,7 @@ class Store:
         return remove_folder(path, sealed_files(path), "checkpoint.pruning")
 
     def set_aside_after(self, step: int, rollbacks: int | None = None) -> list[str]:
-        """Rename the checkpoints later than `step`, which a run that goes on from there has left; their old names.
+        """Rename the checkpoints later than `step`, which a run that resumes from there has left; their old names.
 
         With `rollbacks` those of the same step after more rollbacks are later as well.
 
@@ -475,7 +475,7 @@ class Store:
 
 
 def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
-    """Read a checkpoint that `problem` has found to be whole; of a tensor that is cut up, the part of this rank.
+    """Read a checkpoint that `problem` has found to be whole; of a sharded tensor, the part of this rank.
 
     like: see `shards.read`.
 

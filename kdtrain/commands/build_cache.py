@@ -128,7 +128,7 @@ def build_tokens(
     """Pack text into a cache of bare tokens, in this process alone.
 
     Args:
-        folder: the cache; what an interrupted run left there is gone on with.
+        folder: the cache; what an interrupted run left there is resumed.
         data: the text.
         tokenizer: what makes tokens of it.
         vocab_size: the logits that will be made over these tokens.

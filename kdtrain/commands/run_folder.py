@@ -71,7 +71,7 @@ FREE = {
     },
     "parallel": {"parallel", "teacher_parallel", "shard_size", "device_memory", "log_all_ranks", "rank_timeout"},
 }
-"""Options that may differ when a run goes on; every other one would make it another run."""
+"""Options that may differ when a run resumes; every other one would make it another run."""
 
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer that the student is exported with."""
@@ -81,7 +81,7 @@ _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if
 LOCK = ".training"
 """What a launch holds while it works in the folder: see `run_lock`."""
 _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+|\.(config\.toml|environment\.json)\.[0-9a-f]{{12}}\.tmp")
-"""What a kill leaves of a try that did not become a run, beside its tokens."""
+"""What a kill leaves of an attempt that did not become a run, beside its tokens."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
 """The links that a run makes itself."""
 
@@ -102,7 +102,7 @@ def holds_run(config: DistillConfig) -> bool:
     """Whether there is an earlier run in `config.out`.
 
     Raises:
-        UsageError: the folder holds something that is no run, or a run that `--resume never` would overwrite.
+        UsageError: the folder holds something that is not a run, or a run that `--resume never` would overwrite.
     """
     out = config.out
     if out.exists() and not out.is_dir():
@@ -116,10 +116,10 @@ def holds_run(config: DistillConfig) -> bool:
 
 
 def claim_folder(config: DistillConfig) -> bool:
-    """Whether an earlier run in `config.out` is to be gone on with; one that is not is moved aside.
+    """Whether an earlier run in `config.out` is to be resumed; one that is not is moved aside.
 
     Raises:
-        UsageError: as `holds_run`, or the one who was asked said no.
+        UsageError: as `holds_run`, or the user declined.
     """
     if not holds_run(config):
         return False
@@ -134,7 +134,7 @@ def claim_folder(config: DistillConfig) -> bool:
 
 
 def restarted(config: DistillConfig) -> bool:
-    """Whether torchrun has started these processes anew, to go on with what they began; rank 0 knows for all."""
+    """Whether torchrun has started these processes anew, to resume what they began; rank 0 decides for all."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.checkpoint.resume == "auto":
         return False
     try:
@@ -145,7 +145,7 @@ def restarted(config: DistillConfig) -> bool:
 
 
 def resuming(config: DistillConfig, wanted: bool) -> DistillConfig:
-    """`config`, or, where it is `wanted`, one that goes on from its newest checkpoint whatever `--resume` says."""
+    """`config`, or, where it is `wanted`, one that resumes from its newest checkpoint whatever `--resume` says."""
     if not wanted:
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
@@ -194,7 +194,7 @@ def is_run(folder: Path) -> bool:
 
 
 def options_of(folder: Path) -> RunOptions | None:
-    """The options of a run; None where `folder` is no run.
+    """The options of a run; None where `folder` is not a run.
 
     They stand in its config.toml. Where that is lost or garbled, those in the newest valid checkpoint stand for them.
     A config.toml alone may be a file of the user's, for `--config`, and shows nothing.
@@ -222,7 +222,7 @@ def options_of(folder: Path) -> RunOptions | None:
 
 
 def refuse_strange(out: Path) -> None:
-    """Refuse a folder with anything in it but what a try of `distill` left that did not become a run."""
+    """Refuse a folder with anything in it but what an attempt of `distill` left that did not become a run."""
     strange = sorted(path.name for path in out.iterdir() if not _LEFT.fullmatch(path.name)) if out.is_dir() else []
     if "data" in strange and holds_tokens(out / "data"):
         strange.remove("data")
@@ -249,7 +249,7 @@ def refuse_no_folder(out: Path) -> None:
 
 
 def _agreed(config: DistillConfig) -> bool:
-    """Whether to go on: asked on a terminal, taken for granted elsewhere."""
+    """Whether to resume: asked on a terminal, yes elsewhere."""
     asked_for = config.checkpoint.auto_resume or config.checkpoint.resume != "auto"
     if asked_for or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
@@ -294,7 +294,7 @@ def _default(section: str, name: str) -> Any:
 
 
 def refuse_changes(saved: dict[str, Any], config: DistillConfig, checkpoint: str) -> None:
-    """Refuse to go on with a run whose deciding options were others in a checkpoint, by name."""
+    """Refuse to resume a run whose deciding options were others in a checkpoint, by name."""
     if changed := changes(saved, config):
         raise UsageError(
             f"{config.out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "

@@ -117,7 +117,7 @@ def _seconds(messages: Messages) -> float:
 def _serve(render: Render, connection: Connection, parents: Connection) -> None:
     """Answer until the parent is gone. The limits are the kernel's, which needs no turn of Python to keep them."""
     parents.close()  # or the end of the parent would never be seen
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     for each in (signal.SIGTERM, signal.SIGPROF):
         signal.signal(each, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -182,7 +182,7 @@ def pack(
 ) -> Iterator[PackedRow]:
     """Yield `documents` as rows of `seq_len` + 1 tokens, the same rows for any `num_workers`.
 
-    With `document_mask` the first token of a document is nobody's label, since no position that may be seen
+    With `document_mask` the first token of a document is not a label, since no position that may be seen
     comes before it. Raises UsageError for a tokenizer without eos or without fast backend, and for
     conversations that the chat template cannot render or whose assistant turns cannot be told from the rest.
     """

@@ -59,7 +59,7 @@ class Writers:
             self.event(kind, resume_step, "warning", message=text)
 
     def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of `step`; a number that is not finite is written as null."""
+        """Write the numbers of `step`; a non-finite number is written as null."""
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self.file.write(json.dumps({"step": step, **finite}) + "\n")
         shown = {

@@ -116,7 +116,7 @@ class Replicated(Alone):
 
 
 class Sharded(Alone):
-    """A step whose student was cut up by `shard`."""
+    """A step whose student was sharded by `shard`."""
 
     kind = "fsdp"
 
@@ -132,7 +132,7 @@ class Sharded(Alone):
 
 
 def parallelize(student: Any, kind: str) -> Alone:
-    """What `training.student.Student` is called through: `single`, `ddp`, or `fsdp` where its model was cut up."""
+    """What `training.student.Student` is called through: `single`, `ddp`, or `fsdp` where its model is sharded."""
     if kind == "single":
         return Alone(student, student.model)
     if kind == "fsdp":
@@ -171,7 +171,7 @@ def shard(
 
 
 def reshard(model: nn.Module) -> None:
-    """Give back what a forward of a model that was cut up has left whole; nothing for any other."""
+    """Give back what a forward of a sharded model has left whole; nothing for any other."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
@@ -213,17 +213,17 @@ def _unreached(step: nn.Module, probe: Callable[[], torch.Tensor]) -> set[str]:
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """All of `tensor`, gathered where it is cut up: every rank must call it."""
+    """All of `tensor`, gathered where it is sharded: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether any of them is cut up."""
+    """Whether any of them is sharded."""
     return any(isinstance(each, DTensor) for each in tensors)
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The part of `whole` that lies here when it is cut up like `like`; `whole` itself where that is not cut up."""
+    """The part of `whole` that lies here when it is sharded like `like`; `whole` itself where that is not."""
     if not isinstance(like, DTensor) or isinstance(whole, DTensor):
         return local(whole)
     shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -231,7 +231,7 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`whole` cut up like `like`, on its device."""
+    """`whole` sharded like `like`, on its device."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole.to(like.device)
     return with_local(like, part_of(whole, like).to(local(like).device).contiguous())
@@ -257,7 +257,7 @@ def peak(tensor: torch.Tensor) -> float:
 
 
 def peaks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude in each, those of other ranks too, infinite where some of it is not finite; 1-dim fp32."""
+    """The largest magnitude in each, those of other ranks too, infinite where some of it is non-finite; 1-dim fp32."""
     each = [local(tensor).detach().float().abs() for tensor in tensors]
     own = torch.stack([own.max() if own.numel() else own.new_zeros(()) for own in each])
     own = torch.nan_to_num(own, nan=float("inf"), posinf=float("inf"))
