@@ -101,7 +101,13 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder))
         entries = reader.read_metadata().state_dict_metadata
-        tensors = {name: _empty(name, entry, like) for name, entry in entries.items()}
+        tensors = {}
+        for name, entry in entries.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            pattern = None if like is None else like(name, entry.size)
+            size = entry.size if pattern is None else local(pattern).shape
+            own = torch.empty(size, dtype=entry.properties.dtype)
+            tensors[name] = own if pattern is None else with_local(pattern, own)
         if tensors:
             dcp.load(tensors, storage_reader=reader, planner=_WholePlanner(), no_dist=True)
     except MemoryError:
@@ -112,14 +118,6 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
         first = next(iter(str(cause).splitlines()), type(cause).__name__)
         raise RunError(f"checkpoint {folder} cannot be read: {first}") from None
     return tensors
-
-
-def _empty(name: str, entry: Any, like: Like | None) -> torch.Tensor:
-    assert isinstance(entry, TensorStorageMetadata)
-    pattern = None if like is None else like(name, entry.size)
-    size = entry.size if pattern is None else local(pattern).shape
-    own = torch.empty(size, dtype=entry.properties.dtype)
-    return own if pattern is None else with_local(pattern, own)
 
 
 class _WholePlanner(dcp.DefaultLoadPlanner):

@@ -311,19 +311,15 @@ class _Encoder:
         texts = [piece.text for piece in batch if piece.document.messages is None]
         with panics_refused(f"{self._name} cannot take this text"):
             encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
-        return np.concatenate(
-            [
-                self._text(piece, next(encoded).ids)
-                if piece.document.messages is None
-                else self._conversation(piece.document.key, piece.document.messages)
-                for piece in batch
-            ]
-        )
-
-    def _text(self, piece: _Piece, tokens: list[int]) -> _Array:
-        stream = _stream(self._bos * piece.first + tokens + self._eos * piece.last)
-        stream["start"][:1] = piece.first
-        return stream
+        streams = []
+        for piece in batch:
+            if piece.document.messages is None:
+                stream = _stream(self._bos * piece.first + next(encoded).ids + self._eos * piece.last)
+                stream["start"][:1] = piece.first
+            else:
+                stream = self._conversation(piece.document.key, piece.document.messages)
+            streams.append(stream)
+        return np.concatenate(streams)
 
     def _conversation(self, key: str, messages: list[dict[str, str]]) -> _Array:
         messages, quoted = self._without_special(messages)
