@@ -65,7 +65,7 @@ TOKENS = 4 * 2**20
 """Tokens of a step over all GPUs."""
 MICRO = 16_384
 """Tokens of a micro-batch at most."""
-CODECS = {"head 12, V = 2,048": 27.25, "head 12, V = 151,936": 30.02, "dense fp16, V = 151,936": 2.0 * 151_936}
+CODECS = {"top-k 12, V = 2,048": 27.25, "top-k 12, V = 151,936": 30.02, "dense fp16, V = 151,936": 2.0 * 151_936}
 SEQ_LEN, SHARD = 4096, 512
 READ = 2.6e6
 """Tokens a second that a core reads and decodes at random (benchmarks/results/cache.json)."""

@@ -13,16 +13,19 @@ What it gives up: the first read from a shard reads all of it, once a reader; in
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from kdtrain import faults
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.checks import check_structure
-from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
+from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest, verify_cache
 from kdtrain.cache.shard_reader import CachedBatch, Shard, batch_of, naming
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest
@@ -32,9 +35,46 @@ MAX_OPEN = 16
 V = 2,048, 2 MiB at V = 151,936."""
 
 
-class CacheReader:
-    """One split of a finished cache. UsageError: no finished cache there, no such split, or a shard of any split that
-    is missing or of another size than it was written with."""
+class Cache:
+    """A finished cache: its splits as data sets for PyTorch, and what it says of itself. Not thread-safe.
+
+    Raises:
+        UsageError: there is no finished cache, or a shard is missing or of another size than it was written with.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._splits: dict[str, CacheReader] = {}
+        self.manifest: Manifest = read_manifest(folder)
+
+    def __getitem__(self, split: str) -> "CacheReader":
+        """`train` or `validation`: see `CacheReader`. UsageError: there is no such split."""
+        if split not in self._splits:
+            self._splits[split] = CacheReader(self.folder, split)
+        return self._splits[split]
+
+    @property
+    def temperature_range(self) -> tuple[float, float]:
+        """The lowest and the highest T that the cache was measured to be right at."""
+        known = self.manifest.temperature_range
+        return (known["min"], known["max"]) if known else (0.25, 20.0)
+
+    def verify(self) -> list[str]:
+        """Read all of it and compare every digest: a line for each thing that is wrong."""
+        return [str(each) for each in verify_cache(self.folder)]
+
+
+def collate(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Sequences of a cache as one batch: each tensor gets a first dimension B."""
+    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+class CacheReader(Dataset[dict[str, Tensor]]):
+    """One split of a finished cache: a map-style data set, whose items are the `fields` of one sequence, without B.
+
+    UsageError: no finished cache there, no such split, or a shard of any split that is missing or of another size than
+    it was written with.
+    """
 
     def __init__(self, folder: Path | str, split: str) -> None:
         self.folder = Path(folder)
@@ -54,6 +94,15 @@ class CacheReader:
     def __len__(self) -> int:
         """Number of sequences."""
         return self.manifest.splits[self.split]["sequences"]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sequence as named tensors, see `CachedBatch.fields`."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Several at once, which is how PyTorch's loaders ask."""
+        fields = self.read(indices).fields()
+        return [{name: tensor[row] for name, tensor in fields.items()} for row in range(len(indices))]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict(), "_process": None}

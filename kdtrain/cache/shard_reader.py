@@ -5,9 +5,9 @@ masks are checked when it is opened, its sequences when they are first read (`ch
 """
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import h5py
@@ -21,8 +21,9 @@ from kdtrain.cache.checks import check_flags, check_lists, check_stored, check_s
 from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.compression import Coding, unpack
 from kdtrain.errors import RunError, system_error
-from kdtrain.objective.targets import Targets
+from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
+_OF_TARGETS = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
 _AT_ONCE = 2**20  # entries that `check_content` looks at at once
 
 
@@ -38,6 +39,42 @@ class CachedBatch:
     """[B, T] int64, document number within the sequence."""
     targets: Targets | None
     """N = B*T rows, sequence by sequence; None for the codec `tokens`."""
+
+    def fields(self) -> dict[str, Tensor]:
+        """The batch as named tensors whose first dimension is B, which any trainer can move, cut and put together.
+
+        tokens, loss_mask, segments as above; labels [B, T+1], the tokens with -100 where the loss does not count, for
+        trainers that count what it counts. Of sparse targets: ids, logprobs [B, T, K], counts [B, T, D] of the last D
+        columns, which were sampled, tail [B, T, 2G], label_logprob, logit_mean, logit_std [B, T], knots [B, G] and
+        num_samples [B]; of dense ones: logprobs [B, T, V], label_logprob [B, T].
+        """
+        size, length = self.loss_mask.shape
+        unseen = torch.cat([self.loss_mask.new_ones(size, 1), ~self.loss_mask], 1)
+        found = {"tokens": self.tokens, "loss_mask": self.loss_mask, "segments": self.segments}
+        found["labels"] = self.tokens.masked_fill(unseen, -100)
+        if self.targets is None:
+            return found
+        targets = {name: value for name, value in vars(self.targets).items() if isinstance(value, Tensor)}
+        found |= {name: value.unflatten(0, (size, length)) for name, value in targets.items()}
+        if isinstance(self.targets, SparseTargets):
+            found["counts"] = found["counts"][..., self.targets.top_k :]
+            found["knots"] = torch.tensor(self.targets.knots, dtype=torch.float64).expand(size, -1)
+            found["num_samples"] = torch.tensor(self.targets.num_samples).expand(size)
+        return found
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Tensor], knots: tuple[float, ...] = (), num_samples: int = 0) -> "CachedBatch":
+        """The batch of what `fields` returned. knots, num_samples: those of sparse targets, as numbers of the host."""
+        tokens, loss_mask = fields["tokens"], fields["loss_mask"]
+        segments = fields.get("segments")
+        batch = cls(tokens, loss_mask, torch.zeros_like(tokens[:, :-1]) if segments is None else segments, None)
+        flat = {name: value.flatten(0, 1) for name, value in fields.items() if name in _OF_TARGETS}
+        if "ids" in flat:
+            absent = flat["ids"].shape[1] - flat["counts"].shape[1]
+            flat["counts"] = torch.nn.functional.pad(flat["counts"], (absent, 0))
+            sparse = SparseTargets(**flat, top_k=absent, num_samples=num_samples, knots=knots)
+            return replace(batch, targets=sparse)
+        return replace(batch, targets=DenseTargets(**flat)) if "logprobs" in flat else batch
 
 
 @dataclass(frozen=True)

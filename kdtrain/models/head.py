@@ -144,12 +144,13 @@ class SplitModel(nn.Module):
         return keywords
 
 
-def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None) -> SplitModel:
+def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep_attention: bool = False) -> SplitModel:
     """Split a model into backbone and output head, proven equal on a probe batch.
 
     probe_tokens_BT: token ids, int64 [B, T >= 4]; by default 2 x 16 ids drawn with a fixed seed. The
     model's mode is left as it was; its attention implementation becomes `CAUSAL_SDPA` where it was sdpa and
-    that is proven equal. Raises `UsageError` for a model that looks at later tokens (an encoder), and for one whose
+    that is proven equal, unless `keep_attention`. Raises `UsageError` for a model that looks at later tokens (an
+    encoder), and for one whose
     configuration makes its own shapes disagree.
     """
     tokens_BT = default_probe(model) if probe_tokens_BT is None else probe_tokens_BT
@@ -163,7 +164,8 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None) -> Spli
             said = " ".join(str(error).split())[:200]
             raise UsageError(f"{_name(model)} cannot be run as it is configured: {said}") from error
         probe.refuse_encoders()
-        probe.use_causal_sdpa()
+        if not keep_attention:
+            probe.use_causal_sdpa()
         pieces.separates_documents = probe.documents_are_separate()
         _fuse(pieces, tokens_BT)
     return pieces

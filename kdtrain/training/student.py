@@ -56,6 +56,9 @@ class Student(nn.Module):
     tensor(16)
     """
 
+    accepts_loss_kwargs = True
+    """What `transformers.Trainer` asks before it gives `num_items_in_batch`."""
+
     def __init__(
         self,
         model: PreTrainedModel | SplitModel,
@@ -74,7 +77,7 @@ class Student(nn.Module):
         quantized: str | None = None,
     ) -> None:
         super().__init__()
-        self.model = model if isinstance(model, SplitModel) else split(model)
+        self.model = model if isinstance(model, SplitModel) else split(model, keep_attention=not document_mask)
         self.loss = loss
         self.vocab_size = vocab_size or self.model.vocab_size
         self.mode = mode
@@ -86,6 +89,7 @@ class Student(nn.Module):
         self.layers = layers
         self.switch = switch or Switch()
         self.quantized = quantized
+        self._codec: tuple[tuple[float, ...], int] | None = None
         self.backbone = self._backbone
         if compile and not by_layer:
             self.backbone = torch.compile(self._backbone, dynamic=False, mode=compile_mode)
@@ -107,16 +111,40 @@ class Student(nn.Module):
 
     def forward(
         self,
-        batch: CachedBatch,
+        batch: CachedBatch | None = None,
         num_items_in_batch: Tensor | float | None = None,
+        *,
+        tokens: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        labels: Tensor | None = None,
+        ids: Tensor | None = None,
+        logprobs: Tensor | None = None,
+        counts: Tensor | None = None,
+        tail: Tensor | None = None,
+        label_logprob: Tensor | None = None,
+        logit_mean: Tensor | None = None,
+        logit_std: Tensor | None = None,
+        knots: Tensor | None = None,
+        num_samples: Tensor | None = None,
     ) -> LossOutput:
-        """The loss to differentiate and the sums to report.
+        """The loss to differentiate and the sums to report, of a batch or of the named tensors of one.
 
         Args:
             batch: B sequences of T + 1 tokens with their targets.
             num_items_in_batch: what sums over tokens are divided by: the unmasked tokens of the whole optimizer step,
                 over micro-batches and ranks. None: those of this batch.
+            tokens, loss_mask, ...: what `CachedBatch.fields` returns, all of it or without targets; knots and
+                num_samples are read once, from the first batch, and are those of all.
         """
+        if batch is None:
+            named = {"tokens": tokens, "loss_mask": loss_mask, "segments": segments, "ids": ids, "logprobs": logprobs}
+            named |= {"counts": counts, "tail": tail, "label_logprob": label_logprob}
+            named |= {"logit_mean": logit_mean, "logit_std": logit_std}
+            if knots is not None and num_samples is not None and self._codec is None:
+                self._codec = tuple(knots[0].tolist()), int(num_samples[0])
+            fields = {name: tensor for name, tensor in named.items() if tensor is not None}
+            batch = CachedBatch.of(fields, *(self._codec or ()))
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
         normalizer = mask_N.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch

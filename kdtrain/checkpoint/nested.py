@@ -1,0 +1,120 @@
+"""Checkpoints of any training: a nested state of tensors and plain values, published whole and verified before use.
+
+`CheckpointStore` is `Store` for a loop of one's own. A state is what `state_dict()` gives: dicts, lists and tuples of
+tensors, numbers, strings, booleans and None, at any depth. Tensors go into safetensors files under the path that leads
+to them, everything else into JSON; nothing is pickled. Tensors that share memory come back as tensors of their own.
+
+What it gives up: keys are strings or integers, and a state is loaded whole, on the CPU.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kdtrain.checkpoint import tiers
+from kdtrain.checkpoint.store import Store, load, read_state
+from kdtrain.checkpoint.tiers import Keep
+from kdtrain.errors import RunError, UsageError
+
+_TENSOR, _MAPPING, _TUPLE = "tensor", "mapping", "tuple"
+
+
+class CheckpointStore:
+    """Checkpoints in a folder: `latest` and `best` are links to two of them, and old ones are pruned by tier.
+
+    Args:
+        folder: made when the first checkpoint is saved.
+        keep: how many of each tier are kept.
+
+    >>> import tempfile, torch
+    >>> store = CheckpointStore(tempfile.mkdtemp())
+    >>> for step, loss in ((1, 2.0), (2, 1.5), (3, 1.7)):
+    ...     path = store.save(step, {"model": {"w": torch.full((2,), float(step))}, "step": step}, {"loss": loss})
+    >>> path.name
+    'step-00000003'
+    >>> store.load("best")
+    {'model': {'w': tensor([2., 2.])}, 'step': 2}
+    """
+
+    def __init__(self, folder: Path | str, keep: Keep | None = None) -> None:
+        keep = keep or Keep()
+        self._store = Store(Path(folder), keep_rolling=keep.rolling, keep_epochs=keep.epoch, keep_special=keep.special)
+
+    def save(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None, name: str | None = None
+    ) -> Path:
+        """Publish `state` under the name of its step, or another `name`, then prune.
+
+        metrics: numbers to remember; the state with the lowest `loss` is the best one.
+
+        Raises:
+            UsageError: the state holds what is no tensor and no plain value.
+            RunError: the disk is full or cannot be written. What was published before is intact.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        name = name or tiers.rolling_name(step)
+        best = self._best_loss()
+        tree = {"tree": _flatten(state, "", tensors), "metrics": dict(metrics or {})}
+        path = self._store.save(name, step, tensors, tree)
+        loss = (metrics or {}).get("loss")
+        if loss is not None and loss == loss and (best is None or loss < best):
+            self._store.link("best", name)
+        self._store.prune()
+        return path
+
+    def load(self, wanted: str = "latest") -> Any:
+        """The state of a checkpoint: `latest` (the newest that verifies), `best`, or a name.
+
+        Raises:
+            UsageError: there is none of that name.
+            RunError: it is damaged.
+        """
+        checkpoint = load(self._store.choose(wanted))
+        try:
+            return _unflatten(checkpoint.state["tree"], checkpoint.tensors)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"checkpoint {checkpoint.name} was not written by CheckpointStore: {error!r}") from error
+
+    def names(self) -> list[str]:
+        """Published checkpoints, oldest first, whether they verify or not."""
+        return self._store.names()
+
+    def _best_loss(self) -> float | None:
+        linked = self._store.linked("best")
+        if linked is None or self._store.problem(linked) is not None:
+            return None
+        loss = read_state(self._store.path(linked)).get("metrics", {}).get("loss")
+        return None if loss is None else float(loss)
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON, in which an object of one key says what a tensor, a dict or a tuple was."""
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach()
+        return {_TENSOR: path}
+    if isinstance(value, Mapping):
+        pairs = [[key, _flatten(each, f"{path}.{key}" if path else str(key), tensors)] for key, each in value.items()]
+        if wrong := [key for key in value if not isinstance(key, str | int)]:
+            raise UsageError(f"the state's key {wrong[0]!r} is no string and no integer")
+        return {_MAPPING: pairs}
+    if isinstance(value, list | tuple):
+        items = [_flatten(each, f"{path}.{number}", tensors) for number, each in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UsageError(f"the state's entry '{path}' is a {type(value).__name__}; only tensors and plain values are kept")
+
+
+def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unflatten(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    if kind == _TENSOR:
+        return tensors[inside]
+    if kind == _TUPLE:
+        return tuple(_unflatten(each, tensors) for each in inside)
+    return {key: _unflatten(each, tensors) for key, each in inside}
