@@ -18,13 +18,15 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
 import stat
+import time
 import tomllib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -36,6 +38,7 @@ from kdtrain import faults
 from kdtrain.errors import RunError, UsageError, making, writing
 
 T = TypeVar("T")
+log = logging.getLogger("kdtrain")
 
 PUBLISH_POINTS = ("before-fsync", "before-rename", "before-folder-fsync", "after-publish")
 """The fault points of one `published` file, in order; the full name is LABEL.POINT."""
@@ -58,6 +61,8 @@ _TOML = 2**18
 _DOTTED_KEY = re.compile(r"""(?:^|[\s{,\[])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){16}""")
 """The beginning of a dotted key of more than 16 parts."""
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
+_POLL = 0.2
+"""Seconds between two looks at a lock that is waited for."""
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -129,15 +134,11 @@ def typed(value: Any, kind: type[T]) -> T:
 def _refuse_depth(value: Any) -> None:
     level = [value]
     for _ in range(_DEPTH):
-        level = [inner for each in level for inner in _inside(each)]
+        tables = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [inner for each in tables for inner in each]
         if not level:
             return
     raise ValueError("it is nested too deep")
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    """What a table or a list holds; nothing for anything else."""
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 # Digests and seals --------------------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ def fsync(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside `path` that nobody has, and that `sweep` knows."""
+    """A hidden name beside `path`, unused so far, that `sweep` knows."""
     return path.with_name(f".{path.name[:50]}.{secrets.token_hex(6)}.tmp")
 
 
@@ -299,7 +300,7 @@ def make_folder(path: Path) -> list[Path]:
 
 
 def remove_empty(made: list[Path]) -> None:
-    """Remove what `make_folder` made and nobody has used."""
+    """Remove what `make_folder` made and is still empty."""
     for folder in made:
         with suppress(OSError):
             folder.rmdir()
@@ -386,51 +387,52 @@ def sweep(folder: Path) -> None:
 # Locks --------------------------------------------------------------------------------------------------------------
 
 
-class HeldError(UsageError):
-    """Another process holds the lock; `holder` is what it calls itself."""
-
-    def __init__(self, message: str, holder: str) -> None:
-        super().__init__(message)
-        self.holder = holder
-
-
 class Lock:
     """Keeps other processes out of a folder, from now until `release` or the end of the process, however it ends.
 
-    What a killed holder leaves is a file that nobody holds, and bars nobody. On a file system without locks nobody is
-    kept out.
+    What a killed holder leaves is a file that nobody holds and that keeps nobody out. On a file system without locks
+    nobody is kept out.
 
     path: the file that is locked, in a folder that exists. message: the error where another process holds it.
-    name: what this process calls itself, for those that it keeps out.
+    name, wait: a holder of the same name is waited for, for so many seconds.
 
-    HeldError: another process holds it. RunError: the folder cannot be written.
+    UsageError: another process holds it. RunError: the folder cannot be written.
     """
 
-    def __init__(self, path: Path, message: str, name: str = "") -> None:
+    def __init__(self, path: Path, message: str, name: str = "", wait: float = 0.0) -> None:
         self._path = path
+        until, waiting = time.monotonic() + wait, False
         with writing(path):
-            while not self._take(message):
-                continue
+            while (holder := self._take()) is not None:
+                if not name or holder != name or time.monotonic() > until:
+                    raise UsageError(message)
+                if not waiting:
+                    log.info("waiting for an earlier attempt of this launch to release %s", path)
+                waiting = True
+                time.sleep(_POLL)
             with suppress(OSError):  # a full disk
                 os.ftruncate(self._file.fileno(), 0)
                 os.write(self._file.fileno(), name.encode())
 
-    def _take(self, message: str) -> bool:
-        """False: the last holder has just removed the file that was locked; there is to be a new one."""
+    def _take(self) -> str | None:
+        """None once it is held here, else the name of its holder."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        handle = os.open(self._path, flags, 0o666)
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise RunError(f"{self._path} is not a regular file; remove it")
-        self._file = open(handle, "r+", errors="replace")  # noqa: SIM115  (held open as long as the lock)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with self._file:
-                raise HeldError(message, self._file.read(SMALL)) from None
-        except OSError:
-            return True
-        return self._stands()
+        while True:
+            handle = os.open(self._path, flags, 0o666)
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                os.close(handle)
+                raise RunError(f"{self._path} is not a regular file; remove it")
+            self._file = open(handle, "r+", errors="replace")  # noqa: SIM115  (held open as long as the lock)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with self._file:
+                    return self._file.read(SMALL)
+            except OSError:
+                return None
+            if self._stands():
+                return None
+            self._file.close()  # the last holder has just removed it
 
     def _stands(self) -> bool:
         """Whether the file that is locked still has its name."""
@@ -440,7 +442,7 @@ class Lock:
         """Let others in, and remove the file."""
         if self._file.closed:
             return
-        with suppress(OSError):  # a folder that has become read-only keeps the file, which then bars nobody
+        with suppress(OSError):  # a folder that has become read-only keeps the file, which then keeps nobody out
             if self._stands():
                 self._path.unlink()
         self._file.close()

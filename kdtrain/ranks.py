@@ -1,27 +1,23 @@
-"""Who the ranks of a run are, which device each computes on, and what they agree on.
+"""Who the ranks of a run are, which device each computes on, and what they exchange.
 
-torchrun says in the environment who a process is. `ranks` makes them a group for as long as a block runs. Tensors
-are reduced over the group of the device's own kind; words and decisions go over others of gloo. What a rank does for
-itself or for all (`on_main`, `together`) may take as long as it must, while it gives signs of life (`waiting`). One
-process without torchrun is a world of one, and pays nothing.
+torchrun names each process in the environment, and `process_group` makes them one group while a block runs. Tensors
+are reduced over the default group, of the device's own kind; objects and decisions go over groups of gloo. A process
+without torchrun is alone, and pays nothing.
 
-Waiting for ranks that work for as long as they must, and not for ranks that are silent.
-
-What one rank does for all, packing a text say, may take hours, so that no limit fits the work itself. Instead a thread
-of each rank says every few seconds whether the rank is still at work. The words go over a group with the timeout of any
-other exchange: who is dead closes its connection and is noticed at once, who is stopped, cut off, or never comes, after
-the timeout. What it gives up: a rank whose threads live while its work stands still, in a read from a file system that
-does not answer say, counts as one at work.
+What one rank does for all (`on_main`), or each for itself (`raise_on_all_ranks`), packing a text for example, may take
+hours, so that no timeout fits the work itself. Instead a thread of each rank sends a heartbeat every few seconds while
+the rank is at work, over a group with the timeout of any other exchange: a dead rank closes its connection and is
+noticed at once, one that is stopped, cut off or never comes, after the timeout. What it gives up: a rank whose threads
+live while its work hangs, in a read from a file system that does not answer for example, counts as one at work.
 """
 
-import json
 import os
 import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,61 +28,13 @@ from torch.distributed.tensor import DTensor
 
 from kdtrain.errors import RunError, UsageError, reason
 
-
-@contextmanager
-def heartbeat(group: Any, every: float) -> Iterator[None]:
-    """A block that takes each rank as long as it must; all leave it together, when the last one is at its end.
-
-    An error inside leaves it as soon as the turn in flight is over; the others then hear nothing more of this rank.
-
-    Args:
-        group: of gloo, over all ranks, which all of them enter the block with and none uses inside.
-        every: seconds between two signs of life, well under the group's timeout.
-
-    Raises:
-        RuntimeError: torch's; a rank is gone, or was silent for the group's timeout.
-    """
-    done, left, errors = threading.Event(), threading.Event(), []
-
-    def tell() -> None:
-        try:
-            while True:
-                working = not done.wait(every)
-                if left.is_set() or not _any(working, group):
-                    return
-        except Exception as error:  # it is raised again in the thread that waits
-            errors.append(error)
-
-    # a daemon, so that a second signal ends a process that waits for the others' turns
-    thread = threading.Thread(target=tell, name="at-work", daemon=True)
-    thread.start()
-    try:
-        yield
-        done.set()
-        thread.join()
-    except BaseException:
-        left.set()
-        done.set()
-        thread.join()  # a process that ends with an exchange in flight aborts
-        raise
-    if errors:
-        raise errors[0]
-
-
-def _any(own: bool, group: Any) -> bool:
-    """Whether any rank says yes."""
-    said = torch.tensor(int(own))
-    dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
-    return bool(said)
-
-
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
 _BEAT = 10.0
-"""Seconds between two signs of life of a rank at work; a quarter of a shorter timeout."""
-_words: Any = None
-"""The group that words go over, while there are several ranks."""
+"""Seconds between two heartbeats of a rank at work; a quarter of a shorter timeout."""
+_control: Any = None
+"""The group that objects go over, while there are several ranks."""
 _timeout = timedelta(0)
 """How long a rank may be silent."""
 
@@ -142,7 +90,7 @@ def refuse_many_processes() -> None:
     """Refuse to be one of several processes, for what one process does.
 
     Raises:
-        UsageError: torchrun or another launcher says that there are more.
+        UsageError: torchrun or another launcher has started more.
     """
     if world_size() > 1:
         only = "started as one of several processes, and only one is supported; leave torchrun out"
@@ -155,13 +103,13 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
 
     Args:
         device: what this rank computes on.
-        timeout: seconds that a rank waits for another one in a collective, or for its sign of life.
+        timeout: seconds that a rank waits for another one in a collective, or for its heartbeat.
 
     Raises:
-        UsageError: the environment does not say where the ranks meet.
+        UsageError: the environment does not name where the ranks meet.
         RunError: another rank is gone, or did not come in time.
     """
-    global _words, _timeout
+    global _control, _timeout
     if world_size() == 1:
         yield
         return
@@ -176,21 +124,21 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
         _timeout = timedelta(seconds=timeout)
         store, number, world = _own_store(_timeout)
         dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=_timeout)
-        _words = control_group()
+        _control = control_group()
         yield
     except RuntimeError as error:
         if (gone := lost_rank(error)) is None:
             raise
         raise gone from error
     finally:
-        _words = None
+        _control = None
     dist.destroy_process_group()
 
 
 def _own_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Where the ranks of this try find each other, the number of this one, and how many there are.
+    """Where the ranks of this attempt find each other, the number of this one, and how many there are.
 
-    torchrun keeps one store for all tries (`--max-restarts`), in which gloo would look up the addresses of the dead.
+    torchrun keeps one store for all attempts (`--max-restarts`), in which gloo would look up the addresses of the dead.
     """
     try:
         store, number, world = next(dist.rendezvous("env://", timeout=timeout))
@@ -198,13 +146,13 @@ def _own_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         raise UsageError(f"the environment does not say where the ranks meet ({error}); use torchrun") from error
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return store, number, world
-    return dist.PrefixStore(_name_of_try(store, number, world, timeout), store), number, world
+    return dist.PrefixStore(_name_of_attempt(store, number, world, timeout), store), number, world
 
 
-def _name_of_try(store: dist.Store, number: int, world: int, timeout: timedelta) -> str:
-    """A name that rank 0 makes up, told to each rank that asks; what ranks of an earlier try asked hurts nobody.
+def _name_of_attempt(store: dist.Store, number: int, world: int, timeout: timedelta) -> str:
+    """A name that rank 0 makes up and gives to each rank that asks; what an earlier attempt left there is ignored.
 
-    Nodes count tries each for themselves, so that a number would not do.
+    Each node counts its own attempts, so that a number would not do.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if number:
@@ -225,90 +173,123 @@ def _name_of_try(store: dist.Store, number: int, world: int, timeout: timedelta)
     return own
 
 
+@contextmanager
+def _heartbeat(group: Any) -> Iterator[None]:
+    """A block that may take as long as it must on each rank; all leave it together, when the last one is done.
+
+    An error inside leaves it after the exchange in flight; the others then hear nothing more of this rank.
+
+    group: of gloo, over all ranks; all enter the block with it, and none uses it inside.
+
+    Raises:
+        RuntimeError: torch's; a rank is gone, or was silent for the group's timeout.
+    """
+    every = min(_BEAT, _timeout.total_seconds() / 4)
+    done, left, errors = threading.Event(), threading.Event(), []
+
+    def beat() -> None:
+        try:
+            while True:
+                working = not done.wait(every)
+                if left.is_set() or not all_reduce_max(working, group):
+                    return
+        except Exception as error:  # it is raised again in the thread that waits
+            errors.append(error)
+
+    # a daemon, so that a second signal ends a process that waits for the others
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+        done.set()
+        thread.join()
+    except BaseException:
+        left.set()
+        done.set()
+        thread.join()  # a process that ends with an exchange in flight aborts
+        raise
+    if errors:
+        raise errors[0]
+
+
 def control_group() -> Any:
-    """Another group for words over all ranks, for a thread of its own; None for a process alone.
+    """Another group of gloo over all ranks, for the objects of a thread of its own; None for a process alone.
 
     Every rank must call it, in the same order as its other collectives.
     """
     return dist.new_group(backend="gloo", timeout=_timeout) if _initialized() else None
 
 
-def on_main(action: Callable[[], T], words: Any = None) -> T:
-    """What `action` gives on rank 0, which alone does it, on every rank; a `UsageError` or `RunError` likewise.
+def on_main(action: Callable[[], T], group: Any = None) -> T:
+    """What `action` returns on rank 0, which alone calls it, on every rank; a `UsageError` or `RunError` likewise.
 
     Args:
-        action: gives something that JSON can hold; it may take hours, but must not exchange anything between ranks.
-        words: the group; the main thread's own when None.
+        action: may take hours, but must not exchange anything between ranks.
+        group: of gloo, over all ranks; the main thread's own when None.
     """
     if not _many():
         return action()
-    group = words or _words
-    own: dict[str, Any] = {}
-    failed: Exception | None = None
-    with _at_work(group):
+    group = group or _control
+    result: list[Any] = [None]
+    own: Exception | None = None
+    with _heartbeat(group):
         try:
-            own = {"result": action()} if is_main() else {}
+            if is_main():
+                result = [action()]
         except (UsageError, RunError, OSError) as error:
-            own, failed = _said(error), error
-    said = _broadcast(json.dumps(own) if is_main() else None, group)
-    if failed is not None:
-        raise failed
-    return own["result"] if is_main() else _understood(json.loads(said))
+            own, result = error, [_for_others(error)]
+    dist.broadcast_object_list(result, 0, group)
+    if own is not None:
+        raise own
+    if isinstance(result[0], Exception):
+        raise result[0]
+    return result[0]
 
 
-def all_gather_object(word: T, words: Any = None) -> list[T]:
-    """What each rank says, by rank: something that JSON can hold. Every rank must call it."""
+def all_gather_object(own: T, group: Any = None) -> list[T]:
+    """The object of each rank, by rank. Every rank must call it."""
     if not _many():
-        return [word]
-    said = json.dumps(word).encode()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
-    group = words or _words
-    dist.all_gather(sizes, torch.tensor([len(said)]), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.tensor(list(said.ljust(longest)), dtype=torch.uint8)
-    texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded, group=group)
-    return [json.loads(bytes(text.tolist())) for text in texts]
+        return [own]
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, own, group or _control)
+    return found
 
 
 @contextmanager
-def raise_on_all_ranks(words: Any = None) -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """A block that each rank runs for itself, without collectives: an error on one is raised on all.
 
     Raises:
-        UsageError, RunError: with the rank that it is of.
+        UsageError, RunError: of the first rank that has one.
     """
     if not _many():
         yield
         return
     own: Exception | None = None
-    with _at_work(words or _words):
+    with _heartbeat(_control):
         try:
             yield
         except (UsageError, RunError, OSError) as error:
             own = error
-    said = all_gather_object(None if own is None else _said(own), words)
-    failed = [number for number, each in enumerate(said) if each is not None]
-    if not failed:
-        return
-    if own is not None and rank() == failed[0]:
-        raise own
-    _understood(said[failed[0]] or {})
+    found = all_gather_object(own and _for_others(own))
+    first = next((number for number, each in enumerate(found) if each is not None), None)
+    if first is not None:
+        raise (own if first == rank() else found[first])  # type: ignore[misc]
 
 
-def all_reduce_max(number: int) -> int:
-    """The largest of the numbers that the ranks say. Every rank must call it."""
+def all_reduce_max(number: int, group: Any = None) -> int:
+    """The largest of the ranks' numbers. Every rank must call it."""
     if not _many():
         return number
-    said = torch.tensor(number)
-    dist.all_reduce(said, dist.ReduceOp.MAX, group=_words)
-    return int(said)
+    largest = torch.tensor(int(number))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group or _control)
+    return int(largest)
 
 
 def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest value of `tensor` over all ranks, entry by entry; the tensor itself where there is one process.
+    """The largest value of `tensor` over all ranks, entry by entry; the tensor itself for a process alone.
 
-    Nothing waits for it on the host. Every rank must call it, in the same order as its other collectives.
+    The host does not wait for it. Every rank must call it, in the same order as its other collectives.
     """
     if not _initialized():
         return tensor
@@ -318,7 +299,7 @@ def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of `tensor` over all ranks, entry by entry, as `agreed_max` gives the largest."""
+    """The sum of `tensor` over all ranks, entry by entry, as `agreed_max` returns the largest."""
     if not _initialized():
         return tensor
     total = tensor.clone()
@@ -327,81 +308,63 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reported(error: E) -> E:
-    """`error`, which every rank raises for the same reason, as one that rank 0 alone says."""
+    """`error`, which every rank raises for the same reason, as one that only rank 0 prints."""
     error.told = not is_main()  # type: ignore[attr-defined]
     return error
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that lies here, sharing its memory; all of it where it is not cut up over ranks."""
+    """The part of `tensor` that lies here, sharing its memory; all of it where it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """A tensor cut up like `like`, whose part here is `own`, on whatever device that lies."""
+    """A tensor sharded like `like`, whose part here is `own`, on whatever device that lies."""
     return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
 
 
+def copies(tensor: torch.Tensor) -> int:
+    """How many copies of a sharded tensor the ranks hold; 0 where it is not sharded."""
+    return tensor.device_mesh.size() // tensor.device_mesh["shard"].size() if isinstance(tensor, DTensor) else 0
+
+
 def lost_rank(error: BaseException | None) -> RunError | None:
-    """What to say where `error` is that of a collective without one of its ranks; None where it is anything else."""
+    """The error to raise where `error` is that of a collective that lost one of its ranks; None for any other."""
     if not isinstance(error, RuntimeError) or isinstance(error, RunError):
         return None
     if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
         return None
+    first = " ".join(str(error).splitlines()[0].split()) if str(error) else type(error).__name__
+    cause = re.sub(r"^\[[^]]*\]\s*", "", first).split(". ")[0][:200]
     found = RunError(
-        f"rank {rank()} lost another rank, whose own message says why ({_first_line(error)}); "
-        "published checkpoints are intact, and the same command goes on"
+        f"rank {rank()} lost another rank, whose own message says why ({cause}); "
+        "published checkpoints are intact, and the same command resumes the run"
     )
     found.not_the_cause = True  # type: ignore[attr-defined]
     return found
 
 
-def was_told(error: BaseException) -> bool:
-    """Whether an error is another rank's, which says it itself."""
-    return bool(getattr(error, "told", False))
-
-
-def _at_work(group: Any) -> AbstractContextManager[None]:
-    return heartbeat(group, min(_BEAT, _timeout.total_seconds() / 4))
-
-
 def _many() -> bool:
-    return world_size() > 1 and _words is not None
+    return world_size() > 1 and _control is not None
 
 
 def _initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _broadcast(text: str | None, group: Any) -> str:
-    content = b"" if text is None else text.encode()
-    size = torch.tensor([len(content)])
-    dist.broadcast(size, 0, group=group)
-    body = torch.tensor(list(content), dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(body, 0, group=group)
-    return bytes(body.tolist()).decode()
-
-
-def _said(error: Exception) -> dict[str, Any]:
-    text = f"{error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-    return {"usage": isinstance(error, UsageError), "error": text, "reason": reason(error)}
-
-
-def _understood(said: dict[str, Any]) -> Any:
-    if "error" not in said:
-        return said["result"]
-    error = UsageError(said["error"]) if said["usage"] else RunError(said["error"], reason=said["reason"])
-    error.told = True  # type: ignore[union-attr]
-    raise error
+def _for_others(error: Exception) -> Exception:
+    """`error` of this rank as the others raise it, who leave printing it to this one."""
+    if isinstance(error, UsageError):  # some of its subclasses cannot be pickled
+        told: Exception = UsageError(str(error))
+    else:
+        text = f"{error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        told = RunError(text, reason=reason(error))
+    told.told = True  # type: ignore[attr-defined]
+    return told
 
 
 _LOST = re.compile(r"gloo|nccl|connection (?:closed|reset|refused)|timed out|by peer", re.IGNORECASE)
 """torch has no one kind of error for it."""
-
-
-def _first_line(error: BaseException) -> str:
-    first = " ".join(str(error).splitlines()[0].split()) if str(error) else type(error).__name__
-    return re.sub(r"^\[[^]]*\]\s*", "", first).split(". ")[0][:200]
 
 
 def memory_mb(device: torch.device) -> float:

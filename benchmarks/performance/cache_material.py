@@ -21,6 +21,7 @@ import torch
 from benchmarks.harness import TEACHER
 from kdtrain.commands.common import ask, open_teacher, rows
 from kdtrain.config import DataConfig
+from kdtrain.data.packing import PackedRow
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 
@@ -30,15 +31,6 @@ MOVED = 4096
 _SAMPLE = 4096  # tokens that the figures are measured on
 Teacher = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Facts = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A packed row."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    segments: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -169,7 +161,7 @@ class Synthetic:
 def synthetic(vocab_size: int, number: int, model: Material, known: Facts | None = None) -> Material:
     """A teacher of another vocabulary like that of `model`, and its text; `known`: its facts, found before."""
     made, start = Synthetic(vocab_size, model, known), 0
-    parts: dict[str, list[Row]] = {}
+    parts: dict[str, list[PackedRow]] = {}
     numbers: dict[bytes, int] = {}
     for split, count in wanted(number).items():
         parts[split] = [_row(made.sequence(n, made.shape(n))[0]) for n in range(start, start + count)]
@@ -183,5 +175,5 @@ def synthetic(vocab_size: int, number: int, model: Material, known: Facts | None
     return Material(f"synthetic-{vocab_size}", vocab_size, made.length, parts, teacher, made.facts)
 
 
-def _row(tokens: np.ndarray) -> Row:
-    return Row(tokens, np.ones(len(tokens) - 1, bool), np.zeros(len(tokens) - 1, np.int32))
+def _row(tokens: np.ndarray) -> PackedRow:
+    return PackedRow(tokens, np.ones(len(tokens) - 1, bool), np.zeros(len(tokens) - 1, np.int32))

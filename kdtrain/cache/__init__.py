@@ -1,1 +1,1 @@
-"""The cache: what a teacher said about a data set, kept small and checked, in HDF5."""
+"""The cache: what a teacher predicts for a data set, kept small and checked, in HDF5."""

@@ -1,24 +1,20 @@
-"""Is a shard what the format says, and what its manifest says, whoever made it?
-
-`check_structure` compares the file with what `layout.create_shard` would make, before HDF5 opens it: the names, types,
-shapes, chunks, fill values and filters of all data sets, the attributes, where each chunk lies and how large it
-unpacks. It reads no data but the first bytes of each chunk, once a shard. The others look at numbers, each once: masks
-and lists when a shard is opened, sequences when they are first read, as they are stored and as they unpack.
-
-What it gives up: numbers that are possible and wrong. A stranger's cache may still teach anything.
-
-The structure of an HDF5 file, read from its bytes without HDF5.
+"""Whether a shard is what the format and its manifest state, whoever made it.
 
 HDF5 follows links to other files, allocates what a file declares, and crashes on some whose structure is wrong: 12 of
-4,000 shards with a few bytes changed. A shard that a stranger made is therefore walked here before HDF5 sees it. This
-reads what HDF5 writes for its earliest version, as far as shards use it: superblock, object headers, symbol tables,
-attributes and the B-trees of chunked data sets. It has no code for anything else, which is refused: soft and external
-links, external storage, virtual data sets, shared messages.
+4,000 shards with a few bytes changed. `check_structure` therefore reads the structure from the bytes, before HDF5 opens
+the file, and compares it with what `format.create_shard` would make: the names, types, shapes, chunks, fill values and
+filters of all data sets, the attributes, where each chunk lies and how large it unpacks. It reads no data but the first
+bytes of each chunk, once a shard. The other checks look at numbers, each once: masks and lists when a shard is opened,
+sequences when they are first read, as they are stored and as they unpack.
 
-What it gives up: a file in a newer layout of HDF5 is refused, whatever it holds.
+`Hdf5File` reads what HDF5 writes for its earliest version, as far as shards use it: superblock, object headers, symbol
+tables, attributes and the B-trees of chunked data sets. Everything else is refused: soft and external links, external
+storage, virtual data sets, shared messages. Structures are named as in the HDF5 File Format Specification, version 3.0:
+II.A superblock, III.A.1 B-trees, III.B and III.C symbol tables, III.D local heaps, III.E global heaps, IV.A object
+headers and their messages.
 
-Structures are named as in the HDF5 File Format Specification, version 3.0: II.A superblock, III.A.1 B-trees, III.B and
-III.C symbol tables, III.D local heaps, III.E global heaps, IV.A object headers and their messages.
+What it gives up: numbers that are possible and wrong, so that a stranger's cache may still teach anything; and a file
+in a newer layout of HDF5 is refused, whatever it holds.
 """
 
 import math
@@ -208,7 +204,7 @@ class _Expected:
 
 
 def check_structure(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
-    """Compare a shard with what `layout.create_shard` makes of the same arguments.
+    """Compare a shard with what `format.create_shard` makes of the same arguments.
 
     ValueError: it differs, or declares more than it holds. OSError: it cannot be read.
     """
@@ -225,7 +221,10 @@ def check_structure(path: Path, spec: CodecSpec, seq_len: int, split: str, first
                 sets += _lists(file, lists, spec)
                 links |= {f"{DICTIONARY}/{name}": link for name, link in lists.items()}
             wanted = cache_format.attributes(spec, seq_len, split) | {"first_sequence": first, "sequences": number}
-            _compare_attributes(root.attributes, wanted)
+            _compare_names("attribute", root.attributes, wanted)
+            for name, value in wanted.items():
+                if root.attributes[name] != value:
+                    raise ValueError(f"its {name} is {str(root.attributes[name])[:80]} instead of {value}")
             trees = [_compare(file, links[each.name], each) for each in sets]
             total = sum(math.prod(each.shape) * each.dtype.itemsize for each in sets)
             if total > LARGEST_RATIO * file.size + SLACK:
@@ -241,13 +240,6 @@ def _compare_names(what: str, found: Collection[str], expected: Collection[str])
         raise ValueError(f"it lacks the {what} '{min(missing)}'")
     if foreign := set(found) - set(expected):
         raise ValueError(f"it has the {what} '{min(foreign)[:80]}', which the format has not")
-
-
-def _compare_attributes(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    _compare_names("attribute", found, expected)
-    for name, value in expected.items():
-        if found[name] != value:
-            raise ValueError(f"its {name} is {str(found[name])[:80]} instead of {value}")
 
 
 def _lists(file: Hdf5File, links: Mapping[str, Link], spec: CodecSpec) -> list[_Expected]:
@@ -273,12 +265,15 @@ def _compare(file: Hdf5File, link: Link, expected: _Expected) -> int:
     (tree,) = struct.unpack_from("<3xQ", found[LAYOUT])
     shape = struct.pack(f"<3B5x{2 * rank}Q", 1, rank, 1, *expected.shape, *expected.shape)
     chunks = struct.pack(f"<3BQ{rank + 1}I", 3, 2, rank + 1, tree, *expected.chunk, width)
+    old_fill = found.get(OLD_FILL, found[FILL][4:])
+    first = [(_BITSHUFFLE, width, expected.block, 3)] if expected.bits else [(_SHUFFLE, width), (_ZSTD,)]
     same = {
         "type": _same(found[TYPE], h5py.h5t.py_create(expected.dtype).encode()[2:]),
         "shape": _same(found[SPACE], shape),
         "chunks": _same(found[LAYOUT], chunks),
-        "fill value": _is_fill(found[FILL], expected) and _is_old_fill(found),
-        "filters": _filters(found[FILTERS]) == _wanted_filters(expected),
+        # the second one is for HDF5 before 1.6
+        "fill value": _is_fill(found[FILL], expected) and old_fill.rstrip(b"\0") == found[FILL][4:].rstrip(b"\0"),
+        "filters": _filters(found[FILTERS]) == [*first, (_FLETCHER32,)],
     }
     if other := [what for what, is_same in same.items() if not is_same]:
         raise ValueError(f"'{expected.name}' differs from the format in its {other[0]}")
@@ -298,11 +293,6 @@ def _is_fill(content: bytes, expected: _Expected) -> bool:
     return bool(value == expected.fill or (np.isnan(value) and np.isnan(expected.fill)))
 
 
-def _is_old_fill(found: Mapping[int, bytes]) -> bool:
-    """Whether the fill value for HDF5 before 1.6 is the same, where there is one."""
-    return OLD_FILL not in found or found[OLD_FILL].rstrip(b"\0") == found[FILL][4:].rstrip(b"\0")
-
-
 def _filters(content: bytes) -> list[tuple[int, ...]]:
     """Number of each filter, and those of its options that decide what a chunk unpacks to."""
     version, count = struct.unpack_from("<BB", content)
@@ -314,12 +304,6 @@ def _filters(content: bytes) -> list[tuple[int, ...]]:
         found.append((number, *{_BITSHUFFLE: values[2:5], _ZSTD: ()}.get(number, values)))
         at += 8 + name + 4 * (options + options % 2)
     return found
-
-
-def _wanted_filters(expected: _Expected) -> list[tuple[int, ...]]:
-    width = expected.dtype.itemsize
-    first = [(_BITSHUFFLE, width, expected.block, 3)] if expected.bits else [(_SHUFFLE, width), (_ZSTD,)]
-    return [*first, (_FLETCHER32,)]
 
 
 def _check_chunks(file: Hdf5File, tree: int, expected: _Expected) -> None:

@@ -1,26 +1,23 @@
 """How one distribution of the teacher becomes a few numbers, and how they become targets again.
 
 `sparse` keeps, per token: the `top_k` most likely entries; `num_samples` samples, with replacement, from the rest
-at T = 1 (each once, with its count: random-sampling KD, arXiv 2503.16870); the log-partition of the rest
-(the tail) at a few knots of beta = 1/T with its slopes, so that any T between the knots is served; the
-log-probability of the true next token; mean and standard deviation of the logits. `dense` keeps all
-log-probabilities in fp16, as the reference. `tokens` keeps none: it is the door for training without a
-cached teacher.
+at T = 1 (each once, with its count: random-sampling KD, arXiv 2503.16870); the log-partition of the rest (the tail) at
+a few knots of beta = 1/T with its slopes, so that any T between the knots is served; the log-probability of the true
+next token; mean and standard deviation of the logits. `dense` keeps all log-probabilities in fp16, as the reference.
+`tokens` keeps none: it serves training without a cached teacher. How the numbers of `sparse` become few bytes stands in
+`compression`.
 
-The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums that samples come from), a block
-of rows at a time, so that memory does not follow N x V. Samples come from uniforms made on the CPU from
-(seed, split, sequence): they do not depend on batch size, ranks or restarts. How the numbers of `sparse`
-become few bytes is the matter of `coding`. What it gives up: `dense` in fp16 errs by 4e-3 nats at
-log p = -10.
+The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums that samples come from), a block of rows at
+a time, so that memory does not grow with N x V. Samples come from uniforms made on the CPU from (seed, split,
+sequence): they do not depend on batch size, ranks or restarts.
+
+Where only the most likely entries are known (`keep`), the rest of the vocabulary is one bucket, spread evenly. With n
+entries outside the top-k and log p = e for each, L(beta) = log n + beta e: right at T = 1 and nowhere else, and the
+manifest's range states so.
+
+What it gives up: `dense` in fp16 errs by 4e-3 nats at log p = -10.
 
 Shapes: B sequences, T positions, N = B*T tokens, V vocabulary, H top-k entries, D samples, K = H + D, G knots.
-
-What is kept of a distribution of which only the most likely entries are known.
-
-The rest of the vocabulary is one bucket, spread evenly: that is right at T = 1 and nowhere else, and the
-manifest's range says so. With n entries outside the top-k and log p = e for each, L(beta) = log n + beta e.
-
-Shapes: T positions, H top-k entries, G knots.
 """
 
 import hashlib
@@ -38,7 +35,7 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets
 KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 """Default knots of beta: T from 2/3 to 4."""
 FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
-"""The default below `SMALL_HEAD` kept entries: what is likely is then in the tail, whose curve bends sharply."""
+"""The default below `SMALL_TOP_K` kept entries: what is likely is then in the tail, whose curve bends sharply."""
 MAX_KNOTS = 64
 SMALL_TOP_K = 4
 FLOOR = -1e4
@@ -97,7 +94,7 @@ class CodecSpec:
 
     @property
     def id_dtype(self) -> np.dtype:
-        """uint16 while its largest value, which marks an absent entry, is no id; else uint32."""
+        """uint16 while its largest value, which marks an absent entry, is not an id; else uint32."""
         return np.dtype(np.uint16 if self.vocab_size <= 65_535 else np.uint32)
 
     @property
@@ -244,12 +241,6 @@ def _narrow(name: str, values: Tensor, spec: CodecSpec) -> Tensor:
     return values.to(torch.float16).cpu() if spec.kind == "dense" else values.to(torch.float32)
 
 
-def _to_numpy(name: str, values: Tensor, spec: CodecSpec) -> np.ndarray:
-    array = values.cpu().numpy()
-    # ABSENT wraps to the largest value of either dtype.
-    return array.astype(spec.id_dtype) if name == "ids" else array
-
-
 @torch.no_grad()
 def encode(
     logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: np.ndarray | None = None
@@ -268,7 +259,10 @@ def encode(
         block = _encode_block(logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance)
         for name, values in block.items():
             blocks.setdefault(name, []).append(_narrow(name, values, spec))
-    return {name: _to_numpy(name, torch.cat(parts), spec) for name, parts in blocks.items()}
+    arrays = {name: torch.cat(parts).cpu().numpy() for name, parts in blocks.items()}
+    if "ids" in arrays:
+        arrays["ids"] = arrays["ids"].astype(spec.id_dtype)  # ABSENT wraps to the largest value of either dtype
+    return arrays
 
 
 def encode_sequences(
@@ -276,7 +270,7 @@ def encode_sequences(
 ) -> dict[str, np.ndarray]:
     """The same for whole sequences, number `first` of `split` and those after it: arrays [B, T, ...].
 
-    `broken` [B] says which sequences had a logit that is no number (NaN, +inf, or nothing but -inf): they
+    `broken` [B] says which sequences have a non-finite logit (NaN, +inf, or nothing but -inf): they
     are encoded as if the teacher had found every token equally likely, and are to be masked out.
     """
     size, length = labels_BT.shape

@@ -1,50 +1,42 @@
 """What `codec.encode` keeps of a sequence, as the few bits that are stored, and back.
 
-log-probabilities: whole numbers c with log p = 1 - exp(c / 192): steps of 1/192 nats at p = 1 that grow in
-proportion to 1 - log p, so that an error never exceeds (1 - log p) / 383. Entries stand in descending
-order, and what is stored is the difference to the entry before: small numbers. The log-probability of the
-label is stored only where the label is not in the head. Ids: see `dictionary`. Tail, mean and deviation:
-see `moments`. Lists and weights are made from a shard's first sequences and stored with it.
+Stored arrays have positions last, [n, rows, T]: bits of one kind then lie together, which saves a tenth. All but the
+ids stand in one of them (`numbers`), because each one that is read costs as much as 4 KiB of it. Everything is numpy;
+`unpack` is what a training step waits for: it makes columns, [K, n, T], which targets are then views of, because
+turning them would cost a fifth of its time. Lists and weights are made from a shard's first sequences and stored in it,
+so that a shard is read alone.
 
-Stored arrays have positions last, [n, rows, T]: bits of one kind then lie together, which saves a tenth. All
-but the ids stand in one of them (`numbers`), because each one that is read costs as much as 4 KiB of it.
-Everything is numpy; `unpack` is what a training step waits for: it makes columns, [K, n, T], which targets
-are then views of, because turning them would cost a fifth of its time.
+Log-probabilities are whole numbers c with log p = 1 - exp(c / 192): steps of 1/192 nats at p = 1 that grow in
+proportion to 1 - log p, so that an error never exceeds (1 - log p) / 383. Entries stand in descending order, and what
+is stored is the difference to the entry before: small numbers. The log-probability of the label is stored only where
+the label is not in the top-k.
 
-Shapes: n sequences, T positions, K kept entries, H top-k entries, D samples, M numbers of the tail, N = n*T.
-
-Ids of kept entries as small numbers: their places in lists that a shard carries.
-
-Which entries are likely depends most on the token just read. A shard therefore holds, for each token that
-is met often, the entries most often kept after it (`candidates`), and one list of all entries by how often
-they are kept (`common`). An id is stored as its place in the first list that has it, so that most codes are
-small and compress well; the lists are made from the shard itself, so that a shard is read alone.
+Ids are stored as their places in lists. Which entries are likely depends most on the token just read. A shard therefore
+holds, for each token that is met often, the entries most often kept after it (`candidates`), and one list of all
+entries by how often they are kept (`common`). An id is stored as its place in the first list that has it, so that most
+codes are small and compress well:
 
     code 0                       absent
     code 1 .. C                  candidates[context_row[token just read], code - 1]
     code C+1 .. C+U              common[code - C - 1]
     code above C+U               the id itself, plus C + U + 1
 
-A pair of token and entry is listed when it was met `MIN_COUNT` times: listing it costs about two bytes and
-saves about one each time. What it gives up: an id cannot be read without its shard's lists.
+A pair of token and entry is listed when it was met `MIN_COUNT` times: listing it costs about two bytes and saves about
+one each time.
 
-Shapes: N tokens, K kept entries, V vocabulary, R rows of candidates, C of them a row, U common entries.
-
-The numbers of the tail in few bits: each is stored as its distance from a prediction.
-
-A token's tail is 2G + 2 numbers: L(beta) and dL/dbeta at G knots, mean and standard deviation of log p.
-They are nearly functions of each other and of the head. Each is predicted, linearly, from a few features of
-the stored top-k and from the numbers before it as the reader will see them, and only the distance is stored,
-in whole steps: so no error adds up, and each number is right to half its step. The weights come from least
-squares over the shard's first tokens and stand in the shard.
+The tail is 2G + 2 numbers a token: L(beta) and dL/dbeta at G knots, mean and standard deviation of log p. They are
+nearly functions of each other and of the top-k. Each is predicted, linearly, from a few features of the stored top-k
+and from the numbers before it as the reader will see them, and only the distance is stored, in whole steps: so no error
+adds up, and each number is right to half its step. The weights come from least squares over the shard's first tokens.
+The reader has a triangular linear system for each token, which two matrix products solve for all of them.
 
     L: steps of 0.008 nats; slopes: 0.04 nats; mean and deviation: 0.05 nats
 
-The reader has a triangular linear system for each token, which two matrix products solve for all of them.
-What it gives up: a tail with L(1) below -200, which weighs nothing at any T up to 16, becomes an empty one,
-and a distance beyond 32,766 steps is cut there (263 nats for L).
+What it gives up: an id cannot be read without its shard's lists. A tail with L(1) below -200, which weighs nothing at
+any T up to 16, becomes an empty one, and a distance beyond 32,766 steps is cut there (263 nats for L).
 
-Shapes: N tokens, H top-k entries, G knots, M = 2G + 2 numbers, F features.
+Shapes: n sequences, T positions, N = n*T tokens, V vocabulary, K kept entries, H top-k entries, D samples, G knots,
+M = 2G + 2 numbers of the tail, F features, R rows of candidates, C of them a row, U common entries.
 """
 
 from __future__ import annotations
@@ -153,7 +145,7 @@ class Predictor:
 
     @property
     def largest(self) -> float:
-        """The size that no number exceeds, whatever is stored; not finite where the weights are too large for fp32."""
+        """The size that no number exceeds, whatever is stored; non-finite where the weights are too large for fp32."""
         width = self.weights.shape[1] - len(self.weights)
         bounds = [_LARGEST_FEATURE] * width + [_LARGEST + 2] * len(self.weights)
         return float((np.abs(self._solved).astype(np.float64) @ bounds).max())
@@ -238,7 +230,7 @@ class Dictionary:
 
     @cached_property
     def _plain(self) -> np.ndarray:
-        """[V] the code of an id that is no candidate."""
+        """[V] the code of an id that is not a candidate."""
         codes_V = self.literal_base + np.arange(len(self.context_row))
         codes_V[self.common] = self.common_base + np.arange(len(self.common))
         return codes_V

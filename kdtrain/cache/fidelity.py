@@ -37,10 +37,11 @@ from torch import Tensor
 
 from kdtrain.cache.codec import broken
 from kdtrain.cache.reader import CachedBatch
+from kdtrain.config.choices import TAILS
 from kdtrain.errors import RunError
 from kdtrain.objective.divergence import forward_kl
 from kdtrain.objective.statistics import Statistics, TailSums, reduce_logits, safe_ids, take_top_k
-from kdtrain.objective.tails import TAIL_RULES, sparse_events
+from kdtrain.objective.tails import TailRule, sparse_events
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 Gradient = tuple[Tensor, Tensor]
@@ -67,7 +68,8 @@ def sparse_gradients(
         mass_N = (tail_beta_N - log_lse_N1[:, 0]).exp().clamp(min=1e-38)
         q_NH = (heat * kept_NK[:, :top_k] - log_lse_N1).exp()
     found = {}
-    for name, rule in TAIL_RULES.items():
+    for name in TAILS.builtin:
+        rule: TailRule = TAILS.get(name)
         if top_k >= rule.least_top_k and (targets.num_samples or not rule.needs_samples):
             loss = forward_kl(sparse_events(name, targets, student, heat)).sum()
             along_N, extra_NK = torch.autograd.grad(loss, leaves, materialize_grads=True)
@@ -235,7 +237,7 @@ def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta:
 
 
 class _Block:
-    """What a cache says about some rows at one beta, beside the full log p [N, V]."""
+    """What a cache holds of some rows at one beta, beside the full log p [N, V]."""
 
     def __init__(self, targets: Targets, log_p_NV: Tensor, beta: float) -> None:
         self.targets, self.log_p_NV, self.p_NV, self.beta = targets, log_p_NV, log_p_NV.exp(), beta

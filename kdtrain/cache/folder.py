@@ -1,123 +1,28 @@
-"""May this folder be built in, and what stands in it before the first shard.
+"""Whether a cache may be built in a folder, and what stands in it before the first shard.
 
-A folder that holds something else, or a cache of other settings, is refused with what differs, and so is one
-that another command builds in at this moment: each rank of a builder holds a lock on the file `.building-RANK`.
-Rank 0 takes its own first, looks whether any other is held, by a rank that an earlier command left behind say, and
-then lets its own ranks in. What it gives up: on a file system without locks two builders are not kept apart; their
-files are the same, but one may stop with an error.
-
-Ranks that build one cache together: who builds what, in step, and without a word where there is one.
-
-Shard s is built by rank s % world. Ranks go through the data a row of `world` shards at a time, and before each
-forward of the teacher they tell each other three numbers: whether there is more to do, how many sequences are done,
-how many are broken. By that they stop together, show one progress, and notice within a batch that one of them is
-gone; and a teacher that is sharded over the ranks, whose forwards all of them must run, gets them: a rank that has
-nothing to ask asks an empty question. What it gives up: the ranks wait for the slowest of them at each batch.
+A folder that holds something else, or a cache of other settings, is refused with what differs, and so is one that
+another command builds in at this moment: each rank of a builder holds a lock on the file `.building-RANK`. Rank 0 takes
+its own first, looks whether any other is held, by a rank that an earlier command left behind for example, and then lets
+its own ranks in. What it gives up: on a file system without locks two builders are not kept apart; their files are the
+same, but one may stop with an error.
 """
-
-from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.manifest import CacheSettings, Manifest, check_sizes, read_manifest
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import Lock, file_digest, hidden_folder, publish_json, read_sealed, refuse_links, swap_in, sweep
-
-Teacher = Callable[[Tensor, Tensor | None], Tensor]
-"""CPU int64 tokens [B,T] and segments [B,T] (None without a document mask) -> logits [B,T,V], any device."""
-
-
-T = TypeVar("T")
-
-
-class Ranks(Protocol):
-    """The processes that build one cache; all of them call the same methods in the same order."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
-
-    def gather(self, *numbers: int) -> list[list[int]]:
-        """What each rank gave, by rank."""
-
-    def on_main(self, action: Callable[[], T]) -> T:
-        """What `action` gives, or raises, on rank 0, which alone does it."""
-
-
-class Alone:
-    """One process, which builds its share, everything by default, and waits for nobody."""
-
-    def __init__(self, rank: int = 0, world: int = 1) -> None:
-        self.rank, self.world = rank, world
-
-    def gather(self, *numbers: int) -> list[list[int]]:
-        """Its own."""
-        return [list(numbers)]
-
-    def on_main(self, action: Callable[[], T]) -> T:
-        """Its own."""
-        return action()
-
-
-class Rounds:
-    """The forwards of a build, one a round on every rank that has one to do.
-
-    teacher: None where there is none. sharded: whether its forwards need all ranks. empty: what a rank asks that has
-    nothing to ask. told: called with all ranks' (done, broken) at each round.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        teacher: Teacher | None,
-        sharded: bool,
-        empty: tuple[Tensor, Tensor | None],
-        told: Callable[[int, int], None],
-    ) -> None:
-        self.ranks, self.teacher, self.empty, self.told = ranks, teacher, empty, told
-        self.sharded = sharded and teacher is not None
-        self.done = self.broken = 0
-        """Of this rank."""
-
-    def take(self) -> None:
-        """Take part in a round with something to do; the forward follows."""
-        self._round(True)
-
-    def ask(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
-        """A forward of the teacher as a round of its own."""
-        assert self.teacher is not None
-        self.take()
-        return self.teacher(tokens_BT, segments_BT)
-
-    def rest(self) -> None:
-        """Take part in rounds with nothing to do until no rank has."""
-        while self._round(False):
-            if self.sharded:
-                assert self.teacher is not None
-                with torch.no_grad():
-                    self.teacher(*self.empty)
-
-    def _round(self, more: bool) -> bool:
-        """Whether any rank has more to do."""
-        found: Sequence[Sequence[int]] = self.ranks.gather(int(more), self.done, self.broken)
-        self.told(sum(done for _, done, _ in found), sum(broken for *_, broken in found))
-        return any(more for more, *_ in found)
-
+from kdtrain.ranks import on_main, rank
 
 _LOCK = ".building-"
 _OWN = re.compile(rf"{re.escape(_LOCK)}[0-9]+|\.{cache_format.SETTINGS}\.[0-9a-f]{{12}}\.tmp")
-"""What a builder makes before settings.json has its name, and what bars nobody."""
+"""What a builder makes before settings.json has its name, and what keeps nobody out."""
 _TOKENIZER_FILES = (
     "token*.json",
     "special_tokens_map.json",
@@ -131,32 +36,35 @@ _TOKENIZER_FILES = (
 
 
 def open_folder(
-    folder: Path, settings: CacheSettings, tokenizer: Any, ranks: Ranks
+    folder: Path, settings: CacheSettings, tokenizer: Any, all_ranks: bool
 ) -> tuple[Manifest | None, Lock | None]:
     """Claim, lock and begin a folder, rank 0 before the others: the manifest where it is finished, else this rank's
     lock.
 
+    all_ranks: whether all ranks call this, or this process alone.
+
     UsageError: see `claim` and `lock`. RunError: the folder cannot be written.
     """
     own: list[Lock] = []
+    number = rank() if all_ranks else 0
 
     def begun() -> bool:
         if claim_folder(folder, settings) is not None:
             return False
         make_folder(folder)
-        own.append(_first_lock(folder, ranks.rank))
+        own.append(_first_lock(folder, number))
         if claim_folder(folder, settings) is not None:  # another has finished it meanwhile
             own.pop().release()
             return False
-        if ranks.rank == 0:
+        if number == 0:
             write_settings(folder, settings, tokenizer)
         return True
 
     try:
-        if not ranks.on_main(begun):
-            remove_stale_lock(folder, ranks.rank)
+        if not (on_main(begun) if all_ranks else begun()):
+            remove_stale_lock(folder, number)
             return read_manifest(folder), None
-        return None, own[0] if own else lock(folder, ranks.rank)
+        return None, own[0] if own else lock(folder, number)
     except BaseException:
         for each in own:
             each.release()
@@ -195,15 +103,11 @@ def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
         raise UsageError(f"{folder} holds files that are not a cache; choose another --out")
     refuse_links(folder)
     stored = _stored_settings(folder)
-    if _holds_shards(folder):
+    shards = folder / cache_format.SHARDS
+    # what a killed builder left half written there does not count
+    if shards.is_dir() and any(not path.name.endswith(".tmp") for path in shards.iterdir()):
         _refuse_others(folder, stored, settings, "holds an unfinished cache")
     return None
-
-
-def _holds_shards(folder: Path) -> bool:
-    """Whether anything but half of a file that a killed builder left lies among the shards."""
-    shards = folder / cache_format.SHARDS
-    return shards.is_dir() and any(not path.name.endswith(".tmp") for path in shards.iterdir())
 
 
 def holds_nothing(folder: Path) -> bool:

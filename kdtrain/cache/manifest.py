@@ -348,20 +348,13 @@ def _problems(folder: Path) -> Iterator[Problem]:
         for number, stated in enumerate(summary["shards"]):
             found = list(_sidecar_problems(folder, stated["name"], stated))
             yield from found
-            if not found and (problem := _content_problem(folder, settings, split, number, stated)):
-                yield problem
-
-
-def _content_problem(
-    folder: Path, settings: CacheSettings, split: str, number: int, stated: ShardRecord
-) -> Problem | None:
-    """What is wrong inside a shard that is as it was written: a stranger may have written it."""
-    path, first = cache_format.shard_path(folder, stated["name"]), number * settings.sequences_per_shard
-    try:
-        check_content(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
-    except (OSError, ValueError) as error:
-        return _unreadable(path, error, f"{cache_format.SHARDS}/{path.name}")
-    return None
+            if found:
+                continue
+            path, first = cache_format.shard_path(folder, stated["name"]), number * settings.sequences_per_shard
+            try:  # it is as it was written, but a stranger may have written it
+                check_content(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
+            except (OSError, ValueError) as error:
+                yield _unreadable(path, error, f"{cache_format.SHARDS}/{path.name}")
 
 
 def verify_cache(folder: Path | str) -> list[str]:

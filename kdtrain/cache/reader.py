@@ -26,7 +26,7 @@ from kdtrain import faults
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.checks import check_structure
 from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest, verify_cache
-from kdtrain.cache.shard_reader import CachedBatch, Shard, Stored, batch_of, naming
+from kdtrain.cache.shard_reader import CachedBatch, Shard, batch_of, naming
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest
 
@@ -122,7 +122,12 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             shard: wanted[start:stop] - shard * per_shard
             for shard, start, stop in zip(shards.tolist(), bounds, bounds[1:], strict=False)
         }
-        parts = [self._read_shard(shard, part) for shard, part in rows.items()]
+        parts = []
+        for shard, part in rows.items():
+            with naming(self._paths[shard]):
+                faults.point("cache.read")
+                opened = self._shard(shard, self._paths[shard])
+                parts.append(opened.read(part, checked=bool(self._checked[shard][part].all())))
         try:
             batch = batch_of(parts, self.manifest.codec, place)
         except (ValueError, IndexError):
@@ -134,12 +139,6 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             if not part.checked:
                 self._checked[shard][rows[shard]] = True
         return batch
-
-    def _read_shard(self, number: int, rows: np.ndarray) -> Stored:
-        with naming(self._paths[number]):
-            faults.point("cache.read")
-            shard = self._shard(number, self._paths[number])
-            return shard.read(rows, checked=bool(self._checked[number][rows].all()))
 
     def _shard(self, number: int, path: Path) -> Shard:
         if self._process != os.getpid():

@@ -215,8 +215,8 @@ def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: 
     except MemoryError:
         raise
     except Exception as error:
-        said = system_error(error)
-        raise said if said and said.errno else ValueError(_reason(error)) from error
+        system = system_error(error)
+        raise system if system and system.errno else ValueError(_reason(error)) from error
 
 
 @contextmanager
@@ -227,16 +227,16 @@ def naming(path: Path) -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:
-        cache, said = path.parents[1], system_error(error)
+        cache, system = path.parents[1], system_error(error)
         if not cache.is_dir():
             raise RunError(
                 f"the cache {cache} is gone, from which shard {path.name} was to be read; "
                 "put it back, and run the same command again"
             ) from error
-        if said is not None and said.errno not in (None, errno.ENOENT):
+        if system is not None and system.errno not in (None, errno.ENOENT):
             # Not damage: a repair would move a sound shard aside.
             raise RunError(
-                f"shard {path} cannot be read now ({said.strerror}): make it readable, and run the same command again"
+                f"shard {path} cannot be read now ({system.strerror}): make it readable, and run the same command again"
             ) from error
         reason = "it is missing" if isinstance(error, FileNotFoundError) else _reason(error)
         raise RunError(

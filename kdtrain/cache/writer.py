@@ -1,32 +1,24 @@
-"""Building a cache: rows through the teacher into shards, each complete or absent.
+"""Building a cache: packed rows through the teacher into shards, each complete or absent.
 
-A cache is built in this order: settings.json; per shard the HDF5 file, then its sidecar; at the end
-index.h5 and the manifest. Each is written under a hidden name, flushed, renamed. A killed build loses the shard in
-work: started again, it keeps each shard whose sidecar, size and digest are right and whose tokens are those of
-today's rows. What stands in the place of a shard and is not vouched for by its sidecar is moved aside. A thread
-encodes and writes one batch while the teacher works on the next.
+A cache is built in this order: settings.json; per shard the HDF5 file, then its sidecar; at the end index.h5 and the
+manifest. Each is written under a hidden name, flushed, renamed. A killed build loses the shard in work: started again,
+it keeps each shard whose sidecar, size and digest are right and whose tokens are those of today's rows. What stands in
+the place of a shard and is not vouched for by its sidecar is moved aside. A thread encodes and writes one batch while
+the teacher works on the next.
 
-A sequence for which the teacher gives a logit that is no number is kept with its loss masked out, and
+The dictionary of a sparse shard (`compression`) is fitted to its first sequences, so these are held in memory until
+there are enough of them, or the shard ends. Which ones they are does not depend on the batches, so a shard is the same
+for every batch size. A sequence for which the teacher returns a non-finite logit is kept with its loss masked out, and
 counted; more than one in a thousand of them stop the build.
 
-Several ranks build one cache in step (`ranks`); its content does not depend on their number.
+Shard s is built by rank s % world, and the content does not depend on the number of ranks. They go through the data a
+row of `world` shards at a time, and meet before each forward of the teacher: each says whether it has more to do, how
+many sequences are done, and how many are broken. By that they stop together, show one progress, and notice within a
+batch that one of them is gone; and a teacher that is sharded over the ranks, whose forwards need all of them, gets
+them: a rank that has nothing left runs an empty one.
 
-What it gives up: the rows of a shard, and what is kept of its first sequences, are held in memory; the
-logits of two batches live at once; shards that other ranks build are read from the data by every rank.
-
-Packed rows on their way into a cache, a shard at a time.
-
-Encoding beside the teacher on a GPU: a stream of its own for the thread that takes what the main stream made.
-
-On the main stream each copy to the host would wait for the teacher's next forward, which is queued there already, and
-the forward behind it for the encoding: they would run one after the other with the host between them. On a CPU none of
-this does anything.
-
-Filling one shard: sequences come in order, coded bytes go out.
-
-The lists and weights of a sparse shard (`coding`) are made from its first sequences, so these are held back
-in memory until there are enough of them, or the shard ends; what comes later is written as it comes. Which
-sequences they are does not depend on the batches, so a shard is the same for every batch size.
+What it gives up: the ranks wait for the slowest of them at each batch; the rows of a shard, and what is kept of its
+first sequences, are held in memory; the logits of two batches live at once; every rank reads all of the data.
 """
 
 import contextlib
@@ -39,7 +31,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
@@ -52,7 +44,7 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.checks import check_structure
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.compression import Arrays, Coding, fit_sequences
-from kdtrain.cache.folder import Alone, Ranks, Rounds, Teacher, open_folder
+from kdtrain.cache.folder import open_folder
 from kdtrain.cache.manifest import (
     CacheSettings,
     Manifest,
@@ -63,19 +55,10 @@ from kdtrain.cache.manifest import (
     shard_problem,
 )
 from kdtrain.cache.shard_reader import Shard, batch_of, naming
+from kdtrain.data.packing import PackedRow
 from kdtrain.errors import RunError, UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, file_digest, json_digest, publish_json, published, read_sealed, set_aside
-
-
-class Row(Protocol):
-    """A packed row, see `data.packing`."""
-
-    @property
-    def tokens(self) -> np.ndarray: ...  # [T+1]
-    @property
-    def loss_mask(self) -> np.ndarray: ...  # [T] bool
-    @property
-    def segments(self) -> np.ndarray: ...  # [T]
+from kdtrain.ranks import all_gather_object, rank, world_size
 
 
 @dataclass(frozen=True)
@@ -96,20 +79,22 @@ class ShardRows:
         return sha.hexdigest()
 
 
-def shards_of(rows: Iterator[Row], number: int) -> Iterator[ShardRows]:
+def shards_of(rows: Iterator[PackedRow], number: int) -> Iterator[ShardRows]:
     """The rows of one shard after another, `number` of them each but the last."""
     while part := list(islice(rows, number)):
-        known = [getattr(row, "kept", {}) for row in part]
         yield ShardRows(
             tokens=np.stack([row.tokens for row in part]),
             loss_mask=np.stack([row.loss_mask for row in part]),
             segments=np.stack([row.segments for row in part]),
-            kept={name: np.stack([each[name] for each in known]) for name in known[0]},
+            kept={name: np.stack([row.kept[name] for row in part]) for name in part[0].kept},
         )
 
 
 class SideStream:
-    """A tensor that the current stream has in work, for another thread to work on.
+    """A tensor that the current stream has in work, for another thread to encode on a stream of its own.
+
+    On the main stream each copy to the host would wait for the teacher's next forward, which is queued there already,
+    and the forward behind it for the encoding. On a CPU none of this does anything.
 
     Args:
         tensor: on any device, or None.
@@ -142,6 +127,7 @@ class SideStream:
 
 
 _AT_ONCE = 16  # sequences coded at once: bounds the memory
+_LIBRARIES = ("torch", "transformers", "numpy", "h5py", "hdf5plugin")
 
 
 class ShardWriter:
@@ -214,6 +200,8 @@ def stored_bytes(file: h5py.File) -> dict[str, int]:
     return found
 
 
+Teacher = Callable[[Tensor, Tensor | None], Tensor]
+"""CPU int64 tokens [B,T] and segments [B,T] (None without a document mask) -> logits [B,T,V], any device."""
 Progress = Callable[[int, int | None], None]
 """(sequences done so far, how many in all or None)."""
 
@@ -229,14 +217,14 @@ FAULT_POINTS = (
 
 
 class CacheWriter:
-    """Builds or goes on with the cache in `folder`; `write_cache` drives it.
+    """Builds or resumes the cache in `folder`; `write_cache` drives it.
 
     settings: what to build; a folder that was begun or finished with others is refused (UsageError that
     names them), and so is one that another command builds in. teacher: called under no_grad with at most
-    `batch_size` sequences; None for the codec `tokens`, and where rows bring what is kept of them in an
-    attribute `kept` (`topk.keep`). sharded: whether a forward of it needs all ranks. tokenizer: a folder, or
-    anything with `save_pretrained(folder)`; its files are copied into the cache. ranks: this process builds the
-    shards s with s % world == rank; all of them call the same methods in the same order.
+    `batch_size` sequences; None for the codec `tokens`, and where rows bring what is kept of them
+    (`PackedRow.kept`). sharded: whether a forward of it needs all ranks. tokenizer: a folder, or
+    anything with `save_pretrained(folder)`; its files are copied into the cache. all_ranks: whether all ranks build it,
+    calling the same methods in the same order, or this process alone.
     """
 
     def __init__(
@@ -249,18 +237,19 @@ class CacheWriter:
         tokenizer: Any = None,
         batch_size: int = 16,
         progress: Progress | None = None,
-        ranks: Ranks | None = None,
+        all_ranks: bool = False,
     ) -> None:
         assert teacher is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
         self.folder, self.settings, self.teacher = Path(folder), settings, teacher
-        self.batch_size, self.progress, self.ranks = batch_size, progress, ranks or Alone()
+        self.batch_size, self.progress = batch_size, progress
+        self.rank, self.world = (rank(), world_size()) if all_ranks else (0, 1)
+        self.sharded = sharded and teacher is not None
         self._splits: dict[str, list[tuple[str, int, str]]] = {}  # name, sequences, digest of the rows
         self._tokens: dict[str, Any] = {}
         self._broken: list[str] = []
-        empty = torch.zeros(1, settings.seq_len, dtype=torch.int64)
-        question = (empty, empty if settings.document_mask else None)
-        self._rounds = Rounds(self.ranks, teacher, sharded, question, self._told)
-        self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, self.ranks)
+        self._done = self._found_broken = 0
+        """Sequences of this rank, as the others know them."""
+        self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
         """The manifest if the cache is finished already: there is nothing to do."""
 
     def close(self) -> None:
@@ -268,18 +257,24 @@ class CacheWriter:
         if self._lock:
             self._lock.release()
 
-    def build(self, split: str, rows: Iterable[Row]) -> None:
+    def build(self, split: str, rows: Iterable[PackedRow]) -> None:
         """Build what is missing of a split. RunError: full disk, broken teacher."""
         limited = islice(rows, self.settings.sequences.get(split))
         self._splits[split], self._tokens[split] = [], hashlib.sha256()
         shards = enumerate(shards_of(iter(limited), self.settings.sequences_per_shard))
-        while row := [self._listed(split, *each) for each in islice(shards, self.ranks.world)]:
+        while row := [self._listed(split, *each) for each in islice(shards, self.world)]:
             self._agree(split, row)
-            own = row[self.ranks.rank :][:1]
+            own = row[self.rank :][:1]
             del row
-            for job in own:
-                self._build_or_keep(split, *job)
-            self._rounds.rest()
+            for first, name, part, digest in own:
+                record = self._built(split, first, name, part, digest)
+                if record is None:
+                    self._build_shard(split, first, name, part, digest)
+                    continue
+                self._broken += record["broken"]
+                self._done += len(part.tokens)
+                self._found_broken = len(self._broken)
+            self._finish_rounds()
         self._agree(split, [])
 
     def _listed(self, split: str, number: int, part: ShardRows) -> tuple[int, str, ShardRows, str]:
@@ -292,7 +287,7 @@ class CacheWriter:
 
     def _agree(self, split: str, row: list[tuple[int, str, ShardRows, str]]) -> None:
         """Refuse to build from data that are not the same on all ranks. UsageError."""
-        found = self.ranks.gather(int(json_digest([digest for *_, digest in row])[:15], 16))
+        found = self._gathered(json_digest([digest for *_, digest in row]))
         others = [rank for rank, each in enumerate(found) if each != found[0]]
         if others:
             first = row[0][0] if row else sum(sequences for _, sequences, _ in self._splits[split])
@@ -300,14 +295,6 @@ class CacheWriter:
                 f"the {split} data differ between the ranks from sequence {first} on: rank {others[0]} has others than "
                 "rank 0; give all ranks the same --data"
             )
-
-    def _build_or_keep(self, split: str, first: int, name: str, part: ShardRows, digest: str) -> None:
-        if record := self._built(split, first, name, part, digest):
-            self._broken += record["broken"]
-            self._rounds.done += len(part.tokens)
-            self._rounds.broken = len(self._broken)
-        else:
-            self._build_shard(split, first, name, part, digest)
 
     def _check(self, part: ShardRows) -> None:
         length = self.settings.seq_len
@@ -357,17 +344,13 @@ class CacheWriter:
                 self._fill(shard, split, first, part)
                 stored = shard.finish()
                 faults.point("cache.shard.before-close")
-            record: dict[str, Any] = {"sha256": file_digest(temporary), "bytes": temporary.stat().st_size}
-            self._make_way(name, record["sha256"])
-        record |= {
-            "name": name,
-            "split": split,
-            "first_sequence": first,
-            "sequences": number,
-            "stored": stored,
-            "broken": shard.broken,
+            sha256, size = file_digest(temporary), temporary.stat().st_size
+            self._make_way(name, sha256)
+        record = {
+            **{"sha256": sha256, "bytes": size, "name": name, "split": split, "first_sequence": first},
+            **{"sequences": number, "stored": stored, "broken": shard.broken},
+            **{"rows_sha256": digest, "settings_sha256": self.settings.digest()},
         }
-        record |= {"rows_sha256": digest, "settings_sha256": self.settings.digest()}
         publish_json(cache_format.sidecar_path(self.folder, name), record, "cache.sidecar")
 
     def _make_way(self, name: str, digest: str) -> None:
@@ -385,7 +368,7 @@ class CacheWriter:
             for start in range(0, len(part.tokens), self.batch_size):
                 batch = slice(start, min(start + self.batch_size, len(part.tokens)))
                 rows = {name: getattr(part, name)[batch] for name in ("tokens", "loss_mask", "segments")}
-                self._rounds.take()
+                self._round(more=True)
                 logits_BTV = self._ask(rows)
                 if waiting:
                     self._end(shard, *waiting)
@@ -402,8 +385,8 @@ class CacheWriter:
     def _end(self, shard: ShardWriter, sequences: int, job: "Future[None]") -> None:
         """Wait for the batch in work, of so many sequences, and count it."""
         job.result()
-        self._rounds.done += sequences
-        self._rounds.broken = len(self._broken) + len(shard.broken)
+        self._done += sequences
+        self._found_broken = len(self._broken) + len(shard.broken)
 
     def _ask(self, rows: dict[str, np.ndarray]) -> Tensor | None:
         if self.teacher is None:
@@ -434,14 +417,29 @@ class CacheWriter:
                 kept = encode_sequences(logits_BTV, labels_BT, spec, seed=seed, split=split, first=first)
         shard.add(rows, kept)
 
-    def _told(self, done: int, broken: int) -> None:
-        """What all ranks have done: stop where that is decided, and show how far it is."""
+    def _gathered(self, own: Any) -> list[Any]:
+        """What each rank passes, by rank."""
+        return all_gather_object(own) if self.world > 1 else [own]
+
+    def _round(self, more: bool) -> bool:
+        """Meet the other ranks, show what all have done, stop where too much is broken; whether any has more to do."""
+        found = self._gathered((more, self._done, self._found_broken))
+        done, broken = (sum(numbers) for numbers in list(zip(*found, strict=True))[1:])
         limits = list(self.settings.sequences.values())
         known = limits and len(limits) >= len(self._splits) and None not in limits
         total = sum(n or 0 for n in limits) if known else None
         self._stop_if_broken(broken, done, max(done, 10_000 if total is None else total))
         if self.progress:
             self.progress(done, total)
+        return any(more for more, *_ in found)
+
+    def _finish_rounds(self) -> None:
+        """Meet the other ranks, with nothing to do here, until none has."""
+        empty_BT = torch.zeros(1, self.settings.seq_len, dtype=torch.int64)
+        while self._round(more=False):
+            if self.sharded and self.teacher is not None:
+                with torch.no_grad():
+                    self.teacher(empty_BT, empty_BT if self.settings.document_mask else None)
 
     def _stop_if_broken(self, broken: int, done: int, total: int) -> None:
         """RunError: more than one in a thousand sequences of `total` have no numbers."""
@@ -458,19 +456,25 @@ class CacheWriter:
         RunError: a shard of another rank is missing.
         """
         assert self._splits
-        if self.ranks.rank:
+        if self.rank:
             self.close()
-            if self._rounds.sharded:
-                self._rounds.rest()
+            if self.sharded:
+                self._finish_rounds()
             return None
         with writing(self.folder):
             faults.point("cache.before-finish")
-        sidecars = {split: [self._sidecar(*shard) for shard in shards] for split, shards in self._splits.items()}
+        sidecars = {
+            split: [self._sidecar(name, digest) for name, _, digest in shards] for split, shards in self._splits.items()
+        }
         broken = [name for records in sidecars.values() for record in records for name in record["broken"]]
         total = sum(record["sequences"] for records in sidecars.values() for record in records)
         self._broken = broken
         self._stop_if_broken(len(broken), total, total)
-        self._set_strays_aside({record["name"] for records in sidecars.values() for record in records})
+        names = {record["name"] for records in sidecars.values() for record in records}
+        with writing(self.folder / cache_format.SHARDS):
+            for path in sorted((self.folder / cache_format.SHARDS).iterdir()):
+                if path.stem not in names and cache_format.is_shard_file(path.name):  # of data that was longer once
+                    set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "left")
         measured, span = self._measure()
         index, spec, length = self.folder / cache_format.INDEX, self.settings.codec, self.settings.seq_len
         with published(index, "cache.index") as temporary:
@@ -478,6 +482,7 @@ class CacheWriter:
             cache_format.write_index(temporary, spec, length, parts)
         tokenizer = self.folder / cache_format.TOKENIZER
         files = sorted(path for path in tokenizer.rglob("*") if path.is_file())
+        libraries = {name: importlib.metadata.version(name) for name in _LIBRARIES}
         self.manifest = Manifest(
             settings=self.settings,
             splits={split: self._summary(split, records) for split, records in sidecars.items()},
@@ -486,14 +491,14 @@ class CacheWriter:
             bytes_per_token=_bytes_per_token([r for records in sidecars.values() for r in records], length),
             index_sha256=file_digest(index),
             tokenizer_files={path.relative_to(tokenizer).as_posix(): file_digest(path) for path in files},
-            versions=_versions(),
+            versions={"kdtrain": __version__, **libraries, "hdf5": h5py.version.hdf5_version},
         )
         publish_json(self.folder / cache_format.MANIFEST, self.manifest.to_json(), "cache.manifest")
         self.manifest = read_manifest(self.folder)
         self.close()
         return self.manifest
 
-    def _sidecar(self, name: str, sequences: int, digest: str) -> Sidecar:
+    def _sidecar(self, name: str, digest: str) -> Sidecar:
         try:
             record = read_sidecar(self.folder, name)
         except (OSError, ValueError) as error:
@@ -503,25 +508,13 @@ class CacheWriter:
             raise RunError(f"the shard {name} of {self.folder} is of other data; run the same command again")
         return record
 
-    def _set_strays_aside(self, names: set[str]) -> None:
-        """Move shards beyond the last out of the way, which are from data that was longer once."""
-        with writing(self.folder / cache_format.SHARDS):
-            for path in sorted((self.folder / cache_format.SHARDS).iterdir()):
-                if path.stem not in names and cache_format.is_shard_file(path.name):
-                    set_aside(self.folder, f"{cache_format.SHARDS}/{path.name}", "left")
-
     def _summary(self, split: str, records: list[Sidecar]) -> SplitRecord:
         return {
             "sequences": sum(record["sequences"] for record in records),
             "broken": sum(len(record["broken"]) for record in records),
             "tokens_sha256": self._tokens[split].hexdigest(),
             "shards": [
-                {
-                    "name": record["name"],
-                    "sequences": record["sequences"],
-                    "sha256": record["sha256"],
-                    "bytes": record["bytes"],
-                }
+                {key: record[key] for key in ("name", "sequences", "sha256", "bytes")}  # type: ignore[literal-required, misc]
                 for record in records
             ],
         }
@@ -537,15 +530,20 @@ class CacheWriter:
         with naming(path), closing(Shard(path, spec)) as shard:
             batch = batch_of([shard.read(np.arange(number), checked=False)], spec)
         masked = self.settings.document_mask
-        asked = self._rounds.ask if self._rounds.sharded else self.teacher
+
+        def asked(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+            if self.sharded:
+                self._round(more=True)
+            return self.teacher(tokens_BT, segments_BT)  # type: ignore[misc]
+
         found, span = fidelity.measure(batch, asked, document_mask=masked, positions=positions)
-        if self._rounds.sharded:
-            self._rounds.rest()
+        if self.sharded:
+            self._finish_rounds()
         return {"split": split, **found}, span
 
 
 def write_cache(
-    folder: Path | str, settings: CacheSettings, splits: Mapping[str, Iterable[Row]], **options: Any
+    folder: Path | str, settings: CacheSettings, splits: Mapping[str, Iterable[PackedRow]], **options: Any
 ) -> Manifest | None:
     """Build all `splits` and finish; a finished cache of these settings stays untouched. None on ranks but the first.
 
@@ -554,7 +552,7 @@ def write_cache(
     writer = CacheWriter(folder, settings, **options)
     try:
         if writer.manifest is not None:
-            return writer.manifest if writer.ranks.rank == 0 else None
+            return writer.manifest if writer.rank == 0 else None
         # the teacher is not asked for hours over one split before another turns out to be too short
         for split, rows in {split: _not_empty(split, rows, settings) for split, rows in splits.items()}.items():
             writer.build(split, rows)
@@ -563,7 +561,7 @@ def write_cache(
         writer.close()
 
 
-def _not_empty(split: str, rows: Iterable[Row], settings: CacheSettings) -> Iterable[Row]:
+def _not_empty(split: str, rows: Iterable[PackedRow], settings: CacheSettings) -> Iterable[PackedRow]:
     """The rows of a split. UsageError: there is none."""
     remaining = iter(rows)
     for first in remaining:
@@ -588,9 +586,3 @@ def _bytes_per_token(records: list[Sidecar], seq_len: int) -> dict[str, float]:
     by_name = {name: sum(record["stored"][name] for record in records) / tokens for name in names}
     total = sum(record["bytes"] for record in records) / tokens
     return {**by_name, "overhead": total - sum(by_name.values()), "total": total}
-
-
-def _versions() -> dict[str, str]:
-    libraries = ("torch", "transformers", "numpy", "h5py", "hdf5plugin")
-    found = {name: importlib.metadata.version(name) for name in libraries}
-    return {"kdtrain": __version__, **found, "hdf5": h5py.version.hdf5_version}

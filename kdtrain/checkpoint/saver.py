@@ -6,8 +6,8 @@ What goes wrong in the thread is raised by the next `save`, `wait` or `close`, a
 the oldest of what can be missed goes, and the save is tried again, at once and then once a minute. The buffers cost as
 much memory as the state has; `asynchronous=False` saves in place and needs none.
 
-Several ranks save together: each copies and writes its part, and rank 0 publishes, links and prunes. What the
-threads have to say to each other goes over a group of their own, so that training goes on with the others.
+Several ranks save together: each copies and writes its part, and rank 0 publishes, links and prunes. Their threads
+talk over a group of their own, so that training keeps the others for itself.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, reason
-from kdtrain.ranks import local, lost_rank, on_main, reported, with_local
+from kdtrain.ranks import control_group, local, lost_rank, on_main, reported, with_local
 
 MINUTE = 60.0
-"""Seconds between two tries on a full disk."""
+"""Seconds between two attempts on a full disk."""
 log = logging.getLogger("kdtrain")
 
 
@@ -47,7 +47,7 @@ class Published:
 
 
 class Saver:
-    """Publishes the checkpoints of one run.
+    """Publishes the checkpoints of one run. Every rank makes one, in the same order as its collectives.
 
     Args:
         store: where they go.
@@ -59,6 +59,7 @@ class Saver:
         self.store = store
         self.asynchronous = asynchronous
         self.patience = patience
+        self.group = control_group()
         self.asked_to_stop: Callable[[], bool] = lambda: False
         """Whether a save is to wait for room no longer; asked on rank 0."""
         self._warnings: list[str] = []
@@ -98,8 +99,8 @@ class Saver:
         self._begun.append(begun)
 
         def publish() -> None:
-            self.store.save(names[0], step, tensors, state, rollbacks)
-            on_main(finish, self.store.words)
+            self.store.save(names[0], step, tensors, state, rollbacks, self.group)
+            on_main(finish, self.group)
             begun.whole = True
 
         def finish() -> None:
@@ -153,8 +154,8 @@ class Saver:
             raise gone from error
         if isinstance(error, OSError):
             where = error.filename or self.store.folder
-            said = f"{where}: {error.strerror or error}; published checkpoints are intact"
-            raise reported(RunError(said, reason=reason(error))) from None
+            text = f"{where}: {error.strerror or error}; published checkpoints are intact"
+            raise reported(RunError(text, reason=reason(error))) from None
         if error is not None:
             raise RunError(f"saving into {self.store.folder} failed: {type(error).__name__}: {error}") from error
 
@@ -176,32 +177,32 @@ class Saver:
             log.error("%s", own)
 
     def _patiently(self, publish: Callable[[], None], when_full: Callable[[int], bool]) -> None:
-        """`publish`, until the disk is not full or `when_full`, called with the tries so far, has it given up."""
-        for tries in itertools.count():
+        """`publish`, until there is room, or `when_full`, called with the attempts so far, gives up."""
+        for attempt in itertools.count():
             try:
                 return publish()
             except (RunError, OSError) as error:
                 full = error
-            if reason(full) != "disk" or not on_main(partial(when_full, tries), self.store.words):
+            if reason(full) != "disk" or not on_main(partial(when_full, attempt), self.group):
                 raise full
 
-    def _when_full(self, name: str, size: int, protected: Collection[str], tries: int) -> bool:
+    def _when_full(self, name: str, size: int, protected: Collection[str], attempt: int) -> bool:
         """Make room for a checkpoint of `size` bytes the first time, then wait a minute; whether to try again."""
-        if tries == 0:
+        if attempt == 0:
             gone = self.store.make_room(size, protected)
             done = f"removed {', '.join(gone)}" if gone else "nothing can be removed"
-            self._tell(f"the disk is full: {done} to make room for checkpoint {name}")
+            self._warn(f"the disk is full: {done} to make room for checkpoint {name}")
             return True
-        if tries > self.patience:
+        if attempt > self.patience:
             return False
         where = self.store.folder
-        self._tell(f"the disk is full: {name} waits for room in {where}, minute {tries} of {self.patience}")
+        self._warn(f"the disk is full: {name} waits for room in {where}, minute {attempt} of {self.patience}")
         until = time.monotonic() + MINUTE
         while time.monotonic() < until and not self.asked_to_stop():
             time.sleep(min(1.0, MINUTE))
         return not self.asked_to_stop()
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         """Log a warning; a log file on the same disk may be full as well."""
         with contextlib.suppress(OSError):
             log.warning(text)

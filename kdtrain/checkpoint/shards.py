@@ -93,33 +93,31 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
     """All tensors of `folder`, on the CPU: whole, or of each the part that is wanted here.
 
     Args:
-        like: a tensor's name and shape -> a DTensor that it is to be cut up like; None, or no `like`: all of it.
+        like: a tensor's name and shape -> a DTensor that it is to be sharded like; None, or no `like`: all of it.
 
     Raises:
-        RunError: a file is no safetensors file, or its parts do not make up whole tensors.
+        RunError: a file is not a safetensors file, or its parts do not make up whole tensors.
     """
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder))
         entries = reader.read_metadata().state_dict_metadata
-        tensors = {name: _empty(name, entry, like) for name, entry in entries.items()}
+        tensors = {}
+        for name, entry in entries.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            pattern = None if like is None else like(name, entry.size)
+            size = entry.size if pattern is None else local(pattern).shape
+            own = torch.empty(size, dtype=entry.properties.dtype)
+            tensors[name] = own if pattern is None else with_local(pattern, own)
         if tensors:
             dcp.load(tensors, storage_reader=reader, planner=_WholePlanner(), no_dist=True)
     except MemoryError:
         raise
     except (Exception, CheckpointException) as error:  # which is a BaseException
-        # A header may say anything, and DCP meets it with errors of many kinds.
+        # A header may hold anything, and DCP raises errors of many kinds.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        said = next(iter(str(cause).splitlines()), type(cause).__name__)
-        raise RunError(f"checkpoint {folder} cannot be read: {said}") from None
+        first = next(iter(str(cause).splitlines()), type(cause).__name__)
+        raise RunError(f"checkpoint {folder} cannot be read: {first}") from None
     return tensors
-
-
-def _empty(name: str, entry: Any, like: Like | None) -> torch.Tensor:
-    assert isinstance(entry, TensorStorageMetadata)
-    pattern = None if like is None else like(name, entry.size)
-    size = entry.size if pattern is None else local(pattern).shape
-    own = torch.empty(size, dtype=entry.properties.dtype)
-    return own if pattern is None else with_local(pattern, own)
 
 
 class _WholePlanner(dcp.DefaultLoadPlanner):

@@ -1,19 +1,14 @@
 """Checkpoints on disk: publish, verify, choose, prune.
 
-A checkpoint is a folder of safetensors files (`shards.py`), `state.json` and a sealed `manifest.json` (`manifest.py`).
-It is written under a hidden name, flushed to the disk, and renamed into place, so that a published one is complete;
-what does not match its manifest, or holds a file that its manifest does not name, is never deleted. So it is with what
-was set aside: beyond the newest few, what its seal proves to be as it was written is removed. `latest` and `best` are
-symbolic links, replaced atomically. Nothing is ever unpickled.
+A checkpoint is a folder of safetensors files (`shards.py`), `state.json` (every number that is not in a tensor) and a
+sealed `manifest.json`: `{"version", "step", "rollbacks", "files": {name: [size, sha256]}, "digest"}`, where `digest` is
+the SHA-256 of the rest, so that a flipped bit is noticed there as well. Nothing is ever unpickled.
 
-A second name for the same state (`epoch-0001` beside `step-00000250`) costs no space, because its files are hard
-links; what damages one then damages both. One process writes a folder at a time.
-
-What a checkpoint folder must hold: a sealed manifest with the size and SHA-256 of every file, and how to check it.
-
-`manifest.json` is `{"version", "step", "rollbacks", "files": {name: [size, sha256]}, "digest"}`, where `digest` is the
-SHA-256 of the rest, so that a flipped bit is noticed there as well. The other files are `state.json` (every number
-that is no tensor) and the safetensors files of `shards.py`.
+It is written under a hidden name, flushed to the disk, and renamed into place, so that a published one is complete.
+Nothing is deleted that does not match its manifest, or that holds a file which its manifest does not name; that holds
+for what was set aside as well, of which the newest few stay in any case. `latest` and `best` are symbolic links,
+replaced atomically. A second name for the same state (`epoch-0001` beside `step-00000250`) costs no space, because its
+files are hard links; what damages one then damages both. One process writes a folder at a time.
 """
 
 import contextlib
@@ -104,7 +99,7 @@ def sealed_files(path: Path) -> set[str]:
 
 
 def vouched_files(path: Path) -> set[str]:
-    """The names of all files in a checkpoint, each as the sealed manifest says it was written; none where one is not.
+    """The names of all files in a checkpoint, each as the sealed manifest states; none where one is not.
 
     Files may be missing. This proves that kdtrain wrote what is there, as names alone do not.
     """
@@ -179,13 +174,12 @@ class Checkpoint:
 
 
 class Store:
-    """The checkpoints of one run.
+    """The checkpoints of one run. Every rank calls `save`; everything else is for rank 0.
 
     Args:
         folder: `runs/NAME/checkpoints`; made when the first checkpoint is saved.
         keep_rolling, keep_epochs, keep_special: how many of the newest valid ones of each tier `prune` keeps.
         keep_aside: how many of the newest of those set aside it keeps.
-        words: the group of ranks that `save` together; None for a process alone. All else is for rank 0.
     """
 
     def __init__(
@@ -196,10 +190,8 @@ class Store:
         keep_epochs: int = 5,
         keep_special: int = 3,
         keep_aside: int = 2,
-        words: Any = None,
     ) -> None:
         self.folder = folder
-        self.words = words
         self.keep = tiers.Keep(keep_rolling, keep_epochs, keep_special)
         self.keep_aside = keep_aside
         self._whole: dict[str, object] = {}
@@ -207,7 +199,13 @@ class Store:
         self._changing = threading.RLock()  # the thread that saves sweeps, the one that trains makes links
 
     def save(
-        self, name: str, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], rollbacks: int = 0
+        self,
+        name: str,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
+        rollbacks: int = 0,
+        group: Any = None,
     ) -> Path:
         """Publish a checkpoint and point `latest` at it; one of the same name is replaced. Every rank calls this.
 
@@ -215,6 +213,7 @@ class Store:
             name: decides the tier (`tiers.rolling_name`, `tiers.epoch_name`, or any other).
             step, rollbacks: where in the run it was taken; they decide which checkpoint is newest.
             tensors, state: named tensors, and what JSON can hold.
+            group: what the ranks exchange objects over; a thread needs one of its own (`ranks.control_group`).
 
         Raises:
             RunError: the disk is full or cannot be written; names the entry. What was published before is intact.
@@ -229,9 +228,9 @@ class Store:
             self.link("latest", name)
 
         with self._cleaning(name):
-            hidden = Path(on_main(lambda: str(self._prepare(name)), self.words))
-            files = shards.write(hidden, tensors, self.words)
-            on_main(finish, self.words)
+            hidden = on_main(lambda: self._prepare(name), group)
+            files = shards.write(hidden, tensors, group)
+            on_main(finish, group)
         return self.folder / name
 
     def copy(self, name: str, to: str) -> Path:
@@ -245,7 +244,10 @@ class Store:
         with self._cleaning(to):
             hidden = self._prepare(to)
             for file in sorted(sealed_files(source)):
-                _link_or_copy(source / file, hidden / file)
+                try:
+                    os.link(source / file, hidden / file)
+                except OSError:
+                    shutil.copyfile(source / file, hidden / file)
             self._publish(hidden, to)
         return self.folder / to
 
@@ -352,7 +354,8 @@ class Store:
         old = tiers.removable(self.entries(self._is_whole), tiers.Keep(1, 1, 1), self._kept(protected))
         for remove, names in ((self._remove_aside, [path.name for path in self.aside()]), (self.remove, old)):
             for name in names:
-                frees = _own_bytes(self.folder / name)
+                files = [each.lstat() for each in (self.folder / name).glob("*")]
+                frees = sum(each.st_size for each in files if each.st_nlink == 1)  # a second name keeps the others
                 if size > 0 and remove(name):
                     gone.append(name)
                     size -= frees
@@ -381,7 +384,7 @@ class Store:
         return remove_folder(path, sealed_files(path), "checkpoint.pruning")
 
     def set_aside_after(self, step: int, rollbacks: int | None = None) -> list[str]:
-        """Rename the checkpoints later than `step`, which a run that goes on from there has left; their old names.
+        """Rename the checkpoints later than `step`, which a run that resumes from there has left; their old names.
 
         With `rollbacks` those of the same step after more rollbacks are later as well.
 
@@ -420,19 +423,19 @@ class Store:
 
     @contextlib.contextmanager
     def _cleaning(self, name: str) -> Iterator[None]:
-        """Leave nothing half written when the disk fails inside, and say so by a `RunError`."""
+        """Leave nothing half written where the disk fails inside, and raise a `RunError`."""
         try:
             yield
         except (OSError, shards.EntryError) as error:
             if is_main():
                 with contextlib.suppress(OSError):
                     self._settle()
-            raise reported(
-                RunError(
-                    f"checkpoint {self.folder / name} could not be written: {_cause(error)}; earlier ones are intact",
-                    reason=error.reason if isinstance(error, shards.EntryError) else reason(error),
-                )
-            ) from None
+            if isinstance(error, shards.EntryError):
+                cause, where, why = error.cause, error.entry, error.reason
+            else:
+                cause, where, why = error.strerror or str(error), error.filename, reason(error)
+            text = f"checkpoint {self.folder / name} could not be written: {cause}{f', at {where}' if where else ''}"
+            raise reported(RunError(f"{text}; earlier ones are intact", reason=why)) from None
 
     def _settle(self) -> None:
         """Finish what a kill has cut short: a name between two renames, half a folder, a folder half removed."""
@@ -472,7 +475,7 @@ class Store:
 
 
 def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
-    """Read a checkpoint that `problem` has found to be whole; of a tensor that is cut up, the part of this rank.
+    """Read a checkpoint that `problem` has found to be whole; of a sharded tensor, the part of this rank.
 
     like: see `shards.read`.
 
@@ -491,36 +494,14 @@ def _write(path: Path, text: str) -> tuple[int, str]:
     """Write a text file, flushed to the disk; its size in bytes and its SHA-256."""
     content = text.encode()
     try:
-        with open(path, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        path.write_bytes(content)
+        fsync(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), path.name) from None
     return len(content), hashlib.sha256(content).hexdigest()
-
-
-def _link_or_copy(source: Path, to: Path) -> None:
-    try:
-        os.link(source, to)
-    except OSError:
-        shutil.copyfile(source, to)
-        fsync(to)
-
-
-def _own_bytes(path: Path) -> int:
-    """Bytes that a checkpoint shares with no other name of its state."""
-    found = [each.lstat() for each in path.iterdir()] if path.is_dir() else []
-    return sum(each.st_size for each in found if each.st_nlink == 1)
 
 
 def _fingerprint(path: Path) -> object:
     """What changes when a file of the folder is replaced or written to."""
     facts = [(each.name, each.stat()) for each in sorted(path.iterdir())]
     return [(name, fact.st_ino, fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns) for name, fact in facts]
-
-
-def _cause(error: OSError | shards.EntryError) -> str:
-    if isinstance(error, shards.EntryError):
-        return f"{error.cause}, at {error.entry}"
-    return f"{error.strerror or error}{f', at {error.filename}' if error.filename else ''}"

@@ -4,7 +4,7 @@ Rolling checkpoints are `step-00000250`, epoch checkpoints `epoch-0001`; those t
 run has, are `clock-00000123`, and one of them is kept. Those of the recovery buffer of adaptive
 quantisation are `window_end_2_iter200` and `window_1_iter100_quantized`, and special ones have any other name
 (`interrupted-00000123`, `rollback_1_iter120`, `switch_to_bf16_iter150`). Names that are hidden, the links `latest` and
-`best`, and what was set aside (`step-00000250.left-1`, `step-00000250.damaged-1`) are no checkpoints.
+`best`, and what was set aside (`step-00000250.left-1`, `step-00000250.damaged-1`) are not checkpoints.
 """
 
 import re
@@ -33,7 +33,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Keep:
-    """How many valid checkpoints of each tier are kept; at least one each. The buffer says itself which of its own."""
+    """How many valid checkpoints of each tier are kept; at least one each. The buffer decides about its own."""
 
     rolling: int = 10
     epoch: int = 5
@@ -90,7 +90,7 @@ def ordered(entries: Iterable[Entry]) -> list[Entry]:
 def removable(entries: Iterable[Entry], keep: Keep, protected: Collection[str] = ()) -> list[str]:
     """The names that retention no longer needs, oldest first.
 
-    Kept are the newest valid ones of each tier, as many as `keep` says, the newest valid one of all, and the
+    Kept are the newest valid ones of each tier, as many as `keep` states, the newest valid one of all, and the
     `protected`; damaged ones stay to be looked at, and do not count.
     """
     valid = [each for each in ordered(entries) if each.valid]

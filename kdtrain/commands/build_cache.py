@@ -1,14 +1,12 @@
 """Building caches: a teacher's, and the caches of bare tokens that runs and evaluations make for themselves."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain import ranks
 from kdtrain.cache.codec import CodecSpec, keep
 from kdtrain.cache.folder import holds_nothing
 from kdtrain.cache.manifest import CacheSettings, Manifest, tokenizer_digest
@@ -17,35 +15,13 @@ from kdtrain.commands.agreement import agree
 from kdtrain.commands.common import Teacher, rows
 from kdtrain.config import CacheTeacherConfig, DataConfig
 from kdtrain.data.logprobs import logprob_rows
+from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, read_sealed
 from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import bar
-
-T = TypeVar("T")
-
-
-class AllRanks:
-    """The ranks of this command, as a cache is built by them."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-        return ranks.rank()
-
-    @property
-    def world(self) -> int:
-        """How many there are."""
-        return ranks.world_size()
-
-    def gather(self, *numbers: int) -> list[list[int]]:
-        """What each rank gave, by rank."""
-        return ranks.all_gather_object(list(numbers))
-
-    def on_main(self, action: Callable[[], T]) -> T:
-        """What `action` gives on rank 0, which alone does it."""
-        return ranks.on_main(action)
+from kdtrain.ranks import is_main, raise_on_all_ranks
 
 
 def build_cache(
@@ -93,18 +69,8 @@ def build_cache(
         }
     )
     agree(settings.to_json)
-    built = {"batch_size": config.batch_size, "sharded": sharded, "ranks": AllRanks()}
+    built = {"batch_size": config.batch_size, "sharded": sharded, "all_ranks": True}
     return _write(config.out, settings, config.data, tokenizer, asked, **built)
-
-
-@dataclass(frozen=True)
-class _KeptRow:
-    """A row with what is kept of it."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    segments: np.ndarray
-    kept: dict[str, np.ndarray]
 
 
 def build_from_logprobs(
@@ -120,7 +86,7 @@ def build_from_logprobs(
     assert path is not None
     codec = CodecSpec(kind="sparse", top_k=config.codec.top_k, vocab_size=vocab_size)
 
-    def kept(split: str) -> Iterator[_KeptRow]:
+    def kept(split: str) -> Iterator[PackedRow]:
         for row in logprob_rows(path, split, data.seq_len, codec.top_k):
             if (token := int(row.tokens.max())) >= vocab_size:
                 raise UsageError(
@@ -128,9 +94,9 @@ def build_from_logprobs(
                     "name the teacher that it is of"
                 )
             found = keep(row.top_ids, row.top_logprobs, row.label_logprob, codec)
-            yield _KeptRow(row.tokens, row.loss_mask, row.segments, found)
+            yield PackedRow(row.tokens, row.loss_mask, row.segments, found)
 
-    with ranks.raise_on_all_ranks():
+    with raise_on_all_ranks():
         if not path.is_file():
             raise UsageError(f"--from-logprobs {path} does not exist")
         digest = file_digest(path)
@@ -148,7 +114,7 @@ def build_from_logprobs(
         teacher=None,
         tokenizer=tokenizer,
         batch_size=config.batch_size,
-        ranks=AllRanks(),
+        all_ranks=True,
     )
 
 
@@ -162,7 +128,7 @@ def build_tokens(
     """Pack text into a cache of bare tokens, in this process alone.
 
     Args:
-        folder: the cache; what an interrupted run left there is gone on with.
+        folder: the cache; what an interrupted run left there is resumed.
         data: the text.
         tokenizer: what makes tokens of it.
         vocab_size: the logits that will be made over these tokens.
@@ -227,7 +193,7 @@ def _write(
     }
     parts = {name: rows(data, sources[name], tokenizer, limit) for name, limit in settings.sequences.items()}
     with bar("cache" if asked else "tokens", None) as shown:
-        progress = (lambda done, total: shown.update(done, total=total)) if ranks.is_main() else None
+        progress = (lambda done, total: shown.update(done, total=total)) if is_main() else None
         return write_cache(
             folder,
             settings,

@@ -1,10 +1,9 @@
-"""The folder of a run: whose it is, whether to go on with it, and what is written beside the checkpoints.
+"""The folder of a run: whose it is, whether to resume it, and what is written beside the checkpoints.
 
-One launch at a time in the folder of a run.
-
-Rank 0 holds a lock on the file `.training` in it for all ranks, from before the folder is looked at until the end. It
-ends with its process, so that what a kill leaves bars nobody. A rank 0 that torchrun starts anew may come before the
-system has let go of the lock of the one before it, on a node that was lost say, and waits for that.
+One launch at a time works in it: rank 0 holds a lock on the file `.training` there for all ranks, from before the
+folder is looked at until the end. The lock ends with its process, so that what a kill leaves keeps nobody out. A rank 0
+that torchrun starts anew may come before the system has released the lock of the one before it, on a node that was lost
+for example, and waits for that.
 """
 
 import dataclasses
@@ -13,10 +12,9 @@ import os
 import platform
 import re
 import sys
-import time
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -30,7 +28,6 @@ from kdtrain.commands.common import digest_of
 from kdtrain.config import DistillConfig, plain, sections
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
-    HeldError,
     Lock,
     hidden_folder,
     make_folder,
@@ -74,7 +71,7 @@ FREE = {
     },
     "parallel": {"parallel", "teacher_parallel", "shard_size", "device_memory", "log_all_ranks", "rank_timeout"},
 }
-"""Options that may differ when a run goes on; every other one would make it another run."""
+"""Options that may differ when a run resumes; every other one would make it another run."""
 
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer that the student is exported with."""
@@ -82,9 +79,9 @@ _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if
 """Of config.toml."""
 
 LOCK = ".training"
-"""What a launch holds while it works in the folder: see `occupied`."""
+"""What a launch holds while it works in the folder: see `run_lock`."""
 _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+|\.(config\.toml|environment\.json)\.[0-9a-f]{{12}}\.tmp")
-"""What a kill leaves of a try that did not become a run, beside its tokens."""
+"""What a kill leaves of an attempt that did not become a run, beside its tokens."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
 """The links that a run makes itself."""
 
@@ -105,7 +102,7 @@ def holds_run(config: DistillConfig) -> bool:
     """Whether there is an earlier run in `config.out`.
 
     Raises:
-        UsageError: the folder holds something that is no run, or a run that `--resume never` would overwrite.
+        UsageError: the folder holds something that is not a run, or a run that `--resume never` would overwrite.
     """
     out = config.out
     if out.exists() and not out.is_dir():
@@ -119,10 +116,10 @@ def holds_run(config: DistillConfig) -> bool:
 
 
 def claim_folder(config: DistillConfig) -> bool:
-    """Whether an earlier run in `config.out` is to be gone on with; one that is not is moved aside.
+    """Whether an earlier run in `config.out` is to be resumed; one that is not is moved aside.
 
     Raises:
-        UsageError: as `holds_run`, or the one who was asked said no.
+        UsageError: as `holds_run`, or the user declined.
     """
     if not holds_run(config):
         return False
@@ -137,7 +134,7 @@ def claim_folder(config: DistillConfig) -> bool:
 
 
 def restarted(config: DistillConfig) -> bool:
-    """Whether torchrun has started these processes anew, to go on with what they began; rank 0 knows for all."""
+    """Whether torchrun has started these processes anew, to resume what they began; rank 0 decides for all."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.checkpoint.resume == "auto":
         return False
     try:
@@ -148,7 +145,7 @@ def restarted(config: DistillConfig) -> bool:
 
 
 def resuming(config: DistillConfig, wanted: bool) -> DistillConfig:
-    """`config`, or, where it is `wanted`, one that goes on from its newest checkpoint whatever `--resume` says."""
+    """`config`, or, where it is `wanted`, one that resumes from its newest checkpoint whatever `--resume` says."""
     if not wanted:
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
@@ -197,7 +194,7 @@ def is_run(folder: Path) -> bool:
 
 
 def options_of(folder: Path) -> RunOptions | None:
-    """The options of a run; None where `folder` is no run.
+    """The options of a run; None where `folder` is not a run.
 
     They stand in its config.toml. Where that is lost or garbled, those in the newest valid checkpoint stand for them.
     A config.toml alone may be a file of the user's, for `--config`, and shows nothing.
@@ -225,7 +222,7 @@ def options_of(folder: Path) -> RunOptions | None:
 
 
 def refuse_strange(out: Path) -> None:
-    """Refuse a folder with anything in it but what a try of `distill` left that did not become a run."""
+    """Refuse a folder with anything in it but what an attempt of `distill` left that did not become a run."""
     strange = sorted(path.name for path in out.iterdir() if not _LEFT.fullmatch(path.name)) if out.is_dir() else []
     if "data" in strange and holds_tokens(out / "data"):
         strange.remove("data")
@@ -252,7 +249,7 @@ def refuse_no_folder(out: Path) -> None:
 
 
 def _agreed(config: DistillConfig) -> bool:
-    """Whether to go on: asked on a terminal, taken for granted elsewhere."""
+    """Whether to resume: asked on a terminal, yes elsewhere."""
     asked_for = config.checkpoint.auto_resume or config.checkpoint.resume != "auto"
     if asked_for or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
@@ -297,7 +294,7 @@ def _default(section: str, name: str) -> Any:
 
 
 def refuse_changes(saved: dict[str, Any], config: DistillConfig, checkpoint: str) -> None:
-    """Refuse to go on with a run whose deciding options were others in a checkpoint, by name."""
+    """Refuse to resume a run whose deciding options were others in a checkpoint, by name."""
     if changed := changes(saved, config):
         raise UsageError(
             f"{config.out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "
@@ -394,73 +391,39 @@ def _version(name: str) -> str | None:
 
 
 HANDOVER = 120.0
-"""Seconds that a launch waits for an earlier try of its own: a file server gives up a lost node after 90 or so."""
-_POLL = 0.2
+"""Seconds that a launch waits for an earlier attempt of its own: a file server gives up a lost node after 90 or so."""
 
 
 @contextmanager
 def run_lock(config: DistillConfig) -> Iterator[bool]:
-    """Keep other launches out of `config.out` for as long as the block runs; whether an earlier run is gone on with.
+    """Keep other launches out of `config.out` for as long as the block runs; whether an earlier run is resumed.
 
-    Every rank must enter it; `claim` is asked on rank 0. A folder that is made for it and stays empty is removed.
+    Every rank must enter it; the folder is claimed on rank 0. One that is made for it and stays empty is removed.
 
     Raises:
-        UsageError: another process is training there, no folder can be there, or `claim` refuses it.
+        UsageError: another process is training there, no folder can be there, or `claim_folder` refuses it.
         RunError: it cannot be written.
     """
-    held: list[_Place] = []
-    try:
+    with ExitStack() as held:
         yield on_main(lambda: _enter(config, held))
-    finally:
-        for place in reversed(held):
-            place.leave()
 
 
-def _enter(config: DistillConfig, held: "list[_Place]") -> bool:
+def _enter(config: DistillConfig, held: ExitStack) -> bool:
     with making(config.out):
         holds_run(config)  # what is refused stays as it was
-        held.append(_Place(config.out))
-        if goes_on := claim_folder(config):
+        _lock(config.out, held)
+        if resumes := claim_folder(config):
             sweep(config.out)
         if not config.out.exists():  # an earlier run was moved aside, and the file that is locked went with it
-            held.append(_Place(config.out))
-        return goes_on
+            _lock(config.out, held)
+        return resumes
 
 
-class _Place:
-    """A folder that is held, and made where it was not there."""
-
-    def __init__(self, out: Path) -> None:
-        self._made = make(out)
-        try:
-            self._lock = _lock(out)
-        except BaseException:
-            remove_empty(self._made)
-            raise
-
-    def leave(self) -> None:
-        self._lock.release()
-        remove_empty(self._made)
-
-
-def _lock(out: Path) -> Lock:
+def _lock(out: Path, held: ExitStack) -> None:
+    """Hold a folder, which is made where it was not there, until `held` ends."""
+    held.callback(remove_empty, make(out))
     message = f"another process is training in {out}; wait for it, or name another --out"
-    name, waits_until = _name(), None
-    while True:
-        try:
-            return Lock(out / LOCK, message, name)
-        except HeldError as error:
-            if not name or error.holder != name:
-                raise
-            if waits_until is None:
-                waits_until = time.monotonic() + HANDOVER
-                log.info("waiting for an earlier try of this launch to let go of %s", out)
-            if time.monotonic() > waits_until:
-                raise
-            time.sleep(_POLL)
-
-
-def _name() -> str:
-    """What the tries of one launch have in common; empty without torchrun."""
+    # what the attempts of one launch have in common; empty without torchrun
     identity = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return (launch() or "") if identity == "none" else identity
+    name = (launch() or "") if identity == "none" else identity
+    held.callback(Lock(out / LOCK, message, name, HANDOVER).release)

@@ -1,29 +1,25 @@
 """From documents to rows of fixed length.
 
-All documents are joined to one stream of tokens, `[bos] tokens eos` each (bos only where the tokenizer
-itself writes one), and the stream is cut into rows of T + 1 tokens that overlap by one: row r is stream[r*T :
-r*T + T + 1]. So every token but the first is the label of exactly one position, nothing is padded, and only
-the last, incomplete row is dropped. What is given up: a document may be cut at the end of a row, and its
-second half does not see the first.
+All documents are joined to one stream of tokens, `[bos] tokens eos` each (bos only where the tokenizer itself writes
+one), and the stream is cut into rows of T + 1 tokens that overlap by one: row r is stream[r*T : r*T + T + 1]. So every
+token but the first is the label of exactly one position, nothing is padded, and only the last, incomplete row is
+dropped. The order and content of the rows depend on the documents alone: `num_workers` threads tokenize ahead of the
+reader (the tokenizer runs outside Python's lock), and a few batches at most are in memory at a time.
 
-A conversation goes through the tokenizer's chat template, and only what the assistant says is learned from.
-Which characters those are the template says, if it marks them with `{% generation %}`; otherwise they follow
-from rendering the conversation up to each assistant turn. Characters become tokens by the tokenizer's own
-offsets. eos is added where the template does not end with it. What a message says is text: a special token that it
-quotes is spelled out, as those who serve the model do. The template itself runs in a child process (`templates`).
+A conversation goes through the tokenizer's chat template, and only what the assistant says is learned from. Which
+characters those are the template says, if it marks them with `{% generation %}`; otherwise they follow from rendering
+the conversation up to each assistant turn. Characters become tokens by the tokenizer's own offsets. eos is added where
+the template does not end with it. What a message says is text: a special token that it quotes is spelled out, as
+inference servers do.
 
-The order and content of the rows depend on the documents alone. `num_workers` threads tokenize ahead of the
-reader (the tokenizer runs outside Python's lock, so threads do), and a few batches at most are in memory at a
-time.
+A chat template is a program that came with a model. jinja2's sandbox keeps it from files and from Python's insides, and
+lets it loop for ever, compute 9 ** 9 ** 9, or ask for all memory. So conversations are rendered in a child process of
+limited time, memory and output (`Renderer`): what exceeds a limit ends the child and not the command. It is a fork,
+which costs milliseconds once and a tenth of one for each conversation, and exchanges JSON alone. Time is the
+processor's, not the clock's, so that a busy machine, or one that was asleep, makes no template slow.
 
-Chat templates, rendered where they can do no harm.
-
-A chat template is a program that came with a model. jinja2's sandbox keeps it from files and from Python's insides,
-and lets it loop for ever, compute 9 ** 9 ** 9, or ask for all memory. So conversations are rendered in a
-child process of limited time, memory and output: what goes over a limit ends the child and not the command, whatever it
-was busy with. It is a fork, which costs milliseconds once and a tenth of one for each conversation, and gets and
-gives JSON alone. Time is the processor's, not the clock's: a machine that is busy, or was asleep, makes nobody's
-template slow. What it gives up: outside of Linux the memory is not limited.
+What it gives up: a document may be cut at the end of a row, and its second half does not see the first; outside of
+Linux the memory of the child is not limited.
 """
 
 import copy
@@ -38,7 +34,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +78,13 @@ class Renderer:
             UsageError: of `render`, or it went over a limit.
         """
         if self._child is None:
-            self._child = _start(self._render)
+            context = multiprocessing.get_context("fork")
+            ours, theirs = context.Pipe()
+            arguments = (self._render, theirs, ours)
+            process = context.Process(target=_serve, args=arguments, name="chat-templates", daemon=True)
+            process.start()
+            theirs.close()
+            self._child = process, ours
         connection = self._child[1]
         try:
             connection.send_bytes(json.dumps([key, messages]).encode())
@@ -112,19 +114,10 @@ def _seconds(messages: Messages) -> float:
     return SECONDS + SECONDS_A_TURN * len(messages)
 
 
-def _start(render: Render) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(render, theirs, ours), name="chat-templates", daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
 def _serve(render: Render, connection: Connection, parents: Connection) -> None:
     """Answer until the parent is gone. The limits are the kernel's, which needs no turn of Python to keep them."""
     parents.close()  # or the end of the parent would never be seen
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     for each in (signal.SIGTERM, signal.SIGPROF):
         signal.signal(each, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -169,12 +162,14 @@ class PackedRow:
     """One sequence of T positions.
 
     `tokens`: int32 [T+1]. `loss_mask`: bool [T], at t about the label tokens[t+1]. `segments`: int32 [T], the
-    number within this row of the document that tokens[t] belongs to, from 0.
+    number within this row of the document that tokens[t] belongs to, from 0. `kept`: what is kept of the teacher's
+    distributions, where that is known without asking it (`cache.codec.keep`).
     """
 
     tokens: _Array
     loss_mask: _Array
     segments: _Array
+    kept: dict[str, _Array] = field(default_factory=dict)
 
 
 def pack(
@@ -187,7 +182,7 @@ def pack(
 ) -> Iterator[PackedRow]:
     """Yield `documents` as rows of `seq_len` + 1 tokens, the same rows for any `num_workers`.
 
-    With `document_mask` the first token of a document is nobody's label, since no position that may be seen
+    With `document_mask` the first token of a document is not a label, since no position that may be seen
     comes before it. Raises UsageError for a tokenizer without eos or without fast backend, and for
     conversations that the chat template cannot render or whose assistant turns cannot be told from the rest.
     """
@@ -210,15 +205,12 @@ def _rows(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterat
     for part in stream:
         left = np.concatenate([left, part])
         end = (len(left) - 1) // seq_len * seq_len if len(left) else 0
-        for start in range(0, end, seq_len):
-            yield _row(left[start : start + seq_len + 1], document_mask)
+        for at in range(0, end, seq_len):
+            row = left[at : at + seq_len + 1]
+            label, start = row["label"][1:], row["start"]
+            mask = label & ~start[1:] if document_mask else label.copy()
+            yield PackedRow(row["token"].copy(), mask, np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0]))
         left = left[end:]
-
-
-def _row(part: _Array, document_mask: bool) -> PackedRow:
-    label, start = part["label"][1:], part["start"]
-    loss_mask = label & ~start[1:] if document_mask else label.copy()
-    return PackedRow(part["token"].copy(), loss_mask, np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0]))
 
 
 @dataclass(frozen=True)
@@ -319,19 +311,15 @@ class _Encoder:
         texts = [piece.text for piece in batch if piece.document.messages is None]
         with panics_refused(f"{self._name} cannot take this text"):
             encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
-        return np.concatenate(
-            [
-                self._text(piece, next(encoded).ids)
-                if piece.document.messages is None
-                else self._conversation(piece.document.key, piece.document.messages)
-                for piece in batch
-            ]
-        )
-
-    def _text(self, piece: _Piece, tokens: list[int]) -> _Array:
-        stream = _stream(self._bos * piece.first + tokens + self._eos * piece.last)
-        stream["start"][:1] = piece.first
-        return stream
+        streams = []
+        for piece in batch:
+            if piece.document.messages is None:
+                stream = _stream(self._bos * piece.first + next(encoded).ids + self._eos * piece.last)
+                stream["start"][:1] = piece.first
+            else:
+                stream = self._conversation(piece.document.key, piece.document.messages)
+            streams.append(stream)
+        return np.concatenate(streams)
 
     def _conversation(self, key: str, messages: list[dict[str, str]]) -> _Array:
         messages, quoted = self._without_special(messages)

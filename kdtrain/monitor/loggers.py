@@ -1,19 +1,19 @@
-"""Where numbers are looked at with the eye: TensorBoard, and Weights & Biases where its package is installed.
+"""TensorBoard, and Weights & Biases where its package is installed; and the histograms that both show.
 
-Both take the same few things. They differ in forgetting: TensorBoard drops the numbers and histograms behind the step
-that a run goes back to, and keeps texts; W&B cannot, and shows both tries over the same steps.
+Both take the same few things. After a rollback TensorBoard drops the numbers and histograms of the steps that were
+undone, and keeps texts; W&B cannot, and shows both attempts over the same steps.
 
-Histograms of weights and gradients, counted where they lie.
-
-The bins are the same for every tensor and step: half octaves of magnitude, for both signs, from 2^-30 to 2^10, with
-one bin around 0. Weights and gradients are spread over many orders of magnitude, which even bins would put into one;
-and fixed ones need no look at the extremes first, so that a whole model costs one transfer to the host. Given up: the
+Histograms of weights and gradients are counted where they lie. The bins are the same for every tensor, step and rank:
+half octaves of magnitude, for both signs, from 2^-30 to 2^10, with one bin around 0. Weights and gradients are spread
+over many orders of magnitude, which even bins would put into one; and fixed ones need no look at the extremes first, so
+that the counts of a tensor's parts add up, and a whole model costs one transfer to the host. What it gives up: the
 extreme bins are open, and no bin tells numbers apart that differ by less than 40 %.
 """
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,19 +22,17 @@ import torch
 
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_text, read_json
+from kdtrain.ranks import agreed_max, all_reduce_sum, copies, local
 
 _MAGNITUDES = torch.pow(2.0, torch.arange(-60, 21) / 2.0)
 EDGES = torch.cat([-_MAGNITUDES.flip(0), _MAGNITUDES])
 _BINS = len(EDGES) + 1
 _CHUNK = 1 << 22
 
-Joined = Callable[[torch.Tensor, str], torch.Tensor]
-"""(tensor, "sum", "min" or "max") -> that of all ranks, entry by entry."""
-
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of the finite numbers of one tensor; how many were not finite is `broken`."""
+    """Counts of the finite numbers of one tensor; how many are non-finite is `broken`."""
 
     minimum: float
     maximum: float
@@ -49,32 +47,26 @@ class Histogram:
     """Numbers a bin, as many as `limits`."""
 
 
-def histograms(tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> dict[str, Histogram]:
-    """The histogram of each tensor of any float dtype, on any device; empty ones and those all broken are left out.
+def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
+    """The histogram of each tensor of any float dtype, on any device; without those that have no finite number.
 
-    joined: figures of all ranks, where each has a part of every tensor; all of them then call this.
+    Where tensors are sharded, all of them are, and every rank must call this.
     """
-    filled = {name: tensor for name, tensor in tensors.items() if tensor.numel() or joined}
+    filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
     if not filled:
         return {}
-    rows = torch.stack([_row(tensor.detach()).cpu() for tensor in filled.values()])
-    if joined is not None:
-        rows = _joined(rows, joined)
+    rows = torch.stack([_row(local(tensor)).cpu() for tensor in filled.values()])
+    if number := copies(next(iter(filled.values()))):
+        rows = torch.cat([all_reduce_sum(rows[:, :-2]) / number, agreed_max(rows[:, -2:])], dim=1)
     return {name: _histogram(row) for name, row in zip(filled, rows.tolist(), strict=True) if sum(row[:_BINS])}
 
 
-def _joined(rows: torch.Tensor, joined: Joined) -> torch.Tensor:
-    """What `_row` says, of whole tensors."""
-    parts = zip(rows.split([rows.shape[1] - 2, 1, 1], dim=1), ("sum", "min", "max"), strict=True)
-    return torch.cat([joined(part.contiguous(), how) for part, how in parts], dim=1)
-
-
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """Counts a bin, broken ones, sum, sum of squares, minimum and maximum, as fp64 on the tensor's device."""
+    """Counts a bin, broken ones, sum, sum of squares, -minimum and maximum, as fp64 on the tensor's device."""
     edges = EDGES.to(tensor.device)
     counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=tensor.device)
     sums = torch.zeros(2, dtype=torch.float64, device=tensor.device)
-    ends = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64, device=tensor.device)
+    ends = torch.tensor([-torch.inf, -torch.inf], dtype=torch.float64, device=tensor.device)
     for part in tensor.reshape(-1).split(_CHUNK) if tensor.numel() else ():
         values = part.float()
         sound = values.isfinite()
@@ -82,8 +74,9 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
         counts += torch.bincount(places, minlength=_BINS + 1)
         clean = values.where(sound, 0.0).double()
         sums += torch.stack([clean.sum(), clean.square().sum()])
-        low, high = values.where(sound, torch.inf).min(), values.where(sound, -torch.inf).max()
-        ends = torch.stack([ends[0].minimum(low), ends[1].maximum(high)])
+        ends = ends.maximum(
+            torch.stack([(-values).where(sound, -torch.inf).max(), values.where(sound, -torch.inf).max()])
+        )
     return torch.cat([counts.double(), sums, ends])
 
 
@@ -91,10 +84,10 @@ def _histogram(row: list[float]) -> Histogram:
     counts = [int(count) for count in row[:_BINS]]
     used = [place for place, count in enumerate(counts) if count]
     first, last = used[0], used[-1]
-    broken, total, squares, minimum, maximum = row[_BINS:]
+    broken, total, squares, lowest, maximum = row[_BINS:]
     limits = [*EDGES.tolist(), max(maximum, float(EDGES[-1]) * 2)]
     return Histogram(
-        minimum=minimum,
+        minimum=-lowest,
         maximum=maximum,
         count=sum(counts),
         total=total,
@@ -163,13 +156,14 @@ class TensorBoard:
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
         """Rows of text, the columns by the keys of the first one, as a Markdown table."""
-        lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(text) for text in row.values()] for row in rows)]
-        self.writer.add_text(name, "\n".join(f"| {' | '.join(cells)} |" for cells in lines), step)
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+        shown = [[text.replace("|", "\\|").replace("\n", "<br>") for text in cells] for cells in lines]
+        self.writer.add_text(name, "\n".join(f"| {' | '.join(cells)} |" for cells in shown), step)
 
     def event(self, step: int, kind: str, details: Mapping[str, Any]) -> None:
         """An intervention, as text."""
-        said = ", ".join(f"{name}: {value}" for name, value in details.items())
-        self.writer.add_text("events", f"{kind} {said}".strip(), step)
+        text = ", ".join(f"{name}: {value}" for name, value in details.items())
+        self.writer.add_text("events", f"{kind} {text}".strip(), step)
 
     def hyperparameters(self, options: Mapping[str, bool | float | str]) -> None:
         """The options of the run, for the tab HPARAMS."""
@@ -208,9 +202,9 @@ def require_wandb(project: str | None) -> Any:
 
 
 class WeightsAndBiases:
-    """A run of W&B, which a process that goes on with our run goes on with as well.
+    """A run of W&B, which is resumed with ours.
 
-    Steps are numbers of ours and not W&B's own, which must not fall: after a rollback they do.
+    Steps are logged as a number of our own, because W&B's must not fall, and ours do after a rollback.
 
     Args:
         folder: our run; W&B keeps its files in `wandb/` there, and its identity in `wandb.json`.
@@ -221,7 +215,10 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, fresh: bool, project: str, name: str | None) -> None:
         self.wandb = require_wandb(project)
         identity = folder / "wandb.json"
-        known = None if fresh else _identity(identity)
+        known = None
+        if not fresh:
+            with suppress(OSError, ValueError, KeyError):  # where there is none, W&B makes one up
+                known = str(read_json(identity, dict[str, str])["id"])
         try:
             self.run = self.wandb.init(
                 project=project,
@@ -272,16 +269,3 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Hand over what is left, and end."""
         self.run.finish()
-
-
-def _identity(path: Path) -> str | None:
-    """The id in wandb.json; None where there is none that can be read."""
-    try:
-        return str(read_json(path, dict[str, str])["id"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _cell(text: str) -> str:
-    """`text` inside a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", "<br>")

@@ -27,7 +27,7 @@ _early: list[tuple[str, str]] = []
 def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
     """Send the lines of `kdtrain`'s logger to stderr and, where given, to the end of `file`.
 
-    quiet: nothing on stderr, bars among it: another rank says it there.
+    quiet: nothing on stderr, bars among it: another rank prints it.
     """
     console.quiet = quiet
     if file is None:
@@ -70,7 +70,7 @@ class _OneLine(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A log file whose errors, a full disk say, are errors of the run, and not lines on stderr."""
+    """A log file whose errors, a full disk for example, are errors of the run, and not lines on stderr."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
@@ -88,7 +88,7 @@ class Bar:
 
     Args:
         what: the first words of the line.
-        total: units in all, or None where nobody knows.
+        total: units in all, or None where that is unknown.
         done: units that were done before.
         every: seconds between plain lines.
     """
@@ -166,7 +166,7 @@ STATUS = (
     *("loss", "loss_avg", "kd_T1", "hidden", "T", "dL/dlogT", "lr", "grad_norm", "tok/s", "eta_h"),
     *("ckpt", "memory_mb", "mem_delta", "mode"),
 )
-"""What a step's line and the bar show, in this order; docs/monitoring.md says what each means."""
+"""What a step's line and the bar show, in this order; docs/monitoring.md explains each."""
 
 
 def status(numbers: Mapping[str, Any]) -> str:

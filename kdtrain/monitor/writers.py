@@ -1,7 +1,7 @@
-"""Numbers a step, for programs and for the eye: `metrics.jsonl`, `events.jsonl`, and the boards that are asked for.
+"""The numbers of each step: `metrics.jsonl`, `events.jsonl`, and the boards that are asked for.
 
-A run that goes on from step s first forgets what was written after s, so that each step stands once; so does a run
-that rolls back while it trains (`rewind`). Events are never forgotten; each has a level, and every warning is one. A
+A run that resumes from step s first removes what was written after s, so that each step stands once; so does a run that
+rolls back while it trains (`rewind`). Events are never removed; each has a level, and every warning is one. A
 line that cannot be read, because a kill cut it short or a byte was damaged, is left out and counted; what is appended
 then begins a line of its own.
 """
@@ -19,8 +19,9 @@ import torch
 from kdtrain.config import MonitorConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import SMALL, open_regular, parse_json, publish_text, typed
-from kdtrain.monitor.loggers import Joined, Logger, TensorBoard, WeightsAndBiases, histograms
+from kdtrain.monitor.loggers import Logger, TensorBoard, WeightsAndBiases, histograms
 from kdtrain.monitor.progress import early_warnings, log, warn_early
+from kdtrain.ranks import copies
 
 Level = Literal["info", "warning", "error"]
 
@@ -33,7 +34,7 @@ class Writers:
 
     Args:
         folder: the run.
-        resume_step: the step the run goes on from; what was written of later ones is removed.
+        resume_step: the step that the run resumes from; what was written of later ones is removed.
         validated_step: the last step whose validation the run remembers; of later ones it is removed as well.
         config: which boards are written.
     Raises:
@@ -58,10 +59,13 @@ class Writers:
             self.event(kind, resume_step, "warning", message=text)
 
     def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of `step`; a number that is not finite is written as null."""
+        """Write the numbers of `step`; a non-finite number is written as null."""
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self.file.write(json.dumps({"step": step, **finite}) + "\n")
-        shown = {_full(name): value for name, value in numbers.items()}
+        shown = {
+            name if name.startswith("validation/") else f"train/{name.replace('/', '_per_')}": value
+            for name, value in numbers.items()
+        }
         for board in self.boards:
             board.scalars(step, shown)
 
@@ -77,11 +81,11 @@ class Writers:
         log.warning(text)
         self.event(kind, step, "warning", message=text, **details)
 
-    def histograms(self, step: int, tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> None:
-        """Show the distributions of `tensors`; nothing where no board is written. joined: see `histograms`."""
+    def histograms(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Show the distributions of `tensors`; nothing where no board is written."""
         if not self.watched:
             return
-        found = histograms(tensors, joined)
+        found = histograms(tensors)
         for board in self.boards:
             board.histograms(step, found)
 
@@ -120,7 +124,7 @@ class Writers:
 
 
 class SilentWriters(Writers):
-    """What stands for the writers on every rank but the first: it says nothing."""
+    """The writers of every rank but the first: they write nothing."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self.watched = config.tensorboard or config.wandb_project is not None
@@ -132,10 +136,10 @@ class SilentWriters(Writers):
     def event(self, kind: str, step: int, level: Level = "info", **details: Any) -> None:
         """Nothing."""
 
-    def histograms(self, step: int, tensors: Mapping[str, torch.Tensor], joined: Joined | None = None) -> None:
+    def histograms(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add this rank's parts to what the first one shows; nothing where it has them all."""
-        if self.watched and joined is not None:
-            histograms(tensors, joined)
+        if self.watched and any(map(copies, tensors.values())):
+            histograms(tensors)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
         """Nothing."""
@@ -148,11 +152,6 @@ class SilentWriters(Writers):
 
     def close(self) -> None:
         """Nothing."""
-
-
-def _full(name: str) -> str:
-    """The name of a number on a board: it is about validation, or about training."""
-    return name if name.startswith("validation/") else f"train/{name.replace('/', '_per_')}"
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """Student and teacher on several ranks by PyTorch's own engines: DDP, and FSDP2's `fully_shard`.
 
-A training step is called through one of three wrappers, which differ in when gradients travel. Losses are divided by
-a constant and not by tokens or ranks, so that gradients are summed over ranks, never averaged; the mean over the
-tokens of all ranks is taken once, behind that (`training.update`). Before the last micro-batch of a step nothing is
-exchanged. What a run learns beside the student (the temperature, projections) is a handful of numbers that only some
-steps give a gradient: it stays whole on each rank, out of both engines, and the step adds it up itself.
+A training step is called through one of three wrappers, which differ in when gradients travel. Losses are divided by a
+constant and not by tokens or ranks, so that gradients are summed over ranks, never averaged; the mean over the tokens
+of all ranks is taken once, after that (`training.step`). Before the last micro-batch of a step nothing is exchanged.
+What a run learns beside the student (the temperature, projections) is a handful of numbers that only some steps give a
+gradient: it stays whole on each rank, out of both engines, and the step adds it up itself.
 
 FSDP2 shards each transformer layer by itself, and embedding, last norm and output head as one root, whose weights are
 whole from the forward to the end of the backward, as the fused head needs them. Masters and reductions are fp32; a
@@ -46,7 +46,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from kdtrain.models.head import default_probe
-from kdtrain.ranks import agreed_max, all_reduce_sum, local, with_local
+from kdtrain.ranks import agreed_max, local, with_local
 
 
 class Alone:
@@ -115,7 +115,7 @@ class Replicated(Alone):
 
 
 class Sharded(Alone):
-    """A step whose student was cut up by `shard`."""
+    """A step whose student was sharded by `shard`."""
 
     kind = "fsdp"
 
@@ -131,7 +131,7 @@ class Sharded(Alone):
 
 
 def parallelize(student: Any, kind: str) -> Alone:
-    """What `training.student.Student` is called through: `single`, `ddp`, or `fsdp` where its model was cut up."""
+    """What `training.student.Student` is called through: `single`, `ddp`, or `fsdp` where its model is sharded."""
     if kind == "single":
         return Alone(student, student.model)
     if kind == "fsdp":
@@ -170,7 +170,7 @@ def shard(
 
 
 def reshard(model: nn.Module) -> None:
-    """Give back what a forward of a model that was cut up has left whole; nothing for any other."""
+    """Give back what a forward of a sharded model has left whole; nothing for any other."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
@@ -212,17 +212,17 @@ def _unreached(step: nn.Module, probe: Callable[[], torch.Tensor]) -> set[str]:
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """All of `tensor`, gathered where it is cut up: every rank must call it."""
+    """All of `tensor`, gathered where it is sharded: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether any of them is cut up."""
+    """Whether any of them is sharded."""
     return any(isinstance(each, DTensor) for each in tensors)
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The part of `whole` that lies here when it is cut up like `like`; `whole` itself where that is not cut up."""
+    """The part of `whole` that lies here when it is sharded like `like`; `whole` itself where that is not."""
     if not isinstance(like, DTensor) or isinstance(whole, DTensor):
         return local(whole)
     shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -230,7 +230,7 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`whole` cut up like `like`, on its device."""
+    """`whole` sharded like `like`, on its device."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole.to(like.device)
     return with_local(like, part_of(whole, like).to(local(like).device).contiguous())
@@ -256,7 +256,7 @@ def peak(tensor: torch.Tensor) -> float:
 
 
 def peaks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude in each, those of other ranks too, infinite where some of it is not finite; 1-dim fp32."""
+    """The largest magnitude in each, those of other ranks too, infinite where some of it is non-finite; 1-dim fp32."""
     each = [local(tensor).detach().float().abs() for tensor in tensors]
     own = torch.stack([own.max() if own.numel() else own.new_zeros(()) for own in each])
     own = torch.nan_to_num(own, nan=float("inf"), posinf=float("inf"))
@@ -279,24 +279,6 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if group is not None:
         dist.all_reduce(parts, group=group)
     return (whole + parts).sqrt().float()
-
-
-def joiner(tensors: Sequence[torch.Tensor]) -> Callable[[torch.Tensor, str], torch.Tensor] | None:
-    """What makes figures of the parts that ranks hold of `tensors` figures of the whole; None where nothing is cut up.
-
-    It takes numbers and how they are joined: "sum", "min" or "max".
-    """
-    first = next((each for each in tensors if isinstance(each, DTensor)), None)
-    if first is None:
-        return None
-    copies = dist.get_world_size() // first.device_mesh.get_group("shard").size()
-
-    def join(numbers: torch.Tensor, how: str) -> torch.Tensor:
-        if how == "sum":
-            return all_reduce_sum(numbers) / copies
-        return agreed_max(numbers) if how == "max" else -agreed_max(-numbers)
-
-    return join
 
 
 Shape = Sequence[int]

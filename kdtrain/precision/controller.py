@@ -30,9 +30,6 @@ from typing import Any, TypedDict
 from kdtrain.files import typed
 from kdtrain.precision.linear import Position, Switch
 
-RULES = ("loss", "gap", "spike", "schedule")
-"""What may send a run to its fallback (`controller`)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -43,7 +40,7 @@ class Policy:
     fallback: str = "bf16"
     """Name of the high mode."""
     rules: tuple[str, ...] = ("gap",)
-    """Of `RULES`."""
+    """What may send a run to its fallback: loss, gap, spike, schedule."""
     threshold: float = 0.1
     """In nats: of the loss under rule `loss`; under rule `gap` the most that its own threshold may be."""
     window: int = 5

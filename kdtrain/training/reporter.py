@@ -1,24 +1,16 @@
-"""What a run looks at in itself while it trains: its health, its distributions and what its student writes.
+"""What a run observes about itself while it trains: its health, its histograms and what its student writes.
 
-Nothing of it changes the training: no random number is drawn, no gradient touched. Between the steps that are due it
-costs the reading of one file of /proc.
+Nothing here changes the training: no random number of it is drawn, no gradient touched, and nothing survives a restart,
+so that what is logged once a process is logged again by the next one. Between the steps that are due it costs the
+reading of one file of /proc.
 
-Whether a learned temperature has run to one of its bounds, said once.
+Signs that a run is not well are pure functions of its numbers: each returns a line, or None. A learned temperature on
+one of its bounds is no longer learned: the loss wants it further away than it may go. `minimize` ends there by its
+nature (docs/temperature.md).
 
-A T on its bound is no longer learned: the loss wants it further away than it may go. `minimize` ends there by its
-nature (docs/temperature.md). It is said when it is first seen, and again only after T had left that bound.
-
-Signs that a run is not well, as pure functions of its numbers: each gives a line for people, or None.
-
-Nothing here changes the training or survives a restart: what is said once a process is said again by the next one.
-
-The student asked to write: prompts from the validation split, continued now and then while it trains.
-
-What the student writes: a few prompts, each continued greedily and by sampling.
-
-The sampling draws from a generator of its own with the same seed each time: training's random numbers are not touched,
-and two samples differ by what the student has learned in between. There is no cache of keys and values: every kind of
-model can be asked, at the price of a whole forward a token.
+The student writes by continuing a few prompts of the validation split, greedily and by sampling. The sampling draws
+from a generator of its own with the same seed each time, so that two samples differ by what the student has learned in
+between. There is no cache of keys and values: every kind of model can write, at the price of a whole forward a token.
 
 Shape suffixes: B rows, T tokens so far, V vocabulary.
 """
@@ -36,9 +28,9 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.config import DistillConfig
 from kdtrain.monitor.progress import status
 from kdtrain.monitor.writers import Writers
-from kdtrain.parallel.parallelize import joiner, peaks, reshard
+from kdtrain.parallel.parallelize import peaks, reshard
 from kdtrain.precision.modes import autocast
-from kdtrain.ranks import local, memory_mb, resident_mb
+from kdtrain.ranks import memory_mb, resident_mb
 from kdtrain.training.data import Source
 from kdtrain.training.student import Student
 
@@ -337,11 +329,12 @@ class Reporter:
     def gradients(self, number: int) -> None:
         """Before the optimizer's step, the gradients clipped: show their distributions where they are due."""
         if _due(number, self.config.monitor.histogram_freq):
-            named = dict(self.student.model.named_parameters())
-            tensors: dict[str, torch.Tensor] = {f"parameters/{name}": local(each) for name, each in named.items()}
-            there = {name: each.grad for name, each in named.items() if each.grad is not None}
-            tensors |= {f"gradients/{name}": local(each) for name, each in there.items()}
-            self.writers.histograms(number, tensors, joiner(list(named.values())))
+            tensors: dict[str, torch.Tensor] = {}
+            for name, each in self.student.model.named_parameters():
+                tensors[f"parameters/{name}"] = each
+                if each.grad is not None:
+                    tensors[f"gradients/{name}"] = each.grad
+            self.writers.histograms(number, tensors)
 
     def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> str:
         """After step `number`: its numbers written, samples where due, warnings, and the line of the step.

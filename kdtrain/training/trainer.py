@@ -31,7 +31,7 @@ from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.parallelize import Alone
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive
-from kdtrain.ranks import control_group, is_main, on_main, rank, reported, world_size
+from kdtrain.ranks import is_main, on_main, rank, reported, world_size
 from kdtrain.training import recovery
 from kdtrain.training.data import Feed, Source
 from kdtrain.training.guards import Guards
@@ -107,7 +107,6 @@ class Trainer:
             keep_epochs=keep.keep_epochs,
             keep_special=keep.keep_special,
             keep_aside=keep.keep_aside,
-            words=control_group(),
         )
         self.saver = Saver(self.store, keep.async_save, keep.disk_patience)
         self.hooks = NanHooks(student) if config.guards.nan_hooks == "always" else None

@@ -250,7 +250,7 @@ def test_a_demo_that_is_interrupted_goes_on_and_shows_its_table_and_pictures(tmp
 
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "going on from" in done.stderr and "test KL to the teacher" in done.stdout
+    assert "resuming from" in done.stderr and "test KL to the teacher" in done.stdout
     result = json.loads((out / "demo.json").read_text())
     assert [(run["student"], run["step"]) for run in result["runs"]] == [("cross-entropy", 40), ("distilled", 40)]
     assert all(run["validation"]["step"] == [0, 20, 40] for run in result["runs"])

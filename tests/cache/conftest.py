@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
@@ -16,28 +15,22 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import CacheSettings, read_manifest
 from kdtrain.cache.writer import write_cache
+from kdtrain.data.packing import PackedRow
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 SEQ_LEN = 16
 
 
-@dataclass(frozen=True)
-class Row:
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    segments: np.ndarray
-
-
 class Workshop:
     """What a test needs to build a cache."""
 
-    def rows(self, number: int, *, vocab_size: int = 64, seed: int = 0) -> Iterator[Row]:
+    def rows(self, number: int, *, vocab_size: int = 64, seed: int = 0) -> Iterator[PackedRow]:
         random = np.random.RandomState(seed)
         for _ in range(number):
             tokens = random.randint(0, vocab_size, SEQ_LEN + 1).astype(np.int32)
             mask = random.rand(SEQ_LEN) < 0.9
-            yield Row(tokens, mask, np.sort(random.randint(0, 3, SEQ_LEN)).astype(np.int32))
+            yield PackedRow(tokens, mask, np.sort(random.randint(0, 3, SEQ_LEN)).astype(np.int32))
 
     def teacher(self, vocab_size: int = 64) -> Callable[..., torch.Tensor]:
         table = 3 * torch.randn(vocab_size, min(vocab_size, 512), generator=torch.Generator().manual_seed(1))
@@ -53,7 +46,7 @@ class Workshop:
         plain |= {"sequences_per_shard": 4, "data": {"source": "synthetic"}, "sequences": {"train": 10}}
         return CacheSettings(**{**plain, **changes})  # type: ignore[arg-type]
 
-    def splits(self, vocab_size: int = 64, train: int = 10) -> dict[str, Iterator[Row]]:
+    def splits(self, vocab_size: int = 64, train: int = 10) -> dict[str, Iterator[PackedRow]]:
         both = {"train": (train, 0), "validation": (3, 1)}
         return {name: self.rows(n, vocab_size=vocab_size, seed=s) for name, (n, s) in both.items()}
 

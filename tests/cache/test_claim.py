@@ -8,7 +8,7 @@ import pytest
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.folder import Alone, lock
+from kdtrain.cache.folder import lock
 from kdtrain.cache.manifest import verify_cache
 from kdtrain.cache.writer import CacheWriter, write_cache
 from kdtrain.errors import UsageError
@@ -22,7 +22,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, fi
     changed = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, top_k=5), data={"source": "elsewhere"})
     with pytest.raises(UsageError) as caught:
         CacheWriter(folder, changed, teacher=workshop.teacher())
-    assert "codec.head: 6 there, 5 asked" in str(caught.value)
+    assert "codec.top_k: 6 there, 5 asked" in str(caught.value)
     assert "data.source: synthetic there, elsewhere asked" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -46,7 +46,9 @@ def test_a_folder_of_other_things_is_refused(tmp_path: Path, workshop, codecs) -
         CacheWriter(tmp_path / "thesis.tex", workshop.settings(codecs["tokens"]), teacher=None)
 
 
-def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path: Path, workshop, codecs) -> None:
+def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(
+    tmp_path: Path, workshop, codecs, monkeypatch
+) -> None:
     folder, settings = tmp_path / "c", workshop.settings(codecs["top_k"])
     holds, release = os.pipe(), os.pipe()
     pid = os.fork()
@@ -60,8 +62,10 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(tmp_path:
     with pytest.raises(UsageError, match=r"another process is building .* now; wait for it") as caught:
         workshop.build(folder, codecs["top_k"])
     assert "\n" not in str(caught.value)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="another process is building"):
-        CacheWriter(folder, settings, teacher=workshop.teacher(), ranks=Alone(1, 2))
+        CacheWriter(folder, settings, teacher=workshop.teacher(), all_ranks=True)
     lock(folder, 1).release()  # ranks of one command do not keep each other out
     os.write(release[1], b"x")
     os.waitpid(pid, 0)

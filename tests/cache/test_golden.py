@@ -6,7 +6,6 @@ If this test fails, the format has changed: raise `layout.FORMAT_VERSION` and ke
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from kdtrain.cache.codec import ABSENT, CodecSpec
 from kdtrain.cache.manifest import CacheSettings, read_manifest, verify_cache
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
+from kdtrain.data.packing import PackedRow
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cache"
@@ -27,18 +27,11 @@ SPECS = {
 LENGTH = 24
 
 
-@dataclass(frozen=True)
-class Row:
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    segments: np.ndarray
-
-
-def _rows(number: int, seed: int) -> Iterator[Row]:
+def _rows(number: int, seed: int) -> Iterator[PackedRow]:
     random = np.random.RandomState(seed)
     for _ in range(number):
         tokens = (random.zipf(1.4, LENGTH + 1) % 300).astype(np.int32)
-        yield Row(tokens, random.rand(LENGTH) < 0.9, np.arange(LENGTH, dtype=np.int32) // 10)
+        yield PackedRow(tokens, random.rand(LENGTH) < 0.9, np.arange(LENGTH, dtype=np.int32) // 10)
 
 
 def _logits(tokens_BT: torch.Tensor) -> torch.Tensor:

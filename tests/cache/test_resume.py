@@ -7,7 +7,6 @@ import pytest
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.folder import Alone
 from kdtrain.cache.manifest import read_manifest, verify_cache
 from kdtrain.cache.writer import CacheWriter, write_cache
 from kdtrain.errors import RunError
@@ -68,12 +67,14 @@ def test_a_finished_cache_is_left_alone(tmp_path: Path, workshop, codecs) -> Non
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_two_ranks_build_the_cache_of_one(whole: Path, tmp_path: Path, workshop) -> None:
+def test_two_ranks_build_the_cache_of_one(whole: Path, tmp_path: Path, workshop, monkeypatch) -> None:
     spec = CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8)
     settings, folder = workshop.settings(spec), tmp_path / "c"
     writers = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (0, 1):
-        writers.append(CacheWriter(folder, settings, teacher=workshop.teacher(), batch_size=3, ranks=Alone(rank, 2)))
+        monkeypatch.setenv("RANK", str(rank))
+        writers.append(CacheWriter(folder, settings, teacher=workshop.teacher(), batch_size=3, all_ranks=True))
         for split, rows in workshop.splits().items():
             writers[rank].build(split, rows)
         writers[rank].close()
@@ -81,9 +82,10 @@ def test_two_ranks_build_the_cache_of_one(whole: Path, tmp_path: Path, workshop)
     workshop.assert_equal(folder, whole)
 
 
-def test_a_missing_shard_of_another_rank_stops_the_finish(tmp_path: Path, workshop, codecs) -> None:
+def test_a_missing_shard_of_another_rank_stops_the_finish(tmp_path: Path, workshop, codecs, monkeypatch) -> None:
     settings = workshop.settings(codecs["tokens"])
-    writer = CacheWriter(tmp_path / "c", settings, teacher=None, ranks=Alone(0, 2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    writer = CacheWriter(tmp_path / "c", settings, teacher=None, all_ranks=True)
     writer.build("train", workshop.rows(10))
     with pytest.raises(RunError, match=r"train-00001.json is not there"):
         writer.finish()

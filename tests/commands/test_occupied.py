@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from kdtrain import files
 from kdtrain.commands import run_folder as module
 from kdtrain.commands.run_folder import LOCK, run_lock, write_description
 from kdtrain.config import CheckpointConfig, DistillConfig
@@ -81,7 +82,7 @@ def test_a_folder_made_for_a_launch_that_was_refused_is_gone_again(tmp_path):
 @pytest.mark.parametrize("identity", ["run-a", "none"])
 def test_what_torchrun_starts_again_waits_for_the_try_before_it_and_others_do_not(config, monkeypatch, identity):
     monkeypatch.setattr(module, "HANDOVER", 300.0)
-    monkeypatch.setattr(module, "_POLL", 0.01)
+    monkeypatch.setattr(files, "_POLL", 0.01)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", identity)
     monkeypatch.setenv("MASTER_ADDR", "node-1")
     before = run_lock(config)
@@ -91,7 +92,7 @@ def test_what_torchrun_starts_again_waits_for_the_try_before_it_and_others_do_no
         assert goes_on
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run-b")
         with monkeypatch.context() as patch:
-            patch.setattr(module.time, "sleep", lambda _: pytest.fail("it waits"))
+            patch.setattr(files.time, "sleep", lambda _: pytest.fail("it waits"))
             with pytest.raises(UsageError, match="another process is training"), run_lock(config):
                 pass
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", identity)

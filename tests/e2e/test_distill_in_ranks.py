@@ -304,5 +304,5 @@ def test_torchrun_starts_a_run_that_failed_again_and_it_goes_on_from_the_newest_
     assert ended.returncode == 0, ended.stderr
     assert time.monotonic() - started < 500  # less than what ranks wait for each other
     assert f"exitcode: {said})" in ended.stderr
-    assert "going on from" in (whole.root / out / "train.log").read_text()
+    assert "resuming from" in (whole.root / out / "train.log").read_text()
     assert_bitwise(whole.tensors("whole-fsdp"), whole.tensors(out))

@@ -41,11 +41,6 @@ def test_tensors_without_a_finite_number_are_left_out():
     assert histograms({}) == {}
 
 
-def test_a_part_that_is_empty_adds_nothing_to_what_other_ranks_hold():
-    found = histograms({"part": torch.empty(0)}, joined=lambda own, how: own + {"sum": 1.0}.get(how, 0.0))
-    assert found["part"].count == len(found["part"].counts) and found["part"].minimum == math.inf
-
-
 def test_a_tensor_is_counted_the_same_whole_or_in_parts(monkeypatch):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = one(values)

@@ -224,7 +224,7 @@ def test_histograms_of_parameters_and_gradients_are_shown(tmp_path):
 
 
 def test_nothing_is_counted_where_no_board_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("kdtrain.monitor.writers.histograms", lambda tensors, joined: pytest.fail("counted"))
+    monkeypatch.setattr("kdtrain.monitor.writers.histograms", lambda tensors: pytest.fail("counted"))
     writers = Writers(tmp_path, 0, None, PLAIN)
     writers.histograms(1, distributions(torch.nn.Linear(1, 1)))
     writers.close()

@@ -13,7 +13,7 @@ from kdtrain import ranks
 
 with ranks.process_group(torch.device("cpu"), 60):
     ranks._timeout = timedelta(seconds=2)
-    ranks._words = ranks.control_group()
+    ranks._control = ranks.control_group()
     print(ranks.on_main(lambda: time.sleep(5) or "worked"))
     with ranks.raise_on_all_ranks():
         time.sleep(0 if ranks.is_main() else 5)

@@ -64,7 +64,7 @@ def test_an_initial_loss_far_from_ln_v_is_said(workshop, said):
 
 def test_samples_and_histograms_come_when_they_are_due_and_leave_the_training_as_it_was(workshop, monkeypatch):
     shown = []
-    monkeypatch.setattr(Writers, "histograms", lambda self, step, tensors, joined: shown.append(step))
+    monkeypatch.setattr(Writers, "histograms", lambda self, step, tensors: shown.append(step))
     with workshop.run(histogram_freq=2, sample_freq=3) as run:
         reporter = reporter_of(run, tiny_tokenizer(300))
         run.student.train()
@@ -80,7 +80,7 @@ def test_samples_and_histograms_come_when_they_are_due_and_leave_the_training_as
 
 
 def test_nothing_is_written_where_it_is_turned_off(workshop, monkeypatch):
-    monkeypatch.setattr(Writers, "histograms", lambda self, step, tensors, joined: pytest.fail("shown"))
+    monkeypatch.setattr(Writers, "histograms", lambda self, step, tensors: pytest.fail("shown"))
     with workshop.run(histogram_freq=0, sample_freq=0) as run:
         reporter = reporter_of(run, tiny_tokenizer(300))
         reporter.gradients(250)
