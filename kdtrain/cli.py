@@ -12,12 +12,14 @@ import difflib
 import importlib
 import io
 import json
+import logging
 import os
 import re
 import sys
 import time
 import types
 import typing
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 
 from kdtrain import config as options
 from kdtrain.config import choices
-from kdtrain.errors import RunError, UsageError, advice, panics_refused, printable, refuse_no_path
+from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable, refuse_no_path
 from kdtrain.files import read_toml
 from kdtrain.registry import Registry, nearest
 
@@ -86,6 +88,7 @@ _register_builtin("export", options.ExportConfig)
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its code: 0 done, 1 failed while running, 2 for options that cannot be."""
+    name_flags()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
@@ -121,8 +124,20 @@ def _run(command: str, argv: list[str]) -> int:
         raise UsageError(f"unknown command '{command[:80]}'; {nearest(command, COMMANDS.help())}")
     _refuse_impossible_launch()
     config = _parse_once(command, argv)
+    _quiet_libraries()
     with panics_refused("a tokenizer fails"):  # where its name is known, the message has it
         return int(COMMANDS.get(command).main(config) or 0)
+
+
+def _quiet_libraries() -> None:
+    """Keep other libraries' bars and warnings off the terminal, before they are imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    for name in ("torchao", "torch.utils._pytree"):  # about binaries that kdtrain does not use
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # one process without a process group is what we mean
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def parse(command: str, argv: list[str]) -> Any:

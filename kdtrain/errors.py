@@ -15,11 +15,30 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class UsageError(ValueError):
+class _Message(Exception):
+    """A message that names options: as flags where a command asks for it, as arguments in a library."""
+
+    flags = False
+    """Whether messages name flags; the command turns it on for its process."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if _Message.flags:
+            return text
+        text = re.sub(r"(?<![\w-])--no-([a-z][a-z0-9-]*)", lambda found: f"{found[1].replace('-', '_')}=False", text)
+        return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*)", lambda found: found[1].replace("-", "_"), text)
+
+
+def name_flags(yes: bool = True) -> None:
+    """Let the messages of this process name flags (`--top-k`), as a command's do, or arguments (`top_k`)."""
+    _Message.flags = yes
+
+
+class UsageError(_Message, ValueError):
     """The command was asked for something that cannot be; it ends with exit code 2."""
 
 
-class RunError(RuntimeError):
+class RunError(_Message, RuntimeError):
     """The command failed while it was running; it ends with exit code 1.
 
     reason: the `stop_reason` of the run that it ended, a word of result.json.

@@ -17,14 +17,12 @@ of which `ask` makes a line.
 
 import difflib
 import errno
-import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -174,13 +172,6 @@ def _short(value: object) -> str:
     return repr(value)[:80]
 
 
-transformers.utils.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
-logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-# How long transformers waits for an answer on stdin. At 0 it does not ask, and refuses; some parts of composite
-# models are built inside transformers, where nothing can be passed that says no.
-dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-
 # What transformers says, and what that means to the one who asked.
 _EXPLANATIONS = {
     "model.safetensors": "no weights in safetensors there; other formats are not read, nothing is unpickled",
@@ -200,8 +191,10 @@ Answer = TypeVar("Answer")
 def ask(source: str, load: Callable[[], Answer]) -> Answer:
     """Call `load`; raise what it raises as a `UsageError` of one line that begins with `source`.
 
-    Out of memory and a full disk pass through: the same question may be answered elsewhere.
+    Out of memory and a full disk pass through: the same question may be answered elsewhere. transformers asks nothing
+    on stdin meanwhile: some parts of composite models are built inside it, where nothing can be passed that says no.
     """
+    before, dynamic_module_utils.TIME_OUT_REMOTE_CODE = dynamic_module_utils.TIME_OUT_REMOTE_CODE, 0
     try:
         with panics_refused(f"{source}: cannot be loaded"):
             return load()
@@ -211,6 +204,8 @@ def ask(source: str, load: Callable[[], Answer]) -> Answer:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise
         raise UsageError(f"{source}: {_explain(error)}") from error
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
 
 
 def revision_of(spec: ModelSpec) -> str:
