@@ -1,13 +1,12 @@
-"""Where a step's tokens and targets come from: a cache, a cache of bare tokens, or an online teacher.
+"""Where the tokens and targets of a step come from: a cache, a cache of bare tokens, or an online teacher.
 
-All three answer `read(indices)` with the same batch, so that nothing behind them knows which it was. `Feed` runs one
-micro-batch ahead in a thread: HDF5 decompression and the copy to the device overlap with the student's step.
+All three return the same batch from `read(indices)`, so that the code after them does not know which one it is. `Feed`
+reads one micro-batch ahead in a thread: HDF5 decompression and the copy to the device overlap with the student's step.
 
-Batches on their way to a GPU, without waiting for what it computes.
-
-A plain copy stands in the queue of the training step: it waits for all that was launched before it, and what comes
-after waits for it. Here copies go out of pinned memory on a stream of their own, and whoever asked for them (the
-thread that reads ahead) waits for that stream alone. On a CPU nothing is copied.
+`DeviceCopy` copies batches to a GPU without waiting for its computation. A plain copy stands in the queue of the
+training step: it waits for everything launched before it, and everything launched later waits for it. `DeviceCopy`
+copies from pinned memory on a stream of its own, and only the reading thread waits for that stream. On a CPU nothing is
+copied.
 """
 
 import contextlib
@@ -31,16 +30,15 @@ from kdtrain.models.head import OutputHead
 from kdtrain.objective.targets import DenseTargets, OnlineTargets
 from kdtrain.parallel.parallelize import whole
 
-Move = Callable[[Tensor], Tensor]
-_MOST_PINNED = 2**30
-"""Bytes of a tensor beyond which it is copied from where it lies: pinned memory is taken from everybody."""
+_PIN_LIMIT = 2**30
+"""Larger tensors, in bytes, are copied from pageable memory: pinned memory is taken from every process."""
 
 
 class DeviceCopy:
-    """Moves tensors of the host to one device.
+    """Copies tensors from the host to one device.
 
     Args:
-        device: where they are wanted.
+        device: the target.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,38 +46,38 @@ class DeviceCopy:
         self._stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
-    def moving(self) -> Iterator[Move]:
-        """What moves a tensor; all that were moved inside the block are there when it ends."""
+    def copying(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Yield a function that copies a tensor; all copies are complete when the block ends."""
         if self.device.type != "cuda":
             yield lambda tensor: tensor.to(self.device)
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
-        used_by = torch.cuda.default_stream(self.device)
+        step_stream = torch.cuda.default_stream(self.device)
 
-        def move(tensor: Tensor) -> Tensor:
-            whole = tensor.contiguous()
-            whole = whole.pin_memory() if whole.nbytes <= _MOST_PINNED else whole
-            moved = whole.to(self.device, non_blocking=True)
-            # its memory is this stream's, which must not use it again before the step is through with it
-            moved.record_stream(used_by)
-            return moved
+        def copy(tensor: Tensor) -> Tensor:
+            source = tensor.contiguous()
+            source = source.pin_memory() if source.nbytes <= _PIN_LIMIT else source
+            copied = source.to(self.device, non_blocking=True)
+            # the memory belongs to this stream, which must not reuse it before the step has finished with it
+            copied.record_stream(step_stream)
+            return copied
 
         with torch.cuda.stream(self._stream):
-            yield move
+            yield copy
             self._stream.synchronize()
 
 
 class Source(Protocol):
-    """Sequences by number."""
+    """Sequences by index."""
 
     overlaps: bool
-    """Whether reading ahead in a thread costs the student nothing."""
+    """Whether a thread can read ahead without slowing the student down."""
 
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> CachedBatch:
-        """The sequences `indices` and their targets, on the source's device."""
+        """Return the sequences `indices` and their targets, on the source's device."""
         ...
 
 
@@ -88,8 +86,8 @@ class CachedSource:
 
     Args:
         reader: one split of a cache.
-        device: where batches are wanted.
-        vocab_size: logits of the student; a dense teacher's padding beyond them is cut off.
+        device: where the batches go.
+        vocab_size: logits of the student; the padding of dense targets beyond them is cut off.
     """
 
     overlaps = True
@@ -98,20 +96,21 @@ class CachedSource:
         self.reader = reader
         self.device = device
         self.vocab_size = vocab_size
-        self._reading = threading.Lock()
-        self._mover = DeviceCopy(device)
+        self._read_lock = threading.Lock()
+        self._device_copy = DeviceCopy(device)
 
     def __len__(self) -> int:
         return len(self.reader)
 
     def read(self, indices: np.ndarray) -> CachedBatch:
-        """The sequences `indices` on the device; two threads must not share a reader.
+        """Return the sequences `indices` on the device; a lock guards the reader.
 
-        RunError: a shard is damaged, or holds a token that the student has no row for.
+        Raises:
+            RunError: a shard is damaged, or holds a token outside the student's vocabulary.
         """
-        with self._reading:
+        with self._read_lock:
             batch = self.reader.read(indices.tolist())
-        if (token := int(batch.tokens.max())) >= self.vocab_size:  # a narrower student is let in by tokenizer_size
+        if (token := int(batch.tokens.max())) >= self.vocab_size:  # tokenizer_size may admit a narrower student
             raise RunError(
                 f"{self.reader.folder} holds token {token}, although it states a tokenizer of "
                 f"{self.reader.manifest.settings.tokenizer_size} entries; the student has a vocabulary of "
@@ -122,15 +121,15 @@ class CachedSource:
             targets = targets.narrow(self.vocab_size)
         if targets is not None:
             assert not isinstance(targets, OnlineTargets)
-            spoiled = faults.changed("train.teacher", targets.logprobs, int(indices[0]))
-            targets = dataclasses.replace(targets, logprobs=spoiled)
-        with self._mover.moving() as move:
+            logprobs = faults.changed("train.teacher", targets.logprobs, int(indices[0]))
+            targets = dataclasses.replace(targets, logprobs=logprobs)
+        with self._device_copy.copying() as copy:
             return dataclasses.replace(
                 batch,
-                tokens=move(batch.tokens),
-                loss_mask=move(batch.loss_mask),
-                segments=move(batch.segments),
-                targets=None if targets is None else targets.each(move),
+                tokens=copy(batch.tokens),
+                loss_mask=copy(batch.loss_mask),
+                segments=copy(batch.segments),
+                targets=None if targets is None else targets.each(copy),
             )
 
 
@@ -139,23 +138,23 @@ class TaughtBatch(CachedBatch):
     """A micro-batch with hidden states of its teacher."""
 
     states: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """[N, D] a layer that was asked for, at the student's positions."""
+    """[N, D] for each layer of the hidden-state loss, at the student's positions."""
 
 
 class OnlineSource:
-    """Tokens of a cache of bare tokens, with targets that a teacher computes when they are asked for.
+    """Tokens of a cache of bare tokens, with targets that a teacher computes when they are read.
 
-    Its logits are made later and a few rows at a time, where they are needed.
+    The loss computes the teacher's logits later, a few rows at a time.
 
     Args:
         tokens: where the tokens come from.
-        teacher: tokens_BT, segments_BT | None -> what its head takes, [B, T, D], and the outputs [B, T, D] of the
-            layers that a hidden-state loss wants, if any; run under `torch.no_grad()`.
+        teacher: tokens_BT, segments_BT | None -> the input of its head, [B, T, D], and the outputs [B, T, D] of the
+            layers of the hidden-state loss, if any; run under `torch.no_grad()`.
         head: the teacher's output head.
-        document_mask: whether the teacher is told the segments.
+        document_mask: whether the teacher receives the segments.
     """
 
-    overlaps = False  # the teacher would fight the student for the same cores
+    overlaps = False  # the teacher and the student compete for the same cores
 
     def __init__(
         self,
@@ -173,7 +172,7 @@ class OnlineSource:
         return len(self.tokens)
 
     def read(self, indices: np.ndarray) -> TaughtBatch:
-        """The sequences `indices` with targets from the teacher."""
+        """Return the sequences `indices` with targets from the teacher."""
         batch = self.tokens.read(indices)
         with torch.no_grad():
             hidden_BTD, states = self.teacher(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
@@ -190,11 +189,11 @@ class OnlineSource:
 
 
 class Feed:
-    """The micro-batches of one step after another, without end, read one ahead.
+    """An endless stream of the micro-batches of each step, read one ahead.
 
     Args:
         source: where they are read.
-        indices: 0, 1, 2, ... -> the numbers of the sequences of that step, in order.
+        indices: 0, 1, 2, ... -> the indices of the sequences of that step, in order.
         micro: sequences in a micro-batch.
     """
 
@@ -204,23 +203,23 @@ class Feed:
         self.micro = micro
 
     def steps(self) -> Iterator[Iterator[CachedBatch]]:
-        """For each step an iterator over its micro-batches; all of them are to be taken."""
-        batches = self._ahead() if self.source.overlaps else map(self.source.read, self._jobs())
+        """For each step, yield an iterator over its micro-batches; the caller must exhaust it."""
+        batches = self._read_ahead() if self.source.overlaps else map(self.source.read, self._micro_batches())
         for step in itertools.count():
             yield itertools.islice(batches, len(self.indices(step)) // self.micro)
 
-    def _ahead(self) -> Iterator[CachedBatch]:
+    def _read_ahead(self) -> Iterator[CachedBatch]:
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
-        waiting: deque[Future[CachedBatch]] = deque()
+        pending: deque[Future[CachedBatch]] = deque()
         try:
-            for job in self._jobs():
-                waiting.append(reader.submit(self.source.read, job))
-                if len(waiting) > 1:
-                    yield waiting.popleft().result()
+            for indices in self._micro_batches():
+                pending.append(reader.submit(self.source.read, indices))
+                if len(pending) > 1:
+                    yield pending.popleft().result()
         finally:
-            # not waited for: a read from a file system that does not answer would keep a command that has failed
+            # no wait: a read from a file system that does not answer would keep a failed command alive
             reader.shutdown(wait=False, cancel_futures=True)
 
-    def _jobs(self) -> Iterator[np.ndarray]:
+    def _micro_batches(self) -> Iterator[np.ndarray]:
         for step in itertools.count():
             yield from rearrange(self.indices(step), "(a m) -> a m", m=self.micro)

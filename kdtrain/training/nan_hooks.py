@@ -1,13 +1,14 @@
-"""Hooks that name the first tensor of a step that is not finite, forward or backward.
+"""Hooks that name the first non-finite tensor of a step, forward or backward.
 
-`NanHooks` looks at the teacher's targets, at every parameter, at what goes into and comes out of every module, at the
-parts of the loss, and on the way back at the gradients of the same tensors. The first bad one is kept: by then its
-module had only finite ones. `find_first` runs the micro-batches of a step again under such hooks, in eager mode, since
-a compiled graph neither knows modules nor calls a hook that came after it. `write_bundle` keeps what shows the finding.
+`NanHooks` checks the teacher's targets, every parameter, the inputs and outputs of every module, the parts of the loss,
+and in the backward pass the gradients of the same tensors. It keeps the first non-finite one: everything its module
+received before was finite. `find_first` runs the micro-batches of a step again with such hooks, in eager mode, because
+a compiled graph has no modules and calls no hook that was added later. `write_bundle` writes what reproduces the
+finding.
 
-What it gives up: every look waits for the device, so that a step with hooks is several times slower; a number that only
+What it gives up: each check waits for the device, so that a step with hooks is several times slower; a number that only
 the compiled graph gets wrong is not found; masks (arguments with `mask` in their name) may hold infinities and are not
-looked at.
+checked.
 """
 
 import dataclasses
@@ -37,45 +38,40 @@ from kdtrain.training.student import Student
 
 _NORM = "the norm of all gradients"
 _PREFIX = "model.model."
-"""What stands before the names that transformers gives."""
+"""The student's prefix before the names of transformers."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The first tensor of a step that was not finite."""
+    """The first non-finite tensor of a step."""
 
     module: str
-    """The module it belongs to, by the name transformers gives it; or `teacher`, `objective`, `temperature`."""
+    """The module it belongs to, by its name in transformers; or `teacher`, `objective`, `temperature`."""
     tensor: str
     """Which of its tensors: input, output, a parameter, the gradient of one of these, targets, a part of the loss."""
     direction: str
     """`forward` or `backward`."""
     shape: tuple[int, ...]
-    """Of the tensor."""
+    """The tensor's shape."""
     bad: int
     """How many of its entries are NaN or infinite."""
     place: tuple[int, ...]
     """Index of the first of them."""
     micro_batch: int
-    """In which micro-batch of the step, from 1."""
+    """The micro-batch of the step, from 1."""
 
     @property
     def when(self) -> tuple[bool, int, bool]:
-        """What puts findings of several ranks in the order of time: the norm of all comes after all micro-batches."""
+        """Orders the findings of several ranks by time: the total norm comes after all micro-batches."""
         return self.tensor.startswith(_NORM), self.micro_batch, self.direction == "backward"
-
-    @classmethod
-    def of_no_memory(cls, micro_batch: int) -> "Finding":
-        """What is known when memory ran out on the way."""
-        return cls("", "", "", (), 0, (), micro_batch)
 
     def __str__(self) -> str:
         if not self.module:
-            return f"memory ran out in micro-batch {self.micro_batch}, of which eager mode with hooks takes more"
+            return f"out of memory in micro-batch {self.micro_batch}: eager mode with hooks takes more memory"
         entries = f"{self.bad} of {int(np.prod(self.shape))} entries" if self.shape else "its one entry"
         at = f", the first at {list(self.place)}" if self.place else ""
         return (
-            f"{self.module}: {self.tensor} is the first tensor that is not finite ({self.direction} of micro-batch "
+            f"{self.module}: {self.tensor} is the first non-finite tensor ({self.direction} of micro-batch "
             f"{self.micro_batch}, {entries}, shape {list(self.shape)}{at})"
         )
 
@@ -83,7 +79,7 @@ class Finding:
 class NanHooks:
     """Hooks on a student and all of its modules, from now until `remove`; they see eager calls only.
 
-    `take` gives the first finding since it was last called, and begins to count micro-batches anew.
+    `take` returns the first finding since the last call, and restarts the count of micro-batches.
     """
 
     def __init__(self, student: Student) -> None:
@@ -95,92 +91,92 @@ class NanHooks:
         ]
         for name, module in student.named_modules():
             if module not in (student, student.loss):
-                called = _public(name) or type(module).__name__
-                self._handles.append(module.register_forward_pre_hook(self._entered(called), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(self._left(called)))
+                public_name = _public(name) or type(module).__name__
+                self._handles.append(module.register_forward_pre_hook(self._input_hook(public_name), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._output_hook(public_name)))
         for name, parameter in student.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(name)))
 
     def take(self) -> Finding | None:
-        """The first finding since the last call, or None; the next micro-batch is number 1."""
+        """Return the first finding since the last call, or None; the next micro-batch is number 1."""
         first, self._first, self._micro_batch = self._first, None, 0
         return first
 
     def remove(self) -> None:
-        """Take every hook off."""
+        """Remove every hook."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _look(self, module: str, what: str, direction: str, tensor: Tensor) -> None:
-        """Keep `tensor` as the finding if it is the first bad one."""
+    def _check(self, module: str, what: str, direction: str, tensor: Tensor) -> None:
+        """Keep `tensor` as the finding if it is the first non-finite one."""
         if self._first is not None or not (tensor.is_floating_point() or tensor.is_complex()):
             return
         tensor = local(tensor.detach())
-        # one byte a number: those formats have no isfinite of their own
+        # 8-bit formats have no isfinite of their own
         good = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)
         if not good.all():
             bad = good.logical_not().nonzero()
             place = tuple(bad[0].tolist())
             self._first = Finding(module, what, direction, tuple(tensor.shape), len(bad), place, self._micro_batch)
 
-    def _on_gradient(self, module: str, what: str, tensor: Tensor) -> None:
+    def _check_gradient(self, module: str, what: str, tensor: Tensor) -> None:
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self._look(module, f"the gradient of {what}", "backward", gradient))
+            tensor.register_hook(lambda gradient: self._check(module, f"the gradient of {what}", "backward", gradient))
 
     def _begin(self, student: nn.Module, arguments: tuple[CachedBatch, ...]) -> None:
         self._micro_batch += 1
-        for what, tensor in _said(arguments[0]):
-            self._look("teacher", what, "forward", tensor)
+        for what, tensor in _teacher_tensors(arguments[0]):
+            self._check("teacher", what, "forward", tensor)
         for name, parameter in student.named_parameters():
-            self._look(*_owner(name), "forward", parameter)
+            self._check(*_owner(name), "forward", parameter)
 
     def _end(self, student: nn.Module, arguments: Any, result: LossOutput) -> None:
         for name, value in (("cross_entropy", result.ce), ("kd", result.kd), ("hidden", result.hidden)):
-            self._look("objective", f"the sum {name}", "forward", value)
-        self._look("objective", "the loss", "forward", result.loss)
+            self._check("objective", f"the sum {name}", "forward", value)
+        self._check("objective", "the loss", "forward", result.loss)
 
-    def _entered(self, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _input_hook(self, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
         def hook(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
             for value in (*positional, *(value for key, value in named.items() if "mask" not in key)):
                 for tensor in _tensors(value):
-                    self._look(name, "its input", "forward", tensor)
-            return tuple(map(mine, positional)), {key: mine(value) for key, value in named.items()}
+                    self._check(name, "its input", "forward", tensor)
+            return tuple(map(own_view, positional)), {key: own_view(value) for key, value in named.items()}
 
-        def mine(value: Any) -> Any:
-            """A view, whose gradient is what this module sends back and nothing that others do."""
+        def own_view(value: Any) -> Any:
+            """Return a view whose gradient comes from this module alone."""
             if not (isinstance(value, Tensor) and value.requires_grad):
                 return value
             view = value.view_as(value)
-            self._on_gradient(name, "its input", view)
+            self._check_gradient(name, "its input", view)
             return view
 
         return hook
 
-    def _left(self, name: str) -> Callable[..., None]:
+    def _output_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, result: Any) -> None:
             for tensor in _tensors(result):
-                self._look(name, "its output", "forward", tensor)
-                self._on_gradient(name, "its output", tensor)
+                self._check(name, "its output", "forward", tensor)
+                self._check_gradient(name, "its output", tensor)
 
         return hook
 
-    def _accumulated(self, name: str) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         module, what = _owner(name)
 
         def hook(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self._look(module, f"the gradient of {what}", "backward", parameter.grad)
+                self._check(module, f"the gradient of {what}", "backward", parameter.grad)
 
         return hook
 
 
 def find_first(student: Student, batches: Sequence[CachedBatch], normalizer: float) -> Finding | None:
-    """Run the micro-batches of a step again, in eager mode and with hooks; None where all of it is finite.
+    """Run the micro-batches of a step again, in eager mode and with hooks; None where all tensors are finite.
 
-    Gradients are dropped before and after. What the random generators are to draw is for the caller to set. All of it
-    runs, whatever is found, where other ranks have to take part.
-    Running out of memory is told as a finding of its own, and ends nothing.
+    Clears the gradients before and after. The caller seeds the random generators. On one rank the search ends with the
+    first finding; on several all micro-batches run, because every rank must take part. Running out of memory is
+    reported as a finding.
     """
     student.zero_grad(set_to_none=True)
     hooks = NanHooks(student)
@@ -195,7 +191,7 @@ def find_first(student: Student, batches: Sequence[CachedBatch], normalizer: flo
             norm = None if hooks._first is not None and world_size() == 1 else _norm(student, len(batches))
         return hooks._first or norm
     except torch.OutOfMemoryError:
-        return Finding.of_no_memory(hooks._micro_batch)
+        return Finding("", "", "", (), 0, (), hooks._micro_batch)
     finally:
         hooks.remove()
         student.zero_grad(set_to_none=True)
@@ -204,25 +200,25 @@ def find_first(student: Student, batches: Sequence[CachedBatch], normalizer: flo
 def write_bundle(
     folder: Path, config: DistillConfig, indices: np.ndarray, batches: Sequence[CachedBatch], finding: Finding | None
 ) -> None:
-    """Write what shows a finding: `batch.safetensors` (tokens, masks, sequence numbers) and `finding.json`.
+    """Write what reproduces a finding: `batch.safetensors` (tokens, masks, sequence indices) and `finding.json`.
 
-    With the checkpoint from before the step and the cache this is the whole step: targets are found by their numbers.
+    With the cache and the checkpoint from before the step this is the whole step: the indices lead to the targets.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = {name: [getattr(batch, name) for batch in batches] for name in ("tokens", "loss_mask", "segments")}
     tensors = {name: torch.cat(values).cpu().contiguous() for name, values in parts.items()}
     save_file(tensors | {"sequences": torch.as_tensor(indices.copy())}, folder / "batch.safetensors")
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "numpy")}
-    about = {
+    report = {
         "finding": None if finding is None else asdict(finding) | {"text": str(finding)},
         "options": sections(config),
         "versions": {"kdtrain": __version__, "python": platform.python_version(), **versions},
     }
-    (folder / "finding.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    (folder / "finding.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _norm(student: Student, micro_batch: int) -> Finding | None:
-    """The norm of finite gradients can be infinite: their squares have to fit into fp32 as well."""
+    """The finding of an infinite norm of finite gradients, whose squares exceed fp32."""
     gradients = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
     if not gradients or total_norm(list(gradients.values())).isfinite():
         return None
@@ -231,8 +227,8 @@ def _norm(student: Student, micro_batch: int) -> Finding | None:
     return Finding(module, f"{_NORM}, with that of {what} as the largest,", "backward", (), 1, (), micro_batch)
 
 
-def _said(batch: CachedBatch) -> Iterator[tuple[str, Tensor]]:
-    """The teacher's numbers for the tokens that count, by name; log 0, which a whole distribution may hold, is fine."""
+def _teacher_tensors(batch: CachedBatch) -> Iterator[tuple[str, Tensor]]:
+    """The teacher's numbers at unmasked tokens, by name; log 0 in a dense distribution is clamped to a finite value."""
     mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
     for number, states_ND in enumerate(batch.states if isinstance(batch, TaughtBatch) else ()):
         yield f"hidden states {number}", states_ND.masked_fill(~mask_N[:, None], 0)
@@ -246,7 +242,7 @@ def _said(batch: CachedBatch) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's arguments or results, however they are packed."""
+    """The tensors in a module's arguments or results, however nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -256,12 +252,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _public(name: str) -> str:
-    """The name that transformers gives to what the student calls `name`."""
+    """The name in transformers of the student's module or parameter `name`."""
     name = name.removeprefix("loss.")
     return name.removeprefix(_PREFIX) if name != _PREFIX[:-1] else ""
 
 
 def _owner(parameter: str) -> tuple[str, str]:
-    """Module and own name of a parameter."""
+    """The module of a parameter, and its name there."""
     module, _, name = _public(parameter).rpartition(".")
     return module, name

@@ -1,16 +1,16 @@
-"""What a run observes about itself while it trains: its health, its histograms and what its student writes.
+"""What a run reports about itself while it trains: metrics, warnings, histograms and text samples.
 
-Nothing here changes the training: no random number of it is drawn, no gradient touched, and nothing survives a restart,
-so that what is logged once a process is logged again by the next one. Between the steps that are due it costs the
-reading of one file of /proc.
+The reporter does not change the training: it draws none of its random numbers and touches no gradient. Nothing in it
+survives a restart, so that a warning given once a process is given again by the next one. A step without histogram or
+sample costs the reading of one file of /proc.
 
-Signs that a run is not well are pure functions of its numbers: each returns a line, or None. A learned temperature on
-one of its bounds is no longer learned: the loss wants it further away than it may go. `minimize` ends there by its
-nature (docs/temperature.md).
+Each warning is a pure function of the run's numbers, which returns a line or None. A learned temperature at one of its
+bounds is no longer learned: the loss pushes it further than the bound allows. `minimize` always ends at a bound
+(docs/temperature.md).
 
-The student writes by continuing a few prompts of the validation split, greedily and by sampling. The sampling draws
-from a generator of its own with the same seed each time, so that two samples differ by what the student has learned in
-between. There is no cache of keys and values: every kind of model can write, at the price of a whole forward a token.
+The student continues a few prompts of the validation split, greedily and by sampling. Sampling uses its own generator
+with the same seed each time, so that two samples differ by what the student learned in between. There is no KV cache:
+this works with every kind of model, at the price of a whole forward a token.
 
 Shape suffixes: B rows, T tokens so far, V vocabulary.
 """
@@ -35,7 +35,7 @@ from kdtrain.training.data import Source
 from kdtrain.training.student import Student
 
 NextLogits = Callable[[torch.Tensor], torch.Tensor]
-"""tokens_BT -> logits_BV of the token after the last one."""
+"""tokens_BT -> logits_BV of the next token."""
 
 
 @torch.no_grad()
@@ -44,9 +44,9 @@ def generate(next_logits: NextLogits, prompts_BT: torch.Tensor, tokens: int, see
 
     Args:
         next_logits: the model.
-        prompts_BT: int64, all of one length.
-        tokens: how many are added.
-        seed: of the samples.
+        prompts_BT: int64, all of the same length.
+        tokens: how many tokens to add.
+        seed: of the sampled tokens.
     """
     generator = torch.Generator(prompts_BT.device).manual_seed(seed)
     rows, start = prompts_BT.shape
@@ -60,11 +60,11 @@ def generate(next_logits: NextLogits, prompts_BT: torch.Tensor, tokens: int, see
 
 
 class ClippedShare:
-    """The share of the last steps whose gradient was clipped; above a tenth the learning rate is too high.
+    """The share of recent steps whose gradient was clipped; above a tenth the learning rate is too high.
 
     Args:
         clip: largest norm of a gradient; 0 clips nothing.
-        window: steps counted.
+        window: how many steps count.
     """
 
     limit = 0.1
@@ -80,26 +80,26 @@ class ClippedShare:
         return sum(self.steps) / len(self.steps) if self.steps else 0.0
 
     def add(self, norm: float) -> str | None:
-        """Count a step whose gradient had `norm`; the warning when a full window gets over the limit."""
+        """Count a step with this gradient norm; return the warning when a full window exceeds the limit."""
         self.steps.append(0 < self.clip < norm)
         over = len(self.steps) == self.steps.maxlen and self.share > self.limit
-        news, self.warned = over and not self.warned, over
-        if not news:
+        is_new, self.warned = over and not self.warned, over
+        if not is_new:
             return None
         return (
             f"the gradient was clipped in {self.share:.0%} of the last {len(self.steps)} steps (above --clip "
-            f"{self.clip:g}); more than {self.limit:.0%} says that the steps are too long: lower --lr"
+            f"{self.clip:g}); more than {self.limit:.0%} means that the steps are too long: lower --lr"
         )
 
 
 class LearnedSamples:
-    """Whether the student has learned the samples in its targets by heart, said once.
+    """Warns once when the student has memorized the samples in its targets.
 
     A divergence is at least 0, and so is the mean of its estimates from fresh samples. A cache's samples are the same
     in every epoch: a student that fits them brings the estimate to 0 and below while it moves away from the teacher.
 
     Args:
-        samples: entries drawn for a token; with 0 there is nothing to be learned.
+        samples: entries drawn for a token; 0 disables the check.
         window: steps in the mean.
     """
 
@@ -110,11 +110,11 @@ class LearnedSamples:
 
     @property
     def mean(self) -> float:
-        """Of the divergence in the last steps, nats; infinite before there are enough."""
+        """Mean divergence of the window, nats; infinite until the window is full."""
         return math.fsum(self.steps) / len(self.steps) if len(self.steps) == self.steps.maxlen else math.inf
 
     def add(self, divergence: float, epochs: float) -> str | None:
-        """Take the divergence of a step, a mean over its tokens; the warning when the window's mean is 0 or less."""
+        """Take the divergence of a step, a mean over its tokens; return the warning when the mean is 0 or less."""
         if not self.samples or not math.isfinite(divergence):
             return None
         self.steps.append(divergence)
@@ -123,21 +123,21 @@ class LearnedSamples:
         self.warned = True
         return (
             f"the divergence from the teacher is {self.mean:.3f} nats over the last {len(self.steps)} steps, and fresh "
-            f"samples give none below 0: after {epochs:.1f} epochs the student has learned the {self.samples} samples "
-            "a token by heart; cache more text, or with a larger --top-k or --num-samples, or train fewer steps"
+            f"samples give none below 0: after {epochs:.1f} epochs the student has memorized the {self.samples} "
+            "samples a token; cache more text, use a larger --top-k or --num-samples, or train fewer steps"
         )
 
 
 class MemoryGrowth:
-    """How much more memory a process holds than after its warm-up; more than half again is said once.
+    """How much the memory of a process has grown since its warm-up; warns once when it grows by more than half.
 
-    The reference is taken after `warmup` steps of the process, and again behind the first checkpoint and the first
+    The reference is measured after `warmup` steps of the process, and again after the first checkpoint and the first
     validation, whose buffers stay.
 
     Args:
         first: the first step of this process.
-        warmup: steps until the memory is expected to be settled.
-        every: numbers of steps between what settles it anew (checkpoints, validations).
+        warmup: steps until memory is expected to be stable.
+        every: intervals, in steps, of the events whose buffers stay (checkpoints, validations).
     """
 
     limit = 0.5
@@ -149,7 +149,7 @@ class MemoryGrowth:
         self.warned = False
 
     def add(self, step: int, held: float) -> tuple[float, str | None]:
-        """MiB above the reference (0 before there is one) when `held` MiB are held in `step`, and the warning."""
+        """Take the `held` MiB of a step; return the growth in MiB (0 without a reference), and the warning or None."""
         if step in self.settles:
             self.reference = held
         if not self.reference:
@@ -159,42 +159,47 @@ class MemoryGrowth:
             return grown, None
         self.warned = True
         return grown, (
-            f"the process holds {held:,.0f} MiB, {grown:,.0f} more than after its warm-up; if it goes on growing "
-            "something leaks, and the run can be stopped and gone on with"
+            f"the process holds {held:,.0f} MiB, {grown:,.0f} more than after its warm-up; if it keeps growing "
+            "there is a memory leak; you can stop and resume the run"
         )
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The parameters whose gradient is no good, by name."""
+    """The parameters of a module by the state of their gradient."""
 
     missing: list[str] = field(default_factory=list)
-    """Without one: they took no part in the loss."""
+    """Without a gradient: they take no part in the loss."""
     zero: list[str] = field(default_factory=list)
-    """All of it 0: they take part, and nothing they do matters."""
+    """With a gradient of zeros: they take part, and do not change the loss."""
     broken: list[str] = field(default_factory=list)
-    """Some of it nan or inf."""
+    """With a non-finite gradient."""
     good: int = 0
-    """Parameters whose gradient is finite and not all 0."""
+    """How many have a finite gradient that is not all 0."""
 
     def lines(self) -> list[str]:
-        """A line for each kind that there is."""
+        """Return one line for each kind of unsound gradient."""
         kinds = (
-            (self.broken, "a gradient that is not finite"),
-            (self.missing, "no gradient: nothing they do reaches the loss"),
-            (self.zero, "a gradient of nothing but zeros: they will not learn"),
+            (self.broken, "a non-finite gradient"),
+            (self.missing, "no gradient: they do not reach the loss"),
+            (self.zero, "a gradient of zeros: they will not learn"),
         )
-        return [f"{_count(names)} {text} ({_first(names)})" for names, text in kinds if names]
+        return [
+            f"{len(names)} parameter{'s have' if len(names) > 1 else ' has'} {text} "
+            f"({', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''})"
+            for names, text in kinds
+            if names
+        ]
 
 
 def gradients_of(module: nn.Module) -> Gradients:
-    """Look at the gradient of every parameter that wants one; waits for the device once."""
-    wanting = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    there = {name: each.grad for name, each in wanting.items() if each.grad is not None}
-    largest = peaks(list(there.values())).tolist() if there else []
-    by_name = dict(zip(there, largest, strict=True))
+    """Classify the gradient of every trainable parameter; waits for the device once."""
+    trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    gradients = {name: each.grad for name, each in trainable.items() if each.grad is not None}
+    largest = peaks(list(gradients.values())).tolist() if gradients else []
+    by_name = dict(zip(gradients, largest, strict=True))
     return Gradients(
-        missing=[name for name in wanting if name not in there],
+        missing=[name for name in trainable if name not in gradients],
         zero=[name for name, size in by_name.items() if size == 0],
         broken=[name for name, size in by_name.items() if not math.isfinite(size)],
         good=sum(math.isfinite(size) and size > 0 for size in by_name.values()),
@@ -202,49 +207,38 @@ def gradients_of(module: nn.Module) -> Gradients:
 
 
 def initial_loss(loss: float, vocab_size: int, init: str) -> tuple[bool, str]:
-    """Whether the cross-entropy before the first step is what it should be, and a line that says so.
+    """Return whether the cross-entropy before the first step is plausible, and a line that explains it.
 
     Args:
         loss: nats a token.
-        vocab_size: V; knowing nothing costs ln V.
-        init: where the weights come from, as a spec says it. From scratch they know nothing: the loss is ln V, and up
-            to a tenth more where random logits are wide. Pretrained ones are below. Others may be anywhere.
+        vocab_size: V; a uniform prediction costs ln V.
+        init: where the weights come from, as in a spec. Weights from scratch predict nothing: the loss is ln V, and up
+            to a tenth more where random logits are wide. Pretrained weights are below. Others may be anywhere.
     """
-    even = math.log(vocab_size)
-    text = f"initial loss {loss:.3f} nats a token, ln V is {even:.3f}"
+    uniform = math.log(vocab_size)
+    text = f"initial loss {loss:.3f} nats a token, ln V is {uniform:.3f}"
     if not math.isfinite(loss):
-        return False, f"{text}: not finite; look at the weights and the data"
-    if init == "scratch" and loss > 1.1 * even:
-        return False, f"{text}: fresh weights are worse than knowing nothing; their scale is too large"
-    if init == "scratch" and loss < 0.9 * even:
-        return (
-            False,
-            f"{text}: fresh weights know too much; a label is seen before it is to be told, or they are not fresh",
-        )
-    if init == "pretrained" and loss > even:
-        return False, f"{text}: a trained student is worse than knowing nothing; is the tokenizer its own?"
+        return False, f"{text}: non-finite; look at the weights and the data"
+    if init == "scratch" and loss > 1.1 * uniform:
+        return False, f"{text}: fresh weights are worse than a uniform prediction; their scale is too large"
+    if init == "scratch" and loss < 0.9 * uniform:
+        return False, f"{text}: too low for fresh weights; the student sees its labels, or the weights are not fresh"
+    if init == "pretrained" and loss > uniform:
+        return False, f"{text}: a trained student is worse than a uniform prediction; is the tokenizer its own?"
     return True, text
-
-
-def _count(names: list[str]) -> str:
-    return f"{len(names)} parameter{'s have' if len(names) > 1 else ' has'}"
-
-
-def _first(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 32, 48
 
 
 class Sampler:
-    """Asks the student to continue the first tokens of the first sequences of `source`.
+    """Continues the first tokens of the first sequences of `source` with the student.
 
     Args:
-        student: what writes.
+        student: the model.
         source: the validation split; read once, at the first call.
-        tokenizer: what makes text of tokens.
-        seed: of the samples.
+        tokenizer: turns tokens into text.
+        seed: of the sampled tokens.
     """
 
     def __init__(self, student: Student, source: Source, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
@@ -253,39 +247,39 @@ class Sampler:
         self.tokens = 0
 
     def texts(self) -> list[dict[str, str]]:
-        """Prompt, greedy and sampled continuation of each prompt; the student's mode is left as it was."""
+        """Return prompt, greedy and sampled continuation of each prompt; the student's mode does not change."""
         if self.prompts_BT is None:
-            numbers = np.arange(min(PROMPTS, len(self.source)))
-            tokens_BT = self.source.read(numbers).tokens
+            tokens_BT = self.source.read(np.arange(min(PROMPTS, len(self.source)))).tokens
             seq_len = tokens_BT.shape[1] - 1
             prompt = max(1, min(PROMPT_TOKENS, seq_len // 2))
             self.prompts_BT, self.tokens = tokens_BT[:, :prompt], max(1, min(NEW_TOKENS, seq_len - prompt))
         training = self.student.training
         self.student.eval()
+
+        def next_logits(tokens_BT: torch.Tensor) -> torch.Tensor:
+            with self.student.switch.at("high"), autocast(self.student.mode, self.student.device):
+                hidden_BTD = self.student.model(tokens_BT)
+            return self.student.model.head(hidden_BTD[:, -1])[:, : self.student.vocab_size]
+
         try:
-            both = generate(self._next_logits, self.prompts_BT, self.tokens, self.seed)
+            continuations = generate(next_logits, self.prompts_BT, self.tokens, self.seed)
         finally:
             self.student.train(training)
             reshard(self.student.model)
-        written = [self.tokenizer.batch_decode(tokens.tolist()) for tokens in (self.prompts_BT, *both)]
-        return [dict(zip(("prompt", "greedy", "sampled"), row, strict=True)) for row in zip(*written, strict=True)]
-
-    def _next_logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        with self.student.switch.at("high"), autocast(self.student.mode, self.student.device):
-            hidden_BTD = self.student.model(tokens_BT)
-        return self.student.model.head(hidden_BTD[:, -1])[:, : self.student.vocab_size]
+        columns = [self.tokenizer.batch_decode(tokens.tolist()) for tokens in (self.prompts_BT, *continuations)]
+        return [dict(zip(("prompt", "greedy", "sampled"), row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 class Reporter:
-    """What says how one run is doing.
+    """Reports how one run is doing.
 
     Args:
         config: every option.
-        student: what is trained.
+        student: the module in training.
         writers: where numbers go.
         validation: where prompts come from.
-        tokenizer: what makes text of tokens; without one there are no samples.
-        init: where the student's weights come from, as its spec says it.
+        tokenizer: turns tokens into text; without one there are no samples.
+        init: where the student's weights come from, as in its spec.
         finished: steps finished before this process.
         samples: entries drawn for a token of the targets.
     """
@@ -308,26 +302,26 @@ class Reporter:
         every = (config.checkpoint.checkpoint_freq, config.monitor.eval_freq)
         self.memory = MemoryGrowth(finished + 1, every=every)
         self.learned = LearnedSamples(samples)
-        self.looked = False
+        self.gradients_checked = False
         self.bound: str | None = None
         self.utilization_known = student.device.type == "cuda"
 
     def initial(self, loss: float) -> None:
-        """Say whether the first validation, before any step, is what it should be; `loss` in nats a token."""
-        sound, text = initial_loss(loss, self.student.vocab_size, self.init)
-        if not sound:
+        """Warn if the validation loss before the first step, nats a token, is implausible."""
+        plausible, text = initial_loss(loss, self.student.vocab_size, self.init)
+        if not plausible:
             self.writers.warning("initial-loss", 0, text)
 
     def backward(self, number: int) -> None:
         """After a step's last backward, before clipping: name the parameters without a sound gradient, once."""
-        if self.looked:
+        if self.gradients_checked:
             return
-        self.looked = True
+        self.gradients_checked = True
         for text in gradients_of(self.student.model).lines():
             self.writers.warning("gradients", number, text)
 
     def gradients(self, number: int) -> None:
-        """Before the optimizer's step, the gradients clipped: show their distributions where they are due."""
+        """After clipping, before the optimizer's step: write histograms where they are due."""
         if _due(number, self.config.monitor.histogram_freq):
             tensors: dict[str, torch.Tensor] = {}
             for name, each in self.student.model.named_parameters():
@@ -337,59 +331,58 @@ class Reporter:
             self.writers.histograms(number, tensors)
 
     def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> str:
-        """After step `number`: its numbers written, samples where due, warnings, and the line of the step.
+        """After step `number`: write its numbers, samples where due, and warnings; return the step's log line.
 
         Args:
             number: the step.
-            numbers: what is known of it, by the names of metrics.jsonl.
-            checkpoint: the step of the last checkpoint, or where there is none the one that the run began at.
-            epochs: passes over the training split until now.
+            numbers: the step's numbers, by the names of metrics.jsonl.
+            checkpoint: the step of the last checkpoint, or the run's first step where there is none.
+            epochs: passes over the training split so far.
         """
         if self.sampler is not None and _due(number, self.config.monitor.sample_freq):
             self.writers.samples(number, self.sampler.texts())
-        norm = numbers.get("grad_norm", math.nan)
-        often = self.clipped.add(norm)
+        clipped = self.clipped.add(numbers.get("grad_norm", math.nan))
         share = {"clipped_share": self.clipped.share} if self.config.optimizer.clip else {}
         self.writers.metrics(number, {**numbers, **share, **self._resources(number)})
         held = memory_mb(self.student.device)
         grown, leak = self.memory.add(number, held)
         if leak is not None:
             self.writers.warning("memory-growth", number, leak)
-        by_heart = self.learned.add(numbers.get("kd", math.nan), epochs)
-        if by_heart is not None:
-            facts = {"epochs": round(epochs, 2), "samples": self.learned.samples, "divergence": self.learned.mean}
-            self.writers.warning("learned-samples", number, by_heart, **facts)
-        if often is not None:
-            self.writers.warning("clipped", number, often)
+        memorized = self.learned.add(numbers.get("kd", math.nan), epochs)
+        if memorized is not None:
+            fields = {"epochs": round(epochs, 2), "samples": self.learned.samples, "divergence": self.learned.mean}
+            self.writers.warning("learned-samples", number, memorized, **fields)
+        if clipped is not None:
+            self.writers.warning("clipped", number, clipped)
         own = {"ckpt": checkpoint - number, "memory_mb": held, "mem_delta": grown, "mode": self.student.present_mode}
         return status({**numbers, **own})
 
     def temperature(self, number: int) -> None:
-        """After step `number`: name a bound that a learned T sits on, once until it leaves. Reads the device.
+        """After step `number`: warn when a learned T reaches a bound, once until it leaves. Waits for the device.
 
-        A resumed run names it once more.
+        A resumed run warns once more.
         """
         temperature, mode = self.student.temperature, self.config.objective.temperature_mode
         bound = temperature.at_bound()
         if bound is not None and bound != self.bound:
             value = float(temperature.value().detach())
-            text = f"the learned temperature sits on its {bound}, {value:.3f}: --temperature-mode {mode} found nothing"
-            facts = {"bound": bound, "temperature": value, "mode": mode}
-            self.writers.warning("temperature-bound", number, f"{text} inside the bounds", **facts)
+            text = f"the learned temperature is at its {bound}, {value:.3f}: --temperature-mode {mode} found no optimum"
+            fields = {"bound": bound, "temperature": value, "mode": mode}
+            self.writers.warning("temperature-bound", number, f"{text} inside the bounds", **fields)
         self.bound = bound
 
     def _resources(self, number: int) -> dict[str, float]:
-        """MiB of memory by kind, and where a line is due how busy the GPU was in the last second, in percent."""
-        device, found = self.student.device, {"memory_resident_mb": resident_mb()}
+        """MiB of memory by kind, and with a log line the GPU's utilization in the last second, in percent."""
+        device, resources = self.student.device, {"memory_resident_mb": resident_mb()}
         if device.type == "cuda":
-            found["memory_allocated_mb"] = torch.cuda.memory_allocated(device) / 2**20
-            found["memory_reserved_mb"] = torch.cuda.memory_reserved(device) / 2**20
+            resources["memory_allocated_mb"] = torch.cuda.memory_allocated(device) / 2**20
+            resources["memory_reserved_mb"] = torch.cuda.memory_reserved(device) / 2**20
         if self.utilization_known and _due(number, self.config.monitor.log_freq):
             try:
-                found["gpu_utilization"] = float(torch.cuda.utilization(device))
-            except Exception:  # each of NVML's bindings fails in ways of its own where NVML, or the right to it, lacks
+                resources["gpu_utilization"] = float(torch.cuda.utilization(device))
+            except Exception:  # NVML's bindings fail in many ways where NVML, or the permission to use it, is missing
                 self.utilization_known = False
-        return found
+        return resources
 
 
 def _due(number: int, every: int) -> bool:

@@ -1,6 +1,6 @@
 """The learning rate, and the weight of the divergence, as pure functions of the step.
 
-Warm-up is linear from 0. After it: `cosine` falls to the smallest rate at the last step (SGDR, arXiv 1608.03983,
+Warm-up is linear from 0. After it, `cosine` falls to the smallest rate at the last step (SGDR, arXiv 1608.03983,
 one period), `constant` stays, and `wsd` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395) stays until the last
 `decay_steps` and then falls by a cosine, a line, or 1 - sqrt (arXiv 2405.18392).
 """
@@ -12,7 +12,7 @@ from kdtrain.objective.temperature import scheduled
 
 
 def learning_rate(step: int, total: int, config: OptimizerConfig, decay_from: int | None = None) -> float:
-    """The rate of optimizer step `step` (1 .. total). decay_from: the last step of `wsd`'s stable phase, if not due."""
+    """The rate of optimizer step `step` (1 .. total). decay_from: where a plateau ended the stable phase of `wsd`."""
     warmup = min(config.warmup_steps, total)
     if step <= warmup:
         return config.lr * step / max(warmup, 1)
@@ -23,7 +23,7 @@ def learning_rate(step: int, total: int, config: OptimizerConfig, decay_from: in
 
 
 def alpha(step: int, total: int, config: ObjectiveConfig) -> float:
-    """The weight of the divergence at optimizer step `step` (1 .. total); its end at the last."""
+    """The weight of the divergence at optimizer step `step` (1 .. total); the last step has the end value."""
     return scheduled(config.alpha_schedule, config.alpha, config.alpha_end, step - 1, max(total - 1, 1))
 
 
@@ -33,7 +33,7 @@ def decay_steps(total: int, config: OptimizerConfig) -> int:
 
 
 def _share(step: int, total: int, start: int, config: OptimizerConfig) -> float:
-    """How much of the way from the smallest to the peak rate is left, 1 to 0."""
+    """The share of the way from the smallest to the peak rate, 1 to 0."""
     if config.lr_schedule == "constant" or step <= start:
         return 1.0
     done = (step - start) / max(total - start, 1)

@@ -1,7 +1,8 @@
-"""Stopping when asked: SIGINT and SIGTERM end a run at the next micro-batch, a second signal at once.
+"""Stop requests: SIGINT and SIGTERM end a run after the current micro-batch, a second signal ends it at once.
 
-Ranks stop together or not at all, whichever of them was asked: a request counts once they have agreed on it. A rank
-that cannot read its data asks as well, so that all save the last finished step before the run ends by its error.
+Ranks stop together: a request takes effect when all ranks know of it, whichever of them received the signal. A rank
+that cannot read its data also requests a stop, so that all ranks save the last finished step before its error ends the
+run.
 """
 
 import contextlib
@@ -17,15 +18,15 @@ from kdtrain.ranks import all_reduce_max, is_main, raise_on_all_ranks, world_siz
 T = TypeVar("T")
 
 _FAILED = signal.NSIG
-"""What a rank asks with that could not read, above every signal: it is what all of them hear."""
+"""The request of a rank that could not read; larger than every signal, so that it wins the reduction."""
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Outside of training there is no step to finish: SIGTERM ends the block at once, as Ctrl-C does.
+    """Make SIGTERM end the block at once, as Ctrl-C does: outside of training there is no step to finish.
 
     Raises:
-        KeyboardInterrupt: with "SIGTERM" where it was that.
+        KeyboardInterrupt: with "SIGTERM" as its message for that signal.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -39,20 +40,20 @@ def interruptible() -> Iterator[None]:
 
 
 class StopRequest:
-    """While the block runs, a first signal is remembered and a second ends the process.
+    """While the block runs, the first signal is a request to stop and the second ends the process.
 
-    True once all ranks know of it (for a process alone that is at once); `name` is then the signal's, or says what
-    failed.
+    True once all ranks know of the request (in a single process that is at once); `name` is then that of the signal,
+    or "a failed read".
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.asked = 0
-        """The number of the signal that this process got, 0 while there was none."""
+        """The signal that this process received; 0 without one."""
         self.compiling = False
-        """Whether a compiler may be at work, which no request stops before it is done."""
+        """Whether the compiler may be running, which a request does not interrupt."""
         self.failed = False
-        """Whether a rank could not read; `raise_failed` ends the run."""
+        """Whether a rank could not read its data; `raise_failed` ends the run."""
         self._error: RunError | None = None
         self._before: dict[int, Any] = {}
 
@@ -60,27 +61,27 @@ class StopRequest:
         return self.name is not None
 
     def agree(self) -> bool:
-        """Ask the other ranks; whether to stop. Every rank must call it, at the same point of its work."""
+        """Exchange requests between the ranks; return whether to stop. Every rank must call it at the same point."""
         self.settle(all_reduce_max(_FAILED if self._error else self.asked))
         return bool(self)
 
     def settle(self, asked: int) -> None:
-        """Take over what the ranks agreed on: the largest of their `asked`."""
+        """Take the result of the exchange: the largest `asked` of all ranks."""
         if asked and self.name is None:
             self.failed = asked == _FAILED
             self.name = "a failed read" if self.failed else signal.Signals(asked).name
 
     def read(self, action: Callable[[], T]) -> T | None:
-        """What `action` reads; None where a rank was asked to stop, or could not read. Every rank must call it."""
-        found = None
+        """Return what `action` reads; None where a rank must stop or could not read. Every rank must call it."""
+        batch = None
         try:
-            found = action()
+            batch = action()
         except RunError as error:
             self._error = error
-        return None if self.agree() else found
+        return None if self.agree() else batch
 
     def raise_failed(self) -> None:
-        """Raise on all ranks what one of them could not read, if that ended the run. Every rank must call it."""
+        """Raise the error of a failed read on all ranks, if one ended the run. Every rank must call it."""
         if self.failed:
             with raise_on_all_ranks():
                 if self._error is not None:
@@ -91,7 +92,7 @@ class StopRequest:
             os._exit(128 + number)
         self.asked = number
         if self.compiling and is_main():
-            # not through the logger, which may be writing at this moment
+            # os.write, because the signal may have interrupted the logger
             os.write(2, b"compiling, about a minute; press again to stop now\n")
         if world_size() == 1:
             self.settle(number)

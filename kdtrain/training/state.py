@@ -1,13 +1,10 @@
-"""Everything a run must remember, as named tensors and plain numbers.
+"""The complete state of a run, as named tensors and plain numbers.
 
-The student's weights are fp32 masters. The cursor is integers: with the seed it decides which sequences come next.
-Random numbers need no memory, because each step seeds its generators from (seed, step).
+The student's weights are fp32 masters. The cursor is integers: with the seed it decides which sequences come next. The
+state needs no random generators, because each step seeds them from (seed, step).
 
-Snapshots of a run's state that are kept in memory, as part of its checkpoints.
-
-Adaptive quantisation goes back to them. A run that is resumed between two of its windows' ends would have lost them
-and go back to another state than the run that was not stopped; a checkpoint that is written while there are any
-therefore carries them, under names of their own.
+A checkpoint also holds the snapshots in memory that adaptive quantisation may restore, under names of their own:
+otherwise a run that resumes between the ends of two windows would restore another state than an uninterrupted run.
 """
 
 import random
@@ -36,7 +33,7 @@ _PREFIX = "snapshot."
 
 
 def packed(snapshots: Iterable[Checkpoint]) -> dict[str, torch.Tensor]:
-    """The tensors of `snapshots`, oldest first, by names that say whose they are."""
+    """The tensors of `snapshots`, oldest first, with the number of the snapshot in their names."""
     return {
         f"{_PREFIX}{number}.{name}": tensor
         for number, kept in enumerate(snapshots)
@@ -45,23 +42,23 @@ def packed(snapshots: Iterable[Checkpoint]) -> dict[str, torch.Tensor]:
 
 
 def plain(name: str) -> str:
-    """What the tensor called `name` is called in the state that it is of, a snapshot's or not."""
+    """The name of a tensor without the prefix of a snapshot."""
     return name.removeprefix(_PREFIX).partition(".")[2] if name.startswith(_PREFIX) else name
 
 
 def without(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint that are no snapshot's."""
+    """The tensors of a checkpoint that do not belong to a snapshot."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(_PREFIX)}
 
 
 def unpacked(tensors: Mapping[str, torch.Tensor], states: list[dict[str, Any]]) -> deque[Checkpoint]:
     """The snapshots of a checkpoint, oldest first; `states` are their plain numbers."""
-    found: deque[Checkpoint] = deque()
+    snapshots: deque[Checkpoint] = deque()
     for number, state in enumerate(states):
-        start = f"{_PREFIX}{number}."
-        own = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-        found.append(snapshot(own, state))
-    return found
+        prefix = f"{_PREFIX}{number}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        snapshots.append(snapshot(own, state))
+    return snapshots
 
 
 def snapshot(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Checkpoint:
@@ -69,13 +66,11 @@ def snapshot(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Checkpo
     return Checkpoint(f"snapshot of step {state['progress']['step']}", tensors, state)
 
 
-pass
-
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Stateful(Protocol):
-    """What remembers something over steps, in plain numbers."""
+    """A watcher with a state of plain numbers."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -89,9 +84,9 @@ class Progress:
     step: Count = 0
     """Optimizer steps taken."""
     sequences: Count = 0
-    """The cursor: sequences of the endless stream of epochs that lie behind, trained on or skipped."""
+    """The cursor: how many sequences of the endless stream of epochs the run has trained on or left out."""
     epoch: Count = 0
-    """Passes over the training split that a checkpoint was made of."""
+    """Finished passes over the training split that have a checkpoint."""
     tokens: Count = 0
     """Unmasked tokens trained on."""
     loss: float | None = None
@@ -99,29 +94,29 @@ class Progress:
     first_loss: float | None = None
     """Validation cross-entropy before the first step of this run, nats."""
     last_loss: float | None = None
-    """That of the last validation; non-finite ones are left out."""
+    """The last finite validation cross-entropy, nats."""
     best_loss: float | None = None
-    """Lowest one, that before the first step among them."""
+    """The lowest validation cross-entropy so far, nats."""
     teacher_loss: float | None = None
-    """The teacher's own validation cross-entropy, nats, where its targets tell."""
+    """The teacher's own validation cross-entropy, nats, where the targets hold it."""
     best_step: Count | None = None
-    """The step it was measured at."""
+    """The step of `best_loss`."""
     validated_step: Count | None = None
-    """The last step that was measured."""
+    """The step of the last validation."""
     skips: Count = 0
-    """Steps that were not taken because loss or gradient were not finite."""
+    """Steps skipped because the loss or a gradient was non-finite."""
     skips_in_a_row: Count = 0
-    """Those since the last step that was taken."""
+    """Skips since the last step taken."""
     rollbacks: Count = 0
-    """How often the run went back behind a loss spike."""
+    """How often the run was rolled back."""
     lr_factor: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """What rollbacks have multiplied the learning rate by."""
+    """The product of the factors by which rollbacks reduced the learning rate."""
     skipped_data: list[Annotated[list[Count], Meta(min_length=2, max_length=2)]] = field(default_factory=list)
-    """[first, last) sequences of the stream that a rollback left out."""
+    """[first, last) sequences of the stream that each rollback left out."""
     stopped: str | None = None
-    """Why the run was stopped early; None while it goes on."""
+    """Why the run was stopped early, or None."""
     decay_from: Count | None = None
-    """The step whose plateau began the decay of `wsd` before it was due."""
+    """The step at which a plateau began the decay of `wsd` early."""
 
 
 class _Student(TypedDict):
@@ -131,14 +126,14 @@ class _Student(TypedDict):
 
 
 class _Numbers(TypedDict):
-    """What `TrainState.own_numbers` returns."""
+    """The return value of `TrainState.own_numbers`."""
 
     progress: Progress
     watchers: dict[str, dict[str, Any]]
 
 
 class _Saved(_Numbers):
-    """What a run writes into `state.json`."""
+    """The contents of `state.json`."""
 
     cache: str
     options: dict[str, dict[str, Any]]
@@ -149,10 +144,10 @@ class _Saved(_Numbers):
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """The numbers, options and digests in a checkpoint folder that `checkpoint.manifest.problem` found whole.
+    """Return the numbers, options and digests of an undamaged checkpoint folder.
 
     Raises:
-        RunError: names the key that is missing or of another type; who sealed the checkpoint may be a stranger.
+        RunError: a key is missing or has another type; a seal does not prove who wrote the checkpoint.
     """
     try:
         state = read_state(path)
@@ -163,10 +158,10 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 
 def load_saved(path: Path, like: shards.Like | None = None) -> Checkpoint:
-    """`checkpoint.store.load`, of a checkpoint whose numbers pass `read_saved`.
+    """Load a checkpoint with `checkpoint.store.load`, after `read_saved` has checked its numbers.
 
     Raises:
-        RunError: as both.
+        RunError: one of the two fails.
     """
     read_saved(path)
     return load(path, like)
@@ -174,9 +169,9 @@ def load_saved(path: Path, like: shards.Like | None = None) -> Checkpoint:
 
 @dataclass
 class TrainState:
-    """The student with all that it learns, the optimizer, how far they are, and what watches.
+    """The student with all learned parameters, the optimizer, the progress, and the watchers.
 
-    `watchers` are the guards that remember something, by the name their numbers have in a checkpoint.
+    `watchers` are the guards that have a state, by their names in a checkpoint.
     """
 
     student: Student
@@ -184,14 +179,14 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     watchers: dict[str, Stateful] = field(default_factory=dict)
     snapshots: deque[Checkpoint] = field(default_factory=deque)
-    """Earlier states, kept in memory to go back to."""
+    """Earlier states in memory that adaptive quantisation may restore, oldest first."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors of the complete state; tied weights appear once."""
         return self.own_tensors() | packed(self.snapshots)
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        """`tensors` without those of the snapshots."""
+        """`tensors` without the snapshots."""
         named = {f"student.{name}": tensor for name, tensor in _once(self.student.model).items()}
         for part, module in self._parts()[1:]:
             named |= {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
@@ -201,20 +196,20 @@ class TrainState:
         return named
 
     def like(self, name: str, shape: torch.Size) -> torch.Tensor | None:
-        """What the tensor of this name and shape in a checkpoint is cut up like; None where it is not."""
+        """The parameter by which this tensor of a checkpoint is sharded; None where it is not sharded."""
         name = plain(name)
         for part, parameter in self._parameters():
-            mine = name == part or name.startswith(f"optimizer.{part}.")
-            if mine and isinstance(parameter, DTensor) and parameter.shape == shape:
+            matches = name == part or name.startswith(f"optimizer.{part}.")
+            if matches and isinstance(parameter, DTensor) and parameter.shape == shape:
                 return parameter
         return None
 
     def numbers(self) -> dict[str, Any]:
-        """What is no tensor."""
+        """The state that is not tensors."""
         return self.own_numbers() | ({"snapshots": [each.state for each in self.snapshots]} if self.snapshots else {})
 
     def own_numbers(self) -> dict[str, Any]:
-        """`numbers` without those of the snapshots."""
+        """`numbers` without the snapshots."""
         return {
             "progress": asdict(self.progress),
             "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},
@@ -228,11 +223,11 @@ class TrainState:
         leave: Collection[str] = (),
         memory: bool = True,
     ) -> None:
-        """Take over a checkpoint, into the same parameter objects.
+        """Load a checkpoint into the same parameter objects.
 
         Args:
-            leave: parts that stay as they are (`temperature`, `hidden`), because the checkpoint's are of another kind.
-            memory: whether the watchers take over what they remembered, and the snapshots are those it has.
+            leave: parts that keep their values (`temperature`, `hidden`), because the checkpoint's are of another kind.
+            memory: whether to load the state of the watchers and the snapshots.
 
         Raises:
             RunError: an entry is missing, unknown, or of another shape or type.
@@ -248,21 +243,25 @@ class TrainState:
         saved = {name for name in tensors if not name.startswith("optimizer.")}
         if own != saved:
             raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
-        reshard(self.student.model)  # what a forward has left gathered would be out of date
+        reshard(self.student.model)  # parameters that a forward left gathered would be out of date
         for part, module in self._parts():
-            start = f"{part}."
-            saved_part = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
-            _copy_into(module.state_dict(), saved_part)
+            prefix, current = f"{part}.", module.state_dict()
+            for name, value in tensors.items():
+                if name.startswith(prefix):
+                    entry = name.removeprefix(prefix)
+                    _refuse_unlike(entry, value, current[entry].shape, current[entry].dtype)
+                    with torch.no_grad():
+                        local(current[entry]).copy_(part_of(value, current[entry]))
         self.optimizer.state.clear()
         for name, parameter in self._parameters():
             prefix = f"optimizer.{name}."
-            found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            if found:
-                _refuse_other_moments(name, found, parameter)
-                # the moments live beside their parameter, cut up as it is; fused AdamW keeps its step counter there too
-                self.optimizer.state[parameter] = {key: cut_like(value, parameter) for key, value in found.items()}
+            moments = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            if moments:
+                _refuse_other_moments(name, moments, parameter)
+                # sharded like their parameter and on its device; fused AdamW keeps its step counter there too
+                self.optimizer.state[parameter] = {key: cut_like(value, parameter) for key, value in moments.items()}
         if unknown := sorted(numbers["progress"].keys() - asdict(self.progress).keys()):
-            raise RunError(f"the checkpoint's progress has '{unknown[0]}', which this kdtrain does not know")
+            raise RunError(f"the checkpoint's progress has '{unknown[0]}', which is unknown to this kdtrain")
         self.progress = Progress(**numbers["progress"])
         for name, watcher in self.watchers.items():
             if memory and name in numbers["watchers"]:
@@ -281,9 +280,9 @@ class TrainState:
 
 
 def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: float) -> torch.optim.AdamW:
-    """Fused AdamW (arXiv 1711.05101): decay on the model's matrices only, a rate of its own for the temperature.
+    """Fused AdamW (arXiv 1711.05101): weight decay on the model's matrices only, a separate rate for the temperature.
 
-    Each group carries `peak`, its peak learning rate relative to `config.lr`.
+    Each group has `peak`, its peak learning rate relative to `config.lr`.
     """
     hidden = student.hidden_loss
     embeddings = {id(each.weight) for each in student.model.modules() if isinstance(each, nn.Embedding)}
@@ -308,9 +307,9 @@ def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: fl
 
 
 def seed_everything(seed: int, step: int) -> None:
-    """Seed Python, NumPy and torch from (seed, step), so that a resumed step draws what the first try drew.
+    """Seed Python, NumPy and torch from (seed, step), so that a repeated step draws the same random numbers.
 
-    Ranks draw numbers of their own, or dropout would drop the same of each one's sequences.
+    Each rank draws different numbers; otherwise dropout would drop the same units on every rank.
     """
     parts = [seed, step, rank()] if rank() else [seed, step]
     mixed = int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
@@ -322,23 +321,16 @@ def seed_everything(seed: int, step: int) -> None:
 def _once(module: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of `module` without the second name of a tied weight."""
     seen: set[int] = set()
-    kept = {}
+    unique = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
-            kept[name] = tensor.detach()
+            unique[name] = tensor.detach()
         seen.add(id(tensor))
-    return kept
-
-
-def _copy_into(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, tensor in saved.items():
-            _refuse_unlike(name, tensor, own[name].shape, own[name].dtype)
-            local(own[name]).copy_(part_of(tensor, own[name]))
+    return unique
 
 
 def _refuse_other_moments(name: str, saved: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
-    """Refuse what AdamW does not keep of a parameter: fused, it reads and writes beyond the end of smaller tensors."""
+    """Refuse moments of another shape or type: fused AdamW reads and writes beyond the end of smaller tensors."""
     kept = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size()}
     if kept.keys() != saved.keys():
         raise RunError(f"the checkpoint's optimizer.{name} has {sorted(saved)}; an optimizer keeps {sorted(kept)}")
@@ -350,4 +342,4 @@ def _refuse_unlike(name: str, saved: torch.Tensor, shape: torch.Size, dtype: tor
     if saved.shape != shape:
         raise RunError(f"the checkpoint's {name} has shape {list(saved.shape)}, the student's {list(shape)}")
     if saved.dtype != dtype:
-        raise RunError(f"the checkpoint's {name} is of type {saved.dtype}, the student's of {dtype}")
+        raise RunError(f"the checkpoint's {name} has type {saved.dtype}, the student's {dtype}")

@@ -1,7 +1,7 @@
-"""The student and its loss as one module: what a wrapper (DDP, FSDP2, accelerate, Trainer) is put around.
+"""The student and its loss as one module, which a wrapper (DDP, FSDP2, accelerate, Trainer) can take as it is.
 
-Backbone, output head and loss are called inside one `forward`, so that a wrapper sees every parameter that takes part.
-The backbone is compiled; the objective's engine compiles its own elementwise work.
+One `forward` calls backbone, output head and loss, so that a wrapper sees every parameter that takes part. The backbone
+is compiled; the objective's engine compiles its own elementwise operations.
 
 Shape suffixes: B sequences, T positions, N tokens (B*T), D model width, K kept entries, G knots of beta.
 """
@@ -32,22 +32,23 @@ from kdtrain.training.data import TaughtBatch
 class Student(nn.Module):
     """A causal language model and its distillation loss.
 
-    The model's parameters are used as they are; nothing of the model changes but what `document_mask` asks for.
+    The module uses the model's own parameters, and changes the model only where `document_mask` requires it.
 
     Args:
-        model: of `transformers`, or one that is split into backbone and output head already.
-        loss: what it is trained on.
-        vocab_size: the vocabulary of the data; rows of the head from there on are padding. None: all rows count.
-        mode: number format of the backbone's forward (`fp32`, `bf16`, `fp16`), but for what is quantised; `fp32` leaves
-            it to an autocast around the call.
+        model: of `transformers`, or already split into backbone and output head.
+        loss: the training objective.
+        vocab_size: the vocabulary of the data; rows of the head beyond it are padding. None: all rows count.
+        mode: number format of the backbone's forward (`fp32`, `bf16`, `fp16`), except for quantised layers; `fp32`
+            leaves it to an autocast around the call.
         document_mask: keep packed documents from seeing each other.
         compile: compile backbone and objective.
-        compile_mode: what `torch.compile` calls the mode.
-        by_layer: the backbone's layers are compiled already, each by itself, and the backbone is not to be.
-        hidden_loss: compares hidden states of `layers` with the teacher's, times `hidden_weight`; None not to.
-        switch: of the model's linear layers, and `quantized` the mode it can switch to; None where there is none.
+        compile_mode: the `mode` of `torch.compile`.
+        by_layer: the backbone's layers are already compiled one by one; do not compile the backbone.
+        hidden_loss: compares hidden states of `layers` with the teacher's, times `hidden_weight`; None: no such loss.
+        switch: switches the model's linear layers to the mode `quantized`; None where there is none.
+
     Raises:
-        UsageError: the model's output head cannot be read.
+        UsageError: the model's output head cannot be found.
 
     >>> from kdtrain.testing import tiny_model
     >>> student = Student(tiny_model("llama", 300), DistillationLoss(alpha=0.0))
@@ -57,7 +58,7 @@ class Student(nn.Module):
     """
 
     accepts_loss_kwargs = True
-    """What `transformers.Trainer` asks before it gives `num_items_in_batch`."""
+    """Makes `transformers.Trainer` pass `num_items_in_batch`."""
 
     def __init__(
         self,
@@ -98,17 +99,17 @@ class Student(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
+        """The device of the parameters."""
         return next(self.parameters()).device
 
     @property
     def temperature(self) -> Temperature:
-        """That of the loss."""
+        """The temperature of the loss."""
         return self.loss.temperature
 
     @property
     def present_mode(self) -> str:
-        """The mode of the next step: that of its forward's products."""
+        """The mode of the matrix products in the next forward."""
         return self.quantized if self.quantized and self.switch.position == "quantized" else self.mode
 
     def forward(
@@ -130,14 +131,14 @@ class Student(nn.Module):
         knots: Tensor | None = None,
         num_samples: Tensor | None = None,
     ) -> LossOutput:
-        """The loss to differentiate and the sums to report, of a batch or of the named tensors of one.
+        """Return the loss to differentiate and the sums to report, for a batch or for its named tensors.
 
         Args:
             batch: B sequences of T + 1 tokens with their targets.
-            num_items_in_batch: what sums over tokens are divided by: the unmasked tokens of the whole optimizer step,
-                over micro-batches and ranks. None: those of this batch.
-            tokens, loss_mask, ...: what `CachedBatch.fields` returns, all of it or without targets; knots and
-                num_samples are read once, from the first batch, and are those of all.
+            num_items_in_batch: the divisor of sums over tokens: the unmasked tokens of the whole optimizer step, over
+                micro-batches and ranks. None: the unmasked tokens of this batch.
+            tokens, loss_mask, ...: the tensors of `CachedBatch.fields`, with or without targets. `knots` and
+                `num_samples` are read from the first batch only, and apply to all.
         """
         if batch is None:
             named = {"tokens": tokens, "loss_mask": loss_mask, "segments": segments, "ids": ids, "logprobs": logprobs}
@@ -169,13 +170,13 @@ class Student(nn.Module):
         return output
 
     def total(self, sums: LossOutput, temperature: Tensor) -> Tensor:
-        """The loss of the tokens that `sums` is of, as their sum, in fp64, at a temperature given as a number."""
+        """The total loss in fp64 of the tokens in `sums`, at this temperature."""
         loss = joined(sums.ce.double(), sums.kd.double(), self.loss.alpha, self.loss.alpha * temperature.double() ** 2)
         return loss if self.hidden_loss is None else loss + self.hidden_weight * sums.hidden.double()
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
-        """No compiled graph inside: hooks are not called in one."""
+        """Run without compiled graphs inside the block, because hooks are not called in a graph."""
         before = self.backbone, self.compile_objective
         self.backbone, self.compile_objective = self._backbone, False
         try:
@@ -185,19 +186,19 @@ class Student(nn.Module):
             self.backbone, self.compile_objective = before
 
     def hidden_eager(self, batch: CachedBatch) -> Tensor:
-        """The backbone's output for a micro-batch, [B*T, D], without a compiled graph.
+        """Return the backbone's output for a micro-batch, [B*T, D], without a compiled graph.
 
-        Validation is rare, and a graph of its own costs half a minute. It is never quantised: what is exported is not.
+        Validation is rare, and its own graph would cost half a minute. It is never quantised, as the exported student.
         """
         with self.switch.at("high"), self._layers_eager():
-            return self._hidden(lambda *asked: (self.model(*asked), []), batch)[0]
+            return self._hidden(lambda *inputs: (self.model(*inputs), []), batch)[0]
 
     def _layers_eager(self) -> contextlib.AbstractContextManager[Any]:
-        """Layers that are compiled each by itself run as they are inside."""
+        """Run layers that are compiled one by one without their graphs."""
         return torch.compiler.set_stance("force_eager") if self.by_layer else contextlib.nullcontext()
 
     def _backbone(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """The model's hidden states, and those of the layers that a hidden-state loss wants."""
+        """The model's hidden states, and those of the layers of the hidden-state loss."""
         if self.layers:
             return self.model.with_layers(tokens_BT, segments_BT, self.layers)
         return self.model(tokens_BT, segments_BT), []
@@ -208,38 +209,39 @@ class Student(nn.Module):
         with autocast(self.mode, batch.tokens.device):
             hidden_BTD, states = backbone(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
         if self.model.fused:
-            # Many models end in a norm that gives fp32 under autocast; the head's products are the mode's all the same.
+            # Many models end in a norm that returns fp32 under autocast; the head still computes in the mode's dtype.
             hidden_BTD = hidden_BTD.to(head_dtype(self.mode) or hidden_BTD.dtype)
         return rearrange(hidden_BTD, "B T D -> (B T) D"), [rearrange(each, "B T D -> (B T) D") for each in states]
 
 
 def _tied(student: nn.Module) -> set[str]:
-    """The further names of parameters that have more than one."""
+    """The second and further names of tied parameters."""
     every = {name for name, _ in student.named_parameters(remove_duplicate=False)}
     return every - {name for name, _ in student.named_parameters()}
 
 
 def _without_tied(student: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """A tied weight is saved under one of its names, as safetensors wants it."""
+    """Save a tied weight under one name, as safetensors requires."""
     for name in _tied(student):
         state.pop(f"{prefix}{name}", None)
 
 
 def _tied_are_not_missing(student: nn.Module, keys: Any) -> None:
+    """Accept a state dict with one name of a tied weight."""
     tied = _tied(student)
     keys.missing_keys[:] = [key for key in keys.missing_keys if key not in tied]
 
 
 @dataclass(frozen=True)
 class HiddenPlan:
-    """The loss with its projections, and the layers it compares."""
+    """The hidden-state loss with its projections, and the layers it compares."""
 
     loss: HiddenLoss
     student_layers: tuple[int, ...]
     teacher_layers: tuple[int, ...]
 
     def describe(self) -> str:
-        """What is compared with what, on one line."""
+        """Return the compared layers, on one line."""
         pairs = zip(self.student_layers, self.teacher_layers, self.loss.projections, strict=True)
         shown = ", ".join(f"{own} to {other} ({w.shape[1]} -> {w.shape[0]})" for own, other, w in pairs)
         return f"hidden-state loss {self.loss.kind} of the student's layers to the teacher's: {shown}"
@@ -248,10 +250,10 @@ class HiddenPlan:
 def plan_hidden_loss(
     objective: ObjectiveConfig, student: SplitModel, teacher: SplitModel | None, seed: int
 ) -> HiddenPlan | None:
-    """The hidden-state loss that `objective` asks for, on the student's device; None where it asks for none.
+    """Return the hidden-state loss of `objective`, on the student's device; None where it has none.
 
     Raises:
-        UsageError: there is no teacher to ask, a model does not show its layers, or a layer is not there.
+        UsageError: there is no online teacher, a model does not return its layers, or a layer does not exist.
     """
     if objective.hidden_loss == "none":
         return None

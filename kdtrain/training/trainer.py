@@ -1,14 +1,12 @@
-"""The trainer: one run from its first step to its last, meant to be read from top to bottom.
+"""The trainer: one run from its first step to its last, to be read from top to bottom.
 
-`fit` takes steps (`step`), each of which is watched (`recovery`: skipped where it is non-finite, rolled back where the
-loss spikes or stays worse than it began; `guards.EarlyStopping`: ended where nothing is gained any more), reported,
-validated (`validate`) and saved (`save`) when that is due. A stop request is honoured after the micro-batch in work:
-the unfinished step leaves no trace.
+`fit` takes steps (`step`). After each one it checks the numbers (`recovery` skips a non-finite step, and rolls back a
+spike or a divergence; `guards.EarlyStopping` ends the run at a plateau), reports them, and validates (`validate`) and
+saves (`save`) when due. A stop request takes effect after the current micro-batch: the unfinished step leaves no trace.
 
-A state is written once: a rolling checkpoint every `--checkpoint-freq` steps, at the last step, and where validation
-was best; one at the end of each epoch; a special one where something happened (a stop, a rollback, a switch); one by
-the clock where `--checkpoint-minutes` have passed without any. Where a rolling one and an epoch's fall together, the
-second is a further name of the first.
+The trainer writes a state once: a rolling checkpoint every `--checkpoint-freq` steps, at the last step, and where the
+validation loss is lowest; one at the end of each epoch; a special one at a stop, a rollback or a switch; and one after
+`--checkpoint-minutes` without any. Where a rolling and an epoch's checkpoint coincide, one folder has both names.
 """
 
 import math
@@ -46,11 +44,11 @@ from kdtrain.training.validate import summary, validate
 
 
 class Outcome(Enum):
-    """What a validation says of the student."""
+    """The result of a validation."""
 
-    BEST = "the best one so far"
+    BEST = "the lowest loss so far"
     ORDINARY = "neither"
-    DIVERGED = "worse than it may be"
+    DIVERGED = "above the limit of divergence"
 
 
 class Trainer:
@@ -58,18 +56,18 @@ class Trainer:
 
     Args:
         config: every option.
-        student: what is trained, and its loss.
+        student: the model and its loss.
         train, validation: where sequences come from.
-        total_steps: optimizer steps in all, as planned; a plateau may end the run before (`total`).
+        total_steps: planned optimizer steps; a plateau may end the run earlier (`total`).
         micro: sequences in a micro-batch of one rank.
         seq_len: T, tokens in a sequence.
-        has_teacher: whether micro-batches carry targets; without them it is plain cross-entropy.
-        engine: what the student is called through, and when gradients are exchanged; the student itself when None.
-        adaptive: when the student is quantised; None where that does not change.
-        collector: of statistics of tensors, where they are asked for.
-        identity: what a checkpoint says it belongs to (configuration, cache, student).
+        has_teacher: whether micro-batches have targets; without them the loss is cross-entropy.
+        engine: wraps the student and exchanges gradients; None: the student itself.
+        adaptive: decides when the student is quantised; None where the mode does not change.
+        collector: collects tensor statistics; None: none.
+        identity: what a checkpoint belongs to (options, cache, student).
 
-    `writers` and `reporter` are opened by `open`, once the step to begin at is known.
+    `open` creates `writers` and `reporter`, once the first step is known.
     """
 
     writers: Writers
@@ -111,20 +109,20 @@ class Trainer:
         self.saver = Saver(self.store, keep.async_save, keep.disk_patience)
         self.hooks = NanHooks(student) if config.guards.nan_hooks == "always" else None
         self.stopped_by: str | None = None
-        """The signal that ended training, if one did."""
+        """The signal that ended training, or None."""
         self.published: tuple[int, int | None] | None = None
-        """The step, and the step that was validated, of the newest checkpoint."""
+        """The step and the last validated step of the newest checkpoint."""
         self.halves_until = 0
-        """The last step in which a micro-batch without memory is halved, which is done once."""
-        # what this process spent; a clock is no part of the state
+        """The last step in which an out-of-memory error halves the micro-batch; 0 once it is halved."""
+        # the time and tokens of this process are not part of the state
         self.seconds, self.tokens, self.waited = 0.0, 0, 0.0
         self.saved_at = time.monotonic()
 
     @property
     def total(self) -> int:
-        """Optimizer steps in all, as is known now."""
-        begun = self.state.progress.decay_from
-        return self.planned if begun is None else begun + decay_steps(self.planned, self.config.optimizer)
+        """Optimizer steps of the whole run, as known now: a plateau may begin the decay early."""
+        start = self.state.progress.decay_from
+        return self.planned if start is None else start + decay_steps(self.planned, self.config.optimizer)
 
     @property
     def micros(self) -> int:
@@ -133,56 +131,58 @@ class Trainer:
 
     @property
     def validation_batches(self) -> int:
-        """Forwards of a validation over all ranks, at most; the same text whatever a step's memory made of `micro`."""
+        """Largest number of forwards of a validation over all ranks; covers the same text for every `micro`."""
         return (
             self.config.monitor.eval_batches * (self.config.micro_batch_given or self.config.batch_size) // self.micro
         )
 
     @property
     def full_tokens(self) -> float:
-        """Tokens of a step none of which is masked: the constant that losses are divided by."""
+        """Tokens of a step without a mask: the constant divisor of the losses."""
         return float(self.config.batch_size * self.seq_len)
 
     @property
     def batch_number(self) -> int:
-        """The number of the step's batch in the stream of data, from 1: what a fault is tied to, a rollback skips."""
+        """The number of the step's batch in the stream of data, from 1; differs from the step after a rollback."""
         return self.state.progress.sequences // self.config.batch_size + 1
 
     def open(self, tokenizer: PreTrainedTokenizerFast | None, *, init: str, samples: int = 0) -> None:
-        """Open what the run writes, from the step that it has reached on.
+        """Open the run's logs and metrics, at the current step.
 
         Args:
-            tokenizer: what makes text of tokens; without one there are no samples.
-            init: where the student's weights come from, as its spec says it.
+            tokenizer: turns tokens into text; without one there are no samples.
+            init: where the student's weights come from, as in its spec.
             samples: entries drawn for a token of the targets.
         """
-        at, monitor = self.state.progress, self.config.monitor
-        self.halves_until = at.step + FIRST_STEPS
-        written = Writers(self.config.out, at.step, at.validated_step, monitor) if is_main() else SilentWriters(monitor)
-        self.writers = written
+        progress, monitor = self.state.progress, self.config.monitor
+        self.halves_until = progress.step + FIRST_STEPS
+        if is_main():
+            self.writers = Writers(self.config.out, progress.step, progress.validated_step, monitor)
+        else:
+            self.writers = SilentWriters(monitor)
         self.reporter = Reporter(
-            *(self.config, self.student, written, self.validation_source, tokenizer),
+            *(self.config, self.student, self.writers, self.validation_source, tokenizer),
             init=init,
-            finished=at.step,
+            finished=progress.step,
             samples=samples,
         )
         if self.collector is not None:
-            self.collector.forget_after(at.step)
+            self.collector.forget_after(progress.step)
 
     def finished(self) -> bool:
-        """Whether there is no step left to take: the last one is taken, or the run was stopped early."""
+        """Whether the run has no step left: the last one is taken, or the run was stopped early."""
         return self.state.progress.step >= self.total or self.state.progress.stopped is not None
 
     def sequences(self, cursor: int) -> np.ndarray:
-        """The numbers of the sequences of the step that begins at `cursor`, those of all ranks."""
+        """The indices of the sequences of the step at `cursor`, for all ranks."""
         return order.batch(self.config.seed, cursor, self.config.batch_size, len(self.train_source))
 
     def share(self, cursor: int) -> np.ndarray:
-        """Those that this rank trains on: an even part in order, so that a step is the same for any number of ranks."""
+        """The indices for this rank: an even part in order, so that a step is the same for any number of ranks."""
         return np.array_split(self.sequences(cursor), world_size())[rank()]
 
     def feed(self) -> Feed:
-        """The data from the cursor on."""
+        """The micro-batches from the cursor on."""
         cursor, size = self.state.progress.sequences, self.config.batch_size
         return Feed(self.train_source, lambda step: self.share(cursor + step * size), self.micro)
 
@@ -190,8 +190,8 @@ class Trainer:
         """Train to the last step, an early stop, or a signal; the newest checkpoint holds the last finished step.
 
         Raises:
-            RunError: too many steps in a row are non-finite, too many rollbacks, gradients that stay huge, a checkpoint
-                cannot be written, or the data cannot be read any more: then the last finished step is saved first.
+            RunError: too many steps in a row are non-finite, there are too many rollbacks, the gradients stay huge, a
+                checkpoint cannot be written, or the data cannot be read (the last finished step is saved first).
         """
         state = self.state
         shown = Bar("distill", self.total, state.progress.step, every=math.inf)
@@ -203,13 +203,13 @@ class Trainer:
             settle_buckets(self)
             if self.published is None or self._validation_due():
                 outcome, loss = self.validate(stop)
-                if outcome is Outcome.DIVERGED:  # of a step whose validation a stop request prevented
+                if outcome is Outcome.DIVERGED:  # at a step whose validation a stop request prevented
                     recovery.roll_back_divergence(self, loss)
                 else:
                     if not self._validation_due():
-                        self._look_for_plateau(shown, rate)
+                        self._check_plateau(shown, rate)
                     self._save_if_due(improved=outcome is Outcome.BEST, ends_epoch=self._ends_epoch())
-            if self.published is None and not stop:  # what a rollback may go back to, whatever the first steps do
+            if self.published is None and not stop:  # so that a rollback always finds a checkpoint
                 self.save(tiers.rolling_name(state.progress.step))
             recovery.warm_up(self, stop)
             while not (self.finished() or stop):
@@ -230,13 +230,13 @@ class Trainer:
                     self.count(numbers)
                     before, self.seconds = self.seconds, time.monotonic() - started
                     progress = state.progress
-                    if recovery.rolled_back(self, numbers):
+                    if recovery.roll_back_spike(self, numbers):
                         break
                     self.guards.stopping.add(numbers["loss"])
                     numbers |= {"loss_avg": self.guards.stopping.average} | rate.add(
                         progress.step, int(numbers["tokens"]), self.seconds
                     )
-                    if before:  # the first step's interval would be that of the compiler
+                    if before:  # the first step includes compilation
                         numbers["tok/s_last"] = numbers["tokens"] / (self.seconds - before)
                     self._report(shown, numbers)
 
@@ -244,8 +244,8 @@ class Trainer:
                     if outcome is Outcome.DIVERGED:
                         recovery.roll_back_divergence(self, loss)
                         break
-                    if not self._validation_due():  # one that a stop request prevented is made by the next start
-                        self._look_for_plateau(shown, rate)
+                    if not self._validation_due():  # a resumed run repeats a validation that a stop request prevented
+                        self._check_plateau(shown, rate)
                     ended = self._ends_epoch()
                     recovery.decide(self, progress.step, numbers["loss"])
                     self._save_if_due(improved=outcome is Outcome.BEST, ends_epoch=ended, by_clock=by_clock)
@@ -258,11 +258,11 @@ class Trainer:
             stop.raise_failed()
 
     def step(self, batches: Iterator[CachedBatch], stop: StopRequest) -> dict[str, float] | None:
-        """Take the next step: see `step.take_step`. It is counted by `count`, where it was taken."""
+        """Take the next step: see `step.take_step`. The caller counts it with `count`, unless it was skipped."""
         return take_step(self, batches, stop)
 
     def count(self, numbers: dict[str, float]) -> None:
-        """Count a step that was taken: `numbers` are what `step` returned."""
+        """Count a step with these numbers, which `step` returned."""
         progress = self.state.progress
         progress.step += 1
         progress.sequences += self.config.batch_size
@@ -273,9 +273,9 @@ class Trainer:
         self.tokens += int(numbers["tokens"])
 
     def validate(self, stop: StopRequest) -> tuple[Outcome | None, float]:
-        """Measure the validation split: what that says, None where a stop request prevented it, and the loss in nats.
+        """Validate; return the outcome, None where a stop request prevented it, and the loss in nats.
 
-        Cross-entropy and not the objective: it means the same at every temperature and for every divergence.
+        The loss is cross-entropy, not the objective: it means the same at every temperature and for every divergence.
 
         Raises:
             RunError: the loss is non-finite before the first step.
@@ -311,13 +311,13 @@ class Trainer:
         return Outcome.ORDINARY, loss
 
     def _validation_due(self) -> bool:
-        """Whether the last finished step is to be measured and was not, which a stop request may have prevented."""
+        """Whether the last finished step needs a validation and has none, for example after a stop request."""
         progress = self.state.progress
-        wanted = progress.step % self.config.monitor.eval_freq == 0 or self.finished()
-        return wanted and progress.validated_step != progress.step
+        due = progress.step % self.config.monitor.eval_freq == 0 or self.finished()
+        return due and progress.validated_step != progress.step
 
-    def _look_for_plateau(self, shown: Bar, rate: Rate) -> None:
-        """Begin the decay, or end the run, where nothing is gained any more."""
+    def _check_plateau(self, shown: Bar, rate: Rate) -> None:
+        """Begin the decay, or end the run, at a plateau."""
         progress, options = self.state.progress, self.config.optimizer
         reason = self.guards.stopping.plateau(progress.step)
         if reason is None:
@@ -343,7 +343,7 @@ class Trainer:
             self.reporter.temperature(number)
 
     def _end(self, stop: StopRequest) -> None:
-        """Log why training ended; save what a signal interrupted."""
+        """Log why training ended; save the state after a signal."""
         progress = self.state.progress
         if stop and (not self.finished() or self._validation_due()):
             self.stopped_by = stop.name
@@ -361,12 +361,10 @@ class Trainer:
         """Publish the state of the last finished step as `names`.
 
         Raises:
-            RunError: it, or the one before it, could not be written.
+            RunError: this checkpoint or the one before it could not be written.
         """
         progress = self.state.progress
-        best = None
-        if progress.best_step is not None:  # the name that `best` is to point at, where this step is the best one
-            best = names[0] if progress.best_step == progress.step else None
+        best = names[0] if progress.best_step == progress.step else None  # the new target of the link `best`
         self.saver.save(
             names,
             progress.step,
@@ -385,14 +383,14 @@ class Trainer:
         return self.published == (self.state.progress.step, self.state.progress.validated_step)
 
     def clock_is_due(self) -> bool:
-        """Whether this process has not saved for `--checkpoint-minutes`; rank 0's word is what counts."""
+        """Whether this process has not saved for `--checkpoint-minutes`; rank 0 decides for all."""
         minutes = self.config.checkpoint.checkpoint_minutes
         return minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
 
     def log_published(self) -> None:
-        """Write an event for each checkpoint that was published since, and a line for those of adaptive quantisation.
+        """Write an event for each newly published checkpoint, and a log line for those of adaptive quantisation.
 
-        In the thread that trains, as all events: those of a run stand in the order in which it learned of them.
+        Runs in the training thread, as all events do, so that they are in order.
         """
         for text in self.saver.warnings():
             self.writers.event("disk-full", self.state.progress.step, "warning", message=text)
@@ -403,14 +401,14 @@ class Trainer:
                     log.info("[AdaptiveQuantization] Checkpoint saved: %s", name)
 
     def relink_best(self) -> None:
-        """Point `best` at the checkpoint the state calls so; where it is gone, a validation chooses anew."""
+        """Point `best` at the checkpoint of the best step; if that is gone, forget the best step."""
         progress = self.state.progress
 
         def relink() -> bool:
             rolling = tiers.rolling_name(progress.best_step or 0)
-            # a kill may have left the step under another name alone, that of a window say
-            others = [entry.name for entry in self.store.entries() if entry.step == progress.best_step]
-            for name in sorted(others, key=lambda name: name != rolling):
+            # after a kill the step may exist under another name only, such as that of a window
+            names = [entry.name for entry in self.store.entries() if entry.step == progress.best_step]
+            for name in sorted(names, key=lambda name: name != rolling):
                 if self.store.problem(name) is None:
                     self.store.link("best", name)
                     return True
@@ -421,9 +419,9 @@ class Trainer:
             progress.best_loss = progress.best_step = None
 
     def _ends_epoch(self) -> bool:
-        """Whether the last finished step was the first to reach the end of an epoch; the state then knows it.
+        """Return whether the last finished step is the first to reach the end of an epoch, and record the epoch.
 
-        Asked before anything else saves the step: a run that resumes from there must not take a later one for it.
+        Called before anything saves the step, so that a resumed run does not count the same epoch again.
         """
         progress = self.state.progress
         epoch = progress.sequences // len(self.train_source)
@@ -431,10 +429,7 @@ class Trainer:
         return ended
 
     def _save_if_due(self, *, improved: bool, ends_epoch: bool, by_clock: bool = False) -> None:
-        """Save the last finished step where its number, its place in the epoch or its validation asks for it.
-
-        by_clock: whether the clock asks for it, which counts where nothing else does.
-        """
+        """Save the last finished step if its number, the end of an epoch, its validation or the clock requires it."""
         progress = self.state.progress
         due = progress.step % self.config.checkpoint.checkpoint_freq == 0 or self.finished()
         names = [tiers.rolling_name(progress.step)] if due or improved else []
@@ -442,15 +437,15 @@ class Trainer:
             names.append(tiers.epoch_name(progress.epoch))
         if by_clock and not names and not self.is_saved():
             names = [tiers.clock_name(progress.step)]
-            self.reporter.memory.settles.add(progress.step + 1)  # a first save's buffers are not a leak
+            self.reporter.memory.settles.add(progress.step + 1)  # the buffers of a first save are not a leak
         if names:
             self.save(*names)
 
     def _protected(self, names: tuple[str, ...]) -> list[str]:
-        """What must outlive this save: the recovery buffer, and the newest checkpoint a rollback may go back to.
+        """The checkpoints that this save must not prune: the recovery buffer, and the newest target of a rollback.
 
-        That is one from before a spike that is not confirmed yet; and never one that an interruption left, so that a
-        run that was interrupted goes back as far as one that was not.
+        The target is older than a spike that is not confirmed yet, and not a checkpoint of an interruption, so that an
+        interrupted run rolls back as far as an uninterrupted one.
         """
         buffer = [] if self.adaptive is None else self.adaptive.controller.buffer_names()
         first = self.guards.spikes.suspicious_since
@@ -458,5 +453,5 @@ class Trainer:
             self.saver.wait()
         elif any(map(tiers.is_planned, names)):
             return buffer
-        found = [each for each in self.store.entries() if each.valid and tiers.is_planned(each.name)]
-        return [each.name for each in found if first is None or each.step < first][-1:] + buffer
+        targets = [each for each in self.store.entries() if each.valid and tiers.is_planned(each.name)]
+        return [each.name for each in targets if first is None or each.step < first][-1:] + buffer

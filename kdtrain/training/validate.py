@@ -1,4 +1,4 @@
-"""Validation: the student against text and teacher, over a split read in order, each rank a part of it."""
+"""Validation: measures the student against text and teacher over a split in order, each rank on a part of it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,30 +23,28 @@ def validate(
     batches: int | None,
     read: Callable[[Callable[[], CachedBatch]], CachedBatch | None] = lambda action: action(),
 ) -> Metrics | None:
-    """Sums over the first sequences of `source`, those of all ranks; None when `read` gave none in between.
+    """Return sums over the first sequences of `source`, over all ranks; None when `read` returns None.
 
-    Ranks take turns by micro-batches, and all of them take as many, because a sharded student needs every rank.
+    The micro-batches are dealt out to the ranks in turn. Every rank runs the same number of forwards, because a sharded
+    student needs all ranks.
 
     Args:
-        student: in evaluation mode; no compiled graph of it is used.
+        student: in evaluation mode; its compiled graph is not used.
         source: the split.
-        micro: sequences in a forward; the last one is filled up with masked copies, so that its shape is the same.
-        batches: at most this many forwards of all ranks together; all of the split when None.
-        read: what each batch is read through, by every rank, see `StopRequest.read`.
+        micro: sequences in a forward; masked copies fill up the last one, so that all have the same shape.
+        batches: the largest number of forwards over all ranks; None: the whole split.
+        read: reads each batch, on every rank; see `StopRequest.read`.
     """
     total = Metrics()
     count = len(source) if batches is None else min(len(source), batches * micro)
     with torch.no_grad():
         for start in range(rank() * micro, count + rank() * micro, world_size() * micro):
             faults.point("validate.batch")
-            numbers = np.minimum(np.arange(start, start + micro), count - 1)
-            batch = read(partial(source.read, numbers))
+            indices = np.arange(start, start + micro)
+            batch = read(partial(source.read, np.minimum(indices, count - 1)))
             if batch is None:
                 return None
-            mask_BT = (
-                batch.loss_mask
-                & torch.as_tensor(np.arange(start, start + micro) < count, device=batch.loss_mask.device)[:, None]
-            )
+            mask_BT = batch.loss_mask & torch.as_tensor(indices < count, device=batch.loss_mask.device)[:, None]
             total = total + measure(
                 student.hidden_eager(batch),
                 student.model.head,
@@ -61,10 +59,10 @@ def validate(
 
 
 def summary(metrics: Metrics) -> dict[str, float | None]:
-    """The means, by the names that logs and tables use; None for what the teacher's targets cannot tell.
+    """Return the means by their names in logs and tables; None for what the targets do not contain.
 
-    loss, kl, teacher_loss: nats a token; agreement: share of tokens where student and teacher like the same entry
-    best; acceptance: sum of min(p, q), the share of draft tokens that speculative decoding would accept.
+    loss, kl, teacher_loss: nats a token; agreement: share of tokens where student and teacher have the same most likely
+    entry; acceptance: sum of min(p, q), the share of draft tokens that speculative decoding would accept.
     """
     return {
         "loss": metrics.mean("cross_entropy"),
@@ -80,7 +78,7 @@ def summary(metrics: Metrics) -> dict[str, float | None]:
 
 
 def calibration(metrics: Metrics) -> list[dict[str, float]]:
-    """The reliability diagram: by bin of confidence, its tokens, their mean confidence and their accuracy.
+    """Return the reliability diagram: for each bin of confidence its tokens, mean confidence and accuracy.
 
     15 equal bins from 0 to 1, in order; an empty one holds zeros. ECE is the mean gap of the two, weighted by tokens.
     """

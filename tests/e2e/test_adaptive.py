@@ -84,7 +84,7 @@ def test_a_run_asked_to_stop_in_mid_window_goes_back_later_to_the_snapshot_it_to
     stopped = distill(forks, "stopped", *options, KDTRAIN_FAULT=f"{broken},train.after-step:term:7").ok()
     assert "stopped by SIGTERM after step 7" in stopped.stderr
     again = distill(forks, "stopped", *options, fault=broken).ok()
-    assert "went back to snapshot of step 8" in again.stderr
+    assert "rolled back to snapshot of step 8" in again.stderr
     whole, other = (load(forks.root / run / "checkpoints" / "step-00000014") for run in ("never-stopped", "stopped"))
     assert all(torch.equal(whole.tensors[name], other.tensors[name]) for name in whole.tensors)
     assert whole.state["watchers"]["adaptive"] == other.state["watchers"]["adaptive"]

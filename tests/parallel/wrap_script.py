@@ -28,7 +28,7 @@ from kdtrain.parallel import parallelize
 from kdtrain.parallel.parallelize import Alone, clip_norm_, layers_of, mesh_of, peaks, shard, whole
 from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
-from kdtrain.training.guards import guarded_step, not_finite
+from kdtrain.training.guards import guarded_step, non_finite
 from kdtrain.training.state import TrainState, make_optimizer
 from kdtrain.training.student import Student
 
@@ -169,7 +169,7 @@ def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on
             before = [local(each.detach()).clone() for each in wrapped.student.parameters()]
             accumulate(wrapped, own())
             loss = torch.tensor(float("nan") if broken and dist.get_rank() == 1 else 1.0)
-            guarded_step(optimizer, not_finite(loss))
+            guarded_step(optimizer, non_finite(loss))
             optimizer.zero_grad(set_to_none=True)
             after = [local(each.detach()) for each in wrapped.student.parameters()]
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) is broken, kind

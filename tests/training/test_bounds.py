@@ -15,7 +15,7 @@ def train_and_hear(workshop, caplog, **options):
         run.fit()
     events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
     lines = [json.loads(line) for line in (run.config.out / "metrics.jsonl").read_text().splitlines()]
-    said = [record.getMessage() for record in caplog.records if "sits on its" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "is at its" in record.getMessage()]
     return said, [e for e in events if e["event"] == "temperature-bound"], [x for x in lines if "loss" in x]
 
 
@@ -26,7 +26,7 @@ def test_minimize_is_named_once_when_it_sits_on_a_bound(workshop, caplog, start,
     source.logits = 10.0 * torch.nn.functional.one_hot(source.tokens[:, 1:], source.vocab_size)
     said, events, lines = train_and_hear(workshop, caplog, train=source, temperature=start, **RUNNING_AWAY)
     assert len(said) == len(events) == 1
-    assert f"sits on its {bound}" in said[0] and "--temperature-mode minimize" in said[0]
+    assert f"is at its {bound}" in said[0] and "--temperature-mode minimize" in said[0]
     at = lines[events[0]["step"] - 1]["T"]
     assert events[0]["bound"] == bound and events[0]["mode"] == "minimize"
     assert events[0]["temperature"] == pytest.approx({"minimum": 0.5, "maximum": 8.0}[bound], rel=0.1)

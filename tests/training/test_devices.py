@@ -37,7 +37,7 @@ class Moved:
 
     def read(self, indices: np.ndarray):
         batch = self.source.read(indices)
-        with self.mover.moving() as move:
+        with self.mover.copying() as move:
             plain = {name: move(getattr(batch, name)) for name in ("tokens", "loss_mask", "segments")}
             return dataclasses.replace(batch, **plain, targets=batch.targets.each(move))
 
@@ -61,7 +61,7 @@ def sparse_targets() -> SparseTargets:
 def test_what_is_moved_arrives_whole_however_it_lies_in_memory(device):
     mover, targets = DeviceCopy(torch.device(device)), sparse_targets()
     for _ in range(3):
-        with mover.moving() as move:
+        with mover.copying() as move:
             moved = targets.each(move)
         assert isinstance(moved, SparseTargets) and moved.knots == targets.knots
         for name, tensor in vars(targets).items():

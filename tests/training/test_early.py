@@ -36,7 +36,7 @@ def test_a_flat_validation_loss_is_a_plateau_at_the_fifth_look_after_the_best_on
     # the first look after the warm-up is at step 100 and sets the best; the five that follow are no better
     assert step == 350
     assert reason.startswith("validation loss 2.00")
-    assert "at step 350, not 0.01 below 2.00" in reason and reason.endswith("at 5 looks in a row")
+    assert "at step 350, not 0.01 below 2.00" in reason and reason.endswith("in 5 comparisons in a row")
 
 
 def test_a_loss_that_falls_slowly_goes_on():

@@ -10,7 +10,7 @@ from kdtrain.config import OptimizerConfig, StoppingConfig
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.testing import tiny_model
 from kdtrain.training.data import Feed
-from kdtrain.training.guards import GradientExplosion, guarded_step, not_finite
+from kdtrain.training.guards import GradientExplosion, guarded_step, non_finite
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import make_optimizer
 from kdtrain.training.student import Student
@@ -38,7 +38,7 @@ class Trained:
             each.grad = torch.randn(each.shape, generator=generator).to(each)
         if bad is not None:
             self.parameters()[place].grad.view(-1)[-1] = bad
-        found = not_finite(*(each.grad for each in self.parameters()))
+        found = non_finite(*(each.grad for each in self.parameters()))
         guarded_step(self.optimizer, found)
         return found
 
@@ -111,7 +111,7 @@ def test_the_host_never_waits_for_the_guard():
         each.grad = torch.randn_like(each)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        guarded_step(trained.optimizer, not_finite(*(each.grad for each in trained.parameters())))
+        guarded_step(trained.optimizer, non_finite(*(each.grad for each in trained.parameters())))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -127,10 +127,10 @@ def test_an_optimizer_that_would_take_the_step_all_the_same_is_not_let_in():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_found_wherever_it_is(bad):
     fine = torch.tensor([1.0, -3e38])
-    assert not_finite(torch.tensor(2.0, dtype=torch.float64), fine) == 0
-    assert not_finite(torch.tensor(bad), fine) == 1
-    assert not_finite(torch.tensor(2.0, dtype=torch.float64), torch.tensor([0.0, bad])) == 1
-    found = not_finite(torch.tensor(bad))
+    assert non_finite(torch.tensor(2.0, dtype=torch.float64), fine) == 0
+    assert non_finite(torch.tensor(bad), fine) == 1
+    assert non_finite(torch.tensor(2.0, dtype=torch.float64), torch.tensor([0.0, bad])) == 1
+    found = non_finite(torch.tensor(bad))
     assert (found.dtype, found.shape) == (torch.float32, ())
 
 

@@ -116,7 +116,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_and_its_data_are_passed_over(
         assert all(torch.equal(value, moments[key][name]) for name, value in state.items())
     progress = run.state.progress
     assert (progress.step, progress.sequences, progress.skips, progress.skips_in_a_row) == (1, 8, 1, 1)
-    assert (run.config.out / "not-finite-00000002").is_dir()
+    assert (run.config.out / "non-finite-00000002").is_dir()
 
 
 def test_a_run_goes_on_after_a_step_that_is_not_finite_and_takes_all_its_steps(workshop):

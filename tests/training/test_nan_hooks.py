@@ -259,7 +259,7 @@ def test_memory_that_runs_out_is_told_and_ends_nothing(workshop):
 
     with workshop.run() as run:
         with replaced(run.student.model, full):
-            assert str(look(run)).startswith("memory ran out in micro-batch 1")
+            assert str(look(run)).startswith("out of memory in micro-batch 1")
         assert look(run) is None
 
 
@@ -306,7 +306,7 @@ def test_looking_leaves_no_trace(workshop):
 def test_a_finding_is_one_line_that_says_what_where_and_how_much():
     found = Finding("model.layers.3.mlp", "its output", "forward", (2, 8, 32), 3, (1, 0, 7), 2)
     assert str(found) == (
-        "model.layers.3.mlp: its output is the first tensor that is not finite "
+        "model.layers.3.mlp: its output is the first non-finite tensor "
         "(forward of micro-batch 2, 3 of 512 entries, shape [2, 8, 32], the first at [1, 0, 7])"
     )
 

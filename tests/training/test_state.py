@@ -86,11 +86,11 @@ NAME = "student.model.model.layers.0.mlp.up_proj.weight"
     [
         ("exp_avg", torch.zeros(3), r"exp_avg has shape \[3\]"),
         ("exp_avg_sq", torch.zeros(32, 64), r"exp_avg_sq has shape"),
-        ("exp_avg", torch.zeros(64, 32, dtype=torch.int64), "exp_avg is of type torch.int64"),
+        ("exp_avg", torch.zeros(64, 32, dtype=torch.int64), "exp_avg has type torch.int64"),
         ("exp_avg", None, r"has \['exp_avg_sq', 'step'\]"),
         ("more", torch.zeros(64, 32), "more"),
         ("step", torch.zeros(5), r"step has shape \[5\]"),
-        ("step", torch.zeros((), dtype=torch.float64), "step is of type torch.float64"),
+        ("step", torch.zeros((), dtype=torch.float64), "step has type torch.float64"),
     ],
 )
 def test_moments_that_adamw_would_crash_on_are_refused_by_name(key, value, says):
@@ -106,7 +106,7 @@ def test_moments_that_adamw_would_crash_on_are_refused_by_name(key, value, says)
 def test_weights_of_another_type_are_refused_by_name():
     state = made()
     tensors = {name: each.to(torch.complex64) if name == NAME else each for name, each in state.tensors().items()}
-    with pytest.raises(RunError, match=r"up_proj\.weight is of type torch\.complex64, the student's of torch.float32"):
+    with pytest.raises(RunError, match=r"up_proj\.weight has type torch\.complex64, the student's torch.float32"):
         made().load(tensors, state.numbers())
 
 
