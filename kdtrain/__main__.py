@@ -1,4 +1,4 @@
-"""`python -m kdtrain`, the script `kdtrain`, and how torchrun starts the command: in a process that ends."""
+"""The entry point of `python -m kdtrain`, of the script `kdtrain`, and of torchrun."""
 
 import faulthandler
 import os
@@ -6,16 +6,16 @@ import os
 from kdtrain import cli
 
 LIMIT = 10.0
-"""Seconds that a process may take to end after its command has failed."""
+"""Seconds until a process ends after its command has failed."""
 
 
 def main() -> None:
-    """Run the command. A process whose command has failed ends, also where a thread of it never does."""
+    """Run the command. The process of a failed command ends even if one of its threads never does."""
     try:
         cli.main()
     except BaseException as failure:
         if not isinstance(failure, SystemExit) or failure.code:
-            # A thread of C: Python's own cannot run while the interpreter waits for them, or for a library's lock.
+            # A C thread: Python threads cannot run while the interpreter waits for them, or for a library's lock.
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
         raise
 

@@ -1,10 +1,9 @@
-"""Tiny models and tokenizers for tests: kdtrain's own, and those of people who build on it.
+"""Tiny models and tokenizers for tests: kdtrain's own, and those of its users.
 
-The models are random, two layers deep and 32 wide, in the shapes of real ones: grouped queries, soft-capped or
-scaled logits, learned positions, sliding windows, recurrent layers. They are made in milliseconds and teach nothing.
-`run_ranks` starts a script once a rank, with the environment that torchrun would give it.
-The tokenizer is byte-level: every text has an encoding, and its vocabulary is filled up with entries that no text
-uses, to any size a test wants.
+The models are random, two layers deep and 32 wide, with the architectures of real ones: grouped queries, soft-capped or
+scaled logits, learned positions, sliding windows, recurrent layers. Building one takes milliseconds. The tokenizer is
+byte-level: it encodes every text, and unused entries fill its vocabulary up to any size. `run_ranks` starts a script
+once for each rank, with the environment variables that torchrun sets.
 """
 
 import os
@@ -61,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def tiny_model(shape: str = "llama", vocab_size: int = 300, seed: int = 0, **config: Any) -> PreTrainedModel:
     """Return a random float32 model in training mode.
 
-    shape: a key of `SHAPES`. config: entries of its transformers configuration to put over the shape's.
+    shape: a key of `SHAPES`. config: entries of the transformers configuration that replace those of the shape.
     """
     spec = ModelSpec(name=f"tiny-{shape}", config=SHAPES[shape] | config, init="scratch")
     return load_student(spec, vocab_size=vocab_size, seed=seed, device="cpu")
@@ -70,7 +69,7 @@ def tiny_model(shape: str = "llama", vocab_size: int = 300, seed: int = 0, **con
 def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer of exactly `vocab_size >= 257` entries, the last of them the end of text.
 
-    A text becomes one token a byte; entries between the 256 bytes and the last are never used.
+    Each byte of a text is one token; the entries between the 256 bytes and the last are unused.
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size = {vocab_size}: the bytes and the end of text need 257")
@@ -84,7 +83,7 @@ def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
 
 
 def write_model_folder(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
-    """Write a model, and a tokenizer if given, as a folder that a spec can name; return the folder."""
+    """Write a model, and a tokenizer if given, as a model folder for a spec; return the folder."""
     export_model(model, None, path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
@@ -94,8 +93,12 @@ def write_model_folder(path: Path, model: PreTrainedModel, tokenizer: PreTrained
 def run_ranks(script: Path, world: int, *argv: object, seconds: float = 500.0) -> None:
     """Run `python script argv...` in `world` processes on this machine, as ranks of one group.
 
-    Each finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. `AssertionError`, with what
-    the ranks wrote to stderr, unless all of them end with 0 within `seconds`; none is left behind.
+    Each has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. All processes have ended when
+    the function returns.
+
+    Raises:
+        AssertionError: a rank exits with an error; the message is the stderr of all ranks.
+        subprocess.TimeoutExpired: a rank takes more than `seconds`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -109,8 +112,8 @@ def run_ranks(script: Path, world: int, *argv: object, seconds: float = 500.0) -
         for rank in range(world)
     ]
     try:
-        said = [rank.communicate(timeout=seconds)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=seconds)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(said)
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)

@@ -54,7 +54,7 @@ from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.manifest import CacheSettings, read_manifest
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import CacheWriter, write_cache
-from kdtrain.commands.common import ask
+from kdtrain.commands.common import teacher_logits
 from kdtrain.models.head import split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
@@ -144,7 +144,7 @@ def _building(options: Options, sizes: Sizes, name: str) -> dict[str, Any]:
     device, rows = options.device, models.text(sizes.sequences, sizes.length)
     teacher = models.make_teacher(name, device)
     mode = "bf16" if device.type == "cuda" else "fp32"
-    asked = ask(teacher, device, mode)
+    asked = teacher_logits(teacher, device, mode)
     spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(name), top_k=sizes.top_k)
     settings = CacheSettings(
         codec=spec, seq_len=sizes.length, tokenizer_size=spec.vocab_size, sequences={"train": None}
@@ -363,7 +363,7 @@ def _large_teacher(material: Material) -> tuple[Material, int]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=material.vocab_size, **shape)).eval()
     size = sum(weight.numel() for weight in model.parameters())
-    return replace(material, name="random-100m", teacher=ask(split(model), CPU, "fp32")), size
+    return replace(material, name="random-100m", teacher=teacher_logits(split(model), CPU, "fp32")), size
 
 
 def _build(material: Material, batch_size: int, rounds: int) -> dict[str, Any]:

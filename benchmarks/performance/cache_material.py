@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import TEACHER
-from kdtrain.commands.common import ask, open_teacher, rows
+from kdtrain.commands.common import open_teacher, rows, teacher_logits
 from kdtrain.config import DataConfig
 from kdtrain.data.packing import PackedRow
 from kdtrain.models.loading import load_tokenizer
@@ -52,7 +52,7 @@ def shipped(number: int, length: int) -> Material:
     tokenizer, model = load_tokenizer(spec), open_teacher(spec, cpu, "fp32")
     data = DataConfig(data="stdlib", seq_len=length)
     parts = {split: list(rows(data, split, tokenizer, n)) for split, n in wanted(number).items()}
-    teacher = ask(model, cpu, "fp32")
+    teacher = teacher_logits(model, cpu, "fp32")
     sample = np.stack([row.tokens for row in parts["train"][: max(1, _SAMPLE // length)]]).astype(np.int64)
     logprobs_NV = torch.cat([teacher(torch.from_numpy(row[None, :-1]), None)[0].log_softmax(-1) for row in sample])
     facts = _facts(sample, logprobs_NV)

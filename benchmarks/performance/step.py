@@ -39,7 +39,7 @@ from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.sections import script
 from benchmarks.harness.timing import in_turn, medians, over, peak_of, synchronize, without_graphs
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.commands.common import ask_layers, open_teacher, wide_head
+from kdtrain.commands.common import open_teacher, teacher_hidden_states, wide_head
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
@@ -169,7 +169,7 @@ class _Shape:
     def _online(self) -> Source:
         teacher = models.make_teacher(self.sizes.teacher, self.device)
         mode = self.bench.trainer.student.mode
-        asked = ask_layers(teacher, self.device, mode, ())
+        asked = teacher_hidden_states(teacher, self.device, mode, ())
         return OnlineSource(self.tokens, asked, wide_head(teacher), False)  # type: ignore[arg-type]
 
     def _peak(self, turn: Callable[[], None], others: float = 0.0) -> dict[str, float | None]:
@@ -306,7 +306,7 @@ def _on_cpu(student: Student, settings: Settings) -> dict[str, Any]:
     """Seconds a step of every side in turn, and what they amount to."""
     teacher = open_teacher(read_spec(student.teacher), CPU, settings.precision)
     targets, tokens = (cached(folder, CPU) for folder in (student.cached, student.tokens))
-    asked = ask_layers(teacher, CPU, settings.precision, ())
+    asked = teacher_hidden_states(teacher, CPU, settings.precision, ())
     fixed, learned = (_bench(student, settings, mode) for mode in ("fixed", "likelihood"))
     sides = {
         "cross-entropy": fixed.steps(tokens),

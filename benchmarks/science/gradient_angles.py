@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import kdtrain
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.commands.common import ask, open_teacher, rows
+from kdtrain.commands.common import open_teacher, rows, teacher_logits
 from kdtrain.commands.export import open_student
 from kdtrain.config import DataConfig
 from kdtrain.models.head import SplitModel, split
@@ -78,7 +78,7 @@ def batch() -> tuple[Tensor, Tensor]:
     spec = read_spec(TEACHER)
     texts = rows(DataConfig(data="stdlib", seq_len=LENGTH), "validation", load_tokenizer(spec), SEQUENCES)
     tokens_BT = torch.from_numpy(np.stack([row.tokens for row in texts]).astype(np.int64))
-    teacher = ask(open_teacher(spec, CPU, "fp32"), CPU, "fp32")
+    teacher = teacher_logits(open_teacher(spec, CPU, "fp32"), CPU, "fp32")
     return tokens_BT, torch.cat([teacher(row[None, :-1], None) for row in tokens_BT])
 
 

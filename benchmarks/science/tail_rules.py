@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, TEACHER, write
-from kdtrain.commands.common import ask, open_teacher, rows
+from kdtrain.commands.common import open_teacher, rows, teacher_logits
 from kdtrain.config import DataConfig
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
@@ -76,7 +76,7 @@ def main() -> int:
 def energies(spec_name: str, sequences: int) -> Tensor:
     """log p [N, V] in fp64 of the teacher at 128 positions of each of some validation sequences."""
     spec, cpu = read_spec(spec_name), torch.device("cpu")
-    teacher = ask(open_teacher(spec, cpu, "fp32"), cpu, "fp32")
+    teacher = teacher_logits(open_teacher(spec, cpu, "fp32"), cpu, "fp32")
     data = DataConfig(data="stdlib", seq_len=512)
     texts = rows(data, "validation", load_tokenizer(spec), sequences)
     tokens_BT = torch.from_numpy(np.stack([row.tokens[:-1] for row in texts]).astype(np.int64))

@@ -24,7 +24,7 @@ from benchmarks import figures
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, environment
 from kdtrain.cache.reader import CachedBatch, CacheReader
-from kdtrain.commands.common import ask_layers, open_teacher, wide_head
+from kdtrain.commands.common import open_teacher, teacher_hidden_states, wide_head
 from kdtrain.commands.export import open_student
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.head import SplitModel, split
@@ -100,7 +100,7 @@ class Logits:
         self.out = out
         teacher = open_teacher(read_spec(TEACHER), CPU, "fp32")
         cached = CachedSource(CacheReader(out / "cache", "validation"), CPU, 2048)
-        online = OnlineSource(cached, ask_layers(teacher, CPU, "fp32", ()), wide_head(teacher), False)
+        online = OnlineSource(cached, teacher_hidden_states(teacher, CPU, "fp32", ()), wide_head(teacher), False)
         self.batches = {"cache": cached.read(np.arange(4)), "whole": online.read(np.arange(4))}
 
     def student(self, step: int) -> SplitModel:

@@ -1,12 +1,13 @@
-"""Whether all ranks are about to do the same, asked before the first step.
+"""Checks before the first step that all ranks run the same job.
 
-Each rank reads its own command line, installation, cache and models. On nodes where these differ, a file system that
-lags behind say, ranks would train a mix of two runs to a good end. What they have is compared twice: options and code
-as soon as the ranks are a group, because a rank with other options would take part in other exchanges, and the contents
-of files once they are read. What only one rank needs, or what may differ between nodes, is left out (`OF_A_RANK`).
+Each rank reads its own command line, installation, cache and models. On nodes where these differ, for example because a
+file system lags behind, the ranks would train a mix of two runs without an error. The ranks compare twice: options and
+code as soon as they form a group, because a rank with other options would run other collectives, and the contents of
+files once they are read. Options that one rank alone needs, or that may differ between nodes, are left out
+(`PER_RANK`).
 
-What it gives up: text is compared where it is packed (`cache.writer`), and the bytes of a shard where they are first
-read; here the digest in the cache's manifest, over its tokens and shards, stands for them.
+What it gives up: `cache.writer` compares text when it packs it, and the reader compares the bytes of a shard when it
+first reads it; here the digest in the cache's manifest, over its tokens and shards, stands for them.
 """
 
 import hashlib
@@ -22,66 +23,68 @@ from kdtrain.config import CacheTeacherConfig, DistillConfig, sections
 from kdtrain.errors import UsageError
 from kdtrain.ranks import all_gather_object, process_group, raise_on_all_ranks, reported, world_size
 
-OF_A_RANK = {"config", "json", "num_workers", "device_memory", "rank_timeout", "log_all_ranks"}
+PER_RANK = {"config", "json", "num_workers", "device_memory", "rank_timeout", "log_all_ranks"}
 """Options that may differ between ranks."""
 _SHOWN = 3
 
 
 @contextmanager
 def same_ranks(config: CacheTeacherConfig | DistillConfig, device: torch.device) -> Iterator[None]:
-    """`ranks`, which have the same options and the same code.
+    """Make the ranks a process group in the block, after a check that all have the same options and code.
 
     Raises:
-        UsageError: they have not, with what differs and on which rank.
+        UsageError: they differ; the message names what differs and on which rank.
     """
+    tables = sections(config).values()
+    options = {name: value for table in tables for name, value in table.items() if name not in PER_RANK}
     with process_group(device, config.parallel.rank_timeout):
-        agree(lambda: {**_options(config), **_code()})
+        agree(lambda: {f"--{name.replace('_', '-')}": value for name, value in options.items()} | _code())
         yield
 
 
-def agree(own: Callable[[], Mapping[str, Any]]) -> None:
-    """Refuse to go on where `own`, nested facts by name that JSON can hold, differ between ranks.
+def agree(metadata: Callable[[], Mapping[str, Any]]) -> None:
+    """Refuse a job whose `metadata`, nested values by name that JSON can hold, differs between ranks.
 
-    Every rank must call it; `own` is not called in a process alone, and may take long.
+    Every rank must call it. `metadata` may be slow; a single process does not call it.
 
     Raises:
-        UsageError: on every rank, said by rank 0: what differs, and on which rank.
+        UsageError: on every rank, reported by rank 0: what differs, and on which rank.
     """
     if world_size() == 1:
         return
     with raise_on_all_ranks():
-        facts = dict(_leaves(own()))
-    said = all_gather_object(facts)
-    names = list(dict.fromkeys(name for each in said for name in each))
-    found = [difference for name in names if (difference := _difference(name, [each.get(name) for each in said]))]
-    if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        own = dict(_leaves(metadata()))
+    of_ranks = all_gather_object(own)
+    differences = []
+    for name in dict.fromkeys(name for each in of_ranks for name in each):
+        values = [each.get(name) for each in of_ranks]
+        others = [number for number, value in enumerate(values) if value != values[0]]
+        if others:
+            more = f" (and {len(others) - 1} other ranks differ)" if len(others) > 1 else ""
+            other = f"{_shown(values[others[0]])} on rank {others[0]}{more}"
+            differences.append(f"{name} is {_shown(values[0])} on rank 0 and {other}")
+    if differences:
+        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise reported(
             UsageError(
-                f"the ranks do not run the same: {'; '.join(found[:_SHOWN])}{more}; "
+                f"the ranks do not run the same: {'; '.join(differences[:_SHOWN])}{more}; "
                 "give all of them the same options, files and installation"
             )
         )
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """A digest of a model's weights that costs one pass over the memory, to compare ranks by and nothing else.
+    """A digest of a model's weights in one pass over the memory, used only to compare ranks.
 
-    `models.loading.model_digest` takes seven times as long. Two numbers of a tensor that changed places go unnoticed.
+    `models.loading.model_digest` takes seven times as long. The digest misses two numbers of a tensor that are swapped.
     """
     tensors = model.state_dict().items()
     hashes = {name: int(torch.hash_tensor(each.detach()).view(torch.int64)) for name, each in tensors}
     return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
 
 
-def _options(config: CacheTeacherConfig | DistillConfig) -> dict[str, Any]:
-    tables = sections(config).values()
-    options = {name: value for table in tables for name, value in table.items() if name not in OF_A_RANK}
-    return {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-
-
 def _code() -> dict[str, str]:
-    """A digest of the source of kdtrain, and the versions of what computes."""
+    """A digest of the source of kdtrain, and the versions of the libraries that compute."""
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -99,15 +102,6 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, inner in value.items():
         yield from _leaves(inner, f"{name}.{key}" if name else key)
-
-
-def _difference(name: str, values: list[Any]) -> str | None:
-    """What is said of a fact by its values on all ranks; None where they are equal."""
-    others = [number for number, value in enumerate(values) if value != values[0]]
-    if not others:
-        return None
-    more = f" (and {len(others) - 1} other ranks differ)" if len(others) > 1 else ""
-    return f"{name} is {_shown(values[0])} on rank 0 and {_shown(values[others[0]])} on rank {others[0]}{more}"
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Building caches: a teacher's, and the caches of bare tokens that runs and evaluations make for themselves."""
+"""Builds caches: of a teacher, and the caches of bare tokens that runs and evaluations need."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,21 +28,22 @@ def build_cache(
     config: CacheTeacherConfig,
     spec: ModelSpec,
     teacher: SplitModel,
-    asked: Teacher,
+    forward: Teacher,
     mode: str,
     tokenizer: PreTrainedTokenizerFast,
     *,
     digest: str,
     sharded: bool = False,
 ) -> Manifest | None:
-    """Build the cache of `config`, or what is missing of it, with all ranks; None on those but the first.
+    """Build the missing shards of the cache on all ranks; return its manifest on rank 0, None on the others.
 
     Args:
+        forward: the teacher's logits of tokens.
         digest: of the teacher's weights.
-        sharded: whether the teacher is in parts on the ranks.
+        sharded: whether the teacher is sharded over the ranks.
 
     Raises:
-        UsageError: the folder holds another cache, or the data make no sequence.
+        UsageError: the folder holds another cache, or the data do not fill one sequence.
         RunError: the disk is full or cannot be written.
     """
     codec = config.codec
@@ -52,31 +53,28 @@ def build_cache(
     kept: dict[str, Any] = (
         {"kind": "dense"} if codec.dense else {"kind": "sparse", "top_k": codec.top_k, "num_samples": codec.num_samples}
     )
-    facts = {
+    metadata = {
         "spec": spec.name,
         "weights_digest": digest,
         "dtype": spec.dtype,
         "precision": mode,
         "attention": spec.attention,
     }
-    settings = _settings(config.data, tokenizer, CodecSpec(**kept, vocab_size=width), config.splits())
-    settings = CacheSettings(
-        **{
-            **vars(settings),
-            "teacher": facts,
-            "seed": config.seed,
-            "sequences_per_shard": config.sequences_per_shard,
-        }
+    settings = replace(
+        _settings(config.data, tokenizer, CodecSpec(**kept, vocab_size=width), config.splits()),
+        teacher=metadata,
+        seed=config.seed,
+        sequences_per_shard=config.sequences_per_shard,
     )
     agree(settings.to_json)
-    built = {"batch_size": config.batch_size, "sharded": sharded, "all_ranks": True}
-    return _write(config.out, settings, config.data, tokenizer, asked, **built)
+    options = {"batch_size": config.batch_size, "sharded": sharded, "all_ranks": True}
+    return _write(config.out, settings, config.data, tokenizer, forward, **options)
 
 
 def build_from_logprobs(
     config: CacheTeacherConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerFast, vocab_size: int
 ) -> Manifest | None:
-    """Build the cache of the log-probabilities in `config.from_logprobs`, good at T = 1 only, as `build_cache` does.
+    """Build a cache, valid at T = 1 only, from the log-probabilities in `config.from_logprobs`, as `build_cache` does.
 
     Raises:
         UsageError: the file cannot be read or does not fit the vocabulary, or the folder holds another cache.
@@ -86,15 +84,15 @@ def build_from_logprobs(
     assert path is not None
     codec = CodecSpec(kind="sparse", top_k=config.codec.top_k, vocab_size=vocab_size)
 
-    def kept(split: str) -> Iterator[PackedRow]:
+    def packed_rows(split: str) -> Iterator[PackedRow]:
         for row in logprob_rows(path, split, data.seq_len, codec.top_k):
             if (token := int(row.tokens.max())) >= vocab_size:
                 raise UsageError(
                     f"--from-logprobs {path} has the token {token}, the teacher's vocabulary only {vocab_size}; "
-                    "name the teacher that it is of"
+                    "name the teacher that made the file"
                 )
-            found = keep(row.top_ids, row.top_logprobs, row.label_logprob, codec)
-            yield PackedRow(row.tokens, row.loss_mask, row.segments, found)
+            targets = keep(row.top_ids, row.top_logprobs, row.label_logprob, codec)
+            yield PackedRow(row.tokens, row.loss_mask, row.segments, targets)
 
     with raise_on_all_ranks():
         if not path.is_file():
@@ -110,7 +108,7 @@ def build_from_logprobs(
     return write_cache(
         config.out,
         settings,
-        {split: kept(split) for split in config.splits()},
+        {split: packed_rows(split) for split in config.splits()},
         teacher=None,
         tokenizer=tokenizer,
         batch_size=config.batch_size,
@@ -128,11 +126,11 @@ def build_tokens(
     """Pack text into a cache of bare tokens, in this process alone.
 
     Args:
-        folder: the cache; what an interrupted run left there is resumed.
+        folder: the cache; an interrupted one is resumed.
         data: the text.
-        tokenizer: what makes tokens of it.
-        vocab_size: the logits that will be made over these tokens.
-        splits: how many sequences of which split; train and validation as `data` says when None.
+        tokenizer: turns the text into tokens.
+        vocab_size: the width of the logits of the model that reads these tokens.
+        splits: how many sequences of each split; None: train and validation as in `data`.
     """
     limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
@@ -142,7 +140,7 @@ def build_tokens(
 
 
 def holds_tokens(folder: Path) -> bool:
-    """Whether `folder` is a cache of bare tokens, finished, begun or less than that: it can be made again."""
+    """Whether `folder` is a cache of bare tokens, finished or not: kdtrain can rebuild it."""
     if not folder.is_dir():
         return False
     if holds_nothing(folder):
@@ -183,22 +181,22 @@ def _write(
     settings: CacheSettings,
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
-    asked: Teacher | None,
+    teacher: Teacher | None,
     **options: Any,
 ) -> Manifest | None:
-    # the split asked for is called train in the cache, and validation stands beside it
+    # the cache calls the requested split train, and adds validation
     sources = {
         "train": data.split,
         "validation": "validation" if "train" in settings.sequences else data.split,
     }
     parts = {name: rows(data, sources[name], tokenizer, limit) for name, limit in settings.sequences.items()}
-    with bar("cache" if asked else "tokens", None) as shown:
+    with bar("cache" if teacher else "tokens", None) as shown:
         progress = (lambda done, total: shown.update(done, total=total)) if is_main() else None
         return write_cache(
             folder,
             settings,
             parts,
-            teacher=asked,
+            teacher=teacher,
             tokenizer=tokenizer,
             progress=progress,
             **options,

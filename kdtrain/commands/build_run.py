@@ -1,7 +1,7 @@
-"""The parts of a training run, put together from the options: data, student, teacher, temperature, optimizer, guards.
+"""Builds a training run from its options: data, student, teacher, temperature, optimizer, guards.
 
-Text that does not come from a cache is packed once into a cache of bare tokens inside the run, so that all three read
-the same way, in the same order, in flat memory, and a resume never tokenises again.
+A run without a cache packs its text once into a cache of bare tokens in its own folder. All runs then read in the same
+way and the same order, in constant memory, and a resumed run does not tokenize again.
 """
 
 import os
@@ -15,7 +15,7 @@ from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
 from kdtrain.commands.agreement import agree, weights_digest
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
-from kdtrain.commands.common import ask_layers, check_fits, digest_of, open_teacher, wide_head
+from kdtrain.commands.common import check_fits, digest_of, open_teacher, teacher_hidden_states, wide_head
 from kdtrain.commands.resume import allowing
 from kdtrain.commands.run_folder import deciding
 from kdtrain.config import DistillConfig
@@ -50,41 +50,41 @@ from kdtrain.training.trainer import Trainer
 
 
 def micro_batch(config: DistillConfig) -> int:
-    """Sequences in one forward of a rank.
+    """Return the number of sequences in one forward of a rank.
 
     Raises:
-        UsageError: the ranks cannot share a step out evenly, or cannot be put into rows of `--shard-size`.
+        UsageError: the batch size or `--shard-size` does not fit the number of ranks.
     """
     ranks, batch, micro = world_size(), config.batch_size, config.micro_batch_given
     if (size := config.parallel.shard_size) is not None and ranks % size:
         raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")
     if batch % (ranks * (micro or 1)):
         by = f" x --micro-batch-size {micro}" if micro else ""
-        raise UsageError(f"--batch-size {batch} is no multiple of {ranks} ranks{by}; choose one that is")
+        raise UsageError(f"--batch-size {batch} is not a multiple of {ranks} ranks{by}; choose one that is")
     return micro or batch // ranks
 
 
 def _loading_device(kind: str, device: torch.device) -> torch.device:
-    """Where a model is loaded: one that is cut up may be too large for the device before it is."""
+    """Where a model is loaded: a model that is sharded later may be too large for one device."""
     return torch.device("cpu") if kind == "fsdp" else device
 
 
 LEARNED_RANGE = (2 / 3, 4.0)
-"""Bounds of a learnable T that were left open: far above them T^2 KL rises again, and has no top."""
+"""Default bounds of a learnable T: far above them T^2 KL rises again without limit."""
 
 
 @dataclass(frozen=True)
 class BuiltRun:
-    """A run that has not begun, and what it was made of.
+    """A run that has not started, and its parts.
 
     Args:
-        trainer: its parts; `trainer.config` has the bounds of T filled in, and nothing it writes is open yet.
+        trainer: the run; `trainer.config` has the bounds of T filled in, and its logs are not open yet.
         spec: the student.
-        manifest: the cache (or the run's own cache of tokens) it reads.
-        folder: where that cache lies.
-        plan: how it is spread over ranks.
-        quantised: what is quantised, for the log.
-        hidden: which hidden states are compared, for the log.
+        manifest: of the cache, or of the run's own cache of tokens.
+        folder: that cache.
+        plan: how the run is parallelized.
+        quantised: log lines on what is quantised.
+        hidden: log lines on which hidden states are compared.
     """
 
     trainer: Trainer
@@ -97,23 +97,23 @@ class BuiltRun:
 
     @property
     def parameters(self) -> int:
-        """Of the student, each counted once, over all ranks."""
+        """The student's parameters over all ranks, each counted once."""
         return sum(each.numel() for each in self.trainer.student.model.parameters())
 
     def open(self, init: str | None = None) -> None:
-        """Open what the trainer writes; `init` says where the student's weights come from, as its spec when None."""
+        """Open the trainer's logs; `init` is where the student's weights come from, None: as in its spec."""
         tokenizer = load_tokenizer(self.folder / "tokenizer")
         self.trainer.open(tokenizer, init=init or self.spec.init, samples=self.manifest.codec.num_samples)
 
 
 def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
-    """Put together the run that `config` describes; but for the tokens of `--data`, nothing is written.
+    """Build the run of `config`; writes nothing except the tokens of `--data`.
 
     Args:
-        resuming: whether `config.out` holds this run already.
+        resuming: whether `config.out` already holds this run.
 
     Raises:
-        UsageError: data, cache, student or options do not go together.
+        UsageError: data, cache, student or options do not fit together.
     """
     device = pick_device(config.device)
     free = free_everywhere(device, config.parallel.device_memory)
@@ -124,7 +124,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
             micro = fitting_micro_batch(config, device, free)
         plan = plan_run(replace(config, micro_batch_size=micro), device, free)
     if config.precision.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to repeat itself
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
         torch.use_deterministic_algorithms(True)
     teacher = None
     with raise_on_all_ranks():
@@ -140,9 +140,17 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         config = _with_temperature_bounds(config, manifest)
         has_teacher = teacher is not None or manifest.codec.kind != "tokens"
         if has_teacher:
-            _refuse_objective(config, manifest)
-        lines = [*formats.lines, *_quantize(config, formats, model)]
-        collector = _collector(config, formats, model)
+            _check_objective(config, manifest)
+        lines = list(formats.lines)
+        if formats.choice is not None:
+            skip = {"skip_first": config.precision.quant_skip_first, "skip_last": config.precision.quant_skip_last}
+            head = model.model.get_output_embeddings()
+            lines.append(str(convert(model.model, formats.switch, formats.choice.backend, head=head, **skip)))
+        collector = None
+        if (pattern := config.precision.collect_tensors) is not None:
+            path = config.out / "tensors.h5" if is_main() else None
+            dtype = head_dtype(formats.high) or torch.float32
+            collector = Collector(path, model.model, pattern, config.precision.collect_every, formats.recipe, dtype)
         identity: dict[str, object] = {
             "cache": manifest.digest,
             "options": deciding(config),
@@ -155,11 +163,11 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     total = _total_steps(config, len(readers["train"]))
     compiles = _compiles(config, device)
     compile_mode = None if config.precision.compile_mode == "default" else config.precision.compile_mode
-    if plan.student == "fsdp":  # before the optimizer is made, which holds the parameters
+    if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         compiled = partial(torch.compile, dynamic=False, mode=compile_mode) if compiles else None
-        # what is quantised is quantised from fp32
-        dtype = head_dtype(formats.high) if formats.choice is None else None
-        shard(model, device, dtype=dtype, shard_size=plan.shard_size, compile=compiled)
+        # quantised layers quantise from fp32
+        gathered = head_dtype(formats.high) if formats.choice is None else None
+        shard(model, device, dtype=gathered, shard_size=plan.shard_size, compile=compiled)
     if teacher is not None and plan.teacher == "fsdp":
         shard(teacher, device, shard_size=plan.shard_size)
 
@@ -190,8 +198,8 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         sources[name] = cached
         if teacher is not None:
             layers = hidden.teacher_layers if hidden is not None and name == "train" else ()
-            asked = ask_layers(teacher, device, formats.high, layers)
-            sources[name] = OnlineSource(cached, asked, wide_head(teacher), student.document_mask)
+            forward = teacher_hidden_states(teacher, device, formats.high, layers)
+            sources[name] = OnlineSource(cached, forward, wide_head(teacher), student.document_mask)
     trainer = Trainer(
         config,
         student,
@@ -210,17 +218,6 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     return BuiltRun(trainer, spec, manifest, folder, plan, tuple(lines), described)
 
 
-def _quantize(config: DistillConfig, formats: Formats, model: SplitModel) -> list[str]:
-    """Make the student's linear layers switchable where its formats want it; what was done, for the log."""
-    if formats.choice is None:
-        return []
-    options = config.precision
-    first, last = options.quant_skip_first, options.quant_skip_last
-    head = model.model.get_output_embeddings()
-    done = convert(model.model, formats.switch, formats.choice.backend, head=head, skip_first=first, skip_last=last)
-    return [str(done)]
-
-
 def _adaptive(config: DistillConfig, formats: Formats, total: int) -> Adaptive | None:
     if formats.choice is None or not config.quantization.time_resume:
         return None
@@ -231,17 +228,8 @@ def _adaptive(config: DistillConfig, formats: Formats, total: int) -> Adaptive |
     return Adaptive(PrecisionController(rules), formats.switch, "high-forward" if forward_only else "high")
 
 
-def _collector(config: DistillConfig, formats: Formats, model: SplitModel) -> Collector | None:
-    pattern, every = config.precision.collect_tensors, config.precision.collect_every
-    if pattern is None:
-        return None
-    dtype = head_dtype(formats.high) or torch.float32
-    path = config.out / "tensors.h5" if is_main() else None
-    return Collector(path, model.model, pattern, every, formats.recipe, dtype)
-
-
 def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, resuming: bool) -> Path:
-    """The run's own cache of bare tokens, by the teacher's tokenizer, or by the student's where there is no teacher."""
+    """Build the run's own cache of bare tokens with the teacher's tokenizer, or without a teacher the student's."""
     tokenizer_of = spec if config.teacher is None else read_spec(config.teacher)
     if teacher is not None:
         check_fits(teacher, tokenizer_of.name, config.data.seq_len, config.data.document_mask)
@@ -253,13 +241,13 @@ def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, 
     except UsageError:
         if resuming or not holds_tokens(folder):
             raise
-        set_aside(config.out, folder.name, "left")  # other tokens, of a try that was refused before it became a run
+        set_aside(config.out, folder.name, "left")  # the tokens of an earlier attempt with other options
         build_tokens(folder, config.data, tokenizer, width)
     return folder
 
 
 def _model(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device: torch.device) -> SplitModel:
-    """The student, its weights in fp32, proven to split into backbone and head, and to hold the vocabulary."""
+    """Load the student with fp32 weights, split it into backbone and head, and check it against the cache."""
     named = spec.config is None or "vocab_size" in spec.config
     model = load_student(spec, vocab_size=None if named else manifest.vocab_size, seed=config.seed, device=str(device))
     if config.activation_checkpointing:
@@ -275,7 +263,7 @@ def _model(config: DistillConfig, spec: ModelSpec, manifest: Manifest, device: t
 
 
 def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> DistillConfig:
-    """`config` with the bounds of T that were left open, and a T that the cache is right at."""
+    """Return `config` with default bounds of T; refuse a T outside the range in which the cache is valid."""
     objective = config.objective
     valid = manifest.temperature_range or {"min": 0.25, "max": 20.0}
     low = objective.temperature_min or max(valid["min"], LEARNED_RANGE[0])
@@ -291,17 +279,17 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
         )
     if learnable and valid["min"] == valid["max"]:
         raise UsageError(
-            f"--temperature-mode {objective.temperature_mode} needs more than one T, and the cache is right at T = "
+            f"--temperature-mode {objective.temperature_mode} needs more than one T, and the cache is valid at T = "
             f"{valid['min']:g} only; use --temperature-mode fixed"
         )
     if learnable and not low < objective.temperature < high:
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
     if low == high:
-        return config  # a cache that is right at one T only, and a T that stays there: nothing is to be bounded
+        return config  # the cache is valid at one T only, which is fixed: there are no bounds
     return replace(config, objective=replace(objective, temperature_min=low, temperature_max=high))
 
 
-def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
+def _check_objective(config: DistillConfig, manifest: Manifest) -> None:
     objective, codec = config.objective, manifest.codec
     if objective.distils:
         dense = codec.kind != "sparse"
@@ -309,7 +297,7 @@ def _refuse_objective(config: DistillConfig, manifest: Manifest) -> None:
         if dense and (objective.divergence, objective.temperature_mode) == ("tvd", "adversarial"):
             raise UsageError(
                 "--temperature-mode adversarial cannot be used with --divergence tvd over whole distributions, whose "
-                "loss grows with T without end; use --temperature-mode fixed, another --divergence, or a sparse cache"
+                "loss grows with T without limit; use --temperature-mode fixed, another --divergence, or a sparse cache"
             )
 
 
@@ -323,7 +311,7 @@ def _temperature(config: DistillConfig, total: int) -> Temperature:
         maximum=objective.temperature if high is None else high,
         end=objective.temperature_end,
         schedule=objective.temperature_schedule,
-        total_steps=max(total - 1, 1),  # the last step is number total - 1 and stands at the end of a schedule
+        total_steps=max(total - 1, 1),  # steps count from 0: step total - 1 is the end of the schedule
     )
 
 
@@ -331,7 +319,7 @@ def _total_steps(config: DistillConfig, sequences: int) -> int:
     if config.epochs is not None:
         return max(round(config.epochs * sequences / config.batch_size), 1)
     if config.steps is None and config.checkpoint.override_opt_param_scheduler and config.optimizer.decay_steps:
-        return config.optimizer.warmup_steps + config.optimizer.decay_steps  # a decay alone, from another run's weights
+        return config.optimizer.warmup_steps + config.optimizer.decay_steps  # only a decay, from another run's weights
     return config.steps or 2000
 
 
@@ -339,9 +327,9 @@ def _compiles(config: DistillConfig, device: torch.device) -> bool:
     if not config.precision.compile:
         return False
     if config.guards.nan_hooks == "always":
-        log.info("not compiled: --nan-hooks always looks at every module, which a compiled graph does not know")
+        log.info("not compiled: --nan-hooks always needs the modules, which a compiled graph does not have")
         return False
     reason = why_not_compile(device)
     if reason is not None:
-        log.info("not compiled: %s; the run is slower, and its result the same to rounding", reason)
+        log.info("not compiled: %s; the run is slower, with the same result to rounding", reason)
     return reason is None

@@ -1,4 +1,4 @@
-"""`kdtrain cache-teacher`: run the teacher once over the data and keep what it says, in one process or many ranks."""
+"""`kdtrain cache-teacher`: runs the teacher once over the data and caches its distributions, on one or many ranks."""
 
 import time
 
@@ -8,7 +8,7 @@ from kdtrain.cache.manifest import Manifest
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import build_cache, build_from_logprobs
-from kdtrain.commands.common import ask, check_fits, open_teacher, show, wide_head
+from kdtrain.commands.common import check_fits, open_teacher, show, teacher_logits, wide_head
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
@@ -22,7 +22,7 @@ from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_o
 
 
 def main(config: CacheTeacherConfig) -> int:
-    """Build the cache, or what an interrupted command left to build, and print what it is.
+    """Build the cache, or the rest of an interrupted one, and print its metadata.
 
     Raises:
         UsageError, RunError: as `cache_teacher`.
@@ -37,11 +37,11 @@ def main(config: CacheTeacherConfig) -> int:
 def cache_teacher(config: CacheTeacherConfig) -> Cache:
     """Run a teacher over text and keep its distributions: `kdtrain cache-teacher` as a function.
 
-    The same call again finishes what an interrupted one left.
+    The same call again finishes an interrupted cache.
 
     Raises:
-        UsageError: teacher, data and folder do not go together.
-        RunError: the disk is full or cannot be written, or a rank was lost; what was published stays.
+        UsageError: teacher, data and folder do not fit together.
+        RunError: the disk is full or cannot be written, or a rank was lost; published shards stay.
     """
     setup_logging(quiet=not is_main())
     device = pick_device(config.device)
@@ -53,32 +53,32 @@ def cache_teacher(config: CacheTeacherConfig) -> Cache:
     return Cache(config.out)
 
 
-def _build(config: CacheTeacherConfig, device: torch.device) -> Manifest | None:
-    """The finished cache's manifest; None on ranks but the first."""
+def _build(config: CacheTeacherConfig, device: torch.device) -> None:
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
         spec = read_spec(config.teacher)
         tokenizer = load_tokenizer(spec)
         many = f" in {world_size()} ranks" if world_size() > 1 else ""
     if config.from_logprobs is not None:
-        log.info("caching what %s says of %s into %s%s", config.from_logprobs, spec.name, config.out, many)
-        return build_from_logprobs(config, spec, tokenizer, vocabulary(spec))
+        source = f"the log-probabilities of {spec.name} in {config.from_logprobs}"
+        log.info("caching %s into %s%s", source, config.out, many)
+        build_from_logprobs(config, spec, tokenizer, vocabulary(spec))
+        return
     mode = pick_mode(config.precision, device)
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():
         sharded = shards_teacher(config, spec, mode, free)
-        # one that is cut up may be too large for the device before it is
+        # a teacher that is sharded later may be too large for one device
         teacher = open_teacher(spec, torch.device("cpu") if sharded else device, mode)
         check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
         digest = model_digest(teacher)
-        head = wide_head(teacher).to(device)  # whole on each rank: there is no loss to gather it for
+        head = wide_head(teacher).to(device)  # whole on each rank: no loss gathers it
     if sharded:
         shard(teacher, device)
-    asked = ask(teacher, device, mode, head)
-    parts = ", the teacher in parts" if sharded else ""
-    how = f"{mode} on {device}{many}{parts}"
+    forward = teacher_logits(teacher, device, mode, head)
+    how = f"{mode} on {device}{many}{', the teacher sharded' if sharded else ''}"
     log.info("caching %s over %s into %s (%s)", spec.name, config.data.data, config.out, how)
-    return build_cache(config, spec, teacher, asked, mode, tokenizer, digest=digest, sharded=sharded)
+    build_cache(config, spec, teacher, forward, mode, tokenizer, digest=digest, sharded=sharded)
 
 
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What several commands begin or end with: text as rows, a teacher as a function, a result as a table or as JSON."""
+"""Parts that several commands share: packed text, a teacher as a function, results as a table or as JSON."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ TeacherLayers = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor
 def rows(
     data: DataConfig, split_name: str, tokenizer: PreTrainedTokenizerFast, limit: int | None
 ) -> Iterator[PackedRow]:
-    """The first `limit` packed rows of a split."""
+    """Yield the first `limit` packed rows of a split."""
     assert data.data is not None
     texts = documents(
         data.data,
@@ -50,7 +50,7 @@ def rows(
 
 
 def open_teacher(spec: ModelSpec, device: torch.device, mode: str) -> SplitModel:
-    """A teacher ready to be asked: in evaluation mode, without gradients, split into backbone and head."""
+    """Load a teacher in evaluation mode, without gradients, split into backbone and head."""
     model = load_teacher(spec, str(device))
     teacher = split(model.float() if mode == "fp32" else model)
     if not teacher.fused:
@@ -58,18 +58,18 @@ def open_teacher(spec: ModelSpec, device: torch.device, mode: str) -> SplitModel
     return teacher
 
 
-def ask(teacher: SplitModel, device: torch.device, mode: str, head: OutputHead | None = None) -> Teacher:
-    """tokens_BT, segments_BT | None -> logits_BTV in fp32, without gradients.
+def teacher_logits(teacher: SplitModel, device: torch.device, mode: str, head: OutputHead | None = None) -> Teacher:
+    """Return a function tokens_BT, segments_BT | None -> logits_BTV in fp32, without gradients.
 
-    head: the teacher's, in fp32 and whole, where the teacher itself is cut up by now.
+    head: the teacher's head, in fp32 and whole, where the teacher itself is sharded.
 
-    The head's product ends in fp32: in bf16 a logit of 20 is rounded by up to 0.06 before the softmax sees it.
+    The head's product ends in fp32: bf16 rounds a logit of 20 by up to 0.06 before the softmax.
     """
-    layers, head = ask_layers(teacher, device, mode, ()), head or wide_head(teacher)
+    hidden_states, head = teacher_hidden_states(teacher, device, mode, ()), head or wide_head(teacher)
 
     def forward(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> torch.Tensor:
         with torch.no_grad():
-            hidden_BTD = layers(tokens_BT, segments_BT)[0]
+            hidden_BTD = hidden_states(tokens_BT, segments_BT)[0]
             if head.weight is None or head.weight.dtype == torch.float32:
                 return head(hidden_BTD)
             product_NV = wide_product(rearrange(hidden_BTD, "B T D -> (B T) D"), head.weight)
@@ -80,9 +80,9 @@ def ask(teacher: SplitModel, device: torch.device, mode: str, head: OutputHead |
 
 
 def wide_head(teacher: SplitModel) -> OutputHead:
-    """The teacher's output head without gradients, in fp32; 16-bit weights on a GPU stay as they are.
+    """Return the teacher's output head without gradients, in fp32; 16-bit weights on a GPU keep their dtype.
 
-    There a product of 16-bit numbers has an fp32 result, at a tenth of the price of one of fp32 numbers.
+    A GPU multiplies 16-bit numbers into an fp32 result at a tenth of the price of an fp32 product.
     """
     head = teacher.head
     weight, bias = (None if each is None else each.detach() for each in (head.weight, head.bias))
@@ -90,26 +90,28 @@ def wide_head(teacher: SplitModel) -> OutputHead:
     return dataclasses.replace(head, weight=weight, bias=None if bias is None else bias.float())
 
 
-def ask_layers(teacher: SplitModel, device: torch.device, mode: str, layers: tuple[int, ...]) -> TeacherLayers:
-    """tokens_BT, segments_BT | None -> what `wide_head` takes, [B, T, D], and the outputs of some layers.
+def teacher_hidden_states(
+    teacher: SplitModel, device: torch.device, mode: str, layers: tuple[int, ...]
+) -> TeacherLayers:
+    """Return a function tokens_BT, segments_BT | None -> the input of `wide_head`, [B, T, D], and outputs of `layers`.
 
-    In fp32, or on a GPU in the 16-bit dtype of the head, if the backbone ends in that.
+    In fp32, or on a GPU in the 16-bit dtype of the head if the backbone returns that.
     """
     weight = teacher.head.weight
-    kept = weight.dtype if weight is not None and weight.is_cuda else torch.float32
+    dtype = weight.dtype if weight is not None and weight.is_cuda else torch.float32
 
     def forward(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        asked = tokens_BT.to(device), None if segments_BT is None else segments_BT.to(device)
+        inputs = tokens_BT.to(device), None if segments_BT is None else segments_BT.to(device)
         with torch.no_grad(), autocast(mode, device):
-            hidden_BTD, states = teacher.with_layers(*asked, layers) if layers else (teacher(*asked), [])
+            hidden_BTD, states = teacher.with_layers(*inputs, layers) if layers else (teacher(*inputs), [])
         reshard(teacher)
-        return hidden_BTD if hidden_BTD.dtype == kept else hidden_BTD.float(), states
+        return hidden_BTD if hidden_BTD.dtype == dtype else hidden_BTD.float(), states
 
     return forward
 
 
 def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) -> None:
-    """Refuse sequences longer than a model's positions, and a document mask that it cannot follow."""
+    """Refuse sequences longer than a model's positions, and a document mask that it cannot apply."""
     longest = max_positions(model)
     if longest is not None and seq_len > longest:
         raise UsageError(f"--seq-len {seq_len} is beyond the {longest} positions of {name}; choose at most {longest}")
@@ -118,7 +120,7 @@ def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) 
 
 
 def digest_of(tokenizer: ModelSpec | Path | str | None) -> str | None:
-    """The digest of the tokenizer of a spec, in a folder or on the hub; None where there is a model alone."""
+    """Return the digest of the tokenizer of a spec, in a folder or on the hub; None for a model without one."""
     where = tokenizer.tokenizer or tokenizer.source if isinstance(tokenizer, ModelSpec) else tokenizer
     if where is None or (Path(where).is_dir() and not (Path(where) / "tokenizer.json").is_file()):
         return None
@@ -141,12 +143,12 @@ def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:
 
 
 def literal(text: str, style: str = "") -> Text:
-    """`text` for a table, as it is but for what steers a terminal: a stranger's name may be markup to rich."""
+    """Return `text` for a table without control characters and without markup, which rich would interpret."""
     return Text("\n".join(map(printable, text.split("\n"))), style)
 
 
 def _text(value: Any, inner: bool = False) -> str:
-    """`value` for a cell: one line an entry at the outer level, all on one line inside."""
+    """`value` as a cell: one line for each entry at the outer level, a single line inside."""
     if isinstance(value, Mapping):
         entries = [f"{name}{' ' if inner else ': '}{_text(each, True)}" for name, each in value.items()]
         return f"({', '.join(entries)})" if inner else "\n".join(entries)
@@ -162,7 +164,7 @@ def _text(value: Any, inner: bool = False) -> str:
 
 
 def finite(value: Any) -> Any:
-    """`value` with every number that is not finite as null, which JSON cannot say otherwise."""
+    """Return `value` with null for each non-finite number, which JSON does not have."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

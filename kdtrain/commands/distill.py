@@ -1,4 +1,4 @@
-"""`kdtrain distill`: train a student from a cache, from an online teacher, or by cross-entropy on text."""
+"""`kdtrain distill`: trains a student from a cache, from an online teacher, or by cross-entropy on text."""
 
 import os
 from collections.abc import Iterator
@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.manifest import Manifest
 from kdtrain.commands import dry_run, sanity
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_run import BuiltRun, build_run, micro_batch
 from kdtrain.commands.common import show
 from kdtrain.commands.export import student_at
-from kdtrain.commands.result import how_it_ended, log_outcome, write_result
+from kdtrain.commands.result import log_outcome, run_result, write_result
 from kdtrain.commands.resume import resume_or_start
 from kdtrain.commands.run_folder import (
     TOKENIZER,
@@ -41,22 +40,22 @@ from kdtrain.training.trainer import Trainer
 
 
 def main(config: DistillConfig) -> int:
-    """Train the student of `config` and export it, or try that out; 0 when done or gracefully stopped.
+    """Train the student of `config` and export it, or try the run out; return 0 when done or gracefully stopped.
 
     Raises:
-        UsageError: data, cache, student or options do not go together.
+        UsageError: data, cache, student or options do not fit together.
         RunError: the training failed.
     """
-    tries = sanity.main if config.sanity else dry_run.main if config.dry_run else None
+    trial = sanity.main if config.sanity else dry_run.main if config.dry_run else None
     try:
         with interruptible():
-            if tries is not None:
-                return tries(config)
+            if trial is not None:
+                return trial(config)
             result = distill(config)
-    except KeyboardInterrupt as asked:
-        tried = "interrupted; nothing was left behind"
-        log.info("stopped while not training; the same command resumes" if tries is None else tried)
-        result = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(asked) or "SIGINT"}
+    except KeyboardInterrupt as interrupt:
+        outside = "stopped while not training; the same command resumes"
+        log.info(outside if trial is None else "interrupted; the trial run is removed")
+        result = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(interrupt) or "SIGINT"}
     show(f"distill {config.out}", result, config.json)
     return 0
 
@@ -65,38 +64,45 @@ def distill(config: DistillConfig) -> dict[str, Any]:
     """Train the student of `config` and export it: `kdtrain distill` as a function. The same call again resumes.
 
     Returns:
-        What result.json holds: stop_reason, steps, validation losses in nats a token, the exported student's folder.
+        The contents of result.json: stop_reason, steps, validation losses in nats a token, the exported student's
+        folder.
 
     Raises:
-        UsageError: data, cache, student or options do not go together.
+        UsageError: data, cache, student or options do not fit together.
         RunError: the training failed, or diverged.
     """
     setup_logging(quiet=not is_main())
     with ExitStack() as stack:
         stack.enter_context(same_ranks(config, pick_device(config.device)))
         config = resuming(config, on_main(lambda: restarted(config)))
-        with raise_on_all_ranks():  # what can be refused at once is, before --overwrite moves an earlier run aside
+        with raise_on_all_ranks():  # refuse early, before --overwrite moves an earlier run aside
             read_spec(config.student)
             micro_batch(config)
             require_wandb(config.monitor.wandb_project)
         resumed = stack.enter_context(run_lock(config))
         built = build_run(config, resumed)
         trainer, config = built.trainer, built.trainer.config
-        begun_at = resume_or_start(trainer, resumed)  # before anything is written: what is refused stays as it was
-        _describe(built)
-        stack.enter_context(_failures_written(trainer))
-        built.open(init=None if begun_at is None else "loaded")
+        loaded = resume_or_start(trainer, resumed)  # writes nothing yet, so that a refusal changes nothing
+        _write_metadata(built)
+        stack.enter_context(_result_of_failure(trainer))
+        built.open(init=None if loaded is None else "loaded")
         trainer.writers.hyperparameters(used(config))
-        _announce(built, begun_at)
+        _log_start(built, loaded)
         _fit(trainer)
         if trainer.stopped_by is None:
             log_outcome(trainer)
         trainer.writers.close()
-    return _finish(trainer)
+    stopped_early = trainer.state.progress.stopped is not None
+    result = run_result(trainer, "signal" if trainer.stopped_by else "early-stop" if stopped_early else "done")
+    if trainer.stopped_by is None:
+        on_main(lambda: _export(trainer))
+        result["student"] = str(config.out / "student")
+    write_result(trainer, result)
+    return result
 
 
-def _describe(built: BuiltRun) -> None:
-    """Write into the run's folder what it is, before it begins."""
+def _write_metadata(built: BuiltRun) -> None:
+    """Write config.toml, environment.json and the tokenizer into the run's folder, and open its log."""
     config, student, spec = built.trainer.config, built.trainer.student, built.spec
     metadata = {
         "student": {"name": spec.name, "parameters": built.parameters, "vocab_size": student.model.vocab_size},
@@ -110,55 +116,35 @@ def _describe(built: BuiltRun) -> None:
     }
     on_main(lambda: write_description(config, metadata))
     on_main(lambda: write_tokenizer(config.out, spec, built.folder / "tokenizer"))
-    setup_logging(_log_of(config), quiet=not is_main())
+    of_rank = config.out / f"rank-{rank():05d}.log" if config.parallel.log_all_ranks else None
+    setup_logging(config.out / "train.log" if is_main() else of_rank, quiet=not is_main())
 
 
 @contextmanager
-def _failures_written(trainer: Trainer) -> Iterator[None]:
-    """Write result.json for an error that ends the run, and raise it again, an OSError as a line of its own."""
+def _result_of_failure(trainer: Trainer) -> Iterator[None]:
+    """Write result.json when an error ends the run, print it with `--json`, and turn an OSError into a RunError."""
     try:
         yield
     except UsageError:
         raise
-    except OSError as error:
-        _fail(trainer, error)
-        where, kept = error.filename or trainer.config.out, "published checkpoints are intact"
-        raise RunError(f"{where}: {error.strerror or error}; {kept}{advice(error)}", reason=reason(error)) from None
     except Exception as error:
-        _fail(trainer, error)
+        result = run_result(trainer, reason(error), str(error))
+        with suppress(RunError):  # the error may be a full disk
+            write_result(trainer, result)
+        if trainer.config.json:
+            show("", result, True)
+        if isinstance(error, OSError):
+            where, intact = error.filename or trainer.config.out, "published checkpoints are intact"
+            text = f"{where}: {error.strerror or error}; {intact}{advice(error)}"
+            raise RunError(text, reason=reason(error)) from None
         raise
 
 
-def _log_of(config: DistillConfig) -> Path | None:
-    """The file that this rank's lines go into, if any."""
-    if is_main():
-        return config.out / "train.log"
-    return config.out / f"rank-{rank():05d}.log" if config.parallel.log_all_ranks else None
-
-
-def _fit(trainer: Trainer) -> None:
-    """`Trainer.fit`, and no save left in flight after it, however it ended."""
-    try:
-        trainer.fit()
-    except BaseException as failure:
-        try:
-            trainer.saver.close()
-            trainer.log_published()
-        except (RunError, OSError) as error:
-            log.warning("%s", error)
-            with suppress(OSError):  # the disk is full, say, and the first error is the one to be raised
-                trainer.writers.event("save", trainer.state.progress.step, "error", message=str(error))
-        if out_of_memory(failure):
-            said = "out of memory; lower --micro-batch-size, --batch-size or --seq-len"
-            raise RunError(said, reason="oom") from failure
-        raise
-    trainer.saver.close()
-
-
-def _announce(built: BuiltRun, begun_at: Path | None) -> None:
+def _log_start(built: BuiltRun, loaded: Path | None) -> None:
     trainer, config, student = built.trainer, built.trainer.config, built.trainer.student
-    distils = trainer.has_teacher and config.objective.distils
-    kind = f"distillation from {_teacher_name(config, built.manifest)}" if distils else "cross-entropy"
+    kind = "cross-entropy"
+    if trainer.has_teacher and config.objective.distils:
+        kind = f"distillation from {config.teacher or (built.manifest.settings.teacher or {}).get('spec')}"
     log.info(
         "%s: %s of %s (%s parameters), %d steps of %d x %d tokens, %s on %s",
         config.out,
@@ -179,45 +165,40 @@ def _announce(built: BuiltRun, begun_at: Path | None) -> None:
     enabled = () if trainer.adaptive is None else ("[TimeResume] Adaptive quantization training enabled",)
     for line in (*built.quantised, *enabled, *built.hidden):
         log.info(line)
-    if begun_at is not None:
-        log.info("resuming from %s", begun_at)
-    trainer.writers.event("start" if begun_at is None else "resume", trainer.state.progress.step)
+    if loaded is not None:
+        log.info("resuming from %s", loaded)
+    trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step)
 
 
-def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
-    return config.teacher or str((manifest.settings.teacher or {}).get("spec"))
-
-
-def _finish(trainer: Trainer) -> dict[str, Any]:
-    """Export the best student; what became of the run."""
-    config = trainer.config
-    ended = "signal" if trainer.stopped_by else "early-stop" if trainer.state.progress.stopped else "done"
-    result = how_it_ended(trainer, ended)
-    if trainer.stopped_by is None:
-        on_main(lambda: _export(trainer))
-        result["student"] = str(config.out / "student")
-    write_result(trainer, result)
-    return result
-
-
-def _fail(trainer: Trainer, error: Exception) -> None:
-    """Write and print what became of a run that an error ended; the caller raises it again."""
-    result = how_it_ended(trainer, reason(error), str(error))
-    with suppress(RunError):  # a full disk may be what the error is about
-        write_result(trainer, result)
-    if trainer.config.json:
-        show("", result, True)
+def _fit(trainer: Trainer) -> None:
+    """Run `Trainer.fit`, and finish the last save, however it ends."""
+    try:
+        trainer.fit()
+    except BaseException as failure:
+        try:
+            trainer.saver.close()
+            trainer.log_published()
+        except (RunError, OSError) as error:
+            log.warning("%s", error)
+            with suppress(OSError):  # for example on a full disk: raise the first error
+                trainer.writers.event("save", trainer.state.progress.step, "error", message=str(error))
+        if out_of_memory(failure):
+            text = "out of memory; lower --micro-batch-size, --batch-size or --seq-len"
+            raise RunError(text, reason="oom") from failure
+        raise
+    trainer.saver.close()
 
 
 def _export(trainer: Trainer) -> None:
-    """Write the best student, or the last one where none is best. No other rank takes part."""
+    """Export the best student, or the last one where none is best. Runs on rank 0 only."""
     out, step = trainer.config.out / "student", trainer.state.progress.step
+    has_best = trainer.state.progress.best_step is not None
     student: torch.nn.Module = trainer.student.model
-    if trainer.engine.kind == "fsdp":  # nobody here has all of it
-        path = trainer.store.choose("latest") if trainer.state.progress.best_step is None else _best(trainer)
+    if trainer.engine.kind == "fsdp":  # no rank holds the whole student
+        path = _best(trainer) if has_best else trainer.store.choose("latest")
         checkpoint = load_saved(path)
         student, step = student_at(path, torch.device("cpu")), checkpoint.state["progress"]["step"]
-    elif trainer.state.progress.best_step is not None:
+    elif has_best:
         checkpoint = load_saved(_best(trainer))
         trainer.state.load(checkpoint.tensors, checkpoint.state)
         step = trainer.state.progress.step

@@ -1,13 +1,11 @@
-"""`kdtrain distill --dry-run`: what a run would do, and what it would take, by two steps and a save of the real thing.
+"""`kdtrain distill --dry-run`: the plan of a run and its cost, estimated from two real steps and a real save.
 
-The estimate of time is the second step, which a compiler no longer slows down, times the steps, and the measured cost
-of validations and checkpoints. It leaves out what another process takes of the machine. Memory is the peak of the two
-steps, one validation forward and the save; a longer run adds to it what its log (`mem_delta=`) shows.
+The estimate of time is the number of steps times the second step, which includes no compilation, plus the measured cost
+of validations and checkpoints. It does not foresee other processes on the machine. The estimate of memory is the peak
+of the two steps, one validation forward and the save; the log of a longer run shows what it adds (`mem_delta=`).
 
-A run that is put together, tried and thrown away: what `--dry-run` and `--sanity` begin with.
-
-It lives in a hidden folder beside `--out`, on the disk that the run will be written to, which is removed at the end.
-An earlier run in `--out` is neither read nor touched.
+`trial_run` builds the run for `--dry-run` and `--sanity` in a hidden folder beside `--out`, on the disk of the run, and
+removes that folder at the end. It neither reads nor changes an earlier run in `--out`.
 """
 
 import math
@@ -27,7 +25,7 @@ from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_run import BuiltRun, build_run
 from kdtrain.commands.common import show
 from kdtrain.commands.resume import start_from
-from kdtrain.commands.run_folder import is_run, refuse_changes, refuse_strange
+from kdtrain.commands.run_folder import is_run, refuse_changes, refuse_foreign_files
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError, making
 from kdtrain.files import hidden_folder
@@ -54,11 +52,11 @@ from kdtrain.training.trainer import Trainer, validate
 
 @contextmanager
 def trial_run(config: DistillConfig) -> Iterator[BuiltRun]:
-    """The run of `config` with everything open but nothing trained; all it writes is gone when the block ends.
+    """Build and open the run of `config`, untrained; all its files are removed when the block ends.
 
     Raises:
-        UsageError: data, cache, student or options do not go together, or `--out` holds something that is no run.
-        RunError: nothing can be written beside `--out`.
+        UsageError: data, cache, student or options do not fit together, or `--out` holds something that is not a run.
+        RunError: the folder of `--out` cannot be written.
     """
     silent = replace(config.monitor, tensorboard=False, wandb_project=None, wandb_name=None)
     with same_ranks(config, pick_device(config.device)), _folder(config.out) as folder:
@@ -72,7 +70,7 @@ def trial_run(config: DistillConfig) -> Iterator[BuiltRun]:
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that is there: it tells on which disk `path` will be."""
+    """Return `path` or its nearest existing parent, which is on the disk where `path` will be."""
     path = path.resolve()
     while not path.exists():
         path = path.parent
@@ -81,7 +79,7 @@ def existing(path: Path) -> Path:
 
 @contextmanager
 def _folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out`, the same for all ranks, removed with all that is in it."""
+    """Make a hidden folder beside `out`, the same for all ranks, and remove it with its contents."""
     with ExitStack() as stack:
 
         def make() -> str:
@@ -89,46 +87,46 @@ def _folder(out: Path) -> Iterator[Path]:
                 if out.exists() and not out.is_dir():
                     raise UsageError(f"--out {out} is a file; name a folder")
                 if not is_run(out):
-                    refuse_strange(out)
+                    refuse_foreign_files(out)
                 return str(stack.enter_context(hidden_folder(existing(out.resolve().parent) / out.name)))
 
         yield Path(on_main(make))
-        all_gather_object(None)  # until every rank has read in it what it wants
+        all_gather_object(None)  # a barrier: every rank has finished reading
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A step that was taken, and what it took."""
+class TimedStep:
+    """The time and the numbers of a step."""
 
     seconds: float
     numbers: dict[str, float]
 
 
-def steps(trainer: Trainer, count: int) -> list[Timed]:
+def timed_steps(trainer: Trainer, count: int) -> list[TimedStep]:
     """Take the next steps of a run.
 
     Raises:
-        RunError: loss or gradient are not finite.
+        RunError: the loss or a gradient is non-finite.
     """
-    taken: list[Timed] = []
+    taken: list[TimedStep] = []
     started = time.perf_counter()
     for batches in trainer.feed().steps():
         stop = StopRequest()
         numbers = trainer.step(batches, stop)
         stop.raise_failed()
-        if numbers is None:  # nobody asks this one to stop: half the micro-batch is tried
-            return steps(trainer, count)
+        if numbers is None:  # there are no stop requests here: the micro-batch was halved
+            return timed_steps(trainer, count)
         if numbers.pop("skipped"):
             if trainer.guards.scale.absorbs(math.isfinite(numbers["loss"])):
                 trainer.guards.scale.update(overflowed=True)
                 continue
-            broken = (
+            text = (
                 f"step {len(taken) + 1}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; "
                 "look at the data (kdtrain verify) or lower --lr"
             )
-            raise reported(RunError(broken))
+            raise reported(RunError(text))
         trainer.count(numbers)
-        taken.append(Timed(time.perf_counter() - started, numbers))
+        taken.append(TimedStep(time.perf_counter() - started, numbers))
         if len(taken) == count:
             break
         started = time.perf_counter()
@@ -136,12 +134,12 @@ def steps(trainer: Trainer, count: int) -> list[Timed]:
 
 
 def state_bytes(trainer: Trainer) -> int:
-    """Bytes of the tensors of a checkpoint, once a step was taken: weights, two moments, and little else."""
+    """Bytes of the tensors of a checkpoint after the first step: mostly weights and two moments."""
     return sum(tensor.numel() * tensor.element_size() for tensor in trainer.state.tensors().values())
 
 
 def checkpoints_kept(trainer: Trainer) -> int:
-    """How many checkpoints lie on the disk at most: all tiers full, the best one, and one that is being written."""
+    """Largest number of checkpoints on disk: all tiers full, the best one, and the one in writing."""
     keep = trainer.config.checkpoint
     epochs = trainer.total * trainer.config.batch_size // len(trainer.train_source)
     rolling = min(keep.keep_rolling, len(checkpoint_steps(trainer)))
@@ -150,13 +148,13 @@ def checkpoints_kept(trainer: Trainer) -> int:
 
 
 def checkpoint_steps(trainer: Trainer) -> Sequence[int]:
-    """The steps after which a rolling checkpoint is due."""
+    """The steps with a rolling checkpoint."""
     every = trainer.config.checkpoint.checkpoint_freq
     return sorted({*range(every, trainer.total + 1, every), trainer.total})
 
 
 def saves(trainer: Trainer) -> int:
-    """How often the run is to be saved: rolling checkpoints, epochs', and those of adaptive quantisation's windows."""
+    """How many checkpoints the run writes: rolling ones, epochs', and those of the windows of adaptive quantisation."""
     own, windows = trainer.config.quantization, 0
     size, sequences = trainer.config.batch_size, len(trainer.train_source)
     epochs = {step for step in range(1, trainer.total + 1) if step * size // sequences > (step - 1) * size // sequences}
@@ -166,35 +164,21 @@ def saves(trainer: Trainer) -> int:
     return len(epochs.union(checkpoint_steps(trainer))) + windows
 
 
-def save(trainer: Trainer) -> tuple[float, float]:
-    """Save the run as it would be, and return for how many seconds training stood still and how many it took."""
-    progress = trainer.state.progress
-    started = time.perf_counter()
-    stall = trainer.saver.save(
-        [tiers.rolling_name(progress.step)],
-        progress.step,
-        trainer.state.tensors(),
-        {**trainer.identity, **trainer.state.numbers()},
-    )
-    trainer.saver.wait()
-    return stall, time.perf_counter() - started
-
-
 def main(config: DistillConfig) -> int:
-    """Print the plan of a run and its estimates; nothing stays.
+    """Print the plan of a run and its estimates, and leave nothing on disk.
 
     Raises:
-        UsageError: the run cannot be.
-        RunError: a step or the save failed, as the run would have.
+        UsageError: the run is impossible.
+        RunError: a step or the save fails, as it would in the run.
     """
     setup_logging(quiet=not is_main())
     with trial_run(config) as built:
         if config.checkpoint.load is not None:
             start_from(built.trainer, config.checkpoint.load)
         with raise_on_all_ranks():
-            begins = _begins(config, built.trainer.config)
-        log.info("put together; two steps, a validation forward and a save follow")
-        table = {"run": str(config.out), "begins": begins, **_plan(config, built), **_estimates(config, built.trainer)}
+            start = _start(config, built.trainer.config)
+        log.info("built the run; two steps, a validation forward and a save follow")
+        table = {"run": str(config.out), "begins": start, **_plan(config, built), **_estimates(config, built.trainer)}
     show(f"distill {config.out}, dry run", table, config.json)
     return 0
 
@@ -224,9 +208,13 @@ def _plan(config: DistillConfig, built: BuiltRun) -> dict[str, Any]:
 
 
 def _estimates(config: DistillConfig, trainer: Trainer) -> dict[str, Any]:
-    first, second = steps(trainer, 2)
+    first, second = timed_steps(trainer, 2)
     validation = _validation_seconds(trainer)
-    stall, saving = save(trainer)
+    step, started = trainer.state.progress.step, time.perf_counter()
+    numbers = {**trainer.identity, **trainer.state.numbers()}
+    stall = trainer.saver.save([tiers.rolling_name(step)], step, trainer.state.tensors(), numbers)
+    trainer.saver.wait()
+    saving = time.perf_counter() - started
     size = sum(
         file.stat().st_size for file in trainer.store.folder.rglob("*") if file.is_file() and not file.is_symlink()
     )
@@ -236,7 +224,9 @@ def _estimates(config: DistillConfig, trainer: Trainer) -> dict[str, Any]:
         "validations": len(_validation_steps(trainer)) * validation,
         "checkpoints": saves(trainer) * stall,
     }
-    kept = checkpoints_kept(trainer)
+    kept, device = checkpoints_kept(trainer), trainer.student.device
+    # on a CPU None: other processes use the same memory
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return {
         "loss of the two steps": [round(each.numbers["loss"], 4) for each in (first, second)],
         "seconds": {
@@ -249,8 +239,8 @@ def _estimates(config: DistillConfig, trainer: Trainer) -> dict[str, Any]:
         "tokens_per_second": round(second.numbers["tokens"] / second.seconds, 1),
         "estimated_hours": round(sum(times.values()) / 3600, 4),
         "shares of the time": {name: round(seconds / sum(times.values()), 4) for name, seconds in times.items()},
-        "peak_memory_mb": round(peak_memory_mb(trainer.student.device), 1),
-        "memory of the device (MiB)": _device_memory(trainer.student.device),
+        "peak_memory_mb": round(peak_memory_mb(device), 1),
+        "memory of the device (MiB)": None if memory is None else round(memory / 2**20, 1),
         "checkpoint (MiB)": round(max(size, state_bytes(trainer)) / 2**20, 1),
         "disk for checkpoints (MiB)": round(kept * size / 2**20, 1),
         "disk free (MiB)": round(shutil.disk_usage(existing(config.out)).free / 2**20, 1),
@@ -258,14 +248,14 @@ def _estimates(config: DistillConfig, trainer: Trainer) -> dict[str, Any]:
 
 
 def _sent(trainer: Trainer, plan: Plan) -> float:
-    """GB that a rank sends over a ring in a step, by formula."""
+    """GB that a rank sends over a ring in a step, by its formula."""
     world, student = world_size(), trainer.student.model
     if plan.student != "fsdp":
         return parallelize.ddp([each.shape for each in student.parameters()]).sent(1, world) / 1e9
     layers = layers_of(student)
     inside = {id(each) for layer in layers for each in layer.parameters()}
     sharing = plan.shard_size or world
-    found = parallelize.fsdp(
+    traffic = parallelize.fsdp(
         [[each.shape for each in layer.parameters()] for layer in layers],
         [each.shape for each in student.parameters() if id(each) not in inside],
         sharing=sharing,
@@ -273,13 +263,13 @@ def _sent(trainer: Trainer, plan: Plan) -> float:
         micro_batches=trainer.micros,
         gathered=4 if head_dtype(trainer.student.mode) is None or trainer.student.quantized else 2,
     )
-    return found.sent(sharing, world // sharing) / 1e9
+    return traffic.sent(sharing, world // sharing) / 1e9
 
 
-def _begins(config: DistillConfig, settled: DistillConfig) -> str:
-    """Where the run would begin, by what is in its folder now.
+def _start(config: DistillConfig, complete: DistillConfig) -> str:
+    """Where the run would start, given the present contents of its folder.
 
-    settled: `config` with what was taken from the cache and the machine, as the run keeps it.
+    complete: `config` with the values that depend on cache and machine, as the run saves it.
     """
     if config.checkpoint.resume == "never" or not is_run(config.out):
         return "anew" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
@@ -293,7 +283,7 @@ def _begins(config: DistillConfig, settled: DistillConfig) -> str:
         if name is None:
             return "anew"
         path = store.path(name)
-    refuse_changes(read_saved(path)["options"], replace(settled, out=config.out), path.name)
+    refuse_changes(read_saved(path)["options"], replace(complete, out=config.out), path.name)
     return f"at {path.name}"
 
 
@@ -313,19 +303,10 @@ def _validation_steps(trainer: Trainer) -> list[int]:
 
 
 def _validation_seconds(trainer: Trainer) -> float:
-    """Seconds of a whole validation, by those of one forward of each rank."""
+    """Seconds of a whole validation, extrapolated from one forward on each rank."""
     most = trainer.validation_batches
     forwards = math.ceil(min(math.ceil(len(trainer.validation_source) / trainer.micro), most) / world_size())
     started = time.perf_counter()
-    found = validate(trainer.student.eval(), trainer.validation_source, micro=trainer.micro, batches=1)
+    validate(trainer.student.eval(), trainer.validation_source, micro=trainer.micro, batches=1)
     trainer.engine.reshard()
-    if found is None:
-        raise RunError("the validation was stopped")
     return forwards * (time.perf_counter() - started)
-
-
-def _device_memory(device: torch.device) -> float | None:
-    """MiB that a GPU has; None on a CPU, whose memory others use as well."""
-    if device.type != "cuda":
-        return None
-    return round(torch.cuda.get_device_properties(device).total_memory / 2**20, 1)

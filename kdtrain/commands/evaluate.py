@@ -1,7 +1,8 @@
-"""`kdtrain evaluate`: a student against text and, where one is given, against a teacher.
+"""`kdtrain evaluate`: measures a student against text and, where one is given, against a teacher.
 
-Loss and perplexity are of the text; KL, agreement and acceptance are of the teacher, exact with an online teacher or
-a dense cache and over head and tail bucket with a sparse one (a lower bound of KL, an upper bound of acceptance).
+Loss and perplexity compare with the text; KL, agreement and acceptance with the teacher. These are exact with an online
+teacher or a dense cache. A sparse cache gives them over its top-k and tail bucket: a lower bound of KL, an upper bound
+of acceptance.
 """
 
 import math
@@ -16,7 +17,7 @@ import torch
 from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.commands.build_cache import build_tokens
-from kdtrain.commands.common import ask_layers, check_fits, digest_of, open_teacher, show, wide_head
+from kdtrain.commands.common import check_fits, digest_of, open_teacher, show, teacher_hidden_states, wide_head
 from kdtrain.commands.export import open_student
 from kdtrain.config import EvaluateConfig
 from kdtrain.errors import RunError, UsageError
@@ -36,7 +37,7 @@ def main(config: EvaluateConfig) -> int:
     """Print loss, perplexity, KL, agreement, calibration and acceptance of the student.
 
     Raises:
-        UsageError: student, teacher and data do not go together.
+        UsageError: student, teacher and data do not fit together.
         RunError: the loss is non-finite.
     """
     setup_logging()
@@ -69,7 +70,7 @@ def main(config: EvaluateConfig) -> int:
             raise RunError(f"--student {config.student} has a loss of {loss}; look at its weights")
         result: dict[str, Any] = {"student": config.student, "sequences": len(source), **summary(metrics)}
     if config.json:
-        result["calibration"] = calibration(metrics)  # 45 numbers are for programs
+        result["calibration"] = calibration(metrics)  # 45 numbers, too many for the table
     show(f"evaluate {config.student}", result, config.json)
     return 0
 
@@ -78,7 +79,7 @@ def main(config: EvaluateConfig) -> int:
 def _source(
     config: EvaluateConfig, tokenizer: Path | str | None, device: torch.device, mode: str, vocab_size: int
 ) -> Iterator[tuple[Source, Manifest]]:
-    """What the student is measured on: a split of a cache, or text packed into a folder that is gone afterwards."""
+    """Yield the data to measure on: a split of a cache, or text packed into a temporary folder."""
     if config.cache is not None:
         reader = CacheReader(config.cache, config.data.split)
         yield CachedSource(reader, device, vocab_size), reader.manifest
@@ -88,8 +89,8 @@ def _source(
         spec = read_spec(config.teacher)
         teacher = open_teacher(spec, device, mode)
         check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
-        own, asked = digest_of(tokenizer), digest_of(spec)
-        if own is not None and asked is not None and own != asked:
+        own, theirs = digest_of(tokenizer), digest_of(spec)
+        if own is not None and theirs is not None and own != theirs:
             raise UsageError(f"--student {config.student} and --teacher {spec.name} have different tokenizers")
         tokenizer = tokenizer or spec.tokenizer or spec.source
     if tokenizer is None:
@@ -102,6 +103,6 @@ def _source(
         cached = CachedSource(reader, device, vocab_size)
         source: Source = cached
         if teacher is not None:
-            ask = ask_layers(teacher, device, mode, ())
-            source = OnlineSource(cached, ask, wide_head(teacher), config.data.document_mask)
+            forward = teacher_hidden_states(teacher, device, mode, ())
+            source = OnlineSource(cached, forward, wide_head(teacher), config.data.document_mask)
         yield source, reader.manifest

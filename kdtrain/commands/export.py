@@ -1,4 +1,4 @@
-"""`kdtrain export`: a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
+"""`kdtrain export`: writes a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 
 from kdtrain.checkpoint.store import Store, is_checkpoint, problem
 from kdtrain.commands.common import show
-from kdtrain.commands.result import ended
+from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, options_of, refuse_no_folder
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError, refuse_no_path
@@ -21,7 +21,7 @@ def main(config: ExportConfig) -> int:
     """Write the student of a run's checkpoint into `config.out`.
 
     Raises:
-        UsageError: there is no such run or checkpoint, or `config.out` holds something.
+        UsageError: there is no such run or checkpoint, or `config.out` is not empty.
         RunError: the checkpoint is damaged.
     """
     setup_logging()
@@ -32,22 +32,19 @@ def main(config: ExportConfig) -> int:
         raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
     path = _checkpoint(config.run, config.checkpoint)
     student = student_at(path, torch.device("cpu"))
-    folder = tokenizer_of_run(_run_of(path))
+    run = _run_of(path)
+    folder = tokenizer_of_run(run)
     if folder is None:
-        log.warning(
-            "exported without a tokenizer: %s holds none, and its cache is gone; copy the teacher's into %s",
-            *(_run_of(path), out),
-        )
+        text = "exported without a tokenizer: %s holds none, and its cache is gone; copy the teacher's into %s"
+        log.warning(text, run, out)
     tokenizer = None if folder is None else tokenizer_files(folder)
     state = read_saved(path)
     step = state["progress"]["step"]
-    end = ended(_run_of(path))
-    if end is not None and end["error"] is not None:
-        log.warning(
-            "%s ended with an error (%s): this is its student of step %d", _run_of(path), end["stop_reason"], step
-        )
+    result = read_result(run)
+    if result is not None and result["error"] is not None:
+        log.warning("%s ended with an error (%s): this is its student of step %d", run, result["stop_reason"], step)
     aside = export_model(student, tokenizer, out, dtype=config.dtype, origin={"cache": state["cache"], "step": step})
-    out = out if out.exists() else out.resolve()  # nul/../x, where there is no nul
+    out = out if out.exists() else out.resolve()  # missing/../x
     if aside:
         log.warning("%s held more than an export, and is now %s", out, aside)
     parameters = sum(each.numel() for each in student.parameters())
@@ -60,16 +57,16 @@ def main(config: ExportConfig) -> int:
 
 
 def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | str | None]:
-    """The student that `name` means, and where its tokenizer is, if anywhere.
+    """Load a student, and return it with the place of its tokenizer, or None.
 
     Args:
         name: a run (its best checkpoint, or the newest where none is best), a checkpoint, or a model spec.
-        device: where it is put.
+        device: the student's device.
     """
     path = Path(name)
     if is_checkpoint(path.resolve()):
-        if (wrong := problem(path)) is not None:
-            raise RunError(f"checkpoint {path} is damaged: {wrong}")
+        if (damage := problem(path)) is not None:
+            raise RunError(f"checkpoint {path} is damaged: {damage}")
         return student_at(path.resolve(), device), tokenizer_of_run(_run_of(path.resolve()))
     if is_run(path):
         return student_at(_checkpoint(path, "best"), device), tokenizer_of_run(path)
@@ -78,12 +75,12 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
 
 
 def student_at(path: Path, device: torch.device) -> SplitModel:
-    """The student of a checkpoint folder, built from what the checkpoint says of it."""
+    """Build the student of a checkpoint folder from the architecture and weights in the checkpoint."""
     checkpoint = load_saved(path)
-    described = checkpoint.state["student"]
+    saved = checkpoint.state["student"]
     generation = checkpoint.state.get("generation")
     try:
-        student = split(model_of("its student", described["architecture"], described["attention"], generation))
+        student = split(model_of("its student", saved["architecture"], saved["attention"], generation))
     except UsageError as error:
         raise UsageError(f"checkpoint {path}: {error}") from error
     own = student.state_dict()
@@ -98,12 +95,12 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
         if entry not in own or (own[entry].shape, own[entry].dtype) != (value.shape, value.dtype)
     ]:
         raise RunError(
-            f"checkpoint {path} does not fit student {described['name']}: "
+            f"checkpoint {path} does not fit student {saved['name']}: "
             f"{sorted(unknown)[0]} is unknown, or of another shape or type"
         )
-    filled = {own[entry].data_ptr() for entry in weights}  # a tied weight is kept under one of its names
+    filled = {own[entry].data_ptr() for entry in weights}  # a tied weight is saved under one name
     if missing := [entry for entry, value in own.items() if value.data_ptr() not in filled]:
-        raise RunError(f"checkpoint {path} lacks {missing[0]} of student {described['name']}")
+        raise RunError(f"checkpoint {path} lacks {missing[0]} of student {saved['name']}")
     with torch.no_grad():
         for entry, value in weights.items():
             own[entry].copy_(value)
@@ -111,7 +108,7 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
 
 
 def tokenizer_of_run(run: Path) -> Path | None:
-    """Where the tokenizer of a run's student lies: in the run, or in its cache; None where it is gone."""
+    """Return the tokenizer folder of a run's student, in the run or in its cache; None where it is gone."""
     options = options_of(run)
     if options is None:
         return None
@@ -122,9 +119,9 @@ def tokenizer_of_run(run: Path) -> Path | None:
 
 
 def _checkpoint(run: Path, wanted: str) -> Path:
-    """The folder of a run's checkpoint; `best` falls back to the newest where validation never marked one."""
+    """The folder of a run's checkpoint; `best` means the newest where no checkpoint is best."""
     if not is_run(run):
-        raise UsageError(f"{run} is no run; give a folder that kdtrain distill wrote")
+        raise UsageError(f"{run} is not a run; give a folder that kdtrain distill wrote")
     store = Store(run / "checkpoints")
     if wanted == "best" and not (store.folder / "best").exists():
         wanted = "latest"

@@ -1,5 +1,6 @@
-"""`kdtrain inspect`: a cache, a run or a checkpoint as a table, or what this machine can do."""
+"""`kdtrain inspect`: shows a cache, a run or a checkpoint as a table, or the capabilities of this machine."""
 
+import contextlib
 import os
 import platform
 import stat
@@ -14,7 +15,7 @@ from kdtrain.cache.manifest import check_sizes, read_manifest
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import MANIFEST, Store, problem
 from kdtrain.commands.common import show
-from kdtrain.commands.result import ended
+from kdtrain.commands.result import read_result
 from kdtrain.commands.verify import kind_of
 from kdtrain.config import InspectConfig
 from kdtrain.errors import RunError, UsageError
@@ -60,20 +61,16 @@ def hardware() -> dict[str, Any]:
         "torch.compile": "yes" if compile_reason is None else f"no: {compile_reason}",
         "torch": torch.__version__,
     }
-    table |= _formats(torch.device("cuda") if torch.cuda.is_available() else cpu)
+    best = torch.device("cuda") if torch.cuda.is_available() else cpu
+    table |= {f"{each.mode} by {each.backend}": str(each) for each in capabilities(best)}
     if not torch.cuda.is_available():
         return {**table, "cuda": "no: torch finds no CUDA device"}
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
-        facts = torch.cuda.get_device_properties(number)
+        properties = torch.cuda.get_device_properties(number)
         bf16 = "bf16" if has_bf16(device) else "no bf16"
-        table[f"cuda:{number}"] = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {bf16}"
+        table[f"cuda:{number}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}"
     return table
-
-
-def _formats(device: torch.device) -> dict[str, str]:
-    """Which back end gives which format of few bits: real, emulated or not at all, and why."""
-    return {f"{each.mode} by {each.backend}": str(each) for each in capabilities(device)}
 
 
 def _cache(path: Path) -> dict[str, Any]:
@@ -103,7 +100,7 @@ def _cache(path: Path) -> dict[str, Any]:
 
 
 def _tail_rule(codec: CodecSpec) -> str | None:
-    """Which rule `distill` reads the cache by, and which one it could; None where there is no tail."""
+    """The default tail rule of `distill` for this cache, and its alternative; None without a tail."""
     if codec.kind != "sparse":
         return None
     used = resolve_tail("ghost", codec.num_samples)
@@ -111,7 +108,7 @@ def _tail_rule(codec: CodecSpec) -> str | None:
 
 
 def _with_lines(table: dict[str, Any]) -> dict[str, Any]:
-    """The table of a cache with its fidelity as lines a temperature; the numbers themselves are for `--json`."""
+    """The table of a cache with its fidelity as text, by temperature; `--json` prints the numbers."""
     fidelity = table["fidelity"]
     if not fidelity:
         return table
@@ -128,12 +125,12 @@ def _with_lines(table: dict[str, Any]) -> dict[str, Any]:
     return rows
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    """KL(full || cache), then for each tail rule its gradient against the full one."""
-    bucket, spread = found["kl_bucket"], found["kl_spread"]
+def _lines(fidelity: dict[str, Any]) -> list[str]:
+    """KL(full || cache), then the gradient of each tail rule against the full one."""
+    bucket, spread = fidelity["kl_bucket"], fidelity["kl_spread"]
     lines = [f"KL(full || cache): {bucket:.2g} (tail as one bucket), {spread:.3f} (spread evenly)"]
     lines.append("angle to the full gradient x norm ratio, of tokens and of their mean:")
-    for rule, each in found["gradient"].items():
+    for rule, each in fidelity["gradient"].items():
         token, mean = (f"{each[f'{of}_angle']:.1f}° x {each[f'{of}_norm']:.3g}" for of in ("token", "mean"))
         lines.append(f"{rule}: {token}, mean {mean}")
     return lines
@@ -142,10 +139,14 @@ def _lines(found: dict[str, Any]) -> list[str]:
 def _run(path: Path) -> dict[str, Any]:
     store = Store(path / "checkpoints")
     environment = path / "environment.json"
-    entries, end = store.entries(), ended(path)
+    entries, result = store.entries(), read_result(path)
+    try:
+        student = read_json(environment, dict[str, Any])["student"]
+    except (OSError, ValueError, KeyError):
+        student = f"{environment.name} cannot be read"
     return {
-        "student": _student(environment),
-        "ended": None if end is None else {**end},
+        "student": student,
+        "ended": None if result is None else {**result},
         "exported": str(path / "student") if (path / "student").is_dir() else None,
         **{link: target for link in tiers.LINKS if (target := store.linked(link)) is not None},
         "checkpoints": {entry.name: _row(store, entry) for entry in entries},
@@ -155,70 +156,57 @@ def _run(path: Path) -> dict[str, Any]:
 
 
 def _aside(path: Path) -> dict[str, Any]:
-    """What lies beside and inside a run or a cache because it was moved aside: MiB by path, and in all."""
+    """Files and folders that were set aside beside and inside a run or a cache: MiB by path, and in all."""
     folders = [path, path / "checkpoints", path / "shards"]
-    found = [each for each in aside_in(path.parent) if each.name.startswith(f"{path.name}.")]
-    found += [each for folder in folders for each in aside_in(folder)]
-    if not found:
+    aside = [each for each in aside_in(path.parent) if each.name.startswith(f"{path.name}.")]
+    aside += [each for folder in folders for each in aside_in(folder)]
+    if not aside:
         return {}
-    table = {os.path.relpath(each, path): _mib([each]) for each in found}
-    return {"set aside (MiB)": {**table, "in all": _mib(found)}}
+    table = {os.path.relpath(each, path): _mib([each]) for each in aside}
+    return {"set aside (MiB)": {**table, "in all": _mib(aside)}}
 
 
 def _mib(paths: list[Path]) -> float:
-    """MiB of files and folders; what has several names counts once, and no link is followed."""
+    """MiB of files and folders; a file with several names counts once, and links are not followed."""
     sizes: dict[tuple[int, int], int] = {}
     for path in paths:
         for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
-            fact = each.lstat()
-            if not stat.S_ISDIR(fact.st_mode):
-                sizes[fact.st_dev, fact.st_ino] = fact.st_size
+            status = each.lstat()
+            if not stat.S_ISDIR(status.st_mode):
+                sizes[status.st_dev, status.st_ino] = status.st_size
     return round(sum(sizes.values()) / 2**20, 1)
 
 
-def _written(path: Path) -> str | None:
-    """When a checkpoint was written, in local time."""
-    try:
-        seconds = (path / MANIFEST).stat().st_mtime
-    except OSError:
-        return None
-    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
-
-
-def _student(environment: Path) -> Any:
-    try:
-        return read_json(environment, dict[str, Any])["student"]
-    except (OSError, ValueError, KeyError):
-        return f"{environment.name} cannot be read"
-
-
 def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
-    """A checkpoint in a line: `loss` is the last training loss, `best_loss` the best validation's until then.
+    """The row of a checkpoint: `loss` is the last training loss, `best_loss` the lowest validation loss until then.
 
-    `validation_loss` is its own, where its step was measured.
+    `validation_loss` is that of its own step, if it was validated; `written` is in local time.
     """
     path = store.path(entry.name)
     progress: dict[str, Any] = {}
-    if (wrong := problem(path)) is None:
+    if (damage := problem(path)) is None:
         try:
             progress = read_saved(path)["progress"]
         except RunError as error:
-            wrong = str(error)
+            damage = str(error)
+    written = None
+    with contextlib.suppress(OSError):
+        written = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
     return {
         "step": entry.step if entry.step >= 0 else None,
         "loss": progress.get("loss"),
         "validation_loss": progress.get("last_loss") if progress.get("validated_step") == entry.step else None,
         "best_loss": progress.get("best_loss"),
-        "written": _written(path),
+        "written": written,
         "tier": tiers.tier(entry.name),
         "MiB": _mib([path]),
-        "verdict": f"damaged: {wrong}" if wrong else "ok",
+        "verdict": f"damaged: {damage}" if damage else "ok",
     }
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    if (wrong := problem(path)) is not None:
-        return {"verdict": f"damaged: {wrong}"}
+    if (damage := problem(path)) is not None:
+        return {"verdict": f"damaged: {damage}"}
     checkpoint = load_saved(path)
     numbers = sum(tensor.numel() for tensor in checkpoint.tensors.values())
     return {

@@ -1,4 +1,4 @@
-"""How a run ended: `result.json`, which is also what `distill --json` prints."""
+"""The result of a run: `result.json`, which `distill --json` also prints."""
 
 import contextlib
 import json
@@ -19,8 +19,8 @@ class _Event(TypedDict):
     level: str
 
 
-class Ended(TypedDict):
-    """What other commands read of it."""
+class Result(TypedDict):
+    """The entries of result.json that other commands read."""
 
     stop_reason: str
     error: str | None
@@ -28,8 +28,8 @@ class Ended(TypedDict):
     steps: int
 
 
-class _Other(TypedDict):
-    """What is read of the result of another run."""
+class _OtherResult(TypedDict):
+    """The entries that a run compares with its own."""
 
     objective: str
     cache: str
@@ -38,8 +38,8 @@ class _Other(TypedDict):
     best_validation_loss: float
 
 
-def how_it_ended(trainer: Trainer, reason: str, error: str | None = None) -> dict[str, Any]:
-    """What became of the run, by the names of `result.json`: losses in nats a token, None where nothing is known."""
+def run_result(trainer: Trainer, reason: str, error: str | None = None) -> dict[str, Any]:
+    """Return the contents of `result.json`: losses in nats a token, None where there is no value."""
     progress, config = trainer.state.progress, trainer.config
     distils = trainer.has_teacher and config.objective.distils
     best, plain = progress.best_loss, _plain_cross_entropy(trainer)
@@ -68,7 +68,7 @@ def how_it_ended(trainer: Trainer, reason: str, error: str | None = None) -> dic
         "better_than_cross_entropy": _below(best, None if plain is None else plain[1]),
         "rollbacks": progress.rollbacks,
         "skipped_steps": progress.skips,
-        "warnings": _warnings(config.out),
+        "warnings": _count_warnings(config.out),
         "cache": trainer.identity["cache"],
         "student_name": _student_name(trainer),
         "student": None,
@@ -82,41 +82,41 @@ def how_it_ended(trainer: Trainer, reason: str, error: str | None = None) -> dic
 
 
 def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
-    """Publish it in the run's folder, on rank 0; what a run that has ended took stays when it is started again.
+    """Publish result.json in the run's folder, on rank 0. Starting a finished run again keeps its seconds and tokens.
 
-    RunError: the folder cannot be written.
+    Raises:
+        RunError: the folder cannot be written.
     """
-    if is_main() and not (trainer.tokens == 0 and _told(trainer.config.out, result)):
-        publish_text(trainer.config.out / RESULT, json.dumps(finite(result), indent=1) + "\n", "trainer.result")
+    if not is_main():
+        return
+    out, before = trainer.config.out, read_result(trainer.config.out)
+    end = result["stop_reason"], result["step"]
+    if trainer.tokens or before is None or (before["stop_reason"], before["step"]) != end:
+        publish_text(out / RESULT, json.dumps(finite(result), indent=1) + "\n", "trainer.result")
 
 
-def ended(out: Path) -> Ended | None:
-    """How the run in a folder ended; None where nothing is known."""
+def read_result(out: Path) -> Result | None:
+    """Return the result of the run in a folder; None without a valid result.json."""
     try:
-        return read_json(out / RESULT, Ended)
+        return read_json(out / RESULT, Result)
     except (OSError, ValueError):
         return None
 
 
-def _told(out: Path, result: dict[str, Any]) -> bool:
-    before = ended(out)
-    return before is not None and (before["stop_reason"], before["step"]) == (result["stop_reason"], result["step"])
-
-
 def log_outcome(trainer: Trainer) -> None:
-    """Warn of a student that is not better than it began, or than plain cross-entropy."""
+    """Warn when the student is no better than at its start, or than a student of plain cross-entropy."""
     progress = trainer.state.progress
     first, last, best, number = progress.first_loss, progress.last_loss, progress.best_loss, progress.best_step
     if first is None or last is None or best is None:
         return
     if last > first or best >= first:
         what = "ended worse than it began" if last > first else "is no better than it began"
-        losses = f"validation loss {first:.4f}, at the end {last:.4f}; exported is that of step {number}, {best:.4f}"
+        losses = f"validation loss {first:.4f}, at the end {last:.4f}; the export is of step {number}, {best:.4f}"
         trainer.writers.warning("no-gain", progress.step, f"the student {what}: {losses}")
     if (plain := _plain_cross_entropy(trainer)) is not None and best >= plain[1]:
-        there = f"{plain[1]:.4f}, that of plain cross-entropy on this cache in {plain[0]}"
+        other = f"{plain[1]:.4f}, that of plain cross-entropy on this cache in {plain[0]}"
         trainer.writers.warning(
-            "no-gain", progress.step, f"the student's validation loss {best:.4f} is not below {there}"
+            "no-gain", progress.step, f"the student's validation loss {best:.4f} is not below {other}"
         )
 
 
@@ -125,30 +125,30 @@ def _below(loss: float | None, other: float | None) -> bool | None:
 
 
 def _student_name(trainer: Trainer) -> str:
-    described: Any = trainer.identity["student"]
-    return str(described["name"])
+    student: Any = trainer.identity["student"]
+    return str(student["name"])
 
 
 def _plain_cross_entropy(trainer: Trainer) -> tuple[str, float] | None:
-    """The best run beside this one that trained the same student by cross-entropy, on as many tokens of the same cache.
+    """Folder and loss of the best sibling run of the same student by cross-entropy, on as many tokens of this cache.
 
-    Its loss; None where there is none, and for a run by cross-entropy.
+    None without such a run, and for a run by cross-entropy.
     """
     if not (trainer.has_teacher and trainer.config.objective.distils):
         return None
-    found: list[tuple[float, str]] = []
+    runs: list[tuple[float, str]] = []
     for path in sorted(trainer.config.out.parent.glob(f"*/{RESULT}")):
         with contextlib.suppress(OSError, ValueError):
-            other = read_json(path, _Other)
-            theirs = other["cache"], other["student_name"], other["tokens"]
-            same = theirs == (trainer.identity["cache"], _student_name(trainer), trainer.state.progress.tokens)
+            other = read_json(path, _OtherResult)
+            job = other["cache"], other["student_name"], other["tokens"]
+            same = job == (trainer.identity["cache"], _student_name(trainer), trainer.state.progress.tokens)
             if same and other["objective"] == "cross-entropy":
-                found.append((other["best_validation_loss"], str(path.parent)))
-    return min(found)[::-1] if found else None
+                runs.append((other["best_validation_loss"], str(path.parent)))
+    return min(runs)[::-1] if runs else None
 
 
-def _warnings(out: Path) -> dict[str, int]:
-    """How many warnings of each kind the run has had, over all its starts."""
+def _count_warnings(out: Path) -> dict[str, int]:
+    """The number of warnings of each kind, over all starts of the run."""
     counts: Counter[str] = Counter()
     with contextlib.suppress(OSError, ValueError), open_regular(out / "events.jsonl") as file:
         for line in iter(lambda: file.readline(SMALL), b""):

@@ -1,4 +1,4 @@
-"""Where a run begins: at a checkpoint of its own, at one of another run, or anew."""
+"""Decides where a run starts: at its own checkpoint, at one of another run, or from the beginning."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,38 +15,38 @@ from kdtrain.training.state import Progress, load_saved
 from kdtrain.training.trainer import Trainer
 
 _KINDS = {"temperature": ("temperature_mode",), "hidden": ("hidden_loss", "hidden_layers")}
-"""Parts of the state that other options give other entries."""
+"""Parts of the state whose entries depend on these options."""
 
 
 def resume_or_start(trainer: Trainer, resumed: bool) -> Path | None:
-    """Take over the checkpoint the run begins at, and return its folder; None where it begins anew.
+    """Load the checkpoint at which the run starts, and return its folder; None for a run from the beginning.
 
-    A run that has a checkpoint of its own goes on from it, whatever `--load` says: that was its beginning.
+    A run with a checkpoint of its own resumes from it and ignores `--load`, which was its start.
 
     Raises:
-        UsageError: the checkpoint is of another student, cache or teacher, or of other options.
-        RunError: the checkpoint that was asked for is damaged.
+        UsageError: the checkpoint belongs to another student, cache, teacher or other options.
+        RunError: the named checkpoint is damaged.
     """
-    wanted = trainer.config.checkpoint
-    if resumed or wanted.resume not in ("auto", "never"):
+    options = trainer.config.checkpoint
+    if resumed or options.resume not in ("auto", "never"):
         path = _resume(trainer)
         if path is not None:
             return path
-    return None if wanted.load is None else start_from(trainer, wanted.load)
+    return None if options.load is None else start_from(trainer, options.load)
 
 
 def _resume(trainer: Trainer) -> Path | None:
-    """Take over the checkpoint that `--resume` names; None where `auto` finds none."""
-    wanted = trainer.config.checkpoint.resume
-    found = on_main(lambda: _find(trainer, wanted))
+    """Load the checkpoint that `--resume` names; None where `auto` finds none."""
+    name = trainer.config.checkpoint.resume
+    found = on_main(lambda: _find(trainer, name))
     if found is None:
         return None
     path = Path(found)
     with raise_on_all_ranks():
         checkpoint = load_saved(path, trainer.state.like)
         refuse_changes(checkpoint.state["options"], trainer.config, path.name)
-        _refuse_strange(trainer, checkpoint, path, ("cache", "student", "teacher"))
-        _take_over(trainer, checkpoint, path)
+        _refuse_other(trainer, checkpoint, path, ("cache", "student", "teacher"))
+        _load(trainer, checkpoint, path)
     trainer.student.temperature.set_step(max(trainer.state.progress.step - 1, 0))
     progress = trainer.state.progress
     if progress.step > trainer.total:
@@ -54,61 +54,56 @@ def _resume(trainer: Trainer) -> Path | None:
             UsageError(f"{path.name} is beyond --steps {trainer.total}; raise --steps or name another --out")
         )
     if progress.stopped is not None and not trainer.config.stopping.early_stopping:
-        log.info("the early stop (%s) is put aside by --no-early-stopping", progress.stopped)
+        log.info("--no-early-stopping cancels the early stop (%s)", progress.stopped)
         progress.stopped = None
     if progress.decay_from is not None and not trainer.config.stopping.early_stopping:
-        log.info("the decay that a plateau began at step %d is put aside: --early-stopping is off", progress.decay_from)
+        log.info("--no-early-stopping cancels the decay that a plateau began at step %d", progress.decay_from)
         progress.decay_from = None
         if trainer.adaptive is not None:
             trainer.adaptive.controller.begin_decay(None)
     own = path.parent == trainer.store.folder.resolve()
     at = (progress.step, progress.rollbacks) if own else (-1, 0)
-    if wanted != "auto" and (left := on_main(lambda: trainer.store.set_aside_after(*at))):
-        log.info("set aside %s, which this run goes back behind", ", ".join(left))
-    # with auto, what is later is damaged, and stays to be looked at
+    # with auto, later checkpoints are damaged; they stay for inspection
+    if name != "auto" and (later := on_main(lambda: trainer.store.set_aside_after(*at))):
+        log.info("set aside %s, which are later than the checkpoint of this run", ", ".join(later))
     if own:
         trainer.published = (progress.step, progress.validated_step)
         trainer.relink_best()  # a kill may have come between the checkpoint and its link
         return trainer.store.folder / path.name
-    progress.best_loss = progress.best_step = progress.first_loss = None  # they are of the other run's checkpoints
+    progress.best_loss = progress.best_step = progress.first_loss = None  # those of the other run's checkpoints
     on_main(lambda: trainer.store.remove_link("best"))
     return path
 
 
-def _take_over(trainer: Trainer, checkpoint: Checkpoint, path: Path, **how: Any) -> None:
+def _load(trainer: Trainer, checkpoint: Checkpoint, path: Path, **options: Any) -> None:
     try:
-        trainer.state.load(checkpoint.tensors, checkpoint.state, **how)
+        trainer.state.load(checkpoint.tensors, checkpoint.state, **options)
     except RunError as error:
         raise RunError(f"{path}: {error}") from error
 
 
 def _find(trainer: Trainer, wanted: str) -> str | None:
-    """The checkpoint to go on from; None where `auto` finds none."""
+    """The checkpoint to resume from; None where `auto` finds none."""
     if wanted != "auto":
         return str(trainer.store.choose(wanted))
     name, damaged = trainer.store.newest_valid()
     for text in damaged:
         warn_early("damaged-checkpoint", text)
-    if name is None:
-        _set_aside(trainer)
-        return None
-    return str(trainer.store.path(name).resolve())
-
-
-def _set_aside(trainer: Trainer) -> None:
-    text = f"NO VALID CHECKPOINT in {trainer.store.folder}: STARTING ANEW"
-    if damaged := trainer.store.set_aside_damaged():
-        text += f"; renamed the damaged ones {', '.join(damaged)}; nothing was deleted"
+    if name is not None:
+        return str(trainer.store.path(name).resolve())
+    text = f"NO VALID CHECKPOINT in {trainer.store.folder}: STARTING FROM THE BEGINNING"
+    if renamed := trainer.store.set_aside_damaged():
+        text += f"; renamed the damaged ones {', '.join(renamed)}; nothing was deleted"
     warn_early("no-valid-checkpoint", text)
+    return None
 
 
 def start_from(trainer: Trainer, path: Path) -> Path:
-    """Take over weights, moments, temperature and place in the data of another run's checkpoint.
+    """Load weights, moments, temperature and the place in the data from another run's checkpoint.
 
-    With `--override-opt-param-scheduler` the schedule starts at step 0 of its own; without it the other run's goes on.
+    With `--override-opt-param-scheduler` the schedule starts at step 0; otherwise it continues that of the other run.
     """
-    wanted = trainer.config.checkpoint
-    anew = wanted.override_opt_param_scheduler
+    restart = trainer.config.checkpoint.override_opt_param_scheduler
     with raise_on_all_ranks():
         if not path.is_dir():
             raise UsageError(
@@ -118,19 +113,25 @@ def start_from(trainer: Trainer, path: Path) -> Path:
             raise UsageError(f"--load {path} is a run; name one of its checkpoints, such as {path}/checkpoints/best")
         path = trainer.store.choose(str(path.resolve()))
         checkpoint = load_saved(path, trainer.state.like)
-        _refuse_strange(trainer, checkpoint, path, ("student",))
-        _say_what_differs(trainer, checkpoint)
-        saved = checkpoint.state["options"]
-        if not anew and (different := changes(saved, trainer.config, only="optimizer")):
+        _refuse_other(trainer, checkpoint, path, ("student",))
+        saved, same_data = checkpoint.state["options"], checkpoint.state["cache"] == trainer.identity["cache"]
+        changed = [each for each in changes(saved, trainer.config) if not each.startswith(("--load", "--override"))]
+        if changed:
+            log.info("unlike the loaded run: %s", ", ".join(changed))
+        if not same_data:
+            warn_early("other-cache", "the loaded run read another cache; this one is read from its beginning")
+        if not restart and (different := changes(saved, trainer.config, only="optimizer")):
             raise UsageError(
                 f"{path} was trained with another schedule: {', '.join(different)}; give the same, "
                 "or add --override-opt-param-scheduler to start a new one"
             )
-        leave = [part for part, names in _KINDS.items() if _differ(saved, trainer.config, names)]
-        _take_over(trainer, checkpoint, path, leave=leave, memory=not anew)
-    progress, same_data = trainer.state.progress, checkpoint.state["cache"] == trainer.identity["cache"]
-    cursor = progress.sequences if same_data and _same_order(checkpoint, trainer.config) else 0
-    if anew:
+        names = {each.split()[0] for each in changes(saved, trainer.config, only="objective")}
+        leave = [part for part, own in _KINDS.items() if names & {f"--{name.replace('_', '-')}" for name in own}]
+        _load(trainer, checkpoint, path, leave=leave, memory=not restart)
+    progress = trainer.state.progress
+    same_order = saved.get("run", {}).get("seed") == trainer.config.seed
+    cursor = progress.sequences if same_data and same_order else 0
+    if restart:
         trainer.state.progress = Progress(sequences=cursor, epoch=cursor // len(trainer.train_source))
     else:
         progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
@@ -140,40 +141,23 @@ def start_from(trainer: Trainer, path: Path) -> Path:
             trainer.adaptive.controller.forget_buffer()
             trainer.state.snapshots.clear()
         if progress.step >= trainer.total:
-            leaves = f"{path} is at step {progress.step}, and --steps {trainer.total} leaves none; raise --steps"
-            raise reported(UsageError(leaves))
+            text = f"{path} is at step {progress.step}, and --steps {trainer.total} leaves none; raise --steps"
+            raise reported(UsageError(text))
     trainer.student.temperature.set_step(max(trainer.state.progress.step - 1, 0))
-    log.info("weights and moments are those of %s; the data goes on at sequence %d", path, cursor)
+    log.info("weights and moments are those of %s; the data starts at sequence %d", path, cursor)
     return path
 
 
-def _differ(saved: dict[str, Any], config: DistillConfig, names: tuple[str, ...]) -> bool:
-    changed = changes(saved, config, only="objective")
-    return any(each.startswith(f"--{name.replace('_', '-')} ") for name in names for each in changed)
-
-
-def _same_order(checkpoint: Checkpoint, config: DistillConfig) -> bool:
-    return bool(checkpoint.state["options"].get("run", {}).get("seed") == config.seed)
-
-
-def _say_what_differs(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    saved = checkpoint.state["options"]
-    if different := [each for each in changes(saved, trainer.config) if not each.startswith(("--load", "--override"))]:
-        log.info("unlike the loaded run: %s", ", ".join(different))
-    if checkpoint.state["cache"] != trainer.identity["cache"]:
-        warn_early("other-cache", "the loaded run read another cache; this one is read from its beginning")
-
-
-def _refuse_strange(trainer: Trainer, checkpoint: Checkpoint, path: Path, what: tuple[str, ...]) -> None:
-    for each in what:
-        with allowing(each, trainer.config):
-            if checkpoint.state[each] != trainer.identity[each]:
-                raise UsageError(f"{path} was trained with another {each}; give that one, or name another --out")
+def _refuse_other(trainer: Trainer, checkpoint: Checkpoint, path: Path, parts: tuple[str, ...]) -> None:
+    for part in parts:
+        with allowing(part, trainer.config):
+            if checkpoint.state[part] != trainer.identity[part]:
+                raise UsageError(f"{path} was trained with another {part}; give that one, or name another --out")
 
 
 @contextmanager
 def allowing(name: str, config: DistillConfig) -> Iterator[None]:
-    """Turn a refusal inside into a warning where `--allow-mismatch NAME` was given, and say so where it was not."""
+    """Turn a refusal inside into a warning with `--allow-mismatch NAME`, and mention that option without it."""
     try:
         yield
     except UsageError as error:

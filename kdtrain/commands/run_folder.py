@@ -1,12 +1,13 @@
-"""The folder of a run: whose it is, whether to resume it, and what is written beside the checkpoints.
+"""The folder of a run: whether it holds a run, whether to resume it, its lock, and the files beside the checkpoints.
 
-One launch at a time works in it: rank 0 holds a lock on the file `.training` there for all ranks, from before the
-folder is looked at until the end. The lock ends with its process, so that what a kill leaves keeps nobody out. A rank 0
-that torchrun starts anew may come before the system has released the lock of the one before it, on a node that was lost
-for example, and waits for that.
+One launch at a time uses the folder: rank 0 holds a lock on the file `.training` for all ranks, from before it reads
+the folder until the end. The lock ends with its process, so that a killed run does not block the next one. When
+torchrun restarts rank 0, the system may not have released the lock of the previous attempt yet, for example after a
+node is lost; the new attempt waits for it.
 """
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import platform
@@ -15,7 +16,6 @@ import sys
 import typing
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -71,19 +71,19 @@ FREE = {
     },
     "parallel": {"parallel", "teacher_parallel", "shard_size", "device_memory", "log_all_ranks", "rank_timeout"},
 }
-"""Options that may differ when a run resumes; every other one would make it another run."""
+"""Options that may change when a run resumes; all others decide its result."""
 
 TOKENIZER = "tokenizer"
-"""The folder of the tokenizer that the student is exported with."""
+"""The folder of the tokenizer for the exported student."""
 _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if dataclasses.is_dataclass(each.type))}
-"""Of config.toml."""
+"""The tables of config.toml."""
 
 LOCK = ".training"
-"""What a launch holds while it works in the folder: see `run_lock`."""
+"""The lock file: see `run_lock`."""
 _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+|\.(config\.toml|environment\.json)\.[0-9a-f]{{12}}\.tmp")
-"""What a kill leaves of an attempt that did not become a run, beside its tokens."""
+"""Files, besides tokens, that an attempt leaves when it dies before it becomes a run."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
-"""The links that a run makes itself."""
+"""The links that a run makes."""
 
 LIBRARIES = (
     "kdtrain",
@@ -99,7 +99,7 @@ LIBRARIES = (
 
 
 def holds_run(config: DistillConfig) -> bool:
-    """Whether there is an earlier run in `config.out`.
+    """Return whether `config.out` holds an earlier run.
 
     Raises:
         UsageError: the folder holds something that is not a run, or a run that `--resume never` would overwrite.
@@ -108,7 +108,7 @@ def holds_run(config: DistillConfig) -> bool:
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; name a folder")
     if not is_run(out):
-        refuse_strange(out)
+        refuse_foreign_files(out)
         return False
     if config.checkpoint.resume == "never" and not config.checkpoint.overwrite:
         raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
@@ -116,49 +116,57 @@ def holds_run(config: DistillConfig) -> bool:
 
 
 def claim_folder(config: DistillConfig) -> bool:
-    """Whether an earlier run in `config.out` is to be resumed; one that is not is moved aside.
+    """Return whether to resume an earlier run in `config.out`; with `--resume never` move it aside.
 
     Raises:
-        UsageError: as `holds_run`, or the user declined.
+        UsageError: as `holds_run`, or the user declines.
     """
     if not holds_run(config):
         return False
+    out = config.out
     if config.checkpoint.resume == "never":
-        _move_aside(config.out)
+        real = out.resolve()
+        log.info("the earlier run was moved to %s", set_aside(real.parent, real.name, "old"))
         return False
-    refuse_links(config.out, _LINKS)
-    for path in (config.out / name for name in _LINKS):
+    refuse_links(out, _LINKS)
+    for path in (out / name for name in _LINKS):
         if path.exists() and not path.is_symlink():
             raise UsageError(f"{path} is not a link, and the run needs that name for one; move it away")
-    return _agreed(config)
+    explicit = config.checkpoint.auto_resume or config.checkpoint.resume != "auto"
+    if explicit or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    print(f"{out} holds an earlier run. Resume it? [Y/n] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() in ("", "y", "yes"):
+        return True
+    raise UsageError(f"--out {out} holds a run; name another folder, or use --resume never --overwrite")
 
 
 def restarted(config: DistillConfig) -> bool:
-    """Whether torchrun has started these processes anew, to resume what they began; rank 0 decides for all."""
+    """Whether torchrun has restarted this launch, which then resumes its own run; rank 0 decides for all."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.checkpoint.resume == "auto":
         return False
     try:
-        begun = read_json(config.out / "environment.json", dict[str, Any]).get("launch")
+        launched_by = read_json(config.out / "environment.json", dict[str, Any]).get("launch")
     except (OSError, ValueError):
         return False
-    return begun is not None and begun == launch()
+    return launched_by is not None and launched_by == launch()
 
 
-def resuming(config: DistillConfig, wanted: bool) -> DistillConfig:
-    """`config`, or, where it is `wanted`, one that resumes from its newest checkpoint whatever `--resume` says."""
-    if not wanted:
+def resuming(config: DistillConfig, restarted: bool) -> DistillConfig:
+    """Return `config`; after a restart by torchrun, one that resumes from the newest checkpoint."""
+    if not restarted:
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
 
 
 def launch() -> str | None:
-    """What tells one torchrun from another; None without one."""
+    """Identify this launch of torchrun; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return None if name is None else f"{name} {os.environ.get('MASTER_ADDR')} {os.getppid()}"
 
 
 class RunOptions(TypedDict):
-    """Options of a run that other commands need."""
+    """The options of a run that other commands need."""
 
     student: str
     cache: NotRequired[str | None]
@@ -177,7 +185,7 @@ class _Libraries(TypedDict):
 
 
 class _Environment(TypedDict):
-    """What `write_description` writes into environment.json, as far as it shows that kdtrain did."""
+    """The entries of environment.json by which kdtrain recognizes its own file."""
 
     python: str
     platform: str
@@ -185,7 +193,7 @@ class _Environment(TypedDict):
 
 
 _recovered: set[Path] = set()
-"""Runs whose lost options this process has logged."""
+"""Runs for which this process has logged that config.toml is lost."""
 
 
 def is_run(folder: Path) -> bool:
@@ -194,10 +202,10 @@ def is_run(folder: Path) -> bool:
 
 
 def options_of(folder: Path) -> RunOptions | None:
-    """The options of a run; None where `folder` is not a run.
+    """Return the options of a run; None where `folder` is not a run.
 
-    They stand in its config.toml. Where that is lost or garbled, those in the newest valid checkpoint stand for them.
-    A config.toml alone may be a file of the user's, for `--config`, and shows nothing.
+    They are in its config.toml or, where that is lost or unreadable, in the newest valid checkpoint. A config.toml
+    alone does not make a run: it may be the user's own file for `--config`.
     """
     options = reason = None
     try:
@@ -211,29 +219,29 @@ def options_of(folder: Path) -> RunOptions | None:
     if name is None or options is not None:
         return options if name else None
     try:
-        found = typed(read_saved(store.path(name))["options"].get("run"), RunOptions)
+        saved = typed(read_saved(store.path(name))["options"].get("run"), RunOptions)
     except ValueError as error:
         raise RunError(f"{store.path(name)}/state.json is not what a run writes: options.run: {error}") from error
     if folder.resolve() not in _recovered:
         _recovered.add(folder.resolve())
         text = f"{folder / 'config.toml'} {reason}; the options of the run are those in its checkpoint {name}"
         warn_early("lost-config", text)
-    return found
+    return saved
 
 
-def refuse_strange(out: Path) -> None:
-    """Refuse a folder with anything in it but what an attempt of `distill` left that did not become a run."""
-    strange = sorted(path.name for path in out.iterdir() if not _LEFT.fullmatch(path.name)) if out.is_dir() else []
-    if "data" in strange and holds_tokens(out / "data"):
-        strange.remove("data")
-    if "environment.json" in strange and _is_environment(out / "environment.json"):
-        strange.remove("environment.json")
-    if strange:
-        raise UsageError(f"--out {out} holds something that is no run ({strange[0]}); name another folder")
+def refuse_foreign_files(out: Path) -> None:
+    """Refuse a folder that holds anything except the files of an attempt that did not become a run."""
+    foreign = sorted(path.name for path in out.iterdir() if not _LEFT.fullmatch(path.name)) if out.is_dir() else []
+    if "data" in foreign and holds_tokens(out / "data"):
+        foreign.remove("data")
+    if "environment.json" in foreign and _is_environment(out / "environment.json"):
+        foreign.remove("environment.json")
+    if foreign:
+        raise UsageError(f"--out {out} holds something that is not a run ({foreign[0]}); name another folder")
 
 
 def make(out: Path) -> list[Path]:
-    """`make_folder`, for a folder that is written to."""
+    """Make a folder, check that it is writable, and return the folders made."""
     made = make_folder(out)
     if not os.access(out, os.W_OK):
         raise RunError(f"--out {out} cannot be written: permission denied; make the folder writable")
@@ -241,32 +249,15 @@ def make(out: Path) -> list[Path]:
 
 
 def refuse_no_folder(out: Path) -> None:
-    """Refuse what `make` cannot make, and leave nothing behind."""
+    """Refuse a path where `make` cannot make a folder, and leave nothing behind."""
     with making(out):
-        there = out.exists()
-    if not there:
+        exists = out.exists()
+    if not exists:
         remove_empty(make(out))
 
 
-def _agreed(config: DistillConfig) -> bool:
-    """Whether to resume: asked on a terminal, yes elsewhere."""
-    asked_for = config.checkpoint.auto_resume or config.checkpoint.resume != "auto"
-    if asked_for or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return True
-    print(f"{config.out} holds an earlier run. Go on with it? [Y/n] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() in ("", "y", "yes"):
-        return True
-    raise UsageError(f"--out {config.out} holds a run; name another folder, or use --resume never --overwrite")
-
-
-def _move_aside(out: Path) -> None:
-    out = out.resolve()
-    aside = set_aside(out.parent, out.name, "old")
-    log.info("the earlier run was moved to %s", aside)
-
-
 def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
-    """The options that decide the result of a run, by section."""
+    """Return the options that decide the result of a run, by section."""
     return {
         section: {name: value for name, value in table.items() if name not in FREE.get(section, set())}
         for section, table in sections(config).items()
@@ -274,9 +265,9 @@ def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
 
 
 def changes(saved: dict[str, Any], config: DistillConfig, only: str | None = None) -> list[str]:
-    """The deciding options that differ from `saved`, in words; an option that did not exist yet had its default.
+    """Describe the deciding options that differ from `saved`; an option that is missing there had its default.
 
-    only: the one section that is looked at.
+    only: the one section to compare.
     """
     return [
         f"--{name.replace('_', '-')} (was {before}, now {value})"
@@ -294,7 +285,7 @@ def _default(section: str, name: str) -> Any:
 
 
 def refuse_changes(saved: dict[str, Any], config: DistillConfig, checkpoint: str) -> None:
-    """Refuse to resume a run whose deciding options were others in a checkpoint, by name."""
+    """Refuse to resume from a checkpoint with other deciding options, and name them."""
     if changed := changes(saved, config):
         raise UsageError(
             f"{config.out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "
@@ -303,36 +294,42 @@ def refuse_changes(saved: dict[str, Any], config: DistillConfig, checkpoint: str
 
 
 def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
-    """The options by section, without those of text where the run reads a cache, which has its own."""
+    """Return the options by section, without those of text if the run reads a cache, which has its own."""
     return {section: table for section, table in sections(config).items() if section != "data" or config.cache is None}
 
 
-def write_description(config: DistillConfig, facts: dict[str, Any]) -> None:
+def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
     """Write `environment.json` and `config.toml` (as `--config` reads it) into the run.
 
-    What stands there and is not as kdtrain writes it is the user's, and is moved aside.
+    A file of that name that kdtrain did not write is the user's, and is moved aside.
     """
+    versions: dict[str, str | None] = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "libraries": {name: _version(name) for name in LIBRARIES},
-        **facts,
+        "libraries": versions,
+        **metadata,
     }
-    # The environment comes first: it shows that kdtrain wrote the folder, and a configuration alone shows nothing.
+    # The environment comes first: it marks the folder as kdtrain's, which a configuration alone does not.
     for name, is_own, text in (
         ("environment.json", _is_environment, json.dumps(environment, indent=1) + "\n"),
         ("config.toml", _is_written, to_toml(used(config))),
     ):
         if (config.out / name).exists() and not is_own(config.out / name):
             aside = set_aside(config.out, name, "old")
-            log.info("%s was not as kdtrain writes it, and was moved to %s", config.out / name, aside)
+            log.info("%s was not written by kdtrain, and was moved to %s", config.out / name, aside)
         publish_text(config.out / name, text, f"run.{name.partition('.')[0]}")
 
 
 def _is_environment(path: Path) -> bool:
-    """Whether a file is what `write_description` writes into environment.json."""
+    """Whether `write_description` wrote this environment.json."""
     try:
         return bool(read_json(path, _Environment))
     except (OSError, ValueError):
@@ -340,19 +337,19 @@ def _is_environment(path: Path) -> bool:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether a file is what `write_description` writes into config.toml: every section, and no comments."""
+    """Whether `write_description` wrote this config.toml: it has every section, and no comments."""
     try:
         tables = typed(read_toml(path), dict[str, dict[str, Any]])
         return tables.keys() in (_SECTIONS, _SECTIONS - {"data"}) and to_toml(tables) == read_text(path)
-    except (OSError, ValueError, TypeError):  # a date, which JSON does not have
+    except (OSError, ValueError, TypeError):  # TypeError: a date, which JSON does not have
         return False
 
 
 def write_tokenizer(out: Path, student: ModelSpec, cached: Path) -> None:
-    """Keep in the run what the student is exported with, unless it is there: the cache may be gone by then.
+    """Copy the tokenizer for the export into the run, unless it is there: the cache may be gone by then.
 
-    The student's own tokenizer, with the chat template of the one in the folder `cached` where it has none; and that
-    one where the student comes without a tokenizer, or with another than its tokens were made with.
+    It is the student's own, with the chat template of the one in the folder `cached` if it has none; or the one in
+    `cached` if the student has no tokenizer, or another one than its training tokens.
     """
     target = out / TOKENIZER
     if target.is_dir():
@@ -369,61 +366,53 @@ def write_tokenizer(out: Path, student: ModelSpec, cached: Path) -> None:
 
 
 def to_toml(tables: dict[str, dict[str, Any]]) -> str:
-    """`tables` as TOML; an option that is None is left out, since TOML has no word for it."""
+    """Return `tables` as TOML, without options that are None, which TOML does not have."""
     lines = []
     for section, table in tables.items():
         lines.append(f"[{section}]")
-        lines += [f"{name} = {_toml(value)}" for name, value in table.items() if value is not None and name != "config"]
+        for name, value in table.items():
+            if value is not None and name != "config":
+                # JSON is TOML, except for surrogate pairs, which TOML does not have, and DEL, which it escapes
+                text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+                lines.append(f"{name} = {text}")
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml(value: Any) -> str:
-    """`value` as TOML: JSON, but for surrogate pairs, which TOML does not know, and DEL, which it escapes."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 HANDOVER = 120.0
-"""Seconds that a launch waits for an earlier attempt of its own: a file server gives up a lost node after 90 or so."""
+"""Seconds that a launch waits for its own earlier attempt: a file server gives up a lost node after about 90."""
 
 
 @contextmanager
 def run_lock(config: DistillConfig) -> Iterator[bool]:
-    """Keep other launches out of `config.out` for as long as the block runs; whether an earlier run is resumed.
+    """Keep other launches out of `config.out` during the block; yield whether an earlier run is resumed.
 
-    Every rank must enter it; the folder is claimed on rank 0. One that is made for it and stays empty is removed.
+    Every rank must enter it; rank 0 claims the folder. A folder that it makes and that stays empty is removed.
 
     Raises:
-        UsageError: another process is training there, no folder can be there, or `claim_folder` refuses it.
-        RunError: it cannot be written.
+        UsageError: another process trains there, the folder cannot be made, or `claim_folder` refuses it.
+        RunError: the folder is not writable.
     """
-    with ExitStack() as held:
-        yield on_main(lambda: _enter(config, held))
 
-
-def _enter(config: DistillConfig, held: ExitStack) -> bool:
-    with making(config.out):
-        holds_run(config)  # what is refused stays as it was
-        _lock(config.out, held)
-        if resumes := claim_folder(config):
-            sweep(config.out)
-        if not config.out.exists():  # an earlier run was moved aside, and the file that is locked went with it
+    def enter() -> bool:
+        with making(config.out):
+            holds_run(config)  # a refusal changes nothing
             _lock(config.out, held)
-        return resumes
+            if resumes := claim_folder(config):
+                sweep(config.out)
+            if not config.out.exists():  # an earlier run was moved aside together with the lock file
+                _lock(config.out, held)
+            return resumes
+
+    with ExitStack() as held:
+        yield on_main(enter)
 
 
 def _lock(out: Path, held: ExitStack) -> None:
-    """Hold a folder, which is made where it was not there, until `held` ends."""
+    """Make the folder if necessary, and lock it until `held` ends."""
     held.callback(remove_empty, make(out))
     message = f"another process is training in {out}; wait for it, or name another --out"
-    # what the attempts of one launch have in common; empty without torchrun
-    identity = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    name = (launch() or "") if identity == "none" else identity
+    # the same for all attempts of one launch; empty without torchrun
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    name = (launch() or "") if run_id == "none" else run_id
     held.callback(Lock(out / LOCK, message, name, HANDOVER).release)

@@ -1,12 +1,11 @@
-"""`kdtrain distill --sanity`: the checks a careful researcher does by hand before a long run, with a verdict each.
+"""`kdtrain distill --sanity`: the checks that a careful researcher does by hand before a long run, each with a verdict.
 
-`ok`: as it should be. `look`: it is not, or it need not be; the note says what it may mean. `-`: nothing is to be
-expected here, the number is told. The limits are rules of thumb; docs/monitoring.md says where each comes from.
+`ok`: as expected. `look`: unexpected; docs/monitoring.md says what it may mean. `-`: there is no expectation. The
+limits are rules of thumb; docs/monitoring.md gives the source of each.
 
-What a careful researcher measures by hand before a long run: of a student that has not been trained yet.
-
-Each function measures one thing of a `Student` and a batch, in eager mode and without dropout, and leaves the
-student as it was, but for `overfit`, which trains it. What the numbers should be is said by `commands/sanity.py`.
+The first half of this file measures: each function takes an untrained `Student` and a batch, runs in eager mode without
+dropout, and leaves the student unchanged, except `overfit`, which trains it. The second half compares the measurements
+with what is expected.
 
 Shape suffixes: B sequences, T tokens, N tokens (B*T), D width, V vocabulary, K kept entries.
 """
@@ -32,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.commands.build_run import BuiltRun
 from kdtrain.commands.common import literal, show
-from kdtrain.commands.dry_run import checkpoints_kept, existing, state_bytes, steps, trial_run
+from kdtrain.commands.dry_run import checkpoints_kept, existing, state_bytes, timed_steps, trial_run
 from kdtrain.config import DistillConfig, OptimizerConfig
 from kdtrain.data import order
 from kdtrain.models.loading import model_digest
@@ -48,18 +47,18 @@ from kdtrain.training.state import make_optimizer
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer, validate
 
-_NOTHING = 1e-6
-"""A unit that moves less than this part of what the median unit of its layer moves does not move."""
+_DEAD_RANGE = 1e-6
+"""A unit is dead if its range is below this share of the median range of its layer."""
 
 
 def entropy_floor(batches: Sequence[CachedBatch], document_mask: bool) -> float:
-    """The lowest mean cross-entropy, nats a token, that any model can have on these sequences.
+    """Return the lowest mean cross-entropy, nats a token, that any model can have on these sequences.
 
-    It has learned them by heart, and errs only where the same tokens from the start of a sequence (of a document, where
-    documents are kept apart) are followed by different ones: the entropy of the next token given all before it.
+    It is the entropy of the next token given all tokens before it: a model that has memorized the sequences errs only
+    where different tokens follow the same prefix of a sequence (or of a document, with a document mask).
     """
     followers: dict[int, Counter[int]] = defaultdict(Counter)
-    places: dict[tuple[int, int], int] = {}  # a tree of prefixes: (place before, token) -> place
+    places: dict[tuple[int, int], int] = {}  # a tree of prefixes: (place of the prefix, token) -> place
     for batch in batches:
         for row_T, mask_T, segments_T in zip(
             batch.tokens.tolist(), batch.loss_mask.tolist(), batch.segments.tolist(), strict=True
@@ -72,9 +71,9 @@ def entropy_floor(batches: Sequence[CachedBatch], document_mask: bool) -> float:
                 if counts:
                     followers[place][row_T[at + 1]] += 1
     nats, tokens = 0.0, 0
-    for counted in followers.values():
-        total = sum(counted.values())
-        nats -= sum(count * math.log(count / total) for count in counted.values())
+    for follower in followers.values():
+        total = sum(follower.values())
+        nats -= sum(count * math.log(count / total) for count in follower.values())
         tokens += total
     return nats / max(tokens, 1)
 
@@ -82,9 +81,9 @@ def entropy_floor(batches: Sequence[CachedBatch], document_mask: bool) -> float:
 def overfit(
     student: Student, optimizer: torch.optim.Optimizer, batches: Sequence[CachedBatch], config: OptimizerConfig
 ) -> Iterator[float]:
-    """Train on the same batches by cross-entropy for as long as is asked for; yield each loss, nats a token.
+    """Train on the same batches by cross-entropy, without end; yield the loss of each step, nats a token.
 
-    The rate rises to the optimizer's own over ten steps and stays.
+    The learning rate rises to that of the optimizer over ten steps and stays.
     """
     tokens = float(sum(batch.loss_mask.sum() for batch in batches))
     peaks = [group["lr"] for group in optimizer.param_groups]
@@ -106,10 +105,10 @@ def overfit(
 
 
 def correlation(student: Student, batch: CachedBatch, most: int = 256) -> float | None:
-    """Mean over at most `most` unmasked tokens of the correlation of teacher's and student's logits, -1 to 1.
+    """Return the correlation of the teacher's and the student's logits, -1 to 1: a mean over unmasked tokens.
 
-    Over the entries whose teacher's log-probability is known, each side less its mean over the whole vocabulary: with
-    dense targets it is Pearson's. None without targets, or where they are samples without a top-k.
+    It covers the first `most` tokens and the entries with a known teacher's log-probability, each side less its mean
+    over the whole vocabulary: Pearson's with dense targets. None without targets, or for samples without a top-k.
     """
     targets = batch.targets
     if targets is None or (isinstance(targets, SparseTargets) and targets.top_k == 0):
@@ -117,35 +116,35 @@ def correlation(student: Student, batch: CachedBatch, most: int = 256) -> float 
     with _probing(student), torch.no_grad():
         hidden_ND = student.hidden_eager(batch)[:most]
         logits_NV = chunk_logits(hidden_ND, student.model.head, student.vocab_size)
-    ours_NV = logits_NV - logits_NV.mean(-1, keepdim=True)
-    rows = targets[: len(ours_NV)]
+    student_NV = logits_NV - logits_NV.mean(-1, keepdim=True)
+    rows = targets[: len(student_NV)]
     if isinstance(rows, SparseTargets):
         known_NK = rows.ids[:, : rows.top_k] < student.vocab_size
         ids_NK = rows.ids[:, : rows.top_k].where(known_NK, 0)
-        theirs_NK = (rows.logprobs[:, : rows.top_k] - rows.logit_mean[:, None]).where(known_NK, 0.0)
-        ours_NK = ours_NV.gather(1, ids_NK).where(known_NK, 0.0)
+        teacher_NK = (rows.logprobs[:, : rows.top_k] - rows.logit_mean[:, None]).where(known_NK, 0.0)
+        student_NK = student_NV.gather(1, ids_NK).where(known_NK, 0.0)
     else:
         energies_NV = (rows.dense() if isinstance(rows, OnlineTargets) else rows).energies()
-        theirs_NK, ours_NK = energies_NV - energies_NV.mean(-1, keepdim=True), ours_NV
-    similar_N = nn.functional.cosine_similarity(ours_NK, theirs_NK, dim=-1)
-    mask_N = rearrange(batch.loss_mask, "B T -> (B T)")[: len(similar_N)]
-    return float(similar_N[mask_N].mean()) if mask_N.any() else None
+        teacher_NK, student_NK = energies_NV - energies_NV.mean(-1, keepdim=True), student_NV
+    cosine_N = nn.functional.cosine_similarity(student_NK, teacher_NK, dim=-1)
+    mask_N = rearrange(batch.loss_mask, "B T -> (B T)")[: len(cosine_N)]
+    return float(cosine_N[mask_N].mean()) if mask_N.any() else None
 
 
 def dead_units(student: Student, batch: CachedBatch) -> tuple[int, int, list[str]]:
-    """Units that say the same at every token of the batch, all units, and the names of the layers that have such.
+    """Return how many units are constant over the batch, how many there are, and the layers with constant units.
 
     A unit is an input of a linear layer: an output of a norm, of attention, or of an activation.
     """
-    moves: dict[str, torch.Tensor] = {}
+    ranges: dict[str, torch.Tensor] = {}
 
-    def look(name: str, inputs_D: torch.Tensor) -> None:
+    def measure(name: str, inputs_D: torch.Tensor) -> None:
         flat_ND = inputs_D.detach().float().flatten(0, -2)
-        moves[name] = flat_ND.amax(0) - flat_ND.amin(0)
+        ranges[name] = flat_ND.amax(0) - flat_ND.amin(0)
 
     head = student.model.model.get_output_embeddings()
     handles = [
-        module.register_forward_pre_hook(lambda module, inputs, name=name: look(name, inputs[0]))
+        module.register_forward_pre_hook(lambda module, inputs, name=name: measure(name, inputs[0]))
         for name, module in student.model.model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]
@@ -155,15 +154,15 @@ def dead_units(student: Student, batch: CachedBatch) -> tuple[int, int, list[str
     finally:
         for handle in handles:
             handle.remove()
-    dead = {name: int((move_D <= _NOTHING * move_D.median()).sum()) for name, move_D in moves.items()}
-    return sum(dead.values()), sum(len(move_D) for move_D in moves.values()), [name for name in dead if dead[name]]
+    dead = {name: int((range_D <= _DEAD_RANGE * range_D.median()).sum()) for name, range_D in ranges.items()}
+    return sum(dead.values()), sum(map(len, ranges.values())), [name for name in dead if dead[name]]
 
 
 def graph_breaks(student: Student, batch: CachedBatch) -> list[str]:
-    """Where torch.compile would cut the student's forward in training, each as file:line and reason.
+    """Return where torch.compile would cut the student's forward in training, each as file:line and reason.
 
-    A break before anything was computed leaves no graph behind that tells its line; it is given by its reason alone.
-    Compiled code of this process is forgotten and made again when it is next needed.
+    A break before the first operation leaves no graph with a line number; it is listed by its reason alone. This
+    resets the compiled code of the process, which compiles again when needed.
     """
     segments_BT = batch.segments if student.document_mask else None
     training = student.training
@@ -172,9 +171,9 @@ def graph_breaks(student: Student, batch: CachedBatch) -> list[str]:
     with autocast(student.mode, student.device):
         explained = torch._dynamo.explain(student.model.forward)(batch.tokens[:, :-1], segments_BT)
     student.train(training)
-    placed = {_first_line(each.reason): each.user_stack[-1] for each in explained.break_reasons if each.user_stack}
-    found = [f"{frame.filename}:{frame.lineno}: {reason}" for reason, frame in placed.items()]
-    return found + [reason for reason in map(_first_line, counters["graph_break"]) if reason not in placed]
+    frames = {_first_line(each.reason): each.user_stack[-1] for each in explained.break_reasons if each.user_stack}
+    breaks = [f"{frame.filename}:{frame.lineno}: {reason}" for reason, frame in frames.items()]
+    return breaks + [reason for reason in map(_first_line, counters["graph_break"]) if reason not in frames]
 
 
 def _first_line(reason: str) -> str:
@@ -203,14 +202,14 @@ def kd_at(student: Student, batch: CachedBatch, temperature: float) -> KdAt:
         output = student(batch, tokens)
         loss = output.loss
         loss.backward()
-        towards = [each.grad if each.grad is not None else torch.zeros_like(each) for each in parameters]
-        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in towards])))
+        gradients = [each.grad if each.grad is not None else torch.zeros_like(each) for each in parameters]
+        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients])))
         slope = 1.0
         if norm > 0:
-            # a change of the loss by a thousandth: above the rounding of fp32, below the curvature
-            reach = 1e-3 * max(abs(float(loss.detach())), 1e-3) / norm**2
-            ahead, behind = (_loss_at(student, batch, tokens, parameters, towards, sign * reach) for sign in (1, -1))
-            slope = (ahead - behind) / (2 * reach * norm**2)
+            # changes the loss by a thousandth: above the rounding of fp32, below the curvature
+            size = 1e-3 * max(abs(float(loss.detach())), 1e-3) / norm**2
+            ahead, behind = (_loss_at(student, batch, tokens, parameters, gradients, sign * size) for sign in (1, -1))
+            slope = (ahead - behind) / (2 * size * norm**2)
         student.model.zero_grad(set_to_none=True)
     return KdAt(temperature, float(output.kd) / tokens, float(loss.detach()), slope)
 
@@ -221,13 +220,13 @@ def _loss_at(
     batch: CachedBatch,
     tokens: float,
     parameters: Sequence[torch.Tensor],
-    towards: Sequence[torch.Tensor],
-    reach: float,
+    directions: Sequence[torch.Tensor],
+    size: float,
 ) -> float:
-    """The loss with the parameters moved by `reach` times `towards`; they are put back bit by bit."""
+    """The loss with the parameters moved by `size` times `directions`; restores them bitwise."""
     before = [each.clone() for each in parameters]
-    for parameter, direction in zip(parameters, towards, strict=True):
-        parameter.add_(direction, alpha=reach)
+    for parameter, direction in zip(parameters, directions, strict=True):
+        parameter.add_(direction, alpha=size)
     loss = student(batch, tokens).loss
     for parameter, value in zip(parameters, before, strict=True):
         parameter.copy_(value)
@@ -238,7 +237,7 @@ def _loss_at(
 def _probing(
     student: Student, alpha: float | None = None, temperature: float | None = None, mode: str | None = None
 ) -> Iterator[None]:
-    """Eager, without dropout, without hidden-state losses, and with some settings replaced while the block runs."""
+    """Run the student in eager mode, without dropout and hidden-state loss, and with these settings, in the block."""
     training, before = student.training, (student.loss.alpha, student.temperature, student.mode, student.hidden_loss)
     student.eval()
     student.loss.alpha = student.loss.alpha if alpha is None else alpha
@@ -255,11 +254,11 @@ def _probing(
 
 
 SEQUENCES, STEPS = 16, 100
-"""What is overfitted, and for how long at most."""
+"""How many sequences `_overfit` trains on, and for how many steps at most."""
 ALIGNED, RELATED = 0.9, 0.3
-"""Correlation with the teacher of a student that is the teacher, and the least of another trained one."""
+"""Least correlation with the teacher of a student with the teacher's weights, and of another trained student."""
 DEAD = 0.05
-"""Share of units that may say the same at every token."""
+"""Largest share of units that may be constant."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,7 @@ class Check:
 
     check: str
     verdict: str
-    """ok, look, or - where nothing is to be expected."""
+    """ok, look, or - without an expectation."""
     found: str
     wanted: str
     values: dict[str, Any]
@@ -276,11 +275,11 @@ class Check:
 
 
 def main(config: DistillConfig) -> int:
-    """Print the table; nothing stays.
+    """Print the table, and leave nothing on disk.
 
     Raises:
-        UsageError: the run cannot be.
-        RunError: a step failed, as the run's would have.
+        UsageError: the run is impossible.
+        RunError: a step fails, as it would in the run.
     """
     setup_logging()
     if config.cache is None:
@@ -315,8 +314,8 @@ def _correlation(built: BuiltRun, config: DistillConfig) -> Check:
     """The logits of teacher and student on a batch."""
     found, wanted = correlation(built.trainer.student, _batch(built.trainer)), _expected_correlation(built, config)
     if found is None:
-        return Check("teacher-student correlation", "-", "no teacher's likeliest entries to compare", "", {})
-    text = "nothing: the student knows nothing yet" if wanted is None else f"above {wanted:g}"
+        return Check("teacher-student correlation", "-", "the targets hold no top-k to compare", "", {})
+    text = "nothing: the student is untrained" if wanted is None else f"above {wanted:g}"
     verdict = "-" if wanted is None else _verdict(found > wanted)
     return Check(
         "teacher-student correlation", verdict, f"{found:.3f}", text, {"correlation": found, "aligned": found > ALIGNED}
@@ -324,21 +323,21 @@ def _correlation(built: BuiltRun, config: DistillConfig) -> Check:
 
 
 def _expected_correlation(built: BuiltRun, config: DistillConfig) -> float | None:
-    """What the correlation should be above: high for the teacher's own weights, low for others, None for fresh ones."""
+    """The least correlation expected: high for the teacher's own weights, low for others, None for fresh ones."""
     if built.spec.init != "pretrained":
         return None
     teacher = built.manifest.settings.teacher or {}
     digests = (teacher.get("weights_digest"), built.trainer.identity.get("teacher"))
     stated = teacher.get("dtype") if config.teacher is None else read_spec(config.teacher).dtype
     dtype = getattr(torch, stated) if stated in DTYPES else torch.float32
-    # a teacher that is asked in fp32 has weights of its dtype in fp32
+    # an fp32 teacher has weights that were rounded to its dtype first
     casts = ((dtype,), (dtype, torch.float32))
     same = any(model_digest(built.trainer.student.model, *each) in digests for each in casts)
     return ALIGNED if same else RELATED
 
 
 def _dead_units(built: BuiltRun, config: DistillConfig) -> Check:
-    """Units that say the same at every token."""
+    """Units that are constant over the batch."""
     dead, units, layers = dead_units(built.trainer.student, _batch(built.trainer))
     share = dead / max(units, 1)
     where = f" ({', '.join(layers[:3])}{', ...' if len(layers) > 3 else ''})" if layers else ""
@@ -356,7 +355,11 @@ def _distillation(built: BuiltRun, config: DistillConfig) -> Check:
     trainer = built.trainer
     if not (trainer.has_teacher and config.objective.distils):
         return Check("distillation term and T²", "-", "plain cross-entropy", "", {})
-    at = [kd_at(trainer.student, _batch(trainer, most=2), each) for each in _two_temperatures(trainer.config)]
+    objective = trainer.config.objective
+    own, low, high = objective.temperature, objective.temperature_min, objective.temperature_max
+    # a second temperature, a factor of two away, where the cache is valid there
+    others = [each for each in (2 * own, own / 2) if (low or math.inf) <= each <= (high or 0.0)]
+    at = [kd_at(trainer.student, _batch(trainer, most=2), each) for each in (own, *others[:1])]
     factors = [each.loss / (each.temperature**2 * each.kd) if each.kd else 1.0 for each in at]
     agree = all(abs(each.slope - 1) < 0.05 for each in at) and all(abs(factor - 1) < 1e-3 for factor in factors)
     terms = [f"{each.kd:.4f} at T = {each.temperature:g}, {each.loss:.4f} in the loss" for each in at]
@@ -369,15 +372,6 @@ def _distillation(built: BuiltRun, config: DistillConfig) -> Check:
     )
 
 
-def _two_temperatures(config: DistillConfig) -> list[float]:
-    """The run's T and one a factor of two away, where the cache is right at one."""
-    objective = config.objective
-    low, high = objective.temperature_min or math.inf, objective.temperature_max or 0.0
-    own = objective.temperature
-    others = [each for each in (2 * own, own / 2) if low <= each <= high]
-    return [own, *others[:1]]
-
-
 def _gradients(built: BuiltRun, config: DistillConfig) -> Check:
     """The gradient of every parameter."""
     trainer = built.trainer
@@ -386,17 +380,17 @@ def _gradients(built: BuiltRun, config: DistillConfig) -> Check:
         trainer.student(_batch(trainer), trainer.full_tokens).loss.backward()
     found = gradients_of(trainer.student.model)
     trainer.student.zero_grad(set_to_none=True)
-    wrong = {"without": found.missing, "zero": found.zero, "not finite": found.broken}
+    unsound = {"without": found.missing, "zero": found.zero, "non-finite": found.broken}
     named = [
-        f"{kind}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" for kind, names in wrong.items() if names
+        f"{kind}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" for kind, names in unsound.items() if names
     ]
-    total = found.good + sum(map(len, wrong.values()))
+    total = found.good + sum(map(len, unsound.values()))
     return Check(
         "gradients",
         _verdict(found.good == total),
         "; ".join([f"{found.good} of {total} parameters sound", *named]),
         "all finite and not zero",
-        {"sound": found.good, **{kind.replace(" ", "_"): names for kind, names in wrong.items()}},
+        {"sound": found.good, **{kind.replace("-", "_"): names for kind, names in unsound.items()}},
     )
 
 
@@ -412,15 +406,15 @@ def _graph_breaks(built: BuiltRun, config: DistillConfig) -> Check:
 def _loader(built: BuiltRun, config: DistillConfig) -> Check:
     """Reading against training."""
     trainer = built.trainer
-    taken = steps(trainer, 3)
+    taken = timed_steps(trainer, 3)
     step = min(each.seconds for each in taken[1:])
     reading = statistics.median(_reading_seconds(trainer, number) for number in range(4, 8))
     hidden = trainer.train_source.overlaps
-    how = "read while a step is trained" if hidden else "asked of the teacher, before each step"
+    how = "read during a step" if hidden else "computed by the teacher before each step"
     return Check(
         "loader",
         _verdict(reading < step) if hidden else "-",
-        f"{1000 * reading:.1f} ms to read what {1000 * step:.1f} ms train ({how})",
+        f"{1000 * reading:.1f} ms to read the data of a step of {1000 * step:.1f} ms ({how})",
         "less than a step" if hidden else "",
         {"loader_seconds": reading, "step_seconds": step, "first_step_seconds": taken[0].seconds},
     )
@@ -435,7 +429,7 @@ def _reading_seconds(trainer: Trainer, step: int) -> float:
 
 
 def _disk(built: BuiltRun, config: DistillConfig) -> Check:
-    """Room for the checkpoints to come."""
+    """Disk space for the checkpoints."""
     size, kept = state_bytes(built.trainer), checkpoints_kept(built.trainer)
     free = shutil.disk_usage(existing(config.out)).free
     needed = size * kept
@@ -443,13 +437,13 @@ def _disk(built: BuiltRun, config: DistillConfig) -> Check:
         "disk",
         _verdict(needed < free),
         f"{kept} checkpoints of {size / 2**20:,.1f} MiB are {needed / 2**20:,.0f} MiB; {free / 2**20:,.0f} are free",
-        "enough for all that are kept",
+        "enough for all kept checkpoints",
         {"checkpoint_bytes": size, "kept": kept, "free_bytes": free},
     )
 
 
 def _overfit(built: BuiltRun, config: DistillConfig) -> Check:
-    """Sixteen sequences learned by heart."""
+    """Sixteen sequences memorized."""
     trainer = built.trainer
     count = min(SEQUENCES, len(trainer.train_source))
     numbers = order.batch(config.seed, 0, count, len(trainer.train_source))
@@ -485,7 +479,7 @@ CHECKS: tuple[Callable[[BuiltRun, DistillConfig], Check], ...] = (
     _disk,
     _overfit,
 )
-"""In this order: the first steps and the overfitting change the student, and what follows them does not mind."""
+"""In this order: `_loader` and `_overfit` change the student, which does not matter to the checks after them."""
 
 
 def _batch(trainer: Trainer, most: int | None = None) -> CachedBatch:

@@ -1,4 +1,4 @@
-"""`kdtrain verify`: every digest of a cache, a run's checkpoints, or one checkpoint."""
+"""`kdtrain verify`: checks every digest of a cache, of a run's checkpoints, or of one checkpoint."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from kdtrain.monitor.progress import log, setup_logging
 
 
 def main(config: VerifyConfig) -> int:
-    """Print what is damaged; 0 when nothing is, 1 otherwise.
+    """Print what is damaged; return 0 if nothing is, else 1.
 
     Raises:
         UsageError: the path is neither a cache nor a run nor a checkpoint, or cannot be repaired.
@@ -38,7 +38,7 @@ def main(config: VerifyConfig) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """`cache`, `run` or `checkpoint`."""
+    """Return `cache`, `run` or `checkpoint`."""
     if not path.exists():
         raise UsageError(f"{path} does not exist")
     if is_run(path):
@@ -54,7 +54,7 @@ def _problems(path: Path, kind: str) -> list[str]:
     if kind == "cache":
         return [str(each) for each in verify_cache(path)]
     if kind == "checkpoint":
-        return [wrong] if (wrong := problem(path)) else []
+        return [damage] if (damage := problem(path)) else []
     store = Store(path / "checkpoints")
     tokens = verify_cache(path / "data") if holds_tokens(path / "data") else []
-    return tokens + [f"{name}: {wrong}" for name in store.names() if (wrong := store.problem(name))]
+    return tokens + [f"{name}: {damage}" for name in store.names() if (damage := store.problem(name))]

@@ -11,7 +11,7 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
-from kdtrain.commands.common import ask, open_teacher, rows
+from kdtrain.commands.common import open_teacher, rows, teacher_logits
 from kdtrain.config import DataConfig
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
@@ -36,7 +36,7 @@ def shipped() -> Shipped:
     if not (SPEC.with_suffix("") / "model.safetensors").exists():
         pytest.skip("the shipped teacher is not here; make teacher makes it")
     spec, cpu = read_spec(str(SPEC)), torch.device("cpu")
-    teacher = ask(open_teacher(spec, cpu, "fp32"), cpu, "fp32")
+    teacher = teacher_logits(open_teacher(spec, cpu, "fp32"), cpu, "fp32")
     data, tokenizer = DataConfig(data="stdlib", seq_len=LENGTH, num_workers=0), load_tokenizer(spec)
     parts = {split: list(rows(data, split, tokenizer, number)) for split, number in SPLITS.items()}
     tokens = {

@@ -57,7 +57,7 @@ def test_what_the_run_would_refuse_the_dry_run_refuses(workbench):
     (workbench.root / "strange").mkdir()
     (workbench.root / "strange/notes.txt").write_text("mine")
     options = (*STUDENT, *workbench.plain, "--dry-run")
-    for out, said in (("strange", "something that is no run"), ("strange/notes.txt", "is a file")):
+    for out, said in (("strange", "something that is not a run"), ("strange/notes.txt", "is a file")):
         code, _, err = workbench.call("distill", *options, "--out", out)
         assert code == 2 and said in err
     assert [path.name for path in (workbench.root / "strange").iterdir()] == ["notes.txt"]
@@ -65,7 +65,10 @@ def test_what_the_run_would_refuse_the_dry_run_refuses(workbench):
 
 @pytest.mark.parametrize(
     "fault, exit_code, said",
-    [("train.after-step:term", 0, "interrupted; nothing was left behind"), ("train.gradient:nan:2", 1, "step 2: loss")],
+    [
+        ("train.after-step:term", 0, "interrupted; the trial run is removed"),
+        ("train.gradient:nan:2", 1, "step 2: loss"),
+    ],
 )
 def test_a_dry_run_that_is_stopped_or_fails_leaves_nothing(workbench, tmp_path, monkeypatch, fault, exit_code, said):
     before = workbench.everything()

@@ -78,7 +78,7 @@ def test_a_damaged_checkpoint_vouches_for_nothing(workbench, run):
     for path in (folder / "checkpoints").glob("step-*/state.json"):
         path.write_text("{}")
     code, _, stderr = workbench.call(*RUN, *workbench.plain, "--steps", 3, "--out", folder.name)
-    assert code == 2 and "nothing-left holds something that is no run" in stderr
+    assert code == 2 and "nothing-left holds something that is not a run" in stderr
 
 
 @pytest.mark.parametrize("name", ["latest", "best"])

@@ -85,7 +85,7 @@ def test_what_a_kill_or_a_full_disk_left_that_holds_nothing_is_not_strange(tmp_p
     assert claim_folder(config_of(tmp_path)) is False
     (tmp_path / "data").mkdir(exist_ok=True)
     (tmp_path / "data" / "notes.txt").write_text("x")
-    with pytest.raises(UsageError, match=r"no run \(data"):
+    with pytest.raises(UsageError, match=r"not a run \(data"):
         claim_folder(config_of(tmp_path))
 
 
@@ -95,7 +95,7 @@ def test_what_a_kill_or_a_full_disk_left_that_holds_nothing_is_not_strange(tmp_p
 def test_a_folder_that_only_looks_like_a_run_is_refused(tmp_path, name):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("")
-    with pytest.raises(UsageError, match=f"no run .{name.split('/')[0]}"):
+    with pytest.raises(UsageError, match=f"not a run .{name.split('/')[0]}"):
         claim_folder(config_of(tmp_path))
 
 
@@ -106,7 +106,7 @@ def test_a_folder_with_a_configuration_of_the_user_s_own_is_no_run(tmp_path, env
         (tmp_path / "environment.json").write_text(environment)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for checkpoint in (CheckpointConfig(), never(overwrite=True)):
-        with pytest.raises(UsageError, match=r"no run .config\.toml"):
+        with pytest.raises(UsageError, match=r"not a run .config\.toml"):
             claim_folder(config_of(tmp_path, checkpoint=checkpoint))
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -173,7 +173,7 @@ def test_on_a_terminal_one_is_asked_before_an_earlier_run_goes_on(run, monkeypat
     else:
         with pytest.raises(UsageError, match="name another folder"):
             claim_folder(config_of(run))
-    assert "Go on with it?" in capsys.readouterr().err
+    assert "Resume it?" in capsys.readouterr().err
     assert claim_folder(config_of(run, checkpoint=CheckpointConfig(auto_resume=True))) is True
     assert capsys.readouterr().err == ""
 

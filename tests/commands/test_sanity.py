@@ -105,7 +105,7 @@ def test_an_online_teacher_is_asked_and_its_share_is_told(workbench, monkeypatch
     monkeypatch.setattr(sanity, "STEPS", 1)
     options = ("--teacher", "teacher", "--student", "student.toml", *workbench.text, "--document-mask")
     checks = checked(workbench, *options)
-    assert checks["loader"]["verdict"] == "-" and "asked of the teacher" in checks["loader"]["found"]
+    assert checks["loader"]["verdict"] == "-" and "computed by the teacher" in checks["loader"]["found"]
     assert checks["distillation term and T²"]["verdict"] == "ok"
 
 

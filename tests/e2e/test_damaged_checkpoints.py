@@ -25,7 +25,7 @@ def test_without_a_whole_checkpoint_latest_fails_and_auto_starts_anew_and_delete
     assert not list(folder.glob("*.damaged-*"))
 
     anew = bench.run(*argv).ok()
-    assert "NO VALID CHECKPOINT in ruined/checkpoints: STARTING ANEW" in anew.stderr
+    assert "NO VALID CHECKPOINT in ruined/checkpoints: STARTING FROM THE BEGINNING" in anew.stderr
     assert f"renamed the damaged ones {', '.join(names)}; nothing was deleted" in anew.stderr
     for name, before in sizes.items():
         aside = folder / f"{name}.damaged-1"

@@ -246,7 +246,7 @@ def test_a_full_disk_of_one_rank_is_said_once_and_ends_all(ranks):
 
 
 REFUSED = {
-    "no multiple": (("--batch-size", 5), "--batch-size 5 is no multiple of 2 ranks"),
+    "not a multiple": (("--batch-size", 5), "--batch-size 5 is not a multiple of 2 ranks"),
     "no multiple with micro-batches": (("--micro-batch-size", 2), "--micro-batch-size 2"),
     "shard size": (("--parallel", "fsdp", "--shard-size", 3), "--shard-size 3"),
     "unknown flag": (("--parralel", "ddp"), "--parallel"),

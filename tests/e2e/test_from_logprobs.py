@@ -27,7 +27,7 @@ def test_a_student_learns_from_a_servers_log_probabilities(bench) -> None:
     assert bench.run(*train, "--out", "said-run", "--json").json["steps"] == 2
     learned = bench.run(*train, "--out", "said-learned", "--temperature", 1, "--temperature-mode", "likelihood")
     assert learned.code == 2
-    assert "the cache is right at T = 1 only; use --temperature-mode fixed" in learned.refusal()
+    assert "the cache is valid at T = 1 only; use --temperature-mode fixed" in learned.refusal()
     fewer = bench.run("cache-teacher", *options[:-1], 9, "--out", "said-9")
     assert fewer.code == 2
     assert "has 8 entries; use --top-k 8" in fewer.refusal()
