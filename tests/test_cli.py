@@ -73,8 +73,8 @@ def test_options_of_sections_are_flat_flags():
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("steps = 3\n", r"'steps' stands outside of a section; put it under \[run\]"),
-        ("zzz = 3\n", "'zzz' stands outside of a section; known are"),
+        ("steps = 3\n", r"'steps' is outside of a section; put it under \[run\]"),
+        ("zzz = 3\n", "'zzz' is outside of a section; known are"),
         ("[run]\nalpha = 0.5\n", r"unknown key 'alpha' in \[run\]; put it under \[objective\]"),
         ("[run]\nstepz = 5\n", r"unknown key 'stepz' in \[run\]; perhaps you meant 'steps'"),
         ("[rum]\nsteps = 5\n", r"unknown section \[rum\]; perhaps you meant 'run'"),
@@ -207,14 +207,14 @@ def test_what_a_stage_raises_becomes_one_line_and_its_exit_code(monkeypatch, cap
     assert len(stderr.splitlines()) == 1
 
 
-def test_a_rank_names_itself_is_silent_where_another_has_spoken_and_tells_torchrun(monkeypatch, capsys, tmp_path):
+def test_an_error_names_its_rank_is_printed_by_one_rank_only_and_reaches_torchrun(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     error = RunError("the disk is full")
     assert ended(monkeypatch, capsys, raising(error)) == (1, "kdtrain: rank 3: the disk is full\n")
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "rank 3: the disk is full"
-    error.told = True
+    error.reported = True
     assert ended(monkeypatch, capsys, raising(error)) == (1, "")
 
 

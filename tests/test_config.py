@@ -94,7 +94,7 @@ REFUSED = [
     (lambda: distill(epochs=0.0), "--epochs"),
     (lambda: distill(batch_size=0), "--batch-size"),
     (lambda: distill(micro_batch_size=0), "--micro-batch-size"),
-    (lambda: distill(batch_size=8, micro_batch_size=3), "--batch-size 8 is no multiple of --micro-batch-size 3"),
+    (lambda: distill(batch_size=8, micro_batch_size=3), "--batch-size 8 is not a multiple of --micro-batch-size 3"),
     (lambda: options.CacheTeacherConfig(teacher="t", out=Path("o")), "--data"),
     (lambda: options.CacheTeacherConfig(teacher="t", out=Path("o"), data=TEXT, batch_size=0), "--batch-size"),
     (

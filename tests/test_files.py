@@ -177,7 +177,7 @@ def test_a_link_is_pointed_elsewhere_and_what_is_not_a_link_is_left_alone(tmp_pa
     files.point_link(tmp_path / "best", "two")
     assert os.readlink(tmp_path / "best") == "two"
     (tmp_path / "latest").mkdir()
-    with pytest.raises(OSError, match="not a link stands there"):
+    with pytest.raises(OSError, match="it is not a link"):
         files.point_link(tmp_path / "latest", "one")
     files.remove_link(tmp_path / "latest")
     files.remove_link(tmp_path / "best")
