@@ -210,8 +210,8 @@ def test_conversations_are_read_as_messages_and_those_without_assistant_left_out
         ("a.jsonl", '{"text": "x"\n', {}, r"a\.jsonl: cannot be read: "),
         ("a.jsonl", '{"text": "x"\n', {"streaming": True}, r"a\.jsonl: cannot be read: "),
         ("a.parquet", "not parquet", {}, r"a\.parquet: cannot be read: "),
-        ("a.jsonl", '{"m": "x"}\n', {"messages_column": "m"}, "row 0: is no conversation"),
-        ("a.jsonl", '{"m": [{"from": "x"}]}\n', {"messages_column": "m"}, "row 0: is no conversation"),
+        ("a.jsonl", '{"m": "x"}\n', {"messages_column": "m"}, "row 0: is not a conversation"),
+        ("a.jsonl", '{"m": [{"from": "x"}]}\n', {"messages_column": "m"}, "row 0: is not a conversation"),
         (
             "a.jsonl",
             '{"m": [{"role": "user", "content": "x"}]}\n',

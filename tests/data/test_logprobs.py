@@ -72,8 +72,8 @@ def test_a_path_that_a_parquet_file_names_is_never_opened(tmp_path: Path) -> Non
         ({"top_logprobs": [None] + [["a", 1, 2]] * 8}, "position 1: top_logprobs must be numbers"),
         ({"top_ids": [None] + [[1, 1, 2]] * 8}, "position 1: .* each id once"),
         ({"top_ids": [None] + [[1]] * 8, "top_logprobs": [None] + [[-1.0]] * 8}, "1 entries; use --top-k 1"),
-        ({"top_logprobs": [None] + [[0.0, 0.0, 0.0]] * 8}, "no natural logarithms"),
-        ({"top_logprobs": [None] + [[0.5, 0.2, 0.1]] * 8}, "no natural logarithms"),
+        ({"top_logprobs": [None] + [[0.0, 0.0, 0.0]] * 8}, "not natural logarithms"),
+        ({"top_logprobs": [None] + [[0.5, 0.2, 0.1]] * 8}, "not natural logarithms"),
         ({"top_logprobs": 3}, "needs the lists"),
     ],
 )
