@@ -59,8 +59,8 @@ def test_a_model_without_a_tokenizer_generates():
 @pytest.mark.parametrize(
     "config, line",
     [
-        ({"model_type": "lama"}, "s: model_type 'lama' is no causal LM of transformers; did you mean llama?"),
-        ({"model_type": "vit"}, "s: model_type 'vit' is no causal LM"),
+        ({"model_type": "lama"}, "s: model_type 'lama' is not a causal LM of transformers; did you mean llama?"),
+        ({"model_type": "vit"}, "s: model_type 'vit' is not a causal LM"),
         (SHAPES["llama"] | {"hidden_sise": 8}, "[config] hidden_sise is unknown to llama; did you mean hidden_size?"),
         (SHAPES["llama"] | {"hidden_size": "wide"}, "Field 'hidden_size' expected int"),
         (SHAPES["llama"] | {"hidden_size": 33}, "not a multiple of the number of attention heads"),

@@ -144,7 +144,7 @@ def test_a_spec_that_lies_anywhere_in_what_may_have_been_downloaded_cannot_trust
 def test_a_link_in_a_model_folder_does_not_make_a_spec_elsewhere_speak_for_it(folder, tmp_path):
     (tmp_path / "own.toml").write_text("source = '.'\ntrust_remote_code = true\n")
     (folder / "spec.toml").symlink_to(tmp_path / "own.toml")
-    with pytest.raises(UsageError, match="has to stand in a spec of your own"):
+    with pytest.raises(UsageError, match="must be in a spec of your own"):
         read_spec(str(folder / "spec.toml"))
 
 
@@ -152,7 +152,7 @@ def test_a_spec_is_not_talked_into_trust_by_that_of_its_teacher(folder, tmp_path
     (tmp_path / "teacher.toml").write_text("source = 'm'\ntrust_remote_code = true\n")
     text = "init = 'teacher-layers'\nteacher = 'teacher.toml'\nlayers = [0]\n"
     (tmp_path / "s.toml").write_text(text)
-    with pytest.raises(UsageError, match="its teacher teacher wants to run code; set trust_remote_code = true here"):
+    with pytest.raises(UsageError, match="its teacher teacher needs to run code; set trust_remote_code = true here"):
         read_spec(str(tmp_path / "s.toml"))
     (tmp_path / "s.toml").write_text(text + "trust_remote_code = true\n")
     assert read_spec(str(tmp_path / "s.toml")).trust_remote_code
@@ -233,8 +233,8 @@ def test_an_adapter_is_refused_and_not_left_out_without_a_word(folder):
 @pytest.mark.parametrize(
     "values, attention, line",
     [
-        ({"model_type": "vit", "auto_map": OWN_CODE}, "sdpa", "model_type 'vit' is no causal LM"),
-        ({"model_type": ["llama"]}, "sdpa", "is no causal LM"),
+        ({"model_type": "vit", "auto_map": OWN_CODE}, "sdpa", "model_type 'vit' is not a causal LM"),
+        ({"model_type": ["llama"]}, "sdpa", "is not a causal LM"),
         ({"_attn_implementation": "a/b"}, "sdpa", "_attn_implementation = 'a/b'"),
         ({}, "kernels-community/flash-attn3", "attention = 'kernels-community/flash-attn3' is unknown; use sdpa"),
         ({}, None, "attention = None is unknown"),
