@@ -19,6 +19,8 @@ from kdtrain.config.sections import (
     StoppingConfig,
     refuse,
     refuse_bad_seed,
+    refuse_below,
+    refuse_not_positive,
 )
 
 
@@ -80,8 +82,7 @@ class CacheTeacherConfig:
             self.from_logprobs is not None and (self.codec.dense or self.codec.num_samples > 0 or self.codec.top_k < 1),
             "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
         )
-        refuse(self.batch_size < 1, "--batch-size must be at least 1")
-        refuse(self.sequences_per_shard < 1, "--sequences-per-shard must be at least 1")
+        refuse_below(1, self, "batch_size", "sequences_per_shard")
 
     def splits(self) -> dict[str, int | None]:
         """How many sequences of each split to cache; None for all."""
@@ -161,11 +162,10 @@ class DistillConfig:
             f"--hidden-loss {self.objective.hidden_loss} needs an online teacher; give --teacher, or leave it out",
         )
         refuse(self.steps is not None and self.epochs is not None, "--steps and --epochs exclude each other; give one")
-        refuse(self.steps is not None and self.steps < 1, "--steps must be at least 1")
-        refuse(self.epochs is not None and not 0 < self.epochs < float("inf"), "--epochs must be above 0")
-        refuse(self.batch_size < 1, "--batch-size must be at least 1")
+        refuse_below(1, self, "steps", "batch_size")
+        refuse_not_positive(self, "epochs")
         micro = self.micro_batch_given
-        refuse(micro is not None and micro < 1, "--micro-batch-size must be at least 1")
+        refuse(micro is not None and micro < 1, f"--micro-batch-size {micro} must be at least 1")
         refuse(
             micro is not None and self.batch_size % micro != 0,
             f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size {micro}; choose one that is",
@@ -201,7 +201,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         _refuse_wrong_source(self.cache, self.teacher, self.data, "evaluate", but="split")
-        refuse(self.batch_size < 1, "--batch-size must be at least 1")
+        refuse_below(1, self, "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)

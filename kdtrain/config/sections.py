@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kdtrain.config.choices import BACKENDS, DIVERGENCES, TAILS, TEMPERATURES
 from kdtrain.errors import UsageError
@@ -13,6 +13,25 @@ def refuse(wrong: bool, message: str) -> None:
     """Raise a `UsageError` with `message` if `wrong`."""
     if wrong:
         raise UsageError(message)
+
+
+def flag(name: str) -> str:
+    """The flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse_below(least: int, config: Any, *names: str) -> None:
+    """Raise a `UsageError` for an option of `config` that is given and less than `least`."""
+    for name in names:
+        value = getattr(config, name)
+        refuse(value is not None and not value >= least, f"{flag(name)} {value} must be at least {least}")
+
+
+def refuse_not_positive(config: Any, *names: str) -> None:
+    """Raise a `UsageError` for an option of `config` that is given and not a finite number above 0."""
+    for name in names:
+        value = getattr(config, name)
+        refuse(value is not None and not 0 < value < float("inf"), f"{flag(name)} {value} must be above 0")
 
 
 def refuse_bad_seed(seed: int) -> None:
@@ -50,10 +69,8 @@ class DataConfig:
             self.split not in ("train", "validation", "test"),
             f"--split '{self.split}' is unknown; use train, validation or test",
         )
-        refuse(self.seq_len < 1, f"--seq-len {self.seq_len} is too short; it must be at least 1")
-        refuse(self.num_sequences is not None and self.num_sequences < 1, "--num-sequences must be at least 1")
-        refuse(self.validation_sequences < 1, "--validation-sequences must be at least 1")
-        refuse(self.num_workers < 0, "--num-workers must be 0 or more")
+        refuse_below(1, self, "seq_len", "num_sequences", "validation_sequences")
+        refuse_below(0, self, "num_workers")
 
     def refuse_training_on_validation(self) -> None:
         """Raise a `UsageError` if the run would train on the validation split."""
@@ -63,10 +80,7 @@ class DataConfig:
         """Raise a `UsageError` for an option of the text other than `but`: the cache holds the text."""
         for each in dataclasses.fields(self):
             changed = getattr(self, each.name) != each.default and each.name not in (but, "num_workers")
-            refuse(
-                changed,
-                f"--{each.name.replace('_', '-')} has no effect with --cache, which holds its text; leave it out",
-            )
+            refuse(changed, f"{flag(each.name)} has no effect with --cache, which holds its text; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +95,7 @@ class CodecConfig:
     """Store the whole distribution in fp16 instead: the reference, and large."""
 
     def __post_init__(self) -> None:
-        refuse(self.top_k < 0 or self.num_samples < 0, "--top-k and --num-samples must be 0 or more")
+        refuse_below(0, self, "top_k", "num_samples")
         refuse(
             self.num_samples > 255,
             f"--num-samples {self.num_samples} is too many; counts are kept in 8 bits, so use at most 255",
@@ -130,29 +144,20 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         for name in ("alpha", "alpha_end"):
             value = getattr(self, name)
-            refuse(not 0 <= value <= 1, f"--{name.replace('_', '-')} {value} is outside 0 to 1")
+            refuse(not 0 <= value <= 1, f"{flag(name)} {value} is outside 0 to 1")
         divergence, colon, _ = self.divergence.partition(":")
         DIVERGENCES.check(divergence)
         if colon:
             DIVERGENCES.get(divergence).number(self.divergence)
         TAILS.check(self.tail)
         TEMPERATURES.check(self.temperature_mode)
-        for name in ("temperature", "temperature_end", "temperature_min", "temperature_max"):
-            value = getattr(self, name)
-            refuse(
-                value is not None and not 0 < value < float("inf"),
-                f"--{name.replace('_', '-')} {value} must be above 0",
-            )
+        temperatures = ("temperature", "temperature_end", "temperature_min", "temperature_max", "temperature_lr")
+        refuse_not_positive(self, *temperatures, "hidden_weight")
         low, high = self.temperature_min, self.temperature_max
         refuse(
             low is not None and high is not None and low >= high,
             f"--temperature-min {low} must be below --temperature-max {high}",
         )
-        refuse(not 0 < self.temperature_lr < float("inf"), "--temperature-lr must be above 0")
-        self._refuse_idle_options()
-
-    def _refuse_idle_options(self) -> None:
-        """Raise a `UsageError` for a T that cannot be learned, and for options without effect."""
         mode = f"--temperature-mode {self.temperature_mode}"
         refuse(
             self.temperature_mode == "schedule" and self.temperature == self.temperature_end,
@@ -168,12 +173,11 @@ class ObjectiveConfig:
             f"{mode} cannot be used with --divergence logit-mse, whose loss does not depend on T; "
             "use --temperature-mode fixed, or another --divergence",
         )
-        refuse(not 0 < self.hidden_weight < float("inf"), f"--hidden-weight {self.hidden_weight} must be above 0")
         for name in ("hidden_weight", "hidden_layers"):
             given = getattr(self, name) != getattr(type(self), name)
             refuse(
                 given and self.hidden_loss == "none",
-                f"--{name.replace('_', '-')} has no effect without --hidden-loss; give mse or cosine, or leave it out",
+                f"{flag(name)} has no effect without --hidden-loss; give mse or cosine, or leave it out",
             )
 
     @property
@@ -211,13 +215,12 @@ class OptimizerConfig:
     """Largest gradient norm; 0 disables clipping."""
 
     def __post_init__(self) -> None:
-        refuse(not 0 < self.lr < float("inf"), f"--lr {self.lr} must be above 0")
+        refuse_not_positive(self, "lr")
         refuse(not 0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
-        refuse(self.warmup_steps < 0, "--warmup-steps must be 0 or more")
-        refuse(self.decay_steps is not None and self.decay_steps < 1, "--decay-steps must be at least 1")
+        refuse_below(0, self, "warmup_steps", "clip")
+        refuse_below(1, self, "decay_steps")
         refuse(not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)")
         refuse(not 0 <= self.weight_decay < float("inf"), f"--weight-decay {self.weight_decay} must be 0 or more")
-        refuse(not self.clip >= 0, f"--clip {self.clip} must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,12 +255,9 @@ class CheckpointConfig:
     """With --load: start the learning-rate schedule at step 0 instead of continuing the loaded one."""
 
     def __post_init__(self) -> None:
-        refuse(self.checkpoint_freq < 1, "--checkpoint-freq must be at least 1")
         refuse(not 0 <= self.checkpoint_minutes < float("inf"), "--checkpoint-minutes must be 0 or more")
-        for name in ("keep_rolling", "keep_epochs", "keep_special"):
-            refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
-        refuse(self.keep_aside < 0, "--keep-aside must be 0 or more")
-        refuse(self.disk_patience < 0, "--disk-patience must be 0 or more")
+        refuse_below(1, self, "checkpoint_freq", "keep_rolling", "keep_epochs", "keep_special")
+        refuse_below(0, self, "keep_aside", "disk_patience")
         refuse(
             self.override_opt_param_scheduler and self.load is None,
             "--override-opt-param-scheduler has no effect without --load; add it",
@@ -286,15 +286,10 @@ class MonitorConfig:
     """Name of the run in W&B; that of --out if not given."""
 
     def __post_init__(self) -> None:
-        for name in ("eval_freq", "eval_batches", "log_freq"):
-            refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
-        for name in ("histogram_freq", "sample_freq"):
-            refuse(getattr(self, name) < 0, f"--{name.replace('_', '-')} must be 0 or more")
+        refuse_below(1, self, "eval_freq", "eval_batches", "log_freq")
+        refuse_below(0, self, "histogram_freq", "sample_freq")
         refuse(self.wandb_project == "", "--wandb-project is empty; give a project, or leave it out")
-        refuse(
-            self.wandb_name is not None and self.wandb_project is None,
-            "--wandb-name needs --wandb-project",
-        )
+        refuse(self.wandb_name is not None and self.wandb_project is None, "--wandb-name needs --wandb-project")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,15 +314,14 @@ class GuardsConfig:
     """A run has diverged when its cross-entropy stays above this many times its value before the first step."""
 
     def __post_init__(self) -> None:
-        refuse(self.max_skips < 0, "--max-skips must be 0 or more")
+        refuse_below(0, self, "max_skips", "max_rollbacks")
+        refuse_below(1, self, "spike_patience")
         refuse(not 1 < self.spike_factor < float("inf"), f"--spike-factor {self.spike_factor} must be above 1")
         refuse(
             self.spike_rule != "factor" and self.spike_factor != GuardsConfig.spike_factor,
             f"--spike-factor has no effect with --spike-rule {self.spike_rule}; leave it out",
         )
-        refuse(self.spike_patience < 1, "--spike-patience must be at least 1")
         refuse(not 0 < self.spike_lr_factor <= 1, f"--spike-lr-factor {self.spike_lr_factor} must lie in (0, 1]")
-        refuse(self.max_rollbacks < 0, "--max-rollbacks must be 0 or more")
         refuse(not self.divergence_factor > 1, f"--divergence-factor {self.divergence_factor} must be above 1")
 
 
@@ -353,15 +347,13 @@ class StoppingConfig:
     """Consecutive gradient spikes after which the run ends with exit 1, with or without --early-stopping."""
 
     def __post_init__(self) -> None:
-        refuse(self.early_stopping_interval < 1, "--early-stopping-interval must be at least 1")
-        refuse(self.early_stopping_patience < 1, "--early-stopping-patience must be at least 1")
+        refuse_below(1, self, "early_stopping_interval", "early_stopping_patience", "grad_spike_patience")
+        refuse_below(0, self, "early_stopping_warmup")
         refuse(
             not 0 <= self.early_stopping_min_delta < float("inf"),
             f"--early-stopping-min-delta {self.early_stopping_min_delta} must be 0 or more",
         )
-        refuse(self.early_stopping_warmup < 0, "--early-stopping-warmup must be 0 or more")
         refuse(not self.grad_spike_threshold > 0, f"--grad-spike-threshold {self.grad_spike_threshold} must be above 0")
-        refuse(self.grad_spike_patience < 1, "--grad-spike-patience must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,9 +368,7 @@ class CacheParallelConfig:
     """Seconds that a rank waits for the others before the command ends."""
 
     def __post_init__(self) -> None:
-        wanted, timeout = self.device_memory, self.rank_timeout
-        refuse(wanted is not None and not 0 < wanted < float("inf"), f"--device-memory {wanted} must be above 0")
-        refuse(not 0 < timeout < float("inf"), f"--rank-timeout {timeout} must be above 0")
+        refuse_not_positive(self, "device_memory", "rank_timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,7 +384,7 @@ class ParallelConfig(CacheParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self.shard_size is not None and self.shard_size < 1, "--shard-size must be at least 1")
+        refuse_below(1, self, "shard_size")
 
 
 _QUANTIZING = ("stochastic_rounding", "skip_first", "skip_last")
@@ -432,9 +422,8 @@ class PrecisionConfig:
     """Refuse operations that are not bitwise repeatable on the device."""
 
     def __post_init__(self) -> None:
-        for name in ("quant_skip_first", "quant_skip_last"):
-            refuse(getattr(self, name) < 0, f"--{name.replace('_', '-')} must be 0 or more")
-        refuse(self.collect_every < 1, "--collect-every must be at least 1")
+        refuse_below(0, self, "quant_skip_first", "quant_skip_last")
+        refuse_below(1, self, "collect_every")
         if self.fp8_backend != "auto":
             BACKENDS.check(self.fp8_backend)
 
@@ -449,7 +438,7 @@ class PrecisionConfig:
         for each in dataclasses.fields(self):
             idle = each.name in users and mode not in users[each.name] and getattr(self, each.name) != each.default
             wanted = " or ".join(users.get(each.name, ()))
-            refuse(idle, f"--{each.name.replace('_', '-')} has no effect on {mode}; it needs --precision {wanted}")
+            refuse(idle, f"{flag(each.name)} has no effect on {mode}; it needs --precision {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,11 +471,10 @@ class QuantizationConfig:
     """Switches after which the run stays in the fallback."""
 
     def __post_init__(self) -> None:
-        for name in ("quant_window_size", "quant_checkpoint_interval", "quant_recovery_buffer", "quant_probe_every"):
-            refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
-        for name in ("quant_min_dwell", "quant_max_switches"):
-            refuse(getattr(self, name) < 0, f"--{name.replace('_', '-')} must be 0 or more")
-        refuse(not 0 < self.quant_loss_threshold < float("inf"), "--quant-loss-threshold must be above 0")
+        counts = ("quant_window_size", "quant_checkpoint_interval", "quant_recovery_buffer", "quant_probe_every")
+        refuse_below(1, self, *counts)
+        refuse_below(0, self, "quant_min_dwell", "quant_max_switches")
+        refuse_not_positive(self, "quant_loss_threshold")
         unknown = set((self.quant_rule or "gap").split("+")) - {"loss", "gap", "spike", "schedule"}
         refuse(
             bool(unknown),
@@ -506,7 +494,7 @@ class QuantizationConfig:
         """Raise a `UsageError` for options without effect, and for a --time-resume that cannot work."""
         for each in dataclasses.fields(self):
             changed = not self.time_resume and getattr(self, each.name) != each.default
-            refuse(changed, f"--{each.name.replace('_', '-')} has no effect without --time-resume; add it")
+            refuse(changed, f"{flag(each.name)} has no effect without --time-resume; add it")
         refuse(
             self.time_resume and mode not in ("fp8", "mxfp8", "mxfp4"),
             f"--time-resume has nothing to fall back from with --precision {mode}; use fp8, mxfp8 or mxfp4",

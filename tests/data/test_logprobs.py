@@ -1,4 +1,4 @@
-"""Records of a server become rows, and what cannot be is refused by file, record and position."""
+"""Records of a server become rows; a bad one is refused by file, record and position."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_overlap_by_one_and_labels_without_a_word_are_masked(file: Path) -> None:
+def test_rows_overlap_by_one_and_labels_without_logprobs_are_masked(file: Path) -> None:
     rows = list(logprob_rows(file, "train", 5, 2))
     assert [row.tokens.tolist() for row in rows[:2]] == [[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 20, 21]]
     assert len(rows) == 5
