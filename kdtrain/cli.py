@@ -130,14 +130,14 @@ def _run(command: str, argv: list[str]) -> int:
 
 
 def _quiet_libraries() -> None:
-    """Keep other libraries' bars and warnings off the terminal, before they are imported."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
-        os.environ.setdefault(name, "error")
-    for name in ("torchao", "torch.utils._pytree"):  # about binaries that kdtrain does not use
+    """Keep other libraries' bars and warnings off the terminal: in the command's process, never in a user's."""
+    for name in ("torchao", "torch.utils._pytree", "huggingface_hub"):  # the first two: binaries that are not used
         logging.getLogger(name).setLevel(logging.ERROR)
     # one process without a process group is what we mean
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    shown = importlib.import_module("transformers.utils.logging")
+    shown.set_verbosity_error()
+    shown.disable_progress_bar()
 
 
 def parse(command: str, argv: list[str]) -> Any:
