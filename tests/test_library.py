@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,19 @@ def test_the_example_in_a_docstring_is_true(name, tmp_path, monkeypatch):
     (example,) = doctest.DocTestFinder(recurse=False).find(getattr(kd, name), name, globs=dict(vars(module)))
     assert example.examples
     assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(GOLDEN, tmp_path / "cache" / "t")
+    tiny_model("llama", 300, seed=3).save_pretrained(tmp_path / "path" / "to" / "model")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    names = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    assert any(each.grad is not None for each in names["student"].parameters())
 
 
 def test_the_import_is_quick_and_loads_nothing_heavy():
