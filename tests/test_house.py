@@ -25,7 +25,7 @@ STAIRCASE = (
     *("errors", "faults", "registry", "files", "ranks", "config", "data", "models", "objective", "precision", "cache"),
     *("checkpoint", "monitor", "parallel", "training", "commands", "cli", "testing", "__main__"),
 )
-"""A floor may import the floors above it in this list, never one below; `kdtrain` itself, the library's face, imports what is asked for."""
+"""A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
 
 COMMANDS = ("cache-teacher", "distill", "evaluate", "inspect", "verify", "export")
 HEAVY = ("torch", "transformers", "datasets", "h5py", "matplotlib")
