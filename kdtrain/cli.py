@@ -13,12 +13,14 @@ import importlib
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import sys
 import time
 import types
 import typing
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import Any
 
 from kdtrain import config as options
 from kdtrain.config import choices
-from kdtrain.errors import RunError, UsageError, advice, panics_refused, printable, refuse_no_path
+from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable, refuse_no_path
 from kdtrain.files import read_toml
 from kdtrain.registry import Registry, nearest
 
@@ -87,6 +89,7 @@ _register_builtin("export", options.ExportConfig)
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its code: 0 done, 1 failed while running, 2 options that cannot work."""
+    name_flags()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
@@ -104,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
         except UsageError as error:  # every process of a node raises it, and the first one prints it
             error.reported = os.environ.get("LOCAL_RANK", "0") != "0"  # type: ignore[attr-defined]
             raise
+        _quiet_libraries()
         with panics_refused("a tokenizer fails"):  # where its name is known, the message has it
             raise SystemExit(COMMANDS.get(command).main(config) or 0)
     except (UsageError, RunError) as error:
@@ -125,6 +129,17 @@ def main(argv: list[str] | None = None) -> None:
         if "out of memory" in str(error) or "can't allocate memory" in str(error):
             _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
         raise
+
+
+def _quiet_libraries() -> None:
+    """Keep other libraries' bars and warnings off the terminal: in the command's process, never in a user's."""
+    for name in ("torchao", "torch.utils._pytree", "huggingface_hub"):  # the first two: about unused binaries
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # a single process without a process group is intended
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    shown = importlib.import_module("transformers.utils.logging")
+    shown.set_verbosity_error()
+    shown.disable_progress_bar()
 
 
 def parse(command: str, argv: list[str]) -> Any:

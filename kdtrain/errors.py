@@ -14,11 +14,30 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class UsageError(ValueError):
+class _Message(Exception):
+    """A message about options, which it calls flags in a command and arguments in the library."""
+
+    flags = False
+    """Whether messages name flags; the command sets it for its process."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if _Message.flags:
+            return text
+        text = re.sub(r"(?<![\w-])--no-([a-z][a-z0-9-]*)", lambda found: f"{found[1].replace('-', '_')}=False", text)
+        return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*)", lambda found: found[1].replace("-", "_"), text)
+
+
+def name_flags(yes: bool = True) -> None:
+    """Make the messages of this process name flags (`--top-k`), as in a command, or arguments (`top_k`)."""
+    _Message.flags = yes
+
+
+class UsageError(_Message, ValueError):
     """The request cannot work; the command ends with exit code 2."""
 
 
-class RunError(RuntimeError):
+class RunError(_Message, RuntimeError):
     """The command failed while running; it ends with exit code 1.
 
     reason: the `stop_reason` in the result.json of the run.

@@ -25,7 +25,7 @@ STAIRCASE = (
     *("errors", "faults", "registry", "files", "ranks", "config", "data", "models", "objective", "precision", "cache"),
     *("checkpoint", "monitor", "parallel", "training", "commands", "cli", "testing", "__main__"),
 )
-"""A floor may import the floors above it in this list, never one below; `kdtrain` itself imports nothing yet."""
+"""A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
 
 COMMANDS = ("cache-teacher", "distill", "evaluate", "inspect", "verify", "export")
 HEAVY = ("torch", "transformers", "datasets", "h5py", "matplotlib")
@@ -89,7 +89,7 @@ def forbidden_imports(name: str, tree: ast.AST, is_package: bool, known: frozens
     room = room_of(name)
     package = name if is_package else name.rpartition(".")[0]
     imported = {each for each in imported_names(tree, package) if each.split(".")[0] == "kdtrain"}
-    above = {"kdtrain", *STAIRCASE[: STAIRCASE.index(room) + 1 if room in STAIRCASE else 0]}
+    above = {"kdtrain", *(STAIRCASE if room == "kdtrain" else STAIRCASE[: STAIRCASE.index(room) + 1])}
     return [each for each in sorted({own_module(each, known) for each in imported}) if room_of(each) not in above]
 
 

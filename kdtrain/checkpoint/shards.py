@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import struct
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,9 +52,6 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-# A single process without a process group is intended, so the warning is noise.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class EntryError(Exception):

@@ -1,8 +1,8 @@
 """Requests to transformers and the hub: errors in one line, and refusals of what a model's files may not request.
 
 `transformers` reports a failed load by many types of exception of several lines, among warnings and progress bars, and
-asks on stdin whether to run code that comes with a model. Importing this module turns off the warnings, bars and
-questions; `ask` turns any exception into a `UsageError` of one line.
+asks on stdin whether to run code that comes with a model. `ask` turns any exception into a `UsageError` of one line,
+and the question off; the command turns off the warnings and bars.
 
 A configuration looks like data. To transformers it also names Python files to run, attention kernels to fetch from the
 hub, packages to import and pickled weights to read, and any other key becomes an attribute of an object, even in place
@@ -17,14 +17,12 @@ line.
 
 import difflib
 import errno
-import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -173,13 +171,6 @@ def _short(value: object) -> str:
     return repr(value)[:80]
 
 
-transformers.utils.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
-logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-# How long transformers waits for an answer on stdin. At 0 it refuses without asking. An argument is not enough: it does
-# not reach the parts of composite models that transformers builds itself.
-dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-
 # A fragment of a message of transformers, and what it means to the user.
 _EXPLANATIONS = {
     "model.safetensors": "no weights in safetensors there; other formats are not read, nothing is unpickled",
@@ -199,8 +190,10 @@ Answer = TypeVar("Answer")
 def ask(source: str, load: Callable[[], Answer]) -> Answer:
     """Call `load`; turn any exception into a `UsageError` of one line that begins with `source`.
 
-    Out of memory and a full disk pass through: the same request may work elsewhere.
+    Out of memory and a full disk pass through: the same request may work elsewhere. Meanwhile transformers asks nothing
+    on stdin: an argument is not enough, because it does not reach the parts of composite models.
     """
+    before, dynamic_module_utils.TIME_OUT_REMOTE_CODE = dynamic_module_utils.TIME_OUT_REMOTE_CODE, 0
     try:
         with panics_refused(f"{source}: cannot be loaded"):
             return load()
@@ -214,6 +207,8 @@ def ask(source: str, load: Callable[[], Answer]) -> Answer:
         if isinstance(error, SafetensorError):
             known = [f"the weights are damaged ({line}); fetch or export them again"]
         raise UsageError(f"{source}: {known[0] if known else f'cannot be loaded: {line}'}") from error
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
 
 
 def revision_of(spec: ModelSpec) -> str:

@@ -111,7 +111,8 @@ class DistillationLoss(nn.Module):
             compile=compile,
         )
         extra = None if targets is None else self.temperature.auxiliary_loss(targets, mask_N, normalizer)
-        return output if extra is None else output._replace(loss=output.loss + extra)
+        # its gradient alone: the value stays that of the distillation loss
+        return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
 
 
 def distillation_loss(

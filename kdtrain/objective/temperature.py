@@ -124,8 +124,9 @@ class ScheduledTemperature(Temperature):
 class LearnedTemperature(Temperature):
     """T between two bounds, from the one parameter `theta`."""
 
-    def __init__(self, start: float, minimum: float, maximum: float) -> None:
+    def __init__(self, start: float, bounds: tuple[float, float]) -> None:
         super().__init__(start)
+        minimum, maximum = bounds
         self.log_minimum, self.log_range = math.log(minimum), math.log(maximum / minimum)
         place = (math.log(start) - self.log_minimum) / self.log_range
         place = min(max(place, _START), 1 - _START)
@@ -147,7 +148,11 @@ class LearnedTemperature(Temperature):
 
 
 class LikelihoodTemperature(LearnedTemperature):
-    """The temperature at which the teacher gives the labels the highest likelihood."""
+    """The temperature at which the teacher gives the labels the highest likelihood.
+
+    >>> LikelihoodTemperature(start=2.0, bounds=(1.0, 4.0)).value()
+    tensor(2.)
+    """
 
     def value(self) -> Tensor:
         return self.temperature().detach()
@@ -167,8 +172,8 @@ class LikelihoodTemperature(LearnedTemperature):
 class AdversarialTemperature(LearnedTemperature):
     """The temperature at which the student does worst, found by reversing the gradient."""
 
-    def __init__(self, start: float, minimum: float, maximum: float, ramp_steps: int) -> None:
-        super().__init__(start, minimum, maximum)
+    def __init__(self, start: float, bounds: tuple[float, float], ramp_steps: int) -> None:
+        super().__init__(start, bounds)
         self.ramp_steps = ramp_steps
 
     def strength(self) -> float:
@@ -267,17 +272,17 @@ def _scheduled(options: TemperatureOptions) -> Temperature:
 
 @register_temperature("likelihood")
 def _likelihood(options: TemperatureOptions) -> Temperature:
-    return LikelihoodTemperature(options.start, options.minimum, options.maximum)
+    return LikelihoodTemperature(options.start, (options.minimum, options.maximum))
 
 
 @register_temperature("adversarial")
 def _adversarial(options: TemperatureOptions) -> Temperature:
-    return AdversarialTemperature(options.start, options.minimum, options.maximum, options.ramp_steps)
+    return AdversarialTemperature(options.start, (options.minimum, options.maximum), options.ramp_steps)
 
 
 @register_temperature("minimize")
 def _minimize(options: TemperatureOptions) -> Temperature:
-    return MinimizedTemperature(options.start, options.minimum, options.maximum)
+    return MinimizedTemperature(options.start, (options.minimum, options.maximum))
 
 
 def _check(mode: str, options: TemperatureOptions) -> None:

@@ -158,11 +158,17 @@ class _State(TypedDict):
     saved: list[tuple[str, bool]]
 
 
-class Controller:
+class PrecisionController:
     """Decides the mode of each next step.
 
     Args:
         policy: what to do when.
+
+    >>> controller = PrecisionController(Policy(quantized="fp8", rules=("loss",), threshold=5.0, window=2))
+    >>> for step, loss in enumerate((4.0, 6.0, 6.0, 6.0), 1):
+    ...     actions = controller.observe(step, loss)
+    >>> controller.mode, controller.position
+    ('bf16', 'high')
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -178,6 +184,11 @@ class Controller:
     def mode(self) -> str:
         """The mode of the next step."""
         return self.policy.quantized if self._memory.is_quantized else self.policy.fallback
+
+    @property
+    def position(self) -> Position:
+        """That of the layers' switch at the next step, where the fallback is the high format."""
+        return "quantized" if self._memory.is_quantized else "high"
 
     @property
     def is_quantized(self) -> bool:
@@ -430,7 +441,7 @@ class Adaptive:
         fallback: the position that the switch has in the fallback.
     """
 
-    def __init__(self, controller: Controller, switch: Switch, fallback: Position) -> None:
+    def __init__(self, controller: PrecisionController, switch: Switch, fallback: Position) -> None:
         self.controller = controller
         self.switch = switch
         self.fallback = fallback

@@ -81,7 +81,7 @@ def test_a_run_interrupted_twice_ends_with_the_same_bits(bench, uninterrupted, k
             assert not (bench.root / run / "student").exists()
         else:
             assert "stopped by SIGTERM after step" in done.ok().stderr
-            assert "goes on from there" in done.stderr
+            assert "resumes from there" in done.stderr
     start(bench, kind, run).ok()
     assert_same(bench, run, uninterrupted[kind])
     exported = [(bench.root / each / "student/model.safetensors").read_bytes() for each in (run, uninterrupted[kind])]

@@ -334,10 +334,13 @@ def test_transformers_never_asks_on_stdin_and_fetches_no_kernels():
     from transformers import dynamic_module_utils
     from transformers.integrations import hub_kernels
 
-    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 0
+    def resolve():
+        return dynamic_module_utils.resolve_trust_remote_code(None, "m", has_local_code=False, has_remote_code=True)
+
     assert not hub_kernels._kernels_enabled
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        dynamic_module_utils.resolve_trust_remote_code(None, "m", has_local_code=False, has_remote_code=True)
+    with pytest.raises(UsageError, match="m: it brings its own code"):
+        hub.ask("m", resolve)
+    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 15  # transformers' own, for whoever uses it beside kdtrain
 
 
 def test_a_hub_id_is_loaded_at_the_revision_of_its_spec(monkeypatch):
