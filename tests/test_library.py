@@ -131,10 +131,10 @@ def test_the_batch_of_the_command_and_its_named_tensors_have_the_same_loss():
 
 
 def test_errors_name_arguments_in_a_library_and_flags_in_a_command(arguments):
-    with pytest.raises(kd.UsageError, match=r"^top_k and num_samples must be 0 or more$") as caught:
+    with pytest.raises(kd.UsageError, match=r"^top_k -1 must be at least 0$") as caught:
         CodecConfig(top_k=-1)
     errors.name_flags()
-    assert str(caught.value) == "--top-k and --num-samples must be 0 or more"
+    assert str(caught.value) == "--top-k -1 must be at least 0"
     errors.name_flags(False)
     assert str(kd.RunError("leave --no-early-stopping out of kdtrain-x--y")) == (
         "leave early_stopping=False out of kdtrain-x--y"
