@@ -289,20 +289,20 @@ def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
 
     Does not block the host. Every rank must call it, in the same order as its other collectives.
     """
-    if not _initialized():
-        return tensor
-    agreed = tensor.clone()
-    dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    return agreed
+    return _all_reduce(tensor, dist.ReduceOp.MAX)
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of `tensor` over all ranks, entry by entry; otherwise as `agreed_max`."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM)
+
+
+def _all_reduce(tensor: torch.Tensor, operation: Any) -> torch.Tensor:
     if not _initialized():
         return tensor
-    total = tensor.clone()
-    dist.all_reduce(total, dist.ReduceOp.SUM)
-    return total
+    result = tensor.clone()
+    dist.all_reduce(result, operation)
+    return result
 
 
 def reported(error: E) -> E:

@@ -182,13 +182,7 @@ class Store:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_rolling: int = 10,
-        keep_epochs: int = 5,
-        keep_special: int = 3,
-        keep_aside: int = 2,
+        self, folder: Path, *, keep_rolling: int = 10, keep_epochs: int = 5, keep_special: int = 3, keep_aside: int = 2
     ) -> None:
         self.folder = folder
         self.keep = tiers.Keep(keep_rolling, keep_epochs, keep_special)

@@ -65,21 +65,16 @@ class CacheTeacherConfig:
 
     def __post_init__(self) -> None:
         refuse_bad_seed(self.seed)
+        served, text = self.from_logprobs is not None, self.data.data is not None
         refuse(
-            self.from_logprobs is not None and self.parallel.teacher_parallel != "auto",
+            served and self.parallel.teacher_parallel != "auto",
             "--teacher-parallel has no effect with --from-logprobs, which runs no teacher; leave it out",
         )
         self.data.refuse_training_on_validation()
+        refuse(not text and not served, "--data is missing; give stdlib, a file, a folder or hf:NAME")
+        refuse(served and text, "--from-logprobs holds its own text; leave --data out")
         refuse(
-            self.data.data is None and self.from_logprobs is None,
-            "--data is missing; give stdlib, a file, a folder or hf:NAME",
-        )
-        refuse(
-            self.from_logprobs is not None and self.data.data is not None,
-            "--from-logprobs holds its own text; leave --data out",
-        )
-        refuse(
-            self.from_logprobs is not None and (self.codec.dense or self.codec.num_samples > 0 or self.codec.top_k < 1),
+            served and (self.codec.dense or self.codec.num_samples > 0 or self.codec.top_k < 1),
             "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
         )
         refuse_below(1, self, "batch_size", "sequences_per_shard")

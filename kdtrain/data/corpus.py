@@ -50,15 +50,7 @@ _ALIASES = {
 _KINDS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _SPLIT_IN_STEM = re.compile(r"(?:^|[-_. ])([a-z]+)(?:[-_.]?\d.*)?$")
 _STDLIB_SUFFIXES = (".py", ".pyw", ".txt", ".rst", ".html")
-_STDLIB_LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "lib-dynload",
-    "test",
-    "tests",
-    "idle_test",
-}
+_STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
 
 
 def rank(text: str) -> float:
@@ -128,12 +120,7 @@ Reader = Callable[[str], Iterable[str]]
 
 
 def documents(
-    source: str,
-    split: str,
-    *,
-    text_column: str = "text",
-    messages_column: str | None = None,
-    streaming: bool = False,
+    source: str, split: str, *, text_column: str = "text", messages_column: str | None = None, streaming: bool = False
 ) -> Iterator[Document]:
     """Yield the documents of `source` that belong to `split` (train, validation or test), never a blank one.
 
@@ -270,12 +257,9 @@ def _local(path: Path, text_column: str, messages_column: str | None, streaming:
         groups.setdefault(split if split and None not in own and "train" in own else "train", []).append(name)
     if kind == "text":
         return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
-    import datasets
-
-    _quiet(datasets)
     files = {split: [str(root / name) for name in group] for split, group in groups.items()}
     with readable(str(path)):
-        loaded = datasets.load_dataset(kind, data_files=files, streaming=streaming)
+        loaded = _datasets().load_dataset(kind, data_files=files, streaming=streaming)
     return {split: _rows(str(path), rows, text_column, messages_column) for split, rows in loaded.items()}
 
 
@@ -308,10 +292,13 @@ def _warn_left_out(folder: Path, count: int, first: str) -> None:
     )
 
 
-def _quiet(datasets: Any) -> None:
-    """No bars, and no log lines beside our own line about an error."""
+def _datasets() -> Any:
+    """The library, without bars and without log lines beside our own line about an error."""
+    import datasets
+
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(logging.CRITICAL)
+    return datasets
 
 
 def _split_in_name(name: str) -> str | None:
@@ -323,9 +310,7 @@ def _split_in_name(name: str) -> str | None:
 
 
 def _hub(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
-    import datasets
-
-    _quiet(datasets)
+    datasets = _datasets()
     name, _, subset = source.removeprefix("hf:").partition(":")
     if not name:
         raise UsageError(f"{source}: names no data set; write hf:NAME or hf:NAME:SUBSET")

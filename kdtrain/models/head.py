@@ -275,10 +275,7 @@ def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
     tolerance = _HEAD_TOLERANCE[linear.weight.dtype]
     for scale, softcap in _forms(pieces.model):
         form = OutputHead(scale=scale, softcap=softcap)
-        pairs = (
-            (form.shape_logits(product_BTV), logits_BTV),
-            (form.shape_logits(gain * product_BTV), amplified_BTV),
-        )
+        pairs = ((form.shape_logits(product_BTV), logits_BTV), (form.shape_logits(gain * product_BTV), amplified_BTV))
         if all(
             values.shape == expected.shape and _largest(values - expected) <= tolerance * _largest(expected)
             for values, expected in pairs

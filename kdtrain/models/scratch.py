@@ -142,8 +142,5 @@ def _special_tokens(spec: ModelSpec, table: dict[str, Any]) -> dict[str, int | N
     if spec.tokenizer is not None:
         tokenizer = ask_tokenizer(spec.tokenizer, trust_remote_code=False)
         eos = tokenizer.eos_token_id
-        ids |= {
-            "eos_token_id": eos,
-            "bos_token_id": eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id,
-        }
+        ids |= {"eos_token_id": eos, "bos_token_id": eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id}
     return {key: None if id is None or id >= table["vocab_size"] else id for key, id in ids.items()}

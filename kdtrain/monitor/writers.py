@@ -130,28 +130,14 @@ class SilentWriters(Writers):
         self.shows_histograms = config.tensorboard or config.wandb_project is not None
         self.loggers = []
 
-    def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Nothing."""
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    def event(self, kind: str, step: int, level: Level = "info", **details: Any) -> None:
-        """Nothing."""
+    metrics = event = samples = hyperparameters = rewind = close = _nothing
 
     def histograms(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add this rank's parts of sharded tensors to the histograms of rank 0."""
         if self.shows_histograms and any(map(copies, tensors.values())):
             histograms(tensors)
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
-        """Nothing."""
-
-    def hyperparameters(self, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """Nothing."""
-
-    def rewind(self, step: int) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> None:

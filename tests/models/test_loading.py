@@ -277,10 +277,11 @@ def test_out_of_memory_is_not_taken_for_a_wrong_spec(tmp_path, monkeypatch):
         load_teacher(read_spec(str(folder)), "cpu")
 
 
-def test_loading_prints_nothing(tmp_path):
+def test_loading_prints_nothing_in_a_command(tmp_path):
     write_model_folder(tmp_path / "m", tiny_model(), tiny_tokenizer())
     code = (
-        "import sys; from kdtrain.models.loading import *; from kdtrain.models.spec import read_spec; "
+        "import sys; from kdtrain.cli import _quiet_libraries; _quiet_libraries(); "
+        "from kdtrain.models.loading import *; from kdtrain.models.spec import read_spec; "
         "load_student(read_spec(sys.argv[1]), vocab_size=None, seed=0, device='cpu'); load_tokenizer(sys.argv[1])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True)
