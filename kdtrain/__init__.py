@@ -1,3 +1,109 @@
-"""kdtrain: knowledge distillation of language models, from a teacher's cached logits to a smaller student."""
+"""kdtrain: knowledge distillation of language models, from a teacher's cached logits to a smaller student.
+
+The library, every name of which is imported when it is first used:
+
+    Cache, collate                a teacher's cached distributions, as data sets of dicts of tensors
+    DistillationLoss              (1 - alpha) CE + alpha T^2 KD, with its temperature: fixed, scheduled or learned
+    Student                       a causal language model and its loss as one module, for any training loop
+    CheckpointStore, Keep         checkpoints published whole, verified before they are loaded, pruned by tier
+    quantize_, PrecisionController, Policy   fp8 products, and when to switch them on and off
+    register_...                  a divergence, tail rule, temperature mode, back end, source or command of one's own
+    distill, cache_teacher        the commands as functions, with DistillConfig and CacheTeacherConfig
+
+Bad arguments raise `UsageError`, what fails while running raises `RunError`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kdtrain.cache.reader import Cache, collate
+    from kdtrain.checkpoint.nested import CheckpointStore
+    from kdtrain.checkpoint.tiers import Keep
+    from kdtrain.cli import register_command
+    from kdtrain.commands.cache_teacher import cache_teacher
+    from kdtrain.commands.distill import distill
+    from kdtrain.config import CacheTeacherConfig, DistillConfig
+    from kdtrain.data.corpus import register_source
+    from kdtrain.errors import RunError, UsageError
+    from kdtrain.objective.divergence import register_divergence
+    from kdtrain.objective.loss import DistillationLoss, LossOutput, distillation_loss
+    from kdtrain.objective.tails import register_tail
+    from kdtrain.objective.temperature import (
+        AdversarialTemperature,
+        LikelihoodTemperature,
+        MinimizedTemperature,
+        ScheduledTemperature,
+        Temperature,
+        register_temperature,
+    )
+    from kdtrain.precision.backends import quantize_, register_backend
+    from kdtrain.precision.controller import Policy, PrecisionController
+    from kdtrain.training.student import Student
+
+_HOME = {
+    "kdtrain.cache.reader": ("Cache", "collate"),
+    "kdtrain.checkpoint.nested": ("CheckpointStore",),
+    "kdtrain.checkpoint.tiers": ("Keep",),
+    "kdtrain.cli": ("register_command",),
+    "kdtrain.commands.cache_teacher": ("cache_teacher",),
+    "kdtrain.commands.distill": ("distill",),
+    "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
+    "kdtrain.data.corpus": ("register_source",),
+    "kdtrain.errors": ("RunError", "UsageError"),
+    "kdtrain.objective.divergence": ("register_divergence",),
+    "kdtrain.objective.loss": ("DistillationLoss", "LossOutput", "distillation_loss"),
+    "kdtrain.objective.tails": ("register_tail",),
+    "kdtrain.objective.temperature": (
+        *("AdversarialTemperature", "LikelihoodTemperature", "MinimizedTemperature", "ScheduledTemperature"),
+        *("Temperature", "register_temperature"),
+    ),
+    "kdtrain.precision.backends": ("quantize_", "register_backend"),
+    "kdtrain.precision.controller": ("Policy", "PrecisionController"),
+    "kdtrain.training.student": ("Student",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+__all__ = [
+    "AdversarialTemperature",
+    "Cache",
+    "CacheTeacherConfig",
+    "CheckpointStore",
+    "DistillConfig",
+    "DistillationLoss",
+    "Keep",
+    "LikelihoodTemperature",
+    "LossOutput",
+    "MinimizedTemperature",
+    "Policy",
+    "PrecisionController",
+    "RunError",
+    "ScheduledTemperature",
+    "Student",
+    "Temperature",
+    "UsageError",
+    "cache_teacher",
+    "collate",
+    "distill",
+    "distillation_loss",
+    "quantize_",
+    "register_backend",
+    "register_command",
+    "register_divergence",
+    "register_source",
+    "register_tail",
+    "register_temperature",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'kdtrain' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

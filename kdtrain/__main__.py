@@ -1,4 +1,4 @@
-"""`python -m kdtrain`, the script `kdtrain`, and how torchrun starts the command: in a process that ends."""
+"""`python -m kdtrain`, also as the script `kdtrain` and under torchrun: a failed command always ends its process."""
 
 import faulthandler
 import os
@@ -10,7 +10,7 @@ LIMIT = 10.0
 
 
 def main() -> None:
-    """Run the command. A process whose command has failed ends, also where a thread of it never does."""
+    """Run the command; after a failure the process ends even if one of its threads does not."""
     try:
         cli.main()
     except BaseException as failure:

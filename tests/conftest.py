@@ -17,11 +17,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kdtrain.errors import name_flags
+
 # Two workers on two cores: a second thread each costs more than it brings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What these tests compile is compiled in less time than a pool of compilers takes to start.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+name_flags()  # messages are tested as the command prints them; tests/test_library.py tests them as a library's
 
 settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("kdtrain", settings.get_profile("fuzz"), derandomize=True)

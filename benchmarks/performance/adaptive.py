@@ -24,7 +24,7 @@ from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.sections import script
 from benchmarks.harness.timing import synchronize, without_graphs
 from kdtrain.precision.backends import Choice, choose, make_recipe
-from kdtrain.precision.controller import Adaptive, Controller, Policy
+from kdtrain.precision.controller import Adaptive, Policy, PrecisionController
 from kdtrain.precision.linear import Switch, convert
 from kdtrain.training.recovery import decide, warm_up
 from kdtrain.training.trainer import Trainer
@@ -144,7 +144,7 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
         min_dwell=sizes.window // 2,
         keep=1,
     )
-    controller = Controller(policy)
+    controller = PrecisionController(policy)
     run.adaptive = Adaptive(controller, run.student.switch, "high")
     started, made = time.perf_counter(), _graphs()
     warm_up(run, bench.stop)

@@ -100,7 +100,7 @@ def sparse_targets(student: Student, kept: int) -> SparseTargets:
         label_logprob=torch.full((n,), -2.0),
         logit_mean=torch.zeros(n),
         logit_std=torch.ones(n),
-        head=kept,
+        top_k=kept,
         num_samples=0,
         knots=(1.0, 0.7, 0.45, 0.25),
     )

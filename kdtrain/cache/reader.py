@@ -353,6 +353,14 @@ class Cache:
 
     Raises:
         UsageError: the folder holds no finished cache.
+
+    >>> cache = Cache("cache/t")
+    >>> len(cache["train"]), cache.temperature_range, cache.verify()
+    (5, (0.6666666666666666, 4.0), [])
+    >>> from torch.utils.data import DataLoader
+    >>> loader = DataLoader(cache["train"], batch_size=2, collate_fn=collate)
+    >>> next(iter(loader))["tokens"].shape
+    torch.Size([2, 25])
     """
 
     def __init__(self, folder: Path | str) -> None:

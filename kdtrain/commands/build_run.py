@@ -39,7 +39,7 @@ from kdtrain.parallel.memory_plan import Plan, fitting_micro_batch, free_everywh
 from kdtrain.parallel.parallelize import parallelize, shard
 from kdtrain.precision.backends import Formats, formats_of, policy
 from kdtrain.precision.collect import Collector
-from kdtrain.precision.controller import Adaptive, Controller
+from kdtrain.precision.controller import Adaptive, PrecisionController
 from kdtrain.precision.linear import convert
 from kdtrain.precision.modes import head_dtype, why_not_compile
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, world_size
@@ -228,7 +228,7 @@ def _adaptive(config: DistillConfig, formats: Formats, total: int) -> Adaptive |
     decay_start = total - decay_steps(total, options)
     rules = policy(config.quantization, formats.choice.mode, options.lr_schedule, decay_start)
     forward_only = config.quantization.quant_fallback_scope == "forward"
-    return Adaptive(Controller(rules), formats.switch, "high-forward" if forward_only else "high")
+    return Adaptive(PrecisionController(rules), formats.switch, "high-forward" if forward_only else "high")
 
 
 def _collector(config: DistillConfig, formats: Formats, model: SplitModel) -> Collector | None:

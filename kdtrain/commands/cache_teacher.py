@@ -5,6 +5,7 @@ import time
 import torch
 
 from kdtrain.cache.manifest import Manifest
+from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import build_cache, build_from_logprobs
 from kdtrain.commands.common import ask, check_fits, open_teacher, show, wide_head
@@ -24,20 +25,32 @@ def main(config: CacheTeacherConfig) -> int:
     """Build the cache, or what an interrupted command left to build, and print what it is.
 
     Raises:
+        UsageError, RunError: as `cache_teacher`.
+    """
+    started = time.monotonic()
+    cache = cache_teacher(config)
+    if is_main():
+        _show(config, cache.manifest, pick_device(config.device), time.monotonic() - started)
+    return 0
+
+
+def cache_teacher(config: CacheTeacherConfig) -> Cache:
+    """Run a teacher over text and keep its distributions: `kdtrain cache-teacher` as a function.
+
+    The same call again finishes what an interrupted one left.
+
+    Raises:
         UsageError: teacher, data and folder do not go together.
         RunError: the disk is full or cannot be written, or a rank was lost; what was published stays.
     """
     setup_logging(quiet=not is_main())
     device = pick_device(config.device)
-    started = time.monotonic()
     with same_ranks(config, device):
         try:
-            manifest = _build(config, device)
+            _build(config, device)
         except UsageError as error:
             raise reported(error) from None  # options, text and folder are the same on every rank
-    if manifest is not None:
-        _show(config, manifest, device, time.monotonic() - started)
-    return 0
+    return Cache(config.out)
 
 
 def _build(config: CacheTeacherConfig, device: torch.device) -> Manifest | None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,19 +47,30 @@ def main(config: DistillConfig) -> int:
         UsageError: data, cache, student or options do not go together.
         RunError: the training failed.
     """
-    what = sanity.main if config.sanity else dry_run.main if config.dry_run else _distill
+    tries = sanity.main if config.sanity else dry_run.main if config.dry_run else None
     try:
         with interruptible():
-            return what(config)
+            if tries is not None:
+                return tries(config)
+            result = distill(config)
     except KeyboardInterrupt as asked:
         tried = "interrupted; nothing was left behind"
-        log.info("stopped while not training; the same command resumes" if what is _distill else tried)
-        stopped = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(asked) or "SIGINT"}
-        show(f"distill {config.out}", stopped, config.json)
-        return 0
+        log.info("stopped while not training; the same command resumes" if tries is None else tried)
+        result = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(asked) or "SIGINT"}
+    show(f"distill {config.out}", result, config.json)
+    return 0
 
 
-def _distill(config: DistillConfig) -> int:
+def distill(config: DistillConfig) -> dict[str, Any]:
+    """Train the student of `config` and export it: `kdtrain distill` as a function. The same call again resumes.
+
+    Returns:
+        What result.json holds: stop_reason, steps, validation losses in nats a token, the exported student's folder.
+
+    Raises:
+        UsageError: data, cache, student or options do not go together.
+        RunError: the training failed, or diverged.
+    """
     setup_logging(quiet=not is_main())
     with ExitStack() as stack:
         stack.enter_context(same_ranks(config, pick_device(config.device)))
@@ -176,8 +188,8 @@ def _teacher_name(config: DistillConfig, manifest: Manifest) -> str:
     return config.teacher or str((manifest.settings.teacher or {}).get("spec"))
 
 
-def _finish(trainer: Trainer) -> int:
-    """Export the best student and print what became of the run."""
+def _finish(trainer: Trainer) -> dict[str, Any]:
+    """Export the best student; what became of the run."""
     config = trainer.config
     ended = "signal" if trainer.stopped_by else "early-stop" if trainer.state.progress.stopped else "done"
     result = how_it_ended(trainer, ended)
@@ -185,8 +197,7 @@ def _finish(trainer: Trainer) -> int:
         on_main(lambda: _export(trainer))
         result["student"] = str(config.out / "student")
     write_result(trainer, result)
-    show(f"distill {config.out}", result, config.json)
-    return 0
+    return result
 
 
 def _fail(trainer: Trainer, error: Exception) -> None:

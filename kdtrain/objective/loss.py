@@ -95,7 +95,7 @@ class DistillationLoss(nn.Module):
         normalizer: Tensor | float,
         compile: bool = False,
     ) -> LossOutput:
-        """`distillation_loss` at the present alpha and temperature, plus the loss of a learned temperature."""
+        """`distillation_loss` at the present alpha and temperature, with the gradient of a learned one's loss."""
         output = distillation_loss(
             hidden_ND,
             head,
@@ -111,7 +111,8 @@ class DistillationLoss(nn.Module):
             compile=compile,
         )
         extra = None if targets is None else self.temperature.auxiliary_loss(targets, mask_N, normalizer)
-        return output if extra is None else output._replace(loss=output.loss + extra)
+        # Its gradient only: the value stays that of the distillation loss.
+        return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
 
 
 def distillation_loss(

@@ -124,8 +124,9 @@ class ScheduledTemperature(Temperature):
 class LearnedTemperature(Temperature):
     """T between two bounds, from the one parameter `theta`."""
 
-    def __init__(self, start: float, minimum: float, maximum: float) -> None:
+    def __init__(self, start: float, bounds: tuple[float, float]) -> None:
         super().__init__(start)
+        minimum, maximum = bounds
         self.log_minimum, self.log_range = math.log(minimum), math.log(maximum / minimum)
         place = (math.log(start) - self.log_minimum) / self.log_range
         place = min(max(place, _START), 1 - _START)
@@ -147,7 +148,11 @@ class LearnedTemperature(Temperature):
 
 
 class LikelihoodTemperature(LearnedTemperature):
-    """The temperature at which the teacher gives the labels the highest likelihood."""
+    """The temperature at which the teacher gives the labels the highest likelihood.
+
+    >>> LikelihoodTemperature(start=2.0, bounds=(1.0, 4.0)).value()
+    tensor(2.)
+    """
 
     def value(self) -> Tensor:
         return self.temperature().detach()
@@ -171,8 +176,8 @@ class LikelihoodTemperature(LearnedTemperature):
 class AdversarialTemperature(LearnedTemperature):
     """The temperature at which the student's loss is largest, found by reversing the gradient."""
 
-    def __init__(self, start: float, minimum: float, maximum: float, ramp_steps: int) -> None:
-        super().__init__(start, minimum, maximum)
+    def __init__(self, start: float, bounds: tuple[float, float], ramp_steps: int) -> None:
+        super().__init__(start, bounds)
         self.ramp_steps = ramp_steps
 
     def strength(self) -> float:
@@ -253,9 +258,9 @@ def build_temperature(
 
 register_temperature("fixed")(lambda o: Temperature(o.start))
 register_temperature("schedule")(lambda o: ScheduledTemperature(o.start, o.end, o.total_steps, o.schedule))
-register_temperature("likelihood")(lambda o: LikelihoodTemperature(o.start, o.minimum, o.maximum))
-register_temperature("adversarial")(lambda o: AdversarialTemperature(o.start, o.minimum, o.maximum, o.ramp_steps))
-register_temperature("minimize")(lambda o: MinimizedTemperature(o.start, o.minimum, o.maximum))
+register_temperature("likelihood")(lambda o: LikelihoodTemperature(o.start, (o.minimum, o.maximum)))
+register_temperature("adversarial")(lambda o: AdversarialTemperature(o.start, (o.minimum, o.maximum), o.ramp_steps))
+register_temperature("minimize")(lambda o: MinimizedTemperature(o.start, (o.minimum, o.maximum)))
 
 
 def _check(mode: str, options: TemperatureOptions) -> None:

@@ -32,7 +32,7 @@ from kdtrain.config.choices import BACKENDS
 from kdtrain.errors import UsageError
 from kdtrain.precision.controller import Policy
 from kdtrain.precision.emulated import Recipe, Scaling, ScalingControl, compute_dtype
-from kdtrain.precision.linear import Backend, Emulated, Product, Switch
+from kdtrain.precision.linear import Backend, Emulated, Product, Switch, convert
 from kdtrain.precision.modes import has_bf16, pick_mode
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -438,3 +438,51 @@ def policy(config: QuantizationConfig, mode: str, lr_schedule: str, decay_start:
         max_switches=config.quant_max_switches,
         decay_start=decay_start if "schedule" in rules else None,
     )
+
+
+def quantize_(
+    model: nn.Module,
+    mode: str,
+    *,
+    backend: str = "auto",
+    recipe: str = "tensorwise",
+    skip_first: int = 0,
+    skip_last: int = 0,
+) -> Switch:
+    """Make the linear layers of a model switchable and quantise their products, in place; the output head stays.
+
+    Parameters, their names, the optimizer's state and the state dict do not change.
+
+    Args:
+        model: of `transformers`, or a `Student`, whose validation then stays in the high format.
+        mode: fp8, mxfp8 or mxfp4.
+        backend: torchao, transformer-engine, emulated or a registered one; auto: the first fast one, else emulation.
+        recipe: of fp8: tensorwise, rowwise or blockwise scales.
+        skip_first, skip_last: transformer layers at either end that stay high.
+
+    Returns:
+        The switch of all layers; set `position` between two steps to `quantized` or `high`.
+
+    Raises:
+        UsageError: the mode or back end is unknown, or does not work on the model's device.
+
+    >>> from kdtrain.testing import tiny_model
+    >>> switch = quantize_(tiny_model("llama", 300), "mxfp4")
+    >>> switch.position
+    'quantized'
+    """
+    if mode not in QUANTIZED:
+        raise UsageError(f"mode {mode} is not a quantised one; use {', '.join(QUANTIZED)}")
+    device = next(model.parameters()).device
+    found = choose(mode, backend, make_recipe(mode, recipe, None, "max", False), recipe, device)
+    if isinstance(found, str):
+        raise UsageError(f"no {mode} on {device}: {found}")
+    modules: list[Any] = list(model.modules())
+    head = next((each.get_output_embeddings() for each in modules if hasattr(each, "get_output_embeddings")), None)
+    owner = next((each for each in modules if isinstance(getattr(each, "switch", None), Switch)), None)
+    switch: Switch = Switch() if owner is None else owner.switch
+    convert(model, switch, found.backend, head=head, skip_first=skip_first, skip_last=skip_last)
+    if owner is not None:
+        owner.quantized = mode
+    switch.position = "quantized"
+    return switch

@@ -159,8 +159,15 @@ class _State(TypedDict):
     saved: list[tuple[str, bool]]
 
 
-class Controller:
-    """Decides the mode of each next step by the rules of its `policy`."""
+class PrecisionController:
+    """Decides the mode of each next step by the rules of its `policy`.
+
+    >>> controller = PrecisionController(Policy(quantized="fp8", rules=("loss",), threshold=5.0, window=2))
+    >>> for step, loss in enumerate((4.0, 6.0, 6.0, 6.0), 1):
+    ...     actions = controller.observe(step, loss)
+    >>> controller.mode, controller.position
+    ('bf16', 'high')
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -175,6 +182,11 @@ class Controller:
     def mode(self) -> str:
         """The mode of the next step."""
         return self.policy.quantized if self._memory.is_quantized else self.policy.fallback
+
+    @property
+    def position(self) -> Position:
+        """Position of the layers' switch at the next step, if the fallback is the high format."""
+        return "quantized" if self._memory.is_quantized else "high"
 
     @property
     def is_quantized(self) -> bool:
@@ -413,7 +425,7 @@ class Adaptive:
         fallback: position of the switch in the fallback.
     """
 
-    def __init__(self, controller: Controller, switch: Switch, fallback: Position) -> None:
+    def __init__(self, controller: PrecisionController, switch: Switch, fallback: Position) -> None:
         self.controller = controller
         self.switch = switch
         self.fallback = fallback

@@ -93,6 +93,8 @@ class Student(nn.Module):
         self.backbone = self._backbone
         if compile and not by_layer:
             self.backbone = torch.compile(self._backbone, dynamic=False, mode=compile_mode)
+        self.register_state_dict_post_hook(_without_tied)
+        self.register_load_state_dict_post_hook(_tied_are_not_missing)
 
     @property
     def device(self) -> torch.device:
@@ -209,6 +211,23 @@ class Student(nn.Module):
             # Many models end in a norm that gives fp32 under autocast; the head's products are the mode's all the same.
             hidden_BTD = hidden_BTD.to(head_dtype(self.mode) or hidden_BTD.dtype)
         return rearrange(hidden_BTD, "B T D -> (B T) D"), [rearrange(each, "B T D -> (B T) D") for each in states]
+
+
+def _tied(student: nn.Module) -> set[str]:
+    """The further names of parameters that have more than one."""
+    every = {name for name, _ in student.named_parameters(remove_duplicate=False)}
+    return every - {name for name, _ in student.named_parameters()}
+
+
+def _without_tied(student: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """A tied weight is saved under one of its names, as safetensors wants it."""
+    for name in _tied(student):
+        state.pop(f"{prefix}{name}", None)
+
+
+def _tied_are_not_missing(student: nn.Module, keys: Any) -> None:
+    tied = _tied(student)
+    keys.missing_keys[:] = [key for key in keys.missing_keys if key not in tied]
 
 
 @dataclass(frozen=True)

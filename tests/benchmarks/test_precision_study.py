@@ -8,7 +8,7 @@ import pytest
 from benchmarks import figures
 from benchmarks.science import precision
 from kdtrain import cli
-from kdtrain.precision.controller import Controller, Policy
+from kdtrain.precision.controller import Policy, PrecisionController
 
 
 def run(kind: str, seed: int, loss: float, quantized: list[int]) -> dict:
@@ -42,7 +42,7 @@ def test_no_gap_of_the_record_passes_the_threshold_that_follows_from_its_noise()
     record = json.loads(precision.RESULT.read_text())
     for run in record["runs"]:
         gaps = dict(map(tuple, run["gaps"]))
-        controller = Controller(Policy(quantized="mxfp4", rules=("gap",), window=record["settings"]["window"]))
+        controller = PrecisionController(Policy(quantized="mxfp4", rules=("gap",), window=record["settings"]["window"]))
         for step, loss in enumerate(run["loss"], 1):
             controller.observe(step, loss, gaps.get(step))
         assert controller.switches == 0

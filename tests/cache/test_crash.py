@@ -23,8 +23,7 @@ def _fork_build(folder: Path, workshop, fault: str) -> int:
         status = 70
         try:
             os.environ["KDTRAIN_FAULT"], os.environ["KDTRAIN_FAULT_LOG"] = fault, f"{folder}.log"
-            faults._faults = faults._wanted()
-            faults._calls.clear()
+            faults.read()
             spec = CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8)
             options = {
                 "tokenizer": folder.parent / "tokenizer",

@@ -87,7 +87,7 @@ WORLD = {
     "folder that is a file": ((*DISTILL, "--out", "chat.jsonl"), ["chat.jsonl", "is a file"]),
     "folder of a run": ((*DISTILL, "--out", "run", "--resume", "never"), ["run", "--overwrite"]),
     "other options than the run's": ((*DISTILL, "--out", "run", "--lr", 0.5), ["--lr (was 0.01, now 0.5)"]),
-    "cache over another": ((*TEACHER, "--data", "corpus", "--out", "cache"), ["codec.head: 12 there", "--out"]),
+    "cache over another": ((*TEACHER, "--data", "corpus", "--out", "cache"), ["codec.top_k: 12 there", "--out"]),
     "cache over something else": ((*TEACHER, "--data", "corpus", "--out", "corpus"), ["corpus", "not a cache"]),
     "unknown checkpoint": (("export", "run", "--out", "x", "--checkpoint", "step-9"), ["step-9", "step-00000008"]),
     "export of no run": (("export", "corpus", "--out", "x"), ["corpus", "no run"]),

@@ -81,7 +81,7 @@ def test_a_run_interrupted_twice_ends_with_the_same_bits(bench, uninterrupted, k
             assert not (bench.root / run / "student").exists()
         else:
             assert "stopped by SIGTERM after step" in done.ok().stderr
-            assert "goes on from there" in done.stderr
+            assert "resumes from there" in done.stderr
     start(bench, kind, run).ok()
     assert_same(bench, run, uninterrupted[kind])
     exported = [(bench.root / each / "student/model.safetensors").read_bytes() for each in (run, uninterrupted[kind])]
@@ -115,7 +115,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(bench, uninterrupt
     assert refused.code == 1
     assert json.loads(refused.stdout)["problems"] == [f"step-00000009: {SHARD} does not match its SHA-256"]
     done = start(bench, "fixed", "damaged").ok()
-    assert f"step-00000009 is damaged and passed over: {SHARD} does not match its SHA-256" in done.stderr
+    assert f"step-00000009 is damaged and skipped: {SHARD} does not match its SHA-256" in done.stderr
     assert "resuming from damaged/checkpoints/step-00000008" in done.stderr
     assert_same(bench, "damaged", whole)
 

@@ -229,7 +229,7 @@ def words_go_to_all_and_errors_are_raised_on_all() -> None:
     ):
         with pytest.raises(kind, match=words) as caught:
             block()
-        assert getattr(caught.value, "told", False) is (dist.get_rank() != says)
+        assert getattr(caught.value, "reported", False) is (dist.get_rank() != says)
 
 
 def in_block() -> None:

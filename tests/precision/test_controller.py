@@ -5,18 +5,18 @@ import math
 
 import pytest
 
-from kdtrain.precision.controller import Controller, Forget, Policy, Recover, Save, Say, Snapshot, SwitchTo
+from kdtrain.precision.controller import Forget, Policy, PrecisionController, Recover, Save, Say, Snapshot, SwitchTo
 
 NAN, INF = math.nan, math.inf
 SAID = "[AdaptiveQuantization] "
 
 
-def controller(**options) -> Controller:
+def controller(**options) -> PrecisionController:
     quiet = {"window": 1000, "snapshot_every": 1000, "min_dwell": 0}
-    return Controller(Policy(**{"quantized": "mxfp4", **quiet, **options}))
+    return PrecisionController(Policy(**{"quantized": "mxfp4", **quiet, **options}))
 
 
-def feed(made: Controller, losses, gaps=None, start: int = 1) -> list[str]:
+def feed(made: PrecisionController, losses, gaps=None, start: int = 1) -> list[str]:
     """The mode of each next step, after each loss."""
     gaps = gaps or [None] * len(losses)
     modes = []

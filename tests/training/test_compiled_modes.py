@@ -7,7 +7,7 @@ import torch
 
 from kdtrain.checkpoint.store import load
 from kdtrain.precision.backends import Torchao
-from kdtrain.precision.controller import Adaptive, Controller, Policy, SwitchTo
+from kdtrain.precision.controller import Adaptive, Policy, PrecisionController, SwitchTo
 from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, convert
 
@@ -24,7 +24,7 @@ STEPS, STOPPED_IN_FALLBACK, STOPPED_QUANTISED = 15, 3, 5
 CALM = {"lr": 1e-3, "lr_schedule": "constant", "spike_rule": "none", "checkpoint_freq": 1, "keep_rolling": 50}
 
 
-class EachSecond(Controller):
+class EachSecond(PrecisionController):
     """Switches after each second step, whatever the loss is; says after each one where to."""
 
     def observe(self, step: int, loss: float, gap: float | None = None, broken: str | None = None) -> list:

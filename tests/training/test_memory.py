@@ -8,7 +8,7 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.errors import RunError
-from kdtrain.training.student import out_of_memory
+from kdtrain.training.step import out_of_memory
 
 
 @pytest.fixture

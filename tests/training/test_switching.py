@@ -14,7 +14,7 @@ from kdtrain import faults
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError
-from kdtrain.precision.controller import Adaptive, Controller, Policy, SwitchTo
+from kdtrain.precision.controller import Adaptive, Policy, PrecisionController, SwitchTo
 from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, convert
 from kdtrain.precision.loss_scale import LossScale
@@ -33,13 +33,13 @@ CALM = {
 LOSS = {"rules": ("loss",), "threshold": 8.0, "window": 4, "min_dwell": 5}
 
 
-def quantise(run, **policy) -> Controller:
+def quantise(run, **policy) -> PrecisionController:
     """Make a run of the workshop adaptive, in mxfp4."""
     model, switch = run.student.model.model, run.student.switch
     backend = Emulated(Recipe("mx", "e2m1", "e2m1"))
     convert(model, switch, backend, head=model.get_output_embeddings())
     run.student.quantized = "mxfp4"
-    controller = Controller(Policy(quantized="mxfp4", **policy))
+    controller = PrecisionController(Policy(quantized="mxfp4", **policy))
     run.adaptive = Adaptive(controller, switch, "high")
     run.state.watchers["adaptive"] = run.adaptive
     return controller

@@ -1,0 +1,116 @@
+"""The examples, run as a user runs them; those that train as `kdtrain distill` does take its steps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdtrain.testing import tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+TEACHER = ("--teacher", str(ROOT / "teachers" / "stdlib-5m.toml"), "--data", "stdlib")
+
+
+def run(*command, **environment):
+    """What a Python command prints; torchrun finds a port of its own."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def torchrun(*command):
+    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
+
+
+def losses(printed):
+    """The numbers of the last line that begins with `losses`."""
+    line = [each for each in printed.splitlines() if each.startswith("losses ")][-1]
+    return [float(word) for word in line.split()[1:]]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A cache of 64 sequences, a model with a tied head, and the losses of 4 steps of `kdtrain distill`."""
+    folder = tmp_path_factory.mktemp("examples")
+    sizes = ("--seq-len", "32", "--num-sequences", "64", "--top-k", "12")
+    run("-m", "kdtrain", "cache-teacher", *TEACHER, "--out", folder / "cache", *sizes)
+    tiny_model("llama", 2048, seed=3).save_pretrained(folder / "model")
+    fixed = ("--lr", "1e-3", "--lr-schedule", "constant", "--warmup-steps", "0", "--weight-decay", "0")
+    plain = ("--precision", "fp32", "--no-compile", "--eval-batches", "1", "--steps", "4", "--batch-size", "8")
+    where = ("--cache", folder / "cache", "--student", folder / "model", "--out", folder / "run")
+    run("-m", "kdtrain", "distill", *where, *fixed, *plain)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return folder / "cache", folder / "model", [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_in_the_table(example):
+    assert len(example.read_text().splitlines()) < 60
+    assert f"`{example.name}`" in (EXAMPLES / "README.md").read_text()
+
+
+def test_a_plain_loop_lowers_the_loss_and_learns_a_temperature(material):
+    cache, model, _ = material
+    lines = run(EXAMPLES / "plain_loop.py", cache, model, 24).splitlines()
+    values = [line.split() for line in lines if line.startswith("loss ")]
+    assert float(values[-1][1]) < float(values[0][1])
+    assert values[-1][5] != values[0][5]
+
+
+def test_the_trainer_of_transformers_takes_the_steps_of_the_command(material):
+    cache, model, expected = material
+    found = losses(run(EXAMPLES / "transformers_trainer.py", cache, model, 4))
+    assert found == pytest.approx(expected, abs=1e-6 * max(expected))
+
+
+def test_the_trainer_of_transformers_takes_the_same_steps_on_two_ranks(material):
+    cache, model, expected = material
+    found = losses(torchrun(EXAMPLES / "transformers_trainer.py", cache, model, 4))
+    assert found == pytest.approx(expected, abs=1e-6 * max(expected))
+
+
+def test_accelerate_with_fsdp2_takes_the_steps_of_one_process(material):
+    cache, model, _ = material
+    assert losses(torchrun(EXAMPLES / "accelerate_fsdp2.py", cache, model, 4)) == pytest.approx(
+        losses(run("-c", ONE_PROCESS, cache, model)), rel=1e-5
+    )
+
+
+ONE_PROCESS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+import kdtrain as kd
+student = kd.Student(AutoModelForCausalLM.from_pretrained(sys.argv[2]), kd.DistillationLoss(alpha=0.9)).train()
+optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+data, losses = kd.Cache(sys.argv[1])["train"], []
+for step in range(4):
+    output = student(**kd.collate(data.__getitems__(range(8 * step, 8 * step + 8))))
+    output.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(output.loss.item())
+print("losses", *losses)
+"""
+
+
+def test_a_loop_that_switches_its_precision_resumes_with_the_same_losses(material, tmp_path):
+    cache, model, _ = material
+
+    def lines(folder, steps):
+        printed = run(EXAMPLES / "precision_and_checkpoints.py", cache, model, tmp_path / folder, steps)
+        return [line for line in printed.splitlines() if line.startswith("step ")]
+
+    whole = lines("whole", 12)
+    cut = [*lines("cut", 5), *lines("cut", 12)]
+    assert cut == whole and len(whole) == 12
+    assert {line.split()[-1] for line in whole} == {"mxfp4", "bf16"}

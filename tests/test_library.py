@@ -1,0 +1,219 @@
+"""The library as a user meets it: light to import, typed, honest about arguments, and without side effects."""
+
+import doctest
+import importlib
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import kdtrain as kd
+from kdtrain import errors
+from kdtrain.config import CodecConfig, DataConfig, MonitorConfig, OptimizerConfig, PrecisionConfig
+from kdtrain.testing import tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "golden" / "cache" / "sparse"
+WITH_AN_EXAMPLE = (
+    *("Cache", "CheckpointStore", "DistillationLoss", "LikelihoodTemperature", "PrecisionController", "Student"),
+    "quantize_",
+)
+
+
+@pytest.fixture
+def arguments():
+    """Messages as a library's: they name arguments."""
+    errors.name_flags(False)
+    yield
+    errors.name_flags()
+
+
+def test_every_name_is_there_and_documented():
+    assert sorted(kd.__all__) == sorted(kd._MODULE_OF)
+    for name in kd.__all__:
+        found = getattr(kd, name)
+        assert inspect.getdoc(found), name
+        assert found.__module__.startswith(kd._MODULE_OF[name])
+    with pytest.raises(AttributeError, match="has no attribute 'Chache'"):
+        _ = kd.Chache
+    assert (ROOT / "kdtrain" / "py.typed").exists()
+
+
+@pytest.mark.parametrize("name", WITH_AN_EXAMPLE)
+def test_the_example_in_a_docstring_is_true(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(GOLDEN, tmp_path / "cache" / "t")
+    module = importlib.import_module(kd._MODULE_OF[name])
+    (example,) = doctest.DocTestFinder(recurse=False).find(getattr(kd, name), name, globs=dict(vars(module)))
+    assert example.examples
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(GOLDEN, tmp_path / "cache" / "t")
+    tiny_model("llama", 300, seed=3).save_pretrained(tmp_path / "path" / "to" / "model")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    names = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    assert any(each.grad is not None for each in names["student"].parameters())
+
+
+def test_the_import_is_quick_and_loads_nothing_heavy():
+    code = "import sys, time; t = time.process_time(); import kdtrain; t = time.process_time() - t; "
+    code += "print(t, *(name for name in ('torch', 'numpy', 'transformers') if name in sys.modules))"
+    quickest = min(
+        (subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+        for _ in range(3)
+    )
+    assert len(quickest) == 1
+    assert float(quickest[0]) < 0.1
+
+
+SETTINGS = """
+import logging, warnings, torch
+def settings():
+    root = logging.getLogger()
+    return (
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        torch.is_grad_enabled(), torch.get_num_threads(), torch.initial_seed(), root.level, list(root.handlers),
+        logging.getLogger("transformers").level, list(warnings.filters), torch._dynamo.config.cache_size_limit,
+    )
+import transformers, torch._dynamo, torch.optim.lr_scheduler, torch.distributed.checkpoint, datasets, h5py
+transformers.PreTrainedModel, transformers.AutoModelForCausalLM, transformers.PreTrainedTokenizerFast
+torch.manual_seed(5)
+before = settings()
+import kdtrain
+for name in kdtrain.__all__:
+    getattr(kdtrain, name)
+assert settings() == before, (before, settings())
+"""
+
+
+def test_using_it_changes_no_setting_of_another_library():
+    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1500:]
+
+
+def test_a_students_model_is_the_users_own_and_stays_as_it_was():
+    model = tiny_model("llama", 300, seed=3).train()
+    before = {name: (id(each), each.dtype, each.clone()) for name, each in model.named_parameters()}
+    attention, forward, modules = model.config._attn_implementation, model.forward, [type(m) for m in model.modules()]
+    data = kd.Cache(GOLDEN)["train"]
+    student = kd.Student(model, kd.DistillationLoss())
+    student(**kd.collate([data[0], data[1]])).loss.backward()
+    assert student.model.model is model
+    assert (model.training, model.config._attn_implementation) == (True, attention)
+    assert model.forward == forward and [type(m) for m in model.modules()] == modules
+    for name, each in model.named_parameters():
+        assert (id(each), each.dtype) == before[name][:2] and torch.equal(each, before[name][2])
+        assert each.grad is not None
+
+
+def test_the_batch_of_the_command_and_its_named_tensors_have_the_same_loss():
+    for kind in ("sparse", "dense"):
+        data = kd.Cache(GOLDEN.parent / kind)["train"]
+        student = kd.Student(tiny_model("llama", 300, seed=3), kd.DistillationLoss(temperature=1.5))
+        of_batch, of_fields = student(data.read([3, 1])), student(**kd.collate([data[3], data[1]]))
+        assert torch.equal(of_batch.loss, of_fields.loss) and torch.equal(of_batch.kd, of_fields.kd)
+        assert of_batch.tokens == of_fields.tokens
+        halves = [student(**kd.collate([data[row]]), num_items_in_batch=of_batch.tokens).loss for row in (3, 1)]
+        torch.testing.assert_close(sum(halves), of_batch.loss)
+
+
+def test_errors_name_arguments_in_a_library_and_flags_in_a_command(arguments):
+    with pytest.raises(kd.UsageError, match=r"^top_k -1 must be at least 0$") as caught:
+        CodecConfig(top_k=-1)
+    errors.name_flags()
+    assert str(caught.value) == "--top-k -1 must be at least 0"
+    errors.name_flags(False)
+    assert str(kd.RunError("leave --no-early-stopping out of kdtrain-x--y")) == (
+        "leave early_stopping=False out of kdtrain-x--y"
+    )
+    with pytest.raises(kd.UsageError, match="divergence foward-kl is unknown; perhaps you meant 'forward-kl'"):
+        kd.DistillationLoss(divergence="foward-kl")
+    with pytest.raises(kd.UsageError, match="mode int4 is not"):
+        kd.quantize_(tiny_model("llama", 300), "int4")
+    with pytest.raises(kd.UsageError, match="holds no cache"):
+        kd.Cache(ROOT / "docs")
+    with pytest.raises(kd.UsageError, match=r"the state's entry 'x\.y' is a set"):
+        kd.CheckpointStore(ROOT / "nowhere").save(1, {"x": {"y": {1, 2}}})
+
+
+def test_a_state_of_any_depth_comes_back_as_it_was(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "more": [1, (2.5, None), "x", True]}
+    store = kd.CheckpointStore(tmp_path / "c", keep=kd.Keep(rolling=2))
+    for step in range(1, 5):
+        store.save(step, state, {"loss": abs(step - 2.0)})
+    assert store.names() == ["step-00000002", "step-00000003", "step-00000004"]  # the best one is kept
+    found = store.load("best")
+    assert found["more"] == state["more"] and list(found["optimizer"]["state"]) == [0, 1]
+    torch.optim.AdamW(model.parameters()).load_state_dict(found["optimizer"])
+    shard = next((tmp_path / "c" / "step-00000004").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert torch.equal(store.load()["model"]["weight"], model.weight)  # the one before, which is whole
+    with pytest.raises(kd.RunError, match="step-00000004 is damaged"):
+        store.load("step-00000004")
+
+
+def test_transformers_saves_and_resumes_a_student_with_a_tied_head(tmp_path):
+    data = kd.Cache(GOLDEN)["train"]
+
+    def trained(folder, steps, **how):
+        student = kd.Student(tiny_model("llama", 300, seed=3), kd.DistillationLoss())
+        options = {"max_steps": steps, "save_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True}
+        options |= {"per_device_train_batch_size": 2, "disable_tqdm": True, "lr_scheduler_type": "constant"}
+        args = TrainingArguments(output_dir=str(tmp_path / folder), **options)
+        trainer = Trainer(model=student, args=args, train_dataset=data, data_collator=kd.collate)
+        trainer.train(**how)
+        return student
+
+    whole, _ = trained("whole", 4), trained("cut", 2)
+    resumed = trained("cut", 4, resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    model = resumed.model.model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    ours, theirs = resumed.state_dict(), whole.state_dict()
+    assert "model.model.lm_head.weight" not in ours
+    assert all(torch.equal(ours[name], each) for name, each in theirs.items())
+    kd.Student(tiny_model("llama", 300), kd.DistillationLoss()).load_state_dict(ours)  # strict
+
+
+def test_the_commands_are_functions_that_return_what_they_made(tmp_path, arguments, caplog):
+    cache = kd.cache_teacher(
+        kd.CacheTeacherConfig(
+            teacher=str(ROOT / "teachers" / "stdlib-5m.toml"),
+            out=tmp_path / "cache",
+            data=DataConfig(data="stdlib", seq_len=16, num_sequences=8, validation_sequences=4),
+            codec=CodecConfig(top_k=4),
+        )
+    )
+    assert (len(cache["train"]), cache.verify()) == (8, [])
+    tiny_model("llama", 2048, seed=3).save_pretrained(tmp_path / "model")
+    config = kd.DistillConfig(
+        student=str(tmp_path / "model"),
+        cache=tmp_path / "cache",
+        out=tmp_path / "run",
+        steps=2,
+        batch_size=4,
+        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0),
+        precision=PrecisionConfig(precision="fp32", compile=False),
+        monitor=MonitorConfig(tensorboard=False),
+    )
+    result = kd.distill(config)
+    assert (result["stop_reason"], result["steps"]) == ("done", 2)
+    assert (Path(result["student"]) / "model.safetensors").exists()
+    with pytest.raises(kd.UsageError, match="holds no cache"):
+        kd.distill(kd.DistillConfig(student=str(tmp_path / "model"), cache=tmp_path, out=tmp_path / "other"))
