@@ -3,7 +3,7 @@
 HDF5 follows links to other files, allocates what a file declares, and crashes on some damaged structures: on 12 of
 4,000 shards with a few bytes changed. `check_structure` therefore reads the structure from the bytes, before HDF5 opens
 the file, and compares it with what `format.create_shard` makes: the names, types, shapes, chunks, fill values and
-filters of all data sets, the attributes, where each chunk lies and how large it unpacks. Of the data it reads only the
+filters of all data sets, the attributes, the place of each chunk and its unpacked size. Of the data it reads only the
 first bytes of each chunk, once a shard. The other checks look at numbers, each once: at masks and lists when a shard is
 opened, at sequences when they are first read, as they are stored and as they unpack.
 
@@ -36,7 +36,7 @@ from kdtrain.files import open_regular
 
 SPACE, TYPE, OLD_FILL, FILL, LAYOUT, FILTERS, ATTRIBUTE = 1, 3, 4, 5, 8, 11, 12
 """Kinds of messages of an object header."""
-_NIL, _CONTINUATION, _SYMBOL_TABLE = 0, 16, 17
+_NIL, _CONTINUATION = 0, 16
 _FOREIGN = {2: "a soft or external link", 6: "a soft or external link", 7: "external storage"}
 _SUPERBLOCK = b"\x89HDF\r\n\x1a\n" + struct.pack("<8BHHI", 0, 0, 0, 0, 0, 8, 8, 0, 4, 16, 0)
 _NOWHERE = 2**64 - 1
@@ -73,7 +73,7 @@ class Hdf5File:
         """The `size` bytes from `address` on. ValueError: the file ends before."""
         found = os.pread(self._handle, size, address) if address <= self.size - size else b""
         if len(found) != size:
-            raise ValueError("a part of it lies outside of the file")
+            raise ValueError("a part of it is outside the file")
         return found
 
     def fields(self, address: int, spelling: str) -> tuple[Any, ...]:

@@ -124,16 +124,11 @@ def _draw(weights_NV: Tensor, uniforms_ND: Tensor) -> Tensor:
     # A parallel sum may step up by rounding at an entry of weight 0: such a draw moves to a neighbour with weight.
     bad_N = (weights_NV.gather(1, drawn_ND) == 0).any(-1)
     if bad_N.any():
-        drawn_ND[bad_N] = _nearest_with_weight(weights_NV[bad_N], drawn_ND[bad_N])
+        alive_NV = weights_NV[bad_N] > 0
+        column_V = torch.arange(weights_NV.shape[1], device=weights_NV.device)
+        moved_ND = torch.where(alive_NV, column_V, -1).cummax(-1).values.gather(1, drawn_ND[bad_N])
+        drawn_ND[bad_N] = torch.where(moved_ND < 0, alive_NV.int().argmax(-1, keepdim=True), moved_ND)
     return drawn_ND.masked_fill_(~(total_N1 > 0), weights_NV.shape[1])
-
-
-def _nearest_with_weight(weights_NV: Tensor, drawn_ND: Tensor) -> Tensor:
-    column_V = torch.arange(weights_NV.shape[1], device=weights_NV.device)
-    below_NV = torch.where(weights_NV > 0, column_V, -1).cummax(-1).values
-    moved_ND = below_NV.gather(1, drawn_ND)
-    first_N1 = (weights_NV > 0).int().argmax(-1, keepdim=True)
-    return torch.where(moved_ND < 0, first_N1, moved_ND)
 
 
 def _count(drawn_ND: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

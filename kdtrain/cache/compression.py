@@ -174,7 +174,7 @@ MIN_COUNT = 3
 
 @dataclass(frozen=True)
 class Dictionary:
-    """The lists of one shard. `absent` stands for an entry that is not there, before and after coding."""
+    """The lists of one shard. `absent` is the id of an absent entry, before and after coding."""
 
     context_row: np.ndarray
     """[V] unsigned: the row of candidates for a token just read; row 0 is empty."""
@@ -211,11 +211,6 @@ class Dictionary:
         return cls(context_row, candidates.astype(dtype), common, absent)
 
     @property
-    def common_base(self) -> int:
-        """The code of the first common entry."""
-        return WIDTH + 1
-
-    @property
     def literal_base(self) -> int:
         """The code of the id 0, spelled out."""
         return WIDTH + 1 + len(self.common)
@@ -232,7 +227,7 @@ class Dictionary:
     def _plain(self) -> np.ndarray:
         """[V] the code of an id that is not a candidate."""
         codes_V = self.literal_base + np.arange(len(self.context_row))
-        codes_V[self.common] = self.common_base + np.arange(len(self.common))
+        codes_V[self.common] = WIDTH + 1 + np.arange(len(self.common))
         return codes_V
 
     def encode(self, context_N: np.ndarray, ids_NK: np.ndarray) -> np.ndarray:

@@ -44,7 +44,7 @@ def open_folder(
     Returns the manifest of a finished cache, else this rank's lock. all_ranks: True when all ranks call this, False for
     this process alone.
 
-    UsageError: see `claim_folder` and `lock`. RunError: the folder cannot be written.
+    UsageError: see `claim_folder` and `lock`, or its path cannot be a folder. RunError: it cannot be written.
     """
     own: list[Lock] = []
     number = rank() if all_ranks else 0
@@ -52,18 +52,20 @@ def open_folder(
     def needs_build() -> bool:
         if claim_folder(folder, settings) is not None:
             return False
-        make_folder(folder)
-        own.append(_first_lock(folder, number))
+        with making(folder):
+            (folder / cache_format.SHARDS).mkdir(parents=True, exist_ok=True)
+        own.append(_first_lock(folder))
         if claim_folder(folder, settings) is not None:  # another builder finished it meanwhile
             own.pop().release()
             return False
-        if number == 0:
-            write_settings(folder, settings, tokenizer)
+        _write_settings(folder, settings, tokenizer)
         return True
 
     try:
         if not (on_main(needs_build) if all_ranks else needs_build()):
-            remove_stale_lock(folder, number)
+            if (folder / f"{_LOCK}{number}").exists():  # its builder was killed after the manifest
+                with suppress(UsageError, RunError):  # a read-only folder keeps it
+                    lock(folder, number).release()
             return read_manifest(folder), None
         return None, own[0] if own else lock(folder, number)
     except BaseException:
@@ -72,12 +74,12 @@ def open_folder(
         raise
 
 
-def _first_lock(folder: Path, rank: int) -> Lock:
-    """The lock of a rank. UsageError: a rank of another command holds one."""
-    own = lock(folder, rank)
+def _first_lock(folder: Path) -> Lock:
+    """The lock of rank 0. UsageError: a rank of another command holds one."""
+    own = lock(folder, 0)
     try:
         for path in folder.glob(f"{_LOCK}*"):
-            if path.name != f"{_LOCK}{rank}" and _OWN.fullmatch(path.name):
+            if path.name != f"{_LOCK}0" and _OWN.fullmatch(path.name):
                 lock(folder, int(path.name.removeprefix(_LOCK))).release()
     except UsageError:
         own.release()
@@ -117,7 +119,7 @@ def holds_nothing(folder: Path) -> bool:
     return all(path.parent == folder and _OWN.fullmatch(path.name) for path in files)
 
 
-def write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
+def _write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
     """Write settings.json and the tokenizer files into an existing folder, and remove half-written files.
 
     RunError: it cannot be written.
@@ -133,24 +135,10 @@ def write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> Non
             _copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder of the shards, and those above it. UsageError: its path cannot be a folder. RunError: it cannot
-    be written."""
-    with making(folder):
-        (folder / cache_format.SHARDS).mkdir(parents=True, exist_ok=True)
-
-
 def lock(folder: Path, rank: int) -> Lock:
     """The lock of one rank of a builder on a folder that exists. UsageError: another process builds there."""
     message = f"another process is building {folder} now; wait for it, or choose another --out"
     return Lock(folder / f"{_LOCK}{rank}", message)
-
-
-def remove_stale_lock(folder: Path, rank: int) -> None:
-    """Remove the lock of a builder that was killed after the manifest; a read-only folder keeps it."""
-    if (folder / f"{_LOCK}{rank}").exists():
-        with suppress(UsageError, RunError):
-            lock(folder, rank).release()
 
 
 def _stored_settings(folder: Path) -> dict[str, Any]:
@@ -191,11 +179,12 @@ def _copy_tokenizer(tokenizer: Any, target: Path) -> None:
         else:
             for path in sorted({p for pattern in _TOKENIZER_FILES for p in Path(tokenizer).glob(pattern)}):
                 (shutil.copytree if path.is_dir() else shutil.copyfile)(path, hidden / path.name)
-        if target.is_dir() and _digests(target) == _digests(hidden):
+        if target.is_dir() and file_digests(target) == file_digests(hidden):
             return
         swap_in(hidden, target, "cache.tokenizer")
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 by file."""
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in folder.rglob("*") if path.is_file()}
+def file_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file below `folder`, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}

@@ -66,7 +66,7 @@ class CacheSettings:
         return self.codec.vocab_size
 
     def to_json(self) -> dict[str, Any]:
-        """A plain record, as it stands in settings.json and in the manifest."""
+        """A plain record, as in settings.json and in the manifest."""
         record = {**asdict(self), "codec": self.codec.to_json(), "vocab_size": self.vocab_size}
         # With the format version, so that a resume never adds shards of one format to those of another.
         return json.loads(canonical_json({"format_version": cache_format.FORMAT_VERSION, **record}))
@@ -159,7 +159,7 @@ class Manifest:
         return self.settings.vocab_size
 
     def to_json(self) -> dict[str, Any]:
-        """The sealed record, as it stands in manifest.json."""
+        """The sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
         return sealed({**self.settings.to_json(), **own})
 

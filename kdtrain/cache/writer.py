@@ -44,7 +44,7 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.checks import check_structure
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.compression import Arrays, Coding, fit_sequences
-from kdtrain.cache.folder import open_folder
+from kdtrain.cache.folder import file_digests, open_folder
 from kdtrain.cache.manifest import (
     CacheSettings,
     Manifest,
@@ -472,8 +472,6 @@ class CacheWriter:
         with published(index, "cache.index") as temporary:
             parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
             cache_format.write_index(temporary, spec, length, parts)
-        tokenizer = self.folder / cache_format.TOKENIZER
-        files = sorted(path for path in tokenizer.rglob("*") if path.is_file())
         libraries = {name: importlib.metadata.version(name) for name in _LIBRARIES}
         self.manifest = Manifest(
             settings=self.settings,
@@ -482,7 +480,7 @@ class CacheWriter:
             temperature_range=span,  # type: ignore[arg-type]
             bytes_per_token=_bytes_per_token(records, length),
             index_sha256=file_digest(index),
-            tokenizer_files={path.relative_to(tokenizer).as_posix(): file_digest(path) for path in files},
+            tokenizer_files=file_digests(self.folder / cache_format.TOKENIZER),
             versions={"kdtrain": __version__, **libraries, "hdf5": h5py.version.hdf5_version},
         )
         publish_json(self.folder / cache_format.MANIFEST, self.manifest.to_json(), "cache.manifest")

@@ -62,17 +62,27 @@ class Walk:
     """One pass over all rows: what to compute, for which rows, and which gradients are wanted."""
 
     rows: Rows
+    """Labels, mask and targets of the N rows; the losses get them chunk by chunk, see `Rows.harmless`."""
     sparse_loss: SparseLoss
+    """For sparse or absent targets."""
     dense_loss: DenseLoss
+    """For dense ones."""
     divergence: tuple[str, float]
+    """Name and parameter of the divergence from dense targets."""
     sums: int
-    scale: float
-    softcap: float | None
+    """Length of the vector of sums that the losses return."""
     vocab_size: int
-    chunk: int
-    compile: bool
-    at_one: bool
+    """V; weight rows from V on are padding, take no part and get a zero gradient."""
+    at_one: bool = True
+    """Measure the divergence from dense targets at T = 1 too; else it is 0."""
+    compile: bool = False
+    """torch.compile the elementwise work of a chunk."""
+    chunk: int | None = None
+    """Rows of a chunk, instead of `chunk_rows`."""
+    scale: float = 1.0
+    softcap: float | None = None
     wanted: dict[str, bool] = field(default_factory=dict)
+    """`fused_loss` fills in the last three: those of the head, and whether each input requires a gradient."""
 
     @property
     def differentiates(self) -> bool:
@@ -80,54 +90,20 @@ class Walk:
 
 
 @torch.compiler.disable
-def fused_loss(
-    hidden_ND: Tensor,
-    head: Head,
-    beta: Tensor,
-    rows: Rows,
-    *,
-    sparse_loss: SparseLoss,
-    dense_loss: DenseLoss,
-    divergence: tuple[str, float],
-    sums: int,
-    vocab_size: int,
-    at_one: bool = True,
-    compile: bool = False,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def fused_loss(hidden_ND: Tensor, head: Head, beta: Tensor, walk: Walk) -> tuple[Tensor, Tensor]:
     """Sum over chunks of a loss of output-head statistics, differentiable in hidden, weight, bias and beta.
 
     Args:
         hidden_ND: the student's last hidden states, or [N,P] logits when the head has no weight; any float dtype.
         beta: scalar inverse temperature.
-        rows: labels, mask and targets of the N rows; the losses get them chunk by chunk, see `Rows.harmless`.
-        sparse_loss: for sparse or absent targets.
-        dense_loss: for dense ones.
-        divergence: name and parameter of the divergence from dense targets.
-        sums: the length of the vector of sums that the losses return.
-        vocab_size: V; weight rows from V on are padding, take no part and get a zero gradient.
-        at_one: measure the divergence from dense targets at T = 1 too; else it is 0.
-        compile: torch.compile the elementwise work of a chunk.
-        chunk: rows of a chunk, instead of `chunk_rows`.
     Returns:
         the loss (scalar, at least fp32) and the vector of sums, detached.
     """
     head = WholeHead.of(head)
     inputs = {"hidden": hidden_ND, "weight": head.weight, "bias": head.bias, "beta": beta}
-    walk = Walk(
-        rows=rows,
-        sparse_loss=sparse_loss,
-        dense_loss=dense_loss,
-        divergence=divergence,
-        sums=sums,
-        scale=head.scale,
-        softcap=head.softcap,
-        vocab_size=vocab_size,
-        chunk=chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type),
-        compile=compile,
-        at_one=at_one,
-        wanted={k: torch.is_grad_enabled() and v is not None and v.requires_grad for k, v in inputs.items()},
-    )
+    wanted = {k: torch.is_grad_enabled() and v is not None and v.requires_grad for k, v in inputs.items()}
+    chunk = walk.chunk or chunk_rows(walk.vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
+    walk = replace(walk, scale=head.scale, softcap=head.softcap, chunk=chunk, wanted=wanted)
     return _Fused.apply(walk, *inputs.values())
 
 
@@ -163,6 +139,7 @@ def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
     beta = beta.detach().double()
     grads = _empty_gradients(walk, hidden_ND, weight_PD, bias_P, beta)
     loss, sums = beta.new_zeros(()), beta.new_zeros(walk.sums)
+    assert walk.chunk
     for start in range(0, rows, walk.chunk):
         part = slice(start, start + walk.chunk)
         hidden_RD, chunk = hidden_ND[part], walk.rows[part].harmless(walk.vocab_size)
@@ -194,7 +171,7 @@ class _Logits:
         self.products = None if weight_PD is None else Products(hidden_ND, weight_PD[: self.size], walk.compile)
         self.bias_V = bounded_bias(head.bias, self.size, self.dtype)
         self.scale, self.softcap = head.scale, head.softcap
-        rows = 0 if self.products is None else min(walk.chunk, len(hidden_ND))
+        rows = 0 if self.products is None else min(walk.chunk or 0, len(hidden_ND))
         self.buffer_RV = matmul.take_buffer("logits", rows, self.size, dtype=self.dtype, device=hidden_ND.device)
 
     def __call__(self, hidden_RD: Tensor) -> Tensor:

@@ -58,20 +58,17 @@ class HiddenLoss(nn.Module):
             teacher: [N,D] a pair, any float dtype, without gradients; masked rows may hold anything.
             mask_N: bool, True where the token counts. Without any the value is 0, still connected to the graph.
         """
+        sums = []
         with torch.autocast(mask_N.device.type, enabled=False):
-            each_P = [
-                self._distance(F.linear(own_NS.float(), weight_DS), other_ND, mask_N)
-                for own_NS, other_ND, weight_DS in zip(student, teacher, self.projections, strict=True)
-            ]
-            return torch.stack(each_P).mean()
-
-    def _distance(self, own_ND: Tensor, other_ND: Tensor, mask_N: Tensor) -> Tensor:
-        other_ND = other_ND.detach().float().masked_fill(~mask_N[:, None], 0.0)
-        if self.kind == "mse":
-            distance_N = (own_ND - other_ND).square().mean(-1)
-        else:
-            distance_N = 1.0 - F.cosine_similarity(own_ND, other_ND, dim=-1)
-        return distance_N.masked_fill(~mask_N, 0.0).sum()
+            for own_NS, other_ND, weight_DS in zip(student, teacher, self.projections, strict=True):
+                own_ND = F.linear(own_NS.float(), weight_DS)
+                other_ND = other_ND.detach().float().masked_fill(~mask_N[:, None], 0.0)
+                if self.kind == "mse":
+                    distance_N = (own_ND - other_ND).square().mean(-1)
+                else:
+                    distance_N = 1.0 - F.cosine_similarity(own_ND, other_ND, dim=-1)
+                sums.append(distance_N.masked_fill(~mask_N, 0.0).sum())
+            return torch.stack(sums).mean()
 
 
 def layer_pairs(wanted: str, student_layers: int, teacher_layers: int) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from kdtrain.config.choices import DIVERGENCES, TAILS
 from kdtrain.errors import UsageError
 from kdtrain.objective.dense import DenseStatistics
 from kdtrain.objective.divergence import parse, refuse
-from kdtrain.objective.engine import fused_loss
+from kdtrain.objective.engine import Walk, fused_loss
 from kdtrain.objective.logits import Head
 from kdtrain.objective.statistics import Rows, Statistics
 from kdtrain.objective.tails import resolve_tail, sparse_events
@@ -95,7 +95,7 @@ class DistillationLoss(nn.Module):
         normalizer: Tensor | float,
         compile: bool = False,
     ) -> LossOutput:
-        """`distillation_loss` at the present alpha and temperature, plus the loss of a learned temperature."""
+        """`distillation_loss` at the present alpha and temperature, with the gradient of a learned one's loss."""
         output = distillation_loss(
             hidden_ND,
             head,
@@ -111,7 +111,7 @@ class DistillationLoss(nn.Module):
             compile=compile,
         )
         extra = None if targets is None else self.temperature.auxiliary_loss(targets, mask_N, normalizer)
-        # its gradient alone: the value stays that of the distillation loss
+        # Its gradient only: the value stays that of the distillation loss.
         return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
 
 
@@ -164,11 +164,8 @@ def distillation_loss(
         at_one=at_one,
     )
     temperature = scalar(temperature, hidden_ND.device)
-    loss, sums = fused_loss(
-        hidden_ND,
-        head,
-        1.0 / temperature,
-        Rows(labels_N, mask_N, targets),
+    walk = Walk(
+        rows=Rows(labels_N, mask_N, targets),
         sparse_loss=recipe.sparse,
         dense_loss=recipe.dense,
         divergence=(name, parameter),
@@ -178,6 +175,7 @@ def distillation_loss(
         compile=compile,
         chunk=chunk,
     )
+    loss, sums = fused_loss(hidden_ND, head, 1.0 / temperature, walk)
     return LossOutput(loss, sums[0], sums[1], sums[2], torch.zeros_like(sums[0]), mask_N.sum())
 
 

@@ -10,7 +10,7 @@ ghost        the top-k's entries and one bucket for all the rest: p_tail = exp(L
              divergence is 0 with zero gradient for student = teacher; merging events can only lose some of
              an f-divergence, which is then a lower bound of the one over all V tokens.
 drop         the top-k's entries only, with true masses: the top-k's terms of the sum. Forward KL is 0 for
-             student = teacher, but that is no minimum: with P the top-k's mass, the gradient there is
+             student = teacher, but that is not a minimum: with P the top-k's mass, the gradient there is
              beta q_j P in the tail and beta q_j (P - 1) in the top-k. The tail starves, and the value falls
              to P log P < 0.
 renormalize  both sides divided by their mass in the top-k: blind to what the student puts elsewhere (some

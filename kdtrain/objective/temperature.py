@@ -256,29 +256,11 @@ def build_temperature(
     return make(options)
 
 
-@register_temperature("fixed")
-def _fixed(options: TemperatureOptions) -> Temperature:
-    return Temperature(options.start)
-
-
-@register_temperature("schedule")
-def _scheduled(options: TemperatureOptions) -> Temperature:
-    return ScheduledTemperature(options.start, options.end, options.total_steps, options.schedule)
-
-
-@register_temperature("likelihood")
-def _likelihood(options: TemperatureOptions) -> Temperature:
-    return LikelihoodTemperature(options.start, (options.minimum, options.maximum))
-
-
-@register_temperature("adversarial")
-def _adversarial(options: TemperatureOptions) -> Temperature:
-    return AdversarialTemperature(options.start, (options.minimum, options.maximum), options.ramp_steps)
-
-
-@register_temperature("minimize")
-def _minimize(options: TemperatureOptions) -> Temperature:
-    return MinimizedTemperature(options.start, (options.minimum, options.maximum))
+register_temperature("fixed")(lambda o: Temperature(o.start))
+register_temperature("schedule")(lambda o: ScheduledTemperature(o.start, o.end, o.total_steps, o.schedule))
+register_temperature("likelihood")(lambda o: LikelihoodTemperature(o.start, (o.minimum, o.maximum)))
+register_temperature("adversarial")(lambda o: AdversarialTemperature(o.start, (o.minimum, o.maximum), o.ramp_steps))
+register_temperature("minimize")(lambda o: MinimizedTemperature(o.start, (o.minimum, o.maximum)))
 
 
 def _check(mode: str, options: TemperatureOptions) -> None:
