@@ -1,4 +1,4 @@
-"""The entry point of `python -m kdtrain`, of the script `kdtrain`, and of torchrun."""
+"""`python -m kdtrain`, also as the script `kdtrain` and under torchrun: a failed command always ends its process."""
 
 import faulthandler
 import os
@@ -6,16 +6,16 @@ import os
 from kdtrain import cli
 
 LIMIT = 10.0
-"""Seconds until a process ends after its command has failed."""
+"""Seconds that a process may take to end after its command has failed."""
 
 
 def main() -> None:
-    """Run the command. The process of a failed command ends even if one of its threads never does."""
+    """Run the command; after a failure the process ends even if one of its threads does not."""
     try:
         cli.main()
     except BaseException as failure:
         if not isinstance(failure, SystemExit) or failure.code:
-            # A C thread: Python threads cannot run while the interpreter waits for them, or for a library's lock.
+            # A thread of C: Python's own cannot run while the interpreter waits for them, or for a library's lock.
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
         raise
 

@@ -1,8 +1,8 @@
-"""The command `kdtrain`: parses, then calls one command.
+"""The command line of `kdtrain`: parses the options, then calls one command.
 
-tyro makes flags and `--help` out of the dataclasses of `kdtrain.config`. A TOML file given with `--config` is turned
-into flags before the user's own, so that file and command line are validated in the same way and a flag wins. Errors
-become one line on stderr: exit code 2 for what cannot be, 1 for what failed while running. `register_command` adds a
+tyro makes flags and `--help` from the dataclasses of `kdtrain.config`. The options of a `--config` file become flags in
+front of the user's own, so that file and command line are validated in the same way and a flag wins. An error is one
+line on stderr: exit code 2 for options that cannot work, 1 for a failure while running. `register_command` adds a
 command.
 """
 
@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import importlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -33,11 +34,11 @@ from kdtrain.registry import Registry, nearest
 
 COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
 _LONGEST = 2000
-"""Characters of a message; only a name from a damaged file makes more."""
+"""Characters of a message; only a name from a damaged file is longer."""
 ONCE = ("student", "teacher", "cache", "data", "from-logprobs", "load", "config")
-"""Flags that may be given once, because a user may mean several; of any other the last one wins."""
+"""Flags that may be given only once, because a user may mean several; for any other flag the last one wins."""
 _MOST = 2**53
-"""The largest count: a float is exact up to it, and no run gets there. A seed has a bound of its own."""
+"""The largest count: floats are exact up to it, and no run reaches it. A seed has its own bound."""
 POSITIONAL = {"inspect": "path", "verify": "path", "export": "run"}
 
 
@@ -57,9 +58,9 @@ def register_command(name: str, config: type, *, help: str = "") -> Callable[[Ma
     """Decorator: make a function the command `kdtrain NAME`.
 
     Args:
-        name: as users write it.
-        config: a dataclass; its fields are the flags, and those that are dataclasses are sections.
-        help: its line in `kdtrain --help`; by default the first of the configuration's docstring.
+        name: the name that users type.
+        config: a dataclass; its fields are flags, or sections if they are dataclasses.
+        help: its line in `kdtrain --help`; by default the first line of the configuration's docstring.
     """
 
     def register(main: Main) -> Main:
@@ -87,7 +88,7 @@ _register_builtin("export", options.ExportConfig)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command and exit with its code: 0 done, 1 failed while running, 2 for options that cannot be."""
+    """Run one command and exit with its code: 0 done, 1 failed while running, 2 options that cannot work."""
     name_flags()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
@@ -96,18 +97,29 @@ def main(argv: list[str] | None = None) -> None:
     if argv[0] == "--version":
         print(importlib.import_module("kdtrain").__version__)
         raise SystemExit(0)
+    command = argv[0]
     try:
-        raise SystemExit(_run(argv[0], argv[1:]))
+        if command not in COMMANDS.help():
+            raise UsageError(f"unknown command '{command[:80]}'; {nearest(command, COMMANDS.help())}")
+        _refuse_impossible_launch()
+        try:
+            config = parse(command, argv[1:])
+        except UsageError as error:  # every process of a node raises it, and the first one prints it
+            error.reported = os.environ.get("LOCAL_RANK", "0") != "0"  # type: ignore[attr-defined]
+            raise
+        _quiet_libraries()
+        with panics_refused("a tokenizer fails"):  # where its name is known, the message has it
+            raise SystemExit(COMMANDS.get(command).main(config) or 0)
     except (UsageError, RunError) as error:
-        told, cause = getattr(error, "told", False), not getattr(error, "not_the_cause", False)
-        _fail(2 if isinstance(error, UsageError) else 1, str(error), told=told, cause=cause and not told)
+        reported, cause = getattr(error, "reported", False), not getattr(error, "not_the_cause", False)
+        _fail(2 if isinstance(error, UsageError) else 1, str(error), reported, cause and not reported)
     except MemoryError:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
-        resumes = argv[0] in ("cache-teacher", "distill")
+        resumes = command in ("cache-teacher", "distill")
         _fail(1, "interrupted" + ("; the same command resumes from what was saved" if resumes else ""))
     except BrokenPipeError:
-        # the reader of our output is gone; a second flush at exit must not complain either
+        # the reader of our output is gone; the flush at exit must not raise the error again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except OSError as error:
@@ -119,41 +131,32 @@ def main(argv: list[str] | None = None) -> None:
         raise
 
 
-def _run(command: str, argv: list[str]) -> int:
-    if command not in COMMANDS.help():
-        raise UsageError(f"unknown command '{command[:80]}'; {nearest(command, COMMANDS.help())}")
-    _refuse_impossible_launch()
-    config = _parse_once(command, argv)
-    _quiet_libraries()
-    with panics_refused("a tokenizer fails"):  # where its name is known, the message has it
-        return int(COMMANDS.get(command).main(config) or 0)
-
-
 def _quiet_libraries() -> None:
-    """Keep other libraries' bars and warnings off the terminal, before they are imported."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
-        os.environ.setdefault(name, "error")
-    for name in ("torchao", "torch.utils._pytree"):  # about binaries that kdtrain does not use
+    """Keep other libraries' bars and warnings off the terminal: in the command's process, never in a user's."""
+    for name in ("torchao", "torch.utils._pytree", "huggingface_hub"):  # the first two: about unused binaries
         logging.getLogger(name).setLevel(logging.ERROR)
-    # one process without a process group is what we mean
+    # a single process without a process group is intended
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    shown = importlib.import_module("transformers.utils.logging")
+    shown.set_verbosity_error()
+    shown.disable_progress_bar()
 
 
 def parse(command: str, argv: list[str]) -> Any:
-    """The configuration of `command` from flags and, where `--config` is among them, a TOML file.
+    """The configuration of `command`, from flags and from the TOML file that `--config` names.
 
     Raises:
-        UsageError: an unknown flag or key, a value of the wrong type, a combination that cannot be.
-        SystemExit: `--help` was asked for (code 0).
+        UsageError: an unknown flag or key, a value of the wrong type, a combination that cannot work.
+        SystemExit: `--help` is among the flags (code 0).
     """
     import tyro
 
     kind: type = COMMANDS.get(command).config
-    argv = _named(command, argv)
-    given = argv
-    if (path := _value_of("--config", argv)) is not None:
-        argv = _toml_flags(Path(path), kind) + argv
+    given = argv = _named(command, argv)
+    values = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    values += [value for flag, value in itertools.pairwise(argv) if flag == "--config"]
+    if values:
+        argv = _toml_flags(Path(values[0]), kind) + argv
     caught = io.StringIO()
     try:
         with contextlib.redirect_stderr(caught), _wide():
@@ -175,7 +178,10 @@ def parse(command: str, argv: list[str]) -> Any:
                     raise UsageError(
                         f"{flag} {value}: ~ is for the shell, which did not replace it; write the path out"
                     )
-    _refuse_repeated(command, given)
+    flags = [word.split("=", 1)[0] for word in given]
+    for name in ONCE:
+        if (times := flags.count(f"--{name}")) > 1:
+            raise UsageError(f"--{name} is given {times} times; kdtrain {command} takes one")
     return config
 
 
@@ -193,25 +199,9 @@ def _named(command: str, argv: list[str]) -> list[str]:
     return argv
 
 
-def _refuse_repeated(command: str, argv: list[str]) -> None:
-    flags = [word.split("=", 1)[0] for word in argv]
-    for name in ONCE:
-        if flags.count(f"--{name}") > 1:
-            raise UsageError(f"--{name} is given {flags.count(f'--{name}')} times; kdtrain {command} takes one")
-
-
-def _value_of(flag: str, argv: list[str]) -> str | None:
-    for position, word in enumerate(argv):
-        if word.startswith(flag + "="):
-            return word.split("=", 1)[1]
-        if word == flag and position + 1 < len(argv):
-            return argv[position + 1]
-    return None
-
-
 @contextlib.contextmanager
 def _wide() -> typing.Iterator[None]:
-    """Let tyro print its errors unwrapped, so that they can be joined into one line; help keeps its width."""
+    """Make tyro print its errors unwrapped, so that they join into one line; help keeps its width."""
     before = os.environ.get("COLUMNS")
     if "-h" not in sys.argv and "--help" not in sys.argv:
         os.environ["COLUMNS"] = "1000"
@@ -242,31 +232,28 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
     flags: list[str] = []
     for section, table in _read_toml(path).items():
         if not isinstance(table, dict):
-            raise UsageError(f"{path}: '{section}' stands outside of a section; {_home(section, known)}")
+            raise UsageError(f"{path}: '{section}' is outside of a section; {_home(section, known)}")
         if section not in known:
             raise UsageError(f"{path}: unknown section [{section}]; {nearest(section, list(known))}")
         for key, value in table.items():
             name = key.replace("-", "_")
             if name not in known[section] or name == "config":
                 raise UsageError(f"{path}: unknown key '{key}' in [{section}]; {_home(name, known, section)}")
-            flags += _flag(name, value)
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
     return flags
 
 
 def _home(key: str, known: dict[str, list[str]], section: str = "") -> str:
-    """What to do with a key that is in no section or in the wrong one."""
+    """Advice for a key that is in no section or in the wrong one."""
     name = key.replace("-", "_")
     homes = [each for each, names in known.items() if name in names and name != "config"]
     if homes:
         return f"put it under [{homes[0]}]"
     return nearest(name, known.get(section) or [each for names in known.values() for each in names])
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
-    return [f"--{flag}", *(str(each) for each in (value if isinstance(value, list) else [value]))]
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -293,7 +280,7 @@ def _keys(kind: type) -> dict[str, list[str]]:
 
 
 def _choices(kind: type) -> str:
-    """What the options of a command can be that a package can add to, a line each."""
+    """The names that a command's extensible options take, a line each."""
     names = {f"--{name.replace('_', '-')}" for keys in _keys(kind).values() for name in keys}
     lines = []
     for each in vars(choices).values():
@@ -303,18 +290,15 @@ def _choices(kind: type) -> str:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<14} {text}" for name, text in COMMANDS.help().items()]
-    return "\n".join(
-        [
-            "usage: kdtrain COMMAND [OPTIONS]\n\nKnowledge distillation of language models.\n",
-            *lines,
-            "\nkdtrain COMMAND --help lists the options of a command.",
-        ]
+    lines = "\n".join(f"  {name:<14} {text}" for name, text in COMMANDS.help().items())
+    return (
+        "usage: kdtrain COMMAND [OPTIONS]\n\nKnowledge distillation of language models.\n\n"
+        f"{lines}\n\nkdtrain COMMAND --help lists the options of a command."
     )
 
 
 def _refuse_impossible_launch() -> None:
-    """Refuse ranks in the environment that a launcher such as torchrun cannot have set."""
+    """Refuse an environment whose ranks no launcher such as torchrun sets."""
     found = {}
     for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
         text = os.environ.get(name) or str(least)
@@ -329,31 +313,16 @@ def _refuse_impossible_launch() -> None:
         )
 
 
-def _parse_once(command: str, argv: list[str]) -> Any:
-    """`parse`; every process of a node refuses the same, and the first one reports it."""
-    try:
-        return parse(command, argv)
-    except UsageError as error:
-        error.told = os.environ.get("LOCAL_RANK", "0") != "0"  # type: ignore[attr-defined]
-        raise
-
-
-def _fail(code: int, message: str, told: bool = False, cause: bool = True) -> typing.NoReturn:
-    """Exit with `code` and one line, unless another rank has `told` it; torchrun gets the line of the `cause`."""
+def _fail(code: int, message: str, reported: bool = False, cause: bool = True) -> typing.NoReturn:
+    """Exit with `code` and one line, unless another rank prints it (`reported`); torchrun gets that of the `cause`."""
     message = printable(" ".join(message.split()))
     message = message if len(message) <= _LONGEST else message[:_LONGEST] + "..."
     if (rank := os.environ.get("RANK") or "0") != "0" and rank.isdigit() and not message.startswith("rank "):
         message = f"rank {rank}: {message}"
-    if not told:
+    if not reported:
         print(f"kdtrain: {message}", file=sys.stderr)
-    if cause:
-        _tell_torchrun(message)
-    raise SystemExit(code)
-
-
-def _tell_torchrun(message: str) -> None:
-    """Write the message where torchrun looks for the error of a failed process."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if cause and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # which torchrun reads of a failed process
         extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    raise SystemExit(code)

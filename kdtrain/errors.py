@@ -1,10 +1,9 @@
-"""The two ways a command ends badly, and the exit code of each.
+"""The two errors that end a command, and the exit code of each.
 
-A `UsageError` is raised before anything was done, for what cannot be: an unknown option, a vocabulary that does not
-fit, a cache that is not finished. A `RunError` is raised for what went wrong while running. Both carry one line
-that says what is wrong, where, and what to do; the command prints that line and no traceback. `writing` and
-`making` make one of what the operating system says to a write, whoever passes it on; `refuse_no_path` refuses what
-it would not even look up.
+A `UsageError` is raised before the command has done anything, for a request that cannot work: an unknown option, a
+vocabulary that does not fit, an unfinished cache. A `RunError` is raised for a failure while running. Both carry one
+line that says what is wrong, where, and what to do; the command prints that line and no traceback. `writing` and
+`making` turn an error of the operating system into one of the two, also if another library passes it on.
 """
 
 import errno
@@ -16,10 +15,10 @@ from pathlib import Path
 
 
 class _Message(Exception):
-    """A message that names options: as flags where a command asks for it, as arguments in a library."""
+    """A message about options, which it calls flags in a command and arguments in the library."""
 
     flags = False
-    """Whether messages name flags; the command turns it on for its process."""
+    """Whether messages name flags; the command sets it for its process."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -30,18 +29,18 @@ class _Message(Exception):
 
 
 def name_flags(yes: bool = True) -> None:
-    """Let the messages of this process name flags (`--top-k`), as a command's do, or arguments (`top_k`)."""
+    """Make the messages of this process name flags (`--top-k`), as in a command, or arguments (`top_k`)."""
     _Message.flags = yes
 
 
 class UsageError(_Message, ValueError):
-    """The command was asked for something that cannot be; it ends with exit code 2."""
+    """The request cannot work; the command ends with exit code 2."""
 
 
 class RunError(_Message, RuntimeError):
-    """The command failed while it was running; it ends with exit code 1.
+    """The command failed while running; it ends with exit code 1.
 
-    reason: the `stop_reason` of the run that it ended, a word of result.json.
+    reason: the `stop_reason` in the result.json of the run.
     """
 
     def __init__(self, message: str, *, reason: str = "error") -> None:
@@ -58,15 +57,15 @@ _ADVICE = {
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
-"""What the system says of a path at which there cannot be a folder, however empty the disk."""
+"""Errors of a path at which no folder can exist, however empty the disk."""
 _DEEPEST = 255
-"""How many folders a path may have: pathlib makes them, and shutil removes them, by recursion."""
+"""Most folders in a path: pathlib makes them, and shutil removes them, by recursion."""
 _NUMBER = re.compile(r"(?:errno = |\(os error )(\d+)")
-"""The number in a message of HDF5, and in one of a library written in Rust (tokenizers, safetensors)."""
+"""The error number in a message of HDF5, or of a library written in Rust (tokenizers, safetensors)."""
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """What the operating system said, also inside another library's message; None if it said nothing."""
+    """The operating system's error in `error`, also if another library's message wraps it; None if there is none."""
     if found := _NUMBER.search(str(error)):
         return OSError(int(found[1]), os.strerror(int(found[1])))
     if isinstance(error, OSError):
@@ -75,38 +74,38 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def reason(error: BaseException) -> str:
-    """The `reason` of a RunError, and of what the system said: `disk` where there is no room, else `error`."""
+    """The `reason` of a RunError; for another error `disk` if the disk is full, else `error`."""
     if isinstance(error, RunError):
         return error.reason
     return "disk" if isinstance(error, OSError) and error.errno in _FULL else "error"
 
 
 def advice(error: OSError) -> str:
-    """What to do where a disk takes no more, as the end of a line; nothing for other errors."""
+    """What to do about a full disk, as the end of a line; empty for other errors."""
     known = _ADVICE.get(error.errno or 0)
     return f"; {known} and run it again" if known else ""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the operating system says to a write into a RunError that names `path`."""
+    """Turn the operating system's error on a write into a RunError that names `path`."""
     try:
         yield
     except (UsageError, RunError):
         raise
     except Exception as error:  # tokenizers raises a bare Exception for a full disk
-        if (said := system_error(error)) is None:
+        if (found := system_error(error)) is None:
             raise
-        mend = _ADVICE.get(said.errno or 0, "make the folder writable")
+        mend = _ADVICE.get(found.errno or 0, "make the folder writable")
         raise RunError(
-            f"cannot write {path}: {said.strerror}; what was finished before is kept: {mend} and run it again",
-            reason=reason(said),
+            f"cannot write {path}: {found.strerror}; finished files are intact: {mend} and run it again",
+            reason=reason(found),
         ) from error
 
 
 @contextmanager
 def making(path: Path) -> Iterator[None]:
-    """`writing`, for a folder that was asked for: a path at which none can be is a UsageError."""
+    """`writing`, for a folder that the user names: a path at which no folder can exist is a UsageError."""
     with writing(path):
         try:
             yield
@@ -118,7 +117,7 @@ def making(path: Path) -> Iterator[None]:
 
 @contextmanager
 def panics_refused(what: str) -> Iterator[None]:
-    """Make a UsageError that begins with `what` of a panic in a library written in Rust, such as tokenizers."""
+    """Turn a panic in a library written in Rust, such as tokenizers, into a UsageError that begins with `what`."""
     try:
         yield
     except BaseException as error:
@@ -128,13 +127,12 @@ def panics_refused(what: str) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """`text` with what steers a terminal, line breaks among it, spelled out: a stranger's file may name anything."""
+    """`text` with control characters and line breaks escaped: names in a downloaded file may hold any."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def refuse_no_path(text: str, name: str) -> None:
-    """Raise a UsageError that begins with `name` for what no file system takes, or pathlib: a NUL, far too many bytes
-    or folders."""
+    """Raise a UsageError that begins with `name` if no file can have the path `text`, such as one with a NUL."""
     if "\0" in text:
         raise UsageError(f"{name} {text[:80]!r} holds a NUL; take it out")
     if len(os.fsencode(text)) > 4095 or any(len(os.fsencode(part)) > 255 for part in text.split("/")):

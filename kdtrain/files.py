@@ -1,15 +1,15 @@
-"""Files that must last, and files that a stranger may have written: published, sealed, read, moved aside, locked.
+"""Publish, seal, read, move aside, remove and lock files: durably, and safely where their author is unknown.
 
-Writing: a file is written under a hidden random name in its own folder, flushed to the disk, renamed, and the folder
-is flushed after it: whoever sees the name sees the whole content, also after a power cut. A JSON record carries a
-SHA-256 over the rest of itself (`digest`), its seal, so that an edited or damaged one is noticed.
+Writing: a file is written under a hidden random name in its own folder, flushed to the disk and renamed, and then the
+folder is flushed: a file under its final name is complete, also after a power cut. A JSON record carries a SHA-256 of
+its other entries (`digest`), its seal, which shows an edit or damage.
 
-Removing: this module alone removes, replaces and renames, and only what kdtrain wrote: a name that `published` owns,
-a temporary name that it made (`sweep`), a folder whose seal vouches for every file in it (`remove_folder`). What may be
-damaged, or is of unknown origin, is moved aside (`set_aside`), not removed. Nothing is done behind a link.
+Removing: only this module removes, replaces and renames, and only what kdtrain wrote: a name that `published` owns, a
+temporary name (`sweep`), a folder whose seal lists every file in it (`remove_folder`). What may be damaged, or is of
+unknown origin, is moved aside (`set_aside`), not removed. Nothing is written through a link.
 
-Reading: a seal proves that a file was not changed since, not who made it. Records are therefore bounded in size and
-depth, checked against types, and nothing but a regular file is ever opened, so that no read blocks.
+Reading: a seal proves that a file has not changed, not who wrote it. So records are bounded in size and depth and
+checked against types, and only regular files are opened, so that no read blocks.
 
 What it gives up: two flushes a file, a few milliseconds.
 """
@@ -44,33 +44,33 @@ PUBLISH_POINTS = ("before-fsync", "before-rename", "before-folder-fsync", "after
 """The fault points of one `published` file, in order; the full name is LABEL.POINT."""
 
 SMALL = 2**20
-"""Bytes of a settings file, a record of one shard at most."""
+"""Most bytes of a settings file or a record of one shard."""
 MEDIUM = 2**25
-"""Bytes of a manifest or of a checkpoint's state at most; a manifest has 250 a shard."""
+"""Most bytes of a manifest or of a checkpoint's state; a manifest has 250 a shard."""
 LARGE = 2**28
-"""Bytes of a tokenizer.json at most; the largest known has 3e7."""
+"""Most bytes of a tokenizer.json; the largest known has 3e7."""
 _ENTRIES = 2**20
-"""How many entries a record may have: as Python objects they take fifty times the space that they take as text."""
+"""Most entries of a record: as Python objects they take fifty times the memory of their text."""
 _DEPTH = 64
-"""How deep a record may be nested."""
+"""Deepest nesting of a record."""
 ASIDE = ("damaged", "left", "old", "replaced")
 """Words that `set_aside` puts into a name."""
 _ASIDE = re.compile(rf".+\.(?:{'|'.join(ASIDE)})-\d+")
 _TOML = 2**18
-"""Bytes of a TOML file at most."""
+"""Most bytes of a TOML file."""
 _DOTTED_KEY = re.compile(r"""(?:^|[\s{,\[])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){16}""")
 """The beginning of a dotted key of more than 16 parts."""
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
 _POLL = 0.2
-"""Seconds between two looks at a lock that is waited for."""
+"""Seconds between two attempts to take a lock."""
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """`path` for reading bytes. ValueError: it is not a regular file, such as a pipe, whose reader would wait."""
-    # Without O_NONBLOCK, opening a pipe waits for a writer before its kind can be asked for.
+    """`path`, opened for reading bytes. ValueError: it is not a regular file (reading a pipe would block)."""
+    # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -98,7 +98,7 @@ def read_json(path: Path, kind: type[T], limit: int = SMALL) -> T:
 
 
 def parse_json(text: str, entries: int = _ENTRIES) -> Any:
-    """The value that `text` spells. ValueError: not JSON, nested too deep, or of more than `entries`."""
+    """The value of the JSON `text`. ValueError: not JSON, nested too deep, or more than `entries` entries."""
     if sum(map(text.count, "[{,")) > entries:
         raise ValueError(f"it has more than {entries:,} entries")
     try:
@@ -112,9 +112,9 @@ def parse_json(text: str, entries: int = _ENTRIES) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """The TOML table in `path`. OSError, ValueError: as `read_text`, or it is not TOML."""
     text = read_text(path, _TOML)
-    # The parser takes time that grows with the square of the parts of a dotted key.
+    # The parser's time grows with the square of the parts of a dotted key.
     if _DOTTED_KEY.search(text):
-        raise ValueError("a key of it has too many dots")
+        raise ValueError("one of its keys has too many dots")
     try:
         table = tomllib.loads(text)
     except RecursionError:
@@ -124,7 +124,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def typed(value: Any, kind: type[T]) -> T:
-    """`value`, of JSON or TOML, as a `kind`: a dataclass or any annotation. ValueError: the key that does not fit."""
+    """`value`, from JSON or TOML, as a `kind`: a dataclass or any annotation. ValueError: a key does not fit."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -155,7 +155,7 @@ def json_digest(value: Any) -> str:
 
 
 def sealed(record: dict[str, Any]) -> dict[str, Any]:
-    """`record` with `digest`, the SHA-256 over everything else in it."""
+    """`record` with `digest`, the SHA-256 of its other entries."""
     content = {key: value for key, value in record.items() if key != "digest"}
     return {**content, "digest": json_digest(content)}
 
@@ -164,7 +164,7 @@ def read_sealed(path: Path, limit: int = SMALL) -> dict[str, Any]:
     """The record in `path`. OSError: it cannot be read. ValueError: it is not JSON, or its seal does not match."""
     text = read_text(path, limit)
     record = parse_json(text)
-    # The text is compared too: two spellings of a number can be one value, and a flipped bit is to be seen.
+    # The text is compared too: after a flipped bit, another spelling of a number can have the same value.
     if not isinstance(record, dict) or sealed(record) != record or _spelled(record) != text:
         raise ValueError("its content does not match its own digest")
     return record
@@ -184,7 +184,7 @@ def file_digest(path: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file or a folder to the disk; nothing is done for a pipe or a device, whose opening may wait."""
+    """Flush a file or a folder to the disk; a pipe or a device is left alone."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if stat.S_IFMT(os.fstat(handle).st_mode) in (stat.S_IFREG, stat.S_IFDIR):
@@ -194,17 +194,17 @@ def fsync(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside `path`, unused so far, that `sweep` knows."""
+    """A new hidden name beside `path`, which `sweep` recognises."""
     return path.with_name(f".{path.name[:50]}.{secrets.token_hex(6)}.tmp")
 
 
 @contextmanager
 def published(path: Path, label: str) -> Iterator[Path]:
-    """Yield the name to write to; afterwards `path` is complete on the disk. On any error nothing is left behind.
+    """Yield the name to write to; then publish it as `path`, complete on the disk. An error leaves no file.
 
-    path: in a folder that kdtrain wrote; what stands there is replaced. label: of its fault points.
+    path: in a folder that kdtrain wrote; an earlier file is replaced. label: names the fault points.
 
-    RunError: the disk is full, the folder is read-only, ...; the file that stood at `path` before is untouched.
+    RunError: the disk is full, the folder is read-only, ...; an earlier file at `path` is untouched.
     """
     temporary = temporary_name(path)
     try:
@@ -224,7 +224,7 @@ def published(path: Path, label: str) -> Iterator[Path]:
 
 
 def publish_text(path: Path, text: str, label: str) -> None:
-    """Replace the file `path` by `text`, whole. RunError: as `published`."""
+    """Publish `text` as the file `path`. RunError: as `published`."""
     with published(path, label) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -237,9 +237,9 @@ def publish_json(path: Path, record: dict[str, Any], label: str) -> dict[str, An
 
 
 def point_link(path: Path, target: str) -> None:
-    """Make `path` a symbolic link to `target`, at once. OSError: something that is not a link stands there."""
+    """Make `path` a symbolic link to `target`, atomically. OSError: there is something that is not a link."""
     if path.exists() and not path.is_symlink():
-        raise OSError(errno.EEXIST, "something that is not a link stands there", str(path))
+        raise OSError(errno.EEXIST, "it is not a link", str(path))
     hidden = temporary_name(path)
     hidden.symlink_to(target)
     os.replace(hidden, path)
@@ -254,9 +254,9 @@ def remove_link(path: Path) -> None:
 
 @contextmanager
 def hidden_folder(path: Path) -> Iterator[Path]:
-    """A new folder with a temporary name beside `path`, to be filled and given its name by `swap_in`.
+    """A new folder with a temporary name beside `path`, for the block to fill and `swap_in` to rename.
 
-    Whatever bears the temporary name in the end is removed. OSError: it cannot be made.
+    The folder is removed in the end if it still has the temporary name. OSError: it cannot be made.
     """
     hidden = temporary_name(path)
     hidden.mkdir(parents=True)
@@ -267,11 +267,11 @@ def hidden_folder(path: Path) -> Iterator[Path]:
 
 
 def swap_in(hidden: Path, path: Path, label: str, word: str = "old") -> Path | None:
-    """Give a folder that is complete its name; a folder that has it is moved aside, and its new path returned.
+    """Rename the complete folder `hidden` to `path`; move an earlier folder aside and return its new path.
 
-    label: of the fault points `before-rename` and `between-renames`. word: see `set_aside`.
+    label: names the fault points `before-rename` and `between-renames`. word: see `set_aside`.
 
-    OSError: a file or a link is in the way, or the disk does not take it.
+    OSError: `path` is a file or a link, or the disk refuses.
     """
     for each in [*hidden.rglob("*"), hidden]:
         if not each.is_symlink():
@@ -279,7 +279,7 @@ def swap_in(hidden: Path, path: Path, label: str, word: str = "old") -> Path | N
     faults.point(f"{label}.before-rename")
     aside = None
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise OSError(errno.ENOTDIR, "something that is not a folder stands there", str(path))
+        raise OSError(errno.ENOTDIR, "it is not a folder", str(path))
     if path.exists() and any(path.iterdir()):
         aside = set_aside(path.parent, path.name, word)
         faults.point(f"{label}.between-renames")
@@ -289,9 +289,9 @@ def swap_in(hidden: Path, path: Path, label: str, word: str = "old") -> Path | N
 
 
 def make_folder(path: Path) -> list[Path]:
-    """Make a folder and those above it; the ones that were not there before, innermost first.
+    """Make a folder and its parents; return the new ones, innermost first.
 
-    UsageError: no folder can be there. RunError: it cannot be written.
+    UsageError: no folder can exist there. RunError: it cannot be written.
     """
     with making(path):
         made = [each for each in (path, *path.parents) if not each.exists()]
@@ -300,7 +300,7 @@ def make_folder(path: Path) -> list[Path]:
 
 
 def remove_empty(made: list[Path]) -> None:
-    """Remove what `make_folder` made and is still empty."""
+    """Remove the folders that `make_folder` made, if they are still empty."""
     for folder in made:
         with suppress(OSError):
             folder.rmdir()
@@ -310,10 +310,10 @@ def remove_empty(made: list[Path]) -> None:
 
 
 def refuse_links(folder: Path, allowed: Collection[str] = ()) -> None:
-    """Refuse to write into a folder with a symbolic link in it: what lies behind one belongs to somebody else.
+    """Refuse to write into a folder that holds a symbolic link, whose target is not ours.
 
-    allowed: paths of links, relative to the folder. The folder itself may be a link, and so may what bears a temporary
-    name: a command killed in `point_link` leaves one, and `sweep` removes it. UsageError: names the link.
+    allowed: paths of links, relative to the folder. The folder itself may be a link, and so may a temporary name: a
+    command killed in `point_link` leaves one, and `sweep` removes it. UsageError: names the link.
     """
     for inside, folders, names in os.walk(folder):
         for name in sorted(folders + names):
@@ -324,18 +324,18 @@ def refuse_links(folder: Path, allowed: Collection[str] = ()) -> None:
 
 
 def set_aside(folder: Path, name: str, word: str) -> Path:
-    """Rename `folder`/`name`, a relative path, to the first free NAME.WORD-1, -2, ...; the new path.
+    """Rename `folder`/`name`, a relative path, to the first free NAME.WORD-1, -2, ...; return the new path.
 
     word: one of `ASIDE`.
 
-    A link is renamed itself. UsageError: a folder on the way to it is a link. OSError: it cannot be renamed.
+    Of a link, the link is renamed. UsageError: a folder in `name` is a link. OSError: it cannot be renamed.
     """
     assert word in ASIDE, word
     path = folder
     for part in Path(name).parts[:-1]:
         path /= part
         if path.is_symlink():
-            raise UsageError(f"{path} is a link, and nothing is changed behind links; put a real folder there")
+            raise UsageError(f"{path} is a link, and nothing is changed through links; put a real folder there")
     path, number = folder / name, 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.{word}-{number}")):
         number += 1
@@ -344,20 +344,20 @@ def set_aside(folder: Path, name: str, word: str) -> Path:
 
 
 def aside_in(folder: Path) -> list[Path]:
-    """What `set_aside` has renamed in `folder` itself, by name, oldest first: the one that was written to longest ago.
+    """What `set_aside` has renamed in `folder` itself, by the time of the last write, oldest first.
 
-    Numbers do not tell: one that has become free is given again.
+    Not by number: a free number is used again.
     """
     found = [path for path in folder.iterdir() if _ASIDE.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=lambda path: (path.lstat().st_mtime_ns, path.name))
 
 
 def remove_folder(path: Path, files: Collection[str], label: str) -> bool:
-    """Remove a folder that holds `files`, those that a seal in it vouches for, and nothing else.
+    """Remove a folder that holds only `files`, which its seal lists; return whether it was removed.
 
-    label: the fault point while its files go.
+    label: the fault point before its files are removed.
 
-    False: it holds something else, or is a link, and stays as it is. OSError: it cannot be changed.
+    A link, and a folder that holds anything else, stays. OSError: it cannot be changed.
     """
     if path.is_symlink() or not files:
         return False
@@ -365,14 +365,14 @@ def remove_folder(path: Path, files: Collection[str], label: str) -> bool:
         if any(each.name not in files or not each.is_file(follow_symlinks=False) for each in inside):
             return False
     hidden = temporary_name(path)
-    os.rename(path, hidden)  # a kill while its files go must not leave half of it
+    os.rename(path, hidden)  # a kill during the removal must not leave half a folder
     faults.point(label)
     shutil.rmtree(hidden)
     return True
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed commands left half written in a folder of kdtrain's own, by the names that it makes up."""
+    """Remove the temporary files that killed commands left in a folder of kdtrain."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -388,13 +388,12 @@ def sweep(folder: Path) -> None:
 
 
 class Lock:
-    """Keeps other processes out of a folder, from now until `release` or the end of the process, however it ends.
+    """Excludes other processes from a folder until `release` or the end of the process, also by a kill.
 
-    What a killed holder leaves is a file that nobody holds and that keeps nobody out. On a file system without locks
-    nobody is kept out.
+    A killed holder leaves the file, unlocked. On a file system without locks, no process is excluded.
 
-    path: the file that is locked, in a folder that exists. message: the error where another process holds it.
-    name, wait: a holder of the same name is waited for, for so many seconds.
+    path: the file to lock, in an existing folder. message: the error if another process holds it.
+    name, wait: waits up to so many seconds for a holder of the same name.
 
     UsageError: another process holds it. RunError: the folder cannot be written.
     """
@@ -415,7 +414,7 @@ class Lock:
                 os.write(self._file.fileno(), name.encode())
 
     def _take(self) -> str | None:
-        """None once it is held here, else the name of its holder."""
+        """None once this process holds the lock, else the name of its holder."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         while True:
             handle = os.open(self._path, flags, 0o666)
@@ -432,17 +431,17 @@ class Lock:
                 return None
             if self._stands():
                 return None
-            self._file.close()  # the last holder has just removed it
+            self._file.close()  # its holder has just removed it
 
     def _stands(self) -> bool:
-        """Whether the file that is locked still has its name."""
+        """Whether the locked file still has its name."""
         return self._path.exists() and os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
 
     def release(self) -> None:
-        """Let others in, and remove the file."""
+        """Unlock and remove the file."""
         if self._file.closed:
             return
-        with suppress(OSError):  # a folder that has become read-only keeps the file, which then keeps nobody out
+        with suppress(OSError):  # a read-only folder keeps the file, unlocked
             if self._stands():
                 self._path.unlink()
         self._file.close()

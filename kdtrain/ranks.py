@@ -1,14 +1,13 @@
-"""Who the ranks of a run are, which device each computes on, and what they exchange.
+"""The ranks of a run, the device of each, and what they exchange.
 
-torchrun names each process in the environment, and `process_group` makes them one group while a block runs. Tensors
-are reduced over the default group, of the device's own kind; objects and decisions go over groups of gloo. A process
-without torchrun is alone, and pays nothing.
+torchrun names each process in the environment, and `process_group` joins them while a block runs. Tensors are reduced
+over the default group (NCCL on GPUs); objects and decisions go over gloo. A single process exchanges nothing.
 
-What one rank does for all (`on_main`), or each for itself (`raise_on_all_ranks`), packing a text for example, may take
-hours, so that no timeout fits the work itself. Instead a thread of each rank sends a heartbeat every few seconds while
-the rank is at work, over a group with the timeout of any other exchange: a dead rank closes its connection and is
-noticed at once, one that is stopped, cut off or never comes, after the timeout. What it gives up: a rank whose threads
-live while its work hangs, in a read from a file system that does not answer for example, counts as one at work.
+Work that one rank does for all (`on_main`), or each rank for itself (`raise_on_all_ranks`), such as packing a text, may
+take hours, so no timeout fits the work itself. Instead a thread of each rank sends a heartbeat every few seconds while
+the rank works, over a group with the timeout of any other exchange. A dead rank closes its connection and is noticed at
+once; a rank that is stopped, cut off or never arrives, after the timeout. What it gives up: a rank whose work hangs, in
+a read from a stuck file system for example, still sends its heartbeat.
 """
 
 import os
@@ -32,15 +31,15 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
 _BEAT = 10.0
-"""Seconds between two heartbeats of a rank at work; a quarter of a shorter timeout."""
+"""Seconds between two heartbeats; at most a quarter of the timeout."""
 _control: Any = None
-"""The group that objects go over, while there are several ranks."""
+"""The gloo group for objects; None for a single process."""
 _timeout = timedelta(0)
-"""How long a rank may be silent."""
+"""How long a rank waits for another."""
 
 
 def rank() -> int:
-    """The number of this process among all, from 0."""
+    """The number of this process, from 0."""
     return int(os.environ.get("RANK") or 0)
 
 
@@ -50,17 +49,17 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """The number of this process among those of its node, from 0."""
+    """The number of this process on its node, from 0."""
     return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which alone prints, and writes what there is one of."""
+    """Whether this is rank 0, the only one that prints and writes what all ranks share."""
     return rank() == 0
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is this rank's CUDA device, the first one for a process alone, else the CPU.
+    """The device called `name`; `auto` is the CUDA device of this rank, or the CPU if there is none.
 
     Raises:
         UsageError: the name is not a device, this machine does not have it, or several ranks would share it.
@@ -75,7 +74,7 @@ def pick_device(name: str) -> torch.device:
         raise reported(UsageError(f"--device '{name}' is not supported; use auto, cpu, cuda or cuda:N"))
     if device.type == "cuda" and world_size() > 1:
         if device.index is not None:
-            shared = f"--device '{name}' is one device for {world_size()} ranks; use cuda, and each has its own"
+            shared = f"--device '{name}' is one device for {world_size()} ranks; use cuda, one device a rank"
             raise reported(UsageError(shared))
         device = torch.device("cuda", local_rank())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -87,27 +86,26 @@ def pick_device(name: str) -> torch.device:
 
 
 def refuse_many_processes() -> None:
-    """Refuse to be one of several processes, for what one process does.
+    """Refuse to be one of several processes, in a command for a single one.
 
     Raises:
         UsageError: torchrun or another launcher has started more.
     """
     if world_size() > 1:
-        only = "started as one of several processes, and only one is supported; leave torchrun out"
-        raise reported(UsageError(only))
+        raise reported(UsageError("several processes were started, and only one is supported; leave torchrun out"))
 
 
 @contextmanager
 def process_group(device: torch.device, timeout: float) -> Iterator[None]:
-    """Let the processes that torchrun has started be one group while the block runs; nothing for a process alone.
+    """Join the processes that torchrun has started into a group while the block runs; a single process has none.
 
     Args:
-        device: what this rank computes on.
-        timeout: seconds that a rank waits for another one in a collective, or for its heartbeat.
+        device: the device of this rank.
+        timeout: seconds that a rank waits for another in a collective, or for its heartbeat.
 
     Raises:
-        UsageError: the environment does not name where the ranks meet.
-        RunError: another rank is gone, or did not come in time.
+        UsageError: the environment names no address at which the ranks meet.
+        RunError: another rank ended or did not arrive in time.
     """
     global _control, _timeout
     if world_size() == 1:
@@ -136,23 +134,23 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
 
 
 def _own_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Where the ranks of this attempt find each other, the number of this one, and how many there are.
+    """The store of this attempt, the number of this rank, and how many ranks there are.
 
-    torchrun keeps one store for all attempts (`--max-restarts`), in which gloo would look up the addresses of the dead.
+    torchrun keeps one store for all attempts (`--max-restarts`), in which gloo would find the addresses of dead ranks.
     """
     try:
         store, number, world = next(dist.rendezvous("env://", timeout=timeout))
     except ValueError as error:
-        raise UsageError(f"the environment does not say where the ranks meet ({error}); use torchrun") from error
+        raise UsageError(f"the environment does not name where the ranks meet ({error}); use torchrun") from error
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return store, number, world
     return dist.PrefixStore(_name_of_attempt(store, number, world, timeout), store), number, world
 
 
 def _name_of_attempt(store: dist.Store, number: int, world: int, timeout: timedelta) -> str:
-    """A name that rank 0 makes up and gives to each rank that asks; what an earlier attempt left there is ignored.
+    """A random name that rank 0 gives to each rank that asks; stale requests of an earlier attempt are ignored.
 
-    Each node counts its own attempts, so that a number would not do.
+    A count of attempts would not do: each node counts its own.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if number:
@@ -175,14 +173,14 @@ def _name_of_attempt(store: dist.Store, number: int, world: int, timeout: timede
 
 @contextmanager
 def _heartbeat(group: Any) -> Iterator[None]:
-    """A block that may take as long as it must on each rank; all leave it together, when the last one is done.
+    """A block without a time limit; all ranks leave it together, when the last one is done.
 
-    An error inside leaves it after the exchange in flight; the others then hear nothing more of this rank.
+    An error inside leaves the block after the exchange in flight; this rank then sends no more heartbeats.
 
-    group: of gloo, over all ranks; all enter the block with it, and none uses it inside.
+    group: gloo, over all ranks; all ranks enter the block with it, and none uses it inside.
 
     Raises:
-        RuntimeError: torch's; a rank is gone, or was silent for the group's timeout.
+        RuntimeError: torch's; a rank ended, or was silent for the group's timeout.
     """
     every = min(_BEAT, _timeout.total_seconds() / 4)
     done, left, errors = threading.Event(), threading.Event(), []
@@ -193,7 +191,7 @@ def _heartbeat(group: Any) -> Iterator[None]:
                 working = not done.wait(every)
                 if left.is_set() or not all_reduce_max(working, group):
                     return
-        except Exception as error:  # it is raised again in the thread that waits
+        except Exception as error:  # raised again in the waiting thread
             errors.append(error)
 
     # a daemon, so that a second signal ends a process that waits for the others
@@ -213,7 +211,7 @@ def _heartbeat(group: Any) -> Iterator[None]:
 
 
 def control_group() -> Any:
-    """Another group of gloo over all ranks, for the objects of a thread of its own; None for a process alone.
+    """A new gloo group over all ranks, for the objects of one thread; None for a single process.
 
     Every rank must call it, in the same order as its other collectives.
     """
@@ -221,11 +219,11 @@ def control_group() -> Any:
 
 
 def on_main(action: Callable[[], T], group: Any = None) -> T:
-    """What `action` returns on rank 0, which alone calls it, on every rank; a `UsageError` or `RunError` likewise.
+    """Call `action` on rank 0; every rank returns its result, or raises its `UsageError` or `RunError`.
 
     Args:
-        action: may take hours, but must not exchange anything between ranks.
-        group: of gloo, over all ranks; the main thread's own when None.
+        action: may take hours, but must not communicate with other ranks.
+        group: gloo, over all ranks; by default the main thread's.
     """
     if not _many():
         return action()
@@ -247,7 +245,7 @@ def on_main(action: Callable[[], T], group: Any = None) -> T:
 
 
 def all_gather_object(own: T, group: Any = None) -> list[T]:
-    """The object of each rank, by rank. Every rank must call it."""
+    """The objects of all ranks, by rank. Every rank must call it."""
     if not _many():
         return [own]
     found: list[Any] = [None] * world_size()
@@ -257,10 +255,10 @@ def all_gather_object(own: T, group: Any = None) -> list[T]:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """A block that each rank runs for itself, without collectives: an error on one is raised on all.
+    """A block that each rank runs for itself, without collectives; an error on one rank is raised on all.
 
     Raises:
-        UsageError, RunError: of the first rank that has one.
+        UsageError, RunError: the error of the first rank that has one.
     """
     if not _many():
         yield
@@ -287,49 +285,49 @@ def all_reduce_max(number: int, group: Any = None) -> int:
 
 
 def agreed_max(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest value of `tensor` over all ranks, entry by entry; the tensor itself for a process alone.
+    """The largest value of `tensor` over all ranks, entry by entry; `tensor` itself for a single process.
 
-    The host does not wait for it. Every rank must call it, in the same order as its other collectives.
+    Does not block the host. Every rank must call it, in the same order as its other collectives.
     """
-    if not _initialized():
-        return tensor
-    agreed = tensor.clone()
-    dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    return agreed
+    return _all_reduce(tensor, dist.ReduceOp.MAX)
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of `tensor` over all ranks, entry by entry, as `agreed_max` returns the largest."""
+    """The sum of `tensor` over all ranks, entry by entry; otherwise as `agreed_max`."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM)
+
+
+def _all_reduce(tensor: torch.Tensor, operation: Any) -> torch.Tensor:
     if not _initialized():
         return tensor
-    total = tensor.clone()
-    dist.all_reduce(total, dist.ReduceOp.SUM)
-    return total
+    result = tensor.clone()
+    dist.all_reduce(result, operation)
+    return result
 
 
 def reported(error: E) -> E:
-    """`error`, which every rank raises for the same reason, as one that only rank 0 prints."""
-    error.told = not is_main()  # type: ignore[attr-defined]
+    """Mark `error`, which every rank raises, as reported by rank 0, so that only rank 0 prints it."""
+    error.reported = not is_main()  # type: ignore[attr-defined]
     return error
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that lies here, sharing its memory; all of it where it is not sharded."""
+    """The part of `tensor` on this rank, sharing its memory; the whole if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """A tensor sharded like `like`, whose part here is `own`, on whatever device that lies."""
+    """A tensor sharded like `like`, whose part on this rank is `own`, on any device."""
     return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
 
 
 def copies(tensor: torch.Tensor) -> int:
-    """How many copies of a sharded tensor the ranks hold; 0 where it is not sharded."""
+    """How many copies of a sharded tensor the ranks hold; 0 if it is not sharded."""
     return tensor.device_mesh.size() // tensor.device_mesh["shard"].size() if isinstance(tensor, DTensor) else 0
 
 
 def lost_rank(error: BaseException | None) -> RunError | None:
-    """The error to raise where `error` is that of a collective that lost one of its ranks; None for any other."""
+    """The error to raise if a collective failed with `error` because a rank ended; None for any other error."""
     if not isinstance(error, RuntimeError) or isinstance(error, RunError):
         return None
     if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
@@ -337,7 +335,7 @@ def lost_rank(error: BaseException | None) -> RunError | None:
     first = " ".join(str(error).splitlines()[0].split()) if str(error) else type(error).__name__
     cause = re.sub(r"^\[[^]]*\]\s*", "", first).split(". ")[0][:200]
     found = RunError(
-        f"rank {rank()} lost another rank, whose own message says why ({cause}); "
+        f"rank {rank()} lost another rank, whose own message names the cause ({cause}); "
         "published checkpoints are intact, and the same command resumes the run"
     )
     found.not_the_cause = True  # type: ignore[attr-defined]
@@ -353,40 +351,40 @@ def _initialized() -> bool:
 
 
 def _for_others(error: Exception) -> Exception:
-    """`error` of this rank as the others raise it, who leave printing it to this one."""
+    """`error` of this rank as the other ranks raise it; this rank prints it."""
     if isinstance(error, UsageError):  # some of its subclasses cannot be pickled
-        told: Exception = UsageError(str(error))
+        copy: Exception = UsageError(str(error))
     else:
         text = f"{error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-        told = RunError(text, reason=reason(error))
-    told.told = True  # type: ignore[attr-defined]
-    return told
+        copy = RunError(text, reason=reason(error))
+    copy.reported = True  # type: ignore[attr-defined]
+    return copy
 
 
 _LOST = re.compile(r"gloo|nccl|connection (?:closed|reset|refused)|timed out|by peer", re.IGNORECASE)
-"""torch has no one kind of error for it."""
+"""What torch's messages about a lost rank contain; they share no type."""
 
 
 def memory_mb(device: torch.device) -> float:
-    """What this process holds now in MiB: of a GPU's memory (cached blocks too), or resident on a CPU; 0 if unknown."""
+    """Memory of this process in MiB: reserved on a GPU (cached blocks too), resident on a CPU; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device) / 2**20
     return resident_mb()
 
 
 def resident_mb() -> float:
-    """What this process holds of the machine's memory now, in MiB; 0 if unknown."""
+    """Resident memory of this process in MiB; 0 if unknown."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if pages.exists() else 0.0
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """The high-water mark in MiB: of the allocator on a GPU, of the process on a CPU."""
+    """Peak memory in MiB: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     status = Path("/proc/self/status")
     if status.exists():
-        # not ru_maxrss: that one survives an exec, so that it may be the peak of the process we were started by
+        # not ru_maxrss, which survives an exec and may be the peak of the parent process
         return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 1024  # type: ignore[index]
     import resource
     import sys

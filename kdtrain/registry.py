@@ -1,13 +1,13 @@
-"""Names that an option takes, each with what it stands for and a line of help; a user's package can add its own.
+"""The names that an option takes, each with its code and a line of help; a user's package can add its own.
 
-A built-in is named, with its help, where the registry is made (`kdtrain.config.choices`), so that `--help` can list it
-without importing torch; the module that holds the code (`home`) registers it when it is imported. A package adds a name
-by an entry point in the group of the registry. The entry point names the module that registers it:
+A registry lists its built-in names with their help (`kdtrain.config.choices`), so that `--help` needs no torch; the
+module with their code (`home`) registers them when it is imported. A package adds a name by an entry point in the group
+of the registry. The entry point names the module that registers it:
 
     [project.entry-points."kdtrain.divergences"]
     mine = "my_package.losses"
 
-Entry points are listed once, without importing anything; a package is imported when its name is asked for. A built-in
+Entry points are listed once, without importing anything; a package is imported when its name is first used. A built-in
 name always means the built-in.
 """
 
@@ -22,31 +22,31 @@ from kdtrain.errors import UsageError
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """What the user probably meant by `word`, or all that is known."""
+    """A hint: the known name that is closest to `word`, or all known names."""
     known = list(known)
     close = difflib.get_close_matches(word, known, 1)
     return f"perhaps you meant '{close[0]}'" if close else f"known are {', '.join(known)}"
 
 
 class Registry:
-    """What one option can be.
+    """The names that one option takes.
 
     Args:
         option: the flag, for messages.
-        group: of the entry points by which a package adds a name.
-        home: the module that registers the built-ins.
-        builtin: their names, each with a line of help.
+        group: the group of entry points by which a package adds a name.
+        home: the module that registers the built-in names.
+        builtin: the built-in names, each with a line of help.
     """
 
     def __init__(self, option: str, group: str, home: str, builtin: dict[str, str]) -> None:
         self.option, self.group, self.home, self.builtin = option, group, home, builtin
         self.entries: dict[str, Any] = {}
-        """What is registered so far: all built-ins once `home` is imported, and the packages that were asked for."""
+        """What is registered so far: the built-in names once `home` is imported, and the packages used."""
         self._help = dict(builtin)
         self._modules: dict[str, str] = {}
 
     def add(self, name: str, entry: Any, source: Any, help: str = "") -> None:
-        """Register `entry`, made of the function or class `source`; its docstring's first line is the default help.
+        """Register `entry`, made from the function or class `source`, whose first docstring line is the default help.
 
         Raises:
             UsageError: another module has registered this name.
@@ -61,7 +61,7 @@ class Registry:
         """The entry called `name`.
 
         Raises:
-            UsageError: nothing, or more than one package, has this name, or its package cannot be imported.
+            UsageError: no package or more than one has this name, or its package cannot be imported.
         """
         if name not in self.entries:
             if name in self.builtin:
@@ -71,12 +71,12 @@ class Registry:
         return self.entries[name]
 
     def check(self, name: str) -> None:
-        """`get`, but that nothing is imported for a built-in."""
+        """As `get`, without importing anything for a built-in name."""
         if name not in self.builtin:
             self.get(name)
 
     def help(self) -> dict[str, str]:
-        """Every name with its line of help; what is not imported yet has the name of its package instead."""
+        """Every name with its line of help, or with its package if that is not imported yet."""
         packages = {name: f"from the package {_package(found[0])}" for name, found in self._packages.items()}
         return self._help | {name: line for name, line in packages.items() if name not in self._help}
 

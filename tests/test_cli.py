@@ -27,7 +27,7 @@ def parsed(tmp_path, text, *argv):
     "argv",
     [["runs/a", "--json"], ["--json", "runs/a"], ["--path", "runs/a", "--json"], ["--no-hardware", "runs/a", "--json"]],
 )
-def test_a_path_may_stand_anywhere_among_the_flags(argv):
+def test_a_path_may_be_anywhere_among_the_flags(argv):
     config = cli.parse("inspect", argv)
     assert (config.path, config.json) == (Path("runs/a"), True)
 
@@ -44,17 +44,17 @@ def test_a_second_path_is_refused():
 
 
 @pytest.mark.parametrize("again", [["--student", "b"], ["--student=b"]])
-def test_a_second_student_is_refused_rather_than_taken_instead_of_the_first(again):
+def test_a_second_student_is_refused_and_does_not_replace_the_first(again):
     with pytest.raises(UsageError, match=r"^--student is given 2 times; kdtrain evaluate takes one$"):
         cli.parse("evaluate", ["--student", "a", "--cache", "c", *again])
 
 
-def test_a_flag_that_says_how_may_be_given_again_and_the_last_one_wins():
+def test_a_flag_for_a_setting_may_be_repeated_and_the_last_one_wins():
     assert cli.parse("distill", [*DISTILL, "--lr", "1e-2", "--lr", "1e-3"]).optimizer.lr == 1e-3
 
 
 @pytest.mark.parametrize("number", [2**53 + 1, 2**63 - 1, 2**2000])
-def test_a_number_beyond_all_counting_is_refused(tmp_path, number):
+def test_a_number_above_two_to_the_53_is_refused(tmp_path, number):
     with pytest.raises(UsageError, match=r"--keep-rolling \d+ is beyond what can be counted; choose at most 2\^53"):
         parsed(tmp_path, f"[checkpoint]\nkeep_rolling = {number}\n")
     with pytest.raises(UsageError, match=r"--steps \d+ is beyond"):
@@ -73,14 +73,14 @@ def test_options_of_sections_are_flat_flags():
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("steps = 3\n", r"'steps' stands outside of a section; put it under \[run\]"),
-        ("zzz = 3\n", "'zzz' stands outside of a section; known are"),
+        ("steps = 3\n", r"'steps' is outside of a section; put it under \[run\]"),
+        ("zzz = 3\n", "'zzz' is outside of a section; known are"),
         ("[run]\nalpha = 0.5\n", r"unknown key 'alpha' in \[run\]; put it under \[objective\]"),
         ("[run]\nstepz = 5\n", r"unknown key 'stepz' in \[run\]; perhaps you meant 'steps'"),
         ("[rum]\nsteps = 5\n", r"unknown section \[rum\]; perhaps you meant 'run'"),
     ],
 )
-def test_a_key_that_stands_in_the_wrong_place_of_the_file_is_told_its_own(tmp_path, text, said):
+def test_the_error_about_a_misplaced_key_names_its_section(tmp_path, text, said):
     with pytest.raises(UsageError, match=said):
         parsed(tmp_path, text)
 
@@ -89,14 +89,14 @@ def test_a_key_that_stands_in_the_wrong_place_of_the_file_is_told_its_own(tmp_pa
     "flag, meant",
     [("--step", "--steps"), ("--early-stoping", "--early-stopping"), ("--no-compiel", "--compile"), ("--zzz", None)],
 )
-def test_a_mistyped_flag_is_told_the_nearest_one(flag, meant):
+def test_the_error_about_a_mistyped_flag_names_the_nearest_one(flag, meant):
     with pytest.raises(UsageError) as refused:
         cli.parse("distill", [*DISTILL, flag, "30"])
     _, _, suggestion = str(refused.value).partition("; perhaps you meant ")
     assert flag in str(refused.value) and suggestion == (meant or "")
 
 
-def test_the_file_stands_below_the_flags_and_above_the_defaults(tmp_path):
+def test_the_file_wins_over_the_defaults_and_flags_win_over_the_file(tmp_path):
     text = "[run]\nsteps = 7\nseed = 1\n[optimizer]\nlr = 0.5\nbetas = [0.1, 0.2]\n"
     text += "[precision]\ncompile = false\n[monitor]\nlog-freq = 3\n"
     config = parsed(tmp_path, text, "--lr", "0.25", "--compile")
@@ -105,7 +105,7 @@ def test_the_file_stands_below_the_flags_and_above_the_defaults(tmp_path):
     assert (config.precision.compile, config.monitor.log_freq, config.optimizer.clip) == (True, 3, 1.0)
 
 
-def test_the_file_alone_may_hold_what_is_required(tmp_path):
+def test_required_options_may_be_in_the_file_alone(tmp_path):
     path = tmp_path / "all.toml"
     path.write_text("[run]\nstudent = 's'\nout = 'o'\ncache = 'c'\n")
     assert cli.parse("distill", [f"--config={path}"]).cache == Path("c")
@@ -160,7 +160,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
     assert not set("\n╭│╰─\x1b") & set(message)
 
 
-def test_the_width_of_the_terminal_is_left_as_it_was(monkeypatch):
+def test_the_width_of_the_terminal_does_not_change(monkeypatch):
     monkeypatch.setenv("COLUMNS", "77")
     cli.parse("distill", DISTILL)
     assert os.environ["COLUMNS"] == "77"
@@ -171,7 +171,7 @@ def test_the_width_of_the_terminal_is_left_as_it_was(monkeypatch):
 
 
 def ended(monkeypatch, capsys, action, argv=("inspect", "x")):
-    """The exit code and stderr of a command whose stage is `action`."""
+    """The exit code and stderr of a command that runs `action`."""
     stage = types.ModuleType("kdtrain.commands.inspect")
     stage.main = action
     monkeypatch.setitem(sys.modules, "kdtrain.commands.inspect", stage)
@@ -200,21 +200,21 @@ def raising(error):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_a_stage_raises_becomes_one_line_and_its_exit_code(monkeypatch, capsys, error, code, words):
+def test_an_error_of_a_command_becomes_one_line_and_its_exit_code(monkeypatch, capsys, error, code, words):
     ended_with, stderr = ended(monkeypatch, capsys, raising(error))
     assert ended_with == code
     assert stderr.startswith("kdtrain: ") and words in stderr
     assert len(stderr.splitlines()) == 1
 
 
-def test_a_rank_names_itself_is_silent_where_another_has_spoken_and_tells_torchrun(monkeypatch, capsys, tmp_path):
+def test_an_error_names_its_rank_is_printed_by_one_rank_only_and_reaches_torchrun(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     error = RunError("the disk is full")
     assert ended(monkeypatch, capsys, raising(error)) == (1, "kdtrain: rank 3: the disk is full\n")
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "rank 3: the disk is full"
-    error.told = True
+    error.reported = True
     assert ended(monkeypatch, capsys, raising(error)) == (1, "")
 
 
@@ -231,7 +231,9 @@ def test_a_rank_names_itself_is_silent_where_another_has_spoken_and_tells_torchr
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
     ],
 )
-def test_a_launch_that_cannot_be_is_refused_before_the_stage_on_every_process(monkeypatch, capsys, environment, words):
+def test_an_impossible_launch_is_refused_before_the_command_runs_on_every_process(
+    monkeypatch, capsys, environment, words
+):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     code, stderr = ended(monkeypatch, capsys, lambda config: pytest.fail("the stage was called"))
@@ -272,14 +274,14 @@ __main__.main()
 
 
 @pytest.mark.parametrize("code, seconds, ended_with", [(2, 600, 1), (2, 0, 2), (0, 3, 0)])
-def test_a_command_that_has_failed_ends_although_a_thread_of_it_does_not(code, seconds, ended_with):
+def test_a_failed_command_ends_although_one_of_its_threads_does_not(code, seconds, ended_with):
     argv = [sys.executable, "-c", HANGING, str(code), str(seconds)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (ended_with, "all that is to be said\n")
 
 
 @pytest.mark.parametrize("returned, code", [(0, 0), (None, 0), (1, 1)])
-def test_a_stage_decides_the_exit_code(monkeypatch, capsys, returned, code):
+def test_a_command_decides_the_exit_code(monkeypatch, capsys, returned, code):
     assert ended(monkeypatch, capsys, lambda config: returned) == (code, "")
 
 

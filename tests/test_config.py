@@ -1,4 +1,4 @@
-"""The options: their defaults, their sections, and what each refuses."""
+"""The options: their defaults, their sections, and the values that they refuse."""
 
 import ast
 import dataclasses
@@ -33,13 +33,13 @@ def flags(kind):
 
 
 @pytest.mark.parametrize("kind", [each.config for each in cli.COMMANDS.entries.values()], ids=cli.COMMANDS.entries)
-def test_no_flag_of_a_command_stands_for_two_options(kind):
+def test_no_flag_of_a_command_means_two_options(kind):
     names = [name for name, _ in flags(kind)]
     assert sorted(names) == sorted(set(names))
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
-def test_every_option_says_what_it_is(path):
+def test_every_option_has_a_line_of_help(path):
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef):
             following = [*node.body[1:], None]
@@ -94,7 +94,7 @@ REFUSED = [
     (lambda: distill(epochs=0.0), "--epochs"),
     (lambda: distill(batch_size=0), "--batch-size"),
     (lambda: distill(micro_batch_size=0), "--micro-batch-size"),
-    (lambda: distill(batch_size=8, micro_batch_size=3), "--batch-size 8 is no multiple of --micro-batch-size 3"),
+    (lambda: distill(batch_size=8, micro_batch_size=3), "--batch-size 8 is not a multiple of --micro-batch-size 3"),
     (lambda: options.CacheTeacherConfig(teacher="t", out=Path("o")), "--data"),
     (lambda: options.CacheTeacherConfig(teacher="t", out=Path("o"), data=TEXT, batch_size=0), "--batch-size"),
     (
@@ -180,7 +180,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("make, words", REFUSED)
-def test_what_cannot_be_is_refused_by_the_name_of_the_option(make, words):
+def test_an_impossible_value_is_refused_by_the_name_of_the_option(make, words):
     with pytest.raises(UsageError) as caught:
         make()
     assert words in str(caught.value)
@@ -188,7 +188,7 @@ def test_what_cannot_be_is_refused_by_the_name_of_the_option(make, words):
 
 
 @pytest.mark.parametrize("mode", ["adversarial", "likelihood", "minimize"])
-def test_a_learned_temperature_goes_with_every_divergence_that_moves_with_it(mode):
+def test_a_learned_temperature_works_with_every_divergence_that_depends_on_it(mode):
     for divergence in ("forward-kl", "reverse-kl", "jsd", "skew-kl", "skew-reverse-kl", "tvd"):
         assert options.ObjectiveConfig(temperature_mode=mode, divergence=divergence).learns_temperature
     options.ObjectiveConfig(temperature_mode=mode, alpha=0.0, alpha_end=0.5, alpha_schedule="linear")

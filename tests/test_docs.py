@@ -1,4 +1,4 @@
-"""The prose: what README and docs tell people to type and to look at is there."""
+"""The commands, flags, links and files that README and docs name exist."""
 
 import re
 import shlex
@@ -53,7 +53,7 @@ def test_a_command_in_the_pages_is_one_that_kdtrain_takes(line):
     assert cli.parse(command, argv) is not None
 
 
-def test_the_main_job_stands_in_the_readme():
+def test_the_main_job_is_in_the_readme():
     assert {line.split()[1] for line in commands()} >= {"cache-teacher", "distill", "evaluate", "export"}
 
 
@@ -66,7 +66,7 @@ def test_every_flag_that_a_page_names_exists(page):
 
 
 @each_page
-def test_every_link_into_the_repository_leads_somewhere(page):
+def test_every_link_into_the_repository_has_a_target(page):
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
 

@@ -1,4 +1,4 @@
-"""Faults: silent unless asked for, fired at the call or number that was asked for, and written down."""
+"""Faults: silent unless requested, fired at the requested call or number, and logged."""
 
 import errno
 import math
@@ -21,14 +21,14 @@ for n in range({calls}):
 
 
 def run(fault, calls, log):
-    """A process that passes the point `here` so often and prints a number after each time."""
+    """A process that passes the point `here` several times and prints a number after each."""
     environment = {**os.environ, "KDTRAIN_FAULT": fault, "KDTRAIN_FAULT_LOG": str(log)}
     argv = [sys.executable, "-c", PROGRAM.format(calls=calls)]
     return subprocess.run(argv, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("action, number", [("kill", signal.SIGKILL), ("term", signal.SIGTERM)])
-def test_a_signal_comes_at_the_call_that_was_asked_for_and_is_written_down_before(tmp_path, action, number):
+def test_a_signal_comes_at_the_requested_call_and_is_logged_before(tmp_path, action, number):
     done = run(f"here:{action}:3", 5, tmp_path / "log")
     assert done.returncode == -number
     assert done.stdout.split() == ["0", "1"]
@@ -36,12 +36,12 @@ def test_a_signal_comes_at_the_call_that_was_asked_for_and_is_written_down_befor
 
 
 @pytest.mark.parametrize("rank, lives", [("0", True), ("1", False)])
-def test_a_fault_that_is_meant_for_one_rank_leaves_the_others_alone(tmp_path, monkeypatch, rank, lives):
+def test_a_fault_for_one_rank_does_not_fire_on_others(tmp_path, monkeypatch, rank, lives):
     monkeypatch.setenv("RANK", rank)
     assert (run("here:kill:2@1", 3, tmp_path / "log").returncode == 0) is lives
 
 
-def test_without_a_number_the_first_call_is_meant(tmp_path):
+def test_without_a_number_the_first_call_fires(tmp_path):
     assert run("here:kill", 2, tmp_path / "log").stdout == ""
 
 
@@ -53,7 +53,7 @@ def test_another_point_and_no_fault_do_nothing(tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    """Ask for faults in this process."""
+    """Request faults in this process."""
 
     def ask(text):
         monkeypatch.setenv("KDTRAIN_FAULT", text)
@@ -100,14 +100,14 @@ def values(name, numbers, tensor=None):
     return {number: faults.changed(name, tensor, number).flatten().tolist() for number in numbers}
 
 
-def test_a_tensor_is_multiplied_at_the_numbers_that_were_asked_for_however_often_they_come(asked):
+def test_a_tensor_is_multiplied_at_the_requested_numbers_however_often_they_come(asked):
     log = asked("loss:x30:3-4")
     assert values("loss", [2, 3, 4, 5]) == {2: [1] * 4, 3: [30] * 4, 4: [30] * 4, 5: [1] * 4}
     assert values("loss", [3]) == {3: [30] * 4}
     assert log.read_text() == "loss\n"
 
 
-def test_the_first_entry_becomes_nan_and_the_tensor_given_stays_as_it_is(asked):
+def test_the_first_entry_becomes_nan_and_the_given_tensor_does_not_change(asked):
     asked("gradient:nan:7")
     given = torch.ones(3)
     found = faults.changed("gradient", given, 7)
@@ -125,7 +125,7 @@ def test_gradients_pass_through_a_changed_tensor(asked):
     assert row.grad[1] == 1
 
 
-def test_a_tensor_is_itself_where_nothing_was_asked_for(asked):
+def test_a_tensor_is_itself_without_a_fault(asked):
     log = asked("loss:nan:7,here:kill:3")
     tensor = torch.ones(2)
     assert faults.changed("elsewhere", tensor, 7) is tensor
@@ -134,7 +134,7 @@ def test_a_tensor_is_itself_where_nothing_was_asked_for(asked):
 
 
 @pytest.mark.parametrize("rank, fires", [("1", True), ("0", False), (None, False)])
-def test_a_rank_may_be_meant_alone(asked, monkeypatch, rank, fires):
+def test_a_changed_tensor_may_be_on_one_rank_only(asked, monkeypatch, rank, fires):
     asked("gradient:nan:7@1")
     if rank is None:
         monkeypatch.delenv("RANK", raising=False)

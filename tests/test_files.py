@@ -1,4 +1,4 @@
-"""What others wrote is read within bounds; what kdtrain removes or renames is its own, and never behind a link.
+"""Files of others are read within bounds; kdtrain removes or renames only its own files, never through a link.
 
 That nothing else in the project removes, replaces or renames is read off the syntax trees.
 """
@@ -67,13 +67,13 @@ def test_nothing_but_the_files_room_removes_replaces_or_renames():
         ("dataclasses.replace(config, out=out)", False),
     ],
 )
-def test_what_counts_as_a_removal(line, counts):
+def test_the_search_finds_every_kind_of_removal(line, counts):
     assert bool(removals(ast.parse(line))) is counts
 
 
 @pytest.fixture
 def strange(tmp_path):
-    """Files that are no files, by kind."""
+    """Paths that are not regular files, by kind."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "zero").symlink_to("/dev/zero")
@@ -81,7 +81,7 @@ def strange(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zero"])
-def test_what_is_not_a_regular_file_is_refused_and_nothing_waits_for_it(strange, kind):
+def test_anything_but_a_regular_file_is_refused_and_does_not_block(strange, kind):
     for read in (files.read_text, files.file_digest, files.read_sealed, files.read_toml):
         with pytest.raises(ValueError, match="is not a regular file"):
             read(strange / kind)
@@ -95,7 +95,7 @@ def test_a_file_that_is_too_large_is_not_read_into_memory(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [65, 900, 200_000])
-def test_what_is_nested_too_deep_is_refused(tmp_path, depth):
+def test_a_record_nested_too_deep_is_refused(tmp_path, depth):
     (tmp_path / "deep.json").write_text('{"a":' * depth + "1" + "}" * depth)
     (tmp_path / "deep.toml").write_text("a = " + "[" * depth + "]" * depth)
     (tmp_path / "dotted.toml").write_text(".".join("a" * depth) + " = 1")
@@ -106,7 +106,7 @@ def test_what_is_nested_too_deep_is_refused(tmp_path, depth):
             files.read_toml(tmp_path / name)
 
 
-def test_a_record_of_more_entries_than_any_has_is_not_built_in_memory(tmp_path, monkeypatch):
+def test_a_record_of_too_many_entries_is_not_built_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(files.json, "loads", lambda text: pytest.fail("it was parsed"))
     for entry in ("[],", "{},", "1,"):
         (tmp_path / "manifest.json").write_text('{"a":[' + entry * 2**20 + "1]}")
@@ -124,7 +124,7 @@ def test_a_record_of_more_entries_than_any_has_is_not_built_in_memory(tmp_path, 
         "b{number}.'[{{'" + "." + '."\\"=".' * 17 + "c = 1\n",
     ],
 )
-def test_a_key_of_many_parts_is_refused_before_it_takes_the_parser_long(tmp_path, monkeypatch, line):
+def test_a_key_of_many_parts_is_refused_before_it_slows_the_parser(tmp_path, monkeypatch, line):
     line = line.replace("..", ".")
     (tmp_path / "a.toml").write_text("".join(line.format(number=number) for number in range(3)))
     with monkeypatch.context() as patched:
@@ -135,7 +135,7 @@ def test_a_key_of_many_parts_is_refused_before_it_takes_the_parser_long(tmp_path
     assert files.tomllib.loads(text), "it is TOML"
 
 
-def test_dots_that_are_no_key_s_are_free(tmp_path):
+def test_dots_outside_of_keys_are_allowed(tmp_path):
     (tmp_path / "a.toml").write_text(f"a = [{'0.5, ' * 5000}]\nb.c = '{'. ' * 500}'  # {'.' * 200}\n")
     assert len(files.read_toml(tmp_path / "a.toml")["a"]) == 5000
 
@@ -158,7 +158,7 @@ def test_a_record_of_other_types_is_refused_with_its_key(tmp_path):
     assert files.read_json(tmp_path / "a.json", Outer) == Outer([Inner(1)])
 
 
-def test_a_published_file_is_whole_or_the_one_before_it_and_leaves_nothing_else(tmp_path):
+def test_a_published_file_is_whole_or_the_earlier_one_and_no_other_file_is_left(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("before")
     with pytest.raises(UnicodeEncodeError):
@@ -172,19 +172,19 @@ def test_two_writers_never_share_a_temporary_name(tmp_path):
     assert len({files.temporary_name(tmp_path / "a") for _ in range(100)}) == 100
 
 
-def test_a_link_is_pointed_elsewhere_and_what_is_not_a_link_is_left_alone(tmp_path):
+def test_a_link_is_redirected_and_anything_but_a_link_is_left_alone(tmp_path):
     files.point_link(tmp_path / "best", "one")
     files.point_link(tmp_path / "best", "two")
     assert os.readlink(tmp_path / "best") == "two"
     (tmp_path / "latest").mkdir()
-    with pytest.raises(OSError, match="not a link stands there"):
+    with pytest.raises(OSError, match="it is not a link"):
         files.point_link(tmp_path / "latest", "one")
     files.remove_link(tmp_path / "latest")
     files.remove_link(tmp_path / "best")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
-def test_what_is_set_aside_keeps_its_bytes_and_no_other_name_is_taken(tmp_path):
+def test_a_file_set_aside_keeps_its_bytes_and_takes_no_used_name(tmp_path):
     for text in ("one", "two"):
         (tmp_path / "a.h5").write_text(text)
         files.set_aside(tmp_path, "a.h5", "damaged")
@@ -194,7 +194,7 @@ def test_what_is_set_aside_keeps_its_bytes_and_no_other_name_is_taken(tmp_path):
     }
 
 
-def test_nothing_is_set_aside_behind_a_link_and_a_link_itself_is(tmp_path):
+def test_nothing_is_set_aside_through_a_link_and_a_link_itself_is(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.h5").write_text("mine")
     (tmp_path / "cache").mkdir()
@@ -206,7 +206,7 @@ def test_nothing_is_set_aside_behind_a_link_and_a_link_itself_is(tmp_path):
     assert (tmp_path / "docs" / "a.h5").read_text() == "mine"
 
 
-def test_a_folder_is_removed_only_where_a_seal_vouches_for_all_of_it(tmp_path):
+def test_a_folder_is_removed_only_if_its_seal_lists_every_file(tmp_path):
     def folder(*names: str) -> Path:
         path = tmp_path / "x"
         path.mkdir(exist_ok=True)
@@ -223,7 +223,7 @@ def test_a_folder_is_removed_only_where_a_seal_vouches_for_all_of_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
-def test_a_sweep_removes_what_kdtrain_left_half_written_and_nothing_else(tmp_path):
+def test_a_sweep_removes_temporary_files_of_kdtrain_and_nothing_else(tmp_path):
     kept = [".notes.tmp", ".a.0123456789ab", "a.0123456789ab.tmp", ".b.0123456789aB.tmp", "c.tmp"]
     for name in (*kept, ".a.h5.0123456789ab.tmp"):
         (tmp_path / name).write_text("")
@@ -247,7 +247,7 @@ def test_links_in_a_folder_that_is_written_to_are_refused_by_name(tmp_path):
         files.refuse_links(tmp_path)
 
 
-def test_the_link_that_a_killed_command_left_half_made_is_no_stranger_s(tmp_path, monkeypatch):
+def test_a_temporary_link_of_a_killed_command_is_not_refused(tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "kept").touch()
     with monkeypatch.context() as killed:
@@ -264,7 +264,7 @@ def _interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_a_lock_is_taken_through_no_link_and_waits_for_no_pipe(strange):
+def test_a_lock_follows_no_link_and_does_not_block_on_a_pipe(strange):
     (strange / "victim").write_text("mine")
     (strange / "lock").symlink_to("victim")
     with pytest.raises(RunError, match="lock: Too many levels"):

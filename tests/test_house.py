@@ -1,4 +1,4 @@
-"""The house: who may import whom, what stays light, and what every file owes its reader.
+"""The house: allowed imports, what loads nothing heavy, and the docstrings that every file has.
 
 The rules are read off the syntax trees of all modules, so that an import inside a function or under
 TYPE_CHECKING counts as well. The floors are those of `STAIRCASE`.
@@ -25,7 +25,7 @@ STAIRCASE = (
     *("errors", "faults", "registry", "files", "ranks", "config", "data", "models", "objective", "precision", "cache"),
     *("checkpoint", "monitor", "parallel", "training", "commands", "cli", "testing", "__main__"),
 )
-"""A floor may import the floors above it in this list, never one below; `kdtrain` itself imports nothing yet."""
+"""A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
 
 COMMANDS = ("cache-teacher", "distill", "evaluate", "inspect", "verify", "export")
 HEAVY = ("torch", "transformers", "datasets", "h5py", "matplotlib")
@@ -89,7 +89,7 @@ def forbidden_imports(name: str, tree: ast.AST, is_package: bool, known: frozens
     room = room_of(name)
     package = name if is_package else name.rpartition(".")[0]
     imported = {each for each in imported_names(tree, package) if each.split(".")[0] == "kdtrain"}
-    above = {"kdtrain", *STAIRCASE[: STAIRCASE.index(room) + 1 if room in STAIRCASE else 0]}
+    above = {"kdtrain", *(STAIRCASE if room == "kdtrain" else STAIRCASE[: STAIRCASE.index(room) + 1])}
     return [each for each in sorted({own_module(each, known) for each in imported}) if room_of(each) not in above]
 
 
@@ -149,7 +149,7 @@ def test_an_import_up_the_staircase_or_within_the_room_is_allowed(importer, line
 
 
 @each_module
-def test_no_module_is_longer_than_a_reader_can_hold(path):
+def test_no_module_is_longer_than_600_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
@@ -196,7 +196,7 @@ def test_every_requirement_is_pinned_to_a_version_that_satisfies_it():
 
 
 @each_module
-def test_whatever_a_module_imports_is_declared(path):
+def test_every_import_is_a_declared_requirement(path):
     declared = {Requirement(line).name for line in project()["dependencies"]}
     for extra in project()["optional-dependencies"].values():
         declared |= {Requirement(line).name for line in extra}
@@ -238,14 +238,14 @@ def texts() -> list[Path]:
 
 
 def findings(text: str) -> list[str]:
-    """The lines that put something off, or that name a place on somebody's machine."""
+    """The lines that postpone work, or that name a path on one machine."""
     rules = [UNFINISHED, ABOUT_A_MACHINE]
     if len(ROOT.parts) > 2:
         rules.append(re.compile(re.escape(str(ROOT)) + r"(?![\w-])"))
     return [line for line in text.splitlines() if any(rule.search(line) for rule in rules)]
 
 
-def test_no_file_puts_work_off_or_names_a_place_on_somebodys_machine():
+def test_no_file_postpones_work_or_names_a_path_of_one_machine():
     found = {str(path.relative_to(ROOT)): findings(path.read_text(encoding="utf-8")) for path in texts()}
     assert {name: lines for name, lines in found.items() if lines} == {}
     assert {"Makefile", "pyproject.toml", "kdtrain/cli.py", "tests/test_house.py"} <= set(found)
@@ -262,5 +262,5 @@ def test_no_file_puts_work_off_or_names_a_place_on_somebodys_machine():
         ("kdtrain/work/x and https://example.org/home/x and ~/opt/x", False),
     ],
 )
-def test_what_counts_as_unfinished_or_as_a_place(line, counts):
+def test_the_search_finds_postponed_work_and_paths(line, counts):
     assert bool(findings(line)) is counts

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,19 @@ def test_the_example_in_a_docstring_is_true(name, tmp_path, monkeypatch):
     (example,) = doctest.DocTestFinder(recurse=False).find(getattr(kd, name), name, globs=dict(vars(module)))
     assert example.examples
     assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(GOLDEN, tmp_path / "cache" / "t")
+    tiny_model("llama", 300, seed=3).save_pretrained(tmp_path / "path" / "to" / "model")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    names = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    assert any(each.grad is not None for each in names["student"].parameters())
 
 
 def test_the_import_is_quick_and_loads_nothing_heavy():
@@ -117,10 +131,10 @@ def test_the_batch_of_the_command_and_its_named_tensors_have_the_same_loss():
 
 
 def test_errors_name_arguments_in_a_library_and_flags_in_a_command(arguments):
-    with pytest.raises(kd.UsageError, match=r"^top_k and num_samples must be 0 or more$") as caught:
+    with pytest.raises(kd.UsageError, match=r"^top_k -1 must be at least 0$") as caught:
         CodecConfig(top_k=-1)
     errors.name_flags()
-    assert str(caught.value) == "--top-k and --num-samples must be 0 or more"
+    assert str(caught.value) == "--top-k -1 must be at least 0"
     errors.name_flags(False)
     assert str(kd.RunError("leave --no-early-stopping out of kdtrain-x--y")) == (
         "leave early_stopping=False out of kdtrain-x--y"

@@ -1,4 +1,4 @@
-"""A user's package adds what an option can be, by an entry point, and nothing in kdtrain is touched.
+"""A user's package adds a name to an option by an entry point, without a change to kdtrain.
 
 The packages are folders on PYTHONPATH, with the metadata that pip would write.
 """
@@ -145,7 +145,7 @@ def trained(bench: Path, run: str, *argv: object) -> list[dict]:
 
 
 @pytest.mark.parametrize("name, code", CODE.values(), ids=CODE)
-def test_what_a_package_adds_is_a_file_of_under_30_lines(name, code):
+def test_each_addition_of_a_package_is_a_file_of_under_30_lines(name, code):
     assert len(code.strip().splitlines()) < 30
     assert ast.parse(code)
 
@@ -198,7 +198,7 @@ def test_help_lists_what_packages_add_without_importing_them(bench, tmp_path):
     ],
     ids=["unknown", "twice", "no import", "no registration", "no Python"],
 )
-def test_a_name_that_cannot_be_had_is_one_line_and_exit_code_2(tmp_path, option, group, packages, said):
+def test_a_name_that_cannot_be_loaded_is_one_line_and_exit_code_2(tmp_path, option, group, packages, said):
     (tmp_path / "p").mkdir()
     for package, code in packages.items():
         install(tmp_path / "p", package, group, "mine", f"{code}\n")

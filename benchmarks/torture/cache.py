@@ -27,8 +27,9 @@ import torch
 
 from benchmarks.harness import RESULTS, write
 from benchmarks.torture import forks
-from kdtrain.cache.manifest import read_manifest, verify_cache
+from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.cache.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.testing import tiny_model
 

@@ -1,20 +1,20 @@
-"""Whether a shard is what the format and its manifest state, whoever made it.
+"""Checking that a shard is what the format and the manifest state, whoever made it.
 
-HDF5 follows links to other files, allocates what a file declares, and crashes on some whose structure is wrong: 12 of
+HDF5 follows links to other files, allocates what a file declares, and crashes on some damaged structures: on 12 of
 4,000 shards with a few bytes changed. `check_structure` therefore reads the structure from the bytes, before HDF5 opens
-the file, and compares it with what `format.create_shard` would make: the names, types, shapes, chunks, fill values and
-filters of all data sets, the attributes, where each chunk lies and how large it unpacks. It reads no data but the first
-bytes of each chunk, once a shard. The other checks look at numbers, each once: masks and lists when a shard is opened,
-sequences when they are first read, as they are stored and as they unpack.
+the file, and compares it with what `format.create_shard` makes: the names, types, shapes, chunks, fill values and
+filters of all data sets, the attributes, the place of each chunk and its unpacked size. Of the data it reads only the
+first bytes of each chunk, once a shard. The other checks look at numbers, each once: at masks and lists when a shard is
+opened, at sequences when they are first read, as they are stored and as they unpack.
 
 `Hdf5File` reads what HDF5 writes for its earliest version, as far as shards use it: superblock, object headers, symbol
-tables, attributes and the B-trees of chunked data sets. Everything else is refused: soft and external links, external
+tables, attributes and the B-trees of chunked data sets. It refuses everything else: soft and external links, external
 storage, virtual data sets, shared messages. Structures are named as in the HDF5 File Format Specification, version 3.0:
 II.A superblock, III.A.1 B-trees, III.B and III.C symbol tables, III.D local heaps, III.E global heaps, IV.A object
 headers and their messages.
 
-What it gives up: numbers that are possible and wrong, so that a stranger's cache may still teach anything; and a file
-in a newer layout of HDF5 is refused, whatever it holds.
+What it gives up: it does not see numbers that are possible and wrong, so a stranger's cache may still teach anything;
+and it refuses a file in a newer layout of HDF5, whatever the file holds.
 """
 
 import math
@@ -36,7 +36,7 @@ from kdtrain.files import open_regular
 
 SPACE, TYPE, OLD_FILL, FILL, LAYOUT, FILTERS, ATTRIBUTE = 1, 3, 4, 5, 8, 11, 12
 """Kinds of messages of an object header."""
-_NIL, _CONTINUATION, _SYMBOL_TABLE = 0, 16, 17
+_NIL, _CONTINUATION = 0, 16
 _FOREIGN = {2: "a soft or external link", 6: "a soft or external link", 7: "external storage"}
 _SUPERBLOCK = b"\x89HDF\r\n\x1a\n" + struct.pack("<8BHHI", 0, 0, 0, 0, 0, 8, 8, 0, 4, 16, 0)
 _NOWHERE = 2**64 - 1
@@ -51,7 +51,7 @@ class Link:
     header: int
     """Address of the object header."""
     table: bytes
-    """Addresses of B-tree and heap, where it is a group."""
+    """Addresses of B-tree and heap, if it is a group."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,21 @@ class Group:
 
 
 class Hdf5File:
-    """A file open for reading, as its structures. ValueError, struct.error, IndexError: it has others."""
+    """The structures of an open file. ValueError, struct.error, IndexError: it has others."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._handle = file.fileno()
         self.size = os.fstat(self._handle).st_size
 
     def read(self, address: int, size: int) -> bytes:
-        """The `size` bytes from `address` on."""
+        """The `size` bytes from `address` on. ValueError: the file ends before."""
         found = os.pread(self._handle, size, address) if address <= self.size - size else b""
         if len(found) != size:
-            raise ValueError("a part of it lies outside of the file")
+            raise ValueError("a part of it is outside the file")
         return found
 
     def fields(self, address: int, spelling: str) -> tuple[Any, ...]:
-        """What stands at `address`, as `struct` spells it: little-endian, without gaps."""
+        """The values at `address` by a format of `struct`: little-endian, without gaps."""
         return struct.unpack(f"<{spelling}", self.read(address, struct.calcsize(f"<{spelling}")))
 
     def root(self) -> Group:
@@ -113,7 +113,7 @@ class Hdf5File:
         return [each for each in found if each[0] not in (_NIL, _CONTINUATION)]
 
     def group(self, link: Link) -> Group:
-        """The group at a link: one with at most 8 names, so that they stand in one node."""
+        """The group at a link, with at most 8 names, which are in one node."""
         messages = self.messages(link.header)
         rest = [content for kind, content in messages if kind != ATTRIBUTE]
         tree, heap = struct.unpack("<QQ", link.table)
@@ -181,18 +181,18 @@ class Hdf5File:
 
 
 LARGEST_RATIO, SLACK = 1000, 2**26
-"""A shard may unpack to so many times the bytes of its file, and so many bytes more. Real ones: 2 to 8 times."""
+"""A shard may unpack to at most RATIO times the bytes of its file, plus SLACK bytes. Real ones: 2 to 8 times."""
 MASS = 1.05
 """The largest sum of probabilities that is 1: codes err by (1 - log p) / 383, and the tail by half a step of 0.008."""
 _SHUFFLE, _FLETCHER32, _BITSHUFFLE, _ZSTD = 2, 3, 32008, 32015
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_LARGEST, _LEAST = 1e30, -2e4  # what a number of the tail may be predicted as, and be
+_LARGEST, _LEAST = 1e30, -2e4  # bounds of a prediction for the tail, and of a number of the tail
 _CHECKSUM = 4  # bytes that fletcher32 adds to a chunk
-_LEAST_CHUNK = 40  # bytes that a chunk takes in a B-tree at least
+_LEAST_CHUNK = 40  # least bytes of a chunk in a B-tree
 
 
 class _Expected:
-    """A data set as the format has it: `number` sequences of `each`, or where that is None, `each` as a whole."""
+    """A data set as the format defines it: `number` sequences of `each`, or with None, all of `each`."""
 
     def __init__(self, name: str, each: DatasetLayout, number: int | None = None) -> None:
         self.name, self.dtype, self.bits, self.block = name, each.dtype, each.bits, each.block
@@ -204,7 +204,7 @@ class _Expected:
 
 
 def check_structure(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
-    """Compare a shard with what `format.create_shard` makes of the same arguments.
+    """Compare the structure of a shard with what `format.create_shard` makes of the same arguments.
 
     ValueError: it differs, or declares more than it holds. OSError: it cannot be read.
     """
@@ -239,7 +239,7 @@ def _compare_names(what: str, found: Collection[str], expected: Collection[str])
     if missing := set(expected) - set(found):
         raise ValueError(f"it lacks the {what} '{min(missing)}'")
     if foreign := set(found) - set(expected):
-        raise ValueError(f"it has the {what} '{min(foreign)[:80]}', which the format has not")
+        raise ValueError(f"it has the {what} '{min(foreign)[:80]}', which the format does not have")
 
 
 def _lists(file: Hdf5File, links: Mapping[str, Link], spec: CodecSpec) -> list[_Expected]:
@@ -260,7 +260,7 @@ def _compare(file: Hdf5File, link: Link, expected: _Expected) -> int:
     found = dict(messages)
     needed = {SPACE, TYPE, FILL, LAYOUT, FILTERS}
     if len(found) != len(messages) or not needed <= found.keys() <= needed | {OLD_FILL}:
-        raise ValueError(f"'{expected.name}' is not stored as the format has it")
+        raise ValueError(f"'{expected.name}' is not stored as the format defines it")
     rank, width = len(expected.shape), expected.dtype.itemsize
     (tree,) = struct.unpack_from("<3xQ", found[LAYOUT])
     shape = struct.pack(f"<3B5x{2 * rank}Q", 1, rank, 1, *expected.shape, *expected.shape)
@@ -271,7 +271,7 @@ def _compare(file: Hdf5File, link: Link, expected: _Expected) -> int:
         "type": _same(found[TYPE], h5py.h5t.py_create(expected.dtype).encode()[2:]),
         "shape": _same(found[SPACE], shape),
         "chunks": _same(found[LAYOUT], chunks),
-        # the second one is for HDF5 before 1.6
+        # OLD_FILL repeats the fill value for HDF5 before 1.6.
         "fill value": _is_fill(found[FILL], expected) and old_fill.rstrip(b"\0") == found[FILL][4:].rstrip(b"\0"),
         "filters": _filters(found[FILTERS]) == [*first, (_FLETCHER32,)],
     }
@@ -281,7 +281,7 @@ def _compare(file: Hdf5File, link: Link, expected: _Expected) -> int:
 
 
 def _same(found: bytes, expected: bytes) -> bool:
-    """Whether both are the same but for the zeros that a message is filled up with."""
+    """True if both are equal but for the zeros that pad a message."""
     return found[: len(expected)] == expected and not any(found[len(expected) :])
 
 
@@ -294,20 +294,20 @@ def _is_fill(content: bytes, expected: _Expected) -> bool:
 
 
 def _filters(content: bytes) -> list[tuple[int, ...]]:
-    """Number of each filter, and those of its options that decide what a chunk unpacks to."""
+    """The number of each filter, and the options that decide what a chunk unpacks to."""
     version, count = struct.unpack_from("<BB", content)
     found, at = [], 8
     for _ in range(count if version == 1 else 0):
         number, name, _, options = struct.unpack_from("<4H", content, at)
         values = struct.unpack_from(f"<{options}I", content, at + 8 + name)
-        # The version comes first in those of bitshuffle, the level last in both.
+        # Bitshuffle's options begin with its version, and both end with the level.
         found.append((number, *{_BITSHUFFLE: values[2:5], _ZSTD: ()}.get(number, values)))
         at += 8 + name + 4 * (options + options % 2)
     return found
 
 
 def _check_chunks(file: Hdf5File, tree: int, expected: _Expected) -> None:
-    """Each chunk is there once, passes all filters, and unpacks to its own size."""
+    """ValueError: a chunk is missing, is stored twice, skips a filter, or unpacks to another size."""
     number = math.prod(expected.counts)
     if number > file.size // _LEAST_CHUNK:
         raise ValueError(f"'{expected.name}' lacks chunks")
@@ -328,16 +328,16 @@ def _check_chunks(file: Hdf5File, tree: int, expected: _Expected) -> None:
 
 
 def _unpacks_by_bytes(file: Hdf5File, address: int, size: int, expected: _Expected) -> bool:
-    """Whether a chunk is a frame of zstd (RFC 8878, 3.1.1) that declares the size of the chunk."""
+    """True if a chunk is a frame of zstd (RFC 8878, 3.1.1) that declares the size of the chunk."""
     head = file.read(address, min(size, 14)).ljust(14, b"\0")
-    alone = head[4] >> 5 & 1  # no field for the window stands before the size
+    alone = head[4] >> 5 & 1  # 1: no window field precedes the size
     width = (alone, 2, 4, 8)[head[4] >> 6]
     declared = int.from_bytes(head[6 - alone : 6 - alone + width], "little") + (256 if width == 2 else 0)
     return head[:4] == _ZSTD_MAGIC and not head[4] & 3 and width > 0 and declared == expected.chunk_bytes
 
 
 def _unpacks_by_bits(file: Hdf5File, address: int, size: int, expected: _Expected) -> bool:
-    """Whether a chunk of bitshuffle declares the size of the chunk, and its blocks end where it ends."""
+    """True if a chunk of bitshuffle declares the size of the chunk, and its blocks end where it ends."""
     width, numbers = expected.dtype.itemsize, math.prod(expected.chunk)
     total, block, length = struct.unpack(">QII", file.read(address, 16))
     if (total, block) != (expected.chunk_bytes, expected.block * width):
@@ -352,7 +352,7 @@ def _unpacks_by_bits(file: Hdf5File, address: int, size: int, expected: _Expecte
 
 
 def check_lists(coding: Coding) -> None:
-    """ValueError: lists with an id that is not one, or weights that cannot predict."""
+    """ValueError: a list has an impossible id, or the weights cannot predict."""
     lists, weights, size = coding.dictionary, coding.predictor.weights, coding.spec.vocab_size
     if lists.context_row.max() >= len(lists.candidates) or lists.common.max() >= size:
         raise ValueError("its dictionary has an entry that is out of range")
@@ -367,7 +367,7 @@ def check_lists(coding: Coding) -> None:
 
 
 def check_flags(loss_mask_nT: np.ndarray, segments_nT: np.ndarray) -> None:
-    """ValueError: values that the format has not."""
+    """ValueError: a value that the format does not have."""
     if loss_mask_nT.max() > cache_format.BROKEN:
         raise ValueError(f"its loss_mask has the value {loss_mask_nT.max()}")
     if segments_nT.max() >= segments_nT.shape[1]:
@@ -375,12 +375,12 @@ def check_flags(loss_mask_nT: np.ndarray, segments_nT: np.ndarray) -> None:
 
 
 def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
-    """ValueError: sequences [n, ...], as they are stored, with numbers that nothing was written as."""
+    """ValueError: sequences [n, ...], as they are stored, have impossible numbers."""
     if (largest := arrays["tokens"].max()) >= spec.vocab_size:
         raise ValueError(f"the token {largest} is outside of the vocabulary of {spec.vocab_size}")
     if spec.kind == "sparse":
         numbers_nRT, entries = arrays["numbers"], spec.columns
-        wide = np.uint32 if entries < 2**16 else np.uint64  # sums that do not wrap around
+        wide = np.uint32 if entries < 2**16 else np.uint64  # sums do not wrap around
         counts = numbers_nRT[:, entries : entries + spec.num_samples]
         if numbers_nRT[:, -1].max() == np.iinfo(np.uint16).max:
             raise ValueError("it lacks targets")
@@ -396,14 +396,14 @@ def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
 
 
 def _are_logprobs(values: np.ndarray) -> bool:
-    """Whether all of some fp16 lie from `FLOOR` to 0, up to rounding: as whole numbers, which are compared fast."""
-    # Above 0 fp16 ascends as its bits do, and NaN comes after infinity; below 0 it descends, with the sign bit set.
+    """True if all fp16 `values` lie between `FLOOR` and 0, up to rounding. Compared as integers, which is fast."""
+    # As integers, fp16 above 0 ascends, with NaN after infinity; below 0, with the sign bit set, it descends.
     most, least = np.array([1e-3, FLOOR], np.float16).view(np.int16), np.float16(FLOOR).view(np.uint16)
     return bool(values.view(np.int16).max() <= most[0] and values.view(np.uint16).max() <= least)
 
 
 def check_values(kept: Arrays, spec: CodecSpec) -> None:
-    """ValueError: what sparse sequences unpack to, arrays [n, T, ...], is not a distribution."""
+    """ValueError: unpacked sparse sequences, arrays [n, T, ...], are not distributions."""
     ids, top_k, one = kept["ids"], spec.top_k, spec.knots.index(1.0)
     if top_k and ids[..., :top_k].max() >= spec.vocab_size:
         raise ValueError("one of the top-k entries is absent")
@@ -431,7 +431,7 @@ def check_values(kept: Arrays, spec: CodecSpec) -> None:
 
 def _mass(logprobs_nTK: np.ndarray) -> np.ndarray:
     """[n, T] the sum of the probabilities of each token."""
-    # A column at a time: an array as large as all of them costs more, here and in what is unpacked next.
+    # One column at a time: a temporary as large as all columns takes longer, here and in the next `unpack`.
     mass_nT = np.exp(logprobs_nTK[..., 0])
     for k in range(1, logprobs_nTK.shape[-1]):
         mass_nT += np.exp(logprobs_nTK[..., k])

@@ -1,19 +1,19 @@
-"""How one distribution of the teacher becomes a few numbers, and how they become targets again.
+"""Encoding a distribution of the teacher as a few numbers, and decoding these as targets.
 
 `sparse` keeps, per token: the `top_k` most likely entries; `num_samples` samples, with replacement, from the rest
 at T = 1 (each once, with its count: random-sampling KD, arXiv 2503.16870); the log-partition of the rest (the tail) at
 a few knots of beta = 1/T with its slopes, so that any T between the knots is served; the log-probability of the true
 next token; mean and standard deviation of the logits. `dense` keeps all log-probabilities in fp16, as the reference.
-`tokens` keeps none: it serves training without a cached teacher. How the numbers of `sparse` become few bytes stands in
-`compression`.
+`tokens` keeps none: it serves training without a cached teacher. `compression` packs the numbers of `sparse` into few
+bytes.
 
-The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums that samples come from), a block of rows at
-a time, so that memory does not grow with N x V. Samples come from uniforms made on the CPU from (seed, split,
-sequence): they do not depend on batch size, ranks or restarts.
+The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums of sampling), a block of rows at a time,
+so that memory does not grow with N x V. Samples come from uniforms that the CPU makes from (seed, split, sequence):
+they do not depend on batch size, ranks or restarts.
 
-Where only the most likely entries are known (`keep`), the rest of the vocabulary is one bucket, spread evenly. With n
-entries outside the top-k and log p = e for each, L(beta) = log n + beta e: right at T = 1 and nowhere else, and the
-manifest's range states so.
+If only the most likely entries are known (`keep`), the rest of the vocabulary is one bucket, spread evenly. With n
+entries outside the top-k and log p = e for each, L(beta) = log n + beta e: right at T = 1 only, as the manifest's range
+states.
 
 What it gives up: `dense` in fp16 errs by 4e-3 nats at log p = -10.
 
@@ -35,19 +35,19 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets
 KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 """Default knots of beta: T from 2/3 to 4."""
 FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
-"""The default below `SMALL_TOP_K` kept entries: what is likely is then in the tail, whose curve bends sharply."""
+"""The default below `SMALL_TOP_K` kept entries: likely entries are then in the tail, whose curve bends sharply."""
 MAX_KNOTS = 64
 SMALL_TOP_K = 4
 FLOOR = -1e4
-"""The log-probability of what cannot be, and the tail numbers of an empty tail: finite, and 0 after exp."""
+"""The log-probability of an impossible entry, and L of an empty tail: finite, and 0 after exp."""
 ABSENT = 2**32 - 1
-"""The id of an absent entry in targets, above every vocabulary; before that the largest id of the dtype."""
-_CELLS = {"cpu": 2**18, "cuda": 2**27}  # logits worked on at once: what stays in a core's cache, or fills a GPU
+"""The id of an absent entry in targets, above every vocabulary; in arrays it is the largest id of the dtype."""
+_CELLS = {"cpu": 2**18, "cuda": 2**27}  # logits in a block: they stay in a core's cache, or fill a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSpec:
-    """What is kept of a distribution. ValueError: numbers that cannot be, naming the option."""
+    """What is kept of a distribution. ValueError: impossible numbers; the message names the option."""
 
     kind: str
     """`sparse`, `dense` or `tokens`."""
@@ -58,7 +58,7 @@ class CodecSpec:
     num_samples: int = 0
     """Samples from the rest of the vocabulary, 0 to 255."""
     knots: tuple[float, ...] = ()
-    """beta at which the tail is kept, descending, 1.0 among them; empty: the default for `sparse`."""
+    """The values of beta at which the tail is kept, descending, 1.0 among them; empty: the default for `sparse`."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("sparse", "dense", "tokens"):
@@ -71,10 +71,8 @@ class CodecSpec:
                     f"codec '{self.kind}' has no top-k, samples or knots; leave --top-k and --num-samples out"
                 )
             return
-        object.__setattr__(self, "knots", tuple(float(knot) for knot in self.knots or default_knots(self.top_k)))
-        self._check_sparse()
-
-    def _check_sparse(self) -> None:
+        knots = self.knots or (FINE_KNOTS if self.top_k < SMALL_TOP_K else KNOTS)
+        object.__setattr__(self, "knots", tuple(float(knot) for knot in knots))
         if not 0 <= self.top_k <= self.vocab_size:
             raise ValueError(f"--top-k {self.top_k} is outside 0 to {self.vocab_size}, the vocabulary")
         if not 0 <= self.num_samples <= 255:
@@ -99,8 +97,7 @@ class CodecSpec:
 
     @property
     def code_dtype(self) -> np.dtype:
-        """Of the stored ids, see `dictionary`: places in its lists, and every id spelled out, stay below its
-        largest."""
+        """Dtype of the stored ids: places in the dictionary's lists, and every literal id, stay below its largest."""
         return np.dtype(np.uint16 if 2 * self.vocab_size + 256 < 2**16 else np.uint32)
 
     @property
@@ -113,11 +110,6 @@ class CodecSpec:
         return {**asdict(self), "knots": list(self.knots)}
 
 
-def default_knots(top_k: int) -> tuple[float, ...]:
-    """The knots of beta that a codec with `top_k` kept entries takes if none are named."""
-    return FINE_KNOTS if top_k < SMALL_TOP_K else KNOTS
-
-
 def uniforms(seed: int, split: str, sequence: int, shape: tuple[int, ...]) -> np.ndarray:
     """fp64 in [0, 1) of `shape`, a pure function of the arguments (MT19937, whose stream is frozen)."""
     digest = hashlib.sha256(f"kdtrain draws {seed} {split} {sequence}".encode()).digest()
@@ -125,28 +117,22 @@ def uniforms(seed: int, split: str, sequence: int, shape: tuple[int, ...]) -> np
 
 
 def _draw(weights_NV: Tensor, uniforms_ND: Tensor) -> Tensor:
-    """Inverse-CDF samples [N, D]; V where a row has no weight at all. Never an entry of weight 0."""
+    """Inverse-CDF samples [N, D]; V in a row without any weight. Never an entry of weight 0."""
     cdf_NV = weights_NV.cumsum(-1, dtype=torch.float64)
     total_N1 = cdf_NV[:, -1:]
     drawn_ND = torch.searchsorted(cdf_NV, uniforms_ND * total_N1, right=True).clamp_(max=weights_NV.shape[1] - 1)
-    # A parallel sum may step up by rounding at an entry of weight 0: such a draw moves to a neighbour that
-    # has some.
+    # A parallel sum may step up by rounding at an entry of weight 0: such a draw moves to a neighbour with weight.
     bad_N = (weights_NV.gather(1, drawn_ND) == 0).any(-1)
     if bad_N.any():
-        drawn_ND[bad_N] = _nearest_with_weight(weights_NV[bad_N], drawn_ND[bad_N])
+        alive_NV = weights_NV[bad_N] > 0
+        column_V = torch.arange(weights_NV.shape[1], device=weights_NV.device)
+        moved_ND = torch.where(alive_NV, column_V, -1).cummax(-1).values.gather(1, drawn_ND[bad_N])
+        drawn_ND[bad_N] = torch.where(moved_ND < 0, alive_NV.int().argmax(-1, keepdim=True), moved_ND)
     return drawn_ND.masked_fill_(~(total_N1 > 0), weights_NV.shape[1])
 
 
-def _nearest_with_weight(weights_NV: Tensor, drawn_ND: Tensor) -> Tensor:
-    column_V = torch.arange(weights_NV.shape[1], device=weights_NV.device)
-    below_NV = torch.where(weights_NV > 0, column_V, -1).cummax(-1).values
-    moved_ND = below_NV.gather(1, drawn_ND)
-    first_N1 = (weights_NV > 0).int().argmax(-1, keepdim=True)
-    return torch.where(moved_ND < 0, first_N1, moved_ND)
-
-
 def _count(drawn_ND: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Unique ids, ascending, and counts, both [N, D]; V and 0 where none is left."""
+    """Distinct ids, ascending, and counts, both [N, D]; V and 0 in the columns left over."""
     drawn_ND = drawn_ND.sort(-1).values
     new_ND = torch.ones_like(drawn_ND)
     new_ND[:, 1:] = drawn_ND[:, 1:] != drawn_ND[:, :-1]
@@ -182,9 +168,9 @@ def _tail(offset_NV: Tensor, largest_N: Tensor, knots: tuple[float, ...]) -> Ten
 
 
 def _moments(logprobs_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of log p over the entries that can be."""
+    """Mean and standard deviation of log p over the possible entries."""
     if logprobs_NV.amin() > FLOOR:
-        # Three times as fast as torch.std_mean on a CPU.
+        # On a CPU three times as fast as torch.std_mean.
         mean_N1 = logprobs_NV.mean(-1, keepdim=True)
         centred_NV = logprobs_NV - mean_N1
         return mean_N1[:, 0], (torch.linalg.vecdot(centred_NV, centred_NV) / logprobs_NV.shape[1]).sqrt()
@@ -230,9 +216,8 @@ def _encode_block(
 
 
 def _narrow(name: str, values: Tensor, spec: CodecSpec) -> Tensor:
-    """In the dtype it is kept in; ids as they are. What is dense leaves the device at once, it is as large as logits.
-
-    Everything else waits for the last block, because each copy to the host waits for the device.
+    """`values` in the dtype they are kept in; ids unchanged. Dense ones leave the device at once: they are as large as
+    the logits. All others stay until the last block, because each copy to the host waits for the device.
     """
     if name == "ids":
         return values
@@ -246,10 +231,10 @@ def encode(
     logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """What is kept of N tokens: label_logprob [N]; logprobs [N, K] or, dense, [N, V]; ids, counts [N, K];
-    tail [N, 2G]; logit_mean, logit_std [N]. fp32 (`dense`: fp16), ids of the spec's dtype, uint8 counts.
+    tail [N, 2G]; logit_mean, logit_std [N]. fp32 (`dense`: fp16), ids in the spec's dtype, uint8 counts.
 
     logits_NV: any float dtype and device, each row with a finite log-partition; labels_N: int64, the true
-    next tokens; uniforms_ND: fp64 in [0, 1), needed with num_samples.
+    next tokens; uniforms_ND: fp64 in [0, 1), required with num_samples.
     """
     rows = max(1, _CELLS.get(logits_NV.device.type, 2**20) // spec.vocab_size)
     blocks: dict[str, list[Tensor]] = {}
@@ -268,10 +253,10 @@ def encode(
 def encode_sequences(
     logits_BTV: Tensor, labels_BT: Tensor, spec: CodecSpec, *, seed: int, split: str, first: int
 ) -> dict[str, np.ndarray]:
-    """The same for whole sequences, number `first` of `split` and those after it: arrays [B, T, ...].
+    """`encode` for whole sequences of `split`, from number `first` on: arrays [B, T, ...].
 
-    `broken` [B] says which sequences have a non-finite logit (NaN, +inf, or nothing but -inf): they
-    are encoded as if the teacher had found every token equally likely, and are to be masked out.
+    `broken` [B] marks sequences with a non-finite logit (NaN, +inf, or a position with only -inf): they are encoded as
+    if every token were equally likely, and the caller masks them out.
     """
     size, length = labels_BT.shape
     chance = None
@@ -286,16 +271,18 @@ def encode_sequences(
 
 
 def broken(logits_BTV: Tensor) -> Tensor:
-    """bool [B]: sequences where some position has no distribution, because of NaN, +inf or nothing but -inf."""
-    # The largest logit is NaN or infinite exactly then; it costs one pass over the logits.
+    """bool [B]: sequences with a position that has no distribution, because of NaN, +inf or only -inf."""
+    # Exactly then the largest logit is NaN or infinite; this is one pass over the logits.
     return ~logits_BTV.amax(-1).isfinite().all(-1)
 
 
 def decode(
     arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device | str = "cpu"
 ) -> SparseTargets | DenseTargets | None:
-    """Targets of what was kept (arrays [n, T, ...] of `encode_sequences`, or as `coding` gives them back),
-    flattened to N = n*T rows; None for the codec `tokens`."""
+    """Targets from arrays [n, T, ...] of `encode_sequences` or `compression.unpack`, as N = n*T rows.
+
+    None for the codec `tokens`.
+    """
     if spec.kind == "tokens":
         return None
 
@@ -333,13 +320,14 @@ RANGE: dict[str, Any] = {
     "worst_error": 0.0,
     "rule": "log-probabilities from elsewhere: the tail is one bucket, right at T = 1 only",
 }
-"""The temperature range of a cache made from such log-probabilities."""
+"""The temperature range of a cache that was built from log-probabilities (`keep`)."""
 _LEAST_MASS = 1e-6
 
 
 def keep(ids_TH: np.ndarray, logprobs_TH: np.ndarray, label_T: np.ndarray, spec: CodecSpec) -> dict[str, np.ndarray]:
-    """The arrays of `codec.encode`, for one sequence: `ids_TH` and `logprobs_TH` are the top-k, most likely
-    first; a position with NaN counts as an even distribution; a label with NaN gets its share of the bucket.
+    """The arrays of `encode` for one sequence, from its top-k only: `ids_TH` and `logprobs_TH`, most likely first.
+
+    A position with NaN counts as an even distribution; a label with NaN gets its share of the bucket.
 
     UsageError: an id beyond the vocabulary.
     """

@@ -1,34 +1,34 @@
-"""What `codec.encode` keeps of a sequence, as the few bits that are stored, and back.
+"""Compressing what `codec.encode` keeps of a sequence into the few bits that are stored, and back.
 
-Stored arrays have positions last, [n, rows, T]: bits of one kind then lie together, which saves a tenth. All but the
-ids stand in one of them (`numbers`), because each one that is read costs as much as 4 KiB of it. Everything is numpy;
-`unpack` is what a training step waits for: it makes columns, [K, n, T], which targets are then views of, because
-turning them would cost a fifth of its time. Lists and weights are made from a shard's first sequences and stored in it,
-so that a shard is read alone.
+Stored arrays have positions last, [n, rows, T]: bits of one kind then lie together, which saves a tenth. Everything but
+the ids is in one array (`numbers`), because reading another array costs as much as 4 KiB of data. All of it is numpy.
+A training step waits for `unpack`: it makes columns, [K, n, T], and targets are views of these, because transposing
+them would cost a fifth of its time. Lists and weights are fitted to a shard's first sequences and stored in the shard,
+so that it can be read alone.
 
 Log-probabilities are whole numbers c with log p = 1 - exp(c / 192): steps of 1/192 nats at p = 1 that grow in
 proportion to 1 - log p, so that an error never exceeds (1 - log p) / 383. Entries stand in descending order, and what
-is stored is the difference to the entry before: small numbers. The log-probability of the label is stored only where
+is stored is the difference to the entry before: a small number. The log-probability of the label is stored only where
 the label is not in the top-k.
 
 Ids are stored as their places in lists. Which entries are likely depends most on the token just read. A shard therefore
-holds, for each token that is met often, the entries most often kept after it (`candidates`), and one list of all
-entries by how often they are kept (`common`). An id is stored as its place in the first list that has it, so that most
-codes are small and compress well:
+holds, for each frequent token, the entries most often kept after it (`candidates`), and one list of all entries by how
+often they are kept (`common`). An id is stored as its place in the first list that has it, so that most codes are small
+and compress well:
 
     code 0                       absent
     code 1 .. C                  candidates[context_row[token just read], code - 1]
     code C+1 .. C+U              common[code - C - 1]
     code above C+U               the id itself, plus C + U + 1
 
-A pair of token and entry is listed when it was met `MIN_COUNT` times: listing it costs about two bytes and saves about
-one each time.
+A pair of token and entry is listed when it occurs `MIN_COUNT` times: listing it costs about two bytes and saves about
+one byte an occurrence.
 
 The tail is 2G + 2 numbers a token: L(beta) and dL/dbeta at G knots, mean and standard deviation of log p. They are
-nearly functions of each other and of the top-k. Each is predicted, linearly, from a few features of the stored top-k
-and from the numbers before it as the reader will see them, and only the distance is stored, in whole steps: so no error
-adds up, and each number is right to half its step. The weights come from least squares over the shard's first tokens.
-The reader has a triangular linear system for each token, which two matrix products solve for all of them.
+nearly functions of each other and of the top-k. A linear predictor gives each from a few features of the stored top-k
+and from the numbers before it as the reader will see them, and only the distance to the prediction is stored, in whole
+steps: errors do not add up, and each number is right to half its step. The weights come from least squares over the
+shard's first tokens. The reader solves a triangular linear system for each token, by two matrix products for all.
 
     L: steps of 0.008 nats; slopes: 0.04 nats; mean and deviation: 0.05 nats
 
@@ -54,19 +54,19 @@ from kdtrain.cache.codec import FLOOR, CodecSpec
 STEP_VALUE, STEP_SLOPE, STEP_SPREAD = 0.008, 0.04, 0.05
 """Steps of L, of dL/dbeta, and of mean and deviation, nats."""
 NOTHING = -200.0
-"""L(1) below which a tail counts as empty."""
+"""A tail with L(1) below it counts as empty."""
 EMPTY_TAIL = -1e4
 """L of an empty tail; its slopes are 0."""
 MARK = 2**16 - 1
-"""The code, in place of the first number's, of an empty tail."""
+"""The code of an empty tail, in place of its first number's."""
 _LARGEST = 32_766
 _LARGEST_FEATURE = 50.0
 _RIDGE = 1e-6
-_GRAIN = 4096  # weights are multiples of 1/4096: rounding in the sums that made them does not show
+_GRAIN = 4096  # weights are multiples of 1/4096: rounding in the sums they are fitted from does not show
 
 
 def order(knots: tuple[float, ...]) -> list[int]:
-    """Where the numbers (L at the knots, slopes, mean, deviation) stand, in the order they are stored in.
+    """Indices of the numbers (L at the knots, slopes, mean, deviation) in the order in which they are stored.
 
     L(1) first, then L at the lowest knot, then the others upwards; slopes likewise; mean; deviation.
     """
@@ -76,7 +76,7 @@ def order(knots: tuple[float, ...]) -> list[int]:
 
 
 def steps(knots: tuple[float, ...]) -> np.ndarray:
-    """[M] the step of each number, in the order they are stored in."""
+    """[M] the step of each number, in stored order."""
     number = len(knots)
     return np.array([STEP_VALUE] * number + [STEP_SLOPE] * number + [STEP_SPREAD] * 2, np.float32)
 
@@ -90,7 +90,7 @@ def features(top_logprobs_HN: np.ndarray) -> np.ndarray:
         return found_FN
     mass_N = np.add.reduce(np.exp(top_logprobs_HN), out=found_FN[5])
     np.log(np.maximum(1 - mass_N, np.float32(1e-3)), out=found_FN[6])
-    # An entry that cannot be would drown the others.
+    # An impossible entry (log p = FLOOR) would drown the others.
     seen_HN = np.maximum(top_logprobs_HN, np.float32(-_LARGEST_FEATURE))
     found_FN[1], found_FN[2], found_FN[3] = seen_HN[0], seen_HN[top_k // 2], seen_HN[-1]
     np.divide(np.add.reduce(seen_HN), np.float32(top_k), out=found_FN[4])
@@ -145,7 +145,7 @@ class Predictor:
 
     @property
     def largest(self) -> float:
-        """The size that no number exceeds, whatever is stored; non-finite where the weights are too large for fp32."""
+        """A bound on every number, whatever is stored; non-finite where the weights are too large for fp32."""
         width = self.weights.shape[1] - len(self.weights)
         bounds = [_LARGEST_FEATURE] * width + [_LARGEST + 2] * len(self.weights)
         return float((np.abs(self._solved).astype(np.float64) @ bounds).max())
@@ -169,12 +169,12 @@ class Predictor:
 WIDTH = 64
 """C: candidates listed for a token."""
 MIN_COUNT = 3
-"""How often a pair of token and entry is met before it is worth listing."""
+"""How often a pair of token and entry occurs before it is worth listing."""
 
 
 @dataclass(frozen=True)
 class Dictionary:
-    """The lists of one shard. `absent` stands for an entry that is not there, before and after coding."""
+    """The lists of one shard. `absent` is the id of an absent entry, before and after coding."""
 
     context_row: np.ndarray
     """[V] unsigned: the row of candidates for a token just read; row 0 is empty."""
@@ -186,7 +186,7 @@ class Dictionary:
     _lists: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # All lists end to end, where `decode` looks ids up; the two become views of it, so that it is held once.
+        # `decode` looks ids up in all lists end to end; `candidates` and `common` become views of that one array.
         rows = np.pad(self.candidates, ((0, 0), (1, 0)), constant_values=self.absent)
         lists = np.concatenate([rows.ravel(), self.common])
         object.__setattr__(self, "_lists", lists)
@@ -195,7 +195,7 @@ class Dictionary:
 
     @classmethod
     def fit(cls, context_N: np.ndarray, ids_NK: np.ndarray, vocab_size: int, absent: int) -> Dictionary:
-        """The lists for these tokens (`context_N`: the token just read, `ids_NK`: entries kept after it)."""
+        """The lists for N tokens. context_N: the token just read; ids_NK: the entries kept after it."""
         dtype = np.min_scalar_type(absent)
         here_NK = ids_NK != absent
         ids = ids_NK[here_NK].astype(np.int64)
@@ -209,11 +209,6 @@ class Dictionary:
         context_row = np.zeros(vocab_size, np.min_scalar_type(max(1, len(rows))))
         context_row[rows] = np.arange(1, len(rows) + 1)
         return cls(context_row, candidates.astype(dtype), common, absent)
-
-    @property
-    def common_base(self) -> int:
-        """The code of the first common entry."""
-        return WIDTH + 1
 
     @property
     def literal_base(self) -> int:
@@ -232,7 +227,7 @@ class Dictionary:
     def _plain(self) -> np.ndarray:
         """[V] the code of an id that is not a candidate."""
         codes_V = self.literal_base + np.arange(len(self.context_row))
-        codes_V[self.common] = self.common_base + np.arange(len(self.common))
+        codes_V[self.common] = WIDTH + 1 + np.arange(len(self.common))
         return codes_V
 
     def encode(self, context_N: np.ndarray, ids_NK: np.ndarray) -> np.ndarray:
@@ -277,11 +272,11 @@ def _ranked(pairs: np.ndarray, counts: np.ndarray, vocab_size: int, absent: int)
 
 
 FIT_ENTRIES = 2**22
-"""Kept entries of a shard that its lists and weights are made from."""
+"""Kept entries of a shard that its lists and weights are fitted to."""
 FINENESS = 192
 """Codes of log p a unit of log(1 - log p)."""
 LOWEST = round(FINENESS * np.log1p(-FLOOR))
-"""The code of what cannot be."""
+"""The code of an impossible entry."""
 _LOGPROBS = -np.expm1(np.arange(LOWEST + 1) / FINENESS)
 _LOGPROBS[-1] = FLOOR
 _LOGPROBS = np.append(_LOGPROBS, np.full(2**16 - len(_LOGPROBS), np.nan)).astype(np.float32)
@@ -289,12 +284,12 @@ Arrays = dict[str, np.ndarray]
 
 
 def fit_sequences(spec: CodecSpec, seq_len: int) -> int:
-    """How many of a shard's first sequences its lists and weights are made from."""
+    """How many of a shard's first sequences its lists and weights are fitted to."""
     return max(1, FIT_ENTRIES // (spec.columns * seq_len))
 
 
 def logprob_codes(logprobs: np.ndarray) -> np.ndarray:
-    """int64 codes of log-probabilities; NaN counts as what cannot be."""
+    """int64 codes of log-probabilities; NaN counts as impossible."""
     energy = -np.nan_to_num(np.asarray(logprobs, np.float64), nan=FLOOR, posinf=0.0, neginf=FLOOR)
     return np.round(FINENESS * np.log1p(energy.clip(0, -FLOOR))).astype(np.int64)
 
@@ -333,9 +328,7 @@ class Coding:
         label_nT = np.where(in_top_nT, 0, logprob_codes(kept["label_logprob"])).astype(np.uint16)
         parts_nRT = [
             np.diff(entry_codes_nKT, axis=1, prepend=0),
-            rearrange(kept["counts"][..., spec.top_k :], "n t d -> n d t")
-            if spec.num_samples
-            else entry_codes_nKT[:, :0],
+            *([rearrange(kept["counts"][..., spec.top_k :], "n t d -> n d t")] if spec.num_samples else []),
             rearrange(moment_codes, "m (n t) -> n m t", t=length),
             label_nT[:, None],
         ]
@@ -346,7 +339,8 @@ class Coding:
 
     def unpack(self, tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
         """What was kept [n, T, ...], as the reader sees it; the inverse of `pack` up to its stated errors."""
-        return unpack([(self, tokens, {k: v[i] for k, v in stored.items()}) for i, tokens in enumerate(tokens_nT1)])
+        sequences = zip(tokens_nT1, stored["ids"], stored["numbers"], strict=True)
+        return unpack([(self, *sequence) for sequence in sequences])
 
     def unpack_one(self, tokens_T1: np.ndarray, ids_KT: np.ndarray, numbers_RT: np.ndarray, columns: Arrays) -> None:
         """Write what was kept of one sequence into `columns`, each [.., T], see `empty`.
@@ -366,20 +360,13 @@ class Coding:
         known_HT = np.multiply(ids_KT[: spec.top_k] == tokens_T1[1:], logprobs_KT[: spec.top_k])
         columns["label_logprob"][:] = logprobs_of(numbers_RT[-1]) + np.add.reduce(known_HT)
         if spec.num_samples:
-            columns["counts"][: spec.top_k], columns["counts"][spec.top_k :] = (
-                0,
-                numbers_RT[entries : entries + spec.num_samples],
-            )
+            columns["counts"][: spec.top_k] = 0
+            columns["counts"][spec.top_k :] = numbers_RT[entries : entries + spec.num_samples]
 
     def to_arrays(self) -> Arrays:
         """The data sets of the group `dictionary` of a shard."""
-        lists = self.dictionary
-        return {
-            "context_row": lists.context_row,
-            "candidates": lists.candidates,
-            "common": lists.common,
-            "tail_weights": self.predictor.weights,
-        }
+        lists = {name: getattr(self.dictionary, name) for name in ("context_row", "candidates", "common")}
+        return {**lists, "tail_weights": self.predictor.weights}
 
     @classmethod
     def from_arrays(cls, arrays: Arrays, spec: CodecSpec) -> Self:
@@ -388,18 +375,18 @@ class Coding:
         return cls(spec, lists, Predictor(arrays["tail_weights"], spec.knots))
 
 
-def unpack(sequences: Sequence[tuple[Coding, np.ndarray, Arrays]]) -> Arrays:
+def unpack(sequences: Sequence[tuple[Coding, np.ndarray, np.ndarray, np.ndarray]]) -> Arrays:
     """What was kept of sequences, which may come from several shards: arrays [n, T, ...], views of columns.
 
-    Each sequence is its coding, its tokens [T + 1] and its stored arrays.
-    One at a time: what it needs stays in a core's cache, and no large array is made but the result.
+    Each sequence is its coding, its tokens [T + 1] and its stored ids and numbers. They are unpacked one at a time:
+    the working set stays in a core's cache, and the result is the only large array.
     """
     spec, length = sequences[0][0].spec, len(sequences[0][1]) - 1
     shapes = {"ids": (spec.columns, "i8"), "logprobs": (spec.columns, "f4"), "tail": (2 * len(spec.knots) + 2, "f4")}
     shapes |= {"label_logprob": (1, "f4")} | ({"counts": (spec.columns, "u1")} if spec.num_samples else {})
     columns = {name: np.empty((rows, len(sequences), length), dtype) for name, (rows, dtype) in shapes.items()}
-    for i, (coding, tokens_T1, stored) in enumerate(sequences):
-        coding.unpack_one(tokens_T1, stored["ids"], stored["numbers"], {k: v[:, i] for k, v in columns.items()})
+    for i, (coding, tokens_T1, ids_KT, numbers_RT) in enumerate(sequences):
+        coding.unpack_one(tokens_T1, ids_KT, numbers_RT, {k: v[:, i] for k, v in columns.items()})
     kept = {name: rearrange(values, "k n t -> n t k") for name, values in columns.items()}
     numbers = kept.pop("tail")
     kept |= {"tail": numbers[..., :-2], "logit_mean": numbers[..., -2], "logit_std": numbers[..., -1]}
@@ -407,7 +394,7 @@ def unpack(sequences: Sequence[tuple[Coding, np.ndarray, Arrays]]) -> Arrays:
 
 
 def _entry_codes(logprobs_nTK: np.ndarray) -> np.ndarray:
-    """Codes [n, K, T], never falling along K: an absent entry (NaN) repeats the one before."""
+    """Codes [n, K, T], ascending along K: an absent entry (NaN) repeats the one before."""
     absent_nTK = np.isnan(logprobs_nTK)
     codes_nTK = np.where(absent_nTK, 0, logprob_codes(logprobs_nTK))
     return rearrange(np.maximum.accumulate(codes_nTK, axis=-1), "n t k -> n k t")
@@ -418,7 +405,7 @@ def _features(codes_nKT: np.ndarray, spec: CodecSpec) -> np.ndarray:
 
 
 def _numbers(kept: Arrays, spec: CodecSpec) -> np.ndarray:
-    """[M, N] fp32 in the order they are stored in."""
+    """[M, N] fp32, in stored order."""
     parts = [kept["tail"], kept["logit_mean"][..., None], kept["logit_std"][..., None]]
     numbers_nTM = np.concatenate([part.astype(np.float32) for part in parts], -1)
     return rearrange(numbers_nTM[..., order(spec.knots)], "n t m -> m (n t)")

@@ -1,4 +1,4 @@
-"""How far a cache is from the teacher it came from, measured on the stored numbers at build time.
+"""How far a cache is from its teacher, measured at build time on the stored numbers.
 
 The held sample is a set of positions of the first validation sequences, at most 8,192 tokens and 2^25
 logits, read back from the finished shard and compared with a fresh forward of the teacher.
@@ -6,23 +6,23 @@ logits, read back from the finished shard and compared with a fresh forward of t
 Reported at T = 1, 2, 4: KL(full || cache) with the tail as one outcome (`kl_bucket`: the error of the
 numbers kept) and with the tail's mass spread evenly (`kl_spread`: what is unknown about the rest); angle
 and norm ratio between the KL gradient in the student's logits from the cache and from the full
-distribution, by tail rule (`gradients`): `ghost`, `drop` and `renormalize` as far as the top-k allows,
-`sampled` and `control-variate` with samples, else `dense`. A training run reads a cache with samples by one of
-those two; the others stand beside them to be compared with. `student_kl` is the KL from the full
-distribution to the student: gradients agree the better the larger it is.
+distribution, by tail rule (`gradient`): `ghost`, `drop` and `renormalize` as far as the top-k allows,
+`sampled` and `control-variate` with samples; `dense` for dense targets. A training run reads a cache with samples by
+one of the latter two; the others are there for comparison. `student_kl` is the KL from the full distribution to the
+student: the larger it is, the better the gradients agree.
 
 The student: the teacher's log-probabilities times 0.7 plus normal noise of 0.5 nats (seed 0).
 
 `temperature_range` is the widest interval of a grid over [2/3, 4] around T = 1 in which the worst error of
-log Z over the sample stays below 2e-2 nats. It is an error against a fresh forward, one sequence at a time: what a
-teacher in bf16 gives differs from what it gave in the batches that were stored, and that counts as the cache's error.
+log Z over the sample stays below 2e-2 nats. The fresh forward takes one sequence at a time: in bf16 its logits differ
+from those of the stored batches, and this difference counts as the cache's error.
 
 The gradient of every tail rule in the student's logits is, less the factor beta,
-    scale q + extra,   q the student at beta, extra being 0 outside the kept ids,
-because a sparse loss knows of the tail's logits only log sum exp(beta z): autograd of the objective's own loss of a few
-numbers a token gives scale and extra, and nothing as large as the vocabulary is made for a rule. `token` compares the
-gradients of all tokens as one long vector, `mean` their mean over tokens, which is the gradient of an output bias: the
-noise of an estimate falls with the number of tokens only there.
+    scale q + extra,   q the student at beta, extra 0 outside the kept ids,
+because a sparse loss depends on the tail's logits only through log sum exp(beta z): autograd of the objective's own
+loss, of a few numbers a token, gives scale and extra, without a tensor as large as the vocabulary for each rule.
+`token` compares the gradients of all tokens as one long vector; `mean` compares their mean over tokens, the gradient of
+an output bias, where alone the noise of an estimate falls with the number of tokens.
 
 Shapes: N tokens of the sample, V vocabulary, H top-k entries, D drawn columns, K = H + D.
 """
@@ -51,7 +51,7 @@ Gradient = tuple[Tensor, Tensor]
 def sparse_gradients(
     targets: SparseTargets, z_NV: Tensor, labels_N: Tensor, beta: float
 ) -> tuple[dict[str, Gradient], Tensor]:
-    """Gradients of forward KL by the tail rule's name, for each rule that the numbers kept allow; their ids [N, K].
+    """Gradients of forward KL by the tail rule's name, for each rule that these targets allow; their ids [N, K].
 
     z_NV: the student's logits.
     """
@@ -95,17 +95,17 @@ class Angles:
         self.mean: dict[str, Tensor] = {}
 
     def add_full(self, full_NV: Tensor) -> None:
-        """The full gradient of some tokens; what rules make of them follows."""
+        """Add the full gradient of some tokens; call it before adding those of the rules."""
         self.full += full_NV.square().sum(dtype=torch.float64).item()
         self.mean_full = self.mean_full + full_NV.sum(0, dtype=torch.float64)
 
     def add(self, name: str, full_NV: Tensor, gradient_NV: Tensor) -> None:
-        """A gradient spelled out."""
+        """Add a gradient [N, V]."""
         inner = (full_NV * gradient_NV).sum(dtype=torch.float64).item()
         self._add(name, inner, gradient_NV.square().sum(dtype=torch.float64).item(), gradient_NV.sum(0).double())
 
     def add_sparse(self, gradients: dict[str, Gradient], ids_NK: Tensor, full_NV: Tensor, q_NV: Tensor) -> None:
-        """Gradients of the form scale q + extra."""
+        """Add gradients of the form scale q + extra."""
         full_NK, q_NK = full_NV.gather(1, ids_NK).double(), q_NV.gather(1, ids_NK).double()
         along_N = (full_NV * q_NV).sum(-1, dtype=torch.float64)
         length_N = q_NV.square().sum(-1, dtype=torch.float64)
@@ -124,7 +124,7 @@ class Angles:
         self.mean[name] = self.mean[name] + mean_V if name in self.mean else mean_V
 
     def result(self) -> dict[str, dict[str, float]]:
-        """By rule: angle in degrees and norm ratio, of tokens and of their mean."""
+        """Angle in degrees and norm ratio by rule, of the tokens and of their mean."""
         found = {}
         full_V = torch.as_tensor(self.mean_full)
         for name, mean_V in self.mean.items():
@@ -135,7 +135,7 @@ class Angles:
 
 
 def compare(inner: float, full: float, cached: float) -> tuple[float, float]:
-    """Angle in degrees and |cached| / |full| from inner products; 90 degrees where one is nothing."""
+    """Angle in degrees and |cached| / |full| from inner products; 90 degrees where one of them is 0."""
     if full <= 0 or cached <= 0:
         return 90.0, 0.0
     cosine = max(-1.0, min(1.0, inner / math.sqrt(full * cached)))
@@ -157,7 +157,7 @@ RULE = (
 
 
 def sample_size(sequences: int, seq_len: int, vocab_size: int) -> tuple[int, int]:
-    """(sequences, positions of each) of the held sample, where a shard has `sequences` of them."""
+    """(sequences, positions of each) of the held sample, of a shard with `sequences` sequences."""
     tokens = max(1, min(MAX_TOKENS, MAX_LOGITS // vocab_size))
     taken = max(1, min(sequences, MAX_SEQUENCES, tokens))
     return taken, min(seq_len, max(1, tokens // taken))
@@ -180,28 +180,24 @@ def measure(batch: CachedBatch, teacher: Teacher, *, document_mask: bool, positi
         energies.append(logits_NV[chosen.to(logits_NV.device)].float().log_softmax(-1).clamp(min=-1e4).cpu())
         kept.append(b * length + chosen)
     if not kept:
-        raise RunError("the teacher gave logits that are not numbers for every sequence of the held sample")
+        raise RunError("the teacher gave non-finite logits for every sequence of the held sample")
     targets = batch.targets[torch.cat(kept)]  # type: ignore[index]
     assert isinstance(targets, SparseTargets | DenseTargets)
     labels_N = batch.tokens[:, 1:].flatten()[torch.cat(kept)]
     energy_NV = torch.cat(energies)
-    grid, span = _log_partition_errors(targets, energy_NV)
-    at = {f"T={t:g}": _at_temperature(targets, energy_NV, labels_N, 1 / t) for t in TEMPERATURES}
-    sample = {"sequences": len(kept), "tokens": len(energy_NV)}
-    return {"sample": sample, "student": STUDENT, **at, "log_partition_error": grid}, span
-
-
-def _log_partition_errors(targets: Targets, energy_NV: Tensor) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    rows = []
+    errors = []
     for temperature in GRID:
         full_N = torch.logsumexp(energy_NV / temperature, -1)
         error_N = (targets.log_partition(1 / temperature) - full_N).abs()
-        rows.append({"T": temperature, "worst": error_N.max().item(), "mean": error_N.mean().item()})
-    return rows, temperature_range(rows)
+        errors.append({"T": temperature, "worst": error_N.max().item(), "mean": error_N.mean().item()})
+    at = {f"T={t:g}": _at_temperature(targets, energy_NV, labels_N, 1 / t) for t in TEMPERATURES}
+    sample = {"sequences": len(kept), "tokens": len(energy_NV)}
+    found = {"sample": sample, "student": STUDENT, **at, "log_partition_error": errors}
+    return found, temperature_range(errors)
 
 
 def temperature_range(errors: list[dict[str, float]]) -> dict[str, Any]:
-    """The interval of `RULE` from errors by ascending T: min, max, worst_error, rule; T = 1 belongs."""
+    """The interval of `RULE` from errors by ascending T, which include T = 1: min, max, worst_error, rule."""
     one = next(i for i, row in enumerate(errors) if row["T"] == 1)
     low = high = one
     while low > 0 and errors[low - 1]["worst"] < TOLERANCE:
@@ -237,7 +233,7 @@ def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta:
 
 
 class _Block:
-    """What a cache holds of some rows at one beta, beside the full log p [N, V]."""
+    """The cache's distributions of some rows at one beta, next to the full log p [N, V]."""
 
     def __init__(self, targets: Targets, log_p_NV: Tensor, beta: float) -> None:
         self.targets, self.log_p_NV, self.p_NV, self.beta = targets, log_p_NV, log_p_NV.exp(), beta
@@ -260,12 +256,12 @@ class _Block:
         """Sum over rows of KL(full || cache) over top-k entries and one bucket."""
         if isinstance(self.targets, DenseTargets):
             return self.kl(self._dense())
-        # The masses of both sides are 1 to rounding; with their difference no term is below 0.
+        # Both sides sum to 1 up to rounding; with the difference of the masses no term is below 0.
         p_NE, log_c_NE = self.outcomes_NE.double(), self.cached_NE.double().clamp(min=-87.0)
         return (torch.special.xlogy(p_NE, p_NE) - p_NE * log_c_NE - p_NE + log_c_NE.exp()).sum().item()
 
     def kl_spread(self) -> float:
-        """The same over the vocabulary, the bucket spread evenly over what is not in the head."""
+        """The same over the vocabulary, with the bucket spread evenly over the tail."""
         if isinstance(self.targets, DenseTargets):
             return self.kl_bucket()
         rest = max(1, self.p_NV.shape[1] - self.targets.top_k)
@@ -275,7 +271,7 @@ class _Block:
         return (own - (self.outcomes_NE * even_NE.clamp(min=-87.0)).sum(dtype=torch.float64)).item()
 
     def compare(self, angles: Angles, student_NV: Tensor, q_NV: Tensor, labels_N: Tensor) -> None:
-        """Add the gradients of these rows, for the student's logits, which at beta are q."""
+        """Add the gradients of these rows; q_NV: the student's probabilities at beta."""
         full_NV = q_NV - self.p_NV
         angles.add_full(full_NV)
         if isinstance(self.targets, DenseTargets):

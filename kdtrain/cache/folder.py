@@ -1,10 +1,11 @@
-"""Whether a cache may be built in a folder, and what stands in it before the first shard.
+"""Opening a folder for a build: what may be built there, the locks, and the files before the first shard.
 
-A folder that holds something else, or a cache of other settings, is refused with what differs, and so is one that
-another command builds in at this moment: each rank of a builder holds a lock on the file `.building-RANK`. Rank 0 takes
-its own first, looks whether any other is held, by a rank that an earlier command left behind for example, and then lets
-its own ranks in. What it gives up: on a file system without locks two builders are not kept apart; their files are the
-same, but one may stop with an error.
+A folder that holds other files, or a cache of other settings, is refused with what differs. So is one in which another
+command is building: each rank of a builder locks the file `.building-RANK`. Rank 0 takes its lock first, checks that no
+other is held (by a rank that an earlier command left behind, for example), and then lets the other ranks take theirs.
+
+What it gives up: on a file system without locks two builders are not kept apart; their files are equal, but one of the
+builds may stop with an error.
 """
 
 import re
@@ -22,7 +23,7 @@ from kdtrain.ranks import on_main, rank
 
 _LOCK = ".building-"
 _OWN = re.compile(rf"{re.escape(_LOCK)}[0-9]+|\.{cache_format.SETTINGS}\.[0-9a-f]{{12}}\.tmp")
-"""What a builder makes before settings.json has its name, and what keeps nobody out."""
+"""Files that a builder makes before it publishes settings.json: a folder with only these counts as empty."""
 _TOKENIZER_FILES = (
     "token*.json",
     "special_tokens_map.json",
@@ -38,31 +39,33 @@ _TOKENIZER_FILES = (
 def open_folder(
     folder: Path, settings: CacheSettings, tokenizer: Any, all_ranks: bool
 ) -> tuple[Manifest | None, Lock | None]:
-    """Claim, lock and begin a folder, rank 0 before the others: the manifest where it is finished, else this rank's
-    lock.
+    """Check and lock a folder, and write its settings, rank 0 before the others.
 
-    all_ranks: whether all ranks call this, or this process alone.
+    Returns the manifest of a finished cache, else this rank's lock. all_ranks: True when all ranks call this, False for
+    this process alone.
 
-    UsageError: see `claim` and `lock`. RunError: the folder cannot be written.
+    UsageError: see `claim_folder` and `lock`, or its path cannot be a folder. RunError: it cannot be written.
     """
     own: list[Lock] = []
     number = rank() if all_ranks else 0
 
-    def begun() -> bool:
+    def needs_build() -> bool:
         if claim_folder(folder, settings) is not None:
             return False
-        make_folder(folder)
-        own.append(_first_lock(folder, number))
-        if claim_folder(folder, settings) is not None:  # another has finished it meanwhile
+        with making(folder):
+            (folder / cache_format.SHARDS).mkdir(parents=True, exist_ok=True)
+        own.append(_first_lock(folder))
+        if claim_folder(folder, settings) is not None:  # another builder finished it meanwhile
             own.pop().release()
             return False
-        if number == 0:
-            write_settings(folder, settings, tokenizer)
+        _write_settings(folder, settings, tokenizer)
         return True
 
     try:
-        if not (on_main(begun) if all_ranks else begun()):
-            remove_stale_lock(folder, number)
+        if not (on_main(needs_build) if all_ranks else needs_build()):
+            if (folder / f"{_LOCK}{number}").exists():  # its builder was killed after the manifest
+                with suppress(UsageError, RunError):  # a read-only folder keeps it
+                    lock(folder, number).release()
             return read_manifest(folder), None
         return None, own[0] if own else lock(folder, number)
     except BaseException:
@@ -71,12 +74,12 @@ def open_folder(
         raise
 
 
-def _first_lock(folder: Path, rank: int) -> Lock:
-    """The lock of a rank, once no rank of another command holds one."""
-    own = lock(folder, rank)
+def _first_lock(folder: Path) -> Lock:
+    """The lock of rank 0. UsageError: a rank of another command holds one."""
+    own = lock(folder, 0)
     try:
         for path in folder.glob(f"{_LOCK}*"):
-            if path.name != f"{_LOCK}{rank}" and _OWN.fullmatch(path.name):
+            if path.name != f"{_LOCK}0" and _OWN.fullmatch(path.name):
                 lock(folder, int(path.name.removeprefix(_LOCK))).release()
     except UsageError:
         own.release()
@@ -87,8 +90,8 @@ def _first_lock(folder: Path, rank: int) -> Lock:
 def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
     """The manifest if `folder` is this cache and finished; None if there is something to build.
 
-    UsageError: the folder is a file, holds other files, a cache of other settings (named), or a finished one with a
-    shard that is not as it was written (named).
+    UsageError: the folder is a file, holds other files, a cache of other settings (named), or a finished cache with a
+    shard that is missing or of another size (named).
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; --out must be a folder")
@@ -104,27 +107,27 @@ def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
     refuse_links(folder)
     stored = _stored_settings(folder)
     shards = folder / cache_format.SHARDS
-    # what a killed builder left half written there does not count
+    # Half-written files of a killed builder do not count.
     if shards.is_dir() and any(not path.name.endswith(".tmp") for path in shards.iterdir()):
         _refuse_others(folder, stored, settings, "holds an unfinished cache")
     return None
 
 
 def holds_nothing(folder: Path) -> bool:
-    """Whether there are no files in a folder but those that a builder makes before settings.json has its name."""
+    """True if a folder has no files but those that a builder makes before it publishes settings.json."""
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     return all(path.parent == folder and _OWN.fullmatch(path.name) for path in files)
 
 
-def write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
-    """Make settings.json and the tokenizer files in a folder that exists, and remove what killed builders left.
+def _write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:
+    """Write settings.json and the tokenizer files into an existing folder, and remove half-written files.
 
     RunError: it cannot be written.
     """
     with writing(folder):
         sweep(folder)
         sweep(folder / cache_format.SHARDS)
-    # those of a build that failed before its first shard give way to corrected ones
+    # Corrected settings replace those of a build that failed before its first shard.
     if not (folder / cache_format.SETTINGS).exists() or _stored_settings(folder) != settings.to_json():
         publish_json(folder / cache_format.SETTINGS, settings.to_json(), "cache.settings")
     if tokenizer is not None:
@@ -132,24 +135,10 @@ def write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> Non
             _copy_tokenizer(tokenizer, folder / cache_format.TOKENIZER)
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder of the shards, and those above it. UsageError: no folder can be there. RunError: it cannot
-    be written."""
-    with making(folder):
-        (folder / cache_format.SHARDS).mkdir(parents=True, exist_ok=True)
-
-
 def lock(folder: Path, rank: int) -> Lock:
     """The lock of one rank of a builder on a folder that exists. UsageError: another process builds there."""
     message = f"another process is building {folder} now; wait for it, or choose another --out"
     return Lock(folder / f"{_LOCK}{rank}", message)
-
-
-def remove_stale_lock(folder: Path, rank: int) -> None:
-    """Remove what a builder left that was killed after the manifest; a folder that cannot be written keeps it."""
-    if (folder / f"{_LOCK}{rank}").exists():
-        with suppress(UsageError, RunError):
-            lock(folder, rank).release()
 
 
 def _stored_settings(folder: Path) -> dict[str, Any]:
@@ -174,7 +163,7 @@ def _refuse_others(folder: Path, there: dict[str, Any], settings: CacheSettings,
 
 
 def _differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
-    """One phrase a leaf that differs between two JSON records."""
+    """One phrase for each leaf that differs between two JSON records."""
     if isinstance(there, dict) and isinstance(asked, dict):
         for key in sorted(there.keys() | asked.keys()):
             yield from _differences(there.get(key), asked.get(key), f"{name}.{key}" if name else key)
@@ -183,18 +172,19 @@ def _differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
 
 
 def _copy_tokenizer(tokenizer: Any, target: Path) -> None:
-    """Put the tokenizer's files into the folder `target`; other files that stood there are moved aside."""
+    """Put the tokenizer's files into the folder `target`; other files there are moved aside."""
     with hidden_folder(target) as hidden:
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(hidden)
         else:
             for path in sorted({p for pattern in _TOKENIZER_FILES for p in Path(tokenizer).glob(pattern)}):
                 (shutil.copytree if path.is_dir() else shutil.copyfile)(path, hidden / path.name)
-        if target.is_dir() and _digests(target) == _digests(hidden):
+        if target.is_dir() and file_digests(target) == file_digests(hidden):
             return
         swap_in(hidden, target, "cache.tokenizer")
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 by file."""
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in folder.rglob("*") if path.is_file()}
+def file_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file below `folder`, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}

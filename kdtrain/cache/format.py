@@ -2,13 +2,13 @@
 
 A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
 (`dense`: a block of positions; masks: many sequences), shuffled by bytes or bits, compressed with zstd and
-checksummed (fletcher32). The lists and weights that decode a sparse shard stand in its group `dictionary`.
-What was never written reads as NaN or as the largest value of its dtype, never as 0. `index.h5` holds
-virtual data sets over all shards of a split, and links to their dictionaries. Written for the earliest HDF5
-that can, without variable-length types; cache/README.md is the specification.
+checksummed (fletcher32). The lists and weights that decode a sparse shard are in its group `dictionary`.
+Data that were never written read as NaN or as the largest value of the dtype, never as 0. `index.h5` holds
+virtual data sets over all shards of a split, and links to their dictionaries. Files are written for the earliest HDF5
+that can read them, without variable-length types; cache/README.md is the specification.
 
-What it gives up: a chunk a sequence costs a few per cent of size against larger chunks; it makes one
-sequence one read.
+What it gives up: one chunk a sequence takes a few per cent more space than larger chunks; in return a sequence is one
+read.
 """
 
 import math
@@ -36,7 +36,7 @@ SHARDS = "shards"
 TOKENIZER = "tokenizer"
 DICTIONARY = "dictionary"
 BROKEN = 2
-"""`loss_mask` of a sequence that the teacher had no numbers for."""
+"""`loss_mask` of a sequence for which the teacher's logits were non-finite."""
 _DENSE_CHUNK_BYTES = 2**21
 _LEVEL = 9
 _BLOCK = 2**17  # numbers in a block of the bit shuffle at most: 256 KiB
@@ -53,30 +53,30 @@ class DatasetLayout:
     chunk: tuple[int, ...]
     """Without its sequences."""
     about: str
-    """What it holds; stands in the file as the attribute `about`."""
+    """What it holds: the attribute `about` in the file."""
     sequences: int = 1
     """Sequences a chunk."""
     bits: bool = True
-    """Shuffled by bits; else by bytes, which suits numbers that use all of their low byte."""
+    """True: shuffled by bits; False: by bytes, which suits numbers that use all of their low byte."""
 
     @property
     def fill(self) -> Any:
-        """What reads where nothing was written: NaN, or the largest value."""
+        """The value of data that were never written: NaN, or the largest of the dtype."""
         return np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).max
 
     @property
     def block(self) -> int:
-        """Numbers that are shuffled together by bits: a chunk, as far as it goes."""
+        """Numbers that are shuffled together by bits: a whole chunk, up to `_BLOCK`."""
         # Blocks of the usual 4,096 numbers cost 2 % more bytes and twice the time to read.
         return min(_BLOCK, -(-self.sequences * math.prod(self.chunk) // 8) * 8)
 
 
 SHARD_NAME = re.compile(r"[a-z]+-[0-9]{5,}")
-"""What a shard may be called: names of a manifest become paths, and what is called otherwise is not kdtrain's."""
+"""Names of shards. Names in a manifest become paths, and a file with another name is not kdtrain's."""
 
 
 def is_shard_file(name: str) -> bool:
-    """Whether a file of this name in `shards/` is a shard or a sidecar."""
+    """True if a file of this name in `shards/` is a shard or a sidecar."""
     stem, _, suffix = name.partition(".")
     return SHARD_NAME.fullmatch(stem) is not None and suffix in ("h5", "json")
 
@@ -98,8 +98,7 @@ def sidecar_path(folder: Path, name: str) -> Path:
 
 def segment_dtype(seq_len: int) -> np.dtype:
     """The smallest unsigned type for document numbers 0 .. seq_len - 1 whose largest value stays free."""
-    fitting = (np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if seq_len <= np.iinfo(t).max)
-    return next(fitting)
+    return next(np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if seq_len <= np.iinfo(t).max)
 
 
 def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
@@ -136,7 +135,7 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
 def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, DatasetLayout]:
     """Every data set of the group `dictionary` by name, each one chunk, for `rows` of candidates and `common` entries.
 
-    Their shapes are whole: no n comes before them.
+    Their shapes are complete: no n precedes them.
     """
     numbers, features = 2 * len(spec.knots) + 2, 7 if spec.top_k else 1
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
@@ -149,9 +148,9 @@ def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, Datase
 
 
 class _Sink(RawIOBase):
-    """A file for HDF5 that never refuses a write: HDF5 2.0 crashes the process that closes after a failed one.
+    """A file whose writes never fail: HDF5 2.0 crashes the process that closes a file after a failed write.
 
-    The first error is kept for the caller; what could not be written from then on stays in memory.
+    It keeps the first error for the caller, and everything that it could not write in memory.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
@@ -196,17 +195,17 @@ class _Sink(RawIOBase):
         return size or 0
 
     def flush(self) -> None:
-        """Nothing is held back here."""
+        """Nothing is buffered here."""
 
     def check(self) -> None:
-        """Raise the first error that a write met."""
+        """Raise the first error of a write."""
         if self.error:
             raise self.error
 
 
 @contextmanager
 def creating(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
-    """A new HDF5 file, and a function that raises the OSError a write met; so does leaving the block."""
+    """A new HDF5 file, and a function that raises the OSError of a failed write; so does leaving the block."""
     with open(path, "wb+", buffering=0) as raw:
         sink = _Sink(raw)
         with h5py.File(sink, "w") as file:
@@ -215,7 +214,7 @@ def creating(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
 
 
 def attributes(spec: CodecSpec, seq_len: int, split: str) -> dict[str, Any]:
-    """The attributes of a shard, and of a group of the index; each has more."""
+    """The attributes that a shard and a group of the index have in common."""
     codec = {"codec": spec.kind, "top_k": spec.top_k, "num_samples": spec.num_samples, "vocab_size": spec.vocab_size}
     return {"format_version": FORMAT_VERSION, "split": split, "seq_len": seq_len, **codec, "knots": spec.knots}
 
@@ -259,15 +258,15 @@ def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
 def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
     """The inverse of `write_dictionary`. KeyError: there is none."""
     group = file[DICTIONARY]
-    # Not over `items`: an error inside such a loop keeps h5py's lock, for ever if another thread raises it again.
+    # Not over `items`: an error inside such a loop keeps h5py's lock, forever if another thread raises it again.
     return {name: group[name][()] for name in list(group)}
 
 
 def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, Sequence[tuple[str, int]]]) -> None:
-    """Virtual data sets over the shards (name, number of sequences) of each split, in groups of that
-    split's name, and in SPLIT/dictionary links to the dictionaries of the shards.
+    """Write virtual data sets over the shards (name, number of sequences) of each split into a group of its name,
+    and links to the dictionaries of the shards into SPLIT/dictionary.
 
-    Shards are named relative to the index, so that the folder can move.
+    Paths of shards are relative to the index, so that the folder can be moved.
     """
     with creating(path) as (file, _):
         for split, parts in shards.items():
@@ -280,11 +279,11 @@ def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, 
                     links[shard] = h5py.ExternalLink(f"{SHARDS}/{shard}.h5", f"/{DICTIONARY}")
             for name, layout in datasets(spec, seq_len).items():
                 virtual = h5py.VirtualLayout((total, *layout.shape), layout.dtype)
-                virtual.dcpl.set_obj_track_times(False)  # the same cache has the same digest, whenever it is built
+                virtual.dcpl.set_obj_track_times(False)  # equal caches have equal digests, whenever they are built
                 start = 0
                 for shard, number in parts:
-                    source = h5py.VirtualSource(f"{SHARDS}/{shard}.h5", name, (number, *layout.shape))
-                    virtual[start : start + number] = source
+                    shape = (number, *layout.shape)
+                    virtual[start : start + number] = h5py.VirtualSource(f"{SHARDS}/{shard}.h5", name, shape)
                     start += number
                 dataset = group.create_virtual_dataset(name, virtual, fillvalue=layout.fill)
                 dataset.attrs["about"] = layout.about

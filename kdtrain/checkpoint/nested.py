@@ -1,12 +1,14 @@
 """Checkpoints of any training: a nested state of tensors and plain values, published whole and verified before use.
 
-`CheckpointStore` is `Store` for a loop of one's own. A state is what `state_dict()` gives: dicts, lists and tuples of
-tensors, numbers, strings, booleans and None, at any depth. Tensors go into safetensors files under the path that leads
-to them, everything else into JSON; nothing is pickled. Tensors that share memory come back as tensors of their own.
+`CheckpointStore` is `Store` for your own training loop. A state is nested as `state_dict()` returns it: dicts, lists
+and tuples of tensors, numbers, strings, booleans and None, at any depth. Tensors go into safetensors files, named by
+their path in the state, everything else into JSON; nothing is pickled. Tensors that share memory are loaded as separate
+tensors.
 
 What it gives up: keys are strings or integers, and a state is loaded whole, on the CPU.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,11 @@ _TENSOR, _MAPPING, _TUPLE = "tensor", "mapping", "tuple"
 
 
 class CheckpointStore:
-    """Checkpoints in a folder: `latest` and `best` are links to two of them, and old ones are pruned by tier.
+    """Checkpoints in a folder, with links to the `latest` and the `best` one; old ones are pruned by tier.
 
     Args:
-        folder: made when the first checkpoint is saved.
-        keep: how many of each tier are kept.
+        folder: created by the first save.
+        keep: how many checkpoints of each tier are kept.
 
     >>> import tempfile, torch
     >>> store = CheckpointStore(tempfile.mkdtemp())
@@ -45,13 +47,13 @@ class CheckpointStore:
     def save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None, name: str | None = None
     ) -> Path:
-        """Publish `state` under the name of its step, or another `name`, then prune.
+        """Publish `state` under the name of its step, or as `name`, then prune.
 
-        metrics: numbers to remember; the state with the lowest `loss` is the best one.
+        metrics: numbers stored with it; the state with the lowest `loss` is the best one.
 
         Raises:
-            UsageError: the state holds what is no tensor and no plain value.
-            RunError: the disk is full or cannot be written. What was published before is intact.
+            UsageError: the state holds something other than tensors and plain values.
+            RunError: the disk is full or cannot be written. Earlier checkpoints are intact.
         """
         tensors: dict[str, torch.Tensor] = {}
         name = name or tiers.rolling_name(step)
@@ -59,7 +61,7 @@ class CheckpointStore:
         tree = {"tree": _flatten(state, "", tensors), "metrics": dict(metrics or {})}
         path = self._store.save(name, step, tensors, tree)
         loss = (metrics or {}).get("loss")
-        if loss is not None and loss == loss and (best is None or loss < best):
+        if loss is not None and not math.isnan(loss) and (best is None or loss < best):
             self._store.link("best", name)
         self._store.prune()
         return path
@@ -68,7 +70,7 @@ class CheckpointStore:
         """The state of a checkpoint: `latest` (the newest that verifies), `best`, or a name.
 
         Raises:
-            UsageError: there is none of that name.
+            UsageError: no checkpoint has that name.
             RunError: it is damaged.
         """
         checkpoint = load(self._store.choose(wanted))
@@ -90,21 +92,23 @@ class CheckpointStore:
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON, in which an object of one key says what a tensor, a dict or a tuple was."""
+    """`value` as JSON; an object with one key stands for a tensor, a dict or a tuple."""
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
         return {_TENSOR: path}
     if isinstance(value, Mapping):
         pairs = [[key, _flatten(each, f"{path}.{key}" if path else str(key), tensors)] for key, each in value.items()]
         if wrong := [key for key in value if not isinstance(key, str | int)]:
-            raise UsageError(f"the state's key {wrong[0]!r} is no string and no integer")
+            raise UsageError(f"the state's key {wrong[0]!r} is not a string or an integer")
         return {_MAPPING: pairs}
     if isinstance(value, list | tuple):
         items = [_flatten(each, f"{path}.{number}", tensors) for number, each in enumerate(value)]
         return {_TUPLE: items} if isinstance(value, tuple) else items
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise UsageError(f"the state's entry '{path}' is a {type(value).__name__}; only tensors and plain values are kept")
+    raise UsageError(
+        f"the state's entry '{path}' is a {type(value).__name__}; only tensors and plain values can be saved"
+    )
 
 
 def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

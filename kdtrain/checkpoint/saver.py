@@ -1,13 +1,13 @@
-"""Saving in the background: training waits for a copy of the tensors, and not for the disk.
+"""Saving in the background: training waits for a copy of the tensors, not for the disk.
 
-`save` copies everything into buffers of its own, pinned where the tensors are on a GPU and used again by the next
-save, and a thread does the rest: files, digests, links, pruning. One save is in flight; the next one waits for it.
-What goes wrong in the thread is raised by the next `save`, `wait` or `close`, and never lost. Where the disk is full,
-the oldest of what can be missed goes, and the save is tried again, at once and then once a minute. The buffers cost as
-much memory as the state has; `asynchronous=False` saves in place and needs none.
+`save` copies the tensors into buffers, pinned for tensors on a GPU and reused by the next save, and a thread does the
+rest: files, digests, links, pruning. One save is in flight at a time; the next one waits for it. The next `save`,
+`wait` or `close` raises an error of the thread. If the disk is full, the oldest checkpoints that retention can spare
+are removed, and the save is tried again, at once and then once a minute. The buffers take as much memory as the state;
+`asynchronous=False` saves in the calling thread and needs none.
 
-Several ranks save together: each copies and writes its part, and rank 0 publishes, links and prunes. Their threads
-talk over a group of their own, so that training keeps the others for itself.
+Several ranks save together: each copies and writes its part, and rank 0 publishes, links and prunes. Their threads use
+their own process group, so that training has the other groups for itself.
 """
 
 import contextlib
@@ -36,23 +36,23 @@ log = logging.getLogger("kdtrain")
 
 @dataclass
 class Published:
-    """What a save has published: one state, under all of `names`."""
+    """A save: one state, published under all of `names`."""
 
     names: tuple[str, ...]
     step: int
     stood_still: float = 0.0
-    """Seconds for which training waited."""
+    """Seconds that training waited."""
     whole: bool = False
-    """Whether all of it is done."""
+    """Whether the save is complete."""
 
 
 class Saver:
     """Publishes the checkpoints of one run. Every rank makes one, in the same order as its collectives.
 
     Args:
-        store: where they go.
-        asynchronous: whether in a thread.
-        patience: minutes that a save waits for room on a full disk.
+        store: the checkpoints.
+        asynchronous: whether a thread saves.
+        patience: minutes that a save waits for space on a full disk.
     """
 
     def __init__(self, store: Store, asynchronous: bool = True, patience: int = 0) -> None:
@@ -61,7 +61,7 @@ class Saver:
         self.patience = patience
         self.group = control_group()
         self.asked_to_stop: Callable[[], bool] = lambda: False
-        """Whether a save is to wait for room no longer; asked on rank 0."""
+        """Whether a save must stop waiting for space; called on rank 0."""
         self._warnings: list[str] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -79,16 +79,16 @@ class Saver:
         best: str | None = None,
         protected: Collection[str] = (),
     ) -> float:
-        """Publish one state under all of `names`, then prune; the seconds for which the caller stood still.
+        """Publish one state under all of `names`, then prune; return the seconds that the caller waited.
 
         Args:
-            names: the first is written, the others are second names of it.
-            step, tensors, state, rollbacks: see `Store.save`; the caller may change them at once.
-            best: the name that `best` is to point at from now on.
-            protected: names that pruning must leave.
+            names: the first is written, the others are further names of the same files.
+            step, tensors, state, rollbacks: see `Store.save`; the caller may change them when this returns.
+            best: the new target of the link `best`.
+            protected: names that pruning keeps.
 
         Raises:
-            RunError: this save could not be begun, or the one before it failed.
+            RunError: this save could not start, or the previous one failed.
         """
         started = time.perf_counter()
         self.wait()
@@ -114,7 +114,7 @@ class Saver:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         work = partial(self._patiently, publish, partial(self._when_full, names[0], size, protected))
         if self.asynchronous:
-            # no daemon: a process that ends without `close` still finishes what it has begun to write
+            # not a daemon: a process that ends without `close` still finishes the save
             self._thread = threading.Thread(target=self._attempt, args=(work,), name="checkpoint")
             self._thread.start()
         else:
@@ -124,24 +124,24 @@ class Saver:
         return begun.stood_still
 
     def published(self) -> list[Published]:
-        """What was published since this was asked last, oldest first. Only the thread that calls `save` may ask."""
+        """The saves completed since the last call, oldest first. Only for the thread that calls `save`."""
         news = []
         while self._begun and self._begun[0].whole:
             news.append(self._begun.pop(0))
         return news
 
     def warnings(self) -> list[str]:
-        """What was logged about a full disk since this was asked last. Asked as `published` is."""
+        """Warnings about a full disk since the last call. Only for the thread that calls `save`."""
         news = []
         while self._warnings:
             news.append(self._warnings.pop(0))
         return news
 
     def wait(self) -> None:
-        """Return when nothing is in flight.
+        """Wait for the save in flight.
 
         Raises:
-            RunError: what was in flight failed.
+            RunError: it failed.
         """
         if self._thread is not None:
             self._thread.join()
@@ -160,7 +160,7 @@ class Saver:
             raise RunError(f"saving into {self.store.folder} failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """`wait`, and give the buffers back."""
+        """`wait`, and free the buffers."""
         self._buffers.clear()
         self.wait()
 
@@ -168,7 +168,7 @@ class Saver:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """`close`; where the block ends by an error of its own, one of the saver's is only logged."""
+        """`close`; if the block raises, an error of the saver is only logged."""
         try:
             self.close()
         except RunError as own:
@@ -177,7 +177,7 @@ class Saver:
             log.error("%s", own)
 
     def _patiently(self, publish: Callable[[], None], when_full: Callable[[int], bool]) -> None:
-        """`publish`, until there is room, or `when_full`, called with the attempts so far, gives up."""
+        """Call `publish` until the disk has space, or `when_full`, given the number of attempts, returns False."""
         for attempt in itertools.count():
             try:
                 return publish()
@@ -187,16 +187,16 @@ class Saver:
                 raise full
 
     def _when_full(self, name: str, size: int, protected: Collection[str], attempt: int) -> bool:
-        """Make room for a checkpoint of `size` bytes the first time, then wait a minute; whether to try again."""
+        """First make room for a checkpoint of `size` bytes, later wait a minute; return whether to try again."""
         if attempt == 0:
-            gone = self.store.make_room(size, protected)
-            done = f"removed {', '.join(gone)}" if gone else "nothing can be removed"
+            removed = self.store.make_room(size, protected)
+            done = f"removed {', '.join(removed)}" if removed else "nothing can be removed"
             self._warn(f"the disk is full: {done} to make room for checkpoint {name}")
             return True
         if attempt > self.patience:
             return False
         where = self.store.folder
-        self._warn(f"the disk is full: {name} waits for room in {where}, minute {attempt} of {self.patience}")
+        self._warn(f"the disk is full: {name} waits for space in {where}, minute {attempt} of {self.patience}")
         until = time.monotonic() + MINUTE
         while time.monotonic() < until and not self.asked_to_stop():
             time.sleep(min(1.0, MINUTE))
@@ -211,20 +211,20 @@ class Saver:
     def _attempt(self, publish: Callable[[], None]) -> None:
         try:
             publish()
-        except BaseException as error:  # it is raised again in the caller's thread
+        except BaseException as error:  # raised again in the caller's thread
             self._error = error
 
     def _copied(self, tensors: Mapping[str, torch.Tensor], checkpoint: str) -> dict[str, torch.Tensor]:
-        """Copies of `tensors` on the CPU, finished."""
+        """Copies of `tensors` on the CPU, complete."""
         try:
             self._buffers = {name: self._buffer(name, local(tensor)) for name, tensor in tensors.items()}
-        except (RuntimeError, MemoryError):  # torch has no error of its own for a CPU without memory
+        except (RuntimeError, MemoryError):  # torch raises no specific error when a CPU has no memory
             size = sum(local(tensor).nbytes for tensor in tensors.values()) / 2**20
             raise RunError(
-                f"checkpoint {checkpoint} was not begun: no memory for a copy of {size:.0f} MiB; use --no-async-save"
+                f"checkpoint {checkpoint} was not started: no memory for a copy of {size:.0f} MiB; use --no-async-save"
             ) from None
-        # A copy waits for memory, not for a processor; with several threads it also waited for whichever of them had
-        # no core (1 ms became 100 to 300 for 12 MiB on a machine with other work).
+        # A copy is bound by memory. With several threads it also waits for a thread without a core: 100 to 300 ms
+        # instead of 1 ms for 12 MiB on a busy machine.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -237,7 +237,7 @@ class Saver:
         return {name: with_local(tensor, self._buffers[name]) for name, tensor in tensors.items()}
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The buffer of the last save where it fits, and a new one where it does not."""
+        """The buffer of the last save if it fits, else a new one."""
         own = self._buffers.get(name)
         if own is not None and (own.shape, own.dtype) == (tensor.shape, tensor.dtype):
             return own

@@ -1,12 +1,12 @@
 """The tensors of a checkpoint as safetensors files, written and read through torch.distributed.checkpoint (DCP).
 
-DCP plans who writes what: with several processes each writes the parts it holds, and a checkpoint is read back whole
-by one process or cut anew for another number of them. Its own formats keep a pickle beside the tensors; these files
-have none: each names the place of its parts in its header, as DCP's safetensors reader expects it.
+DCP plans the writing: each of several processes writes the parts it holds, and a checkpoint is read whole by one
+process or resharded for another number of processes. DCP's own formats hold a pickle beside the tensors; these files do
+not: each gives the place of its parts in its header, as DCP's safetensors reader expects.
 
-The writer is our own because DCP's builds a whole file in memory and holds the interpreter lock while it does (2.5 s
-for 1 GiB), in which the training loop would stand still. This one streams, hashes what passes by, and gives the lock
-away for both. Without a process group, nothing is asked of other processes.
+The writer is our own because DCP's builds a whole file in memory and holds the interpreter lock meanwhile (2.5 s for 1
+GiB), which would stop the training loop. This one streams and hashes, and releases the lock for both. Without a process
+group it does not communicate.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from kdtrain.ranks import local, with_local
 
 SUFFIX = ".safetensors"
 MAX_BYTES = 2**30
-"""A file is closed and another begun before it grows beyond this; a larger tensor has a file of its own."""
+"""Most bytes of a file; a larger tensor has its own file."""
 
 Like = Callable[[str, torch.Size], torch.Tensor | None]
 
@@ -55,26 +55,26 @@ _DTYPES = {
 
 
 class EntryError(Exception):
-    """An entry could not be written: its name, the cause in words, and the `errors.reason` of it."""
+    """An entry could not be written: its name, the cause, and its `errors.reason`."""
 
     def __init__(self, entry: str, cause: str, reason: str) -> None:
-        super().__init__(entry, cause, reason)  # all of it: other processes get a pickle of the error
+        super().__init__(entry, cause, reason)  # all three: other processes get a pickle of the error
         self.entry, self.cause, self.reason = entry, cause, reason
 
 
 def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None) -> dict[str, tuple[int, str]]:
-    """Write `tensors` into `folder`, flushed to the disk; size in bytes and SHA-256 of each file written.
+    """Write `tensors` into `folder`, flushed to the disk; return size in bytes and SHA-256 of each file.
 
-    What they are is known to the first process alone; the others get nothing.
+    Only the first process gets these; the others get an empty dict.
 
     Args:
-        folder: exists, and is the same one on every process.
-        tensors: by name, of any shape and of the types of safetensors, on any device; DTensors where a process group
-            is initialised, and every process calls this with the same names.
-        group: the process group that the plans go over; the default one when None.
+        folder: exists, and is the same on every process.
+        tensors: by name, of any shape and any dtype of safetensors, on any device; also DTensors if a process group is
+            initialised. Every process passes the same names.
+        group: the process group that exchanges the plans; by default the default group.
 
     Raises:
-        EntryError: names the tensor at which it failed.
+        EntryError: names the tensor that could not be written.
     """
     writer = _Writer(folder)
     try:
@@ -86,10 +86,10 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None) 
 
 
 def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of `folder`, on the CPU: whole, or of each the part that is wanted here.
+    """All tensors of `folder`, on the CPU: whole, or the part that this rank needs.
 
     Args:
-        like: a tensor's name and shape -> a DTensor that it is to be sharded like; None, or no `like`: all of it.
+        like: a tensor's name and shape -> a DTensor with the sharding to load it with, or None for the whole tensor.
 
     Raises:
         RunError: a file is not a safetensors file, or its parts do not make up whole tensors.
@@ -109,7 +109,7 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
     except MemoryError:
         raise
     except (Exception, CheckpointException) as error:  # which is a BaseException
-        # A header may hold anything, and DCP raises errors of many kinds.
+        # A header may hold anything, and DCP raises many kinds of errors.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         first = next(iter(str(cause).splitlines()), type(cause).__name__)
         raise RunError(f"checkpoint {folder} cannot be read: {first}") from None
@@ -117,7 +117,7 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
 
 
 class _WholePlanner(dcp.DefaultLoadPlanner):
-    """Refuses to leave a part of a tensor unread, which DCP does silently where a shard is missing."""
+    """Refuses to leave a part of a tensor unread, as DCP does silently if a shard is missing."""
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
@@ -132,20 +132,20 @@ class _WholePlanner(dcp.DefaultLoadPlanner):
 
 
 class _Writer(StorageWriter):
-    """Writes the part of this process as files `shard-PROCESS-NUMBER.safetensors`; `files` is known to the first."""
+    """Writes the part of this process as files `shard-PROCESS-NUMBER.safetensors`; the first process gets `files`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[str, tuple[int, str]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Nothing is kept between two saves."""
+        """No state to reset."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing has to be prepared."""
+        """Nothing to prepare."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -164,12 +164,12 @@ class _Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Gather what all processes have written."""
+        """Collect the files of all processes."""
         self.files = {result.storage_data[0]: result.storage_data[1:] for each in results for result in each}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Any folder will do."""
+        """Any folder is valid."""
         return True
 
 
@@ -204,7 +204,7 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tup
                     faults.point("checkpoint.write", len(chunk))
                     digest.update(chunk)
                     file.write(chunk)
-                file.flush()  # so that what does not fit is named, and not what comes after it
+                file.flush()  # so that the error names the entry that does not fit, not a later one
             size = file.tell()
             os.fsync(file.fileno())
     except OSError as error:
@@ -213,7 +213,7 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tup
 
 
 def _contents(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, memoryview]]:
-    """The header and the bytes of each tensor; those of one that lies on a GPU are there only while they are used."""
+    """The header and the bytes of each tensor; a copy from a GPU lives only while it is used."""
     yield "header", memoryview(_header(items))
     for item in items:
         tensor = planner.resolve_data(item)
@@ -223,7 +223,7 @@ def _contents(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[st
 
 
 def _header(items: list[WriteItem]) -> bytes:
-    """The head of a safetensors file, and in it the place of each part in its tensor, under DCP's name for it."""
+    """The header of a safetensors file, with the place of each part in its tensor under DCP's key."""
     entries: dict[str, Any] = {}
     places, offset = {}, 0
     for item in items:

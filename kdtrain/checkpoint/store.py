@@ -2,13 +2,13 @@
 
 A checkpoint is a folder of safetensors files (`shards.py`), `state.json` (every number that is not in a tensor) and a
 sealed `manifest.json`: `{"version", "step", "rollbacks", "files": {name: [size, sha256]}, "digest"}`, where `digest` is
-the SHA-256 of the rest, so that a flipped bit is noticed there as well. Nothing is ever unpickled.
+the SHA-256 of the other entries, so that a flipped bit shows there as well. Nothing is ever unpickled.
 
-It is written under a hidden name, flushed to the disk, and renamed into place, so that a published one is complete.
-Nothing is deleted that does not match its manifest, or that holds a file which its manifest does not name; that holds
-for what was set aside as well, of which the newest few stay in any case. `latest` and `best` are symbolic links,
-replaced atomically. A second name for the same state (`epoch-0001` beside `step-00000250`) costs no space, because its
-files are hard links; what damages one then damages both. One process writes a folder at a time.
+It is written under a hidden name, flushed to the disk, and renamed into place, so that a published one is complete. A
+checkpoint, or one set aside, is never deleted if it does not match its manifest or holds a file that the manifest does
+not name; the newest few set aside always stay. `latest` and `best` are symbolic links, replaced atomically. A second
+name for the same state (`epoch-0001` beside `step-00000250`) takes no space, because its files are hard links; damage
+to one damages both. One process writes a folder at a time.
 """
 
 import contextlib
@@ -51,9 +51,8 @@ from kdtrain.ranks import is_main, on_main, reported
 MANIFEST, STATE = "manifest.json", "state.json"
 VERSION = 2
 
-
 _NAME = re.compile(r"state\.json|shard-[0-9]{5}-[0-9]{5}\.safetensors")
-"""What a file of a checkpoint is called: names of a manifest become paths."""
+"""The file names that a manifest may hold, since they become paths."""
 
 
 class _Record(TypedDict):
@@ -72,10 +71,10 @@ def seal(step: int, rollbacks: int, files: Mapping[str, tuple[int, str]]) -> str
 
 
 def problem(path: Path, digests: bool = True) -> str | None:
-    """What is wrong with the checkpoint folder `path`: a file is missing, unknown, unreadable, of another size or
-    digest, or the manifest is not what was written; None if nothing.
+    """What is wrong with the checkpoint folder `path`: a missing, unknown, unreadable or changed file, or a changed
+    manifest; None if it is whole.
 
-    `digests=False` looks at names and sizes only, which costs nothing.
+    `digests=False` compares only names and sizes, which takes no time.
     """
     try:
         files = _files(path)
@@ -91,7 +90,7 @@ def problem(path: Path, digests: bool = True) -> str | None:
 
 
 def sealed_files(path: Path) -> set[str]:
-    """The names that the sealed manifest of a checkpoint vouches for, its own among them; none where it does not."""
+    """The manifest of a checkpoint and the files that it names; empty if its seal does not match."""
     try:
         return {MANIFEST, *_files(path)}
     except (OSError, ValueError):
@@ -99,9 +98,9 @@ def sealed_files(path: Path) -> set[str]:
 
 
 def vouched_files(path: Path) -> set[str]:
-    """The names of all files in a checkpoint, each as the sealed manifest states; none where one is not.
+    """All files in a checkpoint if each matches the sealed manifest, else none; files may be missing.
 
-    Files may be missing. This proves that kdtrain wrote what is there, as names alone do not.
+    This proves that kdtrain wrote them, which names alone do not.
     """
     try:
         files, there = _files(path), {each.name for each in path.iterdir()}
@@ -127,7 +126,7 @@ def _files(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def entry_of(path: Path, name: str, valid: bool = True) -> tiers.Entry:
-    """Where in the run the checkpoint `path` was taken: by its manifest, or by its name where that cannot be read."""
+    """The place in the run of the checkpoint `path`: from its manifest, or from its name if that is unreadable."""
     try:
         manifest = read_json(path / MANIFEST, _Record)
         return tiers.Entry(name, manifest["step"], manifest["rollbacks"], valid)
@@ -136,7 +135,7 @@ def entry_of(path: Path, name: str, valid: bool = True) -> tiers.Entry:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is, or was, a checkpoint: by its name, or by what is in it, unless that cannot be seen."""
+    """Whether a folder is, or was, a checkpoint: by its name or its files; True if it cannot be listed."""
     if not path.is_dir():
         return False
     try:
@@ -161,12 +160,12 @@ def _file_problem(path: Path, size: int, digest: str, digests: bool) -> str | No
 
 
 _REPLACED = ".replaced-1"
-"""What the older of two checkpoints of one name bears between the two renames of a save."""
+"""Suffix of the older of two checkpoints of one name, between the two renames of a save."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a loaded checkpoint holds: named tensors on the CPU, and plain numbers."""
+    """A loaded checkpoint: named tensors on the CPU, and plain numbers."""
 
     name: str
     tensors: dict[str, torch.Tensor]
@@ -177,19 +176,13 @@ class Store:
     """The checkpoints of one run. Every rank calls `save`; everything else is for rank 0.
 
     Args:
-        folder: `runs/NAME/checkpoints`; made when the first checkpoint is saved.
+        folder: `runs/NAME/checkpoints`; created by the first save.
         keep_rolling, keep_epochs, keep_special: how many of the newest valid ones of each tier `prune` keeps.
-        keep_aside: how many of the newest of those set aside it keeps.
+        keep_aside: how many of the newest set-aside ones it keeps.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_rolling: int = 10,
-        keep_epochs: int = 5,
-        keep_special: int = 3,
-        keep_aside: int = 2,
+        self, folder: Path, *, keep_rolling: int = 10, keep_epochs: int = 5, keep_special: int = 3, keep_aside: int = 2
     ) -> None:
         self.folder = folder
         self.keep = tiers.Keep(keep_rolling, keep_epochs, keep_special)
@@ -207,16 +200,16 @@ class Store:
         rollbacks: int = 0,
         group: Any = None,
     ) -> Path:
-        """Publish a checkpoint and point `latest` at it; one of the same name is replaced. Every rank calls this.
+        """Publish a checkpoint and point `latest` at it; replaces one of the same name. Every rank calls this.
 
         Args:
             name: decides the tier (`tiers.rolling_name`, `tiers.epoch_name`, or any other).
-            step, rollbacks: where in the run it was taken; they decide which checkpoint is newest.
-            tensors, state: named tensors, and what JSON can hold.
-            group: what the ranks exchange objects over; a thread needs one of its own (`ranks.control_group`).
+            step, rollbacks: the place in the run, which decides which checkpoint is newest.
+            tensors, state: named tensors, and JSON values.
+            group: the group for objects; a thread needs its own (`ranks.control_group`).
 
         Raises:
-            RunError: the disk is full or cannot be written; names the entry. What was published before is intact.
+            RunError: the disk is full or cannot be written; names the entry. Earlier checkpoints are intact.
         """
 
         def finish() -> None:
@@ -234,7 +227,7 @@ class Store:
         return self.folder / name
 
     def copy(self, name: str, to: str) -> Path:
-        """Publish the checkpoint `name` under a second name, by hard links where the disk has them.
+        """Publish the checkpoint `name` under a second name, by hard links if the disk supports them.
 
         Raises:
             RunError: as `save`.
@@ -258,17 +251,17 @@ class Store:
             point_link(self.folder / name, target)
 
     def remove_link(self, name: str) -> None:
-        """Remove the link `name`, if it is there."""
+        """Remove the link `name`, if it exists."""
         remove_link(self.folder / name)
 
     def linked(self, name: str) -> str | None:
-        """The checkpoint that the link `name` points at, whether it is there or not; None where it leads elsewhere."""
+        """The target of the link `name`, which need not exist; None for a target outside of this folder."""
         link = self.folder / name
         target = os.readlink(link) if link.is_symlink() else None
         return None if target is None or os.sep in target or target.startswith(".") else target
 
     def path(self, name: str) -> Path:
-        """The folder of a checkpoint; where a kill came between the two renames of a save, the older one's."""
+        """The folder of a checkpoint; after a kill between the two renames of a save, that of the older one."""
         final, replaced = self.folder / name, self.folder / f"{name}{_REPLACED}"
         return replaced if replaced.exists() and not final.exists() else final
 
@@ -277,7 +270,7 @@ class Store:
         return [entry.name for entry in self.entries()]
 
     def entries(self, whole: Callable[[str], bool] | None = None) -> list[tiers.Entry]:
-        """Published checkpoints, oldest first, and where in the run they were taken; valid by sizes, or by `whole`."""
+        """Published checkpoints, oldest first, with their place in the run; valid by sizes, or by `whole`."""
         found = {}
         for path in self.folder.glob("*"):
             name = path.name.removesuffix(_REPLACED)
@@ -287,15 +280,15 @@ class Store:
         return tiers.ordered(found.values())
 
     def problem(self, name: str) -> str | None:
-        """What is wrong with a checkpoint, in words, or None."""
+        """What is wrong with a checkpoint, or None."""
         return problem(self.path(name))
 
     def newest_valid(self, before: int | None = None, planned: bool = False) -> tuple[str | None, list[str]]:
-        """The newest checkpoint that verifies, and a line for each damaged one that was passed over.
+        """The newest checkpoint that verifies, and a line for each newer damaged one.
 
         Args:
-            before: only checkpoints of earlier steps than this are looked at.
-            planned: only those that a run which nobody interrupts has as well.
+            before: only checkpoints of steps before this.
+            planned: only checkpoints that an uninterrupted run also has.
         """
         damaged: list[str] = []
         for entry in reversed(self.entries()):
@@ -303,15 +296,15 @@ class Store:
                 continue
             if (wrong := self.problem(entry.name)) is None:
                 return entry.name, damaged
-            damaged.append(f"checkpoint {entry.name} is damaged and passed over: {wrong}")
+            damaged.append(f"checkpoint {entry.name} is damaged and skipped: {wrong}")
         return None, damaged
 
     def choose(self, wanted: str) -> Path:
         """The folder of the checkpoint called `wanted`: latest, best, a name in this run, or a path.
 
         Raises:
-            UsageError: there is none of that name.
-            RunError: it is there, and damaged.
+            UsageError: no checkpoint has that name.
+            RunError: it is damaged.
         """
         if wanted == "latest":
             name, damaged = self.newest_valid()
@@ -331,64 +324,62 @@ class Store:
         raise UsageError(f"no checkpoint '{wanted}' in {self.folder}; there are: {known or 'none'}")
 
     def prune(self, protected: Collection[str] = ()) -> list[str]:
-        """Remove what retention no longer needs; the names removed.
+        """Remove the checkpoints that retention no longer needs; return their names.
 
-        The latest, the best and the `protected` stay, and so do damaged ones, which count for nothing.
+        The latest, the best and the `protected` stay, and so do damaged ones, which do not count.
         """
         kept = self._kept(protected)
         found = self.aside()
         gone = [path.name for path in found[: max(len(found) - self.keep_aside, 0)] if self._remove_aside(path.name)]
         if not tiers.removable(self.entries(), self.keep, kept):
             return gone
-        # sizes cannot tell a flipped bit: before anything is removed, what is to remain in its place is read once
+        # sizes do not show a flipped bit: read what stays once before removing anything
         old = tiers.removable(self.entries(self._is_whole), self.keep, kept)
         return gone + [name for name in old if self.remove(name)]
 
     def make_room(self, size: int, protected: Collection[str] = ()) -> list[str]:
-        """Remove the oldest of what can be missed until `size` bytes are free; the names removed.
+        """Remove the oldest checkpoints until `size` bytes are free; return their names.
 
-        First what was set aside, then checkpoints: the newest of each tier stays, and so does what `prune` never
-        removes.
+        Set-aside ones go first. The newest of each tier stays, and so does everything that `prune` never removes.
         """
         gone: list[str] = []
         old = tiers.removable(self.entries(self._is_whole), tiers.Keep(1, 1, 1), self._kept(protected))
         for remove, names in ((self._remove_aside, [path.name for path in self.aside()]), (self.remove, old)):
             for name in names:
                 files = [each.lstat() for each in (self.folder / name).glob("*")]
-                frees = sum(each.st_size for each in files if each.st_nlink == 1)  # a second name keeps the others
+                frees = sum(each.st_size for each in files if each.st_nlink == 1)  # other links keep the rest
                 if size > 0 and remove(name):
                     gone.append(name)
                     size -= frees
         return gone
 
     def aside(self) -> list[Path]:
-        """What was set aside, oldest first; without what a kill left between the two renames of a save."""
+        """Set-aside checkpoints, oldest first, without those left by a kill between the two renames of a save."""
         return [path for path in aside_in(self.folder) if not path.name.endswith(_REPLACED)]
 
     def _kept(self, protected: Collection[str]) -> set[str]:
         return {*protected, *filter(None, map(self.linked, tiers.LINKS))}
 
     def _remove_aside(self, name: str) -> bool:
-        """Remove what was set aside; False: a file in it is not as it was written, or a link points at it."""
+        """Remove a set-aside checkpoint; False if a file in it has changed, or a link points at it."""
         if name in self._unproven | self._kept(()):
             return False
         gone = remove_folder(self.folder / name, vouched_files(self.folder / name), "checkpoint.pruning")
         if not gone:
-            self._unproven.add(name)  # it is not read again at each save
+            self._unproven.add(name)  # not read again at each save
         return gone
 
     def remove(self, name: str) -> bool:
-        """Remove a checkpoint that is there; False: it holds what its manifest does not name, and stays."""
+        """Remove an existing checkpoint; False if it holds a file that its manifest does not name, and stays."""
         path = self.folder / name
         self._whole.pop(name, None)
         return remove_folder(path, sealed_files(path), "checkpoint.pruning")
 
     def set_aside_after(self, step: int, rollbacks: int | None = None) -> list[str]:
-        """Rename the checkpoints later than `step`, which a run that resumes from there has left; their old names.
+        """Set aside the checkpoints later than `step`, from which the run resumes; return their old names.
 
-        With `rollbacks` those of the same step after more rollbacks are later as well.
-
-        `best` follows its checkpoint, and `latest` falls back to the newest one that stays.
+        With `rollbacks`, those of the same step after more rollbacks also count as later. `best` follows its
+        checkpoint, and `latest` falls back to the newest one that stays.
         """
         later = [
             each.name
@@ -399,37 +390,37 @@ class Store:
         return later
 
     def set_aside_damaged(self) -> list[str]:
-        """Rename the checkpoints that do not verify, so that they are found no more; their old names."""
+        """Set aside the checkpoints that do not verify; return their old names."""
         damaged = [name for name in self.names() if self.problem(name) is not None]
         self._set_aside(damaged, "damaged")
         return damaged
 
     def _prepare(self, name: str) -> Path:
-        """Make the hidden folder of a checkpoint to be written."""
+        """Make the hidden folder for a new checkpoint."""
         assert tiers.is_name(name), name
-        self._settle()
+        self._finish_interrupted()
         hidden = temporary_name(self.folder / name)
         hidden.mkdir(parents=True)
         return hidden
 
     def _publish(self, hidden: Path, name: str) -> None:
-        """Give a hidden folder that is complete its name."""
+        """Rename a complete hidden folder to its name."""
         final = self.folder / name
         if final.exists() and problem(final) is not None:
             self._set_aside([name], "damaged")
         swap_in(hidden, final, "checkpoint", "replaced")
         faults.point("checkpoint.after-rename")
-        self._settle()
+        self._finish_interrupted()
 
     @contextlib.contextmanager
     def _cleaning(self, name: str) -> Iterator[None]:
-        """Leave nothing half written where the disk fails inside, and raise a `RunError`."""
+        """If the disk fails inside, remove half-written files and raise a `RunError`."""
         try:
             yield
         except (OSError, shards.EntryError) as error:
             if is_main():
                 with contextlib.suppress(OSError):
-                    self._settle()
+                    self._finish_interrupted()
             if isinstance(error, shards.EntryError):
                 cause, where, why = error.cause, error.entry, error.reason
             else:
@@ -437,12 +428,12 @@ class Store:
             text = f"checkpoint {self.folder / name} could not be written: {cause}{f', at {where}' if where else ''}"
             raise reported(RunError(f"{text}; earlier ones are intact", reason=why)) from None
 
-    def _settle(self) -> None:
-        """Finish what a kill has cut short: a name between two renames, half a folder, a folder half removed."""
+    def _finish_interrupted(self) -> None:
+        """Finish what a kill interrupted: a save between its two renames, a half-written or half-removed folder."""
         with self._changing:
             for replaced in self.folder.glob(f"*{_REPLACED}"):
                 final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
-                # what is not a checkpoint by its seal has this name from somebody else
+                # without a matching seal it is not ours
                 if not tiers.is_name(final.name) or replaced.is_symlink() or problem(replaced, digests=False):
                     continue
                 if not final.exists():
@@ -452,7 +443,7 @@ class Store:
             sweep(self.folder)
 
     def _is_whole(self, name: str) -> bool:
-        """`problem`, remembered for as long as the files are the same."""
+        """Whether `problem` finds nothing, cached until a file changes."""
         try:
             fingerprint = _fingerprint(self.path(name))
         except OSError:
@@ -475,18 +466,18 @@ class Store:
 
 
 def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
-    """Read a checkpoint that `problem` has found to be whole; of a sharded tensor, the part of this rank.
+    """Read a checkpoint that `problem` has verified; of a sharded tensor, the part of this rank.
 
     like: see `shards.read`.
 
     Raises:
-        RunError: its files are not what a checkpoint is made of.
+        RunError: its files are not those of a checkpoint.
     """
     return Checkpoint(path.name, shards.read(path, like), read_state(path))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The numbers, options and digests of a checkpoint that `problem` has found to be whole, without its tensors."""
+    """The numbers, options and digests of a checkpoint that `problem` has verified, without its tensors."""
     return read_json(path / STATE, dict[str, Any], MEDIUM)
 
 
@@ -502,6 +493,6 @@ def _write(path: Path, text: str) -> tuple[int, str]:
 
 
 def _fingerprint(path: Path) -> object:
-    """What changes when a file of the folder is replaced or written to."""
-    facts = [(each.name, each.stat()) for each in sorted(path.iterdir())]
-    return [(name, fact.st_ino, fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns) for name, fact in facts]
+    """A value that changes when a file of the folder is replaced or written to."""
+    found = [(each.name, each.stat()) for each in sorted(path.iterdir())]
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found]

@@ -1,10 +1,10 @@
-"""The tiers of checkpoints: what their names say, which one is newest, and which ones are kept. Pure: no disk here.
+"""The tiers of checkpoints: their names, which one is newest, and which ones are kept. Pure: no disk access.
 
-Rolling checkpoints are `step-00000250`, epoch checkpoints `epoch-0001`; those that the clock asked for, and no other
-run has, are `clock-00000123`, and one of them is kept. Those of the recovery buffer of adaptive
-quantisation are `window_end_2_iter200` and `window_1_iter100_quantized`, and special ones have any other name
-(`interrupted-00000123`, `rollback_1_iter120`, `switch_to_bf16_iter150`). Names that are hidden, the links `latest` and
-`best`, and what was set aside (`step-00000250.left-1`, `step-00000250.damaged-1`) are not checkpoints.
+Rolling checkpoints are `step-00000250`, epoch checkpoints `epoch-0001`. Those saved by the clock, at steps that differ
+from run to run, are `clock-00000123`, and one is kept. Those of the recovery buffer of adaptive quantisation are
+`window_end_2_iter200` and `window_1_iter100_quantized`, and special ones have any other name (`interrupted-00000123`,
+`rollback_1_iter120`, `switch_to_bf16_iter150`). Hidden names, the links `latest` and `best`, and set-aside checkpoints
+(`step-00000250.left-1`, `step-00000250.damaged-1`) do not count.
 """
 
 import re
@@ -23,7 +23,7 @@ _RANK: dict[Tier, int] = {"clock": 0, "epoch": 0, "rolling": 1, "special": 2, "w
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint as retention sees it: its name, where in the run it was taken, and whether it is whole."""
+    """A checkpoint for retention: its name, its place in the run, and whether it is whole."""
 
     name: str
     step: int
@@ -33,7 +33,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Keep:
-    """How many valid checkpoints of each tier are kept; at least one each. The buffer decides about its own."""
+    """How many valid checkpoints of each tier are kept, at least one; the recovery buffer keeps its own."""
 
     rolling: int = 10
     epoch: int = 5
@@ -51,7 +51,7 @@ def epoch_name(number: int) -> str:
 
 
 def clock_name(step: int) -> str:
-    """The name of a checkpoint of `step` that the clock asked for."""
+    """The name of the checkpoint of `step` that the clock triggered."""
     return f"clock-{step:08d}"
 
 
@@ -61,12 +61,12 @@ def is_name(name: str) -> bool:
 
 
 def is_planned(name: str) -> bool:
-    """Whether a run that nobody interrupts, on any machine, has this checkpoint as well."""
+    """Whether an uninterrupted run, on any machine, also has this checkpoint."""
     return not name.startswith("interrupted-") and tier(name) != "clock"
 
 
 def tier(name: str) -> Tier:
-    """The tier that a name belongs to."""
+    """The tier of a name."""
     if re.fullmatch(r"step-\d{8,}", name):
         return "rolling"
     if re.fullmatch(r"clock-\d{8,}", name):
@@ -77,7 +77,7 @@ def tier(name: str) -> Tier:
 
 
 def step_in(name: str) -> int:
-    """The step that a name speaks of, for checkpoints that cannot be asked; -1 where it speaks of none."""
+    """The step parsed from a name, for a checkpoint with an unreadable manifest; -1 if it has none."""
     found = _STEP.search(name)
     return int(found[1] or found[2]) if found else -1
 
@@ -90,8 +90,8 @@ def ordered(entries: Iterable[Entry]) -> list[Entry]:
 def removable(entries: Iterable[Entry], keep: Keep, protected: Collection[str] = ()) -> list[str]:
     """The names that retention no longer needs, oldest first.
 
-    Kept are the newest valid ones of each tier, as many as `keep` states, the newest valid one of all, and the
-    `protected`; damaged ones stay to be looked at, and do not count.
+    The newest valid ones of each tier stay, as many as `keep` states, the newest valid one of all tiers, and the
+    `protected`. Damaged ones stay for inspection and do not count.
     """
     valid = [each for each in ordered(entries) if each.valid]
     kept = {*protected, *(each.name for each in valid[-1:])}

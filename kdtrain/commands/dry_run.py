@@ -32,7 +32,7 @@ from kdtrain.files import hidden_folder
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.memory_plan import Plan
-from kdtrain.parallel.parallelize import layers_of
+from kdtrain.precision.linear import layers_of
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import (
     all_gather_object,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.manifest import repair, verify_cache
+from kdtrain.cache.verify import repair, verify_cache
 from kdtrain.checkpoint.store import Store, is_checkpoint, problem
 from kdtrain.commands.build_cache import holds_tokens
 from kdtrain.commands.common import show

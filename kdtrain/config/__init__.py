@@ -1,9 +1,9 @@
 """Every option of every command, as frozen dataclasses: one field is one flag, one TOML key and one line of `--help`.
 
 A command's configuration is a dataclass whose fields are either options or sections (dataclasses of options). Flags
-are flat: `--lr` is `optimizer.lr`, and in a TOML file it stands as `lr` under `[optimizer]`. What cannot be is
-refused in `__post_init__` by a `UsageError` that names the option; what needs the cache or a model to be judged is
-refused by the command that opens them. Nothing heavy is imported here, so that `--help` is instant.
+are flat: `--lr` is `optimizer.lr`, and a TOML file has it as `lr` under `[optimizer]`. `__post_init__` refuses values
+that cannot work, by a `UsageError` that names the option; the command that opens the cache or the model refuses what
+depends on those. Nothing heavy is imported here, so that `--help` is instant.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def sections(config: Any) -> dict[str, dict[str, Any]]:
-    """The options of `config` by section, as plain values; options without a section stand under "run"."""
+    """The options of `config` by section, as plain values; options without a section are under "run"."""
     result: dict[str, dict[str, Any]] = {"run": {}}
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)
@@ -70,7 +70,7 @@ def sections(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON and TOML know it: paths as text, tuples as lists."""
+    """`value` as a type of JSON and TOML: paths become text, tuples lists."""
     if isinstance(value, Path):
         return str(value)
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""What those options can be that a package can add to: the built-in names, each with the line that `--help` shows.
+"""The options to which a package can add names: the built-in names, each with its line of `--help`.
 
 The modules named here hold the code and register it; see `kdtrain.registry`.
 """
@@ -25,7 +25,7 @@ TAILS = Registry(
     "kdtrain.objective.tails",
     {
         "ghost": "one bucket for all entries that are not kept; in a cache with samples the same as sampled",
-        "drop": "nothing; the student's tail starves",
+        "drop": "nothing; the loss drives the student's tail towards 0",
         "renormalize": "the top-k scaled to 1 on both sides",
         "sampled": "the samples, weighted: an unbiased estimate",
         "control-variate": "the bucket, corrected by the samples",
@@ -39,8 +39,8 @@ TEMPERATURES = Registry(
         "fixed": "T is --temperature",
         "schedule": "T goes from --temperature to --temperature-end",
         "likelihood": "learned: the T at which the teacher gives the text the highest likelihood",
-        "adversarial": "learned: the T at which the student does worst",
-        "minimize": "learned: the T that makes the loss small; runs to a bound",
+        "adversarial": "learned: the T at which the student is worst",
+        "minimize": "learned: the T that minimises the loss; runs to a bound",
     },
 )
 BACKENDS = Registry(

@@ -19,14 +19,24 @@ from kdtrain.config.sections import (
     StoppingConfig,
     refuse,
     refuse_bad_seed,
+    refuse_below,
+    refuse_not_positive,
 )
+
+
+def _refuse_wrong_source(cache: Path | None, teacher: str | None, data: DataConfig, to: str, but: str = "") -> None:
+    refuse(cache is not None and teacher is not None, "--cache and --teacher exclude each other; give one")
+    refuse(cache is not None and data.data is not None, "--cache holds its own text; leave --data out")
+    refuse(cache is None and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
+    if cache is not None:
+        data.refuse_changes(but)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheTeacherConfig:
-    """Run a teacher once over a data set and keep what it says in an HDF5 cache.
+    """Run a teacher once over a data set and store its distributions in an HDF5 cache.
 
-    The same command run again goes on where an interrupted one stopped.
+    The same command resumes an interrupted one.
     """
 
     teacher: str
@@ -55,28 +65,22 @@ class CacheTeacherConfig:
 
     def __post_init__(self) -> None:
         refuse_bad_seed(self.seed)
+        served, text = self.from_logprobs is not None, self.data.data is not None
         refuse(
-            self.from_logprobs is not None and self.parallel.teacher_parallel != "auto",
-            "--teacher-parallel has no effect with --from-logprobs, which asks no teacher; leave it out",
+            served and self.parallel.teacher_parallel != "auto",
+            "--teacher-parallel has no effect with --from-logprobs, which runs no teacher; leave it out",
         )
         self.data.refuse_training_on_validation()
+        refuse(not text and not served, "--data is missing; give stdlib, a file, a folder or hf:NAME")
+        refuse(served and text, "--from-logprobs holds its own text; leave --data out")
         refuse(
-            self.data.data is None and self.from_logprobs is None,
-            "--data is missing; give stdlib, a file, a folder or hf:NAME",
-        )
-        refuse(
-            self.from_logprobs is not None and self.data.data is not None,
-            "--from-logprobs holds its own text; leave --data out",
-        )
-        refuse(
-            self.from_logprobs is not None and (self.codec.dense or self.codec.num_samples > 0 or self.codec.top_k < 1),
+            served and (self.codec.dense or self.codec.num_samples > 0 or self.codec.top_k < 1),
             "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
         )
-        refuse(self.batch_size < 1, "--batch-size must be at least 1")
-        refuse(self.sequences_per_shard < 1, "--sequences-per-shard must be at least 1")
+        refuse_below(1, self, "batch_size", "sequences_per_shard")
 
     def splits(self) -> dict[str, int | None]:
-        """How many sequences of which split are cached; None is all there are."""
+        """How many sequences of each split to cache; None for all."""
         return {"train": self.data.num_sequences, "validation": self.data.validation_sequences}
 
 
@@ -84,7 +88,7 @@ class CacheTeacherConfig:
 class DistillConfig:
     """Train a student from a cache, from an online teacher, or (with neither) by plain cross-entropy on text.
 
-    The same command run again goes on from the newest valid checkpoint.
+    The same command resumes an interrupted run from its newest valid checkpoint.
     """
 
     student: str
@@ -92,31 +96,31 @@ class DistillConfig:
     out: Path
     """The folder of the run."""
     cache: Path | None = None
-    """A finished cache: the teacher's distributions and the tokens they belong to."""
+    """A finished cache: the teacher's distributions and their tokens."""
     teacher: str | None = None
     """An online teacher instead of a cache: a TOML of teachers/, a model folder, or a hub id."""
     config: Path | None = None
     """TOML file with the same options, grouped in sections; a flag wins over it."""
     steps: int | None = None
-    """Optimizer steps; 2,000 when neither this nor --epochs is given."""
+    """Optimizer steps; 2,000 if neither this nor --epochs is given."""
     epochs: float | None = None
     """Passes over the training split, instead of --steps."""
     batch_size: int = 16
     """Sequences in an optimizer step, over all ranks; decides the result."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Sequences in a forward of a rank: the memory. Its product by the ranks divides the batch size; auto: by plan."""
+    """Sequences in one forward of a rank (memory); times the ranks it must divide --batch-size. auto: by the plan."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of the student's layers and compute the rest again: less memory, a third more time."""
+    """Store only the inputs of the student's layers and recompute the rest: less memory, a third more time."""
     allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = ()
-    """Go on although the student's tokenizer is not the cache's, or the cache not the one the run began with."""
+    """Accept a student whose tokenizer is not the cache's, or a cache other than the one the run started with."""
     seed: int = 0
     """Seed of the student's weights, the order of the data and dropout."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dry_run: bool = False
-    """Put everything together, take two steps and save once, show the plan and what it takes, and leave nothing."""
+    """Build everything, take two steps, save once, show the plan with its time and memory, and remove the files."""
     sanity: bool = False
-    """Do the checks that come before a long run, as a table with a verdict each, and leave nothing."""
+    """Run the checks that come before a long run, show a table of verdicts, and remove the files."""
     json: bool = False
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -131,25 +135,14 @@ class DistillConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        refuse(
-            self.cache is not None and self.teacher is not None,
-            "--cache and --teacher exclude each other; give one",
-        )
-        refuse(
-            self.cache is not None and self.data.data is not None,
-            "--cache holds its own text; leave --data out",
-        )
-        refuse(
-            self.cache is None and self.data.data is None,
-            "nothing to train on; give --cache FOLDER or --data SOURCE",
-        )
+        _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
         mode = self.quantization.mode(self.precision.precision)
         self.precision.refuse_idle(mode)
         self.quantization.refuse_idle(mode, self.optimizer.lr_schedule)
         refuse(
             self.sanity and self.checkpoint.load is not None,
-            "--sanity looks at the student as its spec makes it; leave --load out",
+            "--sanity checks the student of the spec; leave --load out",
         )
         refuse_bad_seed(self.seed)
         self.data.refuse_training_on_validation()
@@ -163,25 +156,19 @@ class DistillConfig:
             self.objective.hidden_loss != "none" and not taught,
             f"--hidden-loss {self.objective.hidden_loss} needs an online teacher; give --teacher, or leave it out",
         )
-        if self.cache is not None:
-            self.data.refuse_changes()
-        refuse(
-            self.steps is not None and self.epochs is not None,
-            "--steps and --epochs exclude each other; give one",
-        )
-        refuse(self.steps is not None and self.steps < 1, "--steps must be at least 1")
-        refuse(self.epochs is not None and not 0 < self.epochs < float("inf"), "--epochs must be above 0")
-        refuse(self.batch_size < 1, "--batch-size must be at least 1")
+        refuse(self.steps is not None and self.epochs is not None, "--steps and --epochs exclude each other; give one")
+        refuse_below(1, self, "steps", "batch_size")
+        refuse_not_positive(self, "epochs")
         micro = self.micro_batch_given
-        refuse(micro is not None and micro < 1, "--micro-batch-size must be at least 1")
+        refuse(micro is not None and micro < 1, f"--micro-batch-size {micro} must be at least 1")
         refuse(
             micro is not None and self.batch_size % micro != 0,
-            f"--batch-size {self.batch_size} is no multiple of --micro-batch-size {micro}; choose one that is",
+            f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size {micro}; choose one that is",
         )
 
     @property
     def micro_batch_given(self) -> int | None:
-        """--micro-batch-size where it is a number."""
+        """--micro-batch-size if it is a number, else None."""
         return None if self.micro_batch_size == "auto" else self.micro_batch_size
 
 
@@ -192,7 +179,7 @@ class EvaluateConfig:
     student: str
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
     cache: Path | None = None
-    """A finished cache; its validation split is used unless --split says train."""
+    """A finished cache; its validation split is used unless --split is train."""
     teacher: str | None = None
     """An online teacher instead: a TOML of teachers/, a model folder, or a hub id."""
     config: Path | None = None
@@ -208,26 +195,13 @@ class EvaluateConfig:
     data: DataConfig = field(default_factory=lambda: DataConfig(split="validation"))
 
     def __post_init__(self) -> None:
-        refuse(
-            self.cache is not None and self.teacher is not None,
-            "--cache and --teacher exclude each other; give one",
-        )
-        refuse(
-            self.cache is not None and self.data.data is not None,
-            "--cache holds its own text; leave --data out",
-        )
-        refuse(
-            self.cache is None and self.data.data is None,
-            "nothing to evaluate on; give --cache FOLDER or --data SOURCE",
-        )
-        if self.cache is not None:
-            self.data.refuse_changes(but="split")
-        refuse(self.batch_size < 1, "--batch-size must be at least 1")
+        _refuse_wrong_source(self.cache, self.teacher, self.data, "evaluate", but="split")
+        refuse_below(1, self, "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    """Show a cache, a run or a checkpoint as a table, or what this machine can do."""
+    """Show a cache, a run or a checkpoint as a table, or what this machine supports."""
 
     path: Path | None = None
     """A cache, a run or a checkpoint."""
@@ -242,12 +216,12 @@ class InspectConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """Check every digest of a cache or a checkpoint; exit code 1 and the list of what is bad."""
+    """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1."""
 
     path: Path
     """A cache, a run or a checkpoint."""
     repair: bool = False
-    """Drop the bad shards of a cache, so that cache-teacher builds them again."""
+    """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -263,7 +237,7 @@ class ExportConfig:
     checkpoint: str = "best"
     """best, latest, or the name of a checkpoint."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Number format of the weights written."""
+    """Number format of the written weights."""
     overwrite: bool = False
     """Replace a folder that is already there."""
     json: bool = False

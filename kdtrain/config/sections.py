@@ -1,18 +1,37 @@
-"""The sections of options, one dataclass each: what belongs together, or what several commands share."""
+"""The sections of options, one dataclass each; several commands share some."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kdtrain.config.choices import BACKENDS, DIVERGENCES, TAILS, TEMPERATURES
 from kdtrain.errors import UsageError
 
 
 def refuse(wrong: bool, message: str) -> None:
-    """Raise a `UsageError` of `message` where `wrong`."""
+    """Raise a `UsageError` with `message` if `wrong`."""
     if wrong:
         raise UsageError(message)
+
+
+def flag(name: str) -> str:
+    """The flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse_below(least: int, config: Any, *names: str) -> None:
+    """Raise a `UsageError` for an option of `config` that is given and less than `least`."""
+    for name in names:
+        value = getattr(config, name)
+        refuse(value is not None and not value >= least, f"{flag(name)} {value} must be at least {least}")
+
+
+def refuse_not_positive(config: Any, *names: str) -> None:
+    """Raise a `UsageError` for an option of `config` that is given and not a finite number above 0."""
+    for name in names:
+        value = getattr(config, name)
+        refuse(value is not None and not 0 < value < float("inf"), f"{flag(name)} {value} must be above 0")
 
 
 def refuse_bad_seed(seed: int) -> None:
@@ -31,64 +50,59 @@ class DataConfig:
     seq_len: int = 512
     """Tokens in a sequence."""
     num_sequences: int | None = None
-    """At most this many sequences; all there are when not given."""
+    """At most this many sequences; all if not given."""
     validation_sequences: int = 64
-    """At most this many sequences of the validation split are kept beside train."""
+    """At most this many sequences in the validation split."""
     text_column: str = "text"
     """Column of jsonl, parquet, arrow or hub data that holds the text."""
     messages_column: str | None = None
-    """Column that holds chat messages; only assistant turns are then learned."""
+    """Column of chat messages; the student then learns from assistant turns only."""
     document_mask: bool = False
     """Keep documents packed into one sequence from attending to each other."""
     streaming: bool = False
     """Stream hub data instead of downloading it first."""
     num_workers: int = 2
-    """Threads that tokenise."""
+    """Tokenizer threads."""
 
     def __post_init__(self) -> None:
         refuse(
             self.split not in ("train", "validation", "test"),
             f"--split '{self.split}' is unknown; use train, validation or test",
         )
-        refuse(self.seq_len < 1, f"--seq-len {self.seq_len} is too short; it must be at least 1")
-        refuse(self.num_sequences is not None and self.num_sequences < 1, "--num-sequences must be at least 1")
-        refuse(self.validation_sequences < 1, "--validation-sequences must be at least 1")
-        refuse(self.num_workers < 0, "--num-workers must be 0 or more")
+        refuse_below(1, self, "seq_len", "num_sequences", "validation_sequences")
+        refuse_below(0, self, "num_workers")
 
     def refuse_training_on_validation(self) -> None:
-        """Raise a `UsageError` where what is trained on would be what is validated on."""
-        refuse(self.split == "validation", "--split validation would validate on what is trained on; use train or test")
+        """Raise a `UsageError` if the run would train on the validation split."""
+        refuse(self.split == "validation", "--split validation would train on the validation data; use train or test")
 
     def refuse_changes(self, but: str = "") -> None:
-        """Raise a `UsageError` for any option of the text that was given although a cache decides it, except `but`."""
+        """Raise a `UsageError` for an option of the text other than `but`: the cache holds the text."""
         for each in dataclasses.fields(self):
             changed = getattr(self, each.name) != each.default and each.name not in (but, "num_workers")
-            refuse(
-                changed,
-                f"--{each.name.replace('_', '-')} has no effect with --cache, which holds its text; leave it out",
-            )
+            refuse(changed, f"{flag(each.name)} has no effect with --cache, which holds its text; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecConfig:
-    """How a teacher's distribution is kept."""
+    """How a teacher's distribution is stored."""
 
     top_k: int = 16
-    """The most likely entries of each distribution, kept exactly."""
+    """The most likely entries of each distribution, stored exactly."""
     num_samples: int = 0
-    """Samples from the rest of the vocabulary, kept with their counts (random-sampling distillation)."""
+    """Samples from the rest of the vocabulary, stored with their counts (random-sampling distillation)."""
     dense: bool = False
-    """Keep the whole distribution in fp16 instead; the reference, and large."""
+    """Store the whole distribution in fp16 instead: the reference, and large."""
 
     def __post_init__(self) -> None:
-        refuse(self.top_k < 0 or self.num_samples < 0, "--top-k and --num-samples must be 0 or more")
+        refuse_below(0, self, "top_k", "num_samples")
         refuse(
             self.num_samples > 255,
             f"--num-samples {self.num_samples} is too many; counts are kept in 8 bits, so use at most 255",
         )
         refuse(
             not self.dense and self.top_k + self.num_samples == 0,
-            "--top-k 0 with --num-samples 0 keeps nothing; raise one of them or use --dense",
+            "--top-k 0 with --num-samples 0 stores nothing; raise one or use --dense",
         )
 
 
@@ -99,60 +113,51 @@ class ObjectiveConfig:
     alpha: float = 0.9
     """Weight of the divergence from the teacher against cross-entropy on the text, 0 to 1."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How alpha moves from --alpha at the first step to --alpha-end at the last."""
+    """How alpha changes from --alpha at the first step to --alpha-end at the last."""
     alpha_end: float = 0.0
     """Alpha at the end of its schedule."""
     divergence: str = "forward-kl"
     """What is minimised between teacher and student, as NAME or NAME:NUMBER; listed below (docs/objective.md)."""
     tail: str = "ghost"
-    """What stands for the entries that are not kept; listed below."""
+    """What replaces the entries that the cache does not hold; listed below."""
     temperature: float = 1.0
-    """Temperature T of both distributions; where a learnable one starts."""
+    """Temperature T of both distributions; the start of a learnable T."""
     temperature_mode: str = "fixed"
-    """How T moves over the run; listed below (docs/temperature.md)."""
+    """How T changes over the run; listed below (docs/temperature.md)."""
     temperature_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Shape of the schedule from --temperature to --temperature-end."""
     temperature_end: float = 1.0
     """Temperature at the end of the schedule."""
     temperature_min: float | None = None
-    """Lower bound of a learnable T; the cache's own bound when not given."""
+    """Lower bound of a learnable T; the cache's bound if not given."""
     temperature_max: float | None = None
-    """Upper bound of a learnable T; the cache's own bound when not given."""
+    """Upper bound of a learnable T; the cache's bound if not given."""
     temperature_lr: float = 1e-2
     """Peak learning rate of a learnable T; it follows the same schedule as --lr."""
     hidden_loss: Literal["none", "mse", "cosine"] = "none"
     """Also compare hidden states with an online teacher's, through learned projections (docs/objective.md)."""
     hidden_weight: float = 1.0
-    """Weight of the hidden-state loss, beside the two that alpha weighs."""
+    """Weight of the hidden-state loss, which is added to cross-entropy and divergence."""
     hidden_layers: str = "even"
-    """Which layers: even (spread over the teacher's depth), last, or STUDENT:TEACHER pairs as 2:3,4:6."""
+    """Layers to compare: even (spread over the teacher's depth), last, or STUDENT:TEACHER pairs such as 2:3,4:6."""
 
     def __post_init__(self) -> None:
         for name in ("alpha", "alpha_end"):
             value = getattr(self, name)
-            refuse(not 0 <= value <= 1, f"--{name.replace('_', '-')} {value} is outside 0 to 1")
+            refuse(not 0 <= value <= 1, f"{flag(name)} {value} is outside 0 to 1")
         divergence, colon, _ = self.divergence.partition(":")
         DIVERGENCES.check(divergence)
         if colon:
             DIVERGENCES.get(divergence).number(self.divergence)
         TAILS.check(self.tail)
         TEMPERATURES.check(self.temperature_mode)
-        for name in ("temperature", "temperature_end", "temperature_min", "temperature_max"):
-            value = getattr(self, name)
-            refuse(
-                value is not None and not 0 < value < float("inf"),
-                f"--{name.replace('_', '-')} {value} must be above 0",
-            )
+        temperatures = ("temperature", "temperature_end", "temperature_min", "temperature_max", "temperature_lr")
+        refuse_not_positive(self, *temperatures, "hidden_weight")
         low, high = self.temperature_min, self.temperature_max
         refuse(
             low is not None and high is not None and low >= high,
             f"--temperature-min {low} must be below --temperature-max {high}",
         )
-        refuse(not 0 < self.temperature_lr < float("inf"), "--temperature-lr must be above 0")
-        self._refuse_idle_options()
-
-    def _refuse_idle_options(self) -> None:
-        """Raise a `UsageError` for a T that cannot be learned, and for options that nothing would follow."""
         mode = f"--temperature-mode {self.temperature_mode}"
         refuse(
             self.temperature_mode == "schedule" and self.temperature == self.temperature_end,
@@ -161,29 +166,28 @@ class ObjectiveConfig:
         )
         refuse(
             self.learns_temperature and not self.distils,
-            f"{mode} has nothing to learn from at --alpha 0, where no divergence is taken; raise --alpha",
+            f"{mode} has nothing to learn from at --alpha 0, where the loss has no divergence; raise --alpha",
         )
         refuse(
             self.learns_temperature and self.divergence == "logit-mse",
             f"{mode} cannot be used with --divergence logit-mse, whose loss does not depend on T; "
             "use --temperature-mode fixed, or another --divergence",
         )
-        refuse(not 0 < self.hidden_weight < float("inf"), f"--hidden-weight {self.hidden_weight} must be above 0")
         for name in ("hidden_weight", "hidden_layers"):
             given = getattr(self, name) != getattr(type(self), name)
             refuse(
                 given and self.hidden_loss == "none",
-                f"--{name.replace('_', '-')} has no effect without --hidden-loss; give mse or cosine, or leave it out",
+                f"{flag(name)} has no effect without --hidden-loss; give mse or cosine, or leave it out",
             )
 
     @property
     def learns_temperature(self) -> bool:
-        """True where T moves between the bounds: for every mode but fixed and schedule."""
+        """True if T is learned: in every mode but fixed and schedule."""
         return self.temperature_mode not in ("fixed", "schedule")
 
     @property
     def distils(self) -> bool:
-        """Whether the divergence has a weight at any step."""
+        """True if the divergence has a weight above 0 at any step."""
         return self.alpha > 0 or (self.alpha_schedule != "constant" and self.alpha_end > 0)
 
 
@@ -200,7 +204,7 @@ class OptimizerConfig:
     warmup_steps: int = 50
     """Steps of linear warm-up from 0."""
     decay_steps: int | None = None
-    """Steps of decay at the end of wsd; a fifth of all steps when not given."""
+    """Steps of decay at the end of wsd; a fifth of all steps if not given."""
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
     """Shape of the decay of wsd."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -208,65 +212,61 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay; none on norms, biases, embeddings and the temperature."""
     clip: float = 1.0
-    """Largest norm of the gradient; 0 does not clip."""
+    """Largest gradient norm; 0 disables clipping."""
 
     def __post_init__(self) -> None:
-        refuse(not 0 < self.lr < float("inf"), f"--lr {self.lr} must be above 0")
+        refuse_not_positive(self, "lr")
         refuse(not 0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
-        refuse(self.warmup_steps < 0, "--warmup-steps must be 0 or more")
-        refuse(self.decay_steps is not None and self.decay_steps < 1, "--decay-steps must be at least 1")
+        refuse_below(0, self, "warmup_steps", "clip")
+        refuse_below(1, self, "decay_steps")
         refuse(not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)")
         refuse(not 0 <= self.weight_decay < float("inf"), f"--weight-decay {self.weight_decay} must be 0 or more")
-        refuse(not self.clip >= 0, f"--clip {self.clip} must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Saving and going on."""
+    """Saving and resuming."""
 
     checkpoint_freq: int = 250
     """Steps between checkpoints."""
     checkpoint_minutes: float = 10.0
-    """Minutes without a checkpoint after which one is made all the same; 0 for never. No rollback goes back to it."""
+    """Minutes without a checkpoint after which one is saved anyway; 0 disables. Rollbacks do not use these."""
     keep_rolling: int = 10
-    """Newest checkpoints kept of those that --checkpoint-freq makes; the best one is kept besides."""
+    """How many of the newest --checkpoint-freq checkpoints are kept; the best one always is."""
     keep_epochs: int = 5
-    """Newest checkpoints kept of those at the end of an epoch."""
+    """How many of the newest end-of-epoch checkpoints are kept."""
     keep_special: int = 3
-    """Newest checkpoints kept of all others: interruptions, rollbacks, changes of precision."""
+    """How many of the newest other checkpoints are kept: interruptions, rollbacks, changes of precision."""
     keep_aside: int = 2
-    """Newest checkpoints kept of those set aside (.left-1, .damaged-1); what may be another's is never removed."""
+    """How many of the newest set-aside checkpoints (.left-1, .damaged-1) are kept; files not of kdtrain always are."""
     disk_patience: int = 10
-    """Minutes that a checkpoint waits for room on a full disk, where the oldest are gone, before the run ends."""
+    """Minutes that a save waits for space on a full disk, after old checkpoints are removed, before the run ends."""
     async_save: bool = True
-    """Write checkpoints in the background; costs as much memory as weights and optimizer have."""
+    """Write checkpoints in the background; takes as much memory again as weights and optimizer state."""
     resume: str = "auto"
     """auto, never, latest, best, or the name or path of a checkpoint."""
     auto_resume: bool = False
-    """Never ask before going on with an earlier run."""
+    """Resume an earlier run without asking."""
     overwrite: bool = False
-    """With --resume never: move an earlier run in --out aside and start anew."""
+    """With --resume never: move an earlier run in --out aside and start a new one."""
     load: Path | None = None
-    """A checkpoint of another run to begin with: its weights, moments, temperature and place in the data."""
+    """Start from a checkpoint of another run: its weights, moments, temperature and position in the data."""
     override_opt_param_scheduler: bool = False
-    """With --load: start this run's learning-rate schedule at its step 0 instead of going on with the loaded one."""
+    """With --load: start the learning-rate schedule at step 0 instead of continuing the loaded one."""
 
     def __post_init__(self) -> None:
-        refuse(self.checkpoint_freq < 1, "--checkpoint-freq must be at least 1")
         refuse(not 0 <= self.checkpoint_minutes < float("inf"), "--checkpoint-minutes must be 0 or more")
-        for name in ("keep_rolling", "keep_epochs", "keep_special"):
-            refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
-        refuse(self.keep_aside < 0, "--keep-aside must be 0 or more")
-        refuse(self.disk_patience < 0, "--disk-patience must be 0 or more")
+        refuse_below(1, self, "checkpoint_freq", "keep_rolling", "keep_epochs", "keep_special")
+        refuse_below(0, self, "keep_aside", "disk_patience")
         refuse(
             self.override_opt_param_scheduler and self.load is None,
-            "--override-opt-param-scheduler is about the schedule of a run that is begun with --load; add that",
+            "--override-opt-param-scheduler has no effect without --load; add it",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
-    """What a run shows and writes about itself."""
+    """Logging, validation and sample texts."""
 
     eval_freq: int = 250
     """Steps between validations."""
@@ -277,134 +277,114 @@ class MonitorConfig:
     tensorboard: bool = True
     """Write TensorBoard events into the run."""
     histogram_freq: int = 250
-    """Steps between histograms of parameters and gradients on the boards; 0 for none."""
+    """Steps between histograms of parameters and gradients in TensorBoard and W&B; 0 for none."""
     sample_freq: int = 1000
-    """Steps between texts that the student writes; 0 for none."""
+    """Steps between sample texts of the student; 0 for none."""
     wandb_project: str | None = None
-    """Write to this project of Weights & Biases too; needs the package wandb."""
+    """Also log to this project of Weights & Biases; needs the package wandb."""
     wandb_name: str | None = None
-    """The run's name there; that of --out when not given."""
+    """Name of the run in W&B; that of --out if not given."""
 
     def __post_init__(self) -> None:
-        for name in ("eval_freq", "eval_batches", "log_freq"):
-            refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
-        for name in ("histogram_freq", "sample_freq"):
-            refuse(getattr(self, name) < 0, f"--{name.replace('_', '-')} must be 0 or more")
+        refuse_below(1, self, "eval_freq", "eval_batches", "log_freq")
+        refuse_below(0, self, "histogram_freq", "sample_freq")
         refuse(self.wandb_project == "", "--wandb-project is empty; give a project, or leave it out")
-        refuse(
-            self.wandb_name is not None and self.wandb_project is None,
-            "--wandb-name needs --wandb-project",
-        )
+        refuse(self.wandb_name is not None and self.wandb_project is None, "--wandb-name needs --wandb-project")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardsConfig:
-    """What a run does about steps that go wrong: numbers that are not finite, and losses that jump."""
+    """What a run does about non-finite steps, loss spikes and divergence."""
 
     max_skips: int = 10
-    """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
+    """Consecutive steps that may be skipped because loss or gradient is non-finite; one more ends the run."""
     nan_hooks: Literal["first", "always", "off"] = "first"
-    """Name the module where a step went bad: run the first one again with hooks, keep hooks on (slow), or do not."""
+    """Find the module that made a step non-finite: rerun the first such step with hooks, always hook (slow), or off."""
     spike_rule: Literal["mad", "factor", "none"] = "mad"
-    """A loss is a spike above the median of clean ones by 6 robust deviations and half, or by --spike-factor."""
+    """A loss is a spike if it exceeds the median by 6 robust deviations and by half (mad), or by --spike-factor."""
     spike_factor: float = 3.0
-    """How many times its moving average a loss must be for --spike-rule factor."""
+    """With --spike-rule factor: a loss above its moving average times this is a spike."""
     spike_patience: int = 3
-    """Spiky steps in a row after which the run goes back behind them."""
+    """Consecutive spikes after which the run rolls back to a checkpoint before them."""
     spike_lr_factor: float = 0.5
-    """What the learning rate is multiplied by at each rollback."""
+    """Factor on the learning rate at each rollback."""
     max_rollbacks: int = 3
-    """Rollbacks in a run; 0 never goes back."""
+    """Most rollbacks in a run; 0 disables them."""
     divergence_factor: float = 1.2
-    """A run has diverged when its cross-entropy stays above this many times what it was before the first step."""
+    """A run has diverged when its cross-entropy stays above this many times its value before the first step."""
 
     def __post_init__(self) -> None:
-        refuse(self.max_skips < 0, "--max-skips must be 0 or more")
+        refuse_below(0, self, "max_skips", "max_rollbacks")
+        refuse_below(1, self, "spike_patience")
         refuse(not 1 < self.spike_factor < float("inf"), f"--spike-factor {self.spike_factor} must be above 1")
         refuse(
             self.spike_rule != "factor" and self.spike_factor != GuardsConfig.spike_factor,
             f"--spike-factor has no effect with --spike-rule {self.spike_rule}; leave it out",
         )
-        refuse(self.spike_patience < 1, "--spike-patience must be at least 1")
         refuse(not 0 < self.spike_lr_factor <= 1, f"--spike-lr-factor {self.spike_lr_factor} must lie in (0, 1]")
-        refuse(self.max_rollbacks < 0, "--max-rollbacks must be 0 or more")
         refuse(not self.divergence_factor > 1, f"--divergence-factor {self.divergence_factor} must be above 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoppingConfig:
-    """When a run ends before its last step because nothing is to be won."""
+    """When a run ends before its last step: on a plateau, or on gradient spikes."""
 
     early_stopping: bool = False
-    """Look out for a plateau: a validation loss that no longer falls."""
+    """Act on a plateau, where the validation loss no longer falls (--on-plateau)."""
     early_stopping_interval: int = 250
-    """Steps between two looks at the newest validation loss; a look without a new one does not count."""
+    """Steps between checks of the newest validation loss; a check without a new loss does not count."""
     early_stopping_patience: int = 5
-    """Looks in a row without a better loss that make a plateau."""
+    """Consecutive checks without a better loss that make a plateau."""
     early_stopping_min_delta: float = 0.01
-    """Nats by which the loss must fall below the best one to be better."""
+    """Nats by which the loss must fall below the best one to count as better."""
     early_stopping_warmup: int = 50
-    """First steps, in which neither loss nor gradient is looked at."""
+    """First steps, in which loss and gradient are not checked."""
     on_plateau: Literal["decay", "stop"] = "decay"
-    """What a plateau in the stable phase of --lr-schedule wsd does: begin the decay, or stop. Elsewhere it stops."""
+    """On a plateau in the stable phase of --lr-schedule wsd, start the decay or stop; elsewhere the run stops."""
     grad_spike_threshold: float = 1000.0
     """Gradient norm before clipping above which a step counts as a gradient spike."""
     grad_spike_patience: int = 3
-    """Gradient spikes in a row after which the run ends with exit 1, with or without --early-stopping."""
+    """Consecutive gradient spikes after which the run ends with exit 1, with or without --early-stopping."""
 
     def __post_init__(self) -> None:
-        refuse(self.early_stopping_interval < 1, "--early-stopping-interval must be at least 1")
-        refuse(self.early_stopping_patience < 1, "--early-stopping-patience must be at least 1")
+        refuse_below(1, self, "early_stopping_interval", "early_stopping_patience", "grad_spike_patience")
+        refuse_below(0, self, "early_stopping_warmup")
         refuse(
             not 0 <= self.early_stopping_min_delta < float("inf"),
             f"--early-stopping-min-delta {self.early_stopping_min_delta} must be 0 or more",
         )
-        refuse(self.early_stopping_warmup < 0, "--early-stopping-warmup must be 0 or more")
         refuse(not self.grad_spike_threshold > 0, f"--grad-spike-threshold {self.grad_spike_threshold} must be above 0")
-        refuse(self.grad_spike_patience < 1, "--grad-spike-patience must be at least 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Many processes, started by torchrun."""
-
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
-    """How the student is spread over the ranks: whole on each (ddp) or in parts (fsdp); auto takes what fits."""
-    teacher_parallel: Literal["auto", "replicate", "fsdp"] = "auto"
-    """How an online teacher is spread over the ranks: whole on each, or in parts; auto takes what fits."""
-    shard_size: int | None = None
-    """With fsdp, ranks that share one copy of a model, such as those of a node; all of them when not given."""
-    device_memory: float | None = None
-    """GiB of each device to plan with; what is free on it when not given."""
-    log_all_ranks: bool = False
-    """Write one log a rank into the run, rank-00001.log for rank 1."""
-    rank_timeout: float = 600.0
-    """Seconds that a rank waits for the others before the run ends."""
-
-    def __post_init__(self) -> None:
-        refuse(self.shard_size is not None and self.shard_size < 1, "--shard-size must be at least 1")
-        _refuse_memory(self.device_memory)
-        refuse(not 0 < self.rank_timeout < float("inf"), f"--rank-timeout {self.rank_timeout} must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheParallelConfig:
-    """Many processes that cache one teacher, started by torchrun."""
+    """Caching one teacher in several processes, started by torchrun."""
 
     teacher_parallel: Literal["auto", "replicate", "fsdp"] = "auto"
-    """How the teacher is spread over the ranks: whole on each, or in parts; auto takes what fits."""
+    """How the ranks hold the teacher: a full copy each (replicate) or sharded (fsdp); auto takes what fits."""
     device_memory: float | None = None
-    """GiB of each device to plan with; what is free on it when not given."""
+    """GiB of memory on each device, for the plan; the free memory if not given."""
     rank_timeout: float = 600.0
     """Seconds that a rank waits for the others before the command ends."""
 
     def __post_init__(self) -> None:
-        _refuse_memory(self.device_memory)
-        refuse(not 0 < self.rank_timeout < float("inf"), f"--rank-timeout {self.rank_timeout} must be above 0")
+        refuse_not_positive(self, "device_memory", "rank_timeout")
 
 
-def _refuse_memory(wanted: float | None) -> None:
-    refuse(wanted is not None and not 0 < wanted < float("inf"), f"--device-memory {wanted} must be above 0")
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(CacheParallelConfig):
+    """Training in several processes, started by torchrun."""
+
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """How the ranks hold the student: a full copy each (ddp) or sharded (fsdp); auto takes what fits."""
+    shard_size: int | None = None
+    """With fsdp: ranks that share one copy of a model, such as those of a node; all ranks if not given."""
+    log_all_ranks: bool = False
+    """Write a log of each rank into the run, rank-00001.log for rank 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_below(1, self, "shard_size")
 
 
 _QUANTIZING = ("stochastic_rounding", "skip_first", "skip_last")
@@ -417,21 +397,21 @@ class PrecisionConfig:
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4"] = "auto"
     """Format of the matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
     fp8_backend: str = "auto"
-    """What computes quantised products, listed below; auto takes what is real on this device, else emulation."""
+    """Backend of quantised products, listed below; auto takes one with hardware support here, else emulation."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise", "current"] | None = None
-    """What shares a scale in fp8: a tensor (also called current), a row, or a tile of 128; a tensor when not given."""
+    """What shares a scale in fp8: a tensor (also called current), a row, or a tile of 128; a tensor if not given."""
     fp8_format: Literal["hybrid", "e4m3", "e5m2"] | None = None
-    """Elements of fp8 and mxfp8; hybrid has e5m2 gradients. Hybrid for tensorwise fp8, else e4m3, when not given."""
+    """Elements of fp8 and mxfp8; hybrid has e5m2 gradients. If not given, hybrid for tensorwise fp8, else e4m3."""
     scaling_control: Literal["max", "max_minus_1", "rceil", "ceil", "even"] | None = None
-    """How the scale of an MX block follows from its largest value (docs/precision.md); max when not given."""
+    """How the scale of an MX block follows from its largest value (docs/precision.md); max if not given."""
     quant_stochastic_rounding: bool = False
-    """Round quantised gradients up or down by chance instead of to the nearest; emulated formats only."""
+    """Round quantised gradients up or down at random instead of to the nearest value; emulated formats only."""
     quant_skip_first: int = 0
     """Transformer layers at the input that are never quantised."""
     quant_skip_last: int = 0
     """Transformer layers at the output that are never quantised."""
     collect_tensors: str | None = None
-    """Write statistics of the linear layers whose names match this pattern, such as '*.mlp.*', into tensors.h5."""
+    """Write statistics of the linear layers whose names match this pattern, such as '*.mlp.*', to tensors.h5."""
     collect_every: int = 100
     """Steps between two collections."""
     compile: bool = True
@@ -442,14 +422,13 @@ class PrecisionConfig:
     """Refuse operations that are not bitwise repeatable on the device."""
 
     def __post_init__(self) -> None:
-        for name in ("quant_skip_first", "quant_skip_last"):
-            refuse(getattr(self, name) < 0, f"--{name.replace('_', '-')} must be 0 or more")
-        refuse(self.collect_every < 1, "--collect-every must be at least 1")
+        refuse_below(0, self, "quant_skip_first", "quant_skip_last")
+        refuse_below(1, self, "collect_every")
         if self.fp8_backend != "auto":
             BACKENDS.check(self.fp8_backend)
 
     def refuse_idle(self, mode: str) -> None:
-        """Raise a `UsageError` for an option that `mode` makes no use of."""
+        """Raise a `UsageError` for an option that has no effect in `mode`."""
         users = {
             "fp8_recipe": ("fp8",),
             "fp8_format": ("fp8", "mxfp8"),
@@ -459,44 +438,43 @@ class PrecisionConfig:
         for each in dataclasses.fields(self):
             idle = each.name in users and mode not in users[each.name] and getattr(self, each.name) != each.default
             wanted = " or ".join(users.get(each.name, ()))
-            refuse(idle, f"--{each.name.replace('_', '-')} has no effect on {mode}; it needs --precision {wanted}")
+            refuse(idle, f"{flag(each.name)} has no effect on {mode}; it needs --precision {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
-    """Adaptive quantisation: leaving a quantised format for a high one and coming back, by rule, while training."""
+    """Adaptive quantisation: training falls back to a high-precision format and returns, by rule."""
 
     time_resume: bool = False
-    """Train quantised (fp8 when --precision says nothing else) and fall back by the rules below."""
+    """Train quantised (in fp8 if --precision is auto) and fall back by the rules below."""
     quant_rule: str | None = None
-    """What sends to the fallback: loss, gap, spike, schedule, or several joined with +; schedule+gap when not given."""
+    """What triggers the fallback: loss, gap, spike, schedule, or several joined with +; schedule+gap if not given."""
     quant_loss_threshold: float = 0.1
-    """In nats: of the loss under rule loss; under rule gap the most that quantisation may cost, whatever its noise."""
+    """Nats: the loss that triggers rule loss; for rule gap the most that quantisation may cost, whatever its noise."""
     quant_window_size: int = 5
-    """Steps in a window: a checkpoint ends each, and a whole one must be calm before quantisation comes back."""
+    """Steps in a window, which ends with a checkpoint; quantisation returns after a whole window without a trigger."""
     quant_checkpoint_interval: int = 1
     """Steps between snapshots within a window."""
     quant_snapshot: Literal["memory", "disk"] = "memory"
-    """Where snapshots are kept."""
+    """Where snapshots are stored."""
     quant_recovery_buffer: int = 2
-    """Snapshots, and checkpoints of windows, that are kept to go back to."""
+    """How many snapshots, and checkpoints of windows, are kept for recovery."""
     quant_fallback_strategy: Literal["bf16", "fp16"] = "bf16"
-    """The high format; evaluation and what is never quantised run in it throughout."""
+    """The high-precision format; evaluation and layers that are never quantised always run in it."""
     quant_fallback_scope: Literal["all", "forward"] = "all"
-    """Which products the fallback takes back to the high format: all three of a layer, or the forward's only."""
+    """Which products of a layer fall back to the high-precision format: all three, or the forward's only."""
     quant_probe_every: int = 100
-    """Steps between two measurements of what quantisation costs, under rule gap."""
+    """Steps between two measurements of the cost of quantisation, for rule gap."""
     quant_min_dwell: int = 10
-    """Least steps between a switch and the next that a rule asks for."""
+    """Fewest steps from a switch to the next one that a rule triggers."""
     quant_max_switches: int = 20
     """Switches after which the run stays in the fallback."""
 
     def __post_init__(self) -> None:
-        for name in ("quant_window_size", "quant_checkpoint_interval", "quant_recovery_buffer", "quant_probe_every"):
-            refuse(getattr(self, name) < 1, f"--{name.replace('_', '-')} must be at least 1")
-        for name in ("quant_min_dwell", "quant_max_switches"):
-            refuse(getattr(self, name) < 0, f"--{name.replace('_', '-')} must be 0 or more")
-        refuse(not 0 < self.quant_loss_threshold < float("inf"), "--quant-loss-threshold must be above 0")
+        counts = ("quant_window_size", "quant_checkpoint_interval", "quant_recovery_buffer", "quant_probe_every")
+        refuse_below(1, self, *counts)
+        refuse_below(0, self, "quant_min_dwell", "quant_max_switches")
+        refuse_not_positive(self, "quant_loss_threshold")
         unknown = set((self.quant_rule or "gap").split("+")) - {"loss", "gap", "spike", "schedule"}
         refuse(
             bool(unknown),
@@ -504,19 +482,19 @@ class QuantizationConfig:
         )
 
     def rules(self, lr_schedule: str) -> tuple[str, ...]:
-        """The rules by name, of a run whose learning rate follows `lr_schedule`."""
+        """The names of the rules for a run whose learning rate follows `lr_schedule`."""
         default = "gap" if lr_schedule == "constant" else "schedule+gap"
         return tuple((self.quant_rule or default).split("+"))
 
     def mode(self, precision: str) -> str:
-        """The mode that --precision means: auto is fp8 where quantisation is adaptive."""
+        """The mode of --precision `precision`: auto is fp8 if quantisation is adaptive."""
         return "fp8" if precision == "auto" and self.time_resume else precision
 
     def refuse_idle(self, mode: str, lr_schedule: str) -> None:
-        """Raise a `UsageError` for what has no effect without --time-resume, or cannot be with it."""
+        """Raise a `UsageError` for options without effect, and for a --time-resume that cannot work."""
         for each in dataclasses.fields(self):
             changed = not self.time_resume and getattr(self, each.name) != each.default
-            refuse(changed, f"--{each.name.replace('_', '-')} has no effect without --time-resume; add it")
+            refuse(changed, f"{flag(each.name)} has no effect without --time-resume; add it")
         refuse(
             self.time_resume and mode not in ("fp8", "mxfp8", "mxfp4"),
             f"--time-resume has nothing to fall back from with --precision {mode}; use fp8, mxfp8 or mxfp4",

@@ -1,1 +1,1 @@
-"""Sequences: where text comes from (`corpus`), rows of fixed length (`packing`), which row when (`order`)."""
+"""Sequences: documents (`corpus`), rows of fixed length (`packing`, `logprobs`), the order of the rows (`order`)."""

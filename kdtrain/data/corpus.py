@@ -1,19 +1,19 @@
-"""Where text comes from: `documents` yields the documents of a source, one at a time, for one split.
+"""Sources of text: `documents` yields the documents of a source, one at a time, for one split.
 
 A source is a file or folder of txt, jsonl, parquet or arrow, `stdlib` (code and documentation of the running
-interpreter's standard library), `hf:NAME[:SUBSET]`, or what `register_source` adds. Train, validation and test are the
-source's own splits where it has them: on the hub by name, in a folder when every file says its split
+interpreter's standard library), `hf:NAME[:SUBSET]`, or a source that `register_source` adds. Train, validation and
+test are the source's own splits where it has them: on the hub by name, in a folder if every file names its split
 (`train-00000.parquet`, `valid/a.txt`).
 
-What is missing is withheld from train, 5 % each. A document's rank is a number in [0, 1) made of a SHA-256, of the path
-of a file or of the content of a row, so that equal rows are on one side. Validation is the ranks from 0.90 to 0.95,
-test those from 0.95; a split that the source has itself is not withheld, and its ranks stay in train. A rank depends on
-nothing but the document, so a growing source never moves one to another split. The price is that few documents may all
-fall into train: then `assign` takes exact shares of the hash order, and fewer than `FEW` texts, one of which is more
-than a split's share, are cut at line ends (`cut`).
+A missing split is withheld from train, 5 % each. A document's rank is a number in [0, 1) from a SHA-256, of the path
+of a file or of the content of a row, so that equal rows share a split. Validation takes the ranks from 0.90 to 0.95,
+test those from 0.95; if the source has a split itself, those ranks stay in train. A rank depends on the document alone,
+so a growing source never moves one to another split. The price is that few documents may all fall into train: then
+`assign` takes exact shares of the hash order, and fewer than `FEW` texts, one of which is more than a split's share,
+are cut at line ends (`cut`).
 
-What is given up: a txt file is one document and read whole, files of another kind are left out and a line is logged,
-and with `streaming` the documents are not counted, so that a small source may have an empty split, which is an error.
+What it gives up: a txt file is one document and read whole; files of other kinds are left out, with a warning; and
+with `streaming` the documents are not counted, so that a small source may have an empty split, which is an error.
 """
 
 import functools
@@ -35,9 +35,9 @@ from kdtrain.errors import RunError, UsageError
 
 SPLITS = ("train", "validation", "test")
 SMALL = 2000
-"""Above this many documents the chance that a hash leaves a split empty is below 1e-44."""
+"""With more documents than this, the chance that a hash leaves a split empty is below 1e-44."""
 FEW = 20
-"""Below this many, one document is more than the share of a split."""
+"""With fewer documents than this, one document is more than the share of a split."""
 
 _WITHHELD_FROM = {"validation": 0.90, "test": 0.95}
 _SHARE = 0.05
@@ -50,15 +50,7 @@ _ALIASES = {
 _KINDS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _SPLIT_IN_STEM = re.compile(r"(?:^|[-_. ])([a-z]+)(?:[-_.]?\d.*)?$")
 _STDLIB_SUFFIXES = (".py", ".pyw", ".txt", ".rst", ".html")
-_STDLIB_LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "lib-dynload",
-    "test",
-    "tests",
-    "idle_test",
-}
+_STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
 
 
 def rank(text: str) -> float:
@@ -67,7 +59,7 @@ def rank(text: str) -> float:
 
 
 def by_hash(document_rank: float, withheld: Sequence[str]) -> str:
-    """The split of a document of this rank, where `withheld` names the splits that are taken from train."""
+    """The split of a document of this rank; `withheld` are the splits taken from train."""
     for split in withheld:
         if _WITHHELD_FROM[split] <= document_rank < _WITHHELD_FROM[split] + _SHARE:
             return split
@@ -75,10 +67,9 @@ def by_hash(document_rank: float, withheld: Sequence[str]) -> str:
 
 
 def assign(ranks: Sequence[float], withheld: Sequence[str]) -> list[str]:
-    """The split of each document: by its hash, or by its place in the hash order if that leaves a split
-    empty.
+    """The split of each document: by its hash, or by its place in the hash order if the hash leaves a split empty.
 
-    Three documents or more leave no split empty.
+    With three documents or more, no split is empty.
     """
     assigned = [by_hash(document_rank, withheld) for document_rank in ranks]
     if set(assigned) >= {"train", *withheld}:
@@ -93,10 +84,9 @@ def assign(ranks: Sequence[float], withheld: Sequence[str]) -> list[str]:
 
 
 def cut(lines: Sequence[str], withheld: Sequence[str], split: str) -> range:
-    """The numbers, from 0, of those lines of a text that belong to `split`: train first, then each withheld
-    split.
+    """The numbers, from 0, of the lines of a text that belong to `split`: train first, then each withheld split.
 
-    Every split gets at least one line; where there are too few for that, train gets them all.
+    Every split gets at least one line; if there are too few lines, train gets all.
     """
     share = max(1, round(_SHARE * len(lines)))
     train = len(lines) - share * len(withheld)
@@ -130,20 +120,14 @@ Reader = Callable[[str], Iterable[str]]
 
 
 def documents(
-    source: str,
-    split: str,
-    *,
-    text_column: str = "text",
-    messages_column: str | None = None,
-    streaming: bool = False,
+    source: str, split: str, *, text_column: str = "text", messages_column: str | None = None, streaming: bool = False
 ) -> Iterator[Document]:
     """Yield the documents of `source` that belong to `split` (train, validation or test), never a blank one.
 
-    stdlib and text files come in hash order, so that the first ones are a fair sample; rows come as they are
-    stored. `messages_column` reads conversations from that column instead of texts from `text_column`;
-    conversations in which the assistant says nothing are left out. Raises UsageError for what is missing,
-    empty, unreadable or without text, RunError when the hub cannot be reached; both at the call, unless it is
-    a later row that is bad.
+    stdlib and text files come in hash order, so that the first ones are a fair sample; rows come in stored order.
+    `messages_column` reads conversations from that column instead of texts from `text_column`; conversations without
+    text of the assistant are left out. Raises UsageError for a source that is missing, empty, unreadable or without
+    text, RunError if the hub cannot be reached; both at the call, except for a bad row further on.
     """
     if split not in SPLITS:
         raise UsageError(f"split '{split}' is unknown; use train, validation or test")
@@ -164,12 +148,12 @@ def documents(
 def register_source(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
     """Decorator: make a function the source that `--data NAME:REST` reads.
 
-    The function gets REST and yields texts, the same ones at every call; blank ones are left out. They are split by
+    The function gets REST and yields texts, the same ones at every call; blank ones are left out. Splits follow from
     their content.
 
     Args:
-        name: as users write it before the colon.
-        help: its line in `--help`; by default the first of the docstring.
+        name: the name that users type before the colon.
+        help: its line in `--help`; by default the first line of the docstring.
     """
 
     def register(read: Reader) -> Reader:
@@ -178,7 +162,7 @@ def register_source(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
                 raise UsageError(f"{source} has no columns; leave out --messages-column")
 
             def texts() -> Iterator[Document]:
-                with _readable(source):
+                with readable(source):
                     for number, text in enumerate(read(source.partition(":")[2])):
                         if (document := _text(f"{source} text {number}", text)) is not None:
                             yield document
@@ -189,10 +173,6 @@ def register_source(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
         return read
 
     return register
-
-
-def _rank_of_key(document: Document) -> float:
-    return rank(document.key)
 
 
 def _rank_of_content(document: Document) -> float:
@@ -210,18 +190,14 @@ def _select(parts: Mapping[str, _Part], split: str) -> Iterator[Document]:
                 yield document
         return
     ranks = [train.rank(document) for document in train.documents()]
-    if withheld and len(ranks) < FEW and (len(ranks) < 3 or _can_be_cut(train, withheld)):
+    long_enough = (len((each.text or "").splitlines()) > len(withheld) for each in train.documents())
+    if withheld and len(ranks) < FEW and (len(ranks) < 3 or any(long_enough)):
         for document in train.documents():
             yield from _cut(document, withheld, split)
         return
     for document, assigned in zip(train.documents(), assign(ranks, withheld), strict=True):
         if assigned == split:
             yield document
-
-
-def _can_be_cut(part: _Part, withheld: Sequence[str]) -> bool:
-    """Whether `_cut` gives every split something of one document at least."""
-    return any(len((document.text or "").splitlines()) > len(withheld) for document in part.documents())
 
 
 def _cut(document: Document, withheld: Sequence[str], split: str) -> Iterator[Document]:
@@ -255,9 +231,9 @@ def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
 
 
 def _stdlib(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
-    """What the build wrote for this machine (`config-*`, `_sysconfigdata*`) is left out."""
+    """Leaves out files that the build wrote for this machine (`config-*`, `_sysconfigdata*`)."""
     if source != "stdlib":
-        raise UsageError(f"{source}: there is nothing to choose from in stdlib; use --data stdlib")
+        raise UsageError(f"{source}: stdlib has no subsets; use --data stdlib")
     if messages_column is not None:
         raise UsageError("stdlib has no column of conversations; leave out --messages-column or name other --data")
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
@@ -281,12 +257,9 @@ def _local(path: Path, text_column: str, messages_column: str | None, streaming:
         groups.setdefault(split if split and None not in own and "train" in own else "train", []).append(name)
     if kind == "text":
         return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
-    import datasets
-
-    _quiet(datasets)
     files = {split: [str(root / name) for name in group] for split, group in groups.items()}
-    with _readable(str(path)):
-        loaded = datasets.load_dataset(kind, data_files=files, streaming=streaming)
+    with readable(str(path)):
+        loaded = _datasets().load_dataset(kind, data_files=files, streaming=streaming)
     return {split: _rows(str(path), rows, text_column, messages_column) for split, rows in loaded.items()}
 
 
@@ -300,7 +273,7 @@ def _local_files(path: Path) -> tuple[Path, str, list[str]]:
         seen = [name for name in names if not re.search(r"(^|/)\.", name)]
         names = [name for name in seen if Path(name).suffix in _KINDS]
         if names and (others := [name for name in seen if Path(name).suffix not in _KINDS]):
-            _say_left_out(path, len(others), others[0])
+            _warn_left_out(path, len(others), others[0])
     else:
         raise UsageError(f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]")
     kinds = sorted({Path(name).suffix for name in names})
@@ -311,22 +284,25 @@ def _local_files(path: Path) -> tuple[Path, str, list[str]]:
 
 
 @functools.cache
-def _say_left_out(folder: Path, count: int, first: str) -> None:
-    """Once a process: the files are looked for anew for each split."""
+def _warn_left_out(folder: Path, count: int, first: str) -> None:
+    """Cached, because each split lists the files again and the warning is needed once."""
     what = f"{first} is" if count == 1 else f"{first} and {count - 1} more files are"
     logging.getLogger("kdtrain").warning(
-        "%s: %s left out; only %s are read, so rename what is to be read", folder, what, ", ".join(_KINDS)
+        "%s: %s left out; only %s are read; rename a file to have it read", folder, what, ", ".join(_KINDS)
     )
 
 
-def _quiet(datasets: Any) -> None:
-    """No bars, and no second line beside the one that we make of an error."""
+def _datasets() -> Any:
+    """The library, without bars and without log lines beside our own line about an error."""
+    import datasets
+
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(logging.CRITICAL)
+    return datasets
 
 
 def _split_in_name(name: str) -> str | None:
-    """`train` for train.jsonl, train-00000-of-00004.parquet, wiki.train.txt and train/a.txt, and so on."""
+    """`train` for train.jsonl, train-00000-of-00004.parquet, wiki.train.txt, train/a.txt and so on."""
     *folders, file = Path(name.lower()).with_suffix("").parts
     match = _SPLIT_IN_STEM.search(file)
     words = [*folders, match.group(1) if match else ""]
@@ -334,13 +310,11 @@ def _split_in_name(name: str) -> str | None:
 
 
 def _hub(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
-    import datasets
-
-    _quiet(datasets)
+    datasets = _datasets()
     name, _, subset = source.removeprefix("hf:").partition(":")
     if not name:
         raise UsageError(f"{source}: names no data set; write hf:NAME or hf:NAME:SUBSET")
-    with _readable(source):
+    with readable(source):
         names = datasets.get_dataset_split_names(name, subset or None)
         own = {_ALIASES[split]: split for split in names if split in _ALIASES}
         if len(names) == 1:
@@ -355,8 +329,8 @@ def _hub(source: str, text_column: str, messages_column: str | None, streaming: 
 
 
 @contextmanager
-def _readable(source: str) -> Iterator[None]:
-    """What a library says about data it cannot read, as one line of ours."""
+def readable(source: str) -> Iterator[None]:
+    """Turn a library's error about data that it cannot read into one line: a UsageError, or a RunError of the hub."""
     try:
         yield
     except (UsageError, RunError):
@@ -370,9 +344,9 @@ def _readable(source: str) -> Iterator[None]:
 
 
 def _rows(source: str, rows: Any, text_column: str, messages_column: str | None) -> _Part:
-    """The rows of a `datasets` data set; refuses one without the column asked for."""
+    """The rows of a `datasets` data set; refuses one without the requested column."""
     column = messages_column or text_column
-    with _readable(source):
+    with readable(source):
         columns = rows.column_names or sorted(next(iter(rows), {}))
     if column not in columns:
         option = "--messages-column" if messages_column else "--text-column"
@@ -381,7 +355,7 @@ def _rows(source: str, rows: Any, text_column: str, messages_column: str | None)
     convert = _conversation if messages_column else _text
 
     def read() -> Iterator[Document]:
-        with _readable(source):
+        with readable(source):
             for number, row in enumerate(rows.select_columns([column])):
                 document = convert(f"{source} row {number}", row[column])
                 if document is not None:
@@ -391,9 +365,9 @@ def _rows(source: str, rows: Any, text_column: str, messages_column: str | None)
 
 
 def refuse_decoded(source: str, column: str, feature: Any) -> None:
-    """Refuse a column of `datasets` with anything but plain values in it, at any depth; None: JSON, not yet read.
+    """Refuse a column of `datasets` that holds anything but plain values, at any depth; None: JSON, not yet read.
 
-    To decode an image, a sound and the like it opens whatever path or URL the file names, a pipe as well.
+    To decode an image or a sound, `datasets` opens any path or URL that the file names, even a pipe.
     """
     import datasets
 
@@ -415,10 +389,10 @@ def _text(key: str, value: Any) -> Document | None:
 
 
 def _conversation(key: str, value: Any) -> Document | None:
-    """Keeps what is text in each message (role, content, name, ...)."""
+    """Keeps the text entries of each message (role, content, name, ...)."""
     messages = [m if isinstance(m, dict) else {} for m in value] if isinstance(value, list) else [{}]
     if value is not None and not all(isinstance(m.get(k), str) for m in messages for k in ("role", "content")):
-        raise UsageError(f"{key}: is no conversation; --messages-column needs lists of role and content")
+        raise UsageError(f"{key}: is not a conversation; --messages-column needs lists of role and content")
     if not any(m.get("role") == "assistant" and m["content"].strip() for m in messages):
         return None
     return Document(key, messages=[{k: v for k, v in m.items() if isinstance(v, str)} for m in messages])

@@ -1,19 +1,19 @@
-"""Top-k log-probabilities that an inference server wrote, as packed rows.
+"""Packed rows from the top-k log-probabilities of an inference server.
 
-One record a text, in jsonl (or jsonl-like columns of parquet):
+Each text is one record, in jsonl (or in parquet with the same columns):
 
     {"tokens": [5, 17, 9], "top_ids": [null, [17, 3], [9, 4]], "top_logprobs": [null, [-0.2, -2.1], [-0.7, -0.9]]}
 
 Entry i of `top_ids` and `top_logprobs` is about token i given the tokens before it, natural logarithms at
-temperature 1; it is null where nothing was said, as for the first token. That is what vLLM gives as
-`prompt_logprobs` and an OpenAI-compatible server as the logprobs of an echoed prompt. Records are joined to
-one stream and cut into rows that overlap by one token, as `packing` does; a label that nothing was said about
-is masked out. A position may list more entries than are wanted; the most likely ones are taken.
+temperature 1; it is null where the server gave none, as for the first token. vLLM returns this as `prompt_logprobs`,
+an OpenAI-compatible server as the logprobs of an echoed prompt. Records are joined to one stream and cut into rows that
+overlap by one token, as in `packing`; a label without log-probabilities is masked out. Of a position with more than K
+entries, the most likely ones are used.
 
-Every twentieth record is withheld for validation, or the last one where there are fewer. What it gives up: the
-teacher saw each record alone, whatever it is packed with here.
+Every twentieth record is withheld for validation, or the last one if there are fewer. What it gives up: the teacher saw
+each record alone, not the records that share its row here.
 
-Shapes: T positions, K entries wanted.
+Shapes: T positions, K entries.
 """
 
 from collections.abc import Iterator
@@ -23,30 +23,30 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.data.corpus import refuse_decoded
+from kdtrain.data.corpus import readable, refuse_decoded
 from kdtrain.errors import UsageError
 from kdtrain.files import LARGE, parse_json
 
 _WITHHELD = 20
 _NUMBERS = 2**24
-"""Of one record at most."""
+"""Most entries of one record."""
 _COLUMNS = ("tokens", "top_ids", "top_logprobs")
 
 
 @dataclass(frozen=True)
 class LogprobRow:
-    """A packed row with what was said about its labels."""
+    """A packed row with the log-probabilities of its labels."""
 
     tokens: np.ndarray
     """int32 [T+1]."""
     loss_mask: np.ndarray
-    """bool [T]: false where nothing was said."""
+    """bool [T]; false where the server gave none."""
     segments: np.ndarray
-    """int32 [T], number of the record within the row."""
+    """int32 [T]; number of the record within the row."""
     top_ids: np.ndarray
-    """int64 [T, K], most likely first; 0 .. K-1 where nothing was said."""
+    """int64 [T, K], most likely first; 0 .. K-1 where the server gave none."""
     top_logprobs: np.ndarray
-    """float64 [T, K]; NaN where nothing was said."""
+    """float64 [T, K]; NaN where the server gave none."""
     label_logprob: np.ndarray
     """float64 [T]; NaN where the label is in no list."""
 
@@ -54,7 +54,7 @@ class LogprobRow:
 def logprob_rows(path: Path, split: str, seq_len: int, entries: int) -> Iterator[LogprobRow]:
     """The rows of `split` (train or validation) with `entries` entries a position.
 
-    UsageError: the file, the line and what is wrong with it.
+    UsageError: names the file, the line and the fault.
     """
     count = sum(1 for _ in _records(path))
     if count < 2:
@@ -93,16 +93,11 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     import datasets
 
-    try:
+    with readable(str(path)):
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         for column, feature in (rows.features or {}).items():
             refuse_decoded(str(path), column, feature)
         yield from rows
-    except UsageError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
-        raise UsageError(f"{path}: cannot be read: {reason}") from error
 
 
 def _positions(record: Any, where: str, entries: int) -> Iterator[tuple[Any, ...]]:
@@ -120,7 +115,7 @@ def _positions(record: Any, where: str, entries: int) -> Iterator[tuple[Any, ...
 
 
 def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31  # neither a bool, nor a number that would be cut to a whole one
+    return type(value) is int and 0 <= value < 2**31  # not a bool, nor a float to be rounded
 
 
 def _top(ids: Any, logprobs: Any, token: int, at: str, entries: int) -> tuple[Any, Any, float]:
@@ -138,7 +133,7 @@ def _top(ids: Any, logprobs: Any, token: int, at: str, entries: int) -> tuple[An
     if len(ids_K) < entries:
         raise UsageError(f"{at}: has {len(ids_K)} entries; use --top-k {len(ids_K)}, or ask the server for more")
     if np.isnan(logprobs_K).any() or (logprobs_K > 1e-3).any() or np.exp(logprobs_K).sum() > 1.01:
-        raise UsageError(f"{at}: top_logprobs are no natural logarithms of probabilities")
+        raise UsageError(f"{at}: top_logprobs are not natural logarithms of probabilities")
     own = logprobs_K[ids_K == token]
     order = np.argsort(-logprobs_K, kind="stable")[:entries]
     return ids_K[order], logprobs_K[order], float(own[0]) if len(own) else np.nan

@@ -1,8 +1,8 @@
-"""Which sequence is read when: pure functions of integers, so that a resume needs one number and no state.
+"""The order in which sequences are read: pure functions of integers, so that a resume needs one number and no state.
 
-The training stream is endless: permutation(epoch 0), permutation(epoch 1), ... one after the other; position
-p of it is entry p % n of epoch p // n. Evaluation reads range(n). A permutation is computed whole, 8 bytes a
-sequence, and the last few are kept.
+The training stream is endless: permutation(epoch 0), permutation(epoch 1), ... one after the other; its position p is
+entry p % n of epoch p // n. Evaluation reads range(n). A permutation is computed whole, 8 bytes a sequence, and the
+last few are cached.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ _Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 def permutation(seed: int, epoch: int, n: int) -> _Indices:
     """The order of `n` sequences in `epoch`: int64 [n], read-only.
 
-    `np.random.RandomState` because NumPy guarantees its streams for ever, which it does not for `Generator`
-    (NEP 19); its seed is the SHA-256 of (seed, epoch), so that neighbouring seeds and epochs have nothing in
-    common. Raises ValueError for n < 1.
+    `np.random.RandomState` because NumPy guarantees its streams for ever, which it does not for `Generator` (NEP 19).
+    Its seed is the SHA-256 of (seed, epoch), so that neighbouring seeds and epochs are unrelated. Raises ValueError for
+    n < 1.
     """
     if n < 1:
         raise ValueError(f"there is no order of {n} sequences")

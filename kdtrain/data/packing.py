@@ -1,22 +1,21 @@
 """From documents to rows of fixed length.
 
-All documents are joined to one stream of tokens, `[bos] tokens eos` each (bos only where the tokenizer itself writes
-one), and the stream is cut into rows of T + 1 tokens that overlap by one: row r is stream[r*T : r*T + T + 1]. So every
+All documents are joined to one stream of tokens, `[bos] tokens eos` each (bos only if the tokenizer itself writes one),
+and the stream is cut into rows of T + 1 tokens that overlap by one: row r is stream[r*T : r*T + T + 1]. So every
 token but the first is the label of exactly one position, nothing is padded, and only the last, incomplete row is
 dropped. The order and content of the rows depend on the documents alone: `num_workers` threads tokenize ahead of the
 reader (the tokenizer runs outside Python's lock), and a few batches at most are in memory at a time.
 
-A conversation goes through the tokenizer's chat template, and only what the assistant says is learned from. Which
-characters those are the template says, if it marks them with `{% generation %}`; otherwise they follow from rendering
-the conversation up to each assistant turn. Characters become tokens by the tokenizer's own offsets. eos is added where
-the template does not end with it. What a message says is text: a special token that it quotes is spelled out, as
-inference servers do.
+A conversation goes through the tokenizer's chat template, and only the assistant's text is a label. The template may
+mark that text with `{% generation %}`; otherwise it follows from rendering the conversation up to each assistant turn.
+The tokenizer's offsets map characters to tokens. eos is added if the template does not end with it. The content of a
+message is text: a special token in it is spelled out, as inference servers do.
 
-A chat template is a program that came with a model. jinja2's sandbox keeps it from files and from Python's insides, and
-lets it loop for ever, compute 9 ** 9 ** 9, or ask for all memory. So conversations are rendered in a child process of
-limited time, memory and output (`Renderer`): what exceeds a limit ends the child and not the command. It is a fork,
-which costs milliseconds once and a tenth of one for each conversation, and exchanges JSON alone. Time is the
-processor's, not the clock's, so that a busy machine, or one that was asleep, makes no template slow.
+A chat template is a program that comes with a model. jinja2's sandbox keeps it from files and from Python's internals,
+but lets it loop for ever, compute 9 ** 9 ** 9, or allocate all memory. So a child process with limited time, memory and
+output renders the conversations (`Renderer`): a template over a limit ends the child, not the command. The child is a
+fork, which costs milliseconds once and a tenth of one for each conversation, and exchanges only JSON. The limit is on
+processor time, so that a busy or suspended machine makes no template slow.
 
 What it gives up: a document may be cut at the end of a row, and its second half does not see the first; outside of
 Linux the memory of the child is not limited.
@@ -49,15 +48,15 @@ if TYPE_CHECKING:
 
 
 SECONDS = 5.0
-"""Of the processor for one conversation; most take a few milliseconds."""
+"""Processor time for one conversation; most take a few milliseconds."""
 SECONDS_A_TURN = 0.05
-"""Beyond that, for each message: a conversation is rendered up to each of its turns."""
+"""More of it for each message: a conversation is rendered up to each of its turns."""
 MEMORY = 1 << 30
-"""Bytes a template may take beyond what the process has at its start."""
+"""Bytes that a template may allocate beyond the memory of the process at its start."""
 LENGTH, LENGTH_A_BYTE = 1 << 20, 4
-"""Characters that may come of a conversation, and as many more for each byte of it: tokens take 200 bytes each."""
+"""Most characters of a rendered conversation, and more for each of its bytes: tokens take 200 bytes each."""
 SPANS_A_TURN = 64
-"""What the assistant says may be marked in so many pieces for each message."""
+"""Most pieces, for each message, in which the assistant's text is marked."""
 
 Spans = list[tuple[int, int]]
 Messages = list[dict[str, str]]
@@ -72,10 +71,10 @@ class Renderer:
         self._child: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
 
     def __call__(self, key: str, messages: Messages) -> tuple[str, Spans]:
-        """The conversation as text, and the [start, stop) characters of it that the assistant says.
+        """The conversation as text, and the [start, stop) characters in it of the assistant.
 
         Raises:
-            UsageError: of `render`, or it went over a limit.
+            UsageError: from `render`, or the template exceeds a limit.
         """
         if self._child is None:
             context = multiprocessing.get_context("fork")
@@ -115,8 +114,8 @@ def _seconds(messages: Messages) -> float:
 
 
 def _serve(render: Render, connection: Connection, parents: Connection) -> None:
-    """Answer until the parent is gone. The limits are the kernel's, which needs no turn of Python to keep them."""
-    parents.close()  # or the end of the parent would never be seen
+    """Answer until the parent is gone. The kernel enforces the limits, even while Python code is stuck."""
+    parents.close()  # or the child would not notice the end of the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     for each in (signal.SIGTERM, signal.SIGPROF):
         signal.signal(each, signal.SIG_DFL)
@@ -152,7 +151,7 @@ _BATCH_CHARACTERS = 1 << 18
 _BATCH_PIECES = 256
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-# One token of the stream: whether it may be a label, and whether a document starts with it.
+# One token of the stream: the token, whether it may be a label, and whether it starts a document.
 _STREAM = np.dtype([("token", np.int32), ("label", np.bool_), ("start", np.bool_)])
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -162,8 +161,8 @@ class PackedRow:
     """One sequence of T positions.
 
     `tokens`: int32 [T+1]. `loss_mask`: bool [T], at t about the label tokens[t+1]. `segments`: int32 [T], the
-    number within this row of the document that tokens[t] belongs to, from 0. `kept`: what is kept of the teacher's
-    distributions, where that is known without asking it (`cache.codec.keep`).
+    number within this row of the document of tokens[t], from 0. `kept`: the kept entries of the teacher's
+    distributions, if they are known without running it (`cache.codec.keep`).
     """
 
     tokens: _Array
@@ -182,9 +181,9 @@ def pack(
 ) -> Iterator[PackedRow]:
     """Yield `documents` as rows of `seq_len` + 1 tokens, the same rows for any `num_workers`.
 
-    With `document_mask` the first token of a document is not a label, since no position that may be seen
-    comes before it. Raises UsageError for a tokenizer without eos or without fast backend, and for
-    conversations that the chat template cannot render or whose assistant turns cannot be told from the rest.
+    With `document_mask` the first token of a document is not a label, since no visible position precedes it. Raises
+    UsageError for a tokenizer without eos or without fast backend, and for conversations that the chat template cannot
+    render, or whose assistant turns cannot be found.
     """
     if seq_len < 1 or num_workers < 0:
         raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
@@ -215,7 +214,7 @@ def _rows(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterat
 
 @dataclass(frozen=True)
 class _Piece:
-    """A conversation, or so much of a text as is tokenized at once: its document's `first`, its `last`."""
+    """A conversation, or a part of a text that is tokenized at once; `first` and `last`: its place in the document."""
 
     document: Document
     text: str = ""
@@ -224,7 +223,7 @@ class _Piece:
 
 
 def _pieces(document: Document) -> Iterator[_Piece]:
-    """Cut a text at line ends into pieces: tokenized as one, a text takes fifty times its size in memory."""
+    """Cut a text into pieces at line ends: tokenizing takes fifty times the memory of the text."""
     if document.messages is not None:
         yield _Piece(document)
         return
@@ -287,8 +286,7 @@ class _Encoder:
         if tokenizer.eos_token_id is None:
             raise UsageError(f"{self._name} has no end-of-sequence token; set eos_token in tokenizer_config.json")
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
-        # A tokenizer.json may carry the truncation it was once used with, which would silently cut every
-        # text.
+        # A tokenizer.json may hold a truncation from its last use, which would silently cut every text.
         self._backend.no_truncation()
         self._backend.no_padding()
         with panics_refused(f"{self._name} cannot take this text"):
@@ -321,7 +319,7 @@ class _Encoder:
             streams.append(stream)
         return np.concatenate(streams)
 
-    def _conversation(self, key: str, messages: list[dict[str, str]]) -> _Array:
+    def _conversation(self, key: str, messages: Messages) -> _Array:
         messages, quoted = self._without_special(messages)
         with self._render_lock:
             text, spans = self._render(key, messages)
@@ -336,13 +334,13 @@ class _Encoder:
         stream["start"][0] = True
         return stream
 
-    def _without_special(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, str]]:
-        """The messages with an unused character for each special token they quote, and the token of each character."""
-        said = "\0".join(value for message in messages for value in message.values())
-        unused = (each for number in range(0x100000, 0x10FFFE) if (each := chr(number)) not in said)
+    def _without_special(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
+        """The messages with an unused character in place of each special token, and the token of each character."""
+        content = "\0".join(value for message in messages for value in message.values())
+        unused = (each for number in range(0x100000, 0x10FFFE) if (each := chr(number)) not in content)
         quoted: dict[str, str] = {}
         for token in self._quotable:
-            if token in said:
+            if token in content:
                 quoted[mark := next(unused)] = token
                 messages = [{name: value.replace(token, mark) for name, value in each.items()} for each in messages]
         return messages, quoted
@@ -350,7 +348,7 @@ class _Encoder:
     def _encode(self, text: str, quoted: dict[str, str]) -> tuple[list[int], _Array, _Array]:
         """The tokens of a rendered conversation, and where in `text` each starts and stops.
 
-        What stands between two special tokens of the template is encoded anew, spelled out, where it quotes one.
+        Text between two special tokens of the template is encoded again, spelled out, if it quotes a special token.
         """
         encoding = self._backend.encode(text, add_special_tokens=False)
         ids = encoding.ids
@@ -375,10 +373,10 @@ class _Encoder:
         return [*itertools.chain(*tokens)], np.concatenate(begin), np.concatenate(end)
 
 
-def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]) -> tuple[str, Spans]:
-    """The conversation as text, and the [start, stop) characters of it that the assistant says."""
+def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: Messages) -> tuple[str, Spans]:
+    """The conversation as text, and the [start, stop) characters in it of the assistant."""
     if not tokenizer.chat_template:
-        raise UsageError("the tokenizer has no chat template; use one that has, or --text-column for plain text")
+        raise UsageError("the tokenizer has no chat template; use one that has one, or --text-column for plain text")
     try:
         if _GENERATION.search(tokenizer.get_chat_template()):
             return _render_marked(tokenizer, messages)
@@ -390,9 +388,9 @@ def _render(tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[
         raise UsageError(f"{key}: the chat template refuses this conversation: {reason}") from error
 
 
-def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str, str]]) -> tuple[str, Spans]:
-    # Not `return_assistant_tokens_mask`: it misses the last tokens of a turn that ends in a character of
-    # several tokens, and marks all that follows a turn that ends in a character without a token.
+def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: Messages) -> tuple[str, Spans]:
+    # Not `return_assistant_tokens_mask` of apply_chat_template: it misses the last tokens of a turn that ends in a
+    # character of several tokens, and marks everything after a turn that ends in a character without a token.
     from transformers.utils import chat_template_utils
 
     special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
@@ -402,13 +400,10 @@ def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str
         return_assistant_tokens_mask=True,
         **special_tokens,
     )
-    texts, spans = rendered
-    return texts[0], spans[0]
+    return rendered[0][0], rendered[1][0]
 
 
-def _render_prefixes(
-    tokenizer: "PreTrainedTokenizerFast", key: str, messages: list[dict[str, str]]
-) -> tuple[str, Spans]:
+def _render_prefixes(tokenizer: "PreTrainedTokenizerFast", key: str, messages: Messages) -> tuple[str, Spans]:
     def render(stop: int, prompt: bool = False) -> str:
         turns = messages[:stop]
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt))
@@ -420,8 +415,8 @@ def _render_prefixes(
         before, through = render(turn, prompt=True), render(turn + 1)
         if not (through.startswith(before) and text.startswith(through)):
             raise UsageError(
-                f"{key}: the chat template rewrites earlier turns, so the assistant's cannot be told from "
-                "the rest; mark them in the template with {% generation %} ... {% endgeneration %}"
+                f"{key}: the chat template rewrites earlier turns, so the assistant's cannot be found; "
+                "mark them in the template with {% generation %} ... {% endgeneration %}"
             )
         spans.append((len(before), len(through)))
     return text, spans

@@ -1,9 +1,9 @@
 """Causal attention that keeps packed documents apart and builds no mask where none is needed.
 
-`causal_sdpa` is an attention function for `transformers.AttentionInterface`. Models that run on it are given
-no mask for plain causal attention, so that PyTorch takes its fastest kernels under `torch.compile` as well,
-where transformers would build a mask; and a mask of ours when documents must not see each other. A sliding
-window is put in here. The price: a padding mask of transformers is not seen. Packed rows have no padding.
+`causal_sdpa` is an attention function for `transformers.AttentionInterface`. For plain causal attention its models get
+no mask, so that PyTorch uses its fastest kernels under `torch.compile` too, where transformers would build a mask; for
+packed documents they get a mask from `document_mask`. `causal_sdpa` applies a sliding window itself. What it gives up:
+it ignores padding masks of transformers. Packed rows have no padding.
 
 Shape suffixes: B batch, T time.
 """
@@ -20,18 +20,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 CAUSAL_SDPA = "kdtrain_causal_sdpa"
 
 seen_windows: set[int | None] = set()
-"""The sliding windows that models have asked for; what a probe shorter than the window cannot show."""
+"""The sliding windows that models have passed, which a probe shorter than the window cannot show."""
 
 
 def document_positions(segments_BT: Tensor) -> Tensor:
-    """Return each token's position within its document, int64 [B, T]; neighbours of one number are one."""
+    """Return each token's position within its document, int64 [B, T]; a document is a run of one number."""
     here_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     starts_BT = F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
     return here_T - torch.where(starts_BT, here_T, 0).cummax(dim=1).values
 
 
 def document_mask(segments_BT: Tensor) -> Tensor:
-    """Return which position (third axis) sees which (last), bool [B, 1, T, T]: its document, up to itself."""
+    """Return which positions (last axis) a position (third axis) sees, bool [B, 1, T, T]: its document up to itself."""
     same_BTT = rearrange(segments_BT, "b t -> b 1 t 1") == rearrange(segments_BT, "b t -> b 1 1 t")
     return same_BTT & torch.ones(same_BTT.shape[-2:], dtype=torch.bool, device=segments_BT.device).tril()
 

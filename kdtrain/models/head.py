@@ -1,19 +1,18 @@
-"""A model in two pieces, backbone and output head, and the proof that the pieces are the model.
+"""A model in two pieces, backbone and output head, and the proof that the pieces equal the model.
 
-The loss wants hidden states and the weight of the output head, not logits: a B x T x V tensor is the
-largest of a training step, and the statistics engine never makes one. `split` finds the head of any
-`AutoModelForCausalLM`, tries the few forms that heads have,
+The loss needs hidden states and the weight of the output head, not logits: a B x T x V tensor is the largest of a
+training step, and the statistics engine never makes one. `split` finds the head of any `AutoModelForCausalLM`, tries
+the few forms that heads have,
 
     logits = softcap(scale * (hidden @ weight^T + bias)),    softcap(z) = c * tanh(z / c),
 
-and compares with the model's own logits on a probe batch: once as they are, and once with the output of the
-head's linear layer amplified until a soft cap would bend it, because the logits of an untrained model are
-too small to tell. Where no form can be proven the model stays whole, `fused` is False and `reason` says
-why.
+and compares each with the model's own logits on a probe batch: once unchanged, and once with the output of the head's
+linear layer amplified until a soft cap would bend it, because the logits of an untrained model are too small to show
+one. If no form is proven, the model stays whole, `fused` is False and `reason` names the cause.
 
-Packed documents are kept apart (`segments`) by positions that restart at 0 and by block-diagonal causal
-attention, and this is proven on the probe too. A model on sdpa gets the attention function of `attention.py`;
-one on another implementation is given the positions alone, by which transformers finds the documents.
+Positions that restart at 0 and block-diagonal causal attention keep packed documents apart (`segments`); the probe
+proves this too. A model on sdpa gets the attention function of `attention.py`; a model on another implementation gets
+the positions alone, from which transformers finds the documents.
 
 Shape suffixes: B batch, T time, V vocabulary, D model width.
 """
@@ -39,10 +38,10 @@ _FAILURES = (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImp
 
 @dataclass(frozen=True)
 class OutputHead:
-    """What makes logits of hidden states: `softcap(scale * (hidden @ weight^T + bias))`.
+    """The map from hidden states to logits, `softcap(scale * (hidden @ weight^T + bias))`.
 
-    The tensors are the model's own parameters, not copies. Without a weight it is the identity: a model
-    that could not be split already yields logits.
+    The tensors are the model's own parameters, not copies. Without a weight it is the identity, for a model that is
+    not split and returns logits.
     """
 
     weight: Tensor | None = None
@@ -72,9 +71,8 @@ class OutputHead:
 class SplitModel(nn.Module):
     """A causal language model as backbone and output head.
 
-    `model` is the only submodule, so that the keys of the state dict are `model.` and the names of
-    transformers. `fused` says whether the head is split off, `reason` why not. `separates_documents` says
-    whether `segments` work.
+    `model` is the only submodule, so that the keys of the state dict are `model.` and the names of transformers.
+    `fused`: whether the head is split off; `reason`: why not. `separates_documents`: whether `segments` work.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -102,9 +100,9 @@ class SplitModel(nn.Module):
     def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None, layers: tuple[int, ...] = ()) -> Any:
         """Return hidden states [B, T, D], or logits [B, T, V] if the model is not split.
 
-        tokens_BT: token ids, int64. segments_BT: number of the document of each position, integers;
-        attention and positions then stay within a document. None: plain causal attention. layers: see
-        `with_layers`; whatever is asked for comes through here, because wrappers see calls of a module alone.
+        tokens_BT: token ids, int64. segments_BT: number of the document of each position, integers; attention and
+        positions then stay within a document. None: plain causal attention. layers: see `with_layers`, which calls this
+        because wrappers (DDP, FSDP) act on `forward` only.
         """
         if segments_BT is not None and not self.separates_documents:
             raise UsageError(f"{_name(self.model)} cannot keep documents apart; leave --document-mask out")
@@ -142,11 +140,10 @@ class SplitModel(nn.Module):
 def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep_attention: bool = False) -> SplitModel:
     """Split a model into backbone and output head, proven equal on a probe batch.
 
-    probe_tokens_BT: token ids, int64 [B, T >= 4]; by default 2 x 16 ids drawn with a fixed seed. The
-    model's mode is left as it was; its attention implementation becomes `CAUSAL_SDPA` where it was sdpa and
-    that is proven equal, unless `keep_attention`. Raises `UsageError` for a model that looks at later tokens (an
-    encoder), and for one whose
-    configuration makes its own shapes disagree.
+    probe_tokens_BT: token ids, int64 [B, T >= 4]; by default 2 x 16 ids drawn with a fixed seed. The model keeps its
+    mode; its attention implementation changes from sdpa to `CAUSAL_SDPA` if that is proven equal, unless
+    `keep_attention`. Raises `UsageError` for a model that looks at later tokens (an encoder), and for a model whose
+    configured shapes do not fit together.
     """
     tokens_BT = default_probe(model) if probe_tokens_BT is None else probe_tokens_BT
     pieces = SplitModel(model)
@@ -156,8 +153,8 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
         except torch.OutOfMemoryError:
             raise
         except _FAILURES as error:
-            said = " ".join(str(error).split())[:200]
-            raise UsageError(f"{_name(model)} cannot be run as it is configured: {said}") from error
+            cause = " ".join(str(error).split())[:200]
+            raise UsageError(f"{_name(model)} cannot be run as it is configured: {cause}") from error
         probe.refuse_encoders()
         if not keep_attention:
             probe.use_causal_sdpa()
@@ -167,16 +164,15 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
 
 
 def layer_widths(pieces: SplitModel) -> list[int]:
-    """Return the width of the embedding and of each layer's output, as a probe batch has them.
+    """Return the width of the embedding and of each layer's output, found by a probe batch.
 
-    Raises `UsageError` for a model that does not show them.
+    Raises `UsageError` for a model that does not return them.
     """
     with _evaluation(pieces.model), torch.no_grad(), torch.autocast(pieces.model.device.type, enabled=False):
-        states = getattr(
-            pieces._output(default_probe(pieces.model), None, output_hidden_states=True), "hidden_states", None
-        )
+        output = pieces._output(default_probe(pieces.model), None, output_hidden_states=True)
+    states = getattr(output, "hidden_states", None)
     if not states or any(each is None or each.ndim != 3 for each in states):
-        raise UsageError(f"{_name(pieces.model)} does not show the outputs of its layers; leave --hidden-loss out")
+        raise UsageError(f"{_name(pieces.model)} does not return the outputs of its layers; leave --hidden-loss out")
     return [each.shape[-1] for each in states]
 
 
@@ -188,10 +184,10 @@ def default_probe(model: PreTrainedModel) -> Tensor:
 
 
 class _Probe:
-    """The logits of a probe batch of two halves, and by how much they may differ from themselves.
+    """The logits of a probe batch in two halves, and a bound on their rounding.
 
-    Rounding depends on the shapes and the dtype, so its bound is measured: a tenth of what other tokens in the
-    first half do to the logits of the second.
+    Rounding depends on the shapes and the dtype, so the bound is measured: a tenth of the change in the second half's
+    logits when the tokens of the first half change.
     """
 
     def __init__(self, pieces: SplitModel, tokens_BT: Tensor) -> None:
@@ -211,7 +207,7 @@ class _Probe:
         return _largest((self.pieces._run(others_BT, None) - self.logits_BTV)[:, on])
 
     def use_causal_sdpa(self) -> None:
-        """Take our attention function if all layers are of the kinds it knows and the logits stay equal."""
+        """Use `CAUSAL_SDPA` if it supports all layers and the logits stay equal."""
         model, config = self.pieces.model, self.pieces.model.config.get_text_config()
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         chunked = getattr(config, "attention_chunk_size", None) is not None
@@ -220,7 +216,7 @@ class _Probe:
         model.set_attn_implementation(CAUSAL_SDPA)
         seen_windows.clear()
         equal, window = self._gives(self.logits_BTV, None), _window(config)
-        # some models pass their window through the mask alone, which ours does not read
+        # some models pass their window in the mask only, which `causal_sdpa` does not get
         if not equal or (window is not None and window not in seen_windows):
             model.set_attn_implementation("sdpa")
 
@@ -242,7 +238,7 @@ class _Probe:
 
 
 def _window(config: Any) -> int | None:
-    """The sliding window of a model's configuration, None if it has none or does not use it."""
+    """The sliding window of a model's configuration; None if there is none or it is unused."""
     used = getattr(config, "use_sliding_window", True)
     types = getattr(config, "layer_types", None)
     if not used or (types is not None and "sliding_attention" not in types):
@@ -251,7 +247,7 @@ def _window(config: Any) -> int | None:
 
 
 def _fuse(pieces: SplitModel, tokens_BT: Tensor) -> None:
-    """Split the head off where that is proven, and set the reason where not."""
+    """Split the head off if a form is proven, else set the reason."""
     pieces.reason = f"no known form of output head gives the logits of {_name(pieces.model)}"
     try:
         pieces.fused = _prove_a_form(pieces, tokens_BT)
@@ -265,24 +261,25 @@ def _fuse(pieces: SplitModel, tokens_BT: Tensor) -> None:
 
 
 def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
-    """Set the first form that gives the probe's logits, plain and amplified; the configuration's first."""
+    """Set the first form that gives the probe's logits, plain and amplified; try the configuration's own first."""
     linear = pieces.model.get_output_embeddings()
     if pieces.model.base_model is pieces.model or getattr(linear, "weight", None) is None:
         return False
     logits_BTV = pieces._run(tokens_BT, None)
     gain = _AMPLIFIED_LOGIT / max(_largest(logits_BTV), 1e-6)
-    with _amplified(linear, gain):
+    amplify = cast(Callable[..., Any], lambda module, inputs, product: product * gain)
+    with linear.register_forward_hook(amplify):
         amplified_BTV = pieces._run(tokens_BT, None)
     pieces.fused = True
     product_BTV = OutputHead(linear.weight, getattr(linear, "bias", None))(pieces._run(tokens_BT, None))
     tolerance = _HEAD_TOLERANCE[linear.weight.dtype]
     for scale, softcap in _forms(pieces.model):
         form = OutputHead(scale=scale, softcap=softcap)
-        pairs = (
-            (form.shape_logits(product_BTV), logits_BTV),
-            (form.shape_logits(gain * product_BTV), amplified_BTV),
-        )
-        if all(_near(values, expected, tolerance) for values, expected in pairs):
+        pairs = ((form.shape_logits(product_BTV), logits_BTV), (form.shape_logits(gain * product_BTV), amplified_BTV))
+        if all(
+            values.shape == expected.shape and _largest(values - expected) <= tolerance * _largest(expected)
+            for values, expected in pairs
+        ):
             pieces._scale, pieces._softcap = scale, softcap
             return True
     return False
@@ -304,10 +301,6 @@ def _largest(tensor: Tensor) -> float:
     return tensor.float().abs().max().item()
 
 
-def _near(values: Tensor, expected: Tensor, tolerance: float) -> bool:
-    return values.shape == expected.shape and _largest(values - expected) <= tolerance * _largest(expected)
-
-
 @contextlib.contextmanager
 def _evaluation(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
@@ -317,16 +310,6 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextlib.contextmanager
-def _amplified(linear: nn.Module, gain: float) -> Iterator[None]:
-    amplify = cast(Callable[..., Any], lambda module, inputs, product: product * gain)
-    handle = linear.register_forward_hook(amplify)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _name(model: nn.Module) -> str:

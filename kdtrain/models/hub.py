@@ -1,18 +1,18 @@
-"""What transformers and the hub are asked for, errors in one line, and what a model's files may not ask of them.
+"""Requests to transformers and the hub: errors in one line, and refusals of what a model's files may not request.
 
-`transformers` reports what it cannot load by many types of exception of several lines, among warnings and progress
-bars, and asks on stdin whether to run code that comes with a model. Importing this module turns those off; `ask` turns
-any exception into a `UsageError` of one line.
+`transformers` reports a failed load by many types of exception of several lines, among warnings and progress bars, and
+asks on stdin whether to run code that comes with a model. `ask` turns any exception into a `UsageError` of one line,
+and the question off; the command turns off the warnings and bars.
 
-A configuration looks like data. To transformers it also names Python files to run, attention kernels to fetch from
-the hub, packages to import and pickled weights to read, and whatever else it holds becomes an attribute of an object,
-in place of its methods too. The author of a model folder, a run or a spec may have put such a thing there, so it is
-refused in one line before transformers reads it. `trust_remote_code = true` in a spec lifts the rules about code;
-sizes that no model has are always refused, because building such a model would not end.
+A configuration looks like data. To transformers it also names Python files to run, attention kernels to fetch from the
+hub, packages to import and pickled weights to read, and any other key becomes an attribute of an object, even in place
+of a method. The author of a model folder, a run or a spec may have written such a key, so it is refused in one line
+before transformers reads it. `trust_remote_code = true` in a spec lifts the rules about code; sizes that no model has
+are always refused, because building such a model would not end.
 
-Given up: a passing failure, such as a lost connection, is not distinguished from a request that can never be met. The
-refusals list what transformers 5 is known to act on and prove nothing; a key that it does not know ends in an error,
-of which `ask` makes a line.
+What it gives up: a passing failure, such as a lost connection, looks like a request that always fails. The refusals
+list what transformers 5 is known to act on, and prove nothing; any other failure is an error, of which `ask` makes a
+line.
 """
 
 import difflib
@@ -43,14 +43,14 @@ from kdtrain.models.spec import ATTENTIONS, ModelSpec
 MAX_LAYERS = 1000
 """Layers are made one by one; the deepest models have about 130."""
 MOST_JSON = 2**25
-"""Bytes of a configuration or an index of weights at most; the largest known has 9e6."""
+"""Most bytes of a configuration or an index of weights; the largest known has 9e6."""
 _READ_WHOLE = (
     *("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "*.model"),
     *("chat_template*", "additional_chat_templates/*"),
 )
 
 _IMPLEMENTATIONS = (None, *ATTENTIONS, "grouped_mm", "batched_mm")
-"""Of attention and of experts; any other name is that of a kernel on the hub, or unknown."""
+"""Of attention and of experts; any other name is a kernel on the hub, or unknown."""
 _IMPLEMENTATION = re.compile("(?:attn|experts)_implementation")
 _REDIRECTING = ("attribute_map", "sub_configs", "sub_configs_defaults", "_auto_class")
 _ONE_BY_ONE = re.compile("n(?:um)?_(?:hidden_)?(?:layers?|labels)")
@@ -61,7 +61,7 @@ _AT_LEAST_ONE = re.compile(
 
 
 def refuse_impossible(source: str, table: dict[str, Any]) -> None:
-    """Refuse sizes in a configuration (its JSON or TOML, of any depth) of which there is no model."""
+    """Refuse a configuration (JSON or TOML, at any depth) with sizes that no model has."""
     for key, value in _entries(table):
         if _DROPOUT.search(key) and type(value) in (int, float) and not 0 <= value <= 1:
             raise UsageError(f"{source}: {key} = {value}: a dropout is between 0 and 1; mend its configuration")
@@ -80,8 +80,7 @@ def refuse_impossible(source: str, table: dict[str, Any]) -> None:
 
 
 def refuse_large_files(source: str) -> None:
-    """Refuse a folder in which a file that transformers reads into memory whole is larger than any such file is, or is
-    none: a pipe would be waited for."""
+    """Refuse a folder in which a file that transformers reads whole is too large, or is a pipe, which would block."""
     for path in (path for pattern in _READ_WHOLE for path in Path(source).glob(pattern)):
         limit = LARGE if path.name.startswith(("tokenizer.", "vocab.", "merges.")) else MOST_JSON
         if path.exists() and not (path.is_file() or path.is_dir()):
@@ -91,7 +90,7 @@ def refuse_large_files(source: str) -> None:
 
 
 def refuse_code(source: str, table: dict[str, Any]) -> None:
-    """Refuse a configuration (its JSON or TOML, of any depth) that makes transformers run, fetch or unpickle."""
+    """Refuse a configuration (JSON or TOML, at any depth) that makes transformers run, fetch or unpickle."""
     if "auto_map" in table and table.get("model_type") not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         raise UsageError(f"{source}: it brings its own code; if you trust that, set trust_remote_code = true in a TOML")
     _refuse_replacements(source, table)
@@ -112,7 +111,7 @@ def refuse_code(source: str, table: dict[str, Any]) -> None:
 def refuse_foreign_weights(source: str, revision: str) -> None:
     """Refuse a folder or hub id whose weights are an adapter, or whose index names anything but safetensors beside it.
 
-    transformers unpickles a file that an index names, whatever it was asked for.
+    transformers unpickles any file that an index names, even with `use_safetensors`.
     """
     if _file(source, "adapter_config.json", revision) is not None:
         raise UsageError(f"{source}: it holds an adapter (adapter_config.json), which is not read; merge it first")
@@ -125,10 +124,10 @@ def refuse_foreign_weights(source: str, revision: str) -> None:
 
 
 def refuse_foreign_tokenizer(source: str, revision: str) -> None:
-    """Refuse a tokenizer whose class is not one: transformers loads any class of its own by that name, models too."""
+    """Refuse a tokenizer whose class is not a tokenizer: transformers loads any of its classes by name, models too."""
     try:
         config = PreTrainedConfig.get_config_dict(source, revision=revision)[0]
-    except OSError:  # a tokenizer alone, or nothing at all, of which transformers says what is missing
+    except OSError:  # a tokenizer alone, or nothing; transformers then reports what is missing
         config = {}
     _refuse_replacements(source, config)
     refuse_impossible(source, config)
@@ -140,7 +139,7 @@ def refuse_foreign_tokenizer(source: str, revision: str) -> None:
 
 
 def _refuse_replacements(source: str, table: dict[str, Any]) -> None:
-    """Refuse entries that, set as attributes, would take the place of methods or redirect other attributes."""
+    """Refuse entries that, as attributes, would replace methods or redirect other attributes."""
     for key, _ in _entries(table):
         if key.startswith("__") or key in _REDIRECTING or callable(getattr(PreTrainedConfig, key, None)):
             raise UsageError(f"{source}: {key} in its configuration would replace a part of transformers; take it out")
@@ -172,7 +171,7 @@ def _short(value: object) -> str:
     return repr(value)[:80]
 
 
-# What transformers says, and what that means to the one who asked.
+# A fragment of a message of transformers, and what it means to the user.
 _EXPLANATIONS = {
     "model.safetensors": "no weights in safetensors there; other formats are not read, nothing is unpickled",
     "couldn't connect": "no such folder, and the hub cannot be reached; check the name and the network",
@@ -189,10 +188,10 @@ Answer = TypeVar("Answer")
 
 
 def ask(source: str, load: Callable[[], Answer]) -> Answer:
-    """Call `load`; raise what it raises as a `UsageError` of one line that begins with `source`.
+    """Call `load`; turn any exception into a `UsageError` of one line that begins with `source`.
 
-    Out of memory and a full disk pass through: the same question may be answered elsewhere. transformers asks nothing
-    on stdin meanwhile: some parts of composite models are built inside it, where nothing can be passed that says no.
+    Out of memory and a full disk pass through: the same request may work elsewhere. Meanwhile transformers asks nothing
+    on stdin: an argument is not enough, because it does not reach the parts of composite models.
     """
     before, dynamic_module_utils.TIME_OUT_REMOTE_CODE = dynamic_module_utils.TIME_OUT_REMOTE_CODE, 0
     try:
@@ -203,21 +202,25 @@ def ask(source: str, load: Callable[[], Answer]) -> Answer:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise
-        raise UsageError(f"{source}: {_explain(error)}") from error
+        line = one_line(error)
+        known = [meaning for fragment, meaning in _EXPLANATIONS.items() if fragment in str(error)]
+        if isinstance(error, SafetensorError):
+            known = [f"the weights are damaged ({line}); fetch or export them again"]
+        raise UsageError(f"{source}: {known[0] if known else f'cannot be loaded: {line}'}") from error
     finally:
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
 
 
 def revision_of(spec: ModelSpec) -> str:
-    """Branch, tag or commit on the hub."""
+    """The branch, tag or commit on the hub."""
     return spec.revision or "main"
 
 
 def attention_option(attention: str) -> str | None:
-    """Return `attn_implementation` for transformers, of a spec's or a checkpoint's `attention`. Raises `UsageError`.
+    """Return `attn_implementation` for transformers from a spec's or a checkpoint's `attention`. Raises `UsageError`.
 
-    None for sdpa: asked for sdpa, it fails where a model has none; asked for nothing, it takes eager there.
-    flash_attention_2 that is not installed is refused here, because transformers may fetch another one from the hub.
+    None for sdpa: with "sdpa" transformers fails for a model without it, with None it uses eager there. Refuses
+    flash_attention_2 that is not installed, because transformers may fetch another one from the hub.
     """
     if attention not in ATTENTIONS:
         raise UsageError(f"attention = {attention!r} is unknown; use {', '.join(ATTENTIONS)}")
@@ -243,11 +246,11 @@ def ask_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def config_of(name: str, model_type: object, table: dict[str, Any]) -> PreTrainedConfig:
-    """Make a configuration of what stands in a spec or in a checkpoint. Raises `UsageError` that begins with `name`."""
+    """Make a configuration from the table of a spec or a checkpoint. Raises `UsageError` that begins with `name`."""
     if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = difflib.get_close_matches(str(model_type), list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UsageError(f"{name}: model_type '{model_type}' is no causal LM of transformers{hint}")
+        raise UsageError(f"{name}: model_type '{model_type}' is not a causal LM of transformers{hint}")
     refuse_code(name, {**table, "model_type": model_type})
     refuse_impossible(name, table)
     return ask(name, lambda: AutoConfig.for_model(model_type, **table))
@@ -272,13 +275,3 @@ def one_line(error: Exception) -> str:
     """Return an exception's message up to the end of its first sentence, on one line."""
     line = " ".join(str(error).split()) or type(error).__name__
     return re.split(r"(?<=[\w)'\"])[.;] (?=[A-Z])", line, maxsplit=1)[0][:240].rstrip(". ")
-
-
-def _explain(error: Exception) -> str:
-    line = one_line(error)
-    if isinstance(error, SafetensorError):
-        return f"the weights are damaged ({line}); fetch or export them again"
-    for fragment, explanation in _EXPLANATIONS.items():
-        if fragment in str(error):
-            return explanation
-    return f"cannot be loaded: {line}"

@@ -1,13 +1,9 @@
-"""From a spec to a model or a tokenizer, from a model to a folder, and the digest that tells models apart.
+"""Load a model or a tokenizer from a spec, export a model to a folder, and compute a digest that identifies a model.
 
-Models come from `transformers.AutoModelForCausalLM`, from safetensors only: nothing is unpickled, and code
-that comes with a model is not run unless its spec says so. Teachers keep the dtype of their spec and are
-frozen; students get float32 weights whatever was stored, because the optimizer's steps are smaller than
-what bfloat16 resolves.
-
-`transformers` reports what it cannot load by many types of exception of several lines; here each becomes a
-`UsageError` of one line. It also starts a model on random weights when a checkpoint lacks some, with a
-warning; here that is refused.
+Models come from `transformers.AutoModelForCausalLM`, from safetensors only: nothing is unpickled, and code that comes
+with a model runs only if its spec allows it. Teachers keep the dtype of their spec and are frozen; students get float32
+weights whatever was stored, because the optimizer's steps are smaller than the resolution of bfloat16. If a checkpoint
+lacks weights, transformers draws them at random, with a warning; here that is an error.
 """
 
 import copy
@@ -48,12 +44,12 @@ from kdtrain.models.scratch import configuration, model_from_config, model_from_
 from kdtrain.models.spec import ModelSpec, read_spec
 
 ORIGIN = "kdtrain.json"
-"""Beside an exported model: where it comes from, and the SHA-256 of its files, sealed."""
+"""A sealed file in an exported model: its origin, and the SHA-256 of its files."""
 _TOKENIZER_FILES = ("*token*", "vocab.*", "merges.txt", "chat_template*", "*.model")
 
 
 def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a spec, or of a folder or hub id. Raises `UsageError` if there is none."""
+    """Load the tokenizer of a spec, a folder or a hub id. Raises `UsageError` if there is none."""
     if not isinstance(source, ModelSpec):
         return ask_tokenizer(str(source), trust_remote_code=False)
     if source.tokenizer is not None:
@@ -66,10 +62,10 @@ def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
 
 
 def load_teacher(spec: ModelSpec, device: str, seed: int = 0) -> PreTrainedModel:
-    """Load a model to be asked: in evaluation mode, without gradients, in the dtype of its spec.
+    """Load a teacher: in evaluation mode, without gradients, in the dtype of its spec.
 
-    seed: of the weights, for a spec that starts from scratch. Raises `UsageError` for what cannot be loaded, and
-    for non-finite weights, which a loss would blame on the student or the data.
+    seed: of the weights, for a spec that starts from scratch. Raises `UsageError` for a spec that cannot be loaded, and
+    for non-finite weights, which would otherwise look like a fault of the student or the data.
     """
     model: Any = _build(spec, getattr(torch, spec.dtype), None, seed)
     model = model.to(device).eval().requires_grad_(False)
@@ -83,16 +79,16 @@ def load_teacher(spec: ModelSpec, device: str, seed: int = 0) -> PreTrainedModel
 
 
 def vocabulary(spec: ModelSpec) -> int:
-    """Rows of the output head that a spec's configuration states, without loading a weight."""
+    """Rows of the output head by a spec's configuration, without loading a weight."""
     return int(configuration(spec, None).get_text_config().vocab_size)
 
 
 def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: str) -> PreTrainedModel:
-    """Load or make a model to be trained, in float32 and in training mode.
+    """Load or make a student, in float32 and in training mode.
 
-    vocab_size: what the student must hold at least; also the size of a `[config]` that leaves it out. seed:
-    of fresh weights; the global random state is left alone. Raises `UsageError` for what cannot be, a
-    smaller vocabulary among it.
+    vocab_size: the smallest vocabulary that the student may have; also the size of a `[config]` without one. seed: of
+    fresh weights; the global random state does not change. Raises `UsageError` for a spec that cannot be loaded, or a
+    smaller vocabulary.
     """
     model: Any = _build(spec, torch.float32, vocab_size, seed)
     held = model.config.get_text_config().vocab_size
@@ -107,7 +103,7 @@ def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: 
 
 
 def _drop_sampling_that_cannot_be_saved(model: PreTrainedModel) -> None:
-    """Keep only the special tokens of a generation_config.json that transformers loads and refuses to write."""
+    """Keep only the special tokens of a generation_config.json that transformers loads but refuses to write."""
     given = model.generation_config
     try:
         if given is not None:
@@ -118,14 +114,13 @@ def _drop_sampling_that_cannot_be_saved(model: PreTrainedModel) -> None:
 
 
 def architecture(model: nn.Module) -> dict[str, Any]:
-    """What decides the shape and the forward of a model, as plain JSON values: its configuration, without weights."""
-    whole: Any = model if isinstance(model, PreTrainedModel) else model.model
-    kept = json.loads(whole.config.to_json_string())
+    """The configuration of a model, which decides its shape and its forward, as plain JSON values."""
+    kept = json.loads(_whole(model).config.to_json_string())
     return {key: value for key, value in kept.items() if key not in ("transformers_version", "dtype", "_name_or_path")}
 
 
 def generation_settings(model: nn.Module) -> dict[str, Any]:
-    """How a model wants to be sampled from and which tokens end its texts, as plain JSON values."""
+    """A model's settings for sampling and the tokens that end its texts, as plain JSON values."""
     given = _whole(model).generation_config
     return {} if given is None else json.loads(given.to_json_string())
 
@@ -133,16 +128,15 @@ def generation_settings(model: nn.Module) -> dict[str, Any]:
 def model_of(
     name: str, kept: dict[str, Any], attention: str, generation: dict[str, Any] | None = None
 ) -> PreTrainedModel:
-    """A float32 model of an `architecture`, its weights to be filled in, with its `generation_settings`.
+    """A float32 model of an `architecture`, with its `generation_settings`; the caller loads its weights.
 
-    All may have been written by anyone: code is not run, whatever they name. Raises `UsageError` that begins with
-    `name`.
+    Safe for tables of an unknown author: no code runs. Raises `UsageError` that begins with `name`.
     """
     table = dict(kept)
     config = config_of(name, table.pop("model_type", None), table)
     model = new_model(name, config, attention, trust_remote_code=False)
     if generation is not None and model.generation_config is not None:
-        # GenerationConfig takes every name, those of its own methods among them
+        # GenerationConfig takes any name, even that of one of its methods
         known = {key: value for key, value in generation.items() if key in model.generation_config.to_dict()}
         model.generation_config = ask(name, lambda: GenerationConfig(**known))
         _drop_sampling_that_cannot_be_saved(model)
@@ -150,16 +144,16 @@ def model_of(
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Make the layers of a model keep only their inputs in training, and compute the rest again in the backward.
+    """Make the layers of a model store only their inputs in training and recompute the rest in the backward.
 
     Values and gradients stay the same to the last bit, dropout included (arXiv 1604.06174).
 
     Raises:
-        UsageError: the model's layers do not know how.
+        UsageError: the model does not support it.
     """
     if not model.supports_gradient_checkpointing:
         raise UsageError(f"{type(model).__name__} cannot recompute its layers; leave --activation-checkpointing out")
-    # The reentrant kind needs inputs that want gradients, and embeddings of tokens do not compile with it.
+    # The reentrant kind needs inputs with gradients, and does not compile with embeddings of tokens.
     how = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(how)
@@ -195,14 +189,14 @@ def export_model(
     dtype: str | None = None,
     origin: Mapping[str, Any] | None = None,
 ) -> Path | None:
-    """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and swap it in whole.
+    """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
 
-    model: a model or a `SplitModel`; made without a tokenizer, it learns here which token ends a text. tokenizer: its
-    files (`tokenizer_files`). dtype: of the weights written; by default the model's own. origin: where it comes from,
-    for `kdtrain.json`, which also seals the digests of all files. A folder that was exported before is replaced; where
-    it holds anything that was not exported, it is moved aside, and its new path returned.
+    model: a model or a `SplitModel`; its end-of-text token is set from the tokenizer if it has none. tokenizer: the
+    files (`tokenizer_files`). dtype: of the written weights; by default the model's own. origin: entries for
+    `kdtrain.json`, which also holds the sealed digests of all files. An earlier export is replaced; if it holds
+    anything that was not exported, it is moved aside, and its new path returned.
 
-    UsageError: `out` holds what kdtrain did not write. RunError: the disk does not take it.
+    UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.
     """
     refuse_foreign(out)
     out = out.resolve()
@@ -219,7 +213,7 @@ def export_model(
 
 
 def refuse_foreign(out: Path) -> None:
-    """Refuse to export into a file, a link, or a folder with anything in it that was not exported (`UsageError`)."""
+    """Refuse to export into a file, a link, or a folder that is not empty and not an export (`UsageError`)."""
     if out.is_symlink():
         raise UsageError(f"{out} is a link; name the folder itself")
     if out.exists() and not out.is_dir():
@@ -229,7 +223,7 @@ def refuse_foreign(out: Path) -> None:
 
 
 def is_export(folder: Path) -> bool:
-    """Whether `export_model` wrote a folder, whatever has become of its files since: by its sealed `kdtrain.json`."""
+    """Whether `export_model` wrote a folder, by its sealed `kdtrain.json`; its other files may have changed."""
     try:
         return bool(read_sealed(folder / ORIGIN))
     except (OSError, ValueError):
@@ -237,7 +231,7 @@ def is_export(folder: Path) -> bool:
 
 
 def _exported(folder: Path) -> set[str]:
-    """The names of an export whose files are all as they were written; none where one is not."""
+    """The files of an export if all are unchanged, else none."""
     try:
         files = typed(read_sealed(folder / ORIGIN).get("files"), dict[str, str])
         sound = all(file_digest(folder / name) == digest for name, digest in files.items())
@@ -259,7 +253,7 @@ def _write_model(model: nn.Module, tokenizer: Mapping[str, bytes], out: Path, dt
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Return the longest sequence the model's configuration allows, in tokens; None if it sets no bound."""
+    """Return the longest sequence that the model's configuration allows, in tokens; None without a bound."""
     positions = getattr(_whole(model).config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 

@@ -1,10 +1,9 @@
-"""Models that start without weights of their own: from a configuration, or from some layers of a teacher.
+"""Models without weights of their own: from a configuration, or from some layers of a teacher.
 
-A configuration is written out in a spec's `[config]`; keys that its kind of model does not know are refused
-(transformers keeps them without a word). Initial weights are those that transformers gives the kind, drawn on
-the CPU from a seed, so that they are the same on every device. Layers of a teacher are copied by name: the
-layers are the one list of modules that is as long as the configuration says, and everything else, embeddings,
-norms and head, is copied as it is.
+A spec's `[config]` holds the configuration; keys that its kind of model does not have are refused (transformers keeps
+them silently). Initial weights are those of transformers, drawn on the CPU from a seed, so that they are the same on
+every device. Layers of a teacher are copied by name: the layers are the one list of modules whose length is the
+configuration's number of layers; everything else (embeddings, norms, head) is copied unchanged.
 """
 
 import copy
@@ -21,20 +20,20 @@ from kdtrain.errors import UsageError
 from kdtrain.models.hub import ask, ask_config, ask_tokenizer, attention_option, config_of
 from kdtrain.models.spec import ModelSpec
 
-# Written by older configurations, and taken over into `rope_parameters` by transformers.
+# Keys of older configurations, which transformers moves into `rope_parameters`.
 _OLD_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 
 
 def model_from_config(spec: ModelSpec, vocab_size: int | None, seed: int) -> PreTrainedModel:
     """Make a model of the architecture of a spec, float32, on initial weights drawn from `seed`.
 
-    vocab_size: the size of a `[config]` that leaves it out. Raises `UsageError` for what cannot be.
+    vocab_size: for a `[config]` without one. Raises `UsageError` for a configuration that cannot work.
     """
     return _initialised(spec, configuration(spec, vocab_size), seed)
 
 
 def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int | None) -> PreTrainedModel:
-    """Make a model of the layers `spec.layers` of a teacher, float32, of its own or the `[config]`'s shape.
+    """Make a model from the layers `spec.layers` of a teacher, float32, in its shape or the `[config]`'s.
 
     Raises `UsageError` for a layer the teacher does not have, and for any weight of another shape.
     """
@@ -49,7 +48,8 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
     student = _initialised(spec, config, seed=0)
     given, weights = teacher.state_dict(), {}
     for name, tensor in student.state_dict().items():
-        source = _teacher_name(name, list_name, spec.layers)
+        layer = re.match(rf"{re.escape(list_name)}\.(\d+)\.", name)
+        source = f"{list_name}.{spec.layers[int(layer[1])]}.{name[layer.end() :]}" if layer else name
         if source not in given or given[source].shape != tensor.shape:
             of = list(given[source].shape) if source in given else "no such weight"
             raise UsageError(f"{spec.name}: {name} is {list(tensor.shape)}, the teacher has {of}; make [config] fit")
@@ -59,7 +59,7 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
 
 
 def _layer_list(model: PreTrainedModel, spec: ModelSpec) -> tuple[str, int]:
-    """Find the one outermost list of as many modules as there are layers: its name and its length."""
+    """Find the one outermost list with as many modules as the model has layers: its name and its length."""
     count = model.config.get_text_config().num_hidden_layers
     modules = dict(model.named_modules())
     lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count]
@@ -80,11 +80,6 @@ def layers_config(teacher: PreTrainedConfig, layers: tuple[int, ...]) -> PreTrai
     return config
 
 
-def _teacher_name(name: str, list_name: str, layers: tuple[int, ...]) -> str:
-    match = re.match(rf"{re.escape(list_name)}\.(\d+)\.", name)
-    return name if match is None else f"{list_name}.{layers[int(match[1])]}.{name[match.end() :]}"
-
-
 def _initialised(spec: ModelSpec, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -96,7 +91,7 @@ def _initialised(spec: ModelSpec, config: PreTrainedConfig, seed: int) -> PreTra
 
 
 def new_model(name: str, config: PreTrainedConfig, attention: str, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Make a float32 model of a configuration, on initial weights. Raises `UsageError` that begins with `name`."""
+    """Make a float32 model of a configuration with initial weights. Raises `UsageError` that begins with `name`."""
 
     def make() -> PreTrainedModel:
         how = attention_option(attention)
@@ -117,13 +112,18 @@ def new_model(name: str, config: PreTrainedConfig, attention: str, *, trust_remo
 
 
 def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
-    """The transformers configuration of a spec; `vocab_size` where its `[config]` leaves that out."""
+    """The transformers configuration of a spec; `vocab_size` for a `[config]` without one."""
     if spec.config is None:
         return ask_config(spec)
     table = dict(spec.config)
     model_type = table.pop("model_type")
     if model_type in CONFIG_MAPPING:
-        _refuse_unknown_keys(spec, model_type, table)
+        default = ask(spec.name, CONFIG_MAPPING[model_type])
+        for key in table:
+            if not hasattr(default, key) and key not in _OLD_KEYS:
+                near = difflib.get_close_matches(key, list(vars(default)), n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise UsageError(f"{spec.name}: [config] {key} is unknown to {model_type}{hint}")
     if vocab_size is not None:
         table.setdefault("vocab_size", vocab_size)
     if "vocab_size" not in table:
@@ -133,26 +133,14 @@ def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
     return config_of(spec.name, model_type, _special_tokens(spec, table) | table)
 
 
-def _refuse_unknown_keys(spec: ModelSpec, model_type: str, table: dict[str, Any]) -> None:
-    default = ask(spec.name, CONFIG_MAPPING[model_type])
-    for key in table:
-        if not hasattr(default, key) and key not in _OLD_KEYS:
-            near = difflib.get_close_matches(key, list(vars(default)), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UsageError(f"{spec.name}: [config] {key} is unknown to {model_type}{hint}")
-
-
 def _special_tokens(spec: ModelSpec, table: dict[str, Any]) -> dict[str, int | None]:
-    """Return the tokenizer's ids, in place of defaults that may lie outside of the vocabulary.
+    """Return the tokenizer's ids, in place of defaults that may be outside of the vocabulary.
 
-    None for padding: an embedding's padding row would start at zero and get no gradient.
+    No padding: an embedding's padding row would start at zero and get no gradient.
     """
     ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if spec.tokenizer is not None:
         tokenizer = ask_tokenizer(spec.tokenizer, trust_remote_code=False)
         eos = tokenizer.eos_token_id
-        ids |= {
-            "eos_token_id": eos,
-            "bos_token_id": eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id,
-        }
+        ids |= {"eos_token_id": eos, "bos_token_id": eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id}
     return {key: None if id is None or id >= table["vocab_size"] else id for key, id in ids.items()}

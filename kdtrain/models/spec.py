@@ -1,10 +1,9 @@
 """The spec of a teacher or a student: which model, in which dtype, and where its weights start.
 
-A spec is a TOML file of `teachers/` or `students/`, a model folder (one with a `config.json`), a run folder
-with an exported student in it, or a hub id `org/name`. A TOML holds either `source` (a folder or a hub id)
-or a table `[config]` (a `transformers` configuration written out); its paths are relative to the TOML.
-Nothing is loaded here and nothing is looked up on the hub: what a spec names is found out when the model is
-loaded.
+A spec is a TOML file of `teachers/` or `students/`, a model folder (one with a `config.json`), a run folder with an
+exported student, or a hub id `org/name`. A TOML holds either `source` (a folder or a hub id) or a table `[config]` (a
+`transformers` configuration); its paths are relative to the TOML. Reading a spec loads no model and makes no request to
+the hub; loading the model does.
 """
 
 import dataclasses
@@ -23,51 +22,56 @@ ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 INITS = ("pretrained", "scratch", "teacher-layers")
 
 MAX_TEACHERS = 8
-"""How many specs may stand behind each other as `teacher`."""
+"""Longest chain of specs by `teacher`."""
 
 _FOREIGN = (
     *("config.json", "config.toml", "environment.json", "checkpoints/*/state.json"),
     *("manifest.json", "settings.json", "state.json"),
 )
-"""What lies in a model folder, a run, a cache and a checkpoint, any of which may be somebody else's."""
+"""Files of a model folder, a run, a cache and a checkpoint, which may all come from somebody else."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What a teacher or a student is made of."""
+    """Where a teacher or a student comes from."""
 
     name: str
-    """How logs and tables call the model."""
+    """The name of the model in logs and tables."""
     source: str | None = None
     """Model folder or hub id that the architecture, and for `pretrained` the weights, come from."""
     config: dict[str, Any] | None = None
-    """A `transformers` configuration written out, with `model_type`; instead of `source`."""
+    """A `transformers` configuration with `model_type`; instead of `source`."""
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer; `source` where it is left out."""
+    """Folder or hub id of the tokenizer; by default `source`."""
     dtype: str = "float32"
     """Dtype of a teacher's weights: float32, bfloat16 or float16. A student's are always float32."""
     attention: str = "sdpa"
-    """Attention implementation: sdpa (eager where the model has no sdpa), eager or flash_attention_2."""
+    """Attention implementation: sdpa (eager if the model has no sdpa), eager or flash_attention_2."""
     init: str = "pretrained"
     """Where the weights start: pretrained, scratch, or teacher-layers (copied from `teacher`)."""
     teacher: str | None = None
     """For `teacher-layers`: the spec of the model whose weights are copied."""
     layers: tuple[int, ...] = ()
-    """For `teacher-layers`: which layers of the teacher, counted from 0, in the student's order."""
+    """For `teacher-layers`: the layers of the teacher, counted from 0, in the student's order."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with a model. Off unless you turn it on, in a spec of your own."""
+    """Run the Python code that comes with a model; only in a spec of your own."""
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be, with a `ValueError` of one line that names the key."""
+        """Refuse values that cannot work, by a `ValueError` of one line that names the key."""
         _refuse_wrong_types(self)
         for key, allowed in (("dtype", DTYPES), ("attention", ATTENTIONS), ("init", INITS)):
             if (value := getattr(self, key)) not in allowed:
                 raise ValueError(f"{key} = '{value}' is unknown; use {', '.join(allowed)}")
         if self.init == "teacher-layers":
-            self._refuse_wrong_layers()
+            if self.teacher is None or not self.layers:
+                raise ValueError("init = 'teacher-layers' needs teacher (a spec) and layers (a list of numbers)")
+            if self.source is not None:
+                raise ValueError("init = 'teacher-layers' takes its weights from teacher; take source out")
+            if min(self.layers) < 0:
+                raise ValueError(f"layers = {list(self.layers)}: layers are counted from 0")
         elif self.teacher is not None or self.layers:
             raise ValueError("teacher and layers need init = 'teacher-layers'; set it, or take them out")
         elif (self.source is None) == (self.config is None):
@@ -78,24 +82,21 @@ class ModelSpec:
         if self.init == "pretrained" and self.config is not None:
             raise ValueError("[config] has no weights; set init = 'scratch', or give a source")
 
-    def _refuse_wrong_layers(self) -> None:
-        if self.teacher is None or not self.layers:
-            raise ValueError("init = 'teacher-layers' needs teacher (a spec) and layers (a list of numbers)")
-        if self.source is not None:
-            raise ValueError("init = 'teacher-layers' takes its weights from teacher; take source out")
-        if min(self.layers) < 0:
-            raise ValueError(f"layers = {list(self.layers)}: layers are counted from 0")
-
 
 def read_spec(spec: str) -> ModelSpec:
     """Read a spec: a TOML file, a model folder, a run folder with an exported student, or a hub id.
 
-    Raises `UsageError` if it is none of these, for an unknown key, and for values that cannot be.
+    Raises `UsageError` for anything else, for an unknown key, and for values that cannot work.
     """
     refuse_no_path(spec, "spec")
     path = Path(spec)
     if path.is_dir():
-        return _from_folder(path)
+        for candidate in (path, path / "student"):
+            if (candidate / "config.json").is_file():
+                return ModelSpec(name=path.resolve().name, source=os.path.normpath(candidate))
+        if (path / "config.toml").is_file() or (path / "checkpoints").is_dir():
+            raise UsageError(f"{path}: this run has no exported student; write one with 'kdtrain export {path}'")
+        raise UsageError(f"{path}: no config.json in this folder; a model folder has one")
     if path.suffix == ".toml":
         found = _from_toml(path)
         _refuse_endless_teachers(path, found)
@@ -108,17 +109,8 @@ def read_spec(spec: str) -> ModelSpec:
 
 
 def is_hub_id(source: str) -> bool:
-    """Tell whether `source` can be a hub id, org/name, and not a path into a folder that lies here."""
+    """Whether `source` can be a hub id, org/name, and is not a path into an existing folder."""
     return bool(_HUB_ID.fullmatch(source)) and not Path(source.split("/")[0]).is_dir()
-
-
-def _from_folder(folder: Path) -> ModelSpec:
-    for candidate in (folder, folder / "student"):
-        if (candidate / "config.json").is_file():
-            return ModelSpec(name=folder.resolve().name, source=os.path.normpath(candidate))
-    if (folder / "config.toml").is_file() or (folder / "checkpoints").is_dir():
-        raise UsageError(f"{folder}: this run has no exported student; write one with 'kdtrain export {folder}'")
-    raise UsageError(f"{folder}: no config.json in this folder; a model folder has one")
 
 
 def _from_toml(path: Path) -> ModelSpec:
@@ -142,31 +134,28 @@ def _from_toml(path: Path) -> ModelSpec:
         spec = ModelSpec(**values)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
-    if spec.trust_remote_code and (found := _came_with(path)):
-        raise UsageError(
-            f"{path}: trust_remote_code = true has to stand in a spec of your own, and this one lies with {found}, "
-            "which may have been downloaded; copy it elsewhere if you trust that"
-        )
+    if spec.trust_remote_code:
+        folders = {*path.absolute().parents, *path.resolve().parents}
+        foreign = min((each for folder in folders for name in _FOREIGN for each in folder.glob(name)), default=None)
+        if foreign is not None:
+            raise UsageError(
+                f"{path}: trust_remote_code = true must be in a spec of your own, and this one lies with {foreign}, "
+                "which may have been downloaded; copy it elsewhere if you trust that"
+            )
     return spec
 
 
-def _came_with(path: Path) -> Path | None:
-    """What shows that a file lies somewhere in a model folder, a run or a cache, by the path given or behind links."""
-    folders = {*path.absolute().parents, *path.resolve().parents}
-    return min((each for folder in folders for name in _FOREIGN for each in folder.glob(name)), default=None)
-
-
 def _refuse_endless_teachers(path: Path, spec: ModelSpec) -> None:
-    """Follow `teacher` from spec to spec, as a build will: it has to end, and not to run code that `spec` does not."""
-    behind, chain = spec, [str(path)]
-    while behind.teacher is not None:
-        chain.append(behind.teacher)
+    """Follow `teacher` from spec to spec: the chain must end, and run no code that `spec` does not allow."""
+    last, chain = spec, [str(path)]
+    while last.teacher is not None:
+        chain.append(last.teacher)
         if len(chain) > MAX_TEACHERS:
             raise UsageError(f"{path}: its teacher has a teacher, and so on, without end: {' -> '.join(chain[:4])} ...")
-        behind = _from_toml(Path(behind.teacher)) if behind.teacher.endswith(".toml") else read_spec(behind.teacher)
-        if behind.trust_remote_code and not spec.trust_remote_code:
+        last = _from_toml(Path(last.teacher)) if last.teacher.endswith(".toml") else read_spec(last.teacher)
+        if last.trust_remote_code and not spec.trust_remote_code:
             raise UsageError(
-                f"{path}: its teacher {behind.name} wants to run code; set trust_remote_code = true here too if you "
+                f"{path}: its teacher {last.name} needs to run code; set trust_remote_code = true here too if you "
                 "trust that"
             )
 

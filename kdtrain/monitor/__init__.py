@@ -1,1 +1,1 @@
-"""What a run shows on the terminal and writes about itself."""
+"""What a run prints and logs."""

@@ -1,13 +1,13 @@
-"""TensorBoard, and Weights & Biases where its package is installed; and the histograms that both show.
+"""TensorBoard, and Weights & Biases if its package is installed; and the histograms that both show.
 
-Both take the same few things. After a rollback TensorBoard drops the numbers and histograms of the steps that were
-undone, and keeps texts; W&B cannot, and shows both attempts over the same steps.
+After a rollback TensorBoard drops the numbers and histograms of the undone steps and keeps their texts; W&B cannot, and
+shows both attempts over the same steps.
 
-Histograms of weights and gradients are counted where they lie. The bins are the same for every tensor, step and rank:
-half octaves of magnitude, for both signs, from 2^-30 to 2^10, with one bin around 0. Weights and gradients are spread
-over many orders of magnitude, which even bins would put into one; and fixed ones need no look at the extremes first, so
-that the counts of a tensor's parts add up, and a whole model costs one transfer to the host. What it gives up: the
-extreme bins are open, and no bin tells numbers apart that differ by less than 40 %.
+Histograms of weights and gradients are counted on the device of each tensor. The bins are the same for every tensor,
+step and rank: half octaves of magnitude, for both signs, from 2^-30 to 2^10, with one bin around 0. Weights and
+gradients span many orders of magnitude, which even bins would put into one. Fixed bins need no pass for the extremes,
+so the counts of a tensor's parts add up. What it gives up: the extreme bins are open, and numbers that differ by less
+than 40 % may share a bin.
 """
 
 import importlib
@@ -32,7 +32,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of the finite numbers of one tensor; how many are non-finite is `broken`."""
+    """Counts of the finite numbers of one tensor; `broken` counts the non-finite ones."""
 
     minimum: float
     maximum: float
@@ -44,13 +44,13 @@ class Histogram:
     limits: list[float]
     """Upper edges of the bins, ascending, without empty bins at either end."""
     counts: list[int]
-    """Numbers a bin, as many as `limits`."""
+    """Numbers in each bin, as many as `limits`."""
 
 
 def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
-    """The histogram of each tensor of any float dtype, on any device; without those that have no finite number.
+    """The histogram of each tensor of any float dtype, on any device; leaves out tensors without a finite number.
 
-    Where tensors are sharded, all of them are, and every rank must call this.
+    If one tensor is sharded, all must be, and every rank must call this.
     """
     filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
     if not filled:
@@ -62,7 +62,7 @@ def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """Counts a bin, broken ones, sum, sum of squares, -minimum and maximum, as fp64 on the tensor's device."""
+    """Counts of the bins and of non-finite numbers, sum, sum of squares, -minimum, maximum: fp64, on the device."""
     edges = EDGES.to(tensor.device)
     counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=tensor.device)
     sums = torch.zeros(2, dtype=torch.float64, device=tensor.device)
@@ -99,7 +99,7 @@ def _histogram(row: list[float]) -> Histogram:
 
 
 METRICS = ("train/loss", "validation/loss", "validation/kl")
-"""What runs are compared by beside their hyper-parameters."""
+"""The metrics beside the hyper-parameters in TensorBoard."""
 
 
 class Logger(Protocol):
@@ -125,8 +125,7 @@ class TensorBoard:
 
     Args:
         folder: `runs/NAME/tensorboard`.
-        first_step: the first step that is going to be written; what an earlier process wrote from there on is
-            forgotten.
+        first_step: the first step to be written; readers drop later steps of an earlier process.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -169,12 +168,12 @@ class TensorBoard:
         """The options of the run, for the tab HPARAMS."""
         from torch.utils.tensorboard.summary import hparams
 
-        # add_hparams would open a second run beside this one
+        # add_hparams would write a second run
         for summary in hparams(dict(options), dict.fromkeys(METRICS, 0.0)):
             self.writer._get_file_writer().add_summary(summary)
 
     def rewind(self, step: int) -> None:
-        """Forget what was written of later steps than `step`: readers drop it when they meet this mark."""
+        """Write a mark at which readers drop the steps after `step`."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         mark = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
@@ -186,10 +185,10 @@ class TensorBoard:
 
 
 def require_wandb(project: str | None) -> Any:
-    """The module `wandb` where a project is named, else None.
+    """The module `wandb` if a project is named, else None.
 
     Raises:
-        UsageError: a project is named, and the package is missing or broken.
+        UsageError: the package is missing or broken.
     """
     if project is None:
         return None
@@ -202,14 +201,14 @@ def require_wandb(project: str | None) -> Any:
 
 
 class WeightsAndBiases:
-    """A run of W&B, which is resumed with ours.
+    """A run of W&B, which resumes together with ours.
 
-    Steps are logged as a number of our own, because W&B's must not fall, and ours do after a rollback.
+    The step is a metric of its own, because W&B's own step must not decrease, and ours does after a rollback.
 
     Args:
-        folder: our run; W&B keeps its files in `wandb/` there, and its identity in `wandb.json`.
-        fresh: whether our run begins; W&B's then does too.
-        project, name: as W&B shows them; the name is the folder's when not given.
+        folder: our run, with the files of W&B in `wandb/` and its run id in `wandb.json`.
+        fresh: whether our run is new; then the run of W&B is new too.
+        project, name: for W&B; the name is the folder's if not given.
     """
 
     def __init__(self, folder: Path, fresh: bool, project: str, name: str | None) -> None:
@@ -217,7 +216,7 @@ class WeightsAndBiases:
         identity = folder / "wandb.json"
         known = None
         if not fresh:
-            with suppress(OSError, ValueError, KeyError):  # where there is none, W&B makes one up
+            with suppress(OSError, ValueError, KeyError):  # without an id, W&B makes a new one
                 known = str(read_json(identity, dict[str, str])["id"])
         try:
             self.run = self.wandb.init(
@@ -242,7 +241,7 @@ class WeightsAndBiases:
         self.run.log({"step": step, **numbers})
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
-        """Histograms by their full name; W&B wants the lowest edge as well."""
+        """Histograms by their full name; W&B also needs the lowest edge."""
         shown = {
             name: self.wandb.Histogram(np_histogram=(each.counts, [min(each.minimum, each.limits[0]), *each.limits]))
             for name, each in found.items()
@@ -263,9 +262,9 @@ class WeightsAndBiases:
         self.run.config.update(dict(options), allow_val_change=True)
 
     def rewind(self, step: int) -> None:
-        """Leave a mark: W&B keeps what was written of later steps."""
+        """Log a mark: W&B keeps the later steps."""
         self.run.log({"step": step, "events/rewind": 1})
 
     def close(self) -> None:
-        """Hand over what is left, and end."""
+        """Upload the rest and finish the run."""
         self.run.finish()

@@ -1,6 +1,6 @@
-"""The terminal: a bar with rate and ETA where there is one, plain lines elsewhere, and `train.log` in both cases.
+"""Progress: a bar with rate and ETA on a terminal, plain lines elsewhere, and `train.log` in both cases.
 
-Everything here goes to stderr, so that stdout holds a command's result alone.
+All output goes to stderr, so that stdout holds only the result of a command.
 """
 
 import logging
@@ -25,9 +25,9 @@ _early: list[tuple[str, str]] = []
 
 
 def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
-    """Send the lines of `kdtrain`'s logger to stderr and, where given, to the end of `file`.
+    """Send the log of kdtrain to stderr and, if given, to the end of `file`.
 
-    quiet: nothing on stderr, bars among it: another rank prints it.
+    quiet: print nothing on stderr, not even bars, because another rank does.
     """
     console.quiet = quiet
     if file is None:
@@ -50,27 +50,27 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
 
 
 def warn_early(kind: str, text: str) -> None:
-    """Log a warning of a run whose files are not open yet; `Writers` makes an event of it."""
+    """Log a warning of a run whose files are not open yet; `Writers` later writes it as an event."""
     log.warning(text)
     _early.append((kind, text))
 
 
 def early_warnings() -> list[tuple[str, str]]:
-    """Kind and text of each `warn_early` since this was asked last."""
+    """Kind and text of each `warn_early` since the last call."""
     found = _early.copy()
     _early.clear()
     return found
 
 
 class _OneLine(logging.Formatter):
-    """A record on one line, whatever names it quotes."""
+    """A record on one line, with control characters escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
 
 
 class _LogFile(logging.FileHandler):
-    """A log file whose errors, a full disk for example, are errors of the run, and not lines on stderr."""
+    """A log file whose errors, such as a full disk, end the run instead of being printed on stderr."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
@@ -87,22 +87,22 @@ class Bar:
     """A progress bar on a terminal; elsewhere a plain line now and then.
 
     Args:
-        what: the first words of the line.
-        total: units in all, or None where that is unknown.
-        done: units that were done before.
+        what: the start of the line.
+        total: number of units, None if unknown.
+        done: units done before.
         every: seconds between plain lines.
     """
 
     def __init__(self, what: str, total: int | None, done: int = 0, unit: str = "", every: float = 10.0) -> None:
         self.what, self.total, self.unit, self.every = what, total, unit, every
         self.start_done, self.done = done, done
-        self.started = self.spoke = time.monotonic()
+        self.started = self.logged = time.monotonic()
         self.bar = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            # What does not fit into the line is left off at its end, and nothing before it shrinks.
+            # A line that is too long is cut at its end; the columns before do not shrink.
             TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             console=console,
             disable=not console.is_terminal,
@@ -116,8 +116,8 @@ class Bar:
         self.total = self.total if total is None else total
         self.done = done
         self.bar.update(self.task, completed=done, total=self.total, text=text or self.rate())
-        if not console.is_terminal and time.monotonic() - self.spoke > self.every:
-            self.spoke = time.monotonic()
+        if not console.is_terminal and time.monotonic() - self.logged > self.every:
+            self.logged = time.monotonic()
             log.info("%s %d/%s %s", self.what, done, self.total or "?", text or self.rate())
 
     def rate(self) -> str:
@@ -130,18 +130,18 @@ class Bar:
 
 @contextmanager
 def bar(what: str, total: int | None, done: int = 0, unit: str = "sequences") -> Iterator[Bar]:
-    """A `Bar` that is drawn while the block runs."""
+    """A `Bar`, drawn while the block runs."""
     shown = Bar(what, total, done, unit)
     with shown.bar:
         yield shown
 
 
 class Rate:
-    """The speed of training since this process began, over the last steps.
+    """The speed of training, over the last steps of this process.
 
     Args:
-        total: optimizer steps in all.
-        window: steps averaged.
+        total: number of optimizer steps.
+        window: number of steps averaged.
     """
 
     def __init__(self, total: int, window: int = 50) -> None:
@@ -151,7 +151,7 @@ class Rate:
     def add(self, step: int, tokens: int, now: float) -> dict[str, float]:
         """Tokens a second and hours left after `step`, which had `tokens` and ended at `now`, in seconds.
 
-        Nothing after the first step, whose time is the compiler's.
+        Empty after the first step, whose time includes compilation.
         """
         self.times.append((now, tokens))
         seconds = now - self.times[0][0]
@@ -166,16 +166,16 @@ STATUS = (
     *("loss", "loss_avg", "kd_T1", "hidden", "T", "dL/dlogT", "lr", "grad_norm", "tok/s", "eta_h"),
     *("ckpt", "memory_mb", "mem_delta", "mode"),
 )
-"""What a step's line and the bar show, in this order; docs/monitoring.md explains each."""
+"""The numbers in a step's line and in the bar, in this order; docs/monitoring.md explains each."""
 
 
 def status(numbers: Mapping[str, Any]) -> str:
-    """The line of a step, of what `numbers` has."""
+    """The line of a step, from those of the `STATUS` numbers that it has."""
     return line({name: numbers[name] for name in STATUS if name in numbers})
 
 
 def line(numbers: Mapping[str, Any]) -> str:
-    """Numbers (and the mode, a word) as they stand on a plain line: name=value, rounded for reading."""
+    """Numbers (and the mode, a word) as one line of name=value, rounded for reading."""
     formats = {
         "lr": ".2e",
         "tok/s": ",.0f",

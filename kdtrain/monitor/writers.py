@@ -1,9 +1,8 @@
-"""The numbers of each step: `metrics.jsonl`, `events.jsonl`, and the boards that are asked for.
+"""The logs of a run: `metrics.jsonl`, `events.jsonl`, `samples.jsonl`, TensorBoard and W&B.
 
-A run that resumes from step s first removes what was written after s, so that each step stands once; so does a run that
-rolls back while it trains (`rewind`). Events are never removed; each has a level, and every warning is one. A
-line that cannot be read, because a kill cut it short or a byte was damaged, is left out and counted; what is appended
-then begins a line of its own.
+A run that resumes from step s first removes the lines after s, so that each step has one line; so does a run that rolls
+back while it trains (`rewind`). Events are never removed; each has a level, and every warning is an event. A line that
+cannot be read, because a kill cut it short or a byte is damaged, is removed and counted.
 """
 
 import json
@@ -26,31 +25,32 @@ from kdtrain.ranks import copies
 Level = Literal["info", "warning", "error"]
 
 MOST_BYTES = 2**30
-"""Of a log that is filtered; a million steps have about 4e8."""
+"""Most bytes of a log that is read again; a million steps have about 4e8."""
 
 
 class Writers:
-    """The files and boards of one run that hold numbers.
+    """The log files of one run, and its loggers (TensorBoard, W&B).
 
     Args:
         folder: the run.
-        resume_step: the step that the run resumes from; what was written of later ones is removed.
-        validated_step: the last step whose validation the run remembers; of later ones it is removed as well.
-        config: which boards are written.
+        resume_step: the step from which the run resumes; lines of later steps are removed.
+        validated_step: the last step whose validation the run has; validations of later steps are removed.
+        config: which loggers to use.
+
     Raises:
-        UsageError: W&B is asked for, and its package is missing; or something other than a file has the name of one.
+        UsageError: the package of W&B is missing; or a log is not a regular file.
         RunError: W&B does not start.
     """
 
     def __init__(self, folder: Path, resume_step: int, validated_step: int | None, config: MonitorConfig) -> None:
         self.folder = folder
-        self.watched = config.tensorboard or config.wandb_project is not None
-        self.boards: list[Logger] = []
+        self.shows_histograms = config.tensorboard or config.wandb_project is not None
+        self.loggers: list[Logger] = []
         if config.tensorboard:
-            self.boards.append(TensorBoard(folder / "tensorboard", resume_step + 1 if resume_step else 0))
+            self.loggers.append(TensorBoard(folder / "tensorboard", resume_step + 1 if resume_step else 0))
         if config.wandb_project is not None:
             fresh = resume_step == 0
-            self.boards.append(WeightsAndBiases(folder, fresh, config.wandb_project, config.wandb_name))
+            self.loggers.append(WeightsAndBiases(folder, fresh, config.wandb_project, config.wandb_name))
         for name in ("metrics.jsonl", "samples.jsonl"):
             _forget(folder / name, resume_step, -1 if validated_step is None else validated_step)
         _forget(folder / "events.jsonl", math.inf, math.inf)
@@ -66,99 +66,85 @@ class Writers:
             name if name.startswith("validation/") else f"train/{name.replace('/', '_per_')}": value
             for name, value in numbers.items()
         }
-        for board in self.boards:
-            board.scalars(step, shown)
+        for logger in self.loggers:
+            logger.scalars(step, shown)
 
     def event(self, kind: str, step: int, level: Level = "info", **details: Any) -> None:
         """Write an intervention (start, resume, stop, best, ...) with its time in seconds since 1970."""
         record = {"time": time.time(), "event": kind, "level": level, "step": step, **details}
         _append(self.folder / "events.jsonl", record)
-        for board in self.boards:
-            board.event(step, kind, details)
+        for logger in self.loggers:
+            logger.event(step, kind, details)
 
     def warning(self, kind: str, step: int, text: str, **details: Any) -> None:
-        """Log `text` as a warning, and write it as an event of this kind, its `message`."""
+        """Log `text` as a warning, and write it as the `message` of an event."""
         log.warning(text)
         self.event(kind, step, "warning", message=text, **details)
 
     def histograms(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Show the distributions of `tensors`; nothing where no board is written."""
-        if not self.watched:
+        """Send the distributions of `tensors` to the loggers, if there are any."""
+        if not self.shows_histograms:
             return
         found = histograms(tensors)
-        for board in self.boards:
-            board.histograms(step, found)
+        for logger in self.loggers:
+            logger.histograms(step, found)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
-        """Write texts of the student (`monitor.samples`) into `samples.jsonl`, and show them."""
+        """Write texts of the student into `samples.jsonl` and to the loggers."""
         for row in rows:
             _append(self.folder / "samples.jsonl", {"step": step, **row})
-        for board in self.boards if rows else ():
-            board.table(step, "samples", rows)
+        for logger in self.loggers if rows else ():
+            logger.table(step, "samples", rows)
 
     def hyperparameters(self, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """Show the options of a run, given by section (`config.sections`); options that are None are left out."""
+        """Send the options of a run, by section (`config.sections`), to the loggers, without those that are None."""
         flat = {
             f"{section}/{name}": value if isinstance(value, bool | int | float | str) else str(value)
             for section, table in options.items()
             for name, value in table.items()
             if value is not None
         }
-        for board in self.boards:
-            board.hyperparameters(flat)
+        for logger in self.loggers:
+            logger.hyperparameters(flat)
 
     def rewind(self, step: int) -> None:
-        """Forget what was written of later steps than `step`."""
+        """Remove the lines of steps after `step`."""
         self.file.close()
         for name in ("metrics.jsonl", "samples.jsonl"):
             _forget(self.folder / name, step, step)
         self.file = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  # closed by close()
-        for board in self.boards:
-            board.rewind(step)
+        for logger in self.loggers:
+            logger.rewind(step)
 
     def close(self) -> None:
-        """Flush and close everything; events may still be written."""
+        """Close everything; `event` still works, for the file."""
         self.file.close()
-        while self.boards:
-            self.boards.pop().close()
+        while self.loggers:
+            self.loggers.pop().close()
 
 
 class SilentWriters(Writers):
-    """The writers of every rank but the first: they write nothing."""
+    """The writers of all ranks but rank 0, which write nothing."""
 
     def __init__(self, config: MonitorConfig) -> None:
-        self.watched = config.tensorboard or config.wandb_project is not None
-        self.boards = []
+        self.shows_histograms = config.tensorboard or config.wandb_project is not None
+        self.loggers = []
 
-    def metrics(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Nothing."""
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    def event(self, kind: str, step: int, level: Level = "info", **details: Any) -> None:
-        """Nothing."""
+    metrics = event = samples = hyperparameters = rewind = close = _nothing
 
     def histograms(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Add this rank's parts to what the first one shows; nothing where it has them all."""
-        if self.watched and any(map(copies, tensors.values())):
+        """Add this rank's parts of sharded tensors to the histograms of rank 0."""
+        if self.shows_histograms and any(map(copies, tensors.values())):
             histograms(tensors)
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
-        """Nothing."""
-
-    def hyperparameters(self, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """Nothing."""
-
-    def rewind(self, step: int) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> None:
-    """Write one line.
+    """Append one line.
 
     Raises:
-        OSError: with the file's name, which an error while writing does not have.
+        OSError: with the file's name, which an error of a write lacks.
     """
     try:
         with open(path, "a") as file:
@@ -168,10 +154,10 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def _forget(path: Path, trained: float, validated: float) -> None:
-    """Leave out the lines of later steps, of training and of validation, and those that cannot be read.
+    """Remove the lines after step `trained` (of validation, after `validated`), and lines that cannot be read.
 
     Raises:
-        UsageError: something other than a file stands there, or one that is too large to be a run's.
+        UsageError: it is not a regular file, or too large to be a log.
     """
     kept, unreadable = [], []
     try:
@@ -191,5 +177,5 @@ def _forget(path: Path, trained: float, validated: float) -> None:
         raise UsageError(f"{path}: {error}; move it away") from None
     if unreadable:
         lines = f"{len(unreadable)} lines that cannot be read, first line {unreadable[0]}"
-        warn_early("unreadable-lines", f"{path}: left out {lines}")
+        warn_early("unreadable-lines", f"{path}: removed {lines}")
     publish_text(path, "".join(text + "\n" for text in kept), "monitor.forget")

@@ -1,15 +1,15 @@
-"""The engine's work on a chunk of logits whose targets are dense: row sums, divergence, and gradient in the logits.
+"""A chunk of logits with dense targets: row sums, divergence, and gradient in the logits.
 
 A divergence D(log p, log q) of p = softmax(beta e) and q = softmax(beta z) has, with g = dD/dlog q and h = dD/dlog p
 as if these were free, the gradients
     dD/dz    = beta (g - q sum g),
     dD/dbeta = sum g (z - E_q z) + sum h (e - E_p e).
 Three functions walk the chunk: the sums of exponentials, the divergence and its sums of g and h, and the gradient,
-written over the logits. Each takes g again from the logits instead of keeping it. torch.compile fuses each into one or
-two passes, and autograd of the divergence alone gives g and h, so that a new divergence is still a few lines.
+written over the logits. Each computes g again from the logits instead of keeping it. torch.compile fuses each into one
+or two passes, and autograd of the divergence alone gives g and h, so that a new divergence is still a few lines.
 
-Everything is shifted by the largest entry of its row; what rounding log-sums to fp32 does to the divergence is put
-right in fp64.
+All sums are shifted by the largest entry of their row; the error that rounding log-sums to fp32 makes in the divergence
+is corrected in fp64.
 
 Shape suffixes: R rows, V vocabulary.
 """
@@ -29,7 +29,7 @@ from kdtrain.objective.targets import EMPTY
 
 @dataclass(frozen=True)
 class DenseStatistics:
-    """What a loss over dense targets may know of a chunk; each [R], in fp64 and differentiable."""
+    """The statistics of a chunk that a loss over dense targets gets; each [R], in fp64 and differentiable."""
 
     lse: Tensor
     """log sum exp(z)."""
@@ -47,7 +47,7 @@ class Shift:
 
     top: Tensor
     log_mass: Tensor
-    """In the dtype of the values: an fp64 number a row would be converted at every element of it."""
+    """In the dtype of the values: fp64 would be converted at every element of the row."""
 
     @classmethod
     def of(cls, top_R: Tensor, mass_R: Tensor) -> Shift:
@@ -59,15 +59,15 @@ class Shift:
         return beta * (values_RV - self.top[:, None]) - self.log_mass[:, None]
 
     def rounding(self, mass_R: Tensor) -> Tensor:
-        """[R] fp64: by how much `log_softmax` is too low because the log of the mass was rounded."""
+        """[R] fp64: how much too low `log_softmax` is because the log of the mass was rounded."""
         return self.log_mass.double() - mass_R.double().log()
 
 
 def sum_dense(z_RV: Tensor, logprobs_RV: Tensor, beta: Tensor, slopes: bool, at_one: bool) -> tuple[Tensor, ...]:
     """Largest z and e, sums of exp(z), exp(e), exp(beta z), exp(beta e), and the means of z and e at beta; each [R].
 
-    All but the first two are of values shifted by the largest. The means are 0 where the gradient in beta is not wanted
-    (`slopes`), and so is the sum of exp(e) without a measurement at T = 1 (`at_one`).
+    All but the first two are of values shifted by the largest. The means are 0 unless the gradient in beta is wanted
+    (`slopes`), and the sum of exp(e) is 0 unless the divergence is measured at T = 1 (`at_one`).
     """
     energies_RV = _energies(z_RV, logprobs_RV)
     results = []
@@ -92,9 +92,9 @@ def measure_dense(
     parameter: float,
     slopes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The divergence [R], sum g, sum h, and the sums of g z and h e (shifted), which make its slope in beta.
+    """The divergence [R], sum g, sum h, and the sums of g z and h e (shifted), which give its slope in beta.
 
-    The last two are 0 where that is not wanted.
+    The last two are 0 unless the slope is wanted (`slopes`).
     """
     energies_RV = _energies(z_RV, logprobs_RV)
     log_q_RV, log_p_RV = student.log_softmax(z_RV, beta), teacher.log_softmax(energies_RV, beta)
@@ -129,9 +129,10 @@ def spread_dense(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Overwrite `z_RV` with the gradient in u of weight * divergence + log sum exp(z) times what `share_R` says.
+    """Overwrite `z_RV` with the gradient in u of a loss of the divergence and of log sum exp(z).
 
-    The share is the gradient in log sum exp(z) divided by the shifted sum of exp(z).
+    weight_R: the loss's gradient in the divergence. share_R: its gradient in log sum exp(z), divided by the shifted sum
+    of exp(z).
     """
     log_q_RV = student.log_softmax(z_RV, beta)
     log_p_RV = teacher.log_softmax(_energies(z_RV, logprobs_RV), beta)
@@ -157,9 +158,10 @@ def _derivatives(
 
 
 def _jsd(log_p_RV: Tensor, log_q_RV: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
-    """JSD's by hand, because what comes of the mixture's logarithm cancels, and autograd computes it all the same:
+    """The JSD, g and h by hand, in half the time: the terms from the mixture's logarithm cancel, and autograd would
+    compute them all the same.
 
-    g = (1 - b) q log(q/m) and h = b p log(p/m), which add up to the divergence. Half the time of the general way.
+    g = (1 - b) q log(q/m) and h = b p log(p/m), which add up to the divergence.
     """
     p_RV, q_RV = log_p_RV.exp(), log_q_RV.exp()
     mixed_RV = (share * p_RV + (1 - share) * q_RV).clamp_min(torch.finfo(p_RV.dtype).tiny).log()

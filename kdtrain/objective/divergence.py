@@ -11,11 +11,12 @@
                      of beta times the centred logits
 
 All are in nats (tvd is in 0 to 1, logit-mse in squared nats), 0 where p = q, and taken at the temperature of both
-sides. All but tvd shrink as 1/T^2 when T grows, and the factor T^2 of the loss gives that back; T^2 tvd grows with
+sides. All but tvd shrink as 1/T^2 when T grows, which the factor T^2 of the loss compensates; T^2 tvd grows with
 T. T^2 logit-mse does not depend on T. tvd has a kink at p = q: its gradient there is of the size of q, and its
 sign is rounding.
 
-`tails` says what the events are; `refuse` what goes together. No value is clamped. `register_divergence` adds one.
+`tails` defines the events; `refuse` raises on divergences, tail rules and targets that do not fit together. No value is
+clamped. `register_divergence` adds a divergence.
 
 Shape suffixes: R rows, E events.
 """
@@ -34,7 +35,7 @@ from kdtrain.errors import UsageError
 from kdtrain.objective.tails import Events, TailRule, resolve_tail
 
 _IMPOSSIBLE = -1e3
-"""Log-probability below which a token counts as excluded (-inf padding); no squared difference is made of it."""
+"""A token with a log-probability below it counts as excluded (-inf padding), and is left out of logit-mse."""
 
 
 Measure = Callable[[Events, float], Tensor]
@@ -49,13 +50,13 @@ class Divergence:
     of: Measure
     accepts: frozenset[str]
     parameter: float | None = None
-    """The number that it takes when none is given, in (0, 1); None where it takes none."""
+    """The default of its number, in (0, 1); None if it takes none."""
 
     def number(self, text: str) -> float:
-        """The number of `text`, which is NAME or NAME:NUMBER.
+        """The number in `text`, which is NAME or NAME:NUMBER.
 
         Raises:
-            UsageError: it does not lie between 0 and 1, or the divergence takes none.
+            UsageError: the number is not between 0 and 1, or the divergence takes none.
         """
         name, colon, given = text.partition(":")
         if not colon:
@@ -155,7 +156,7 @@ def logit_mse(events: Events, parameter: float = 0.0) -> Tensor:
 
 
 def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, dense: bool = False) -> None:
-    """Raise a `UsageError` where `divergence` with `tail` cannot be computed from targets of this kind."""
+    """UsageError: `divergence` with `tail` cannot be computed from targets of this kind."""
     name, _ = parse(divergence)
     rule: TailRule = TAILS.get(resolve_tail(tail, num_samples))
     kind = "dense" if dense else "sampled" if num_samples else "sparse"
@@ -194,9 +195,9 @@ def _kl(from_RE: Tensor, to_RE: Tensor) -> Tensor:
 
 
 def _mixture(first_RE: Tensor, second_RE: Tensor, share: float) -> Tensor:
-    """log(share * exp(first) + (1 - share) * exp(second)), bounded where both are as good as 0.
+    """log(share * exp(first) + (1 - share) * exp(second)), bounded below where both are almost 0.
 
-    A log-add-exp would need two more exponentials of what is exponentiated anyway.
+    A log-add-exp would need two more exponentials.
     """
     mixed_RE = share * first_RE.exp() + (1 - share) * second_RE.exp()
     return mixed_RE.clamp_min(torch.finfo(mixed_RE.dtype).tiny).log()

@@ -1,19 +1,19 @@
 """The fused output head: loss and gradients from hidden states, without ever holding all logits.
 
-The engine walks the rows in chunks. For a chunk it makes the logits, and sums over the tail of exp(z) and of
+The engine goes through the rows in chunks. For a chunk it computes the logits, and sums over the tail of exp(z) and of
 exp(beta z) (`statistics`); the loss is an ordinary small function of the logs of these sums and of z at the kept ids
 and the label, whose autograd gives one coefficient for each, and with them
     dz = g_tail softmax_tail(z) + g_tail_beta beta softmax_tail(beta z) + scatter(g_kept, g_label),
     dHidden = dz W,   dW += dz^T h,
-written over the logits. Gradients are thus made in the forward pass, with three matrix products as in plain
+written over the logits. The forward pass thus computes the gradients, with three matrix products as in plain
 cross-entropy (`matmul`); the backward pass only multiplies them by the incoming scalar. A new sparse loss is a new
 small function.
 
-Dense targets take another way through the same walk (`dense`): the divergence of a row is one of its statistics. An
-online teacher's are made from its hidden states on the way.
+Dense targets take another path for each chunk (`dense`): the divergence of a row is one of its statistics. Targets of
+an online teacher are computed from its hidden states, chunk by chunk.
 
-Given up: the loss can be differentiated once, and all gradients that are asked for, as large as the weight
-and the hidden states, are held from forward to backward.
+Given up: the loss can be differentiated once, and the requested gradients, as large as the weight and the hidden
+states, are held from forward to backward.
 
 Shape suffixes: N tokens, R rows of a chunk, D model width, V vocabulary (without padding), P rows of the
 weight (V and padding), K kept entries.
@@ -52,27 +52,37 @@ from kdtrain.objective.statistics import (
 from kdtrain.objective.targets import DenseTargets, OnlineTargets, SparseTargets
 
 SparseLoss = Callable[[Statistics, Tensor, Rows], tuple[Tensor, Tensor]]
-"""(statistics, beta, rows) -> (loss, a scalar that is differentiated; sums, a vector that is not)."""
+"""(statistics, beta, rows) -> (loss, a differentiable scalar; sums, a vector without gradients)."""
 DenseLoss = Callable[[DenseStatistics, Tensor, Rows], tuple[Tensor, Tensor]]
 """(statistics, beta, rows) -> the same pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """One pass over all rows: what is computed, of which rows, and which gradients are wanted."""
+    """One pass over all rows: what to compute, for which rows, and which gradients are wanted."""
 
     rows: Rows
+    """Labels, mask and targets of the N rows; the losses get them chunk by chunk, see `Rows.harmless`."""
     sparse_loss: SparseLoss
+    """For sparse or absent targets."""
     dense_loss: DenseLoss
+    """For dense ones."""
     divergence: tuple[str, float]
+    """Name and parameter of the divergence from dense targets."""
     sums: int
-    scale: float
-    softcap: float | None
+    """Length of the vector of sums that the losses return."""
     vocab_size: int
-    chunk: int
-    compile: bool
-    at_one: bool
+    """V; weight rows from V on are padding, take no part and get a zero gradient."""
+    at_one: bool = True
+    """Measure the divergence from dense targets at T = 1 too; else it is 0."""
+    compile: bool = False
+    """torch.compile the elementwise work of a chunk."""
+    chunk: int | None = None
+    """Rows of a chunk, instead of `chunk_rows`."""
+    scale: float = 1.0
+    softcap: float | None = None
     wanted: dict[str, bool] = field(default_factory=dict)
+    """`fused_loss` fills in the last three: those of the head, and whether each input requires a gradient."""
 
     @property
     def differentiates(self) -> bool:
@@ -80,54 +90,20 @@ class Walk:
 
 
 @torch.compiler.disable
-def fused_loss(
-    hidden_ND: Tensor,
-    head: Head,
-    beta: Tensor,
-    rows: Rows,
-    *,
-    sparse_loss: SparseLoss,
-    dense_loss: DenseLoss,
-    divergence: tuple[str, float],
-    sums: int,
-    vocab_size: int,
-    at_one: bool = True,
-    compile: bool = False,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def fused_loss(hidden_ND: Tensor, head: Head, beta: Tensor, walk: Walk) -> tuple[Tensor, Tensor]:
     """Sum over chunks of a loss of output-head statistics, differentiable in hidden, weight, bias and beta.
 
     Args:
         hidden_ND: the student's last hidden states, or [N,P] logits when the head has no weight; any float dtype.
         beta: scalar inverse temperature.
-        rows: labels, mask and targets of the N rows; the losses get a chunk of them, made harmless.
-        sparse_loss: for sparse or absent targets.
-        dense_loss: for dense ones.
-        divergence: name and parameter of what is computed from dense targets.
-        sums: the length of the vector of sums that the losses return.
-        vocab_size: V; weight rows from V on are padding, take no part and get a zero gradient.
-        at_one: whether the divergence from dense targets is measured at T = 1 too; 0 is given for it else.
-        compile: torch.compile the elementwise work of a chunk.
-        chunk: rows of a chunk, instead of `chunk_rows`.
     Returns:
         the loss (scalar, at least fp32) and the vector of sums, detached.
     """
     head = WholeHead.of(head)
     inputs = {"hidden": hidden_ND, "weight": head.weight, "bias": head.bias, "beta": beta}
-    walk = Walk(
-        rows=rows,
-        sparse_loss=sparse_loss,
-        dense_loss=dense_loss,
-        divergence=divergence,
-        sums=sums,
-        scale=head.scale,
-        softcap=head.softcap,
-        vocab_size=vocab_size,
-        chunk=chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type),
-        compile=compile,
-        at_one=at_one,
-        wanted={k: torch.is_grad_enabled() and v is not None and v.requires_grad for k, v in inputs.items()},
-    )
+    wanted = {k: torch.is_grad_enabled() and v is not None and v.requires_grad for k, v in inputs.items()}
+    chunk = walk.chunk or chunk_rows(walk.vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
+    walk = replace(walk, scale=head.scale, softcap=head.softcap, chunk=chunk, wanted=wanted)
     return _Fused.apply(walk, *inputs.values())
 
 
@@ -142,10 +118,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        # In place, and the only reference given away: no second copy of dWeight is ever made.
+        # In place, and without a second reference: dWeight is never copied.
         assert ctx.gradients is not None, "the fused loss can be differentiated once"
         gradients, ctx.gradients = ctx.gradients, None
-        # Asking the value is free on a CPU alone; a pass over dWeight is not.
+        # Reading the value is free on a CPU only; a pass over dWeight is not.
         whole = outer[0].device.type == "cpu" and outer[0].item() == 1.0
         scaled = [g if g is None or whole else g.mul_(outer[0].to(g.dtype)) for g in gradients]
         found = [g if g is None else g.to(d) for g, d in zip(scaled, ctx.dtypes, strict=True)]
@@ -163,6 +139,7 @@ def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
     beta = beta.detach().double()
     grads = _empty_gradients(walk, hidden_ND, weight_PD, bias_P, beta)
     loss, sums = beta.new_zeros(()), beta.new_zeros(walk.sums)
+    assert walk.chunk
     for start in range(0, rows, walk.chunk):
         part = slice(start, start + walk.chunk)
         hidden_RD, chunk = hidden_ND[part], walk.rows[part].harmless(walk.vocab_size)
@@ -185,10 +162,7 @@ def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
 
 
 class _Logits:
-    """Logits of one chunk of rows after another, each written over the one before.
-
-    Fresh memory for each would cost as much as a product.
-    """
+    """Logits of one chunk of rows after another, all in one buffer: fresh memory would take as long as a product."""
 
     def __init__(self, hidden_ND: Tensor, head: Head, walk: Walk) -> None:
         self.size = walk.vocab_size
@@ -197,7 +171,7 @@ class _Logits:
         self.products = None if weight_PD is None else Products(hidden_ND, weight_PD[: self.size], walk.compile)
         self.bias_V = bounded_bias(head.bias, self.size, self.dtype)
         self.scale, self.softcap = head.scale, head.softcap
-        rows = 0 if self.products is None else min(walk.chunk, len(hidden_ND))
+        rows = 0 if self.products is None else min(walk.chunk or 0, len(hidden_ND))
         self.buffer_RV = matmul.take_buffer("logits", rows, self.size, dtype=self.dtype, device=hidden_ND.device)
 
     def __call__(self, hidden_RD: Tensor) -> Tensor:
@@ -209,12 +183,12 @@ class _Logits:
         return shape_logits(u_RV, self.bias_V, self.scale, self.softcap)
 
     def close(self) -> None:
-        """Return the buffer; the logits are lost."""
+        """Return the buffer; the logits become invalid."""
         matmul.return_buffer("logits", self.buffer_RV)
 
 
 def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> dict[str, Any]:
-    """Zeros for the gradients that are wanted; but the weight's, without padding, is left to the first chunk."""
+    """Zeros for the wanted gradients; of the weight's only the padding, as the first chunk overwrites the rest."""
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     # fp16 hidden gradients wait in fp32 for the loss scale that keeps them from underflowing.
     stored = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
@@ -223,7 +197,7 @@ def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any,
     found: dict[str, Any] = dict.fromkeys(inputs)
     for name in (each for each in inputs if walk.wanted[each]):
         like, own = inputs[name], dtypes[name]
-        if name == "weight" and like.dtype != own:  # rounded in the end, and given back
+        if name == "weight" and like.dtype != own:  # rounded at the end, and returned
             found[name] = matmul.take_buffer("weight gradient", *like.shape, dtype=own, device=like.device)
         else:
             found[name] = torch.empty(like.shape, dtype=own, device=like.device)
@@ -247,7 +221,7 @@ def _accumulate(
 
 
 Chunk = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Loss, sums, gradient in u (if any is wanted) and in beta (if it is wanted) of one chunk."""
+"""Loss, sums, gradient in u (if any gradient is wanted) and in beta (if wanted) of one chunk."""
 
 
 def _dense_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Chunk:
@@ -318,13 +292,13 @@ def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Chunk:
 
 
 def _add_at(dz_RV: Tensor, ids_RK: Tensor, g_RK: Tensor, z_RK: Tensor, walk: Walk) -> None:
-    """Add gradients in single logits, which are `z_RK`, to the gradient in u."""
+    """Add the gradients `g_RK` in single logits `z_RK` to the gradient in u."""
     slope_RK = walk.scale * cap_slope(z_RK, walk.softcap)
     dz_RV.scatter_add_(1, ids_RK, (g_RK * slope_RK).to(dz_RV.dtype))
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of `loss` in the leaves that ask for one, None for others and for those it does not use."""
+    """Gradients of `loss` in the leaves that require one; None for others and for unused ones."""
     asking = [x for x in leaves if x.requires_grad]
     if not asking:
         return [None] * len(leaves)

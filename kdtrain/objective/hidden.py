@@ -1,4 +1,4 @@
-"""Hidden-state losses: some layers of the student are to look like some layers of the teacher.
+"""Hidden-state losses: layers of the student learn to match layers of the teacher.
 
 A student's hidden states h_s go through a learned matrix W, student width x teacher width, and are compared with the
 teacher's h_t at the same tokens:
@@ -7,11 +7,11 @@ teacher's h_t at the same tokens:
                                                                  TinyBERT, arXiv 1909.10351, eq. 8
     cosine  1 - cos(W h_s, h_t)                                  DistilBERT, arXiv 1910.01108, section 2
 
-W is fp32, belongs to the training and not to the student, and starts as the identity where both widths are equal (then
-the first step is DistilBERT's, which has no W), else with orthonormal rows or columns. A value is the mean over the
+W is fp32 and belongs to the training, not to the student. It starts as the identity if both widths are equal (the first
+step is then DistilBERT's, which has no W), else with orthonormal rows or columns. A value is the mean over the
 pairs of layers, summed over unmasked tokens. `even` is TinyBERT's uniform mapping of layers.
 
-Given up: it needs the teacher at hand. Hidden states are hundreds of numbers a token and layer; no cache holds them.
+Given up: it needs an online teacher. Hidden states are hundreds of numbers a token and layer; no cache holds them.
 
 Shape suffixes: N tokens, S width of a student's layer, D width of a teacher's.
 """
@@ -36,15 +36,19 @@ class HiddenLoss(nn.Module):
     Args:
         kind: one of `KINDS`.
         widths: S and D of each pair.
-        seed: of the projections that are no identity; the global random state is left alone.
+        seed: of the projections that do not start as the identity; the global random state does not change.
     """
 
     def __init__(self, kind: str, widths: Sequence[tuple[int, int]], seed: int = 0) -> None:
         super().__init__()
         assert kind in KINDS
         self.kind = kind
-        generator = torch.Generator().manual_seed(seed)
-        self.projections = nn.ParameterList(_start(wide, narrow, generator) for narrow, wide in widths)
+        generator, self.projections = torch.Generator().manual_seed(seed), nn.ParameterList()
+        for narrow, wide in widths:
+            start = torch.eye(wide)
+            if wide != narrow:
+                start = nn.init.orthogonal_(torch.empty(wide, narrow), generator=generator)
+            self.projections.append(nn.Parameter(start))
 
     def forward(self, student: Sequence[Tensor], teacher: Sequence[Tensor], mask_N: Tensor) -> Tensor:
         """Sum over unmasked tokens of the mean over pairs; scalar fp32, differentiable in student and projections.
@@ -52,26 +56,23 @@ class HiddenLoss(nn.Module):
         Args:
             student: [N,S] a pair, any float dtype.
             teacher: [N,D] a pair, any float dtype, without gradients; masked rows may hold anything.
-            mask_N: bool, True where the token counts. With none left the value is 0 and the graph whole.
+            mask_N: bool, True where the token counts. Without any the value is 0, still connected to the graph.
         """
+        sums = []
         with torch.autocast(mask_N.device.type, enabled=False):
-            each_P = [
-                self._distance(F.linear(own_NS.float(), weight_DS), other_ND, mask_N)
-                for own_NS, other_ND, weight_DS in zip(student, teacher, self.projections, strict=True)
-            ]
-            return torch.stack(each_P).mean()
-
-    def _distance(self, own_ND: Tensor, other_ND: Tensor, mask_N: Tensor) -> Tensor:
-        other_ND = other_ND.detach().float().masked_fill(~mask_N[:, None], 0.0)
-        if self.kind == "mse":
-            distance_N = (own_ND - other_ND).square().mean(-1)
-        else:
-            distance_N = 1.0 - F.cosine_similarity(own_ND, other_ND, dim=-1)
-        return distance_N.masked_fill(~mask_N, 0.0).sum()
+            for own_NS, other_ND, weight_DS in zip(student, teacher, self.projections, strict=True):
+                own_ND = F.linear(own_NS.float(), weight_DS)
+                other_ND = other_ND.detach().float().masked_fill(~mask_N[:, None], 0.0)
+                if self.kind == "mse":
+                    distance_N = (own_ND - other_ND).square().mean(-1)
+                else:
+                    distance_N = 1.0 - F.cosine_similarity(own_ND, other_ND, dim=-1)
+                sums.append(distance_N.masked_fill(~mask_N, 0.0).sum())
+            return torch.stack(sums).mean()
 
 
 def layer_pairs(wanted: str, student_layers: int, teacher_layers: int) -> list[tuple[int, int]]:
-    """Which layer of the student is compared with which of the teacher.
+    """Pairs of layers (student, teacher) to compare.
 
     Layer 0 is the embedding, layer L the last, as the output head sees it (after the final norm).
 
@@ -79,17 +80,20 @@ def layer_pairs(wanted: str, student_layers: int, teacher_layers: int) -> list[t
         wanted: `even` (each student layer with the one at the same part of the teacher's depth), `last`, or pairs
             STUDENT:TEACHER separated by commas.
     Raises:
-        UsageError: no such form, or no such layer.
+        UsageError: `wanted` has no such form, or names a layer that does not exist.
     """
     if wanted == "last":
         return [(student_layers, teacher_layers)]
     if wanted == "even":
-        # rounded half up, and never the embedding
-        places = [(2 * own * teacher_layers + student_layers) // (2 * student_layers) for own in _upto(student_layers)]
-        return list(zip(_upto(student_layers), [max(each, 1) for each in places], strict=True))
+        # Rounded half up, and never the embedding.
+        places = [
+            (own, (2 * own * teacher_layers + student_layers) // (2 * student_layers))
+            for own in range(1, student_layers + 1)
+        ]
+        return [(own, max(other, 1)) for own, other in places]
     if not re.fullmatch(r"\d+:\d+(,\d+:\d+)*", wanted):
         raise UsageError(
-            f"--hidden-layers '{wanted}' is no mapping; use even, last, or STUDENT:TEACHER pairs as 2:3,4:6"
+            f"--hidden-layers '{wanted}' is not a mapping; use even, last, or STUDENT:TEACHER pairs as 2:3,4:6"
         )
     pairs = [(int(own), int(other)) for own, other in (pair.split(":") for pair in wanted.split(","))]
     for own, other in pairs:
@@ -99,13 +103,3 @@ def layer_pairs(wanted: str, student_layers: int, teacher_layers: int) -> list[t
                 f"the teacher 0 to {teacher_layers}"
             )
     return pairs
-
-
-def _upto(last: int) -> range:
-    return range(1, last + 1)
-
-
-def _start(wide: int, narrow: int, generator: torch.Generator) -> nn.Parameter:
-    if wide == narrow:
-        return nn.Parameter(torch.eye(wide))
-    return nn.Parameter(nn.init.orthogonal_(torch.empty(wide, narrow), generator=generator))

@@ -1,7 +1,7 @@
-"""Logits of a few rows: what an output head is to the objective, and how many rows are worked on at a time.
+"""Logits of a chunk of rows: the objective's interface to an output head, and the size of a chunk.
 
 Logits are in at least fp32 whatever the dtype of hidden states and weight, because logits rounded to bf16 before
-the softmax put 4 to 23 % of error into the gradient (Liger-Kernel #1432); `matmul` says how they are made fast.
+the softmax put 4 to 23 % of error into the gradient (Liger-Kernel #1432); `matmul` computes them fast.
 
 Shape suffixes: R rows of a chunk, D model width, V vocabulary (without padding), P rows of the weight (V and
 padding).
@@ -18,15 +18,15 @@ from torch import Tensor
 from kdtrain.objective.matmul import wide_product
 
 NEVER = -1e30
-"""Logit of what is masked out. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""
+"""Logit of a masked entry. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""
 
 _CHUNK_ELEMENTS = {"cpu": 40_000_000, "cuda": 2**28}
-"""Numbers of a chunk in fp32. A chunk is some two hundred small operations besides its products: on a GPU they must be
-few enough a step to be launched ahead of, and dWeight, which each chunk adds to, must not be read and written often."""
+"""Numbers of a chunk in fp32. A chunk takes some two hundred small operations besides its products: a GPU needs few
+chunks a step, so that the host stays ahead and dWeight, to which each chunk adds, is rarely read and written."""
 
 
 class Head(Protocol):
-    """An output head, logits = softcap(scale * (h @ weight^T + bias)); without a weight h are the logits."""
+    """An output head: logits = softcap(scale * (h @ weight^T + bias)). Without a weight, h are the logits."""
 
     @property
     def weight(self) -> Tensor | None:
@@ -47,7 +47,7 @@ class Head(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeHead:
-    """An output head whose tensors are all here; the fields are those of `Head`."""
+    """An output head with whole tensors; the fields are those of `Head`."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -56,12 +56,12 @@ class WholeHead:
 
     @classmethod
     def of(cls, head: Head) -> WholeHead:
-        """The head, with what is sharded over ranks (FSDP2's DTensor) gathered."""
+        """The head, with tensors that are sharded over ranks (FSDP2's DTensor) gathered."""
         return cls(weight=_whole(head.weight), bias=_whole(head.bias), scale=head.scale, softcap=head.softcap)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
-    """The whole of a DTensor; anything else as it is.
+    """A DTensor gathered; any other tensor unchanged.
 
     Its gradient is the sum over ranks, of which each keeps its shard: a loss is divided by the tokens of all ranks.
     """
@@ -84,7 +84,7 @@ def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "c
 
 
 def chunk_logits(hidden_RD: Tensor, head: Head, vocab_size: int) -> Tensor:
-    """Logits [R,V] of some rows, in at least fp32 and never rounded below it; a tensor of its own."""
+    """Logits [R,V] of some rows, in at least fp32 and never rounded below it; a new tensor."""
     dtype = torch.promote_types(hidden_RD.dtype, torch.float32)
     if head.weight is None:
         u_RV = bare_logits(hidden_RD.to(dtype), vocab_size)
@@ -94,7 +94,7 @@ def chunk_logits(hidden_RD: Tensor, head: Head, vocab_size: int) -> Tensor:
 
 
 def bare_logits(logits_RP: Tensor, vocab_size: int) -> Tensor:
-    """A copy [R,V] of logits that came without a head, -inf bounded by `NEVER`."""
+    """A copy [R,V] of the logits of a model without a split head, -inf bounded by `NEVER`."""
     return logits_RP[:, :vocab_size].clamp(min=NEVER)
 
 
@@ -104,7 +104,7 @@ def bounded_bias(bias_P: Tensor | None, vocab_size: int, dtype: torch.dtype) -> 
 
 
 def shape_logits(u_RV: Tensor, bias_V: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """Bias, scale and soft cap, in place."""
+    """Apply bias, scale and soft cap, in place."""
     if bias_V is not None:
         u_RV += bias_V
     if scale != 1.0:

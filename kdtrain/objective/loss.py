@@ -3,11 +3,11 @@
 CE is the cross-entropy with the labels, KD the divergence from the teacher at temperature T of both sides,
 each summed over unmasked tokens and divided by the number of unmasked tokens of the whole step, over all
 micro-batches and ranks. That number comes from the caller, so that the gradient of a step does not depend on
-how its sequences were dealt out. T^2 keeps the size of KD's gradient as T grows (Hinton et al. 2015, arXiv
+how its sequences are divided. T^2 keeps the size of KD's gradient as T grows (Hinton et al. 2015, arXiv
 1503.02531, section 2); the gradient in T is that of the whole term, T^2 included.
 
 Without targets or with alpha 0 this is plain cross-entropy, and no divergence is computed or reported.
-`DistillationLoss` is the loss with its temperature, `distillation_loss` the function of tensors that it calls.
+`DistillationLoss` is the loss with its temperature; it calls `distillation_loss`, a function of tensors.
 
 Shape suffixes: N tokens (B*T flattened, row-major), R rows of a chunk, D model width, V vocabulary.
 """
@@ -24,7 +24,7 @@ from kdtrain.config.choices import DIVERGENCES, TAILS
 from kdtrain.errors import UsageError
 from kdtrain.objective.dense import DenseStatistics
 from kdtrain.objective.divergence import parse, refuse
-from kdtrain.objective.engine import fused_loss
+from kdtrain.objective.engine import Walk, fused_loss
 from kdtrain.objective.logits import Head
 from kdtrain.objective.statistics import Rows, Statistics
 from kdtrain.objective.tails import resolve_tail, sparse_events
@@ -42,7 +42,7 @@ class LossOutput(NamedTuple):
     kd: Tensor
     """Sum of the divergence at T, nats, without the factor T^2; 0 without targets or at alpha 0."""
     kd_at_one: Tensor
-    """Sum of the divergence at T = 1, nats; 0 without targets, at alpha 0, or where it was not asked for."""
+    """Sum of the divergence at T = 1, nats; 0 without targets, at alpha 0, or without `at_one`."""
     hidden: Tensor
     """Sum of the hidden-state loss (`objective.hidden`), which the student adds; 0 here."""
     tokens: Tensor
@@ -59,7 +59,7 @@ class DistillationLoss(nn.Module):
 
     Args:
         divergence, tail: as `--divergence` (a name, or as jsd:0.3 with its number) and `--tail` take them.
-        alpha: weight of the distillation term, 0 to 1; it may be set anew before any step.
+        alpha: weight of the distillation term, 0 to 1; it may be changed before any step.
         temperature: T > 0, or a module of `objective.temperature`.
     Raises:
         UsageError: there is no such divergence or tail rule.
@@ -95,7 +95,7 @@ class DistillationLoss(nn.Module):
         normalizer: Tensor | float,
         compile: bool = False,
     ) -> LossOutput:
-        """`distillation_loss` at the present alpha and temperature, and what a learned temperature adds to it."""
+        """`distillation_loss` at the present alpha and temperature, with the gradient of a learned one's loss."""
         output = distillation_loss(
             hidden_ND,
             head,
@@ -111,7 +111,7 @@ class DistillationLoss(nn.Module):
             compile=compile,
         )
         extra = None if targets is None else self.temperature.auxiliary_loss(targets, mask_N, normalizer)
-        # its gradient alone: the value stays that of the distillation loss
+        # Its gradient only: the value stays that of the distillation loss.
         return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
 
 
@@ -145,12 +145,12 @@ def distillation_loss(
         divergence, tail: as `--divergence` (a name, or as jsd:0.3 with its number) and `--tail` take them.
         vocab_size: V; columns of the head from V on are padding.
         normalizer: unmasked tokens of the whole step.
-        at_one: whether the divergence is measured at T = 1 too, which for a whole vocabulary is one more pass over it.
+        at_one: measure the divergence at T = 1 too; with dense targets this is one more pass over the logits.
         compile: torch.compile the elementwise work.
         chunk: rows of a chunk, instead of the engine's own choice.
     Raises:
-        UsageError: divergence, tail rule and kind of targets do not go together, or V differs from dense
-        targets'.
+        UsageError: divergence, tail rule and kind of targets do not fit together, or dense targets have another
+            vocabulary.
     """
     targets = targets if alpha else None
     _check(targets, divergence, tail, vocab_size)
@@ -164,11 +164,8 @@ def distillation_loss(
         at_one=at_one,
     )
     temperature = scalar(temperature, hidden_ND.device)
-    loss, sums = fused_loss(
-        hidden_ND,
-        head,
-        1.0 / temperature,
-        Rows(labels_N, mask_N, targets),
+    walk = Walk(
+        rows=Rows(labels_N, mask_N, targets),
         sparse_loss=recipe.sparse,
         dense_loss=recipe.dense,
         divergence=(name, parameter),
@@ -178,6 +175,7 @@ def distillation_loss(
         compile=compile,
         chunk=chunk,
     )
+    loss, sums = fused_loss(hidden_ND, head, 1.0 / temperature, walk)
     return LossOutput(loss, sums[0], sums[1], sums[2], torch.zeros_like(sums[0]), mask_N.sum())
 
 
@@ -218,7 +216,7 @@ class _Recipe:
         beta: Tensor,
         mask_R: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The loss of a chunk and its sums (CE, KD, KD at T = 1) from values a token."""
+        """The loss of a chunk and its sums (CE, KD, KD at T = 1), from the values of each token."""
         nothing = torch.zeros_like(beta)
         cross_entropy, kd, at_one = (
             nothing if x is None else x.masked_fill(~mask_R, 0.0).sum() for x in (cross_entropy_R, kd_R, at_one_R)
@@ -232,9 +230,8 @@ def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int)
         refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples)
     elif targets is not None:
         refuse(divergence, tail, dense=True)
-        columns = targets.columns
-        if columns != vocab_size:
+        if targets.columns != vocab_size:
             raise UsageError(
-                f"the dense targets have {columns} columns and the vocabulary has {vocab_size}; "
+                f"the dense targets have {targets.columns} columns and the vocabulary has {vocab_size}; "
                 "use a teacher and a student of one tokenizer"
             )

@@ -1,4 +1,4 @@
-"""The three matrix products of an output head, each in the fastest way that is right on a device.
+"""The three matrix products of an output head, each in the fastest way that is accurate on a device.
 
     u = h W^T            never rounded below fp32: logits rounded to bf16 before the softmax put 4 to 23 % of
                          error into the gradient (Liger-Kernel #1432)
@@ -8,25 +8,24 @@
 Inputs in bf16 are multiplied as 16-bit numbers with an fp32 result where the back end can: on a GPU by `out_dtype`,
 where dWeight is added up inside the product if this torch can (a probe decides). A CPU has no `out_dtype`. There the
 logits are oneDNN's fp32 product, which may take its inputs as bf16: on a CPU with AMX it rounds them, elsewhere it is
-exact, and for bf16 inputs both are right. The gradients' products take dz rounded to bf16, which costs as much as
-rounding their results. fp16 has too few exponents for dz, so that only its logits are 16-bit products.
+exact, and for bf16 inputs both are exact. The gradients' products take dz rounded to bf16, an error as large as that of
+rounding their results. fp16 has too few exponents for dz, so only its logits are 16-bit products.
 
 oneDNN's fp32 product is also faster than MKL's on some CPUs (2.3 times on an AMD EPYC with AVX-512). Without AMX it
 rounds nothing, and takes fp32 inputs as well; a probe proves that before it is used.
 
-The memory that a step writes over is kept for the next step (`take_buffer`). Linux hands out memory by pages of 4 KiB,
+Large buffers of a step are kept for the next step (`take_buffer`). Linux hands out memory by pages of 4 KiB,
 each zeroed when it is first written to: 45 ms for a chunk of logits of 131 MB. PyTorch returns freed memory of that
-size to the system at once (that of a GPU it keeps), so that each step would pay for it again.
+size to the system at once (on a GPU it keeps it), so each step would pay for it again.
 
-Elementwise work is compiled, each function once a process (`maybe_compiled`). The compiler writes an intermediate
-result to memory, as large as a chunk of logits, once it took 30 operations or is read four times. A divergence and its
-gradient go beyond that, and are then six times slower than recomputed (jsd over 16 M logits on one core of an AMD
+Elementwise work is compiled, each function once a process (`maybe_compiled`). By default the compiler writes an
+intermediate result, as large as a chunk of logits, to memory if it takes 30 operations or is read four times. For a
+divergence and its gradient this is six times slower than computing it again (jsd over 16 M logits on one core of an AMD
 EPYC: 271 ms against 43), hence `_OPTIONS`.
 
 Given up: on a CPU the part of dWeight from one chunk is rounded to bf16 before it is added to the rest; a CPU with
 AVX512-BF16 and no AMX makes bf16 logits at the price of an fp32 product, because PyTorch has no operator for a bf16
-product with an fp32 result; and as much memory as a step needs of each kind stays with the process until
-`release_buffers`.
+product with an fp32 result; and the process keeps the buffers of a step until `release_buffers`.
 
 Shape suffixes: R rows of a chunk, D model width, V vocabulary, B a block of it.
 """
@@ -44,19 +43,19 @@ import torch
 from torch import Tensor
 
 _BLOCK = 4096
-"""Columns of dz that a CPU rounds and multiplies at a time: they, and their part of dWeight, stay in its cache."""
+"""Columns of dz that a CPU rounds and multiplies at a time: these and their part of dWeight stay in its cache."""
 
 _STRIP = 16_384
-"""Rows of dWeight that a GPU makes at a time where it cannot add to them: as many once more in memory."""
+"""Rows of dWeight that a GPU computes at a time if it cannot add in place: as many rows of extra memory."""
 
 
 class Products:
     """The products of hidden states with the weight of an output head.
 
     Args:
-        hidden_ND: any float dtype, which decides how products are made.
+        hidden_ND: any float dtype, which decides how products are computed.
         weight_VD: any float dtype, without padding.
-        compile: torch.compile what is not a product.
+        compile: torch.compile the elementwise work.
     """
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, compile: bool = False) -> None:
@@ -74,7 +73,7 @@ class Products:
         self.wide_VD = self.narrow_VD if narrow else weight_VD.to(self.dtype)
 
     def logits(self, hidden_RD: Tensor, out_RV: Tensor) -> Tensor:
-        """h W^T in `self.dtype`; in `out_RV` where the back end can."""
+        """h W^T in `self.dtype`, written to `out_RV`."""
         if self.out_dtype:
             logits_RV: Tensor = torch.ops.aten.mm.dtype_out(hidden_RD, self.narrow_VD.T, self.dtype, out=out_RV)
             return logits_RV
@@ -86,9 +85,7 @@ class Products:
     ) -> None:
         """Write dz W to `into_RD`, rounded to its dtype, and add dz^T h to `into_VD`, which is in `self.dtype`.
 
-        What is None is not made.
-
-        first: whether nothing was written to `into_VD` yet, whatever it holds.
+        A result whose output is None is not computed. first: overwrite `into_VD` instead of adding to it.
         """
         rows, size = dz_RV.shape
         block = _BLOCK if self.narrow_gradient and not self.out_dtype else size
@@ -106,7 +103,7 @@ class Products:
                     product_RD = torch.mm(dz_RB, (self.narrow_VD if self.narrow_gradient else self.wide_VD)[part])
                 if block >= size:
                     sum_RD = product_RD
-                else:  # in fp32: each part is rounded once and their sum not again before the end
+                else:  # in fp32: each part is rounded once, and their sum only at the end
                     sum_RD = product_RD.to(self.dtype) if sum_RD is None else self.add(product_RD, sum_RD)
             if into_VD is not None:
                 self._into_weight(dz_RB, hidden_RD, into_VD[part], first)
@@ -132,7 +129,7 @@ class Products:
 
 
 def wide_product(left_ND: Tensor, right_OD: Tensor) -> Tensor:
-    """`left_ND @ right_OD^T` in at least fp32, not rounded below it; 16-bit operands of a GPU stay 16-bit numbers."""
+    """`left_ND @ right_OD^T` in at least fp32, not rounded below it; on a GPU 16-bit operands are not converted."""
     kind = left_ND.dtype
     if left_ND.is_cuda and kind == right_OD.dtype and kind in (torch.bfloat16, torch.float16):
         return torch.mm(left_ND, right_OD.T, out_dtype=torch.float32)
@@ -141,13 +138,13 @@ def wide_product(left_ND: Tensor, right_OD: Tensor) -> Tensor:
 
 
 def _add_product(into_BD: Tensor, left_BR: Tensor, right_RD: Tensor) -> None:
-    """Add a product of 16-bit matrices to an fp32 one, where it lies."""
+    """Add a product of 16-bit matrices to an fp32 matrix, in place."""
     torch.ops.aten.addmm.dtype_out(into_BD, left_BR, right_RD, into_BD.dtype, out=into_BD)
 
 
 @functools.cache
 def _adds_in_place(kind: torch.dtype) -> bool:
-    """Whether `_add_product` works on this GPU and rounds nothing: older releases want a sum as narrow as the rest."""
+    """True if `_add_product` works on this GPU and rounds nothing: older releases of PyTorch refuse an fp32 sum."""
     into = torch.full((64, 64), 1 + 2.0**-12, device="cuda")  # 1 in bf16
     try:
         _add_product(into, *torch.ones(2, 64, 64, dtype=kind, device="cuda"))
@@ -156,7 +153,7 @@ def _adds_in_place(kind: torch.dtype) -> bool:
     return bool((into == 65 + 2.0**-12).all())
 
 
-# Compiled these take a quarter of the time that PyTorch's own operators take on a CPU between two dtypes.
+# Compiled, these take a quarter of the time of PyTorch's own operators between two dtypes on a CPU.
 
 
 def _round(dz_RB: Tensor, into_RB: Tensor) -> Tensor:
@@ -173,9 +170,9 @@ def _add(product: Tensor, into: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _onednn(wanted: bool) -> Iterator[None]:
-    """Let fp32 products on a CPU be made by oneDNN, which may take their inputs as bf16.
+    """Let oneDNN compute fp32 products on a CPU; it may round their inputs to bf16.
 
-    The setting belongs to the whole process, and torch.compile refuses to work under it: it is held for one product.
+    The setting is that of the whole process, and torch.compile fails under it: it is set for one product only.
     """
     if not wanted:
         yield
@@ -195,10 +192,10 @@ def _has_bf16() -> bool:
 
 @functools.cache
 def _onednn_is_exact() -> bool:
-    """Whether oneDNN, allowed to round its inputs to bf16, multiplies in full fp32 on this CPU."""
+    """True if oneDNN, allowed to round its inputs to bf16, still multiplies in full fp32 on this CPU."""
     if not _has_bf16() or torch.cpu._is_amx_tile_supported():
         return False
-    # 1 + 2^-12 is 1 in bf16: a product that had rounded its inputs would give 64 exactly.
+    # 1 + 2^-12 is 1 in bf16: a product that rounds its inputs gives exactly 64.
     value = 1 + 2.0**-12
     ones = torch.full((64, 64), value)
     with _onednn(True):
@@ -211,7 +208,7 @@ _lock = threading.Lock()
 
 
 def take_buffer(name: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """As `torch.empty`; on a CPU in a buffer that was returned under `name`, if one of them is large enough.
+    """Like `torch.empty`; on a CPU in a buffer that was returned under `name`, if one is large enough.
 
     A buffer that is not returned is not reused.
     """
@@ -222,7 +219,7 @@ def take_buffer(name: str, *shape: int, dtype: torch.dtype, device: torch.device
         fitting = [each for each in idle if each.nbytes() >= math.prod(shape) * dtype.itemsize]
         storage = min(fitting, key=lambda each: each.nbytes(), default=None)
         if storage is None:
-            idle.clear()  # the old memory goes before the new one comes
+            idle.clear()  # free the old memory before allocating the new
             del fitting
             return torch.empty(shape, dtype=dtype)
         idle.remove(storage)
@@ -230,7 +227,7 @@ def take_buffer(name: str, *shape: int, dtype: torch.dtype, device: torch.device
 
 
 def return_buffer(name: str, tensor: Tensor) -> None:
-    """Let the next `take_buffer` of this name have the memory of `tensor`, which must not be used any more."""
+    """Give the memory of `tensor` to the next `take_buffer` of this name; `tensor` must not be used any more."""
     if tensor.device.type == "cpu":
         with _lock:
             _idle.setdefault(name, []).append(tensor.untyped_storage())
@@ -255,5 +252,5 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def maybe_compiled(function: Callable[..., Any], compile: bool) -> Callable[..., Any]:
-    """`function`, or its compiled form, which is made once a process; `function` must be a module's own."""
+    """`function`, or its compiled form, made once a process; `function` must be defined at the top of a module."""
     return _compiled(function) if compile else function

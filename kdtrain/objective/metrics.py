@@ -1,13 +1,13 @@
-"""How good a student is on some tokens: sums to be added over batches and ranks, and figures made of them.
+"""Metrics of a student: sums that add up over batches and ranks, and figures computed from them.
 
 Everything is at T = 1, under `torch.no_grad()`, in chunks of rows. What is exact depends on the targets:
 
-KL(teacher || student)  exact for dense targets; for top-k entries and their tail bucket a lower bound, off by what the
-                        teacher and student differ inside the tail; with samples an unbiased estimate.
+KL(teacher || student)  exact for dense targets; a lower bound for top-k entries and their tail bucket, which misses the
+                        difference inside the tail; an unbiased estimate with samples.
 top-1 agreement         needs the teacher's most likely token: dense targets, or a top-k.
 acceptance              sum_j min(p_j, q_j), the rate at which speculative decoding accepts the student's
-                        tokens (Leviathan et al. 2023, arXiv 2211.17192); needs a top-k, and with its tail
-                        bucket is an upper bound.
+                        tokens (Leviathan et al. 2023, arXiv 2211.17192); needs a top-k; with its tail bucket it is
+                        an upper bound.
 ECE                     expected calibration error over 15 equal bins of confidence (Guo et al. 2017).
 """
 
@@ -30,7 +30,7 @@ BINS = 15
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Sums over unmasked tokens, in nats where of log-probabilities. None: the targets cannot tell."""
+    """Sums over unmasked tokens, in nats for log-probabilities. None: the targets do not contain it."""
 
     tokens: float = 0.0
     cross_entropy: float = 0.0
@@ -39,7 +39,7 @@ class Metrics:
     kl: float | None = 0.0
     teacher_cross_entropy: float | None = 0.0
     agreement: float | None = 0.0
-    """Tokens at which teacher and student have the same most likely token."""
+    """Tokens for which teacher and student have the same most likely token."""
     acceptance: float | None = 0.0
     bin_count: tuple[float, ...] = (0.0,) * BINS
     """Tokens by the student's confidence, [15]."""
@@ -57,7 +57,7 @@ class Metrics:
 
     @classmethod
     def from_vector(cls, vector: list[float]) -> Metrics:
-        """The inverse of `vector`; a NaN in what may be missing becomes None."""
+        """The inverse of `vector`; NaN becomes None in sums that may be missing."""
         names = [f.name for f in fields(cls)]
         plain, bins = names[:-3], names[-3:]
         sums: dict[str, object] = dict(zip(plain, vector, strict=False))
@@ -68,7 +68,7 @@ class Metrics:
         return cls(**sums)  # type: ignore[arg-type]
 
     def mean(self, name: str) -> float | None:
-        """The sum called `name` a token; None if it is not known, NaN if there was no token."""
+        """The sum `name` divided by the number of tokens; None if it is unknown, NaN without tokens."""
         total = getattr(self, name)
         return None if total is None else total / self.tokens if self.tokens else math.nan
 
@@ -79,7 +79,7 @@ class Metrics:
         return math.exp(mean) if mean < 700 else math.inf
 
     def ece(self) -> float:
-        """Mean over tokens of |accuracy - confidence| of their bin, 0 to 1; NaN if there was no token."""
+        """Mean over tokens of |accuracy - confidence| of their bin, 0 to 1; NaN without tokens."""
         gaps = (abs(a - b) for a, b in zip(self.bin_correct, self.bin_confidence, strict=True))
         return sum(gaps) / self.tokens if self.tokens else math.nan
 
@@ -95,13 +95,16 @@ def measure(
     vocab_size: int,
     chunk: int | None = None,
 ) -> Metrics:
-    """Metrics of N tokens; shapes and meaning of the arguments as for `loss.distillation_loss`.
+    """Metrics of N tokens; the arguments are those of `loss.distillation_loss`.
 
-    Without targets, or where they cannot tell, the teacher's sums are None. Waits for the device once.
+    Sums that the targets do not contain are None. It waits for the device once.
     """
     chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype)
     rows, head = Rows(labels_N, mask_N, targets), WholeHead.of(head)
-    total = torch.tensor(_none_known(targets).vector(), dtype=torch.float64)
+    no_top_k = targets is None or (isinstance(targets, SparseTargets) and targets.top_k == 0)
+    nothing, top = (None if targets is None else 0.0), (None if no_top_k else 0.0)
+    unknown = Metrics(kl=nothing, teacher_cross_entropy=nothing, agreement=top, acceptance=top)
+    total = torch.tensor(unknown.vector(), dtype=torch.float64)
     parts = []
     with torch.autocast(hidden_ND.device.type, enabled=False):
         for start in range(0, hidden_ND.shape[0], chunk):
@@ -112,15 +115,8 @@ def measure(
     return Metrics.from_vector(total.tolist())
 
 
-def _none_known(targets: Targets | None) -> Metrics:
-    """Zeros, with None for what `targets` cannot tell."""
-    no_top_k = targets is None or (isinstance(targets, SparseTargets) and targets.top_k == 0)
-    nothing, top = (None if targets is None else 0.0), (None if no_top_k else 0.0)
-    return Metrics(kl=nothing, teacher_cross_entropy=nothing, agreement=top, acceptance=top)
-
-
 def _chunk_sums(z_RV: Tensor, rows: Rows) -> Tensor:
-    """The vector of `Metrics` for a chunk, with 0 for what is not known."""
+    """The vector of `Metrics` for a chunk, with 0 for unknown sums."""
     top_logit_R, top_R = z_RV.max(dim=-1)
     lse_R = torch.logsumexp(z_RV, dim=-1)
     confidence_R = (top_logit_R - lse_R).exp()

@@ -1,12 +1,12 @@
-"""Per-token statistics of a student's logits: all that a loss over sparse targets needs to know of them.
+"""Per-token statistics of a student's logits: all that a loss over sparse targets depends on.
 
 They are the log sum exp of z and of beta z over the tail (everything but the top-k ids), and z at the kept
 ids and at the label. Sums over the whole vocabulary are log-add-exps of tail and top-k; the tail's mass is a
-sum of its own, because 1 - sum q has lost all its digits in fp32 once the top-k is likely.
+sum of its own, because 1 - sum q loses all its digits in fp32 once the top-k is likely.
 
-`reduce_logits` makes the sums of a chunk and `spread_gradients` carries a loss's gradients in them back to the
-logits, in place; both are plain elementwise and row-wise functions that torch.compile fuses. Everything a row has few
-of is in fp64: it costs nothing, and the gradient in the temperature is a small difference of large numbers.
+`reduce_logits` computes the sums of a chunk and `spread_gradients` carries a loss's gradients in them back to the
+logits, in place; both are plain elementwise and row-wise functions that torch.compile fuses. The few numbers a row are
+in fp64: it costs nothing, and the gradient in the temperature is a small difference of large numbers.
 
 Shape suffixes: R rows of a chunk, V vocabulary, K kept entries, H top-k entries.
 """
@@ -24,7 +24,7 @@ from kdtrain.objective.targets import SparseTargets, Targets
 
 @dataclass(frozen=True)
 class Rows:
-    """What the loss of some rows needs besides logits."""
+    """The inputs of a loss for some rows, besides logits."""
 
     labels: Tensor
     """[R] int64."""
@@ -38,7 +38,7 @@ class Rows:
         return Rows(self.labels[rows], self.mask[rows], targets)
 
     def harmless(self, vocab_size: int) -> Rows:
-        """Masked rows with finite numbers and a valid label; absent entries with no weight."""
+        """The same with finite numbers and a valid label in masked rows, and weight 0 at absent entries."""
         targets = None if self.targets is None else self.targets.where(self.mask)
         if isinstance(targets, SparseTargets):
             targets = targets.without_absent(vocab_size)
@@ -52,7 +52,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a sparse loss may know of a student's logits z, each differentiable.
+    """The statistics of a student's logits z that a sparse loss gets, each differentiable.
 
     All in at least fp32. `kept` is `NEVER` at absent entries; its first `top_k` columns are the top-k.
     """
@@ -83,7 +83,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class TailSums:
-    """Sums over the tail of a chunk, as the passes over its logits leave them: shifted by the largest logit."""
+    """Sums over the tail of a chunk, shifted by the largest logit."""
 
     top: Tensor
     """[R] the largest z outside the top-k."""
@@ -110,9 +110,9 @@ def take_top_k(z_RV: Tensor, ids_RK: Tensor, absent_RK: Tensor, labels_R: Tensor
 
 
 def reduce_logits(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `TailSums` in two passes; those that are not wanted are copies of the mass.
+    """The fields of `TailSums` in two passes; unwanted ones are copies of the mass.
 
-    distils: whether there is a teacher; slopes: whether the gradient in beta is wanted.
+    distils: True with a teacher. slopes: True if the gradient in beta is wanted.
     """
     top_R = z_RV.amax(dim=1)
     shifted_RV = z_RV - top_R[:, None]
@@ -155,9 +155,9 @@ def row_statistics(z_RV: Tensor, targets: SparseTargets, labels_R: Tensor) -> St
 
 
 def safe_ids(targets: SparseTargets | None, z_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids that can be gathered with, and where they are absent.
+    """Ids that are valid for a gather, and a mask of the absent ones.
 
-    An absent entry takes the id of the first column: masking the top-k then masks nothing that is not in it.
+    An absent entry takes the id of the first column, so that masking the top-k masks no other entry.
     """
     if targets is None:
         ids_RK = torch.zeros(z_RV.shape[0], 0, dtype=torch.int64, device=z_RV.device)

@@ -1,7 +1,7 @@
-"""The events over which teacher and student are compared, and what becomes of the tail.
+"""The events over which teacher and student are compared, and the rules for the tail.
 
-A divergence sees log-probabilities of the same events under both sides, at the same inverse temperature
-beta = 1/T. For dense targets the events are the V tokens. For sparse ones a tail rule says what they are; with
+A divergence gets log-probabilities of the same events under both sides, at the same inverse temperature
+beta = 1/T. For dense targets the events are the V tokens. For sparse ones a tail rule defines them; with
 p_k, q_k the true probabilities at beta (the teacher's from the cached log-partition):
 
 ghost        the top-k's entries and one bucket for all the rest: p_tail = exp(L(beta)) / Z(beta) against the
@@ -10,7 +10,7 @@ ghost        the top-k's entries and one bucket for all the rest: p_tail = exp(L
              divergence is 0 with zero gradient for student = teacher; merging events can only lose some of
              an f-divergence, which is then a lower bound of the one over all V tokens.
 drop         the top-k's entries only, with true masses: the top-k's terms of the sum. Forward KL is 0 for
-             student = teacher, but that is no minimum: with P the top-k's mass, the gradient there is
+             student = teacher, but that is not a minimum: with P the top-k's mass, the gradient there is
              beta q_j P in the tail and beta q_j (P - 1) in the top-k. The tail starves, and the value falls
              to P log P < 0.
 renormalize  both sides divided by their mass in the top-k: blind to what the student puts elsewhere (some
@@ -25,14 +25,14 @@ sampled      top-k entries with weight p_k, drawn entries with weight
 control-variate  the ghost bucket, corrected inside by the samples, as below. Forward KL only, like
              `sampled`; its noise falls with the student's distance from the teacher.
 
-Targets with samples are read by one of the last two: the default `ghost` stands for `sampled` there.
+Targets with samples need one of the last two: the default `ghost` means `sampled` for them.
 
 `register_tail` adds a rule.
 
-The correction of `control-variate`. The ghost bucket compares the mass of the tail and leaves its inside to the
-student: it takes the teacher to be
-    p^_j = r q_j,   r = p_tail / q_tail,
-there. What that misses of forward KL is a divergence inside the tail,
+The correction of `control-variate`. The ghost bucket compares the mass of the tail only: inside the tail it assumes the
+teacher to be
+    p^_j = r q_j,   r = p_tail / q_tail.
+So it misses a divergence inside the tail,
     KL(p || q) = KL over top-k and bucket + sum_{j in tail} p_j (-log x_j),   x_j = r q_j / p_j,
 estimated from the samples, each of chance pi_k. As sum_{j in tail} p_j (x_j - 1) = 0, any share s of that sum
 may be added, a control variate, if s does not depend on the samples:
@@ -95,9 +95,10 @@ from kdtrain.objective.targets import CLIP, SHARPNESS, SparseTargets
 
 
 def tail_correction(targets: SparseTargets, statistics: Statistics, beta: Tensor, distance_R: Tensor) -> Tensor:
-    """What the samples add to KL over top-k and ghost bucket, [R] in nats; differentiable in statistics and beta.
+    """The estimate that is added to KL over top-k and ghost bucket, [R] in nats; differentiable in statistics and beta.
 
-    distance_R: between student and teacher, in nats, not from the samples; it decides the share of the control variate.
+    distance_R: between student and teacher, in nats, computed without the samples; it decides the control variate's
+    share.
     """
     top_k = targets.top_k
     drawn_RD = targets.counts[:, top_k:] > 0
@@ -111,7 +112,7 @@ def tail_correction(targets: SparseTargets, statistics: Statistics, beta: Tensor
 
 
 def clipped_excess(log_ratio: Tensor) -> Tensor:
-    """x - 1 of log x, along its tangent in log x from `CLIP` on."""
+    """x - 1 as a function of log x; above `CLIP` its tangent in log x."""
     inside = log_ratio.clamp(max=math.log(CLIP))
     return torch.expm1(inside) + CLIP * (log_ratio - inside)
 
@@ -123,9 +124,9 @@ class Events:
     teacher: Tensor
     student: Tensor
     weight: Tensor | None = None
-    """[R,E] What stands for the teacher's probabilities in an estimate; None for exp(teacher)."""
+    """[R,E] Weights in place of the teacher's probabilities, in an estimate; None for exp(teacher)."""
     missed: Tensor | None = None
-    """[R] What forward KL over the events misses of the whole, estimated, in nats."""
+    """[R] An estimate of the part of forward KL that the events miss, in nats."""
 
 
 TailEvents = Callable[[SparseTargets, Statistics, Tensor], Events]
@@ -134,7 +135,7 @@ TailEvents = Callable[[SparseTargets, Statistics, Tensor], Events]
 
 @dataclass(frozen=True)
 class TailRule:
-    """What stands for the tail of sparse targets, and which targets it can be computed from."""
+    """The events of sparse targets, and which targets they can be computed from."""
 
     events: TailEvents
     least_top_k: int
@@ -148,8 +149,8 @@ def register_tail(
 
     Args:
         name: as users write it.
-        least_top_k: entries that the targets must at least keep exactly.
-        needs_samples: whether it reads targets with samples; if not, it refuses them.
+        least_top_k: the least top-k of the targets.
+        needs_samples: True for a rule of targets with samples, False for one of targets without.
         help: its line in `--help`; by default the first of the docstring.
     """
 
@@ -173,7 +174,7 @@ def sparse_events(tail: str, targets: SparseTargets, statistics: Statistics, bet
 
 
 def resolve_tail(tail: str, num_samples: int) -> str:
-    """The name of the tail rule that is used: with samples, the default `ghost` stands for `sampled`."""
+    """The name of the rule that is used: with samples, the default `ghost` means `sampled`."""
     return "sampled" if num_samples and tail == "ghost" else tail
 
 
@@ -211,15 +212,12 @@ def _sampled_events(targets: SparseTargets, statistics: Statistics, beta: Tensor
 
 @register_tail("control-variate", least_top_k=0, needs_samples=True)
 def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    missed_R = tail_correction(targets, statistics, beta, _distance(targets, statistics, beta))
+    with torch.no_grad():
+        if targets.top_k:
+            events = _ghost_events(targets, statistics.at_one(), torch.ones_like(beta))
+            distance_R = (events.teacher.exp() * (events.teacher - events.student)).sum(-1)
+        else:
+            gap_R = statistics.label - statistics.lse - targets.label_logprob
+            distance_R = gap_R.abs() * (2 * beta - 1).clamp(0, 1)
+    missed_R = tail_correction(targets, statistics, beta, distance_R)
     return replace(_ghost_events(targets, statistics, beta), missed=missed_R)
-
-
-@torch.no_grad()
-def _distance(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Tensor:
-    """[R] how far the student is from the teacher at T = 1, computed without the samples."""
-    if targets.top_k == 0:
-        gap_R = statistics.label - statistics.lse - targets.label_logprob
-        return gap_R.abs() * (2 * beta - 1).clamp(0, 1)
-    events = _ghost_events(targets, statistics.at_one(), torch.ones_like(beta))
-    return (events.teacher.exp() * (events.teacher - events.student)).sum(-1)

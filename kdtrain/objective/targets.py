@@ -1,4 +1,4 @@
-"""What the objective gets from a teacher: for each row a distribution over the next token, sparse or dense.
+"""Targets: a teacher's distribution over the next token for each row, sparse or dense.
 
 Everything is kept at temperature 1, as energies e_j = log p_j. At inverse temperature beta = 1/T the teacher
 is
@@ -28,16 +28,16 @@ from torch import Tensor
 from kdtrain.objective.logits import Head, chunk_logits
 
 EMPTY = -1e4
-"""Energy of nothing, in nats: exp(beta * EMPTY) is 0 at every usable beta, and no gradient is NaN."""
+"""Energy of an impossible entry, in nats: exp(beta * EMPTY) is 0 at every usable beta, and no gradient is NaN."""
 
 CLIP, SHARPNESS = 4.0, 4.0
-"""Of the tail rule `control-variate`: what r q / p counts as at most, and how fast its share falls, in 1/nats."""
+"""Of the tail rule `control-variate`: the bound of r q / p, and how fast the share falls, in 1/nats."""
 
 _DENSE_CHUNK = 1 << 22
 
 
 class _Rows:
-    """What both kinds of targets can do with their rows: select, move, repair."""
+    """Selecting and moving rows, common to all kinds of targets."""
 
     def _map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
         values = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
@@ -49,11 +49,11 @@ class _Rows:
         return self._map(lambda _, tensor: tensor[rows])
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed."""
+        """The same targets with `change` applied to every tensor."""
         return self._map(lambda _, tensor: change(tensor))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """A copy on `device`; tensors that are there already are shared."""
+        """A copy on `device`, which shares the tensors that are there already."""
         return self._map(lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
 
 
@@ -104,7 +104,10 @@ class SparseTargets(_Rows):
         right = torch.bucketize(inside.detach(), ascending).clamp(1, len(self.knots) - 1)
         left = right - 1
         width = ascending[right] - ascending[left]
-        value_weights, slope_weights = _hermite((inside - ascending[left]) / width)
+        t = (inside - ascending[left]) / width
+        # Weights [2] of the two end values, and of the two end slopes times the width.
+        value_weights = torch.stack([(1 + 2 * t) * (1 - t) ** 2, t**2 * (3 - 2 * t)])
+        slope_weights = torch.stack([t * (1 - t) ** 2, t**2 * (t - 1)])
         ends = torch.stack([left, right])
         values_N2, slopes_N2 = values_NG[:, ends], slopes_NG[:, ends]
         return (values_N2 * value_weights + width * slopes_N2 * slope_weights).sum(-1) + beyond_N
@@ -133,14 +136,14 @@ class SparseTargets(_Rows):
 
     def _drawn_ratio(self, beta: Tensor | float) -> Tensor:
         """log of p_beta(k) / pi_k [N,D]; `EMPTY` where absent."""
-        # With nothing in the top-k the samples came from the whole distribution, whose mass at T = 1 is exactly 1.
+        # Without a top-k the samples come from the whole distribution, whose mass at T = 1 is exactly 1.
         log_mass_N1 = self.log_tail(1.0)[:, None] if self.top_k else 0.0
         ratio_ND = (beta - 1) * self.logprobs[:, self.top_k :] - self.log_partition(beta)[:, None] + log_mass_N1
         # An absent entry has energy EMPTY, and exp((beta - 1) EMPTY) is infinite above T = 1.
         return ratio_ND.masked_fill(self.counts[:, self.top_k :] == 0, EMPTY)
 
     def without_absent(self, vocab_size: int) -> SparseTargets:
-        """The same with energy `EMPTY` and count 0 at absent entries, which then weigh nothing."""
+        """The same with energy `EMPTY` and count 0 at absent entries, which gives them weight 0."""
         absent_NK = self.ids >= vocab_size
         logprobs_NK = self.logprobs.masked_fill(absent_NK, EMPTY)
         return replace(self, logprobs=logprobs_NK, counts=self.counts.masked_fill(absent_NK, 0.0))
@@ -157,7 +160,7 @@ class SparseTargets(_Rows):
 
 @dataclass(frozen=True)
 class DenseTargets(_Rows):
-    """A teacher's whole distribution for N tokens: the reference, and what an online teacher gives."""
+    """A teacher's whole distribution for N tokens: the reference, and the targets of an online teacher."""
 
     logprobs: Tensor
     """[N,V] fp32, fp16 or bf16, nats. Teacher's log p at T = 1; -inf counts as probability 0."""
@@ -174,7 +177,7 @@ class DenseTargets(_Rows):
 
     @classmethod
     def from_logits(cls, logits_NV: Tensor, labels_N: Tensor, vocab_size: int | None = None) -> DenseTargets:
-        """Targets of an online teacher's logits, in fp32, without the columns from `vocab_size` on."""
+        """Targets from an online teacher's logits, in fp32, without the columns from `vocab_size` on."""
         logprobs_NV = torch.log_softmax(logits_NV[:, :vocab_size].float(), dim=-1)
         return cls(logprobs_NV, logprobs_NV.gather(-1, labels_N[:, None]).squeeze(-1))
 
@@ -186,17 +189,22 @@ class DenseTargets(_Rows):
     def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
         """log Z(beta) [N] in nats, once differentiable in `beta`, without a second [N,V] tensor.
 
-        Rows outside `keep_N` give 0, whatever they hold.
-
-        Value and slope (E_p_beta[e]) are found chunk by chunk, joined as L + L' (beta - stop_gradient(beta)).
+        Rows outside `keep_N` give 0, whatever they hold. Value and slope (E_p_beta[e]) are computed chunk by chunk and
+        joined as L + L' (beta - stop_gradient(beta)).
         """
         fixed = beta.detach() if isinstance(beta, Tensor) else beta
         rows = max(1, _DENSE_CHUNK // self.logprobs.shape[1])
+        values: list[Tensor] = []
+        slopes: list[Tensor] = []
         with torch.no_grad():
-            pairs = [_partition_and_slope(self[i : i + rows], fixed) for i in range(0, len(self), rows)]
-        if not pairs:
+            for start in range(0, len(self), rows):
+                energies_NV = self[start : start + rows].energies()
+                scaled_NV = fixed * energies_NV
+                values.append(torch.logsumexp(scaled_NV, dim=-1))
+                slopes.append(((scaled_NV - values[-1][:, None]).exp_() * energies_NV).sum(-1))
+        if not values:
             return self.label_logprob.new_zeros(0)
-        values_N, slopes_N = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        values_N, slopes_N = torch.cat(values), torch.cat(slopes)
         if keep_N is not None:
             values_N, slopes_N = _keep(values_N, keep_N, 0.0), _keep(slopes_N, keep_N, 0.0)
         return values_N + slopes_N * (beta - fixed)
@@ -216,7 +224,7 @@ class DenseTargets(_Rows):
 
 @dataclass(frozen=True)
 class OnlineTargets(_Rows):
-    """What an online teacher says of N tokens, as its last hidden states: logits are made for a few rows at a time."""
+    """An online teacher's last hidden states for N tokens: its logits are computed a few rows at a time."""
 
     hidden: Tensor
     """[N,D] of the teacher's width, any float dtype; [N,P] logits where its head has no weight."""
@@ -231,7 +239,7 @@ class OnlineTargets(_Rows):
         return self.hidden.shape[0]
 
     def dense(self) -> DenseTargets:
-        """All of it at once, [N,V]: for a few rows."""
+        """All logits at once, [N,V]: for a few rows."""
         return DenseTargets.from_logits(chunk_logits(self.hidden, self.head, self.columns), self.labels)
 
     @property
@@ -260,13 +268,13 @@ Targets = SparseTargets | DenseTargets | OnlineTargets
 
 
 def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:
-    """`total / normalizer`, and `total` (0) where a step has no unmasked token, so that nothing is NaN."""
+    """`total / normalizer`; `total`, which is then 0, if a step has no unmasked token, so that nothing is NaN."""
     count = scalar(normalizer, total.device, total.dtype)
     return total / torch.where(count > 0, count, torch.ones_like(count))
 
 
 def scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A number as a tensor on `device`, filled in there: copying it from the host would wait for all work before it."""
+    """A number as a tensor on `device`, filled in there: a copy from the host would wait for all queued work."""
     if isinstance(value, Tensor):
         return value.to(device, dtype or value.dtype)
     return torch.full((), value, dtype=dtype, device=device)
@@ -281,17 +289,3 @@ def _ascending(knots: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 def _keep(tensor: Tensor, keep_N: Tensor, blank: float) -> Tensor:
     drop = ~keep_N if tensor.ndim == 1 else ~keep_N[:, None]
     return tensor.masked_fill(drop, blank)
-
-
-def _hermite(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of the two end values and of the two end slopes (times the width) at t in [0,1], each [2]."""
-    left, right = (1 + 2 * t) * (1 - t) ** 2, t**2 * (3 - 2 * t)
-    return torch.stack([left, right]), torch.stack([t * (1 - t) ** 2, t**2 * (t - 1)])
-
-
-def _partition_and_slope(chunk: DenseTargets, beta: Tensor | float) -> tuple[Tensor, Tensor]:
-    energies_NV = chunk.energies()
-    scaled_NV = beta * energies_NV
-    log_partition_N = torch.logsumexp(scaled_NV, dim=-1)
-    probabilities_NV = (scaled_NV - log_partition_N[:, None]).exp_()
-    return log_partition_N, (probabilities_NV * energies_NV).sum(-1)

@@ -2,7 +2,7 @@
 
 A learnable temperature is one fp32 number theta with
     T = T_min (T_max / T_min)^sigmoid(theta),
-log-spaced, so that it cannot leave its bounds and moves as easily at either end. Three ways to learn it:
+log-spaced, so that it cannot leave its bounds and moves equally fast at both ends. Three ways to learn it:
 
 likelihood   minimise over beta = 1/T the teacher's own cross-entropy with the labels, the mean of
              log Z(beta) - beta e_label: convex in beta, one optimum, from the targets alone. It calibrates
@@ -10,7 +10,7 @@ likelihood   minimise over beta = 1/T the teacher's own cross-entropy with the l
 adversarial  ascend the distillation loss in T through a gradient reversal layer, whose strength rises from 0
              to 1 along a cosine (CTKD, Li et al., AAAI 2023, arXiv 2211.16231). T^2 KL has a hump inside.
 minimize     descend the distillation loss in T. Kept because people ask for it: T^2 KL falls on both sides of
-             its hump, so that T runs to a bound; `at_bound` says when it sits there.
+             its hump, so that T runs to a bound; `at_bound` tells when it is there.
 
 `register_temperature` adds a mode.
 """
@@ -30,15 +30,15 @@ from kdtrain.errors import UsageError
 from kdtrain.objective.targets import SparseTargets, Targets, per_token
 
 _EDGE = 0.02
-"""Within this part of the range, in log T, from a bound, T counts as sitting on it."""
+"""T closer to a bound than this part of the range, in log T, counts as being on it."""
 _START = 0.05
-"""A start is put at least this part of the range inside: closer to a bound the sigmoid hardly moves."""
+"""T starts at least this part of the range inside its bounds: closer to a bound the sigmoid hardly moves."""
 
 SCHEDULES = ("constant", "linear", "cosine")
 
 
 class Temperature(nn.Module):
-    """A temperature that is fixed unless a subclass says otherwise; what the trainer knows of all of them."""
+    """A fixed temperature, and the interface of all others."""
 
     step: int
 
@@ -48,41 +48,41 @@ class Temperature(nn.Module):
         self.register_buffer("_start", torch.tensor(start, dtype=torch.float32), persistent=False)
 
     def set_step(self, step: int) -> None:
-        """Tell which optimizer step, from 0, the next calls are for; all that is scheduled depends on it."""
+        """Set the optimizer step, from 0, of the next calls; every schedule depends on it."""
         self.step = step
 
     def value(self) -> Tensor:
-        """T for the distillation loss, scalar fp32, with the gradient that the mode wants (or none)."""
+        """T for the distillation loss, scalar fp32, with the gradient that the mode defines (or none)."""
         return self._start  # type: ignore[return-value]
 
     def auxiliary_loss(self, targets: Targets | None, mask_N: Tensor, normalizer: Tensor | float) -> Tensor | None:
-        """A scalar to add to the loss, about the temperature alone; None where the mode has none."""
+        """A scalar to add to the loss, which depends on the temperature alone; None if the mode has none."""
         return None
 
     def at_bound(self) -> str | None:
-        """`minimum` or `maximum` when a learned T sits on that bound, else None. Reads the device."""
+        """`minimum` or `maximum` when a learned T is on that bound, else None. It waits for the device."""
         return None
 
     def log_gradient(self) -> Tensor | None:
-        """The gradient last left at theta, as one in log T; None where there is none."""
+        """The present gradient of theta, converted to log T; None if there is none."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemperatureOptions:
-    """What a mode is built from; each takes what it needs."""
+    """The options that a mode is built from; each mode takes those that it needs."""
 
     start: float
     """T at step 0."""
     minimum: float
-    """Bounds for every mode but fixed and schedule, normally the range over which the cache is good."""
+    """Bounds for every mode but fixed and schedule, normally the range at which the cache is right."""
     maximum: float
     end: float
     """T at the end of a schedule."""
     schedule: str
     """Its shape, one of `SCHEDULES`."""
     total_steps: int
-    """The number of the run's last step; steps are counted from 0."""
+    """Number of the run's last step; the first is 0."""
     ramp_steps: int
     """Steps until an adversarial T is at full strength."""
 
@@ -93,7 +93,7 @@ Maker = TypeVar("Maker", bound=Callable[[TemperatureOptions], Temperature])
 def register_temperature(name: str, *, help: str = "") -> Callable[[Maker], Maker]:
     """Decorator: make a function or a subclass of `Temperature` the mode that `--temperature-mode NAME` takes.
 
-    The run keeps the start between the bounds, and refuses the mode where there is no teacher.
+    A run keeps the start between the bounds, and refuses the mode without a teacher.
 
     Args:
         name: as users write it.
@@ -165,26 +165,30 @@ class LikelihoodTemperature(LearnedTemperature):
         if targets is None:
             return None
         beta = 1.0 / self.temperature()
-        gap_N = _log_partition(targets, beta, mask_N) - beta * targets.label_logprob.masked_fill(~mask_N, 0.0)
+        if isinstance(targets, SparseTargets):
+            partition_N = targets.where(mask_N).log_partition(beta)
+        else:  # cleaning dense targets would copy them; their slope enters as a factor, which is cleaned instead
+            partition_N = targets.log_partition(beta, keep_N=mask_N)
+        gap_N = partition_N - beta * targets.label_logprob.masked_fill(~mask_N, 0.0)
         return per_token(gap_N.masked_fill(~mask_N, 0.0).sum(), normalizer)
 
 
 class AdversarialTemperature(LearnedTemperature):
-    """The temperature at which the student does worst, found by reversing the gradient."""
+    """The temperature at which the student's loss is largest, found by reversing the gradient."""
 
     def __init__(self, start: float, bounds: tuple[float, float], ramp_steps: int) -> None:
         super().__init__(start, bounds)
         self.ramp_steps = ramp_steps
 
     def strength(self) -> float:
-        """Factor on the reversed gradient: 0 at step 0, 1 from step `ramp_steps` on, a cosine between."""
+        """Factor on the reversed gradient: 0 at step 0, 1 from step `ramp_steps` on, a cosine in between."""
         return scheduled("cosine", 0.0, 1.0, self.step, self.ramp_steps)
 
     def value(self) -> Tensor:
         return _Reverse.apply(self.temperature(), self.strength())  # type: ignore[no-any-return]
 
     def log_gradient(self) -> Tensor | None:
-        """As everywhere the loss's own gradient: not reversed, not ramped; None while the strength is 0."""
+        """The loss's own gradient, as in all modes: not reversed, not ramped; None while the strength is 0."""
         reversed_gradient = super().log_gradient()
         return None if reversed_gradient is None or not self.strength() else -reversed_gradient / self.strength()
 
@@ -194,14 +198,6 @@ class MinimizedTemperature(LearnedTemperature):
 
     def value(self) -> Tensor:
         return self.temperature()
-
-
-def _log_partition(targets: Targets, beta: Tensor, mask_N: Tensor) -> Tensor:
-    """log Z(beta) [N], with finite values and gradients in masked rows too."""
-    if isinstance(targets, SparseTargets):
-        return targets.where(mask_N).log_partition(beta)
-    # Cleaning dense targets would copy them; their slope enters as a factor, which is cleaned instead.
-    return targets.log_partition(beta, keep_N=mask_N)
 
 
 class _Reverse(torch.autograd.Function):
@@ -239,12 +235,12 @@ def build_temperature(
     """The temperature of `mode`, as `--temperature-mode` takes it.
 
     Args:
-        start: T at step 0; a learnable one is put at least 5 % of the range (in log T) inside its bounds.
-        minimum, maximum: bounds of a learnable T, normally the range over which the cache is good.
+        start: T at step 0; a learnable T starts at least 5 % of the range (in log T) inside its bounds.
+        minimum, maximum: bounds of a learnable T, normally the range at which the cache is right.
         end, schedule, total_steps: for `schedule`, one of `SCHEDULES` from start to end over total_steps.
         ramp_steps: for `adversarial`, steps until the reversal is at full strength; a tenth of total_steps.
     Raises:
-        UsageError: an unknown mode or schedule, or temperatures or bounds that cannot be.
+        UsageError: an unknown mode or schedule, or impossible temperatures or bounds.
     """
     make: Callable[[TemperatureOptions], Temperature] = TEMPERATURES.get(mode)
     options = TemperatureOptions(
@@ -260,29 +256,11 @@ def build_temperature(
     return make(options)
 
 
-@register_temperature("fixed")
-def _fixed(options: TemperatureOptions) -> Temperature:
-    return Temperature(options.start)
-
-
-@register_temperature("schedule")
-def _scheduled(options: TemperatureOptions) -> Temperature:
-    return ScheduledTemperature(options.start, options.end, options.total_steps, options.schedule)
-
-
-@register_temperature("likelihood")
-def _likelihood(options: TemperatureOptions) -> Temperature:
-    return LikelihoodTemperature(options.start, (options.minimum, options.maximum))
-
-
-@register_temperature("adversarial")
-def _adversarial(options: TemperatureOptions) -> Temperature:
-    return AdversarialTemperature(options.start, (options.minimum, options.maximum), options.ramp_steps)
-
-
-@register_temperature("minimize")
-def _minimize(options: TemperatureOptions) -> Temperature:
-    return MinimizedTemperature(options.start, (options.minimum, options.maximum))
+register_temperature("fixed")(lambda o: Temperature(o.start))
+register_temperature("schedule")(lambda o: ScheduledTemperature(o.start, o.end, o.total_steps, o.schedule))
+register_temperature("likelihood")(lambda o: LikelihoodTemperature(o.start, (o.minimum, o.maximum)))
+register_temperature("adversarial")(lambda o: AdversarialTemperature(o.start, (o.minimum, o.maximum), o.ramp_steps))
+register_temperature("minimize")(lambda o: MinimizedTemperature(o.start, (o.minimum, o.maximum)))
 
 
 def _check(mode: str, options: TemperatureOptions) -> None:

@@ -1,33 +1,35 @@
-"""How student and teacher are held by the ranks: a pure function of sizes, options and free memory.
+"""The memory plan: how the ranks hold student and teacher, as a pure function of sizes, options and free memory.
 
-What a rank needs is estimated at the moments at which it can be largest, and the largest counts:
+A rank's memory is estimated at the moments at which it can be largest, and the largest counts:
 
     teach     the teacher's forward, before the student's
     head      the end of the student's forward: all activations, and a chunk of logits in the output head
-    backward  its end: all gradients, and what the last layer needs on the way
+    backward  its end: all gradients, and the activations of the last layer
     save      on a CPU: the copy that is written in the background
 
-of these parts, in bytes, for a student of P parameters, L of them in its layers, and a head of V rows of width D; for N
+The parts are, in bytes, for a student of P parameters, L of them in its layers, and a head of V rows of width D; for N
 tokens in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes a number in products (2 or 4):
 
     weights and moments   12 P / w                        fp32 masters, two fp32 moments (AdamW)
-    snapshots             as many again, each             of adaptive quantisation, where they lie in memory
+    snapshots             as many again, each             of adaptive quantisation, if they are in memory
     gradients             4 P, under DDP all the time; sharded 4 P / w, and 4 P while micro-batches are added up
     gathered              sharded: 4 (P - L), the root, and two layers of c L / layers
-    activations           N k, k bytes a token by what autograd keeps (`model_footprint`)
+    activations           N k, k the bytes a token that autograd keeps (`model_footprint`)
     output head           4 V D (its gradient) + 2 c N D (hidden states and theirs) + copies of its weight in bf16
                           + a chunk of logits, several times (`LOGITS`)
     teacher               its weights, / w with w ranks; its head in fp32; its hidden states, 4 N D
 
 The first choice is both whole on each rank, because it exchanges least; then the teacher sharded, then the student,
-then both. A job that fits in no way is refused, with what would help. A plan may fill `USABLE` of the free memory.
+then both. A job that does not fit in any way is refused, with what would help. A plan may fill `USABLE` of the free
+memory.
 
-A model's footprint comes from its spec alone: it is built and run once over one sequence with tensors that have shapes
-and no numbers (PyTorch's fake tensors), so that a model of any size takes a tenth of a second and no memory, and of the
-hub only the configuration is read. A model whose code needs numbers is planned by its options alone, which is logged.
+A model's footprint comes from its spec alone: the model is built and run once over one sequence with tensors that have
+shapes and no numbers (PyTorch's fake tensors). A model of any size thus takes a tenth of a second and no memory, and
+only its configuration is read from the hub. A model whose code needs numbers is planned without an estimate, which is
+logged.
 
-Given up: buffers of the communication library and the allocator's waste are not counted, nor are the copies that
-emulated formats keep; a compiled graph keeps about two thirds of what this counts.
+Given up: buffers of the communication library, the allocator's waste and the copies that emulated formats keep are not
+counted; a compiled graph keeps about two thirds of the activations counted here.
 """
 
 import copy
@@ -38,7 +40,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -53,21 +54,22 @@ from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import chunk_rows
 from kdtrain.precision import backends as formats
+from kdtrain.precision.linear import layers_of
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
 
 USABLE = 0.95
 """The share of a device's free memory that a plan may fill."""
 LOGITS = {"cached": 5.0, "online": 14.0, "compiled": 2.0, "compiled online": 6.0}
-"""How many tensors as large as a chunk of logits live at once in the objective's engine."""
+"""Tensors as large as a chunk of logits that exist at once in the objective's engine."""
 CACHE_LOGITS = 6.0
-"""How many tensors as large as a batch of logits live at once while a teacher is cached."""
+"""Tensors as large as a batch of logits that exist at once while a teacher is cached."""
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFootprint:
-    """Sizes of a model; numbers of parameters are of distinct ones, a tied head counts once."""
+    """Sizes of a model; a tied head's parameters count once."""
 
     name: str
     parameters: int
@@ -75,9 +77,9 @@ class ModelFootprint:
     in_layers: int  # parameters in all layers; the others are embedding, last norm and output head
     width: int  # D, what the output head takes
     vocabulary: int  # rows of the output head
-    tied: bool  # whether the head's weight is the embedding's
+    tied: bool  # True if the head's weight is the embedding's
     kept: float  # bytes a token that a forward keeps for the backward
-    kept_by_checkpoints: float  # the same with activation checkpointing; equal where the model cannot
+    kept_by_checkpoints: float  # the same with activation checkpointing; equal if the model does not support it
     weight_bytes: int = 4  # of a stored weight
 
 
@@ -89,8 +91,8 @@ def model_footprint(
     vocab_size: of a `[config]` that leaves it out. mode: number format of its forward, fp32, bf16 or fp16.
 
     Raises:
-        UsageError: there is no such model, or transformers does not know its kind.
-        Exception: of any kind, where a model does not run without numbers.
+        UsageError: there is no such model, or transformers does not know its type.
+        Exception: of any kind, if a model does not run without numbers.
     """
     config = _configuration(spec, vocab_size)
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
@@ -100,14 +102,14 @@ def model_footprint(
             trust_remote_code=spec.trust_remote_code,
             dtype=torch.float32,
         ).train()
-        if model.config._attn_implementation == "sdpa":  # as training does, and without a mask that needs numbers
+        if model.config._attn_implementation == "sdpa":  # as in training, without a mask that needs numbers
             model.set_attn_implementation(CAUSAL_SDPA)
         width, kept = _forward(model, seq_len, mode)
         kept_by_checkpoints = kept
         if trained and model.supports_gradient_checkpointing:
             checkpoint_activations(model)
             kept_by_checkpoints = _forward(model, seq_len, mode)[1]
-        layers = max((each for each in model.modules() if isinstance(each, nn.ModuleList)), key=len, default=())
+        layers = layers_of(model)
         head = model.get_output_embeddings()
         return ModelFootprint(
             name=spec.name,
@@ -132,7 +134,7 @@ def _configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
 def _forward(model: Any, seq_len: int, mode: str) -> tuple[int, float]:
     """D of the last hidden states, and the bytes a token that autograd keeps besides the model's own tensors."""
     own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
-    kept = {}  # the storages themselves, so that no address is used twice
+    kept = {}  # the storages themselves, so that no address is reused
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -151,18 +153,18 @@ def _forward(model: Any, seq_len: int, mode: str) -> tuple[int, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, of the numbers that decide its memory."""
+    """The numbers of a run that decide its memory."""
 
     student: ModelFootprint
     teacher: ModelFootprint | None  # an online teacher
     batch_size: int  # sequences in a step over all ranks
     micro_batch_size: int | None  # sequences in a forward of a rank; all of its share when None
     seq_len: int
-    chunk_rows: int  # rows of logits that are made at a time
+    chunk_rows: int  # rows of logits that are computed at a time
     compute_bytes: int  # bytes of a number in matrix products: 2 in bf16 and fp16, 4 in fp32
     activation_checkpointing: bool = False
     compiled: bool = False
-    copies: bool = False  # whether the copy of a background save lies in the same memory, as on a CPU
+    copies: bool = False  # True if the copy of a background save is in the same memory, as on a CPU
     snapshots: int = 0  # states that adaptive quantisation keeps in memory; a background save copies them as well
 
     def micro(self, world: int) -> int:
@@ -172,20 +174,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank holds."""
+    """The part of student and teacher on each rank."""
 
     student: Literal["single", "ddp", "fsdp"]
     """The whole student in the only process, the whole of it on each rank, or a shard of it."""
     teacher: Literal["none", "replicate", "fsdp"]
     """No online teacher, the whole of it on each rank, or a shard of it."""
     shard_size: int | None = None
-    """Ranks that share one copy of what is sharded; all when None."""
+    """Ranks that share one copy of a sharded model; all when None."""
     needs: dict[str, float] = field(default_factory=dict, compare=False)
-    """Bytes a rank needs, by part, at the moment at which they are most; empty where nothing was estimated."""
+    """Bytes a rank needs, by part, at the moment of the largest sum; empty without an estimate."""
     moment: str = ""
-    """Which moment that is."""
+    """The moment of the largest sum."""
     free: float | None = None
-    """Bytes that were free on a device."""
+    """Free bytes of a device."""
 
     @property
     def total(self) -> float:
@@ -218,12 +220,13 @@ def choose(
     """The plan for `world` ranks.
 
     Args:
-        online: whether a teacher runs while the student trains.
-        job: what is trained; nothing is estimated or refused without it.
-        free: bytes that are free on each device; nothing is refused without them.
+        online: True if a teacher runs while the student trains.
+        job: the sizes; nothing is estimated or refused without it.
+        free: free bytes of each device; nothing is refused without it.
 
     Raises:
-        UsageError: it does not fit, with the numbers and what would help; or the ranks cannot be divided as asked.
+        UsageError: the job does not fit (with the numbers and what would help), or `shard_size` does not divide the
+            ranks.
     """
     if world > 1 and options.shard_size is not None and world % options.shard_size:
         raise UsageError(f"--shard-size {options.shard_size} does not divide {world} ranks; choose one that does")
@@ -245,7 +248,7 @@ def choose(
 
 
 def _candidates(options: ParallelConfig, world: int, online: bool) -> list[Plan]:
-    """What the options allow, in the order in which it is preferred."""
+    """The plans that the options allow, by preference."""
     if world == 1:
         return [Plan("single", "replicate" if online else "none")]
     students: list[Literal["ddp", "fsdp"]] = ["ddp", "fsdp"]
@@ -265,8 +268,7 @@ def _fits(options: ParallelConfig, world: int, job: Job, free: float) -> bool:
 
 
 def _what_helps(options: ParallelConfig, world: int, job: Job, free: float) -> Iterator[str]:
-    """Changes that make it fit, each by itself; smaller micro-batches with checkpointing where neither does alone."""
-
+    """Changes that each make the job fit; smaller micro-batches with checkpointing if neither is enough alone."""
     micro = job.micro(world)
     smaller = {f"--micro-batch-size {micro >> n}": micro >> n for n in range(1, 32) if micro % (1 << n) == 0}
     tried = {text: replace(job, micro_batch_size=size) for text, size in smaller.items()}
@@ -289,7 +291,7 @@ def _what_helps(options: ParallelConfig, world: int, job: Job, free: float) -> I
 
 
 def estimated(plan: Plan, job: Job, world: int) -> Plan:
-    """`plan` with what a rank of `world` needs."""
+    """`plan` with the bytes that each of `world` ranks needs."""
     moments = _moments(plan, job, world)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return replace(plan, needs={name: each for name, each in moments[moment].items() if each}, moment=moment)
@@ -309,11 +311,11 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
         asked = tokens * teacher.kept / max(teacher.layers, 1)  # of one layer: nothing is kept
     gathered = state | {"gathered": 4.0 * root + 2 * job.compute_bytes * in_layer if shared > 1 else 0.0}
 
-    # DDP's buckets, of which gradients are views, are there from the first step on
+    # DDP's buckets, of which gradients are views, exist from the first step on.
     buckets = {"gradients": whole if plan.student == "ddp" else 0.0}
     adds_up = plan.student == "ddp" or job.batch_size > job.micro(world) * world
     gradients = whole
-    if shared > 1:  # its shards, and all until they are sent or those of the root and two layers
+    if shared > 1:  # the shards, and either all until they are reduced, or those of the root and two layers
         gradients = whole / shared + (whole if adds_up else 4.0 * (root + 2 * in_layer))
 
     head_weight = student.vocabulary * student.width
@@ -334,7 +336,7 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
 
 
 def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
-    """Bytes of a teacher's weights on one of the ranks that share them: its root and two layers lie there gathered."""
+    """Bytes of a teacher's weights on one of the ranks that share them, with its root and two layers gathered."""
     numbers = teacher.parameters / shared
     if shared > 1:
         numbers += teacher.parameters - teacher.in_layers + 2.0 * teacher.in_layers / max(teacher.layers, 1)
@@ -343,7 +345,7 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
 
 
 def plan_run(config: DistillConfig, device: torch.device, free: float | None) -> Plan:
-    """How a run's student and teacher are held by the ranks.
+    """The plan of a run.
 
     free: see `free_everywhere`.
 
@@ -357,12 +359,12 @@ def plan_run(config: DistillConfig, device: torch.device, free: float | None) ->
 
 
 def fitting_micro_batch(config: DistillConfig, device: torch.device, free: float | None) -> int:
-    """What `--micro-batch-size auto` is: a rank's share of a step, halved until the plan finds room for it.
+    """The size for `--micro-batch-size auto`: a rank's share of a step, halved until it fits.
 
-    free: see `free_everywhere`; without it, or where a model cannot be measured, the whole share.
+    free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share.
 
     Raises:
-        UsageError: as `plan_run`, of the smallest.
+        UsageError: as `plan_run`, for the smallest size.
     """
     micro, job = config.batch_size // world_size(), job_of(config, device)
     if job is not None and free is not None:
@@ -374,7 +376,7 @@ def fitting_micro_batch(config: DistillConfig, device: torch.device, free: float
 
 
 def job_of(config: DistillConfig, device: torch.device) -> Job | None:
-    """What the plan must know of a run; None where a model cannot be measured."""
+    """The sizes of a run; None if a model cannot be measured."""
     mode = formats.formats_of(config.precision, config.quantization, device).high
     spec, teacher = read_spec(config.student), None if config.teacher is None else read_spec(config.teacher)
     settings = None if config.cache is None else read_manifest(config.cache).settings
@@ -404,12 +406,12 @@ def job_of(config: DistillConfig, device: torch.device) -> Job | None:
 
 
 def shards_teacher(config: CacheTeacherConfig, spec: ModelSpec, mode: str, free: float | None) -> bool:
-    """Whether a teacher that is cached is sharded over the ranks.
+    """True if cache-teacher shards its teacher over the ranks.
 
     free: see `free_everywhere`.
 
     Raises:
-        UsageError: it does not fit; or shards are wanted and there is one process.
+        UsageError: the teacher does not fit, or one process is asked to shard it.
     """
     wanted, world = config.parallel.teacher_parallel, world_size()
     if wanted == "fsdp" and world == 1:
@@ -437,15 +439,15 @@ def _footprint(
         return model_footprint(spec, vocab_size=vocab_size, seq_len=seq_len, mode=mode, trained=trained)
     except UsageError:
         raise
-    except Exception as error:  # whatever a model's own code may raise when tensors have no numbers
+    except Exception as error:  # a model's own code may raise anything when tensors have no numbers
         if is_main():
-            said = " ".join(str(error).split())[:120]
-            log.info("memory of %s not estimated: %s: %s", spec.name, type(error).__name__, said)
+            reason = " ".join(str(error).split())[:120]
+            log.info("memory of %s not estimated: %s: %s", spec.name, type(error).__name__, reason)
         return None
 
 
 def free_everywhere(device: torch.device, given: float | None) -> float | None:
-    """The least that any rank has free, in bytes, so that all plan the same; every rank must call it.
+    """The least free memory of any rank, in bytes, so that all ranks make the same plan; every rank must call it.
 
     given: GiB to plan with instead.
     """
@@ -454,10 +456,10 @@ def free_everywhere(device: torch.device, given: float | None) -> float | None:
 
 
 def free_memory(device: torch.device, given: float | None) -> float | None:
-    """Bytes that are free for a rank; None where it cannot be known.
+    """Bytes that are free for a rank; None if unknown.
 
-    given: GiB to plan with instead. The ranks of a node share what Linux could give without swapping, or what the
-    control group has left where that is less.
+    given: GiB to plan with instead. The ranks of a node share the memory that Linux can give without swapping, or that
+    the control group has left, whichever is less.
     """
     if given is not None:
         return given * GIB

@@ -1,20 +1,20 @@
 """Student and teacher on several ranks by PyTorch's own engines: DDP, and FSDP2's `fully_shard`.
 
-A training step is called through one of three wrappers, which differ in when gradients travel. Losses are divided by a
-constant and not by tokens or ranks, so that gradients are summed over ranks, never averaged; the mean over the tokens
-of all ranks is taken once, after that (`training.step`). Before the last micro-batch of a step nothing is exchanged.
-What a run learns beside the student (the temperature, projections) is a handful of numbers that only some steps give a
-gradient: it stays whole on each rank, out of both engines, and the step adds it up itself.
+A training step is called through one of three wrappers, which differ in when gradients are exchanged. Losses are
+divided by a constant and not by tokens or ranks, so gradients are summed over ranks, never averaged; the step divides
+once by the tokens of all ranks (`training.step`). Before the last micro-batch of a step nothing is exchanged.
+Parameters besides the student's (temperature, projections) are a handful of numbers that only some steps give a
+gradient: they stay whole on each rank, outside both engines, and the step reduces their gradients itself.
 
 FSDP2 shards each transformer layer by itself, and embedding, last norm and output head as one root, whose weights are
 whole from the forward to the end of the backward, as the fused head needs them. Masters and reductions are fp32; a
-layer's weights travel in the format that autocast would round them to, and the root's in fp32, so that the student
-computes what it does in one process, but for the weights of norms, which are rounded as well. Parameters, gradients and
-moments are DTensors: elementwise work is done on the local shard, and what needs all entries is reduced over the ranks
-that share a copy.
+layer's weights are gathered in the format to which autocast would round them, and the root's in fp32, so that the
+student computes the same as in one process, but for the weights of norms, which are rounded as well. Parameters,
+gradients and moments are DTensors: elementwise work runs on the local shard, and sums over all entries are reduced over
+the ranks that share a copy.
 
-The bytes that ranks exchange in a step follow from shapes alone. The payload of a collective is what a rank puts in or
-gets out, the larger of the two; over a ring of w ranks a rank sends (w - 1) / w of it for an all-gather or a
+The bytes that ranks exchange in a step follow from shapes alone. The payload of a collective is a rank's input or
+output, the larger of the two; over a ring of w ranks a rank sends (w - 1) / w of it for an all-gather or a
 reduce-scatter, and twice that for an all-reduce (Patarasuk and Yuan 2009; NCCL's bus bandwidth is defined so). With P
 parameters, of which L in layers, c bytes a gathered number (2 for a student in bf16, 4 in fp32) and m micro-batches:
 
@@ -24,10 +24,10 @@ parameters, of which L in layers, c bytes a gathered number (2 for a student in 
     with --shard-size s: the same among s ranks, and an all-reduce of 4 P / s among the ranks that hold the same part
 
 FSDP2 shards a parameter along its first dimension and pads it to a multiple of the ranks: small ones cost more than
-their size. The handful of numbers that ranks agree on each step is left out.
+their size. The few numbers on which ranks agree each step are left out.
 
-Given up: a quantised student's weights travel in fp32, because a second rounding would change its values; each rank
-loads a model whole before it keeps its shard.
+Given up: a quantised student's weights are gathered in fp32, because a second rounding would change its values; each
+rank loads the whole model before it keeps its shard.
 """
 
 import math
@@ -46,15 +46,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from kdtrain.models.head import default_probe
+from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import agreed_max, local, with_local
 
 
 class Alone:
-    """A step that one process takes: called as it is.
+    """A step in one process, called without a wrapper.
 
     Args:
-        step: one micro-batch -> the loss to differentiate, and what to report.
-        student: the part of it that is spread over ranks.
+        step: one micro-batch -> the loss to differentiate, and the numbers to report.
+        student: the part of it that is replicated or sharded.
     """
 
     kind = "single"
@@ -68,28 +69,33 @@ class Alone:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch; gradients are exchanged in the last one of a step."""
+        """Wraps forward and backward of a micro-batch; the last one of a step exchanges gradients."""
         yield
 
     def reshard(self) -> None:
-        """Give back what a forward without a backward has gathered."""
+        """Free the weights that a forward without a backward has gathered."""
 
 
 class Replicated(Alone):
     """A step under DDP, with the whole student on each rank.
 
     Args:
-        own: names of the step's parameters that DDP leaves alone, beside those that no loss reaches.
-        probe: a call whose result, summed and differentiated, reaches what training reaches.
+        own: names of the step's parameters that DDP ignores, besides those that no loss reaches.
+        probe: a call whose summed result has a gradient in every parameter that training reaches.
     """
 
     kind = "ddp"
 
     def __init__(self, step: nn.Module, student: nn.Module, own: set[str], probe: Callable[[], torch.Tensor]) -> None:
         super().__init__(step, student)
-        # buffers are constants, the same on each rank, and need no broadcast
-        left = own | _unreached(step, probe) | {name for name, _ in step.named_buffers()}
-        # a private name for want of a public one: DDP's documentation has none for parameters that are not its own
+        # DDP would wait for the gradient of a parameter that no loss reaches.
+        named = {name: each for name, each in step.named_parameters() if each.requires_grad}
+        with torch.enable_grad():
+            found = torch.autograd.grad(probe().float().sum(), list(named.values()), allow_unused=True)
+        unreached = {name for name, gradient in zip(named, found, strict=True) if gradient is None}
+        # Buffers are constants, the same on each rank, and need no broadcast.
+        left = own | unreached | {name for name, _ in step.named_buffers()}
+        # A private method: DDP has no public one to ignore parameters.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, sorted(left))
         device = next(student.parameters()).device
         self.wrapper = DistributedDataParallel(
@@ -106,7 +112,7 @@ class Replicated(Alone):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward: what DDP decides in the one holds for the other."""
+        """Wraps forward and backward: DDP decides in the forward whether the backward exchanges gradients."""
         if last:
             yield
         else:
@@ -131,7 +137,7 @@ class Sharded(Alone):
 
 
 def parallelize(student: Any, kind: str) -> Alone:
-    """What `training.student.Student` is called through: `single`, `ddp`, or `fsdp` where its model is sharded."""
+    """The wrapper of a `training.student.Student`: `single`, `ddp`, or `fsdp` for a sharded model."""
     if kind == "single":
         return Alone(student, student.model)
     if kind == "fsdp":
@@ -149,20 +155,20 @@ def shard(
     shard_size: int | None = None,
     compile: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Cut `model` up in place: its parameters become DTensors, their names stay. Every rank must call it.
+    """Shard `model` in place: its parameters become DTensors, with the same names. Every rank must call it.
 
     Args:
-        model: on any device, whole, with the same values on each rank; its forward is what is called.
-        device: where its parts are put.
-        dtype: what a layer's floating weights are gathered in; as they are when None.
+        model: on any device, whole, with the same values on each rank; only its forward may be called.
+        device: of the shards.
+        dtype: the dtype in which a layer's floating weights are gathered; their own when None.
         shard_size: ranks that share one copy; all of them when None.
-        compile: makes a layer's forward a compiled one.
+        compile: compiles a layer's forward.
     """
     mesh = mesh_of(device, shard_size)
     for layer in layers_of(model):
         if compile is not None:
             layer.forward = compile(layer.forward)
-        # inputs keep their format: the residual stream is fp32 under autocast, and stays so
+        # Inputs keep their dtype: the residual stream is fp32 under autocast.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         _sum_up(fully_shard(layer, mesh=mesh, mp_policy=policy))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -170,13 +176,13 @@ def shard(
 
 
 def reshard(model: nn.Module) -> None:
-    """Give back what a forward of a sharded model has left whole; nothing for any other."""
+    """Free the weights that a forward of a sharded model has left gathered; no effect on any other model."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def mesh_of(device: torch.device, shard_size: int | None) -> DeviceMesh:
-    """The ranks in a row, or, with `shard_size`, in rows that each hold a copy of the model."""
+    """The mesh of all ranks in one row, or, with `shard_size`, in rows that each hold a copy of the model."""
     world = dist.get_world_size()
     if shard_size is None or shard_size == world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
@@ -185,44 +191,30 @@ def mesh_of(device: torch.device, shard_size: int | None) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The transformer layers: the members of the longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda modules: len(modules), default=[]))
-
-
 def _sum_up(module: Any) -> None:
-    """Let gradients be sums over ranks, which FSDP2 would divide by their number."""
+    """Make gradients sums over ranks: by default FSDP2 divides them by the number of ranks."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
 
 def _sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's exchange of a bucket, without its division by the number of ranks."""
+    """All-reduce a bucket of DDP, without dividing by the number of ranks."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _unreached(step: nn.Module, probe: Callable[[], torch.Tensor]) -> set[str]:
-    """Names of the parameters whose gradient is never made, which DDP would wait for."""
-    named = {name: each for name, each in step.named_parameters() if each.requires_grad}
-    with torch.enable_grad():
-        found = torch.autograd.grad(probe().float().sum(), list(named.values()), allow_unused=True)
-    return {name for name, gradient in zip(named, found, strict=True) if gradient is None}
-
-
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """All of `tensor`, gathered where it is sharded: every rank must call it."""
+    """`tensor`, gathered if it is sharded; every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether any of them is sharded."""
+    """True if any of them is sharded."""
     return any(isinstance(each, DTensor) for each in tensors)
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The part of `whole` that lies here when it is sharded like `like`; `whole` itself where that is not."""
+    """The part of `whole` on this rank when it is sharded like `like`; all of it if `like` is not sharded."""
     if not isinstance(like, DTensor) or isinstance(whole, DTensor):
         return local(whole)
     shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -243,20 +235,20 @@ def clip_norm_(parameters: Sequence[torch.nn.Parameter], largest: float) -> torc
     if not is_sharded(gradients):
         return torch.nn.utils.clip_grad_norm_(parameters, largest)
     norm = total_norm(gradients)
-    # torch's own formula, so that a sharded run is clipped as one process clips
+    # The formula of `clip_grad_norm_`, so that a sharded run clips as one process does.
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
     torch._foreach_mul_([local(each) for each in gradients], factor)
     return norm
 
 
 def peak(tensor: torch.Tensor) -> float:
-    """The largest magnitude in the part of `tensor` that lies here, infinite where some of it is NaN; 0 of nothing."""
+    """The largest magnitude in this rank's part of `tensor`; infinite if it has a NaN, 0 if it is empty."""
     own = local(tensor).detach().float().abs()
     return float(torch.nan_to_num(own, nan=float("inf")).max()) if own.numel() else 0.0
 
 
 def peaks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude in each, those of other ranks too, infinite where some of it is non-finite; 1-dim fp32."""
+    """The largest magnitude of each, over all ranks; infinite if any part is non-finite; 1-dim fp32."""
     each = [local(tensor).detach().float().abs() for tensor in tensors]
     own = torch.stack([own.max() if own.numel() else own.new_zeros(()) for own in each])
     own = torch.nan_to_num(own, nan=float("inf"), posinf=float("inf"))
@@ -264,7 +256,7 @@ def peaks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The Euclidean norm of all entries of all tensors, those of other ranks too; fp32, one exchange."""
+    """The Euclidean norm of all tensors together, over all ranks; fp32, one all-reduce."""
     if not is_sharded(tensors):
         return torch.nn.utils.get_total_norm(tensors)
     whole = torch.zeros((), dtype=torch.float64, device=local(tensors[0]).device)
@@ -292,16 +284,16 @@ class Traffic:
     all_gather: float = 0.0
     reduce_scatter: float = 0.0
     calls: dict[str, int] | None = None
-    """Where they are known beforehand."""
+    """If they are known in advance."""
 
     def sent(self, sharing: int, replicas: int = 1) -> float:
-        """Bytes that a rank sends over rings: of `sharing` ranks for what is sharded, else of `replicas`."""
+        """Bytes that a rank sends over rings: of `sharing` ranks for shards, of `replicas` for all-reduces."""
         parts, copies = (sharing - 1) / sharing, (replicas - 1) / replicas
         return parts * (self.all_gather + self.reduce_scatter) + 2 * copies * self.all_reduce
 
 
 def ddp(shapes: Sequence[Shape]) -> Traffic:
-    """A step under DDP, of parameters of these shapes."""
+    """A step under DDP, for parameters of these shapes."""
     return Traffic(all_reduce=4.0 * sum(map(math.prod, shapes)))
 
 
@@ -319,9 +311,9 @@ def fsdp(
     Args:
         layers: shapes of the parameters of each layer.
         root: of all others.
-        sharing: ranks that share a copy; `replicas` copies there are.
+        sharing: ranks that share a copy, of which there are `replicas`.
         micro_batches: of a step on a rank.
-        gathered: bytes of a layer's number on its way.
+        gathered: bytes of a gathered number of a layer.
     """
     inside = sum(padded(shape, sharing) for layer in layers for shape in layer)
     outside = sum(padded(shape, sharing) for shape in root)
@@ -336,6 +328,6 @@ def fsdp(
 
 
 def padded(shape: Shape, sharing: int) -> int:
-    """Numbers of a parameter of `shape` that is cut along its first dimension into equal parts."""
+    """Numbers of a parameter of `shape`, padded along its first dimension to `sharing` equal parts."""
     first, *rest = shape if len(shape) else (1,)
     return math.ceil(first / sharing) * sharing * math.prod(rest)

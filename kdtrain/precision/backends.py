@@ -1,17 +1,17 @@
 """Back ends of quantised products: what each can do on a device, which one a run gets, and its formats.
 
-A back end gives each linear layer a product of quantised operands with a backward of the same kind, for fp32 master
-weights that stay where they are:
+A back end gives each linear layer a product of quantised operands with a backward of the same kind, over the layer's
+own fp32 master weights:
 - `emulated`: values rounded in fp32 (`kdtrain.precision.emulated`), everywhere, for every format; slower than no
   quantisation.
-- `torchao`: fp8 by `torch._scaled_mm`. The layer's settings are taken from a stand-in that went through
-  `convert_to_float8_training`, because that call also applies torchao's work-around for a miscompiled fp8 store. On a
-  CPU the products run natively, but no CPU instruction makes them faster: it counts as not real.
+- `torchao`: fp8 by `torch._scaled_mm`. The layer's settings come from a stand-in that `convert_to_float8_training` has
+  converted, because that call also applies torchao's work-around for a miscompiled fp8 store. On a CPU the products run
+  natively, but no CPU instruction makes them faster: it counts as not real.
 - `transformer-engine`: fp8 by cuBLAS, with current or block scaling. Delayed scaling is never used: its history is
-  stale when a run comes back from its fallback. A `te.Linear` is made around the layer's own parameters and is not a
-  submodule, so that names and state dicts stay.
-Real fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or more; MX formats are emulated everywhere. What a device
-can do is found out by a small product, not by a version. `register_backend` adds one; `auto` never takes it.
+  stale when a run comes back from its fallback. A `te.Linear` wraps the layer's own parameters and is not a submodule,
+  so that names and state dicts stay the same.
+Real fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or more; MX formats are emulated everywhere. A small
+product decides what a device can do, not a version. `register_backend` adds a back end; `auto` never chooses it.
 
 Shape suffixes: N tokens, D inputs, O outputs.
 """
@@ -41,7 +41,8 @@ _REAL_SINCE = (8, 9)
 QUANTIZED = ("fp8", "mxfp8", "mxfp4")
 """The modes whose linear layers are quantised."""
 _ORDER = ("torchao", "transformer-engine", "emulated")
-"""In which `auto` asks: torchao compiles with the model, keeps no state, and works with every wrapper."""
+"""The order in which `auto` tries them: torchao compiles with the model, keeps no state, and works with every
+wrapper."""
 
 
 def why_not_torchao(device: torch.device) -> str | None:
@@ -90,7 +91,7 @@ def _why_not_import(name: str) -> str | None:
 
 @contextlib.contextmanager
 def _quiet_import() -> Iterator[None]:
-    """torchao warns of each of its CUDA files that a machine cannot load, and torch of how torchao registers types."""
+    """Silence torchao's warnings of CUDA files that a machine cannot load, and torch's of types that it registers."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [each.level for each in loggers]
     try:
@@ -104,7 +105,7 @@ def _quiet_import() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A back end and what it can be used for."""
+    """A back end, and the modes and recipes that it supports."""
 
     make: Callable[[Recipe], Backend]
     modes: tuple[str, ...]
@@ -127,13 +128,13 @@ def register_backend(
     why_not_real: Callable[[torch.device], str | None] = why_not_real,
     help: str = "",
 ) -> Callable[[Maker], Maker]:
-    """Decorator: make a class (a `Backend` made from a `Recipe`) the one that `--fp8-backend NAME` takes.
+    """Decorator: make a class (a `Backend` built from a `Recipe`) the one that `--fp8-backend NAME` takes.
 
     Args:
         name: as users write it.
-        modes: what it quantises to, of `QUANTIZED`.
-        scalings: values of `--fp8-recipe` that it has.
-        every_recipe: whether it also has pure e5m2 and stochastic rounding.
+        modes: the modes that it supports, of `QUANTIZED`.
+        scalings: the values of `--fp8-recipe` that it supports.
+        every_recipe: True if it supports pure e5m2 and stochastic rounding too.
         why_not: why it cannot be used on a device, or None.
         why_not_real: why its products are not faster there than those of the high mode, or None.
         help: its line in `--help`; by default the first of the docstring.
@@ -173,13 +174,13 @@ class _TorchaoProduct:
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
         settings = self.high_forward if high_forward else self.quantized
-        compute = compute_dtype(dtype)  # scaled rows give bf16 and no fp16
+        compute = compute_dtype(dtype)  # scaled rows support bf16 and not fp16
         y_NO: Tensor = self.function.apply(x_ND.to(compute), weight_OD.to(compute).T, *settings)
         return y_NO.to(dtype)
 
 
 def _converted(inputs: int, outputs: int, recipe: Recipe, high_forward: bool) -> Any:
-    """A stand-in layer without storage that torchao made its own."""
+    """A stand-in layer without storage, converted by torchao."""
     from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
     from torchao.float8.config import ScalingType
 
@@ -235,27 +236,24 @@ class _TransformerEngineProduct:
         self.linear.weight = layer.weight
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
-        if self.linear.weight is not weight_OD:  # a sharded model gives its layers another parameter than they had
+        if self.linear.weight is not weight_OD:  # sharding replaces a layer's parameter
             self.linear.weight = weight_OD
         missing = -len(x_ND) % self.multiple
         padded_ND = F.pad(x_ND.to(dtype), (0, 0, 0, missing)) if missing else x_ND.to(dtype)
-        # outside of torch's autocast a te.Linear refuses inputs that are not of its weight's dtype
-        with _autocast(dtype), self.autocast(enabled=True, recipe=self.recipe):
+        # Outside of torch's autocast a te.Linear refuses inputs of another dtype than its weight's.
+        cast = contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype)
+        with cast, self.autocast(enabled=True, recipe=self.recipe):
             y_NO: Tensor = self.linear(padded_ND)
         return y_NO[: len(x_ND)]
 
 
-def _autocast(dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype)
-
-
 def _multiple(recipe: Recipe) -> int:
-    """What TransformerEngine wants all sizes, the number of tokens too, to be a multiple of."""
+    """All sizes, the number of tokens too, must be a multiple of it for TransformerEngine."""
     return 128 if recipe.scaling == "blockwise" else 16
 
 
 def _no_multiple(of: int, inputs: int, outputs: int) -> str | None:
-    return f"its sizes are no multiples of {of}" if inputs % of or outputs % of else None
+    return f"its sizes are not multiples of {of}" if inputs % of or outputs % of else None
 
 
 register_backend(
@@ -269,13 +267,13 @@ register_backend(
 
 @dataclass(frozen=True)
 class Capability:
-    """What one back end can do for one mode on one device."""
+    """Whether one back end supports one mode on one device."""
 
     mode: str
     backend: str
     works: bool
     real: bool
-    """Whether products are faster than the high mode's; else they are emulated."""
+    """True if products are faster than the high mode's; else they are emulated."""
     reason: str | None
     """Why it does not work, or is not real."""
 
@@ -291,7 +289,7 @@ def capabilities(device: torch.device) -> list[Capability]:
 
 
 def capability(mode: str, backend: str, device: torch.device, recipe: Recipe | None = None) -> Capability:
-    """What `backend` can do for `mode` on `device`, by the plain recipe when none is given."""
+    """Whether `backend` supports `mode` on `device`, with the plain recipe when none is given."""
     entry: BackendEntry = BACKENDS.get(backend)
     if mode not in entry.modes:
         return Capability(mode, backend, False, False, f"{backend} has no {mode} that trains here")
@@ -313,7 +311,7 @@ class Choice:
     backend: Backend
     real: bool
     line: str
-    """What was chosen, for the log."""
+    """The choice, for the log."""
 
 
 def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.device) -> Choice | str:
@@ -322,11 +320,16 @@ def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.d
     wanted: `auto` takes the first that is real, else emulation. scaling: the recipe by its option's name.
 
     Raises:
-        UsageError: a back end was named that has no such recipe.
+        UsageError: the named back end does not support the recipe.
     """
     refuse_recipe(mode, wanted, recipe, scaling)
     asked: list[str] = []
-    for name in [each for each in _ORDER if _knows(each, mode, recipe, scaling)] if wanted == "auto" else [wanted]:
+    for name in _ORDER if wanted == "auto" else [wanted]:
+        if name != wanted:
+            try:
+                refuse_recipe(mode, name, recipe, scaling)
+            except UsageError:
+                continue
         found = capability(mode, name, device, recipe)
         if found.works and (found.real or wanted != "auto" or name == "emulated"):
             kind = "real" if found.real else "emulated" if name == "emulated" else "not faster here"
@@ -337,10 +340,10 @@ def choose(mode: str, wanted: str, recipe: Recipe, scaling: str, device: torch.d
 
 
 def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingControl, stochastic: bool) -> Recipe:
-    """The recipe of a mode: elements are by default what its scaling is usually run with.
+    """The recipe of a mode; the default elements are those commonly used with its scaling.
 
-    form: hybrid (e4m3, and e5m2 for gradients), e4m3 or e5m2, of the modes of 8 bits. Hybrid goes with one scale a
-    tensor, whose gradients need the range; finer scales go with e4m3.
+    form: hybrid (e4m3, and e5m2 for gradients), e4m3 or e5m2, for the modes of 8 bits. Hybrid is the default with one
+    scale a tensor, whose gradients need the range; e4m3 with finer scales.
     """
     if mode == "mxfp4":
         return Recipe("mx", "e2m1", "e2m1", control, stochastic)
@@ -353,7 +356,7 @@ def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingContr
 
 
 def refuse_recipe(mode: str, backend: str, recipe: Recipe, scaling: str) -> None:
-    """Raise a `UsageError` where a named back end cannot do what was asked of it."""
+    """UsageError: the named back end does not support the mode or the recipe."""
     if backend == "auto":
         return
     entry: BackendEntry = BACKENDS.get(backend)
@@ -369,16 +372,8 @@ def refuse_recipe(mode: str, backend: str, recipe: Recipe, scaling: str) -> None
         raise UsageError(f"--fp8-backend {backend} does not round stochastically; use --fp8-backend emulated")
 
 
-def _knows(backend: str, mode: str, recipe: Recipe, scaling: str) -> bool:
-    try:
-        refuse_recipe(mode, backend, recipe, scaling)
-    except UsageError:
-        return False
-    return True
-
-
 def _why_not_a_product(backend: Backend, device: torch.device) -> str | None:
-    """What goes wrong in a small product and its backward, or None."""
+    """The error of a small product and its backward, or None."""
     layer = torch.nn.Linear(128, 128, bias=False, device=device)
     x = torch.ones(16, 128, device=device, requires_grad=True)
     dtype = torch.bfloat16 if has_bf16(device) else torch.float32
@@ -395,22 +390,22 @@ class Formats:
     """The formats of a run."""
 
     high: str
-    """fp32, bf16 or fp16: of everything that is not quantised, of the fallback, and of evaluation."""
+    """fp32, bf16 or fp16: of the parts that are not quantised, of the fallback, and of evaluation."""
     choice: Choice | None = None
-    """Where quantised products come from; None in a run without any."""
+    """The source of quantised products; None in a run without any."""
     recipe: Recipe | None = None
     """How they are quantised."""
     lines: tuple[str, ...] = ()
-    """What was chosen, for the log."""
+    """The choice, for the log."""
     switch: Switch = field(default_factory=Switch)
     """The switch of the student's layers, for the first step."""
 
 
 def formats_of(precision: PrecisionConfig, quantization: QuantizationConfig, device: torch.device) -> Formats:
-    """The formats that the options mean on `device`; what is not there falls back to bf16.
+    """The formats that the options mean on `device`; a mode that it does not support becomes bf16.
 
     Raises:
-        UsageError: a back end was named that cannot do what is asked of it.
+        UsageError: the named back end does not support the mode or the recipe.
     """
     mode, adaptive = quantization.mode(precision.precision), quantization.time_resume
     if mode not in QUANTIZED:
@@ -427,7 +422,7 @@ def formats_of(precision: PrecisionConfig, quantization: QuantizationConfig, dev
 
 
 def policy(config: QuantizationConfig, mode: str, lr_schedule: str, decay_start: int) -> Policy:
-    """What the controller of a run in `mode` is told; decay_start: the last step before the rate's decay."""
+    """The controller's settings for a run in `mode`; decay_start: the last step before the rate's decay."""
     rules = config.rules(lr_schedule)
     return Policy(
         quantized=mode,
@@ -456,12 +451,12 @@ def quantize_(
 ) -> Switch:
     """Make the linear layers of a model switchable and quantise their products, in place; the output head stays.
 
-    Parameters, their names, the optimizer's state and the state dict stay what they are.
+    Parameters, their names, the optimizer's state and the state dict do not change.
 
     Args:
         model: of `transformers`, or a `Student`, whose validation then stays in the high format.
         mode: fp8, mxfp8 or mxfp4.
-        backend: torchao, transformer-engine, emulated or a registered one; auto: what is fast here, else emulation.
+        backend: torchao, transformer-engine, emulated or a registered one; auto: the first fast one, else emulation.
         recipe: of fp8: tensorwise, rowwise or blockwise scales.
         skip_first, skip_last: transformer layers at either end that stay high.
 
@@ -469,7 +464,7 @@ def quantize_(
         The switch of all layers; set `position` between two steps to `quantized` or `high`.
 
     Raises:
-        UsageError: the mode or back end is not known, or cannot be on the model's device.
+        UsageError: the mode or back end is unknown, or does not work on the model's device.
 
     >>> from kdtrain.testing import tiny_model
     >>> switch = quantize_(tiny_model("llama", 300), "mxfp4")

@@ -1,15 +1,15 @@
-"""Numbers about tensors, for research into number formats: what a format does to the operands of chosen layers.
+"""Collecting tensor statistics, for research into number formats: the effect of a format on a layer's operands.
 
-A step that collects runs one of its micro-batches once more, eagerly and with hooks on the layers, before it trains;
-compiled graphs never see a hook, so that steps that do not collect are as fast as without this part. Of each layer's
-weight, input ("activation") and output gradient it keeps the largest magnitude, the relative RMS error of being kept
-in the run's format, the share of elements that the format clamps, the share that it turns into zero, and a histogram
-of magnitudes by powers of two. Gradients are those of the eager pass: of the loss, before any clipping.
+Before it trains, a step that collects runs one of its micro-batches once more, eagerly and with hooks on the layers;
+compiled graphs never see a hook, so other steps are as fast as without collecting. For each layer's weight, input
+("activation") and output gradient it records the largest magnitude, the relative RMS error of rounding to the run's
+format, the share of elements that the format clamps, the share that it turns into zero, and a histogram of magnitudes
+by powers of two. Gradients are those of the eager pass: of the loss, before any clipping.
 
-The file is replaced as a whole at each collection, so that a killed run leaves one that opens; one of another layout
-is moved aside. Its layout:
+Each collection replaces the file as a whole, so that a killed run leaves one that opens; a file of another layout is
+moved aside. The layout:
 `/LAYER/{weight,activation,gradient}/{step,mode,amax,error,saturated,flushed,zeros,histogram}`, one row a collection;
-`/exponents` names the histogram's columns: e counts magnitudes in [2^e, 2^(e+1)), and the ends take what lies beyond.
+`/exponents` names the histogram's columns: e counts magnitudes in [2^e, 2^(e+1)), and the two ends all beyond them.
 """
 
 import fnmatch
@@ -40,15 +40,15 @@ _FLOATS = ("amax", "error", "saturated", "flushed", "zeros")
 
 
 class Collector:
-    """Collects from the layers whose names match, every so many steps.
+    """Collects from the layers whose names match, every `every` steps.
 
     Args:
-        path: the HDF5 file; rows of an earlier part of the run are kept. None where another rank writes it.
-        model: whose linear layers are meant.
+        path: the HDF5 file; rows of an earlier part of the run are kept. None if another rank writes it.
+        model: the model of the linear layers.
         pattern: shell pattern of their names, such as `*.mlp.*`.
         every: steps between collections.
-        recipe: the format that errors are measured in; None where the run has none.
-        dtype: of the products where there is no recipe.
+        recipe: the format whose errors are measured; None if the run has none.
+        dtype: of the products, without a recipe.
 
     Raises:
         UsageError: no linear layer has such a name.
@@ -65,10 +65,9 @@ class Collector:
         self.path, self.every, self.recipe, self.dtype = path, every, recipe, dtype
 
     def collect(self, step: int, mode: str, run_eagerly: Callable[[], None]) -> bool:
-        """Collect at `step` if it is due; whether it was.
+        """Collect at `step` if it is due; True if it was.
 
-        run_eagerly: a forward and backward of one micro-batch in eager mode; what it leaves in gradients is the
-        caller's to clear.
+        run_eagerly: a forward and backward of one micro-batch in eager mode; the caller clears the gradients.
         """
         if step % self.every:
             return False
@@ -77,39 +76,38 @@ class Collector:
             return True
         with _watched(self.layers) as seen:
             run_eagerly()
-        self._append(step, mode, {name: self._rows(tensors) for name, tensors in seen.items()})
-        return True
-
-    def forget_after(self, step: int) -> None:
-        """Drop the rows of later steps, which a run that resumes at `step` makes again."""
-        if self.path is None or not self.path.exists():
-            return
-        with self._replacing() as file:
-            for layer in _groups(file):
-                kept = int(np.searchsorted(layer["step"][:], step, side="right"))
-                for dataset in layer.values():
-                    dataset.resize(kept, axis=0)
-
-    def _rows(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-        return {kind: statistics(tensor, kind, self.recipe, self.dtype) for kind, tensor in tensors.items()}
-
-    def _append(self, step: int, mode: str, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
         with self._replacing() as file:
             if "exponents" not in file:
                 file["exponents"] = np.array(EXPONENTS)
-            for layer, kinds in rows.items():
-                for kind, values in kinds.items():
+            for layer, tensors in seen.items():
+                for kind, tensor in tensors.items():
                     group = file.require_group(f"{layer}/{kind}")
+                    values = statistics(tensor, kind, self.recipe, self.dtype)
                     for name, value in {"step": step, "mode": mode, **values}.items():
                         _append(group, name, value)
+        return True
+
+    def forget_after(self, step: int) -> None:
+        """Drop the rows of later steps: a run that resumes at `step` collects them again."""
+        if self.path is None or not self.path.exists():
+            return
+        with self._replacing() as file:
+            groups: list[h5py.Group] = []
+            file.visititems(
+                lambda _, each: groups.append(each) if isinstance(each, h5py.Group) and "step" in each else None
+            )
+            for layer in groups:
+                kept = int(np.searchsorted(layer["step"][:], step, side="right"))
+                for dataset in layer.values():
+                    dataset.resize(kept, axis=0)
 
     @contextmanager
     def _replacing(self) -> Iterator[h5py.File]:
         assert self.path is not None
         if self.path.exists() and not _is_ours(self.path):
             aside = set_aside(self.path.parent, self.path.name, "old")
-            said = "%s has another layout than kdtrain writes, and was moved to %s"
-            logging.getLogger("kdtrain").warning(said, self.path, aside)
+            message = "%s has another layout than kdtrain writes, and was moved to %s"
+            logging.getLogger("kdtrain").warning(message, self.path, aside)
         with published(self.path, "precision.collect") as hidden:
             if self.path.exists():
                 shutil.copyfile(self.path, hidden)
@@ -118,9 +116,9 @@ class Collector:
 
 
 def statistics(values: Tensor, kind: str, recipe: Recipe | None, dtype: torch.dtype) -> dict[str, Any]:
-    """What a format does to one operand [rows, columns], summed over along its columns.
+    """The effect of a format on one operand [rows, columns] of a product that sums over its columns.
 
-    kind: weight, activation or gradient. Errors are those of `recipe`, or of `dtype` where that is None.
+    kind: weight, activation or gradient. Errors are those of `recipe`, or of `dtype` without a recipe.
     """
     exact = values.detach().float()
     magnitude, kept = exact.abs(), _kept(exact, kind, recipe, dtype)
@@ -144,7 +142,7 @@ def _kept(exact: Tensor, kind: str, recipe: Recipe | None, dtype: torch.dtype) -
 
 
 def _reach(exact: Tensor, kind: str, recipe: Recipe | None, dtype: torch.dtype) -> Tensor | float:
-    """The largest magnitude that each element can keep; scales of fp8 are made so that none is beyond."""
+    """The largest magnitude that each element can have; by the choice of scales no element of fp8 exceeds it."""
     if recipe is None:
         return torch.finfo(dtype).max
     if recipe.scaling != "mx":
@@ -155,7 +153,7 @@ def _reach(exact: Tensor, kind: str, recipe: Recipe | None, dtype: torch.dtype) 
 
 @contextmanager
 def _watched(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, dict[str, Tensor]]]:
-    """The operands of `layers`, filled in by forwards and backwards in the block."""
+    """The operands of `layers`, which forwards and backwards in the block fill in."""
     seen: dict[str, dict[str, Tensor]] = {}
     handles = []
 
@@ -165,7 +163,7 @@ def _watched(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, dict[str, Te
 
         def forward(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             weight = module.get_parameter("weight").detach()
-            weight = weight.clone() if cut_up else weight  # what FSDP2 gathers is gone behind the forward
+            weight = weight.clone() if cut_up else weight  # FSDP2 frees the gathered weight after the forward
             seen[name]["weight"] = weight.T if isinstance(module, Conv1D) else weight
             seen[name]["activation"] = _rows(inputs[0])
 
@@ -198,7 +196,7 @@ def _append(group: h5py.Group, name: str, value: Any) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file has this module's layout, so that its rows can be changed: a run may have been downloaded."""
+    """True if a file has this module's layout, so that rows can be appended: a run may come from elsewhere."""
     size = path.stat().st_size
     if not path.is_file() or size > MOST_BYTES:
         return False
@@ -207,7 +205,7 @@ def _is_ours(path: Path) -> bool:
             linked = file.visititems_links(lambda name, link: None if isinstance(link, h5py.HardLink) else name)
             groups = (kind for name, layer in file.items() if name != "exponents" for kind in layer.values())
             return not linked and all(_has_rows(group, size) for group in groups)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # all that HDF5 and h5py raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # the errors of HDF5 and h5py
         return False
 
 
@@ -222,10 +220,3 @@ def _has_rows(group: h5py.Group, size: int) -> bool:
         for name, data in group.items()
         for inner in [(len(EXPONENTS),) if name == "histogram" else ()]
     )
-
-
-def _groups(file: h5py.File) -> Iterator[h5py.Group]:
-    """The groups that hold rows."""
-    found: list[h5py.Group] = []
-    file.visititems(lambda name, each: found.append(each) if isinstance(each, h5py.Group) and "step" in each else None)
-    yield from found

@@ -1,25 +1,25 @@
 """When to train quantised and when not: adaptive quantisation ("time-resume") as a pure state machine.
 
-It is fed each step's loss, reduced over all ranks, and (under rule `gap`) what quantisation costs on a probe; it
-returns actions, which the trainer carries out in order. It knows no clock, no disk and no model, and its whole memory
-is `state_dict`, so that ranks agree without talking and a resumed run decides as an uninterrupted one. `Policy` is
-what it is told to do; `Adaptive` joins it to the student's switch.
+The controller observes each step's loss, reduced over all ranks, and (under rule `gap`) the cost of quantisation on a
+probe. It returns actions, which the trainer carries out in order. It has no clock, no disk and no model, and
+`state_dict` is its whole memory: ranks agree without communication, and a resumed run decides as an uninterrupted one.
+`Policy` holds its settings; `Adaptive` connects it to the student's switch.
 
-Rules, of which several may hold at once; any of them sends to the fallback, and all must be calm to come back:
+Several rules may apply at once; any of them switches to the fallback, and all must be calm to switch back:
 - `loss`: the loss against the threshold. Above it on three steps in a row: fallback. At most 80 % of it for a whole
-  window: back. An absolute threshold fits a loss near zero; a cross-entropy of 3 nats never comes under 0.1, which one
-  line then says.
-- `gap`: the same with (loss quantised - loss high) on one micro-batch, in nats: what quantisation itself costs.
-  Measured every `probe_every` steps, and at each step while a verdict is near. Its threshold is its own median + 6
-  times its own noise, 1.4826 * MAD of the last 32 clean measurements and at least a thousandth of the loss: a cost that
-  a format always has is no reason to leave it, one that grows is. The absolute threshold holds as well, from the first
+  window: back. An absolute threshold fits a loss near zero; a cross-entropy of 3 nats is never below 0.1, which is then
+  logged once.
+- `gap`: the same with (loss quantised - loss high) on one micro-batch, in nats: the cost of quantisation itself.
+  Measured every `probe_every` steps, and at each step while a decision is near. Its threshold is its own median + 6
+  times its own noise, 1.4826 * MAD of the last 32 clean measurements and at least a thousandth of the loss: a constant
+  cost is no reason to leave a format, a growing one is. The absolute threshold applies as well, from the first
   measurement on, for a format that harms from the beginning.
 - `spike`: the same with the loss against median + 6 * 1.4826 * MAD of the last 128 clean losses.
 - `schedule`: high from the first step of the learning rate's decay to the end (arXiv 2509.25149, appendix D).
 
-A non-finite loss sends to the fallback at once; three in a row in the fallback go back to the newest good state in the
-recovery buffer. `min_dwell` and `max_switches` end flapping: once the switches are used up the run stays
-in the fallback. Checkpoints carry the decision that was made when they were written, not the one before it.
+A non-finite loss switches to the fallback at once; after three in a row in the fallback the run goes back to the newest
+good state in the recovery buffer. `min_dwell` and `max_switches` limit flapping: once the switches are used up, the run
+stays in the fallback. A checkpoint holds the decision that was made when it was written, not the one before it.
 """
 
 import math
@@ -33,28 +33,28 @@ from kdtrain.precision.linear import Position, Switch
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What the controller is told to do."""
+    """The settings of the controller."""
 
     quantized: str
     """Name of the quantised mode: fp8, mxfp8 or mxfp4."""
     fallback: str = "bf16"
     """Name of the high mode."""
     rules: tuple[str, ...] = ("gap",)
-    """What may send a run to its fallback: loss, gap, spike, schedule."""
+    """The rules that switch a run to its fallback: loss, gap, spike, schedule."""
     threshold: float = 0.1
-    """In nats: of the loss under rule `loss`; under rule `gap` the most that its own threshold may be."""
+    """In nats: of the loss under rule `loss`; the upper bound of the threshold under rule `gap`."""
     window: int = 5
     """Steps in a window."""
     snapshot_every: int = 1
     """Steps between snapshots within a window."""
     snapshot_to_disk: bool = False
-    """Whether snapshots are checkpoints."""
+    """True: snapshots are checkpoints; False: they stay in memory."""
     keep: int = 2
-    """States that the recovery buffer holds, of each kind."""
+    """States of each kind in the recovery buffer."""
     probe_every: int = 100
     """Steps between measurements of the gap."""
     min_dwell: int = 10
-    """Least steps between a switch and the next one that a rule asks for."""
+    """Least number of steps between a switch and the next one by a rule."""
     max_switches: int = 20
     """Switches after which the run stays in the fallback."""
     decay_start: int | None = None
@@ -77,7 +77,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Keep the state of a step in memory, and at most `keep` of them."""
+    """Keep the state of a step in memory, and at most `keep` such states."""
 
     step: int
     keep: int
@@ -85,7 +85,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Forget:
-    """Drop the snapshots in memory: the checkpoint that follows takes their place."""
+    """Drop the snapshots in memory: the checkpoint that follows replaces them."""
 
 
 @dataclass(frozen=True)
@@ -104,20 +104,20 @@ Action = Say | Save | Snapshot | Forget | SwitchTo | Recover
 
 
 PATIENCE = 3
-"""Steps in a row above the threshold, or not finite, that count."""
+"""Steps in a row above the threshold, or non-finite, that lead to an action."""
 CALM_SHARE = 0.8
-"""What share of the threshold a value must stay under for a window."""
+"""A value is calm if it is at most this share of the threshold."""
 _SPIKE_WINDOW, _SPIKE_LEAST = 128, 16
 _GAP_WINDOW, _GAP_LEAST = 32, 5
 _WIDTH = 6 * 1.4826
-"""Times the MAD: six standard deviations of normal noise."""
+"""Factor on the MAD: six standard deviations of normal noise."""
 _LEAST_SPREAD = 1e-3
-"""Of a loss: what hardly varies must not make any rise a spike."""
+"""Share of the loss that counts as noise at least: else any rise of a value that hardly varies is a spike."""
 
 
 @dataclass
 class _Streaks:
-    """How long a value has been above its threshold, and how long well below it."""
+    """Steps in a row for which a value has been above its threshold, and calm."""
 
     above: int = 0
     calm: int = 0
@@ -129,7 +129,7 @@ class _Streaks:
 
 @dataclass
 class _Memory:
-    """All that the controller remembers."""
+    """The controller's memory, but for streaks and buffer."""
 
     is_quantized: bool = True
     last_switch: int | None = None
@@ -138,17 +138,18 @@ class _Memory:
     finite: int = 0
     """Finite steps in a row."""
     broken: int = 0
-    """Steps in a row that were not, in the fallback."""
+    """Non-finite steps in a row, in the fallback."""
     windows_above: int | None = 0
-    """Windows from the first on that rule `loss` found too high throughout; None once one was not, or it was said."""
+    """Windows, from the first on, with all losses above the threshold of rule `loss`; None after one without, or once
+    this is logged."""
     window_low: bool = False
-    """Whether any loss of this window came under the threshold."""
+    """True if any loss of this window was at most the threshold."""
     spent: bool = False
-    """Whether it was said that no switches are left."""
+    """True once it is logged that no switches are left."""
     gaps: list[float] = field(default_factory=list)
-    """The last measurements of the gap that were not above its threshold."""
+    """The last measurements of the gap that were at most its threshold."""
     decay_from: int | None = None
-    """The last step before a decay that began before it was due."""
+    """The last step before a decay that began early."""
 
 
 class _State(TypedDict):
@@ -159,10 +160,7 @@ class _State(TypedDict):
 
 
 class PrecisionController:
-    """Decides the mode of each next step.
-
-    Args:
-        policy: what to do when.
+    """Decides the mode of each next step by the rules of its `policy`.
 
     >>> controller = PrecisionController(Policy(quantized="fp8", rules=("loss",), threshold=5.0, window=2))
     >>> for step, loss in enumerate((4.0, 6.0, 6.0, 6.0), 1):
@@ -187,12 +185,12 @@ class PrecisionController:
 
     @property
     def position(self) -> Position:
-        """That of the layers' switch at the next step, where the fallback is the high format."""
+        """Position of the layers' switch at the next step, if the fallback is the high format."""
         return "quantized" if self._memory.is_quantized else "high"
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the next step is quantised."""
+        """True if the next step is quantised."""
         return self._memory.is_quantized
 
     @property
@@ -206,39 +204,37 @@ class PrecisionController:
         return self._memory.steps_quantized
 
     def buffer_names(self) -> list[str]:
-        """All checkpoints of the recovery buffer, oldest first; others of its kind are no longer needed."""
+        """All checkpoints of the recovery buffer, oldest first; others of their kind are no longer needed."""
         return [name for name, _ in self._saved]
 
     def recovery_names(self) -> list[str]:
-        """The checkpoints of the recovery buffer that were written while all was well, newest first."""
+        """The checkpoints of the recovery buffer that were written in a good state, newest first."""
         return [name for name, good in reversed(self._saved) if good]
 
     def spend(self, name: str) -> None:
-        """Take a checkpoint out of the recovery buffer: the run went back to it."""
+        """Take a checkpoint out of the recovery buffer, because the run went back to it."""
         self._saved = [each for each in self._saved if each[0] != name]
 
     def begin_decay(self, step: int | None) -> None:
-        """The learning rate decays from the step after `step` on, before it was due; None: when it is due."""
+        """Let the learning rate decay early, from the step after `step` on; None: as planned."""
         self._memory.decay_from = step
 
     def wants_gap(self, step: int) -> bool:
-        """Whether the gap is to be measured at `step`: it is due, or a verdict is near and may be carried out."""
-        if "gap" not in self._streaks or self._decays(step):
-            return False
-        if not self.is_quantized and self._is_spent():
+        """True if the gap is to be measured at `step`: it is due, or a decision is near and allowed."""
+        if "gap" not in self._streaks or self._decays(step) or (not self.is_quantized and self._is_spent()):
             return False
         gap = self._streaks["gap"]
         near = gap.above if self.is_quantized else gap.calm
         return step % self.policy.probe_every == 0 or (near > 0 and self._has_dwelt(step))
 
     def observe(self, step: int, loss: float, gap: float | None = None, broken: str | None = None) -> list[Action]:
-        """What to do after step `step` (1, 2, ...).
+        """The actions after step `step` (1, 2, ...).
 
-        loss: the step's loss, reduced over all ranks. gap: loss quantised minus loss high, where it was measured.
+        loss: the step's loss, reduced over all ranks. gap: loss quantised minus loss high, if it was measured.
         broken: what was non-finite, the loss or the gradient, if the step was not taken; `loss` is then its value.
 
-        The checkpoint of a switch comes last: it holds the snapshot of its own step, and its memory names the one of a
-        window that ends there, which a run that is killed between the two has to find when it goes back.
+        The checkpoint of a switch comes last: it holds the snapshot of its own step, and its memory names the
+        checkpoint of a window that ends there, which a run that is killed between the two must find when it goes back.
         """
         before = self.mode
         actions = self._judge(step, loss, gap) if broken is None else self._broken(step, broken, loss)
@@ -258,20 +254,20 @@ class PrecisionController:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Resume from a `state_dict`."""
         known = typed(state, _State)
         self._memory = known["memory"]
-        # of other rules than the run's, where it began with a state of another run
+        # A state of another run may have other rules.
         self._streaks = {rule: known["streaks"].get(rule, _Streaks()) for rule in self._streaks}
         self._clean = known["clean"]
         self._saved = known["saved"]
 
     def forget_buffer(self) -> None:
-        """Empty the recovery buffer: what it names is among another run's checkpoints."""
+        """Empty the recovery buffer: its checkpoints are another run's."""
         self._saved = []
 
     def _judge(self, step: int, loss: float, gap: float | None) -> list[Action]:
-        """`observe` but for the checkpoint of a switch; the memory is the new mode's before anything is saved."""
+        """`observe` but for the checkpoint of a switch; the memory has the new mode before anything is saved."""
         memory = self._memory
         if not math.isfinite(loss):
             return self._broken(step, "Loss", loss)
@@ -287,7 +283,7 @@ class PrecisionController:
         return actions + self._keep(step, good)
 
     def _broken(self, step: int, what: str, value: float) -> list[Action]:
-        """A value that is not finite: to the fallback at once, and from there back to a good state."""
+        """A non-finite value: switch to the fallback at once; in the fallback, go back to a good state."""
         self._memory.finite = 0
         if self.is_quantized:
             line = f"[AdaptiveQuantization] {what} {value:.4f} is not finite, switching to {self.policy.fallback}"
@@ -295,13 +291,17 @@ class PrecisionController:
         if what == "Gap":
             return []
         self._memory.broken += 1
-        if self._memory.broken % PATIENCE:
-            return []
-        return [Recover()]
+        return [] if self._memory.broken % PATIENCE else [Recover()]
 
     def _update(self, loss: float, gap: float | None) -> dict[str, float]:
         """Count each rule's value, and return its threshold."""
-        bounds = {"loss": self.policy.threshold, "gap": self._gap_bound(loss), "spike": self._spike_bound()}
+        # Too few values give no bound: of the gap the policy's threshold holds alone, and no loss is a spike.
+        clean, gaps, most = self._clean, self._memory.gaps, self.policy.threshold
+        bounds = {
+            "loss": most,
+            "gap": min(most, _bound(gaps, loss)) if len(gaps) >= _GAP_LEAST else most,
+            "spike": _bound(clean, statistics.median(clean)) if len(clean) >= _SPIKE_LEAST else math.inf,
+        }
         thresholds = {}
         for rule, streaks in self._streaks.items():
             value = gap if rule == "gap" else loss
@@ -314,17 +314,6 @@ class PrecisionController:
         if gap is not None and "gap" in self._streaks and gap <= thresholds["gap"]:
             self._memory.gaps = [*self._memory.gaps, gap][-_GAP_WINDOW:]
         return thresholds
-
-    def _spike_bound(self) -> float:
-        """Median + 6 scaled MADs of the clean losses; infinity while there are too few of them."""
-        if len(self._clean) < _SPIKE_LEAST:
-            return math.inf
-        return _bound(self._clean, statistics.median(self._clean))
-
-    def _gap_bound(self, loss: float) -> float:
-        """The policy's threshold, or the gap's median + 6 times its noise where that is less and can be told."""
-        gaps = self._memory.gaps
-        return min(self.policy.threshold, _bound(gaps, loss) if len(gaps) >= _GAP_LEAST else math.inf)
 
     def _decide(self, step: int, loss: float, gap: float | None, thresholds: dict[str, float]) -> list[Action]:
         if self._decays(step):
@@ -350,15 +339,15 @@ class PrecisionController:
         if not calm or self._memory.finite < self.policy.window or ("gap" in self._streaks and gap is None):
             return []
         if self._is_spent():
-            said, self._memory.spent = self._memory.spent, True
+            logged, self._memory.spent = self._memory.spent, True
             line = f"[AdaptiveQuantization] {self.switches} switches are used up, staying in {self.policy.fallback}"
-            return [] if said else [Say(line)]
+            return [] if logged else [Say(line)]
         what, value = ("Gap", gap) if "gap" in self._streaks else ("Loss", loss)
         stable = f"is stable, switching back to {self.policy.quantized}"
         return self._switch(step, f"[AdaptiveQuantization] {what} {value:.4f} {stable}")
 
     def _switch(self, step: int, line: str) -> list[Action]:
-        """Switch, and say so by `line`."""
+        """Switch, and log `line`."""
         memory = self._memory
         memory.is_quantized = not memory.is_quantized
         memory.last_switch = step
@@ -368,7 +357,7 @@ class PrecisionController:
         return [Say(line)]
 
     def _keep(self, step: int, good: bool) -> list[Action]:
-        """Snapshots within a window, and a checkpoint at its end; what is older leaves the recovery buffer."""
+        """Snapshots within a window, and a checkpoint at its end; the oldest leave the recovery buffer."""
         policy = self.policy
         number, ends = (step - 1) // policy.window + 1, step % policy.window == 0
         due = step % policy.snapshot_every == 0
@@ -381,20 +370,17 @@ class PrecisionController:
         if good and not policy.snapshot_to_disk and (ends or due):
             actions.append(Forget() if ends else Snapshot(step, policy.keep))
         if name is not None:
-            self.spend(name)  # a run that went back comes by the same names again
+            self.spend(name)  # a run that went back uses the same names again
+            # The buffer changes before the checkpoint is saved, whose memory thus names the checkpoint itself.
             self._saved.append((name, good))
-            self._trim()  # before it is saved: the memory that it holds is that of a buffer with it in
+            while len(self._saved) > policy.keep:  # the oldest go, but never the only good one
+                only_good = [name for name, good in self._saved if good] == [self._saved[0][0]]
+                self._saved.pop(1 if only_good else 0)
             actions.append(Save(name))
         return actions
 
-    def _trim(self) -> None:
-        """Take the oldest out of the buffer, but never the only good one."""
-        while len(self._saved) > self.policy.keep:
-            only_good = [name for name, good in self._saved if good] == [self._saved[0][0]]
-            self._saved.pop(1 if only_good else 0)
-
     def _complain(self, step: int, loss: float) -> list[Action]:
-        """One line where rule `loss` has seen nothing but losses above its threshold in its first windows."""
+        """Log one line if all losses of the first windows are above the threshold of rule `loss`."""
         memory, policy = self._memory, self.policy
         if "loss" not in self._streaks or memory.windows_above is None:
             return []
@@ -426,19 +412,17 @@ class PrecisionController:
 
 
 def _bound(values: list[float], loss: float) -> float:
-    """Median + 6 scaled MADs of `values`, whose noise counts as at least a thousandth of `loss`."""
+    """Median + 6 scaled MADs of `values`, with noise of at least a thousandth of `loss`."""
     median = statistics.median(values)
     spread = statistics.median(abs(each - median) for each in values)
     return median + _WIDTH * max(spread, _LEAST_SPREAD * abs(loss))
 
 
 class Adaptive:
-    """The controller of a run and its switch.
+    """The controller of a run, connected to the switch of the student's layers.
 
     Args:
-        controller: what decides.
-        switch: of the student's layers.
-        fallback: the position that the switch has in the fallback.
+        fallback: position of the switch in the fallback.
     """
 
     def __init__(self, controller: PrecisionController, switch: Switch, fallback: Position) -> None:
@@ -450,11 +434,11 @@ class Adaptive:
 
     @property
     def positions(self) -> tuple[Position, Position]:
-        """The two positions that the run switches between: quantised, and the fallback's."""
+        """The two positions between which the run switches: quantised, and the fallback's."""
         return "quantized", self.fallback
 
     def switch_to(self, mode: str) -> None:
-        """Put the switch where `mode` is what runs: the policy's quantised mode, or its fallback."""
+        """Set the switch for `mode`: the policy's quantised mode, or its fallback."""
         self.switch.position = "quantized" if mode == self.controller.policy.quantized else self.fallback
 
     def state_dict(self) -> dict[str, Any]:
@@ -462,6 +446,6 @@ class Adaptive:
         return self.controller.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, in its mode."""
+        """Resume from a `state_dict`, in its mode."""
         self.controller.load_state_dict(state)
         self.switch_to(self.controller.mode)

@@ -2,20 +2,20 @@
 
 An element format rounds to a grid that widens with the exponent. MX (OCP Microscaling Formats 1.0) gives every block
 of 32 elements one scale, a power of two kept in 8 bits (e8m0); emulated fp8 gives one to a tensor, to a row, or to a
-tile of 128. Everything is arithmetic on fp32 tensors of the same shape, so it runs where fp32 runs, and it compiles;
-what comes back are the values, not the bits. Products of two such tensors in bf16 or fp32 are exact up to the order
-of their sums, because the values and power-of-two scales fit into either.
+tile of 128. Everything is arithmetic on fp32 tensors of the same shape, so it runs wherever fp32 runs, and it compiles;
+the results are values, not bits. Products of two such tensors in bf16 or fp32 are exact up to the order of their sums,
+because the values and power-of-two scales fit into either.
 
 Elements beyond the largest are clamped to it, in code and not by a cast, whose behaviour differs between versions of
-torch. A tile that holds an infinity or a NaN becomes NaN as a whole: e8m0 has a NaN and no infinity, and a clamped
-infinity would hide from the trainer what it has to see. A tile of zeros stays zero. The smallest scale is 2^-126, the
-smallest normal number of fp32 (e8m0 goes to 2^-127), because some devices flush what lies below: a tile whose largest
-magnitude asks for less is rounded on the grid of that scale, and ends in zeros when it lies below all of it. What
-rounds to more than fp32 holds becomes infinite, as it would in fp32.
+torch. A tile that holds an infinity or a NaN becomes NaN as a whole: e8m0 has a NaN and no infinity, and clamping an
+infinity would hide it from the trainer. A tile of zeros stays zero. The smallest scale is 2^-126, the smallest normal
+number of fp32 (e8m0 goes to 2^-127), because some devices flush smaller numbers to zero: a tile that needs a smaller
+scale is rounded on the grid of this one, or to zeros if it lies below that grid. A value that rounds beyond fp32
+becomes infinite, as it would in fp32.
 
-Where a size is not a multiple of a tile, the last tile is narrower: it has the values that it would have padded with
-zeros, which change no scale. It is quantised apart and concatenated, not padded: inductor's code for a CPU (torch 2.13)
-gives wrong numbers where rows of padded tiles are cut to a length that is not a multiple of its vectors.
+If a size is not a multiple of a tile, the last tile is narrower: it has the values that it would have if it were padded
+with zeros, which change no scale. It is quantised apart and concatenated, not padded: inductor's code for a CPU (torch
+2.13) gives wrong numbers when rows of padded tiles are cut to a length that is not a multiple of its vectors.
 
 A linear layer makes three products of quantised operands:
 
@@ -23,9 +23,9 @@ A linear layer makes three products of quantised operands:
     input's        dx_ND = q(g_NO) q(w_OD)        both in blocks along O
     weight's       dw_OD = q(g_NO)^T q(x_ND)      both in blocks along N, the tokens
 
-Each product quantises its operands along the axis it sums over, as a tensor core would want them; a tensor that enters
-two products is quantised twice from what it was, never from an already rounded copy. Sums are fp32 inside bf16
-products, or fp32 throughout where the high mode is fp32.
+Each product quantises its operands along the axis that it sums over, as a tensor core requires; a tensor in two
+products is quantised twice from its own values, never from a rounded copy. Sums are fp32 inside bf16 products, or fp32
+throughout if the high mode is fp32.
 
 Shape suffixes: N tokens, D inputs, O outputs.
 """
@@ -53,7 +53,7 @@ class Element:
 
     mantissa_bits: int
     min_exponent: int
-    """Of the smallest normal number; what lies below it is subnormal, on one even grid."""
+    """Of the smallest normal number; smaller ones are subnormal, on one even grid."""
     max_exponent: int
     largest: float
 
@@ -68,8 +68,8 @@ ELEMENTS = {
 def round_to(values: Tensor, element: Element, *, stochastic: bool = False) -> Tensor:
     """Round fp32 `values`, clamped to the largest of `element`, to its grid; NaN stays NaN.
 
-    To the nearest, and to the even one of two that are as near; or, `stochastic`, up or down by chance so that the
-    mean is the value itself, drawn from the device's default generator.
+    It rounds to nearest, ties to even; or, `stochastic`, up or down at random (by the device's default generator) so
+    that the mean is the value itself.
     """
     clamped = values.clamp(-element.largest, element.largest)
     step = _power_of_two(clamped).clamp(min=2.0**element.min_exponent) * 2.0**-element.mantissa_bits
@@ -86,12 +86,12 @@ def quantize_mx(
     *,
     stochastic: bool = False,
 ) -> Tensor:
-    """What fp32 `values_RC` [R, C] are worth in MX, in blocks of 32 along `axis` (0 or 1).
+    """fp32 `values_RC` [R, C] after rounding to MX, in blocks of 32 along `axis` (0 or 1).
 
-    control: the shared exponent of a block whose largest magnitude is a, in an element of largest exponent e:
-    `max` floor(log2 a) - e, the OCP's rule, under which up to half of the top binade is clamped; `max_minus_1` one
-    more, so that nothing is; `ceil` ceil(log2 a) - e; `rceil` ceil(log2(a / largest)); `even` as `max`, with a rounded
-    to the element's mantissa before.
+    control: the shared exponent of a block whose largest magnitude is a, for an element of largest exponent e:
+    `max` floor(log2 a) - e, the OCP's rule, which clamps up to half of the top binade; `max_minus_1` one more, which
+    clamps nothing; `ceil` ceil(log2 a) - e; `rceil` ceil(log2(a / largest)); `even` as `max`, with a first rounded to
+    the element's mantissa.
     """
 
     def quantize(tiles: Tensor) -> Tensor:
@@ -111,11 +111,11 @@ def mx_scale(values_RC: Tensor, element: Element, axis: int, control: ScalingCon
 def quantize_fp8(
     values_RC: Tensor, element: Element, tile: tuple[int, int] | None, *, stochastic: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """What fp32 `values_RC` [R, C] are worth in fp8: the values, and a scalar they are still to be multiplied by.
+    """fp32 `values_RC` [R, C] after rounding to fp8, and a scalar with which the caller multiplies them.
 
-    tile: None for one scale a tensor, the fp32 number largest / amax; its inverse comes back as the scalar, because
-    scaled values would not fit into bf16. Else the sizes [r, c] of the tiles that share a scale, the largest power of
-    two that is at most largest / amax, and no scalar.
+    tile: None for one scale a tensor, the fp32 number largest / amax; the scalar is its inverse, because rescaled
+    values would not fit into bf16. Else the sizes [r, c] of the tiles that share a scale, the largest power of two that
+    is at most largest / amax; the scalar is None.
     """
     if tile is None:
         scale = element.largest / _largest_or_nan(values_RC.abs().amax()).clamp(min=1e-30)
@@ -162,7 +162,7 @@ def _block(axis: int) -> tuple[int, int]:
 
 
 def _by_tiles(values_RC: Tensor, tile: tuple[int, int], function: Callable[[Tensor], Tensor]) -> Tensor:
-    """`function` of [R, C] as tiles [R / r, r, C / c, c], of the same shape, put together again."""
+    """Apply `function` to [R, C] as tiles [R / r, r, C / c, c]; the result has the shape [R, C]."""
     for axis, width in enumerate(tile):
         rest = values_RC.shape[axis] % width
         if rest and rest < values_RC.shape[axis]:
@@ -174,7 +174,7 @@ def _by_tiles(values_RC: Tensor, tile: tuple[int, int], function: Callable[[Tens
 
 
 def _largest(tiles: Tensor) -> Tensor:
-    """The largest magnitude of each tile [R / r, 1, C / c, 1], NaN where one is not finite."""
+    """The largest magnitude of each tile [R / r, 1, C / c, 1]; NaN if it is non-finite."""
     return _largest_or_nan(tiles.abs().amax(dim=(1, 3), keepdim=True))
 
 
@@ -190,15 +190,15 @@ class Recipe:
     """How operands are quantised."""
 
     scaling: Scaling
-    """What shares a scale: a tensor, a row along the sum, a tile of 1 x 128 (weights 128 x 128), or an MX block."""
+    """The unit with one scale: a tensor, a row along the sum, a tile of 1 x 128 (weights 128 x 128), or an MX block."""
     forward: str = "e4m3"
     """Element of activations and weights."""
     gradient: str = "e4m3"
     """Element of gradients."""
     control: ScalingControl = "max"
-    """How an MX block's exponent follows from its largest magnitude."""
+    """How the largest magnitude of an MX block decides its exponent."""
     stochastic: bool = False
-    """Whether gradients are rounded up or down by chance."""
+    """Round gradients stochastically."""
 
 
 def quantized_linear(
@@ -206,8 +206,8 @@ def quantized_linear(
 ) -> Tensor:
     """`x_ND @ weight_OD^T` with quantised operands, in this product and in the two of its backward.
 
-    x_ND: of any float dtype. weight_OD: fp32 master weights. dtype: of the result; products are taken in bf16, or in
-    fp32 where that is asked for. high_forward: leave this product's operands alone, and quantise in the backward only.
+    x_ND: of any float dtype. weight_OD: fp32 master weights. dtype: of the result; products are in bf16, or in fp32 if
+    that is `dtype`. high_forward: quantise in the backward only.
     """
     result: Tensor = _QuantizedLinear.apply(x_ND, weight_OD, recipe, dtype, high_forward)
     return result
@@ -230,7 +230,7 @@ class _QuantizedLinear(torch.autograd.Function):
         compute = compute_dtype(dtype)
         x, x_scale = quantized_operand(x_ND, recipe, "activation", 1, compute)
         w, w_scale = quantized_operand(weight_OD, recipe, "weight", 1, compute)
-        # autocast to fp16 would take this product in fp16, which scaled values of fp8 overflow
+        # Autocast to fp16 would compute this product in fp16, which scaled values of fp8 overflow.
         with torch.autocast(x_ND.device.type, enabled=False):
             return _scaled(x @ w.T, x_scale, w_scale).to(dtype)
 
@@ -257,7 +257,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def quantized_operand(
     values_RC: Tensor, recipe: Recipe, kind: str, axis: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """The quantised operand [R, C] in `dtype`, summed over along `axis`, and a scalar that is left for the product."""
+    """The quantised operand [R, C] in `dtype`, for a sum along `axis`, and a scalar factor of the product."""
     element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]
     stochastic = recipe.stochastic and kind == "gradient"
     values_RC, scale = values_RC.float(), None

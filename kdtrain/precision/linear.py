@@ -1,12 +1,12 @@
 """Linear layers whose products change their number format between two steps.
 
-`convert` turns the linear layers of a model that is already built into switchable ones, in place: the modules, their
-parameters and their names stay the same objects, and so do the optimizer's state, state-dict keys and wrappers around
-the model. All layers share one `Switch`. A compiled graph reads it once, as a constant: each position of the switch
-gets a graph of its own, the first time it is run in, and finds it again later. It is set between steps only.
+`convert` makes the linear layers of a built model switchable, in place: the modules, their parameters and their names
+stay the same objects, and so do the optimizer's state, state-dict keys and wrappers around the model. All layers share
+one `Switch`. A compiled graph reads it once, as a constant: each position of the switch gets its own graph when it
+first runs, and uses it again later. The switch is set between steps only.
 
 Only the matrix products change. Weights are fp32 masters in every position, biases are added in the high format, and
-what is not a linear layer of the backbone (output head, norms, embeddings, attention, the residual stream) never
+everything but the linear layers of the backbone (output head, norms, embeddings, attention, the residual stream) never
 changes. Experts that a model keeps as one three-dimensional parameter are not linear layers, and stay high as well.
 
 Shape suffixes: N tokens, D inputs, O outputs.
@@ -29,14 +29,14 @@ Position = Literal["high", "quantized", "high-forward"]
 
 @dataclass
 class Switch:
-    """The position that all layers of a model share."""
+    """The position of all layers of a model."""
 
     position: Position = "high"
     """high; quantized in all three products; or `high-forward`, quantised in the two of the backward only."""
 
     @contextlib.contextmanager
     def at(self, position: Position) -> Iterator[None]:
-        """The switch in another position while the block runs."""
+        """Put the switch in another position while the block runs."""
         before, self.position = self.position, position
         try:
             yield
@@ -53,7 +53,7 @@ class Product(Protocol):
 
 
 class Backend(Protocol):
-    """Where quantised products come from."""
+    """A source of quantised products."""
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
         """Why a layer of this shape cannot be quantised, or None."""
@@ -66,12 +66,12 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Emulated:
-    """Quantised values in products of the high format: everywhere, any shape, and slower than not to quantise."""
+    """Quantised values in products of the high format: on every device, any shape, slower than no quantisation."""
 
     recipe: Recipe
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
-        """Why a layer of this shape cannot be quantised: there is no such shape."""
+        """None: every shape can be quantised."""
         return None
 
     def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
@@ -79,7 +79,7 @@ class Emulated:
         return self
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
-        """`x_ND @ weight_OD^T` (`products.quantized_linear`)."""
+        """`x_ND @ weight_OD^T` (`emulated.quantized_linear`)."""
         return quantized_linear(x_ND, weight_OD, self.recipe, dtype, high_forward)
 
 
@@ -122,17 +122,23 @@ def _quantized(
 
 @dataclass
 class Conversion:
-    """What `convert` did."""
+    """The result of `convert`."""
 
     quantized: list[str] = field(default_factory=list)
     """Names of the layers that switch."""
     left: dict[str, str] = field(default_factory=dict)
-    """Names of those that stay high, and why."""
+    """Names of the layers that stay high, and why."""
 
     def __str__(self) -> str:
         reasons = Counter(self.left.values())
         left = ", ".join(f"{count} left high ({reason})" for reason, count in reasons.items())
         return f"{len(self.quantized)} linear layers quantised" + (f", {left}" if left else "")
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The transformer layers: the members of the longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=lambda modules: len(modules), default=[]))
 
 
 def convert(
@@ -146,10 +152,12 @@ def convert(
 ) -> Conversion:
     """Make the linear layers of a model switchable, in place.
 
-    head: the output head, which is left. skip_first, skip_last: transformer layers at either end whose linear layers
+    head: the output head, which stays high. skip_first, skip_last: transformer layers at either end whose linear layers
     stay high (they lose most: arXiv 2509.25149); layers are the members of the model's longest list of modules.
     """
-    kept = _ends(model, skip_first, skip_last)
+    layers = layers_of(model)
+    ends = layers[:skip_first] + (layers[-skip_last:] if skip_last else [])
+    kept = {module for layer in ends for module in layer.modules()}
     done = Conversion()
     for name, layer in model.named_modules():
         if layer is head or type(layer) not in (nn.Linear, Conv1D):
@@ -165,11 +173,3 @@ def convert(
         switchable.switch, switchable.product = switch, backend.product(layer, inputs, outputs)
         done.quantized.append(name)
     return done
-
-
-def _ends(model: nn.Module, first: int, last: int) -> set[nn.Module]:
-    """All modules of the first and the last transformer layers."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layers = list(max(lists, key=lambda modules: len(modules), default=[]))
-    ends = layers[:first] + (layers[-last:] if last else [])
-    return {module for layer in ends for module in layer.modules()}

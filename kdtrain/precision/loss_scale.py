@@ -1,8 +1,8 @@
 """The loss scale of fp16 training: gradients too small for fp16 are carried as multiples, and divided before clipping.
 
-The scale is halved by a step whose gradients overflow, which is not taken, and doubled after many that do not
-(arXiv 1710.03740). It is a power of two, so that it costs no digit; it is a plain number on the host, which reads each
-step's outcome anyway.
+A step whose gradients overflow is not taken and halves the scale; many steps without an overflow double it
+(arXiv 1710.03740). The scale is a power of two, so that it rounds nothing; it is a plain number on the host, which
+reads each step's outcome anyway.
 """
 
 from typing import Any, TypedDict
@@ -22,10 +22,10 @@ class _Memory(TypedDict):
 
 
 class LossScale:
-    """What the loss is multiplied by before the backward; 1, and no memory of anything, outside of fp16.
+    """The factor on the loss before the backward; a constant 1 outside of fp16.
 
     Args:
-        enabled: whether gradients are fp16.
+        enabled: True if gradients are fp16.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -35,11 +35,11 @@ class LossScale:
         self.warned_at = WARN_BELOW
 
     def absorbs(self, loss_is_finite: bool) -> bool:
-        """Whether a step that was not finite is the scale's doing, and mended by a smaller one."""
+        """True if a non-finite step is due to the scale, and a smaller scale prevents it."""
         return self.enabled and loss_is_finite and self.value > LEAST
 
     def update(self, overflowed: bool) -> str | None:
-        """Grow or shrink after a step; a warning where the scale keeps falling."""
+        """Grow or shrink after a step; returns a warning if the scale keeps falling."""
         if not self.enabled:
             return None
         if not overflowed:
@@ -54,11 +54,11 @@ class LossScale:
         return f"the loss scale of fp16 has fallen to {self.value:g}: gradients overflow; lower --lr, or use bf16"
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and what it counts."""
+        """The scale and its counters."""
         return {"value": self.value, "good": self.good, "warned_at": self.warned_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Resume from a `state_dict`."""
         if self.enabled:
             known = typed(state, _Memory)
             self.value, self.good, self.warned_at = known["value"], known["good"], known["warned_at"]

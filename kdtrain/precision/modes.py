@@ -1,4 +1,4 @@
-"""The number format of a forward: fp32 as it stands, or bf16 or fp16 products over fp32 weights by autocast."""
+"""The number format of a forward: plain fp32, or bf16 or fp16 products over fp32 weights by autocast."""
 
 import contextlib
 import shutil
@@ -11,10 +11,9 @@ import torch
 
 
 def pick_mode(name: str, device: torch.device, *, training: bool = False) -> str:
-    """The mode that `name` means on `device`: `auto` is bf16 where the device computes in it.
+    """The mode that `name` means on `device`: `auto` is bf16 if the device has bf16 products.
 
-    Elsewhere it is fp32, but fp16 on a GPU that trains: its loss scale notices what overflows, and nothing does in a
-    teacher.
+    Else it is fp32, or fp16 on a GPU that trains: the loss scale detects an overflow, which a teacher would not.
     """
     if name != "auto":
         return name
@@ -24,7 +23,7 @@ def pick_mode(name: str, device: torch.device, *, training: bool = False) -> str
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether bf16 matrix products run in hardware: AVX512-BF16 or AMX on a CPU, Ampere or newer on a GPU."""
+    """True if bf16 matrix products run in hardware: AVX512-BF16 or AMX on a CPU, Ampere or newer on a GPU."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
@@ -41,7 +40,7 @@ def autocast(mode: str, device: torch.device) -> contextlib.AbstractContextManag
 
 
 def head_dtype(mode: str) -> torch.dtype | None:
-    """What autocast in `mode` would round the inputs of an output head to; None where it rounds nothing."""
+    """The dtype to which autocast in `mode` rounds the inputs of an output head; None if it rounds nothing."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
 
 

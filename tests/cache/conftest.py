@@ -1,4 +1,4 @@
-"""A small workshop: rows and a teacher that are pure functions of a seed, and caches built from them."""
+"""Rows and a teacher that are pure functions of a seed, and caches built from them."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ class Workshop:
         return folder
 
     def run(self, folder: Path, codec: str = "both", *more: str, fault: str = "") -> subprocess.CompletedProcess:
-        """The build of `codec` in a process of its own, with a fault; its log is FOLDER.log."""
+        """Build `codec` in a process of its own, with a fault; the log of the fault is FOLDER.log."""
         (folder.parent / "tokenizer").mkdir(exist_ok=True)
         (folder.parent / "tokenizer" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
         root = str(Path(__file__).parents[2])
@@ -81,7 +81,7 @@ class Workshop:
         return found
 
     def assert_equal(self, one: Path, other: Path) -> None:
-        """Both hold the same, data set by data set."""
+        """Assert that two caches are equal, data set by data set."""
         left, right = self.content(one), self.content(other)
         assert left.keys() == right.keys()
         for name, values in left.items():
@@ -110,7 +110,7 @@ def codecs() -> dict[str, CodecSpec]:
 
 @pytest.fixture(scope="session")
 def whole(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of `both` that nobody disturbed."""
+    """The uninterrupted cache of the codec `both`."""
     folder = tmp_path_factory.mktemp("whole") / "cache"
     assert workshop.run(folder).returncode == 0
     return folder

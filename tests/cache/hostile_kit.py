@@ -1,4 +1,4 @@
-"""Shards as a stranger may make them: one thing is changed, and every digest of their cache computed anew.
+"""Shards as a stranger may make them: one change each, with every digest of the cache computed anew.
 
 The changes are for shards of `workshop.build(..., codecs["both"])`: 4 sequences of 16 positions, V = 64, 4 entries of
 the top-k and 8 samples, so that `numbers` has 12 + 8 + 12 + 1 rows.
@@ -19,7 +19,7 @@ Change = Callable[[Path], None]
 
 
 def reseal(folder: Path) -> None:
-    """Compute every digest of a cache from what its shards are now."""
+    """Compute every digest of a cache from its shards as they are now."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for split in manifest["splits"].values():
         for stated in split["shards"]:
@@ -48,7 +48,7 @@ def edited(change: Callable[[h5py.File], None]) -> Change:
 
 
 def number(name: str, place: Any, value: Any) -> Change:
-    """Numbers of a data set replaced; its file is as the format has it."""
+    """Numbers of a data set replaced; the structure of the file stays."""
 
     def change(file: h5py.File) -> None:
         values = file[name][()]
@@ -81,7 +81,7 @@ def remade(name: str, **properties: Any) -> Change:
 
 
 def replaced(name: str, make: Callable[[h5py.File], Any]) -> Change:
-    """A name that stands for something else."""
+    """A name that links to something else."""
 
     def change(file: h5py.File) -> None:
         if name in file:
@@ -93,7 +93,7 @@ def replaced(name: str, make: Callable[[h5py.File], Any]) -> Change:
 
 
 def payload(name: str, change_payload: Callable[[bytes], bytes]) -> Change:
-    """The first chunk of a data set as it lies in the file, with a checksum that fits."""
+    """The first chunk of a data set replaced in the file, with a checksum that fits."""
 
     def change(path: Path) -> None:
         with h5py.File(path, "r+") as file:
@@ -158,7 +158,7 @@ LINKS: dict[str, Change] = {
     "external storage": remade("tokens", **PLAIN, external=[("/etc/passwd", 0, 4 * 17 * 2)]),
     "virtual data set": replaced("tokens", virtual),
 }
-"""What leads out of a shard."""
+"""Links and storage that lead out of a shard."""
 TYPES: dict[str, Change] = {
     "missing": replaced("segments", lambda file: None),
     "missing in the dictionary": replaced("dictionary/tail_weights", lambda file: None),
@@ -189,7 +189,7 @@ TYPES: dict[str, Change] = {
     "first sequence": edited(lambda file: file.attrs.__setitem__("first_sequence", 4)),
     "knots": edited(lambda file: file.attrs.__setitem__("knots", [2.0, 1.0])),
 }
-"""What is stored in another way."""
+"""Data stored in another way."""
 SHAPES: dict[str, Change] = {
     "fewer sequences": remade("tokens", shape=(3, 17)),
     "longer sequences": remade("tokens", shape=(4, 33), chunks=(1, 33)),
@@ -204,7 +204,7 @@ SHAPES: dict[str, Change] = {
     "80 GB of tokens": remade("tokens", shape=(4, 10**10), chunks=(1, 2**20)),
     "lists without a chunk": remade("dictionary/common", shape=(3,), chunks=(3,)),
 }
-"""What is of another size."""
+"""Data of another size."""
 BYTES: dict[str, Change] = {
     "empty": lambda path: path.write_bytes(b"") and None,
     "text": lambda path: path.write_text("hello\n" * 1000) and None,
@@ -222,7 +222,7 @@ BYTES: dict[str, Change] = {
     "block beyond its chunk": payload("numbers", lambda data: data[:12] + struct.pack(">I", 2**31) + data[16:]),
     "shorter than its blocks": payload("segments", lambda data: data[:-3]),
 }
-"""What HDF5 itself may not survive."""
+"""Structures that may crash HDF5 itself."""
 VALUES: dict[str, Change] = {
     "token": number("tokens", (1, 3), 64),
     "mask": number("loss_mask", (0, 0), 3),
@@ -250,7 +250,7 @@ VALUES: dict[str, Change] = {
     "mean": number("numbers", (0, 30, 0), 65_000),
     "deviation": number("numbers", (0, 31, 0), 64_999),
 }
-"""What the numbers cannot be."""
+"""Impossible numbers."""
 DENSE: dict[str, Change] = {
     "token": number("tokens", (1, 3), 64),
     "NaN": number("logprobs", (0, 0, 0), np.nan),

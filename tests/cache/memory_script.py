@@ -1,4 +1,4 @@
-"""Builds caches of several sizes in FOLDER and reads each at random; prints what the process held at the end of each.
+"""Builds caches of several sizes in FOLDER and reads each at random; prints the memory of the process after each.
 
 Held is what was asked of the allocator and not given back: unlike resident memory it does not depend on which freed
 pages the system has taken back by then. At the end is over the last tenth of the sequences, of which the least counts,
@@ -38,7 +38,7 @@ libc.mallinfo.restype = MallInfo
 
 
 class Gauge:
-    """The least that was held over the last tenth of `sequences`."""
+    """The least memory held over the last tenth of `sequences`."""
 
     def __init__(self, sequences: int) -> None:
         self.begin, self.held = 0.9 * sequences, sys.maxsize

@@ -1,4 +1,4 @@
-"""A folder of something else, of another cache, or of another builder is left alone."""
+"""A folder with other files, another cache, or another builder is left alone."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import pytest
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.folder import lock
-from kdtrain.cache.manifest import verify_cache
+from kdtrain.cache.verify import verify_cache
 from kdtrain.cache.writer import CacheWriter, write_cache
 from kdtrain.errors import UsageError
 
@@ -27,7 +27,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, fi
     assert "\n" not in str(caught.value)
 
 
-def test_a_build_that_failed_before_its_first_shard_gives_way_to_a_corrected_command(
+def test_a_build_that_failed_before_its_first_shard_is_replaced_by_a_corrected_command(
     tmp_path: Path, workshop, codecs
 ) -> None:
     short = {"train": workshop.rows(3), "validation": []}
@@ -38,7 +38,7 @@ def test_a_build_that_failed_before_its_first_shard_gives_way_to_a_corrected_com
     assert verify_cache(tmp_path / "c") == []
 
 
-def test_a_folder_of_other_things_is_refused(tmp_path: Path, workshop, codecs) -> None:
+def test_a_folder_with_other_files_is_refused(tmp_path: Path, workshop, codecs) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match="not a cache; choose another --out"):
         CacheWriter(tmp_path, workshop.settings(codecs["tokens"]), teacher=None)
@@ -74,7 +74,7 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(
     assert not list(folder.glob(".building-*"))
 
 
-def test_a_file_that_only_begins_like_a_lock_bars_nobody_and_stays(tmp_path: Path, workshop, codecs) -> None:
+def test_a_file_that_only_begins_like_a_lock_locks_nothing_and_stays(tmp_path: Path, workshop, codecs) -> None:
     folder = workshop.build(tmp_path / "c", codecs["top_k"])
     (folder / cache_format.MANIFEST).unlink()
     (folder / ".building-foo").write_text("mine")
@@ -89,9 +89,7 @@ def test_a_finished_cache_needs_no_lock(tmp_path: Path, workshop, codecs) -> Non
     held.release()
 
 
-def test_files_of_others_in_a_folder_of_shards_are_neither_built_among_nor_deleted(
-    tmp_path: Path, workshop, codecs
-) -> None:
+def test_a_folder_of_shards_with_other_files_is_refused_and_they_stay(tmp_path: Path, workshop, codecs) -> None:
     settings, teacher = workshop.settings(codecs["top_k"]), workshop.teacher()
     write_cache(tmp_path / "c", settings, workshop.splits(), teacher=teacher)
     precious = tmp_path / "c" / "shards" / "precious.json"

@@ -20,7 +20,7 @@ def _targets(logits: torch.Tensor, spec: CodecSpec, seed: int = 0) -> SparseTarg
     return found
 
 
-def test_head_entries_are_the_most_likely_ones_in_order() -> None:
+def test_top_k_entries_are_the_most_likely_ones_in_order() -> None:
     logits = _logits(50, 300)
     targets = _targets(logits, CodecSpec(kind="sparse", vocab_size=300, top_k=12))
     assert isinstance(targets, SparseTargets)
@@ -65,7 +65,7 @@ def test_dense_keeps_every_log_probability() -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
-def test_draws_are_unbiased_and_outside_the_head(top_k: int) -> None:
+def test_samples_are_unbiased_and_outside_the_top_k(top_k: int) -> None:
     """100,000 tokens of one distribution, 8 samples each: every frequency within 5 standard errors."""
     logits = _logits(1, 12, scale=1.0).expand(100_000, 12)
     spec = CodecSpec(kind="sparse", vocab_size=12, top_k=top_k, num_samples=8)
@@ -83,7 +83,7 @@ def test_draws_are_unbiased_and_outside_the_head(top_k: int) -> None:
     assert (total[expected == 0] == 0).all()
 
 
-def test_a_draw_never_lands_on_what_cannot_be() -> None:
+def test_an_impossible_entry_is_never_sampled() -> None:
     logits = torch.full((200, 50), -torch.inf)
     logits[:, [3, 20, 21, 40]] = torch.tensor([5.0, 0.0, -1.0, -80.0])
     spec = CodecSpec(kind="sparse", vocab_size=50, top_k=1, num_samples=20)
@@ -96,7 +96,7 @@ def test_a_draw_never_lands_on_what_cannot_be() -> None:
     assert np.isfinite(arrays["logit_std"]).all()
 
 
-def test_a_teacher_that_is_certain_leaves_nothing_to_draw() -> None:
+def test_a_teacher_that_is_certain_leaves_nothing_to_sample() -> None:
     logits = torch.full((2, 50), -torch.inf)
     logits[:, 7] = 0.0
     spec = CodecSpec(kind="sparse", vocab_size=50, top_k=1, num_samples=4)
@@ -109,14 +109,14 @@ def test_a_teacher_that_is_certain_leaves_nothing_to_draw() -> None:
     assert torch.isfinite(targets.label_logprob).all()
 
 
-def test_a_head_of_the_whole_vocabulary_has_an_empty_tail() -> None:
+def test_a_top_k_of_the_whole_vocabulary_has_an_empty_tail() -> None:
     targets = _targets(_logits(5, 16), CodecSpec(kind="sparse", vocab_size=16, top_k=16))
     assert isinstance(targets, SparseTargets)
     assert (targets.tail[:, : len(KNOTS)] == -1e4).all()
     assert (targets.tail[:, len(KNOTS) :] == 0).all()
 
 
-def test_the_same_sequence_gets_the_same_draws_in_any_batch() -> None:
+def test_a_sequence_gets_the_same_samples_in_any_batch() -> None:
     spec = CodecSpec(kind="sparse", vocab_size=64, top_k=2, num_samples=6)
     logits, labels = _logits(60, 64).reshape(3, 20, 64), torch.zeros(3, 20, dtype=torch.int64)
     together = encode_sequences(logits, labels, spec, seed=1, split="train", first=10)
@@ -128,7 +128,7 @@ def test_the_same_sequence_gets_the_same_draws_in_any_batch() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("kind", [{"kind": "sparse", "top_k": 2, "num_samples": 2}, {"kind": "dense"}])
-def test_a_logit_that_is_no_number_marks_its_sequence_and_no_other(bad: float, kind: dict) -> None:
+def test_a_non_finite_logit_marks_its_sequence_and_no_other(bad: float, kind: dict) -> None:
     logits = _logits(12, 20).reshape(3, 4, 20)
     sound = logits.clone()
     logits[1, 2, slice(None) if bad == -torch.inf else 5] = bad
@@ -169,7 +169,7 @@ def test_the_largest_id_never_means_absent(vocab_size: int, dtype: type) -> None
         ({"kind": "sparse", "top_k": 3, "knots": (0.5, 1.0)}, "knots"),
     ],
 )
-def test_a_codec_that_cannot_be_is_refused(options: dict, word: str) -> None:
+def test_an_impossible_codec_is_refused(options: dict, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         CodecSpec(vocab_size=64, **options)
 

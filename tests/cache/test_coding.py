@@ -1,4 +1,4 @@
-"""What is stored is what was kept, to the stated errors, in few bytes."""
+"""Stored numbers are the kept ones, to the stated errors, in few bytes."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def _kept(logits: torch.Tensor, spec: CodecSpec) -> tuple[np.ndarray, Arrays]:
 
 
 def _through(tokens: np.ndarray, kept: Arrays, spec: CodecSpec) -> Arrays:
-    """What is read, with lists and weights that went through their arrays too."""
+    """The unpacked arrays, with lists and weights that went through their own arrays."""
     coding = Coding.fit(tokens, kept, spec)
     stored = coding.pack(tokens, kept)
     assert all(values.dtype.kind == "u" for values in stored.values())
@@ -55,7 +55,7 @@ def test_a_log_probability_errs_by_at_most_its_stated_bound(logprob: float) -> N
     assert (np.abs(found - expected) <= (1 - expected) / 383).all()
 
 
-def test_what_cannot_be_stays_impossible_and_certainty_certain() -> None:
+def test_impossible_stays_impossible_and_certain_stays_certain() -> None:
     codes = logprob_codes(np.array([FLOOR, -np.inf, np.nan, 0.0, 1e-7]))
     assert logprobs_of(codes.astype(np.uint16)).tolist() == [FLOOR, FLOOR, FLOOR, 0.0, 0.0]
     assert np.isnan(logprobs_of(np.uint16(2**16 - 1)))
@@ -120,8 +120,8 @@ def test_masses_and_weights_are_exact_to_a_hundredth_of_a_nat(top_k: int, slope:
 
 
 @pytest.mark.parametrize("options", [{"top_k": 3}, {"num_samples": 9}, {"top_k": 5, "num_samples": 20}, {"top_k": 40}])
-def test_extreme_teachers_come_through(options: dict) -> None:
-    """Certain ones, ones that rule most entries out, flat ones and wild ones, side by side."""
+def test_extreme_teachers_survive_the_coding(options: dict) -> None:
+    """Certain, flat and noisy teachers, and some that rule most entries out, in one shard."""
     spec = CodecSpec(kind="sparse", vocab_size=40, **options)
     logits = torch.randn(60, 40, generator=torch.Generator().manual_seed(0))
     logits[10:20] *= 1000.0

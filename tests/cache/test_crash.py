@@ -1,4 +1,4 @@
-"""A build that is killed or starved loses nothing that was published, and run again gives the undisturbed cache."""
+"""A build that is killed or meets a full disk loses no published shard, and a resume gives the uninterrupted cache."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import pytest
 
 from kdtrain import faults
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import verify_cache
+from kdtrain.cache.verify import verify_cache
 from kdtrain.cache.writer import FAULT_POINTS, CacheWriter, write_cache
 from kdtrain.errors import RunError, UsageError
 
@@ -17,14 +17,13 @@ KILLS = [(point, 1) for point in FAULT_POINTS] + [(point, 3) for point in REPEAT
 
 
 def _fork_build(folder: Path, workshop, fault: str) -> int:
-    """Build in a fork of this process, with `fault`; its exit status as `waitpid` gives it."""
+    """Build in a fork of this process, with `fault`; returns the exit status of `waitpid`."""
     pid = os.fork()
     if pid == 0:
         status = 70
         try:
             os.environ["KDTRAIN_FAULT"], os.environ["KDTRAIN_FAULT_LOG"] = fault, f"{folder}.log"
-            faults._faults = faults._wanted()
-            faults._calls.clear()
+            faults.read()
             spec = CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8)
             options = {
                 "tokenizer": folder.parent / "tokenizer",
@@ -41,7 +40,7 @@ def _fork_build(folder: Path, workshop, fault: str) -> int:
 
 
 @pytest.mark.parametrize("point, call", KILLS)
-def test_a_killed_writer_run_again_gives_the_uninterrupted_cache(
+def test_a_killed_writer_resumes_to_the_uninterrupted_cache(
     whole: Path, tmp_path: Path, workshop, point: str, call: int
 ) -> None:
     shutil.copytree(whole.parent / "tokenizer", tmp_path / "tokenizer")
@@ -75,8 +74,8 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, workshop) -
     assert [path.name for path in (tmp_path / "cache" / "shards").iterdir()] == []
 
 
-def test_a_full_disk_that_a_library_in_rust_met_is_one_line_too(tmp_path: Path, workshop, codecs) -> None:
-    """tokenizers raises a bare Exception; the same command goes on."""
+def test_a_full_disk_in_a_library_written_in_rust_is_one_line_too(tmp_path: Path, workshop, codecs) -> None:
+    """tokenizers raises a bare Exception; the same command resumes."""
 
     class Full:
         def save_pretrained(self, folder: Path) -> None:
@@ -89,7 +88,7 @@ def test_a_full_disk_that_a_library_in_rust_met_is_one_line_too(tmp_path: Path, 
     assert verify_cache(workshop.build(tmp_path / "c", codecs["top_k"])) == []
 
 
-def test_a_folder_that_cannot_be_is_named(tmp_path: Path, workshop, codecs) -> None:
+def test_an_impossible_folder_is_named(tmp_path: Path, workshop, codecs) -> None:
     with pytest.raises(UsageError, match="/proc/kdtrain cannot be made: No such file or directory; name another"):
         CacheWriter("/proc/kdtrain", workshop.settings(codecs["tokens"]), teacher=None)
     (tmp_path / "file").write_text("x")

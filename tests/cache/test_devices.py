@@ -1,4 +1,4 @@
-"""Caches built on any device, in blocks of any size, hold what a CPU finds."""
+"""A cache built on any device, in blocks of any size, equals one built on a CPU."""
 
 import numpy as np
 import pytest
@@ -21,14 +21,14 @@ SPECS = [
 def encoded(spec, device):
     g = torch.Generator().manual_seed(0)
     logits_BTV = 3 * torch.randn(3, 20, 500, generator=g)
-    logits_BTV[1, 4, 7] = torch.nan  # a sequence without numbers
+    logits_BTV[1, 4, 7] = torch.nan  # a non-finite sequence
     labels_BT = torch.randint(0, 500, (3, 20), generator=g)
     return encode_sequences(logits_BTV.to(device), labels_BT, spec, seed=0, split="train", first=5)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.top_k}-{spec.num_samples}")
 @pytest.mark.parametrize("cells", [1, 3000, 2**27])
-def test_what_is_kept_does_not_depend_on_how_many_logits_are_worked_on_at_once(spec, cells, monkeypatch):
+def test_kept_numbers_do_not_depend_on_the_size_of_a_block(spec, cells, monkeypatch):
     expected = encoded(spec, "cpu")
     monkeypatch.setitem(codec._CELLS, "cpu", cells)
     found = encoded(spec, "cpu")
@@ -40,7 +40,7 @@ def test_what_is_kept_does_not_depend_on_how_many_logits_are_worked_on_at_once(s
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.top_k}-{spec.num_samples}")
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_kept_on_a_device_is_what_a_cpu_keeps(spec, device):
+def test_a_device_keeps_the_numbers_that_a_cpu_keeps(spec, device):
     expected, found = encoded(spec, "cpu"), encoded(spec, device)
     assert found.keys() == expected.keys()
     for name, values in expected.items():
@@ -69,7 +69,7 @@ def test_a_cache_built_on_a_device_reads_as_one_built_on_a_cpu(workshop, tmp_pat
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_work_beside_the_main_stream_sees_what_that_stream_made(device):
+def test_work_on_a_side_stream_sees_the_results_of_the_main_stream(device):
     made = torch.full((2048, 2048), 1e-4, device=device)
     for _ in range(5):
         made = made @ made + 1e-4

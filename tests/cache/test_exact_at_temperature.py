@@ -1,4 +1,4 @@
-"""A cache of the shipped teacher is right at every temperature, and where it is not, its manifest says by how much."""
+"""A cache of the shipped teacher is right at every temperature, or its manifest states the error."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_masses_and_weights_of_the_shipped_teacher_are_right_to_a_hundredth_of_a
 
 
 @pytest.mark.parametrize("top_k, num_samples", [(0, 12), (2, 0), (4, 8), (12, 0)])
-def test_the_manifest_says_the_error_of_log_z_at_each_temperature(
+def test_the_manifest_states_the_error_of_log_z_at_each_temperature(
     shipped: Shipped, tmp_path: Path, top_k: int, num_samples: int
 ) -> None:
     reader = _cache(shipped, tmp_path / "c", top_k, num_samples)

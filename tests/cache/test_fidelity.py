@@ -1,4 +1,4 @@
-"""The measured fidelity is what it says it is."""
+"""The measured fidelity is right."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ VOCAB = 500
 
 
 def _stored(arrays: dict, tokens: torch.Tensor, spec: CodecSpec) -> dict:
-    """The arrays as they come back from a shard."""
+    """The arrays as a shard returns them."""
     if spec.kind == "dense":
         return arrays
     coding = Coding.fit(tokens.numpy(), arrays, spec)
@@ -47,7 +47,7 @@ def test_dense_is_the_full_distribution_at_every_temperature() -> None:
     assert (span["min"], span["max"]) == (GRID[0], GRID[-1])
 
 
-def test_the_head_and_its_bucket_are_right_at_every_temperature() -> None:
+def test_the_top_k_and_its_bucket_are_right_at_every_temperature() -> None:
     found, span = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=12))
     for temperature in ("T=1", "T=2", "T=4"):
         assert 0 <= found[temperature]["kl_bucket"] < 1e-4
@@ -56,7 +56,7 @@ def test_the_head_and_its_bucket_are_right_at_every_temperature() -> None:
     assert span["worst_error"] < 1e-2
 
 
-def test_a_wider_head_is_nearer_to_the_full_gradient() -> None:
+def test_a_larger_top_k_is_nearer_to_the_full_gradient() -> None:
     angles = []
     for top_k in (4, 32, 256):
         found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=top_k))
@@ -64,13 +64,13 @@ def test_a_wider_head_is_nearer_to_the_full_gradient() -> None:
     assert angles[0] > angles[1] > angles[2]
 
 
-def test_a_head_of_everything_is_the_full_gradient() -> None:
+def test_a_top_k_of_the_whole_vocabulary_is_the_full_gradient() -> None:
     found, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=VOCAB))
     assert found["T=2"]["gradient"]["ghost"]["token_angle"] < 0.5
     assert found["T=2"]["kl_spread"] < 1e-4
 
 
-def test_more_draws_bring_the_sampled_gradient_nearer() -> None:
+def test_more_samples_bring_the_sampled_gradient_nearer() -> None:
     few, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, num_samples=10))
     many, _ = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, num_samples=250))
     one, other = (found["T=1"]["gradient"]["sampled"] for found in (few, many))
@@ -92,7 +92,7 @@ def test_sampled_gradients_converge_to_the_full_one() -> None:
         assert found[temperature]["gradient"]["sampled"]["mean_angle"] < degrees
 
 
-def test_rules_stand_where_the_numbers_kept_allow_them() -> None:
+def test_each_rule_is_reported_where_the_kept_numbers_allow_it() -> None:
     expected = {
         (12, 0): ["ghost", "drop", "renormalize"],
         (1, 0): ["ghost", "drop"],

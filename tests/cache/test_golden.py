@@ -1,4 +1,4 @@
-"""A cache that was written once, and committed, is read as it was meant: `python tests/cache/test_golden.py` wrote it.
+"""A committed cache still reads as the teacher predicted: `python tests/cache/test_golden.py` wrote it.
 
 If this test fails, the format has changed: raise `layout.FORMAT_VERSION` and keep reading this one, or undo the change.
 """
@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from kdtrain.cache.codec import ABSENT, CodecSpec
-from kdtrain.cache.manifest import CacheSettings, read_manifest, verify_cache
+from kdtrain.cache.manifest import CacheSettings, read_manifest
 from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.verify import verify_cache
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.packing import PackedRow
 from kdtrain.objective.targets import DenseTargets, SparseTargets
@@ -42,7 +43,7 @@ def _logits(tokens_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _expected(split: str) -> dict[str, np.ndarray]:
-    """What the teacher said, in fp64."""
+    """The teacher's log-probabilities, in fp64."""
     number, seed = {"train": (5, 0), "validation": (2, 1)}[split]
     tokens = torch.from_numpy(np.stack([row.tokens for row in _rows(number, seed)])).long()
     energy = _logits(tokens[:, :-1]).double().log_softmax(-1).flatten(0, 1)
@@ -50,7 +51,7 @@ def _expected(split: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_the_golden_cache_is_whole_and_says_what_it_is(name: str) -> None:
+def test_the_golden_cache_is_whole_and_its_manifest_describes_it(name: str) -> None:
     folder = GOLDEN / name
     assert verify_cache(folder) == []
     manifest = read_manifest(folder)
@@ -61,7 +62,7 @@ def test_the_golden_cache_is_whole_and_says_what_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_golden_cache_reads_as_the_teacher_said(name: str, split: str) -> None:
+def test_the_golden_cache_reads_as_the_teacher_predicted(name: str, split: str) -> None:
     reader, expected = CacheReader(GOLDEN / name, split), _expected(split)
     batch, energy = reader.read(range(len(reader))), expected["energy"]
     assert torch.equal(batch.tokens, expected["tokens"])

@@ -1,4 +1,4 @@
-"""The gradients that the fidelity compares are those that the objective trains with."""
+"""The fidelity compares the gradients with which the objective trains."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_the_objective(rule: str, top_k: int, num_samples
     assert (found - z_NV.grad).norm() < 1e-5 * z_NV.grad.norm()
 
 
-def test_inner_products_of_the_short_form_are_those_of_the_gradients_spelled_out() -> None:
+def test_inner_products_of_the_short_form_are_those_of_the_whole_gradients() -> None:
     targets, z_NV = _targets(5, 9), _student()
     q_NV = z_NV.softmax(-1)
     full_NV = q_NV - torch.rand(SIZE, VOCAB, generator=torch.Generator().manual_seed(2)).softmax(-1)
@@ -80,7 +80,7 @@ def test_inner_products_of_the_short_form_are_those_of_the_gradients_spelled_out
         assert short.result()[rule] == pytest.approx(expected, rel=1e-4), rule
 
 
-def test_an_angle_is_in_degrees_and_a_gradient_of_nothing_has_none() -> None:
+def test_an_angle_is_in_degrees_and_a_zero_gradient_has_none() -> None:
     assert compare(1.0, 1.0, 2.0) == pytest.approx((45.0, 2**0.5))
     assert compare(0.0, 1.0, 0.0) == (90.0, 0.0)
     assert compare(1.0 + 1e-15, 1.0, 1.0)[0] == 0.0

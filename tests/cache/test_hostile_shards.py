@@ -1,4 +1,4 @@
-"""A shard that a stranger made and sealed is refused in one line, whatever is in it, and a sound one never is."""
+"""A wrong shard that a stranger made and sealed is refused in one line, and a sound one never is."""
 
 import multiprocessing
 import os
@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from hostile_kit import DENSE, FAMILIES, TYPES, Change, payload, remade, reseal
 
-from kdtrain.cache import checks, reader, shard_reader
+from kdtrain.cache import checks, reader
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.checks import check_structure
-from kdtrain.cache.manifest import read_manifest, verify_cache
+from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.shard_reader import check_content
+from kdtrain.cache.verify import check_content, verify_cache
 from kdtrain.errors import RunError
 
 CASES = [
@@ -37,7 +37,7 @@ def sound(tmp_path_factory, workshop, codecs) -> dict[str, Path]:
 
 @pytest.fixture
 def hostile(tmp_path: Path, sound):
-    """A copy of a cache whose first shard is changed, with digests that fit."""
+    """A copy of a cache with a changed first shard and digests that fit."""
 
     def make(change: Change, codec: str = "both") -> Path:
         shutil.copytree(sound[codec], tmp_path / "hostile")
@@ -62,18 +62,18 @@ def assert_refused(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("change", CASES)
-def test_a_shard_that_is_not_as_the_format_has_it_is_refused_and_named(hostile, change: Change) -> None:
+def test_a_shard_that_breaks_the_format_is_refused_and_named(hostile, change: Change) -> None:
     assert_refused(hostile(change))
 
 
 @pytest.mark.parametrize("change", DENSE.values(), ids=DENSE)
-def test_a_dense_shard_that_is_not_as_the_format_has_it_is_refused_and_named(hostile, change: Change) -> None:
+def test_a_dense_shard_that_breaks_the_format_is_refused_and_named(hostile, change: Change) -> None:
     assert_refused(hostile(change, "dense"))
 
 
 @pytest.mark.parametrize("name", [*DATA_SETS, *LISTS])
-def test_what_is_made_again_as_the_format_has_it_is_read(hostile, sound, name: str) -> None:
-    """So it is the one change of each case above that is refused."""
+def test_a_shard_made_again_by_the_format_is_read(hostile, sound, name: str) -> None:
+    """So the cases above are refused for their one change."""
     cache = hostile(payload(name, lambda data: data) if name in LISTS else remade(name))
     assert verify_cache(cache) == []
     ours, theirs = (CacheReader(each, "train").read(range(10)) for each in (cache, sound["both"]))
@@ -92,10 +92,10 @@ def test_a_shard_that_unpacks_to_far_more_than_its_file_is_refused(sound, monkey
 
 
 @pytest.mark.parametrize("codec", ["both", "dense", "tokens"])
-def test_numbers_are_looked_at_once_and_again_when_the_file_has_changed(sound, tmp_path, codec, monkeypatch) -> None:
+def test_numbers_are_checked_once_and_again_when_the_file_has_changed(sound, tmp_path, codec, monkeypatch) -> None:
     cache, looked = tmp_path / "cache", []
     shutil.copytree(sound[codec], cache)
-    for module, name in ((reader, "check_structure"), (shard_reader, "check_stored"), (shard_reader, "check_values")):
+    for module, name in ((reader, "check_structure"), (reader, "check_stored"), (reader, "check_values")):
         check = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, name=name, check=check: looked.append(name) or check(*given))
     shards = CacheReader(cache, "train")
@@ -112,7 +112,7 @@ def test_numbers_are_looked_at_once_and_again_when_the_file_has_changed(sound, t
 
 
 def test_no_change_of_a_byte_that_passes_crashes_hdf5(sound, tmp_path) -> None:
-    """In a process of its own: what is not refused is read by HDF5, to an end or an error that it raises."""
+    """In a process of its own: HDF5 reads a shard that is not refused to its end, or raises an error."""
     process = multiprocessing.get_context("fork").Process(target=_read_what_passes, args=(sound["both"], tmp_path))
     process.start()
     process.join(120)
@@ -149,7 +149,7 @@ def read():
     try:
         reader.CacheReader(cache, "train").read([0])
     except RunError as error:
-        errors.append(error)  # as training does, which raises it again in another thread
+        errors.append(error)  # training raises it again in another thread
         print("refused", flush=True)
 
 cache, errors, reader.check_structure = pathlib.Path(sys.argv[1]), [], lambda *given: None
@@ -161,8 +161,8 @@ print("read")
 """
 
 
-def test_an_error_in_a_thread_that_reads_leaves_the_lock_of_hdf5_free(hostile) -> None:
-    """The lock is the process's: one that is left locked by a thread that ended stops every read, and the exit."""
+def test_an_error_in_a_reading_thread_releases_the_lock_of_hdf5(hostile) -> None:
+    """The process has one lock: if a thread ends without releasing it, every read and the exit hang."""
     cache = hostile(TYPES["type for a data set"])
     done = subprocess.run([sys.executable, "-c", LOCK, str(cache)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "refused\nread\n"), done.stderr

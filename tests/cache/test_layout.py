@@ -1,4 +1,4 @@
-"""What stands on the disk is what cache/README.md says, and other tools can read it."""
+"""The files on disk are as cache/README.md specifies, and other tools can read them."""
 
 import json
 import shutil
@@ -13,8 +13,9 @@ import pytest
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import ABSENT, CodecSpec
-from kdtrain.cache.manifest import read_manifest, verify_cache
+from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.verify import verify_cache
 from kdtrain.cache.writer import write_cache
 from kdtrain.objective.targets import SparseTargets
 

@@ -1,4 +1,4 @@
-"""Damage is found and named, and what does not belong together is refused."""
+"""Damage is found and named, and a student or tokenizer that does not fit is refused."""
 
 import json
 import os
@@ -17,11 +17,10 @@ from kdtrain.cache.manifest import (
     check_student,
     check_tokenizer,
     read_manifest,
-    repair,
     tokenizer_digest,
-    verify_cache,
 )
 from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.verify import repair, verify_cache
 from kdtrain.cache.writer import write_cache
 from kdtrain.errors import UsageError
 from kdtrain.files import publish_json, read_sealed
@@ -76,7 +75,7 @@ def test_a_sound_cache_has_no_problems_and_repair_leaves_it_alone(sound: Path) -
 @pytest.mark.parametrize(
     "name", ["shards/train-00001.h5", "shards/train-00001.json", "manifest.json", "settings.json", "index.h5"]
 )
-def test_one_flipped_bit_is_found_named_and_mended(
+def test_one_flipped_bit_is_found_named_and_repaired(
     cache: Path, workshop, codecs, sound: Path, name: str, place: float
 ) -> None:
     data = bytearray((cache / name).read_bytes())
@@ -112,22 +111,22 @@ def test_a_truncated_a_missing_and_swapped_shards_are_named(cache: Path, worksho
     _mended(cache, workshop, codecs, sound)
 
 
-def test_repair_drops_only_what_is_bad(cache: Path) -> None:
+def test_repair_moves_only_damaged_files(cache: Path) -> None:
     _flip(cache_format.shard_path(cache, "train-00001"))
     repair(cache)
     left = sorted(path.name for path in (cache / "shards").glob("*.h5"))
     assert left == ["train-00000.h5", "train-00002.h5", "validation-00000.h5"]
 
 
-def test_repair_says_which_files_it_moved_aside_and_nothing_else(cache: Path) -> None:
+def test_repair_returns_the_files_that_it_moved_aside_and_no_others(cache: Path) -> None:
     _flip(cache / cache_format.MANIFEST, 0.3)
     assert repair(cache) == [f"{cache / name}.damaged-1" for name in (cache_format.MANIFEST, cache_format.INDEX)]
-    assert repair(cache) == []  # unfinished, which verify says, and nothing in it is damaged
+    assert repair(cache) == []  # unfinished, which verify reports, and not damaged
     _flip(cache_format.shard_path(cache, "train-00001"))
     assert repair(cache) == [str(cache / "shards" / "train-00001.h5.damaged-1")]
 
 
-def test_a_shard_of_another_size_is_said_before_anything_is_read_by_whoever_opens_the_cache(
+def test_a_shard_of_another_size_is_reported_before_anything_is_read_by_all_who_open_the_cache(
     cache: Path, workshop, codecs
 ) -> None:
     damaged = cache_format.shard_path(cache, "train-00001")
@@ -171,7 +170,7 @@ def test_an_unfinished_or_missing_cache_is_refused(cache: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("version", [1, 2, 4, None, "two"])
-def test_a_format_of_another_time_is_refused_by_number_in_one_line(cache: Path, version: object) -> None:
+def test_another_format_version_is_refused_by_number_in_one_line(cache: Path, version: object) -> None:
     path = cache / cache_format.MANIFEST
     publish_json(path, {**read_sealed(path), "format_version": version}, "cache.manifest")
     with pytest.raises(UsageError, match=rf"^[^\n]*format version {version}; this kdtrain reads 3[^\n]*$"):

@@ -1,4 +1,4 @@
-"""What is read is what was said, in any order."""
+"""A reader returns what the writer stored, in any order."""
 
 import multiprocessing
 import os
@@ -14,8 +14,7 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache import reader
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import STEP_SLOPE, STEP_SPREAD, STEP_VALUE
-from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.shard_reader import Runs, Shard
+from kdtrain.cache.reader import CacheReader, Runs, Shard
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import file_digest
 from kdtrain.objective.targets import SparseTargets
@@ -61,7 +60,7 @@ def _assert_within_the_stated_errors(found: SparseTargets, expected: SparseTarge
 
 
 @pytest.mark.parametrize("indices", [[9, 0, 5, 5, 2, 9], [7], [3, 4], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]])
-def test_sequences_come_in_the_order_asked_for(cache: Path, indices: list[int]) -> None:
+def test_sequences_come_in_the_requested_order(cache: Path, indices: list[int]) -> None:
     shards = CacheReader(cache, "train")
     whole, some = shards.read(range(len(shards))), shards.read(indices)
     assert torch.equal(some.tokens, whole.tokens[indices])
@@ -72,12 +71,12 @@ def test_sequences_come_in_the_order_asked_for(cache: Path, indices: list[int]) 
 
 
 @pytest.mark.parametrize("indices", [[], [10], [-1, 3]])
-def test_a_sequence_that_is_not_there_is_an_index_error(cache: Path, indices: list[int]) -> None:
+def test_a_missing_sequence_is_an_index_error(cache: Path, indices: list[int]) -> None:
     with pytest.raises(IndexError):
         CacheReader(cache, "train").read(indices)
 
 
-def test_a_split_that_is_not_there_is_named(cache: Path) -> None:
+def test_a_missing_split_is_named(cache: Path) -> None:
     with pytest.raises(UsageError, match="no split 'test'; it has train, validation"):
         CacheReader(cache, "test")
 
@@ -92,7 +91,7 @@ def test_few_files_stay_open(cache: Path, monkeypatch) -> None:
     assert torch.equal(shards.read([0, 9, 5]).tokens, expected)
 
 
-def test_a_reader_goes_through_a_pickle(cache: Path) -> None:
+def test_a_reader_can_be_pickled(cache: Path) -> None:
     shards = CacheReader(cache, "train")
     expected = shards.read([3]).tokens
     assert torch.equal(pickle.loads(pickle.dumps(shards)).read([3]).tokens, expected)
@@ -128,7 +127,7 @@ def test_a_cache_that_is_gone_is_an_error_that_names_it_and_no_repair(tmp_path: 
     cache = workshop.build(tmp_path / "c", codecs["top_k"])
     shards = CacheReader(cache, "train")
     cache.rename(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match=r"the cache .*/c is gone, .* train-00001.h5 .*put it back"):
+    with pytest.raises(RunError, match=r"the cache .*/c is gone and shard train-00001.h5 .*put it back"):
         shards.read([4])
 
 
@@ -145,7 +144,7 @@ def _place_in_a_chunk(path: Path) -> int:
 
 
 def test_a_flipped_bit_in_a_chunk_is_an_error_and_no_data(tmp_path: Path, workshop, codecs) -> None:
-    """Also without the digest of the shard, for a flip that comes after it was compared."""
+    """Without the digest of the shard too, for a flip after the comparison."""
     cache = workshop.build(tmp_path / "c", codecs["top_k"])
     path = cache_format.shard_path(cache, "train-00001")
     _flip(path, _place_in_a_chunk(path))
@@ -167,7 +166,7 @@ def test_a_flip_anywhere_in_a_shard_never_reaches_the_trainer(tmp_path: Path, wo
     CacheReader(cache, "train").read([5])
 
 
-def test_a_shard_is_proven_once_and_again_when_its_file_changes(tmp_path: Path, workshop, codecs, monkeypatch) -> None:
+def test_a_shard_is_verified_again_when_its_file_changes(tmp_path: Path, workshop, codecs, monkeypatch) -> None:
     cache = workshop.build(tmp_path / "c", codecs["top_k"])
     calls = []
     monkeypatch.setattr(reader, "file_digest", lambda path: calls.append(path.name) or file_digest(path))
@@ -200,7 +199,7 @@ def test_targets_that_were_never_written_are_an_error(tmp_path: Path, workshop, 
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
-def test_masks_kept_as_runs_come_back_as_they_were(dtype: type) -> None:
+def test_masks_kept_as_runs_are_read_unchanged(dtype: type) -> None:
     random = np.random.RandomState(0)
     values = np.stack([np.zeros(50), np.ones(50), random.randint(0, 3, 50), np.sort(random.randint(0, 9, 50))])
     runs = Runs(values.astype(dtype))

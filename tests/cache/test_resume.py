@@ -1,4 +1,4 @@
-"""A build goes on from what stands there, if it is right, and leaves what is finished alone."""
+"""A build resumes from intact shards, and leaves a finished cache alone."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ import pytest
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import read_manifest, verify_cache
+from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.verify import verify_cache
 from kdtrain.cache.writer import CacheWriter, write_cache
 from kdtrain.errors import RunError
 
@@ -87,5 +88,5 @@ def test_a_missing_shard_of_another_rank_stops_the_finish(tmp_path: Path, worksh
     monkeypatch.setenv("WORLD_SIZE", "2")
     writer = CacheWriter(tmp_path / "c", settings, teacher=None, all_ranks=True)
     writer.build("train", workshop.rows(10))
-    with pytest.raises(RunError, match=r"train-00001.json is not there"):
+    with pytest.raises(RunError, match=r"train-00001.json is missing"):
         writer.finish()

@@ -1,4 +1,4 @@
-"""Log-probabilities that someone else's server wrote become a cache that is right at T = 1."""
+"""Log-probabilities of an inference server become a cache that is right at T = 1."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def _kept(vocab_size: int, top_k: int) -> tuple[torch.Tensor, SparseTargets, np.
     return energy, targets, labels
 
 
-def test_head_tail_and_label_are_right_at_temperature_one() -> None:
+def test_top_k_tail_and_label_are_right_at_temperature_one() -> None:
     energy, targets, labels = _kept(100, 7)
     assert torch.allclose(targets.logprobs.double(), energy.topk(7).values, atol=1e-6)
     rest = 1 - energy.topk(7).values.exp().sum(-1)
@@ -32,7 +32,7 @@ def test_head_tail_and_label_are_right_at_temperature_one() -> None:
     assert torch.allclose(targets.label_logprob[torch.from_numpy(~known)].double(), share, atol=1e-5)
 
 
-def test_the_whole_vocabulary_leaves_no_tail_and_nothing_said_is_an_even_distribution() -> None:
+def test_the_whole_vocabulary_leaves_no_tail_and_nan_is_an_even_distribution() -> None:
     _, targets, _ = _kept(9, 9)
     assert (targets.tail[:, : len(targets.knots)] == -1e4).all()
     spec = CodecSpec(kind="sparse", vocab_size=100, top_k=3)

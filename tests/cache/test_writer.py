@@ -1,4 +1,4 @@
-"""What a builder refuses: too little text, foreign tokens, a teacher without numbers."""
+"""A builder refuses too little text, foreign tokens, and a teacher with non-finite logits."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.manifest import verify_cache
 from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.verify import verify_cache
 from kdtrain.cache.writer import CacheWriter, write_cache
 from kdtrain.errors import RunError, UsageError
 
@@ -26,8 +26,8 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path, workshop, code
 
 
 @pytest.mark.parametrize("kind", ["both", "dense"])
-def test_a_sequence_without_numbers_is_masked_out_and_counted(tmp_path: Path, workshop, codecs, kind: str) -> None:
-    """One of 1,200 sequences: its loss is masked, all others are as they were."""
+def test_a_non_finite_sequence_is_masked_out_and_counted(tmp_path: Path, workshop, codecs, kind: str) -> None:
+    """One of 1,200 sequences: its loss is masked, all others are unchanged."""
     sound, spec = workshop.teacher(), codecs[kind]
 
     def broken(tokens, segments):
@@ -61,7 +61,7 @@ def test_more_than_one_broken_sequence_in_a_thousand_stops_the_build(tmp_path: P
 
     settings = workshop.settings(codecs["top_k"], sequences={"train": 4000, "validation": 3})
     splits = {"train": workshop.rows(4000), "validation": workshop.rows(3)}
-    with pytest.raises(RunError, match=r"not numbers for .* more than one in a thousand"):
+    with pytest.raises(RunError, match=r"non-finite logits for .* more than one in a thousand"):
         write_cache(tmp_path / "c", settings, splits, teacher=teacher, batch_size=3)
     assert sum(calls) < 20
     once = lambda tokens, segments: (  # noqa: E731

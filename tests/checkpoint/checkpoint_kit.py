@@ -1,4 +1,4 @@
-"""What is saved in the tests of checkpoints, how it is compared, and how a file is damaged."""
+"""The states that the tests of checkpoints save, their comparison, and damage to a file."""
 
 import os
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def in_child(work: Callable[[], object], fault: str, log: Path) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         os.environ |= {"KDTRAIN_FAULT": fault, "KDTRAIN_FAULT_LOG": str(log)}
-        faults._faults = faults._wanted()
+        faults.read()
         work()
         os._exit(0)
     finally:

@@ -24,5 +24,5 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture(autouse=True, scope="session")
 def quiet() -> None:
-    """DCP writes several lines a tensor for whoever debugs it, which takes longer here than a save does."""
+    """DCP logs several debug lines a tensor, which take longer here than a save."""
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Damage to any file of a checkpoint is named, the checkpoint is passed over for the next older one, and stays."""
+"""Damage to any file of a checkpoint is named; the next older one is used, and the damaged one stays."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_used(store, fi
     assert wrong is not None and wrong.startswith(file)
     name, damaged = store.newest_valid()
     assert name == "step-00000010"
-    assert damaged == [f"checkpoint step-00000020 is damaged and passed over: {wrong}"]
+    assert damaged == [f"checkpoint step-00000020 is damaged and skipped: {wrong}"]
     assert store.choose("latest").name == "step-00000010"
     with pytest.raises(RunError, match=f"step-00000020 is damaged: {file}"):
         store.choose("step-00000020")
@@ -107,7 +107,7 @@ def test_a_second_name_is_damaged_with_the_first_and_both_are_named(store):
 
 @contextmanager
 def as_nobody(folder):
-    """Become a user without rights to `folder`'s owner's files, where we may; a plain user already is one."""
+    """Become a user without rights to the files of `folder`'s owner, if this process is root."""
     if os.geteuid() != 0:
         yield
         return
@@ -122,7 +122,7 @@ def as_nobody(folder):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_without_permission_is_named_and_passed_over(store, file):
+def test_a_file_without_permission_is_named_and_skipped(store, file):
     with tempfile.TemporaryDirectory() as name:  # the folder of the test is closed to other users
         folder = Path(name) / "checkpoints"
         shutil.copytree(store.folder, folder, symlinks=True)
@@ -134,7 +134,7 @@ def test_a_file_without_permission_is_named_and_passed_over(store, file):
         assert f"{file} cannot be read (Permission denied)" in damaged[0]
 
 
-def test_a_folder_without_permission_is_named_and_passed_over_and_does_not_stop_a_save(store):
+def test_a_folder_without_permission_is_named_and_skipped_and_does_not_stop_a_save(store):
     store.copy("step-00000020", "interrupted-00000020")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "checkpoints"
@@ -154,7 +154,7 @@ def test_a_folder_without_permission_is_named_and_passed_over_and_does_not_stop_
     assert "interrupted-00000020 is damaged" in damaged[0] and "Permission denied" in damaged[1]
 
 
-def test_a_file_that_was_put_in_beside_the_shards_is_noticed(store):
+def test_an_extra_file_beside_the_shards_is_noticed(store):
     folder = store.folder / "step-00000020"
     shutil.copy(folder / SHARD, folder / "shard-00003-00001.safetensors")
     assert store.problem("step-00000020") == "shard-00003-00001.safetensors does not belong to it"
@@ -179,6 +179,6 @@ def test_damage_does_not_change_which_ones_are_newer(store):
     assert store.set_aside_after(15) == ["step-00000020"]
 
 
-def test_what_is_whole_in_one_folder_is_whole_in_a_copy_of_it(store, tmp_path):
+def test_a_copy_of_a_whole_checkpoint_is_whole(store, tmp_path):
     shutil.copytree(store.folder / "step-00000020", tmp_path / "elsewhere")
     assert load(store.choose(str(tmp_path / "elsewhere"))).name == "elsewhere"

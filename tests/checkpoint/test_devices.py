@@ -1,4 +1,4 @@
-"""Saving from any device: what is published is what the device held when it was asked for."""
+"""Saving from any device: the checkpoint holds the state at the call."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_save_holds_what_the_device_held_although_it_goes_on_at_once(tmp_path, device, asynchronous):
+def test_a_save_holds_the_state_at_the_call_although_the_device_continues_at_once(tmp_path, device, asynchronous):
     own = {name: each.to(device) for name, each in tensors(7).items()}
     own["large"] = torch.zeros(512, 512, device=device)
     saver = Saver(Store(tmp_path), asynchronous)

@@ -1,4 +1,4 @@
-"""A full disk: what can be missed goes, then the save waits; nothing published is lost, and nothing of others."""
+"""A full disk: spare checkpoints are removed, then the save waits; nothing else is lost."""
 
 import os
 
@@ -29,7 +29,7 @@ def full(monkeypatch):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("point", ["checkpoint.before-rename", "checkpoint.write", "checkpoint.before-prune"])
-def test_on_a_full_disk_the_oldest_checkpoint_goes_and_the_save_is_made(store, full, asynchronous, point):
+def test_on_a_full_disk_the_oldest_checkpoint_is_removed_and_the_save_succeeds(store, full, asynchronous, point):
     full(1, point)
     with Saver(store, asynchronous) as saver:
         saver.save(["step-00000040"], 40, tensors(4), STATES)
@@ -38,7 +38,7 @@ def test_on_a_full_disk_the_oldest_checkpoint_goes_and_the_save_is_made(store, f
     assert_equal(load(store.path("step-00000040")).tensors, tensors(4))
 
 
-def test_best_protected_and_newest_stay_on_a_full_disk_and_what_was_set_aside_goes_first(store, full):
+def test_best_protected_and_newest_stay_on_a_full_disk_and_set_aside_ones_are_removed_first(store, full):
     store.link("best", "step-00000010")
     store.save("step-00000005", 5, tensors(5), STATES)
     store.set_aside_after(20)
@@ -49,16 +49,16 @@ def test_best_protected_and_newest_stay_on_a_full_disk_and_what_was_set_aside_go
     assert "removed step-00000030.left-1 to make room" in saver.warnings()[0]
 
 
-def test_a_save_waits_a_minute_a_line_for_room_and_is_made_once_there_is_some(store, full):
+def test_a_save_waits_for_space_with_a_line_each_minute_and_succeeds_once_there_is_some(store, full):
     full(4)
     with Saver(store, patience=10) as saver:
         saver.save(["step-00000040"], 40, tensors(4), STATES)
-    where = f"step-00000040 waits for room in {store.folder}"
+    where = f"step-00000040 waits for space in {store.folder}"
     assert saver.warnings()[1:] == [f"the disk is full: {where}, minute {minute} of 10" for minute in (1, 2, 3)]
     assert store.newest_valid() == ("step-00000040", [])
 
 
-def test_after_its_patience_a_save_fails_for_the_disk_and_what_was_published_stays(store, full):
+def test_after_its_patience_a_save_fails_because_of_the_disk_and_published_checkpoints_stay(store, full):
     full(99)
     saver = Saver(store, patience=2)
     saver.save(["step-00000040"], 40, tensors(4), STATES)
@@ -70,7 +70,7 @@ def test_after_its_patience_a_save_fails_for_the_disk_and_what_was_published_sta
     assert not list(store.folder.glob(".*"))
 
 
-def test_who_asks_to_stop_does_not_wait_for_room(store, full, monkeypatch):
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_space(store, full, monkeypatch):
     monkeypatch.setattr(saving, "MINUTE", 3600.0)
     full(99)
     saver = Saver(store, asynchronous=False, patience=10)
@@ -81,7 +81,7 @@ def test_who_asks_to_stop_does_not_wait_for_room(store, full, monkeypatch):
 
 @pytest.fixture
 def left(tmp_path):
-    """Four checkpoints that were set aside, the oldest first, and one that was not."""
+    """Four set-aside checkpoints, the oldest first, and one other."""
     store = Store(tmp_path / "c", keep_aside=2)
     for step in (1, 2, 3, 4):
         store.save(f"step-{step:08d}", step, tensors(step), STATES)
@@ -94,7 +94,7 @@ def names(store):
     return sorted(path.name for path in store.aside())
 
 
-def test_of_what_was_set_aside_the_newest_stay(left):
+def test_the_newest_set_aside_checkpoints_stay(left):
     assert left.prune() == ["step-00000001.left-1", "step-00000002.left-1"]
     assert names(left) == ["step-00000003.left-1", "step-00000004.left-1"]
     assert left.names() == ["step-00000000"]
@@ -110,7 +110,7 @@ DOUBTS = {
 
 
 @pytest.mark.parametrize("doubt", DOUBTS.values(), ids=DOUBTS)
-def test_what_is_not_proven_to_be_as_it_was_written_is_never_removed(left, doubt):
+def test_a_checkpoint_that_may_have_changed_is_never_removed(left, doubt):
     path = left.folder / "step-00000001.left-1"
     doubt(path)
     os.utime(path, (0, 0))
@@ -120,14 +120,14 @@ def test_what_is_not_proven_to_be_as_it_was_written_is_never_removed(left, doubt
     assert {each.name: each.lstat().st_size for each in path.iterdir()} == before
 
 
-def test_a_link_set_aside_and_what_best_points_at_stay(left):
+def test_a_link_set_aside_and_the_target_of_best_stay(left):
     (left.folder / "step-00000009.left-1").symlink_to("step-00000001.left-1")
     left.link("best", "step-00000002.left-1")
     assert set(left.make_room(10**9)) == {f"step-{step:08d}.left-1" for step in (1, 3, 4)}
     assert names(left) == ["step-00000002.left-1", "step-00000009.left-1"]
 
 
-def test_an_incomplete_checkpoint_whose_other_files_are_as_they_were_written_may_go(left):
+def test_an_incomplete_checkpoint_whose_other_files_are_unchanged_may_be_removed(left):
     path = left.folder / "step-00000001.left-1"
     (path / SHARD).unlink()
     os.utime(path, (0, 0))

@@ -1,6 +1,6 @@
-"""A checkpoint that was written once, and committed, is read as it was meant: `python tests/checkpoint/test_golden.py`.
+"""A committed checkpoint is read as it was written; `python tests/checkpoint/test_golden.py` writes it anew.
 
-If this test fails, the format has changed: raise `manifest.VERSION` and keep reading this one, or undo the change.
+If this test fails, the format has changed: raise `store.VERSION` and keep reading this one, or undo the change.
 """
 
 import json
@@ -25,7 +25,7 @@ STATE = {
 
 
 def _tensors() -> dict[str, torch.Tensor]:
-    """Tensors that any machine computes alike."""
+    """Tensors that are the same on every machine."""
     return {
         "student.embed.weight": torch.arange(48.0).reshape(8, 6) / 16 - 1,
         "student.norm.weight": torch.tensor([1.0, float("nan"), float("inf"), -0.0, 1e-45, 3.4e38]),
@@ -40,7 +40,7 @@ def _tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_golden_checkpoint_is_whole_and_says_where_it_was_taken() -> None:
+def test_the_golden_checkpoint_is_whole_and_states_its_place_in_the_run() -> None:
     assert problem(GOLDEN) is None
     entry = entry_of(GOLDEN, "golden")
     assert (entry.step, entry.rollbacks) == (250, 2)
@@ -58,7 +58,7 @@ def test_the_golden_checkpoint_reads_as_it_was_written_bit_by_bit() -> None:
         assert read.reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist(), name
 
 
-def test_what_is_written_today_is_the_golden_checkpoint_byte_by_byte(tmp_path: Path) -> None:
+def test_the_golden_checkpoint_written_today_is_the_same_byte_by_byte(tmp_path: Path) -> None:
     written = _write(tmp_path)
     assert {each.name: each.read_bytes() for each in written.iterdir()} == {
         each.name: each.read_bytes() for each in GOLDEN.iterdir()

@@ -1,4 +1,4 @@
-"""Whatever a run lives through: a whole checkpoint stays, the best is not lost, and no more are kept than asked."""
+"""After any sequence of failures a whole checkpoint stays, the best is not lost, and no more stay than requested."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ counts = st.integers(1, 3)
 
 
 class Life(RuleBasedStateMachine):
-    """A run that trains, fails, rolls back and is started again; its weights are a number for the way it has come."""
+    """A run that trains, fails, rolls back and restarts; its weights are a number that encodes its history."""
 
     @initialize(keep=st.tuples(counts, counts, counts), asynchronous=st.booleans())
     def begin(self, keep, asynchronous):
@@ -70,7 +70,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule(point=st.sampled_from(POINTS), again=st.booleans())
     def fail(self, point, again):
-        """A save on a full disk; the process ends, and another goes on."""
+        """A save on a full disk; the process ends, and another resumes."""
         self.advance(not again)
         replaces = rolling_name(self.step) in self.store.names()  # retention may have removed it since
 
@@ -90,7 +90,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule()
     def resume(self):
-        """A new process goes on from the newest that is whole."""
+        """A new process resumes from the newest whole checkpoint."""
         self.open()
         self.go_on(self.store.newest_valid()[0])
         self.pruned = False
@@ -110,7 +110,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule(number=st.integers(0, 20))
     def damage(self, number):
-        """A bit flips in one that is neither the best nor the last."""
+        """A bit flips in a checkpoint that is neither the best nor the last."""
         entries = [name for name in self.store.names() if self.store.problem(name) is None]
         needed = {self.inode(entries[-1]), self.inode(self.store.linked("best"))}
         others = [name for name in entries if self.inode(name) not in needed]
@@ -151,4 +151,4 @@ Life.TestCase.settings = settings(max_examples=30, stateful_step_count=12, deadl
 
 
 class TestLife(Life.TestCase):
-    """Random lives of a run."""
+    """Random histories of a run."""

@@ -1,4 +1,4 @@
-"""Saving in the background gives the same bits as saving in place, and no error of it is lost."""
+"""Saving in the background gives the same bits as saving in place, and loses no error."""
 
 import errno
 import os
@@ -61,7 +61,7 @@ def test_an_asynchronous_save_equals_a_synchronous_one_although_everything_chang
     assert files(tmp_path / "a" / "step-00000040") == files(tmp_path / "b" / "step-00000040")
 
 
-def test_the_buffers_are_used_again_and_follow_what_changes(saver):
+def test_the_buffers_are_reused_and_follow_changes_of_shape_and_dtype(saver):
     saver.save(["step-00000040"], 40, tensors(1), STATES)
     first = {name: buffer.data_ptr() for name, buffer in saver._buffers.items()}
     saver.save(["step-00000050"], 50, tensors(2), STATES)
@@ -94,7 +94,7 @@ def test_a_save_waits_for_the_one_in_flight(saver, held):
     assert saver.store.problem("step-00000040") is None
 
 
-def test_one_state_has_as_many_names_as_were_asked_for_and_the_links_and_retention_follow(tmp_path):
+def test_one_state_has_all_requested_names_and_the_links_and_retention_follow(tmp_path):
     saver = Saver(Store(tmp_path, keep_rolling=1, keep_epochs=1))
     for step in (1, 2, 3, 4):
         names = [f"step-{step:08d}", f"epoch-{step:04d}"]
@@ -150,7 +150,7 @@ def test_an_error_surfaces_at_the_next_call_whichever_it_is_and_only_once(store,
         ("write", MemoryError("none left"), "failed: MemoryError: none left"),
     ],
 )
-def test_any_error_at_all_is_one_line_that_says_where(store, broken, asynchronous, point, error, words):
+def test_any_error_is_one_line_that_names_the_place(store, broken, asynchronous, point, error, words):
     broken(f"checkpoint.{point}", error)
     with pytest.raises(RunError) as caught, Saver(store, asynchronous) as saver:
         saver.save(["step-00000040"], 40, tensors(), STATES)
@@ -208,12 +208,12 @@ def test_a_kill_at_any_point_in_the_background_leaves_a_whole_checkpoint_and_the
     assert steps[-1] >= (20 if point == "between-renames" else 30)
 
 
-def test_without_memory_for_the_copy_the_error_says_what_to_do(saver, monkeypatch):
+def test_without_memory_for_the_copy_the_error_names_the_option_to_use(saver, monkeypatch):
     def none(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "empty_like", none)
-    with pytest.raises(RunError, match="step-00000040 was not begun: no memory for a copy of 0 MiB; use --no-async"):
+    with pytest.raises(RunError, match="step-00000040 was not started: no memory for a copy of 0 MiB; use --no-async"):
         saver.save(["step-00000040"], 40, tensors(), STATES)
 
 

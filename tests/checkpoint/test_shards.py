@@ -1,4 +1,4 @@
-"""Tensors keep every bit, files stay small, nothing is unpickled, and what is torn is not read."""
+"""Tensors keep every bit, files stay small, nothing is unpickled, and incomplete tensors are not read."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from kdtrain.errors import RunError
 
 
 @pytest.mark.parametrize("max_bytes", [1, 64, shards.MAX_BYTES])
-def test_what_is_read_is_what_was_written(tmp_path, monkeypatch, max_bytes):
+def test_tensors_read_equal_the_tensors_written(tmp_path, monkeypatch, max_bytes):
     monkeypatch.setattr(shards, "MAX_BYTES", max_bytes)
     whole = tensors() | {"h": torch.randn(4).to(torch.float8_e4m3fn).float(), "i": torch.empty(0), "j": torch.tensor(7)}
     files = shards.write(tmp_path, whole)
@@ -38,7 +38,7 @@ def test_every_type_keeps_its_bits(tmp_path, dtype):
     assert read.dtype == dtype and torch.equal(read.view(torch.uint8), raw)
 
 
-def test_the_files_are_safetensors_that_anybody_reads(tmp_path):
+def test_the_files_are_plain_safetensors(tmp_path):
     whole = tensors()
     shards.write(tmp_path, whole)
     assert_equal(load_file(tmp_path / SHARD), {name: tensor.contiguous() for name, tensor in whole.items()})
@@ -88,13 +88,13 @@ def test_a_tensor_of_which_a_part_is_missing_is_refused(tmp_path):
         shards.read(tmp_path)
 
 
-def test_a_header_that_is_no_header_is_refused(tmp_path):
+def test_an_invalid_header_is_refused(tmp_path):
     (tmp_path / SHARD).write_bytes(struct.pack("<Q", 2**40) + b"{")
     with pytest.raises(RunError, match="cannot be read"):
         shards.read(tmp_path)
 
 
-def test_other_threads_go_on_while_tensors_are_written(tmp_path):
+def test_other_threads_run_while_tensors_are_written(tmp_path):
     # What holds the interpreter lock for a whole file would leave one gap of about its time. The time of this process:
     # while others are at work nothing stands still.
     whole = {str(n): torch.zeros(2**22) for n in range(8)}

@@ -1,4 +1,4 @@
-"""Checkpoints are published whole, a damaged one is named and passed over, and pruning never removes what is needed."""
+"""Checkpoints are published whole, a damaged one is named and skipped, and pruning never removes a needed one."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ def save(store, step, name=None, rollbacks=0):
     store.save(name or f"step-{step:08d}", step, {"a": torch.full((2,), float(step))}, STATES, rollbacks)
 
 
-def test_what_is_loaded_is_what_was_saved(store):
+def test_a_loaded_state_equals_the_saved_one(store):
     checkpoint = load(store.folder / "step-00000020")
     assert (checkpoint.name, checkpoint.state) == ("step-00000020", STATES)
     assert_equal(checkpoint.tensors, tensors(20))
@@ -32,7 +32,7 @@ def test_the_newest_is_latest_and_no_hidden_file_is_left(store):
     assert sorted(path.name for path in store.folder.iterdir()) == ["latest", *store.names()]
 
 
-def test_the_newest_is_told_by_step_and_rollbacks_and_not_by_name(store):
+def test_the_newest_follows_from_step_and_rollbacks_and_not_from_the_name(store):
     save(store, 25, "rollback_1_iter25", rollbacks=1)
     save(store, 25, "zzz")
     save(store, 30, "epoch-0001")
@@ -42,7 +42,7 @@ def test_the_newest_is_told_by_step_and_rollbacks_and_not_by_name(store):
     assert store.newest_valid(before=10) == (None, [])
 
 
-def test_one_that_is_asked_for_by_name_and_damaged_is_an_error(store):
+def test_a_damaged_checkpoint_requested_by_name_is_an_error(store):
     flip(store.folder / "step-00000030" / SHARD)
     for wanted in ("step-00000030", str(store.folder / "step-00000030")):
         with pytest.raises(RunError, match="step-00000030 is damaged"):
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_chosen_by_link_by_name_and_by_path(store):
     assert store.choose("mine").name == "mine"
 
 
-def test_one_that_is_not_there_is_refused_with_those_that_are(store):
+def test_a_missing_checkpoint_is_refused_with_the_names_of_those_that_exist(store):
     with pytest.raises(UsageError) as caught:
         store.choose("best")
     assert "step-00000010" in str(caught.value) and "latest" in str(caught.value)
@@ -97,7 +97,7 @@ def test_a_second_name_is_whole_and_costs_no_space(store):
     assert os.readlink(store.folder / "latest") == "step-00000030"
 
 
-def test_where_the_disk_has_no_hard_links_a_second_name_is_a_copy(store, monkeypatch):
+def test_on_a_disk_without_hard_links_a_second_name_is_a_copy(store, monkeypatch):
     def refused(source, to):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -131,7 +131,7 @@ def test_pruning_does_not_count_broken_ones_not_even_those_of_the_right_size(tmp
     assert store.newest_valid()[0] == "step-00000020"
 
 
-def test_what_a_run_goes_back_behind_is_set_aside_and_the_links_follow(store):
+def test_checkpoints_later_than_a_rollback_are_set_aside_and_the_links_follow(store):
     store.link("best", "step-00000020")
     save(store, 15, "window_1_iter15")
     assert store.set_aside_after(15) == ["step-00000020", "step-00000030"]
@@ -144,20 +144,20 @@ def test_what_a_run_goes_back_behind_is_set_aside_and_the_links_follow(store):
     assert os.readlink(store.folder / "latest") == "window_1_iter15"
 
 
-def test_those_of_the_same_step_after_more_rollbacks_are_left_as_well(store):
+def test_checkpoints_of_the_same_step_after_more_rollbacks_are_set_aside_as_well(store):
     save(store, 20, "rollback_1_iter20", rollbacks=1)
     assert store.set_aside_after(20, 0) == ["rollback_1_iter20", "step-00000030"]
     assert store.names() == ["step-00000010", "step-00000020"]
 
 
-def test_a_damaged_one_is_kept_when_its_step_comes_again(store):
+def test_a_damaged_checkpoint_is_kept_when_its_step_is_saved_again(store):
     flip(store.folder / "step-00000030" / SHARD)
     save(store, 30)
     assert store.problem("step-00000030") is None
     assert (store.folder / "step-00000030.damaged-1" / SHARD).exists()
 
 
-def test_what_an_interruption_left_is_not_planned(store):
+def test_a_checkpoint_of_an_interruption_is_not_planned(store):
     save(store, 35, "interrupted-00000035")
     assert store.newest_valid(before=40)[0] == "interrupted-00000035"
     assert store.newest_valid(before=40, planned=True)[0] == "step-00000030"
@@ -225,7 +225,7 @@ def test_a_disk_that_is_really_full_is_an_error_that_names_the_checkpoint_and_th
     assert sorted(store.folder.rglob("*")) == before
 
 
-def test_what_a_kill_left_half_written_is_no_checkpoint_and_is_cleared_away(store):
+def test_a_checkpoint_half_written_at_a_kill_is_not_a_checkpoint_and_is_removed(store):
     for name in (".step-00000040.0123456789ab.tmp", ".epoch-0001.ba9876543210.tmp"):
         (store.folder / name).mkdir()
         (store.folder / name / SHARD).write_bytes(b"half")
@@ -246,7 +246,7 @@ def test_a_kill_between_the_two_renames_loses_neither_the_checkpoint_nor_the_lin
     assert store.prune() == []
 
 
-def test_what_only_has_the_name_of_a_replaced_checkpoint_stays_as_it_is(store):
+def test_a_folder_that_only_has_the_name_of_a_replaced_checkpoint_stays(store):
     (store.folder / "notes.replaced-1").write_text("mine")
     (store.folder / "x").write_text("mine")
     (store.folder / "x.replaced-1").write_text("mine too")
@@ -258,7 +258,7 @@ def test_what_only_has_the_name_of_a_replaced_checkpoint_stays_as_it_is(store):
     assert set(before) < set(store.folder.rglob("*"))
 
 
-def test_a_pipe_in_a_replaced_checkpoint_holds_nobody_up(store):
+def test_a_pipe_in_a_replaced_checkpoint_does_not_block(store):
     os.mkfifo(store.folder / "step-00000030" / "pipe")
     (store.folder / "step-00000030" / "link").symlink_to("nowhere")
     os.rename(store.folder / "step-00000030", store.folder / "step-00000030.replaced-1")
@@ -268,7 +268,7 @@ def test_a_pipe_in_a_replaced_checkpoint_holds_nobody_up(store):
     assert_equal(load(store.folder / "step-00000030").tensors, tensors(30))
 
 
-def test_a_checkpoint_of_another_format_is_refused_in_words(store):
+def test_a_checkpoint_of_another_format_is_refused_by_its_version(store):
     folder = store.folder / "step-00000030"
     (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": {}}))
     assert store.problem("step-00000030") == (

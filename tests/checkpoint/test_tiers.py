@@ -1,4 +1,4 @@
-"""Names say the tier, steps and rollbacks say which checkpoint is newest, and retention keeps what is needed."""
+"""Names give the tier, steps and rollbacks the newest checkpoint, and retention keeps what is needed."""
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,7 @@ SPECIAL = (
 )
 
 
-def test_names_say_their_tier_and_their_step():
+def test_tier_and_step_follow_from_the_name():
     assert (rolling_name(250), epoch_name(3)) == ("step-00000250", "epoch-0003")
     assert (tier("step-00000250"), tier("epoch-0003")) == ("rolling", "epoch")
     assert {tier(name) for name in SPECIAL if not name.startswith("window")} == {"special"}
@@ -41,7 +41,7 @@ def test_names_say_their_tier_and_their_step():
 @pytest.mark.parametrize(
     "name", ["", ".step-00000010.tmp", "latest", "best", "step-00000010.left-1", "mine.damaged-12", "a/b"]
 )
-def test_links_and_what_is_hidden_or_set_aside_is_no_name_of_a_checkpoint(name):
+def test_links_and_hidden_and_set_aside_names_are_not_names_of_checkpoints(name):
     assert not is_name(name)
 
 
@@ -52,7 +52,7 @@ def test_the_order_is_step_then_rollbacks_and_special_ones_come_last():
     assert [entry.name for entry in ordered(entries)] == expected
 
 
-def test_the_recovery_buffer_says_which_of_its_own_are_kept_and_they_crowd_out_nothing():
+def test_the_recovery_buffer_decides_which_of_its_checkpoints_are_kept_and_they_replace_no_others():
     entries = [Entry(f"window_end_{number}_iter{5 * number}", 5 * number) for number in range(1, 5)]
     entries += [Entry("switch_to_bf16_iter7", 7), Entry("interrupted-00000002", 2)]
     gone = removable(entries, Keep(special=1), ["window_end_2_iter10"])

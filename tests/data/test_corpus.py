@@ -76,7 +76,7 @@ def test_every_format_gives_every_text_to_exactly_one_split(write: Callable[[Pat
     assert sorted(found["train"] + found["validation"] + found["test"]) == sorted(_TEXTS)
 
 
-def test_equal_rows_stand_on_one_side(tmp_path: Path):
+def test_equal_rows_are_in_one_split(tmp_path: Path):
     path = _write_rows(tmp_path / "a.jsonl", [{"text": text} for text in _TEXTS * 3])
     found = {split: _read(path, split) for split in _SPLITS}
     assert all(found[split].count(text) in (0, 3) for split in _SPLITS for text in _TEXTS)
@@ -175,7 +175,7 @@ def test_three_lines_are_enough_for_three_splits(tmp_path: Path):
     assert [_read(tmp_path / "a.txt", split) for split in _SPLITS] == [["one\n"], ["two\n"], ["three"]]
 
 
-def test_blank_documents_are_passed_over(tmp_path: Path):
+def test_blank_documents_are_skipped(tmp_path: Path):
     rows = [{"text": text} for text in ("a", None, "", " \n", "b", "c")]
     found = [_read(_write_rows(tmp_path / "a.jsonl", rows), split) for split in _SPLITS]
     assert sorted(text for texts in found for text in texts) == ["a", "b", "c"]
@@ -210,8 +210,8 @@ def test_conversations_are_read_as_messages_and_those_without_assistant_left_out
         ("a.jsonl", '{"text": "x"\n', {}, r"a\.jsonl: cannot be read: "),
         ("a.jsonl", '{"text": "x"\n', {"streaming": True}, r"a\.jsonl: cannot be read: "),
         ("a.parquet", "not parquet", {}, r"a\.parquet: cannot be read: "),
-        ("a.jsonl", '{"m": "x"}\n', {"messages_column": "m"}, "row 0: is no conversation"),
-        ("a.jsonl", '{"m": [{"from": "x"}]}\n', {"messages_column": "m"}, "row 0: is no conversation"),
+        ("a.jsonl", '{"m": "x"}\n', {"messages_column": "m"}, "row 0: is not a conversation"),
+        ("a.jsonl", '{"m": [{"from": "x"}]}\n', {"messages_column": "m"}, "row 0: is not a conversation"),
         (
             "a.jsonl",
             '{"m": [{"role": "user", "content": "x"}]}\n',
@@ -220,7 +220,7 @@ def test_conversations_are_read_as_messages_and_those_without_assistant_left_out
         ),
     ],
 )
-def test_what_cannot_be_read_is_one_line_that_says_why(
+def test_unreadable_text_is_one_line_that_names_the_cause(
     name: str, content: str | bytes | None, options: dict[str, object], message: str, tmp_path: Path
 ):
     if content is not None:
@@ -256,7 +256,7 @@ def test_an_unknown_split_and_a_folder_of_two_kinds_are_refused(tmp_path: Path):
         documents(str(tmp_path), "train")
 
 
-def test_too_little_text_for_a_validation_split_is_an_error_of_the_call(tmp_path: Path):
+def test_too_little_text_for_a_validation_split_is_an_error_at_the_call(tmp_path: Path):
     (tmp_path / "a.txt").write_text("one\ntwo")
     assert _read(tmp_path / "a.txt", "train") == ["one\ntwo"]
     with pytest.raises(UsageError, match="no text for the validation split; give at least 3 documents"):
@@ -290,7 +290,7 @@ def test_a_hub_data_set_without_train_is_refused_with_the_splits_it_has(monkeypa
         documents("hf:org/name", "train")
 
 
-def test_a_hub_out_of_reach_is_a_run_that_failed(monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_that_cannot_be_reached_is_a_failed_run(monkeypatch: pytest.MonkeyPatch):
     def unreachable(name: str, subset: str | None) -> list[str]:
         raise ConnectionError("no route\nto host")
 

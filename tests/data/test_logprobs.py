@@ -1,4 +1,4 @@
-"""Records of a server become rows, and what cannot be is refused by file, record and position."""
+"""Records of a server become rows; a bad one is refused by file, record and position."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_overlap_by_one_and_labels_without_a_word_are_masked(file: Path) -> None:
+def test_rows_overlap_by_one_and_labels_without_logprobs_are_masked(file: Path) -> None:
     rows = list(logprob_rows(file, "train", 5, 2))
     assert [row.tokens.tolist() for row in rows[:2]] == [[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 20, 21]]
     assert len(rows) == 5
@@ -72,8 +72,8 @@ def test_a_path_that_a_parquet_file_names_is_never_opened(tmp_path: Path) -> Non
         ({"top_logprobs": [None] + [["a", 1, 2]] * 8}, "position 1: top_logprobs must be numbers"),
         ({"top_ids": [None] + [[1, 1, 2]] * 8}, "position 1: .* each id once"),
         ({"top_ids": [None] + [[1]] * 8, "top_logprobs": [None] + [[-1.0]] * 8}, "1 entries; use --top-k 1"),
-        ({"top_logprobs": [None] + [[0.0, 0.0, 0.0]] * 8}, "no natural logarithms"),
-        ({"top_logprobs": [None] + [[0.5, 0.2, 0.1]] * 8}, "no natural logarithms"),
+        ({"top_logprobs": [None] + [[0.0, 0.0, 0.0]] * 8}, "not natural logarithms"),
+        ({"top_logprobs": [None] + [[0.5, 0.2, 0.1]] * 8}, "not natural logarithms"),
         ({"top_logprobs": 3}, "needs the lists"),
     ],
 )

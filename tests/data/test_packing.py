@@ -47,12 +47,12 @@ def _numbered(count: int) -> list[Document]:
 
 
 def _stream(rows: list[PackedRow]) -> list[int]:
-    """The tokens that rows which overlap by one stand for."""
+    """The stream of tokens behind rows that overlap by one."""
     return [int(t) for row in rows for t in row.tokens[:-1]] + [int(t) for t in rows[-1].tokens[-1:]]
 
 
 def _learned(rows: list[PackedRow], tokenizer: PreTrainedTokenizerFast) -> bytes:
-    """The labels that count, as text; every other one is a `.`."""
+    """The unmasked labels as text; a masked one is a `.`."""
     pieces = []
     for row in rows:
         for token, counts in zip(row.tokens[1:], row.loss_mask, strict=True):
@@ -129,7 +129,7 @@ def test_under_a_document_mask_the_first_token_of_a_document_is_not_learned(
     assert _stream(masked) == _stream(plain)
 
 
-def test_bos_is_written_only_where_the_tokenizer_writes_it(make_tokenizer: _Make):
+def test_bos_is_written_only_if_the_tokenizer_writes_it(make_tokenizer: _Make):
     silent = make_tokenizer(bos_token="<s>")
     writes = make_tokenizer(bos_token="<s>")
     writes.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -139,7 +139,7 @@ def test_bos_is_written_only_where_the_tokenizer_writes_it(make_tokenizer: _Make
     assert writes.decode(_stream(list(pack(_texts("ab", "cd"), writes, 7)))) == f"<s>ab{_EOS}<s>cd{_EOS}"
 
 
-def test_truncation_and_padding_kept_in_the_tokenizer_file_cut_and_fill_nothing(
+def test_truncation_and_padding_in_the_tokenizer_file_are_ignored(
     tokenizer: PreTrainedTokenizerFast,
 ):
     expected = _stream(list(pack(_texts("x" * 99, "y"), tokenizer, 101)))
@@ -160,7 +160,7 @@ def test_a_long_text_is_tokenized_in_pieces_and_stays_one_document(
 
 
 @pytest.mark.parametrize("template", [_MARKED, _PLAIN])
-def test_only_what_the_assistant_says_is_learned_down_to_the_last_byte(
+def test_only_the_text_of_the_assistant_is_learned_down_to_the_last_byte(
     template: str, tokenizer: PreTrainedTokenizerFast
 ):
     tokenizer.chat_template = template
@@ -172,7 +172,7 @@ def test_only_what_the_assistant_says_is_learned_down_to_the_last_byte(
     assert _learned(rows, tokenizer).decode() == "." * (len(before) - 1) + "yo 漢" + "." * len(between) + f"ok{_EOS}"
 
 
-def test_eos_is_not_doubled_where_the_template_writes_it(tokenizer: PreTrainedTokenizerFast):
+def test_eos_is_not_doubled_if_the_template_writes_it(tokenizer: PreTrainedTokenizerFast):
     tokenizer.chat_template = _WITH_EOS
     rows = list(pack([Document("talk", messages=_TALK[3:])] * 2, tokenizer, 24))
     assert tokenizer.decode(_stream(rows)[:25]) == f"<user>more<assistant>ok{_EOS}<"
@@ -195,7 +195,7 @@ def test_a_conversation_that_quotes_eos_is_spelled_out_and_ends_with_the_one_of_
     assert learned == "." * (text.index("<assistant>") + 10) + f"{_EOS} ends a 漢{_EOS}.{_EOS}"
 
 
-def test_eos_is_added_where_the_template_writes_it_earlier_but_not_at_the_end(tokenizer: PreTrainedTokenizerFast):
+def test_eos_is_added_if_the_template_writes_it_earlier_but_not_at_the_end(tokenizer: PreTrainedTokenizerFast):
     tokenizer.chat_template = _WITH_EOS
     talk = [*_TALK[3:], {"role": "user", "content": "and?"}]
     text = f"<user>more<assistant>ok{_EOS}<user>and?"
@@ -216,7 +216,7 @@ def test_eos_is_added_where_the_template_writes_it_earlier_but_not_at_the_end(to
         ),
     ],
 )
-def test_a_conversation_that_cannot_be_told_apart_is_refused(
+def test_a_conversation_whose_assistant_turns_cannot_be_found_is_refused(
     template: str | None, message: str, tokenizer: PreTrainedTokenizerFast
 ):
     tokenizer.chat_template = template

@@ -1,4 +1,4 @@
-"""A chat template is a program that came with a model: it ends in time and in memory, or in one line."""
+"""A chat template is a program that comes with a model: it keeps its limits, or the error is one line."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def test_a_template_without_end_in_time_or_memory_is_refused(monkeypatch, tokeni
         ("{% for a in range(129) %}{% generation %}x{% endgeneration %}{% endfor %}", "in 129 marked pieces"),
     ],
 )
-def test_a_template_that_makes_much_of_little_is_refused(tokenizer, template, line):
+def test_a_template_that_renders_far_more_text_than_it_gets_is_refused(tokenizer, template, line):
     with pytest.raises(UsageError, match=f"chat:0: the chat template .*{line}"):
         rows(tokenizer, template)
 
@@ -74,12 +74,12 @@ def test_each_conversation_has_its_own_time(monkeypatch):
     renderer.close()
 
 
-def test_what_a_template_raises_is_told_as_before(tokenizer):
+def test_an_error_raised_by_a_template_is_reported(tokenizer):
     with pytest.raises(UsageError, match="chat:0: the chat template refuses this conversation: only one turn"):
         rows(tokenizer, "{{ raise_exception('only one turn') }}")
 
 
-def test_of_an_error_of_several_lines_the_first_is_told(tokenizer):
+def test_the_first_line_of_an_error_of_several_lines_is_reported(tokenizer):
     with pytest.raises(UsageError, match=r"refuses this conversation: no tools\.$"):
         rows(tokenizer, "{{ raise_exception('\\n no tools.\\nTraceback (most recent call last)') }}")
     with pytest.raises(UsageError, match=r"refuses this conversation: unexpected 'end of template'$"):
@@ -118,7 +118,7 @@ def test_the_process_ends_with_a_parent_that_is_killed():
 
 
 def children():
-    """Processes of the kind that renders, of this one."""
+    """The child processes that render conversations."""
     return [each for each in packing.multiprocessing.active_children() if each.name == "chat-templates"]
 
 

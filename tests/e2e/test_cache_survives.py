@@ -17,7 +17,8 @@ import h5py
 import numpy as np
 import pytest
 
-from kdtrain.cache.manifest import read_manifest, verify_cache
+from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.verify import verify_cache
 from kdtrain.cache.writer import FAULT_POINTS
 
 ONCE = ("cache.settings", "cache.manifest")

@@ -115,7 +115,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(bench, uninterrupt
     assert refused.code == 1
     assert json.loads(refused.stdout)["problems"] == [f"step-00000009: {SHARD} does not match its SHA-256"]
     done = start(bench, "fixed", "damaged").ok()
-    assert f"step-00000009 is damaged and passed over: {SHARD} does not match its SHA-256" in done.stderr
+    assert f"step-00000009 is damaged and skipped: {SHARD} does not match its SHA-256" in done.stderr
     assert "resuming from damaged/checkpoints/step-00000008" in done.stderr
     assert_same(bench, "damaged", whole)
 

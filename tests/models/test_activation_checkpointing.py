@@ -11,7 +11,7 @@ TOKENS_BT = torch.randint(300, (2, 32), generator=torch.Generator().manual_seed(
 
 
 def hidden_and_gradients(model, compile=False):
-    """The backbone's output, all gradients, and the bytes that its graph keeps."""
+    """The backbone's output, all gradients, and the bytes that its graph stores."""
     pieces = split(model).train()
     kept: dict[int, int] = {}
 
@@ -29,7 +29,7 @@ def hidden_and_gradients(model, compile=False):
 
 
 @pytest.mark.parametrize("shape", ["llama", "gemma2", "gpt2", "bloom"])
-def test_gradients_are_bitwise_the_same_and_less_is_kept(shape):
+def test_gradients_are_bitwise_the_same_and_less_is_stored(shape):
     config = {"attn_pdrop": 0.1, "resid_pdrop": 0.1} if shape == "gpt2" else {}
     plain, checkpointed = tiny_model(shape, **config), tiny_model(shape, **config)
     checkpoint_activations(checkpointed)
@@ -50,7 +50,7 @@ def test_a_compiled_backbone_recomputes_too():
         torch.testing.assert_close(each, others[name])
 
 
-def test_a_model_that_cannot_is_refused(monkeypatch):
+def test_a_model_that_cannot_recompute_is_refused(monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "supports_gradient_checkpointing", False)
     model = tiny_model()
     monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)

@@ -1,4 +1,4 @@
-"""Packed documents: the mask and the positions, and that a packed row is its documents, one by one."""
+"""Packed documents: mask, positions, and equality of a packed row with its documents one by one."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def masks_given(monkeypatch, run):
     return masks
 
 
-def test_without_documents_no_mask_is_built_and_the_kernel_is_told_that_it_is_causal(monkeypatch):
+def test_without_documents_no_mask_is_built_and_the_kernel_is_causal(monkeypatch):
     pieces = split(tiny_model().eval())
     masks = masks_given(monkeypatch, lambda: pieces(packed_row()[0]))
     assert masks == [(None, True)] * 2
@@ -99,7 +99,7 @@ def test_a_split_model_compiles_to_one_graph_with_and_without_documents(shape):
 
 
 @pytest.mark.parametrize("shape, name", [("bloom", "Bloom"), ("falcon_h1", "FalconH1")])
-def test_a_model_that_cannot_keep_documents_apart_says_so_instead_of_mixing_them(shape, name):
+def test_a_model_that_cannot_keep_documents_apart_raises_instead_of_mixing_them(shape, name):
     pieces = split(tiny_model(shape).eval())
     assert pieces.fused and not pieces.separates_documents
     with pytest.raises(UsageError, match=f"{name}ForCausalLM cannot keep documents apart"):

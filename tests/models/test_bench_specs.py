@@ -27,14 +27,14 @@ def test_a_student_has_as_many_parameters_as_its_name_says(name, millions):
     assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
-def test_the_teacher_that_ships_is_asked_in_bfloat16_from_its_folder():
+def test_the_teacher_that_ships_runs_in_bfloat16_from_its_folder():
     spec = read_spec(str(ROOT / "teachers" / "stdlib-5m.toml"))
     assert spec.source == str(ROOT / "teachers" / "stdlib-5m")
     assert (spec.name, spec.dtype, spec.attention, spec.init) == ("stdlib-5m", "bfloat16", "sdpa", "pretrained")
 
 
 @pytest.mark.parametrize("size", [257, 300, 151_936])
-def test_a_tiny_tokenizer_has_the_size_asked_for_and_gives_every_text_back(size):
+def test_a_tiny_tokenizer_has_the_requested_size_and_decodes_every_text(size):
     tokenizer = tiny_tokenizer(size)
     text = "def f(x):\n\treturn 'zwölf 漢字 🙂' <|unused-256|>"
     ids = tokenizer(text)["input_ids"]

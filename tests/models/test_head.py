@@ -1,4 +1,4 @@
-"""The split into backbone and output head: proven for the heads that are, refused with a reason for others."""
+"""The split into backbone and output head: proven for known heads, refused with a reason for others."""
 
 import pytest
 import torch
@@ -139,7 +139,7 @@ def with_a_backbone_that_fails_alone():
         (with_a_backbone_that_fails_alone, "LlamaForCausalLM: RuntimeError: first line second line"),
     ],
 )
-def test_a_model_that_cannot_be_proven_stays_whole_and_says_why(make, reason):
+def test_a_model_whose_head_cannot_be_proven_stays_whole_with_a_reason(make, reason):
     model = make().eval()
     pieces = split(model)
     assert (pieces.fused, pieces.reason) == (False, reason)
@@ -165,7 +165,7 @@ def test_a_model_in_half_precision_splits_too(shape, dtype):
     assert pieces.fused and pieces.separates_documents
 
 
-def test_splitting_leaves_weights_mode_and_random_state_alone():
+def test_splitting_does_not_change_weights_mode_or_random_state():
     model = tiny_model("gpt2", resid_pdrop=0.5)
     model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]

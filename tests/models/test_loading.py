@@ -1,4 +1,4 @@
-"""Loading and exporting: dtypes, ties, digests, the way there and back, and what is refused with which line."""
+"""Loading and exporting: dtypes, ties, digests, round trips, and the line of each refusal."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_tied_weights_stay_tied_after_load_and_export(tmp_path, dtype):
     assert len(list(again.parameters())) == len(list(model.parameters()))
 
 
-def test_a_student_stored_in_bfloat16_is_trained_in_float32_and_a_teacher_asked_in_its_dtype(tmp_path):
+def test_a_student_stored_in_bfloat16_trains_in_float32_and_a_teacher_runs_in_its_dtype(tmp_path):
     export_model(tiny_model(), None, tmp_path / "m", dtype="bfloat16")
     assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
     made = student(tmp_path / "m")
@@ -80,7 +80,7 @@ def test_no_row_of_a_students_embedding_is_kept_from_learning(tmp_path):
     assert made.model.embed_tokens.weight.grad[7].abs().max() > 0
 
 
-def test_the_digest_tells_weights_dtypes_and_names_apart():
+def test_the_digest_depends_on_weights_dtypes_and_names():
     model = tiny_model("llama", seed=1)
     digest = model_digest(model)
     assert digest == model_digest(tiny_model("llama", seed=1)) and len(digest) == 64
@@ -95,7 +95,7 @@ def test_the_digest_tells_weights_dtypes_and_names_apart():
     assert digest != model_digest(model)
 
 
-def test_max_positions_is_what_the_configuration_allows():
+def test_max_positions_is_the_bound_of_the_configuration():
     assert [max_positions(tiny_model(shape)) for shape in ("llama", "gpt2")] == [128, 128]
     assert max_positions(split(tiny_model("gpt2"))) == 128
     assert max_positions(tiny_model("bloom")) is None
@@ -277,10 +277,11 @@ def test_out_of_memory_is_not_taken_for_a_wrong_spec(tmp_path, monkeypatch):
         load_teacher(read_spec(str(folder)), "cpu")
 
 
-def test_loading_prints_nothing(tmp_path):
+def test_loading_prints_nothing_in_a_command(tmp_path):
     write_model_folder(tmp_path / "m", tiny_model(), tiny_tokenizer())
     code = (
-        "import sys; from kdtrain.models.loading import *; from kdtrain.models.spec import read_spec; "
+        "import sys; from kdtrain.cli import _quiet_libraries; _quiet_libraries(); "
+        "from kdtrain.models.loading import *; from kdtrain.models.spec import read_spec; "
         "load_student(read_spec(sys.argv[1]), vocab_size=None, seed=0, device='cpu'); load_tokenizer(sys.argv[1])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True)

@@ -59,26 +59,26 @@ def test_a_model_without_a_tokenizer_generates():
 @pytest.mark.parametrize(
     "config, line",
     [
-        ({"model_type": "lama"}, "s: model_type 'lama' is no causal LM of transformers; did you mean llama?"),
-        ({"model_type": "vit"}, "s: model_type 'vit' is no causal LM"),
+        ({"model_type": "lama"}, "s: model_type 'lama' is not a causal LM of transformers; did you mean llama?"),
+        ({"model_type": "vit"}, "s: model_type 'vit' is not a causal LM"),
         (SHAPES["llama"] | {"hidden_sise": 8}, "[config] hidden_sise is unknown to llama; did you mean hidden_size?"),
         (SHAPES["llama"] | {"hidden_size": "wide"}, "Field 'hidden_size' expected int"),
         (SHAPES["llama"] | {"hidden_size": 33}, "not a multiple of the number of attention heads"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused_in_one_line(config, line):
+def test_an_impossible_configuration_is_refused_in_one_line(config, line):
     with pytest.raises(UsageError) as caught:
         student(scratch(config))
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_old_and_renamed_entries_of_a_configuration_are_taken():
+def test_old_and_renamed_entries_of_a_configuration_are_accepted():
     model = student(scratch(SHAPES["llama"] | {"rope_theta": 500.0}))
     assert model.config.rope_parameters["rope_theta"] == 500.0
     assert student(scratch(SHAPES["gpt2"] | {"hidden_size": 16})).config.n_embd == 16
 
 
-def test_without_a_cache_the_configuration_must_say_how_large_the_vocabulary_is():
+def test_without_a_cache_the_configuration_must_state_the_size_of_the_vocabulary():
     with pytest.raises(UsageError, match=r"\[config\] has no vocab_size, and there is no cache"):
         student(scratch(), vocab_size=None)
 
@@ -113,7 +113,7 @@ def test_a_student_of_all_the_teachers_layers_is_the_teacher(teacher):
     assert (input_weight is output_weight) == model.config.tie_word_embeddings
 
 
-def test_layers_take_their_kind_of_attention_along(tmp_path):
+def test_layers_keep_their_kind_of_attention(tmp_path):
     write_model_folder(tmp_path / "t", tiny_model("gemma2", num_hidden_layers=4))
     made = student(layers_spec(str(tmp_path / "t"), (1, 3)))
     assert made.config.layer_types == ["full_attention", "full_attention"]

@@ -1,4 +1,4 @@
-"""Specs: what names a model, where its paths point, and what is refused with which line."""
+"""Specs: the names of models, their paths, and the line of each refusal."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_a_hub_id_is_a_spec_and_is_not_looked_up():
         ("unexported", "no exported student; write one with 'kdtrain export unexported'"),
     ],
 )
-def test_what_is_neither_file_nor_folder_nor_hub_id_is_refused_in_one_line(tmp_path, monkeypatch, spec, line):
+def test_a_spec_that_is_not_a_file_a_folder_or_a_hub_id_is_refused_in_one_line(tmp_path, monkeypatch, spec, line):
     for folder in ("specs", "unexported"):
         (tmp_path / folder).mkdir()
     (tmp_path / "specs" / "notes.txt").write_text("")

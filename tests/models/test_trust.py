@@ -30,7 +30,7 @@ OWN_CODE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "
 
 
 class Pickled:
-    """What leaves a mark where it is unpickled."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -41,7 +41,7 @@ class Pickled:
 
 @pytest.fixture
 def mark(tmp_path, monkeypatch):
-    """A path that only foreign code makes; whoever asks for leave to run it would be told yes."""
+    """A path that only foreign code creates; a question on stdin whether to run it is answered with yes."""
     monkeypatch.setattr(builtins, "input", lambda prompt="": pytest.fail(f"asked: {prompt}"))
     return tmp_path / "executed"
 
@@ -108,7 +108,7 @@ def test_code_beside_a_model_that_transformers_has_itself_is_not_run(folder, mar
     assert not mark.exists()
 
 
-def test_code_is_run_where_ones_own_spec_says_so(folder, mark, tmp_path):
+def test_code_runs_if_your_own_spec_allows_it(folder, mark, tmp_path):
     entries(folder, model_type="mine", auto_map=OWN_CODE)
     (tmp_path / "own.toml").write_text("source = 'm'\ntrust_remote_code = true\n")
     load_teacher(read_spec(str(tmp_path / "own.toml")), "cpu")
@@ -127,7 +127,7 @@ def test_code_is_run_where_ones_own_spec_says_so(folder, mark, tmp_path):
         ("settings.json", "tokenizer/specs"),
     ],
 )
-def test_a_spec_that_lies_anywhere_in_what_may_have_been_downloaded_cannot_trust_it(tmp_path, mark_of, place):
+def test_a_spec_inside_a_folder_that_may_be_downloaded_cannot_trust_it(tmp_path, mark_of, place):
     spec = tmp_path / "downloaded" / place / "spec.toml"
     for path in (tmp_path / "downloaded" / mark_of, spec):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,18 +141,18 @@ def test_a_spec_that_lies_anywhere_in_what_may_have_been_downloaded_cannot_trust
             read_spec(str(path))
 
 
-def test_a_link_in_a_model_folder_does_not_make_a_spec_elsewhere_speak_for_it(folder, tmp_path):
+def test_a_link_in_a_model_folder_to_a_spec_elsewhere_gives_no_trust(folder, tmp_path):
     (tmp_path / "own.toml").write_text("source = '.'\ntrust_remote_code = true\n")
     (folder / "spec.toml").symlink_to(tmp_path / "own.toml")
-    with pytest.raises(UsageError, match="has to stand in a spec of your own"):
+    with pytest.raises(UsageError, match="must be in a spec of your own"):
         read_spec(str(folder / "spec.toml"))
 
 
-def test_a_spec_is_not_talked_into_trust_by_that_of_its_teacher(folder, tmp_path):
+def test_the_trust_of_a_teachers_spec_does_not_extend_to_the_student(folder, tmp_path):
     (tmp_path / "teacher.toml").write_text("source = 'm'\ntrust_remote_code = true\n")
     text = "init = 'teacher-layers'\nteacher = 'teacher.toml'\nlayers = [0]\n"
     (tmp_path / "s.toml").write_text(text)
-    with pytest.raises(UsageError, match="its teacher teacher wants to run code; set trust_remote_code = true here"):
+    with pytest.raises(UsageError, match="its teacher teacher needs to run code; set trust_remote_code = true here"):
         read_spec(str(tmp_path / "s.toml"))
     (tmp_path / "s.toml").write_text(text + "trust_remote_code = true\n")
     assert read_spec(str(tmp_path / "s.toml")).trust_remote_code
@@ -171,7 +171,7 @@ def test_a_part_of_a_composite_model_cannot_bring_code(folder, mark):
 
 @pytest.mark.parametrize("name", ["AutoModelForCausalLM", "AutoModel", "LlamaForCausalLM", "pipeline"])
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
-def test_a_class_that_is_no_tokenizer_is_not_loaded_as_one(folder, mark, name, file):
+def test_a_class_that_is_not_a_tokenizer_is_not_loaded(folder, mark, name, file):
     entries(folder, model_type="vit", auto_map=OWN_CODE)
     (folder / "model.safetensors").unlink()
     torch.save(Pickled(mark), folder / "pytorch_model.bin")
@@ -184,7 +184,7 @@ def test_a_class_that_is_no_tokenizer_is_not_loaded_as_one(folder, mark, name, f
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "../other/model.safetensors", "/etc/model.safetensors", 1])
-def test_an_index_may_name_safetensors_beside_it_alone(folder, mark, name):
+def test_an_index_may_name_only_safetensors_beside_it(folder, mark, name):
     (folder / "model.safetensors").unlink()
     torch.save(Pickled(mark), folder / "weights.bin")
     index = {"metadata": {}, "weight_map": {"model.norm.weight": name}}
@@ -217,14 +217,14 @@ def test_a_file_larger_than_any_model_has_is_not_read(folder, name, size):
         load_tokenizer(folder)
 
 
-def test_a_pipe_in_place_of_a_chat_template_is_not_waited_for(folder):
+def test_a_pipe_in_place_of_a_chat_template_does_not_block(folder):
     (folder / "additional_chat_templates").mkdir()
     os.mkfifo(folder / "additional_chat_templates" / "tools.jinja")
     with pytest.raises(UsageError, match=r"tools\.jinja is not a regular file"):
         load_tokenizer(folder)
 
 
-def test_an_adapter_is_refused_and_not_left_out_without_a_word(folder):
+def test_an_adapter_is_refused_and_not_silently_ignored(folder):
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
     with pytest.raises(UsageError, match=r"it holds an adapter \(adapter_config.json\), which is not read"):
         as_model(folder)
@@ -233,8 +233,8 @@ def test_an_adapter_is_refused_and_not_left_out_without_a_word(folder):
 @pytest.mark.parametrize(
     "values, attention, line",
     [
-        ({"model_type": "vit", "auto_map": OWN_CODE}, "sdpa", "model_type 'vit' is no causal LM"),
-        ({"model_type": ["llama"]}, "sdpa", "is no causal LM"),
+        ({"model_type": "vit", "auto_map": OWN_CODE}, "sdpa", "model_type 'vit' is not a causal LM"),
+        ({"model_type": ["llama"]}, "sdpa", "is not a causal LM"),
         ({"_attn_implementation": "a/b"}, "sdpa", "_attn_implementation = 'a/b'"),
         ({}, "kernels-community/flash-attn3", "attention = 'kernels-community/flash-attn3' is unknown; use sdpa"),
         ({}, None, "attention = None is unknown"),
@@ -270,7 +270,7 @@ def test_a_model_larger_than_the_machine_is_refused_before_its_memory_is_taken(m
         load_student(spec, vocab_size=300, seed=0, device="cpu")
 
 
-def test_a_non_finite_weight_of_a_teacher_is_said_to_be_the_teachers(folder):
+def test_a_non_finite_weight_of_a_teacher_is_reported_as_the_teachers(folder):
     model = tiny_model()
     with torch.no_grad():
         model.model.embed_tokens.weight[299, 3] = float("nan")
@@ -297,7 +297,7 @@ def test_generation_settings_of_a_checkpoint_cannot_replace_what_transformers_ca
 
 
 def calls_without_consent(tree):
-    """Lines on which something is loaded, or made of a configuration, that does not say whether code may run."""
+    """Lines that load a model, or make one of a configuration, without stating whether code may run."""
     asked = {
         id(node.func)
         for node in ast.walk(tree)
@@ -311,7 +311,7 @@ def calls_without_consent(tree):
 
 
 @pytest.mark.parametrize("folder", ["kdtrain", "benchmarks", "teachers"])
-def test_every_call_that_loads_says_whether_code_may_run(folder):
+def test_every_call_that_loads_states_whether_code_may_run(folder):
     found = {str(path): calls_without_consent(ast.parse(path.read_text())) for path in (ROOT / folder).rglob("*.py")}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
@@ -326,7 +326,7 @@ def test_every_call_that_loads_says_whether_code_may_run(folder):
         ("make = AutoModel.from_config", True),
     ],
 )
-def test_a_call_that_does_not_say_it_is_found(code, found):
+def test_a_call_that_does_not_state_it_is_found(code, found):
     assert bool(calls_without_consent(ast.parse(code))) is found
 
 
@@ -343,7 +343,7 @@ def test_transformers_never_asks_on_stdin_and_fetches_no_kernels():
     assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 15  # transformers' own, for whoever uses it beside kdtrain
 
 
-def test_a_hub_id_is_asked_for_the_revision_of_its_spec(monkeypatch):
+def test_a_hub_id_is_loaded_at_the_revision_of_its_spec(monkeypatch):
     asked = []
 
     def answer(source, *, revision):

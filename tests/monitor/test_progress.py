@@ -1,4 +1,4 @@
-"""What a run says: averages, plain lines, and a log beside it."""
+"""What a run prints: averages, plain lines, and a log."""
 
 import io
 import logging
@@ -40,7 +40,7 @@ def test_a_number_of_hundreds_of_digits_is_written_in_powers_of_ten():
     )
 
 
-def test_the_line_of_a_step_has_all_names_in_their_order_and_leaves_out_what_is_not_known():
+def test_the_line_of_a_step_has_all_names_in_order_and_leaves_out_missing_ones():
     numbers = {"mode": "bf16", "loss": 1.0, "tokens": 5.0, "ckpt": -150, "memory_mb": 1234.5, "mem_delta": -3.2}
     assert status(numbers) == "loss=1.0000 ckpt=-150 memory_mb=1,234 mem_delta=-3 mode=bf16"
     full = dict.fromkeys(STATUS, 1.0) | {"ckpt": 0, "mode": "fp32"}
@@ -64,7 +64,7 @@ def test_lines_go_to_stderr_and_to_the_end_of_the_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("width", [60, 80, 300])
-def test_on_a_narrow_terminal_the_numbers_of_a_step_give_way_and_the_bar_does_not(width):
+def test_on_a_narrow_terminal_the_numbers_of_a_step_are_cut_and_the_bar_is_not(width):
     text = status(dict.fromkeys(STATUS, 1.0) | {"ckpt": 0, "mode": "fp32"})
     shown = Bar("distil", 2000, done=100)
     shown.update(250, text)
@@ -76,7 +76,7 @@ def test_on_a_narrow_terminal_the_numbers_of_a_step_give_way_and_the_bar_does_no
     assert ("mode=fp32" in drawn) == (width == 300)
 
 
-def test_elsewhere_than_on_a_terminal_a_bar_is_a_plain_line_now_and_then(monkeypatch, caplog):
+def test_without_a_terminal_a_bar_is_a_plain_line_now_and_then(monkeypatch, caplog):
     clock = iter(float(second) for second in range(100))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     log.propagate = True
@@ -90,7 +90,7 @@ def test_elsewhere_than_on_a_terminal_a_bar_is_a_plain_line_now_and_then(monkeyp
     assert all(text.startswith("cache ") and "/20 " in text and "sequences/s=" in text for text in caplog.messages)
 
 
-def test_a_rate_counts_only_what_this_process_did(monkeypatch):
+def test_a_rate_counts_only_the_work_of_this_process(monkeypatch):
     clock = iter([0.0, 10.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     shown = Bar("distill", 200, done=100, unit="steps")

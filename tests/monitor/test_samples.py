@@ -1,4 +1,4 @@
-"""What the student writes: the same draws each time, and no other random number touched."""
+"""Sample texts: the same samples each time, and no other random number changes."""
 
 import random
 
@@ -11,7 +11,7 @@ VOCABULARY = 11
 
 
 def counting(tokens_BT):
-    """Logits that like the token after the last one."""
+    """Logits that prefer the token after the last one."""
     return 20.0 * torch.nn.functional.one_hot((tokens_BT[:, -1] + 1) % VOCABULARY, VOCABULARY).float()
 
 

@@ -43,7 +43,7 @@ def test_each_line_is_one_object_with_its_step(tmp_path):
     assert lines(tmp_path) == [{"step": 1, "loss": 1.0}]
 
 
-def test_a_run_that_goes_on_forgets_what_came_after_its_checkpoint(tmp_path):
+def test_a_run_that_resumes_removes_the_lines_after_its_checkpoint(tmp_path):
     written(tmp_path, 0, None, range(1, 6))
     written(tmp_path, 3, 2, range(4, 7))
     training = [step for step, validation in steps_of(tmp_path) if not validation]
@@ -51,13 +51,13 @@ def test_a_run_that_goes_on_forgets_what_came_after_its_checkpoint(tmp_path):
     assert [step for step, validation in steps_of(tmp_path) if validation] == [2, 4, 6]
 
 
-def test_a_validation_that_the_checkpoint_does_not_remember_is_forgotten(tmp_path):
+def test_a_validation_after_the_checkpoint_is_removed(tmp_path):
     written(tmp_path, 0, None, range(1, 5))
     written(tmp_path, 4, 2, [])
     assert steps_of(tmp_path) == [(1, False), (2, False), (2, True), (3, False), (4, False)]
 
 
-def test_a_run_that_starts_anew_forgets_everything(tmp_path):
+def test_a_new_run_removes_all_lines(tmp_path):
     writers = Writers(tmp_path, 0, None, PLAIN)
     writers.metrics(0, {"validation/loss": 1.0})
     writers.metrics(1, {"loss": 1.0})
@@ -67,7 +67,7 @@ def test_a_run_that_starts_anew_forgets_everything(tmp_path):
 
 
 @pytest.mark.parametrize("rest", ['{"step": 3, "lo', "{", "\x00\x00"])
-def test_a_line_that_a_kill_cut_short_is_forgotten(tmp_path, rest):
+def test_a_line_cut_short_by_a_kill_is_removed(tmp_path, rest):
     written(tmp_path, 0, None, [1, 2])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(rest)
@@ -83,7 +83,7 @@ def warnings(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "events.jsonl"])
-def test_lines_that_cannot_be_read_are_left_out_counted_and_said_once_and_no_other_is_lost(tmp_path, warnings, name):
+def test_unreadable_lines_are_removed_counted_and_logged_once_and_no_other_is_lost(tmp_path, warnings, name):
     whole = [json.dumps({"step": step, "event": "x"}).encode() for step in range(1, 7)]
     spoiled = [
         whole[0],
@@ -100,10 +100,10 @@ def test_lines_that_cannot_be_read_are_left_out_counted_and_said_once_and_no_oth
     writers.event("resume", 9)
     writers.close()
     assert [line["step"] for line in lines(tmp_path, name)][:5] == [1, 4, 5, 6] + [9] * (name == "events.jsonl")
-    assert warnings == [f"{tmp_path / name}: left out 6 lines that cannot be read, first line 2"]
+    assert warnings == [f"{tmp_path / name}: removed 6 lines that cannot be read, first line 2"]
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
+def test_a_log_that_is_not_a_regular_file_is_refused_and_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(UsageError, match=r"events.jsonl: it is not a regular file; move it away"):
         Writers(tmp_path, 0, None, PLAIN)
@@ -120,7 +120,7 @@ def test_a_log_of_a_terabyte_is_refused_and_not_read(tmp_path, name):
     assert (tmp_path / name).stat().st_size == 10**12
 
 
-def test_a_number_that_is_not_finite_is_null(tmp_path):
+def test_a_non_finite_number_is_null(tmp_path):
     writers = Writers(tmp_path, 0, None, PLAIN)
     writers.metrics(1, {"loss": float("nan"), "grad_norm": float("inf"), "ce": 1.0})
     writers.close()
@@ -172,7 +172,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 1.0)]
 
 
-def test_a_rollback_is_forgotten_in_files_and_in_tensorboard_and_events_stay(tmp_path):
+def test_steps_after_a_rollback_are_removed_from_files_and_tensorboard_and_events_stay(tmp_path):
     writers = Writers(tmp_path, 0, None, BOARD)
     for step in range(1, 7):
         writers.metrics(step, {"loss": float(step)})
@@ -193,7 +193,7 @@ def test_a_rollback_is_forgotten_in_files_and_in_tensorboard_and_events_stay(tmp
 
 
 @pytest.mark.parametrize("resumed", [0, 3])
-def test_tensorboard_shows_each_step_once_after_a_resume_and_after_a_start_anew(tmp_path, resumed):
+def test_tensorboard_shows_each_step_once_after_a_resume_and_after_a_new_start(tmp_path, resumed):
     for first, last in ((1, 6), (resumed + 1, 5)):
         writers = Writers(tmp_path, first - 1, None, BOARD)
         for step in range(first, last):
@@ -203,7 +203,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume_and_after_a_start_anew(
 
 
 def distributions(module):
-    """What a run shows of a module."""
+    """What a run logs of a module."""
     named = dict(module.named_parameters())
     gradients = {f"gradients/{name}": each.grad for name, each in named.items() if each.grad is not None}
     return {f"parameters/{name}": each for name, each in named.items()} | gradients
@@ -223,14 +223,14 @@ def test_histograms_of_parameters_and_gradients_are_shown(tmp_path):
     assert sum(value.bucket) == 6
 
 
-def test_nothing_is_counted_where_no_board_is_written(tmp_path, monkeypatch):
+def test_nothing_is_counted_without_a_logger(tmp_path, monkeypatch):
     monkeypatch.setattr("kdtrain.monitor.writers.histograms", lambda tensors: pytest.fail("counted"))
     writers = Writers(tmp_path, 0, None, PLAIN)
     writers.histograms(1, distributions(torch.nn.Linear(1, 1)))
     writers.close()
 
 
-def test_samples_are_lines_of_a_file_and_a_table_on_the_board(tmp_path):
+def test_samples_are_lines_of_a_file_and_a_table_in_tensorboard(tmp_path):
     writers = Writers(tmp_path, 0, None, BOARD)
     writers.samples(5, [{"prompt": "a|b\nc", "greedy": "d"}])
     writers.samples(6, [])
@@ -255,7 +255,7 @@ def test_the_options_of_a_run_are_hyper_parameters(tmp_path):
 
 
 class FakeWandb:
-    """As much of W&B as we use, and a memory of it."""
+    """The part of W&B that we use, which records its calls."""
 
     def __init__(self, error=None):
         self.error, self.started, self.logged, self.config, self.finished = error, [], [], {}, 0
@@ -321,7 +321,7 @@ def test_wandb_gets_numbers_histograms_texts_events_and_options_by_our_step(tmp_
     assert fake.finished == 1
 
 
-def test_a_resume_goes_on_with_the_run_of_wandb_and_a_start_anew_does_not(tmp_path, wandb):
+def test_a_resume_continues_the_run_of_wandb_and_a_new_start_does_not(tmp_path, wandb):
     fake = wandb()
     for resumed in (0, 3, 0):
         Writers(tmp_path, resumed, None, WANDB).close()
@@ -329,7 +329,7 @@ def test_a_resume_goes_on_with_the_run_of_wandb_and_a_start_anew_does_not(tmp_pa
     assert all(options["resume"] == "allow" for options in fake.started)
 
 
-def test_a_missing_package_is_refused_with_what_to_install(monkeypatch):
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert require_wandb(None) is None
     with pytest.raises(UsageError, match=r"pip install 'kdtrain\[wandb\]'"):
@@ -361,7 +361,7 @@ def test_a_warning_is_logged_and_an_event_of_its_kind_with_a_level(tmp_path, war
     assert warnings == ["another tokenizer", "too often: 20%", "not ours"]
 
 
-def test_a_warning_of_an_earlier_command_is_no_event_of_this_run(tmp_path, warnings):
+def test_a_warning_of_an_earlier_command_is_not_an_event_of_this_run(tmp_path, warnings):
     warn_early("mismatch", "another run's")
     setup_logging()
     Writers(tmp_path, 0, None, PLAIN).close()

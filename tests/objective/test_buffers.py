@@ -1,4 +1,4 @@
-"""A buffer that is returned is reused, by one at a time and never by the wrong one."""
+"""A returned buffer is reused, by one tensor at a time."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def nothing_idle():
     matmul.release_buffers()
 
 
-def test_the_memory_of_other_devices_is_left_alone():
+def test_the_memory_of_other_devices_is_not_reused():
     tensor = matmul.take_buffer("mine", 3, 1 << 20, dtype=torch.float32, device="meta")
     matmul.return_buffer("mine", tensor)
     assert matmul._idle == {}
@@ -29,7 +29,7 @@ def test_a_returned_buffer_is_reused_for_any_shape_and_dtype_that_it_is_large_en
     assert again.data_ptr() == where and again.shape == (2, 100) and again.is_contiguous()
     matmul.return_buffer("mine", again)
     assert matmul.take_buffer("mine", 8, 100, dtype=torch.float32).data_ptr() != where
-    assert matmul._idle == {"mine": []}  # what was too small is gone
+    assert matmul._idle == {"mine": []}  # the small one is freed
 
 
 def test_a_buffer_in_use_is_not_given_to_another():
@@ -44,7 +44,7 @@ def test_a_buffer_in_use_is_not_given_to_another():
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_two_losses_whose_gradients_are_asked_for_later_do_not_share_their_memory(kind):
+def test_two_losses_with_later_backwards_do_not_share_memory(kind):
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(300, 16, generator=g).to(kind).requires_grad_()
     hiddens = [torch.randn(40, 16, generator=g).to(kind).requires_grad_() for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Estimates from samples: unbiased where they say so, and bounded where they are not."""
+"""Estimates from samples: unbiased where documented, and of bounded bias elsewhere."""
 
 import math
 
@@ -21,7 +21,7 @@ def normal(seed, scale):
 
 
 def copies(energies, logits):
-    """SIZE tokens, all with one teacher and one student [V], drawn for independently."""
+    """SIZE tokens, all with one teacher and one student [V], sampled independently."""
     student, teacher = logits.expand(SIZE, VOCAB).clone(), energies.expand(SIZE, VOCAB)
     labels = torch.zeros(SIZE, dtype=torch.int64)
     return Problem(student.requires_grad_(), PlainHead(None), labels, torch.ones(SIZE).bool(), teacher, VOCAB)
@@ -72,7 +72,7 @@ def assert_unbiased(samples, exact):
 @pytest.mark.parametrize("top_k", [0, 3])
 @pytest.mark.parametrize("T", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize("rule", ESTIMATES)
-def test_estimates_from_draws_are_unbiased_in_gradient_value_and_slope(rule, T, top_k):
+def test_estimates_from_samples_are_unbiased_in_gradient_value_and_slope(rule, T, top_k):
     """40,000 independent estimates, 5.8 standard errors: a correct one fails at one seed in half a million."""
     energies, logits = mild()
     if rule == "sampled":
@@ -85,7 +85,7 @@ def test_estimates_from_draws_are_unbiased_in_gradient_value_and_slope(rule, T, 
     assert_unbiased(slopes, exact_slope)
 
 
-def test_the_bias_of_the_ghost_bucket_is_seen_by_the_same_test():
+def test_the_same_test_detects_the_bias_of_the_ghost_bucket():
     energies, logits = mild()
     exact, kl, _ = full(energies, logits, 1.0)
     gradient, values, _ = estimated(copies(energies, logits), 3, 1.0, "ghost")
@@ -116,7 +116,7 @@ def students(name, energies):
 
 
 @pytest.mark.parametrize("error", [0.014, 0.15])
-def test_without_a_head_what_is_cut_of_the_weights_above_T_1_is_no_large_bias_near_the_teacher(error):
+def test_without_a_top_k_clipped_weights_above_T_1_give_no_large_bias_near_the_teacher(error):
     """A distance of first order in the error gives 0.44 and 0.35 times the gradient here."""
     energies = torch.log_softmax(normal(0, 4.0), -1)
     logits = energies + error * normal(1, 1.0)
@@ -140,7 +140,7 @@ def test_far_from_the_teacher_the_error_stays_near_or_below_that_of_sampling(top
     assert errors["control-variate"] < (2.0 if T == 1 else 0.5) * errors["sampled"]
 
 
-def test_x_less_1_goes_on_along_its_tangent_in_log_x_from_the_clip_on():
+def test_x_less_1_continues_along_its_tangent_in_log_x_above_the_clip():
     log_x = torch.linspace(-6, 6, 201, dtype=torch.float64, requires_grad=True)
     excess = clipped_excess(log_x)
     (slope,) = torch.autograd.grad(excess.sum(), log_x)

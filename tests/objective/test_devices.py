@@ -1,4 +1,4 @@
-"""On any device the objective is that of a CPU: value and gradients, its products, and the size of its chunks."""
+"""On any device the objective equals that of a CPU: value and gradients, products, and the size of chunks."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_compiled_on_a_gpu_they_are_the_same(rule):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", ["dense", "ghost", "sampled", "control-variate"])
 @pytest.mark.parametrize("temperature", [2.0, torch.tensor(2.0)])
-def test_on_a_gpu_nothing_in_forward_and_backward_waits_for_it(rule, temperature):
+def test_forward_and_backward_never_wait_for_a_gpu(rule, temperature):
     p = on(problem(**SHAPE).cast(torch.bfloat16), "cuda")
     targets = targets_for(problem(**SHAPE), rule, torch.float32).to("cuda")
     temperature = temperature.cuda() if torch.is_tensor(temperature) else temperature
@@ -72,7 +72,7 @@ def test_on_a_gpu_nothing_in_forward_and_backward_waits_for_it(rule, temperature
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_number_filled_in_is_the_number_that_is_copied(device):
+def test_a_number_filled_in_equals_one_that_is_copied(device):
     for value in (1 / 3, 8192.0, torch.tensor(1 / 3), 7):
         for dtype in (None, torch.float64, torch.float32):
             expected = torch.as_tensor(value, dtype=dtype)
@@ -110,7 +110,7 @@ def test_the_weights_gradient_adds_up_in_fp32_in_place_or_in_strips(adds, monkey
     assert ((total.double() - expected).norm() / expected.norm()) < 1e-6
 
 
-def test_a_chunk_is_larger_on_a_gpu_and_never_depends_on_how_many_rows_there_are():
+def test_a_chunk_is_larger_on_a_gpu_and_does_not_depend_on_the_number_of_rows():
     assert chunk_rows(128_256, 4096, torch.bfloat16) == 256
     assert chunk_rows(128_256, 4096, torch.bfloat16, "cuda") == 2048
     assert chunk_rows(262_144, 4096, torch.bfloat16, "cuda") == 1024

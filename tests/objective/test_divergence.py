@@ -69,7 +69,7 @@ def test_ghost_is_a_lower_bound_of_the_full_kl():
     assert (ghost <= full + 1e-12).all() and (ghost >= 0).all()
 
 
-def test_the_tail_of_a_likely_head_keeps_its_digits():
+def test_the_tail_of_a_likely_top_k_keeps_its_digits():
     """log(1 - sum q) is off by 40 % at a tail of e^-12 and gone at e^-17; the tail's own sum is not."""
     vocab = 50
     logits = torch.zeros(3, vocab)
@@ -81,7 +81,7 @@ def test_the_tail_of_a_likely_head_keeps_its_digits():
     torch.testing.assert_close((statistics.tail - statistics.lse).double(), expected, rtol=1e-6, atol=4e-6)
 
 
-def test_draws_are_never_thrown_away_in_silence():
+def test_samples_are_never_dropped_silently():
     assert resolve_tail("ghost", num_samples=8) == "sampled"
     assert resolve_tail("ghost", num_samples=0) == "ghost"
     for tail in ("drop", "renormalize"):
@@ -103,7 +103,7 @@ def test_draws_are_never_thrown_away_in_silence():
         ("gost", {"top_k": 8}, "perhaps you meant 'ghost'"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(tail, kind, message):
+def test_an_impossible_combination_is_refused_in_one_line(tail, kind, message):
     with pytest.raises(UsageError, match=message) as raised:
         refuse("forward-kl", tail, **kind)
     assert "\n" not in str(raised.value)
@@ -115,12 +115,12 @@ def test_an_unknown_divergence_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize("wrong", [{"divergence": "foward-kl"}, {"divergence": "jsd:2"}, {"tail": "gost"}], ids=str)
-def test_a_loss_of_unknown_parts_cannot_be_made(wrong):
+def test_a_loss_with_unknown_parts_is_refused(wrong):
     with pytest.raises(UsageError, match=r"--(divergence|tail) "):
         DistillationLoss(**wrong)
 
 
-def test_what_can_be_is_not_refused():
+def test_a_possible_combination_is_not_refused():
     for kind in ({"top_k": 12}, {"top_k": 0, "num_samples": 50}, {"top_k": 8, "num_samples": 24}, {"dense": True}):
         refuse("forward-kl", "ghost", **kind)
     refuse("forward-kl", "sampled", top_k=0, num_samples=50)
@@ -131,7 +131,7 @@ def test_what_can_be_is_not_refused():
 
 
 @pytest.mark.parametrize("divergence", [name for name in DIVERGENCES.builtin if name != "forward-kl"])
-def test_draws_estimate_forward_kl_alone(divergence):
+def test_samples_estimate_forward_kl_only(divergence):
     with pytest.raises(UsageError, match=f"{divergence} cannot be computed from sampled targets; use forward-kl"):
         refuse(divergence, "ghost", top_k=8, num_samples=24)
     with pytest.raises(UsageError, match=f"{divergence} cannot be computed from sampled targets; use forward-kl"):
@@ -144,7 +144,7 @@ def test_logit_mse_needs_all_logits():
         refuse("logit-mse", "ghost", top_k=8)
 
 
-def test_the_number_of_a_divergence_stands_behind_its_name():
+def test_the_number_of_a_divergence_follows_its_name():
     assert [parse(text) for text in ("jsd:0.3", "skew-kl:.25", "jsd", "skew-kl", "skew-reverse-kl", "forward-kl")] == [
         *(("jsd", 0.3), ("skew-kl", 0.25), ("jsd", 0.5), ("skew-kl", 0.1), ("skew-reverse-kl", 0.1)),
         ("forward-kl", 0.0),
@@ -179,7 +179,7 @@ def test_logit_mse_is_that_of_centred_logits_and_the_loss_does_not_depend_on_t()
     torch.testing.assert_close(1e6 * forward_kl(dense_events(z, e, 1e-3)), (centred**2).mean(-1) / 2, rtol=2e-2, atol=0)
 
 
-def test_logit_mse_leaves_out_tokens_that_either_side_excludes():
+def test_logit_mse_ignores_tokens_that_either_side_excludes():
     p = problem().cast(torch.float64)
     z, e = p.logits().detach(), p.energies.clone()
     expected = logit_mse(dense_events(z[:, :20], e[:, :20], 1.0))

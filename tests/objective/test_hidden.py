@@ -1,4 +1,4 @@
-"""Hidden-state losses: what they are, what counts, and which layers are compared."""
+"""Hidden-state losses: values and gradients, masks, and pairs of layers."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_autocast_around_it_rounds_nothing(kind):
 
 @pytest.mark.parametrize("kind", ["mse", "cosine"])
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
-def test_masked_tokens_do_not_count_whatever_the_teacher_says_there(kind, junk):
+def test_masked_tokens_do_not_count_whatever_the_teacher_has_there(kind, junk):
     loss, (student, teacher) = HiddenLoss(kind, WIDTHS), states()
     leaves = [*student, *loss.projections]
     expected = torch.autograd.grad(loss(student, teacher, MASK_N), leaves)
@@ -118,12 +118,12 @@ def test_a_projection_is_orthonormal_fp32_the_same_for_a_seed_and_leaves_the_glo
         ("0:0,4:12", 4, 12, [(0, 0), (4, 12)]),
     ],
 )
-def test_layers_are_paired_over_the_whole_depth_or_as_told(wanted, student, teacher, pairs):
+def test_layers_are_paired_over_the_whole_depth_or_as_configured(wanted, student, teacher, pairs):
     assert layer_pairs(wanted, student, teacher) == pairs
 
 
 @pytest.mark.parametrize("wanted", ["", "3", "1:2:3", "a:b", "1:2,", "-1:2", "5:1", "1:13"])
-def test_a_mapping_that_cannot_be_is_refused_in_one_line(wanted):
+def test_an_impossible_mapping_is_refused_in_one_line(wanted):
     with pytest.raises(UsageError, match="--hidden-layers") as raised:
         layer_pairs(wanted, 4, 12)
     assert "\n" not in str(raised.value)

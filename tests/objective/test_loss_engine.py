@@ -1,4 +1,4 @@
-"""What the engine promises beside the numbers: chunks, memory, dtypes, graphs, and only what is asked for."""
+"""The engine's promises besides the numbers: chunks, memory, dtypes, graphs, and only requested gradients."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_autocast_around_the_loss_does_not_round_the_logits():
         assert run(p, targets_for(p, "ghost", torch.float32), 2.0, "ghost").loss.item() == plain.item()
 
 
-def test_without_gradients_only_values_are_made():
+def test_without_gradients_only_values_are_computed():
     p = problem().cast(torch.float64)
     expected = run(p, targets_for(p, "ghost"), 2.0, "ghost").loss.item()
     with torch.no_grad():
@@ -36,7 +36,7 @@ def test_without_gradients_only_values_are_made():
     assert loss.item() == expected and not loss.requires_grad
 
 
-def test_only_the_gradients_asked_for_are_made():
+def test_only_requested_gradients_are_computed():
     p = problem().cast(torch.float64)
     p.head.weight.requires_grad_(False)
     run(p, targets_for(p, "ghost"), 2.0, "ghost").loss.backward()

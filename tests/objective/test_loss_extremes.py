@@ -24,7 +24,7 @@ def test_extreme_logits_give_finite_gradients(divergence, rule, size):
 
 
 @pytest.mark.parametrize("divergence,rule", EVERY)
-def test_minus_infinity_where_neither_puts_mass_is_no_nan(divergence, rule):
+def test_minus_infinity_where_neither_has_mass_is_not_nan(divergence, rule):
     p = problem(d=23)
     p.head = PlainHead(None)
     p.hidden[:, 20:], p.energies[:, 20:] = -math.inf, -math.inf

@@ -1,4 +1,4 @@
-"""Which tokens count, and that a step does not depend on how it is cut."""
+"""Only unmasked tokens count, and a step does not depend on its division into micro-batches."""
 
 import math
 

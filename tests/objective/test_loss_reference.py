@@ -73,7 +73,7 @@ def test_a_head_without_a_weight_takes_logits(rule):
     assert_agrees(p, rule, torch.float64, 2.0, 1e-11, chunk=5)
 
 
-def test_a_vocabulary_of_two_and_a_head_that_leaves_no_tail():
+def test_a_vocabulary_of_two_and_a_top_k_that_leaves_no_tail():
     p = problem(vocab=2)
     targets = sparse(p.energies, p.labels, top_k=2)
     targets = targets._map(lambda name, x: x.nan_to_num(nan=0.0, neginf=-1e4) if name == "tail" else x)
@@ -131,7 +131,7 @@ def modes_reference(mode, theta, p):
 
 @pytest.mark.parametrize("mode", ["fixed", "schedule", "adversarial", "likelihood", "minimize"])
 @pytest.mark.parametrize("divergence,rule", EVERY)
-def test_every_temperature_mode_leads_each_gradient_where_it_belongs(divergence, rule, mode):
+def test_every_temperature_mode_gives_each_parameter_its_gradient(divergence, rule, mode):
     """Value and the gradients of hidden, weight, bias and theta in fp32 against fp64, all modes at T = 2."""
     p64 = problem(bias=True)
     ours, exact = p64.cast(torch.float32), p64.cast(torch.float64)

@@ -1,4 +1,4 @@
-"""What reaches the parameters when the loss is scaled, and how many digits the gradient in T keeps."""
+"""The gradients of a scaled loss, and the digits of the gradient in T."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def run(p, log_t, rule, dtype, **more):
 
 @pytest.mark.parametrize("rule", ["ghost", "dense"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_loss_scale_multiplies_every_gradient_that_of_log_t_too(kind, rule):
+def test_a_loss_scale_multiplies_every_gradient_including_that_of_log_t(kind, rule):
     found = []
     for scale in (1.0, 4096.0):
         p, log_t = problem(bias=True).cast(kind), torch.tensor(0.7, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Where the loss is zero, where it is less, and what is left without a teacher."""
+"""Where the loss is zero, where it is negative, and the loss without a teacher."""
 
 import dataclasses
 
@@ -82,7 +82,7 @@ def test_alpha_zero_or_no_targets_is_plain_cross_entropy(alpha, with_targets):
 
 
 @pytest.mark.parametrize("rule", ["ghost", "drop", "renormalize"])
-def test_absent_entries_in_the_head_change_nothing(rule):
+def test_absent_entries_in_the_top_k_change_nothing(rule):
     p = problem().cast(torch.float64)
     targets = targets_for(p, rule)
     n, wide = len(targets), {"top_k": targets.top_k + 2}

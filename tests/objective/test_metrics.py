@@ -49,7 +49,7 @@ def test_dense_targets_give_the_exact_metrics(softcap):
     assert sum(got.bin_count) == got.tokens and sum(got.bin_correct) == got.correct
 
 
-def test_a_head_gives_bounds_and_the_rest_exactly():
+def test_a_top_k_gives_bounds_and_the_rest_exactly():
     p = problem(n=100)
     truth, got = exact(p), run(p, sparse(p.energies, p.labels, top_k=4))
     for name in ("tokens", "cross_entropy", "correct", "teacher_cross_entropy", "agreement"):
@@ -59,7 +59,7 @@ def test_a_head_gives_bounds_and_the_rest_exactly():
     assert got.kl == pytest.approx(ghost[p.mask].sum().item(), rel=1e-10)
 
 
-def test_draws_give_an_estimate_of_kl_and_a_head_beside_them_the_rest():
+def test_samples_give_an_estimate_of_kl_and_a_top_k_besides_the_rest():
     p = problem(n=100)
     for head in (0, 4):
         targets = sparse(p.energies, p.labels, top_k=head, num_samples=30)

@@ -32,7 +32,7 @@ def run(p, targets, divergence="forward-kl", chunk=7, temperature=None):
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_an_online_teachers_hidden_states_give_what_all_its_logits_would(divergence):
+def test_an_online_teachers_hidden_states_give_the_loss_of_all_its_logits(divergence):
     p = problem(bias=True).cast(torch.float64)
     online = teacher_of(p, scale=0.7, softcap=5.0)
     for got, want in zip(run(p, online, divergence), run(p, online_in_fp64(online), divergence), strict=True):

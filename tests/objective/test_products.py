@@ -1,4 +1,4 @@
-"""The products of an output head, on this processor and on others that are played here.
+"""The products of an output head, on this processor and on simulated others.
 
 What the code asks of a processor is answered for it, and the product that only some have is stood in for by a slow one
 that rounds alike: so every branch is tested on every machine, and none of it depends on the one at hand.
@@ -17,7 +17,7 @@ MACHINES = {
     "AVX512": {"bf16": True, "amx": False},
     "AMX": {"bf16": True, "amx": True},
 }
-"""What oneDNN and PyTorch say of a processor."""
+"""What oneDNN and PyTorch report about a processor."""
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
@@ -70,14 +70,14 @@ def play(monkeypatch, bf16, amx):
 
 @pytest.fixture(params=["as it is", *MACHINES])
 def machine(request, monkeypatch):
-    """This machine, or another one."""
+    """This machine, or a simulated one."""
     if request.param in MACHINES:
         play(monkeypatch, **MACHINES[request.param])
     return request.param
 
 
 def weights_multiplied(kind, weight, device, machine):
-    """What may stand for the weight in a product: itself, or itself rounded to the dtype of the hidden states."""
+    """The weights that a product may use: the exact one, or one rounded to the dtype of the hidden states."""
     if device == "cuda":
         return [weight.to(kind)]
     if kind != torch.bfloat16:
@@ -109,7 +109,7 @@ def test_oneDNN_multiplies_bf16_where_it_knows_it_and_fp32_where_it_rounds_nothi
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind,weight_kind", KINDS)
-def test_gradients_cost_only_the_rounding_of_what_is_multiplied(kind, weight_kind, device):
+def test_gradients_err_only_by_the_rounding_of_the_factors(kind, weight_kind, device):
     hidden, weight, dz = tensors(kind, weight_kind, device)
     made = Products(hidden, weight)
     into_hidden = torch.empty_like(hidden)
@@ -123,7 +123,7 @@ def test_gradients_cost_only_the_rounding_of_what_is_multiplied(kind, weight_kin
     )
 
 
-def test_the_setting_that_oneDNN_needs_is_put_back_even_after_an_error():
+def test_the_setting_for_oneDNN_is_restored_even_after_an_error():
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision
     hidden, weight, _ = tensors(torch.float32, torch.float32, "cpu")
@@ -133,7 +133,7 @@ def test_the_setting_that_oneDNN_needs_is_put_back_even_after_an_error():
     torch.get_float32_matmul_precision()
 
 
-def test_a_product_that_rounds_its_inputs_is_found_out(monkeypatch):
+def test_a_product_that_rounds_its_inputs_is_detected(monkeypatch):
     monkeypatch.setattr(matmul, "_has_bf16", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     exact = torch.mm

@@ -32,7 +32,7 @@ def test_the_tail_between_knots_is_right_on_zipf_shapes(slope, bound):
         assert (targets.log_partition(1 / T) - torch.logsumexp(energies / T, -1)).abs().max() < bound
 
 
-def test_the_tail_at_a_knot_is_what_was_stored_with_its_slope():
+def test_the_tail_at_a_knot_is_the_stored_one_with_its_slope():
     energies = zipf(1.5)
     targets = sparse(energies, torch.zeros(4, dtype=torch.int64), top_k=12, knots=KNOTS)
     for i, knot in enumerate(KNOTS):
@@ -44,7 +44,7 @@ def test_the_tail_at_a_knot_is_what_was_stored_with_its_slope():
 
 
 @pytest.mark.parametrize("knots", [KNOTS, (1.0,)])
-def test_the_tail_outside_the_knots_goes_on_along_its_end_slope(knots):
+def test_the_tail_outside_the_knots_continues_along_its_end_slope(knots):
     energies = zipf(1.5)
     targets = sparse(energies, torch.zeros(4, dtype=torch.int64), top_k=12, knots=knots)
     last = len(knots) - 1
@@ -92,7 +92,7 @@ def test_rows_are_selected_and_moved_together():
         assert targets.to("meta").label_logprob.device.type == "meta"
 
 
-def test_absent_entries_weigh_nothing():
+def test_absent_entries_have_weight_zero():
     p = problem()
     targets = sparse(p.energies, p.labels, top_k=3, num_samples=9)
     absent = targets.ids >= p.vocab_size

@@ -150,7 +150,7 @@ def test_the_reversal_grows_from_nothing_to_full_strength():
     assert build("adversarial", 2.0, total_steps=1000, ramp_steps=0).strength() == 1.0
 
 
-def test_minimize_is_bistable_and_says_when_it_sits_on_a_bound():
+def test_minimize_is_bistable_and_reports_when_it_is_on_a_bound():
     loss = kd_problem()
     ends = {}
     for start in (0.7, 3.9):
@@ -172,6 +172,6 @@ def test_minimize_is_bistable_and_says_when_it_sits_on_a_bound():
         ({"mode": "likelihood", "minimum": 0.0}, "leave no room"),
     ],
 )
-def test_temperatures_that_cannot_be_are_refused(settings, message):
+def test_impossible_temperatures_are_refused(settings, message):
     with pytest.raises(UsageError, match=message):
         build_temperature(**{"start": 2.0, "minimum": 0.67, "maximum": 4.0, **settings})

@@ -106,6 +106,6 @@ def test_likelihood_ends_near_1_for_a_teacher_of_this_text_from_any_start(real, 
     assert 0.75 < values[0] < 1.35
 
 
-def test_minimize_ends_on_the_bound_that_its_start_decides_and_says_so(real):
+def test_minimize_ends_on_the_bound_that_its_start_decides_and_reports_it(real):
     found = ends(real, "sparse", "minimize", steps=150)
     assert [bound for _, bound in found.values()] == ["minimum", "minimum", "maximum", "maximum"]

@@ -28,7 +28,7 @@ def test_parameters_layers_and_head_are_those_of_the_model(shape):
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_what_a_forward_keeps_is_what_autograd_keeps_of_the_real_one(mode):
+def test_a_forward_keeps_as_many_bytes_as_autograd_keeps_of_the_real_model(mode):
     found = model_footprint(spec("llama"), vocab_size=300, seq_len=16, mode=mode, trained=True)
     model = tiny_model("llama")
     model.set_attn_implementation(CAUSAL_SDPA)
@@ -66,6 +66,6 @@ def test_a_teachers_weights_have_the_bytes_of_its_dtype_unless_it_runs_in_fp32(t
     assert model_footprint(layers, vocab_size=None, seq_len=8, mode="fp32", trained=True).layers == 1
 
 
-def test_a_configuration_that_cannot_be_is_refused():
+def test_an_impossible_configuration_is_refused():
     with pytest.raises(UsageError, match="model_type 'lama'"):
         model_footprint(spec("llama", model_type="lama"), vocab_size=300, seq_len=8, mode="fp32", trained=True)

@@ -1,4 +1,4 @@
-"""The plan: who is spread how, by what fits; what is refused, and what would help."""
+"""The plan: student and teacher whole or sharded, by what fits; what is refused, and what would help."""
 
 from dataclasses import dataclass, replace
 
@@ -42,7 +42,7 @@ def need(student: str, teacher: str, world: int = 4, job: Job = JOB) -> float:
 
 
 def just(student: str, teacher: str, **other: Job) -> float:
-    """Free memory in which this fits and nothing larger."""
+    """Free memory in which this plan just fits."""
     return need(student, teacher, **other) + 1.0
 
 
@@ -67,14 +67,14 @@ ROWS = [
 
 
 @pytest.mark.parametrize("world, cached, options, free, student, teacher", ROWS)
-def test_what_fits_is_taken_and_whole_copies_first(world, cached, options, free, student, teacher):
+def test_the_first_plan_that_fits_is_taken_whole_copies_first(world, cached, options, free, student, teacher):
     plan = choose(options, world, online=not cached, job=CACHED if cached else JOB, free=free)
     assert (plan.student, plan.teacher) == (student, teacher)
     assert plan.total <= USABLE * free and plan.free == free
     assert plan.table()["GiB a rank"] == round(plan.total / GIB, 3)
 
 
-def test_a_student_too_large_beside_a_teacher_that_fits_is_sharded_alone():
+def test_a_student_too_large_next_to_a_teacher_that_fits_is_sharded_alone():
     job = replace(JOB, student=TEACHER, teacher=STUDENT)
     free = just("fsdp", "replicate", job=job)
     assert free < need("ddp", "fsdp", job=job)
@@ -94,7 +94,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("world, options, job, free, said", REFUSED)
-def test_what_fits_nowhere_is_refused_in_one_line_with_numbers_and_what_would_help(world, options, job, free, said):
+def test_a_job_that_does_not_fit_is_refused_in_one_line_with_numbers_and_what_would_help(
+    world, options, job, free, said
+):
     with pytest.raises(UsageError) as caught:
         choose(options, world, online=job.teacher is not None, job=job, free=free)
     line = str(caught.value)
@@ -103,7 +105,7 @@ def test_what_fits_nowhere_is_refused_in_one_line_with_numbers_and_what_would_he
 
 
 @pytest.mark.parametrize("size", [3, 8])
-def test_ranks_that_cannot_be_divided_as_asked_are_refused(size):
+def test_a_shard_size_that_does_not_divide_the_ranks_is_refused(size):
     with pytest.raises(UsageError, match=f"--shard-size {size} does not divide 4 ranks"):
         choose(ParallelConfig(shard_size=size), 4, online=False)
     assert choose(ParallelConfig(shard_size=2, parallel="fsdp"), 4, online=False).shard_size == 2
@@ -137,7 +139,7 @@ def test_sharding_divides_the_state_and_accumulation_keeps_whole_gradients():
     assert node.needs["weights and moments"] == 12 * p / 2
 
 
-def test_whole_gradients_lie_beside_the_activations_under_ddp_and_while_micro_batches_are_added_up():
+def test_whole_gradients_count_with_the_activations_under_ddp_and_while_micro_batches_are_added_up():
     p = STUDENT.parameters
     held = {
         "one micro-batch": estimated(Plan("single", "none"), LONG, 1),

@@ -37,5 +37,5 @@ def test_copies_of_a_sharded_model_reduce_their_parts():
     assert found.calls["all_reduce"] == 2
 
 
-def test_what_three_ranks_exchange_is_what_the_formulas_say(run_ranks):
+def test_three_ranks_exchange_the_bytes_of_the_formulas(run_ranks):
     run_ranks(Path(__file__).with_name("traffic_script.py"), 3)

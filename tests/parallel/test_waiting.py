@@ -1,4 +1,4 @@
-"""Ranks wait for one that works for as long as it works, and not for one that is silent."""
+"""Ranks wait for a rank as long as it works, and not for one that is silent."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Devices, what a process says of itself, and what ranks agree on."""
+"""Devices, the peak memory of a process, and agreement between ranks."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:99", "mps", "cpu:x"])
-def test_a_device_that_is_not_there_is_refused_by_name(name):
+def test_a_missing_device_is_refused_by_name(name):
     with pytest.raises(UsageError, match=f"--device '{name}'"):
         pick_device(name)
 
@@ -31,7 +31,7 @@ def test_one_of_several_processes_is_refused(monkeypatch):
         refuse_many_processes()
 
 
-def test_a_process_alone_agrees_with_itself():
+def test_a_single_process_agrees_with_itself():
     tensor = torch.tensor(1.0)
     assert agreed_max(tensor) is tensor
 

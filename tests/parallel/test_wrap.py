@@ -1,4 +1,4 @@
-"""What the wrappers exchange, and that ranks hold together what one process holds: see wrap_script.py."""
+"""The wrappers' exchanges, and ranks that together equal one process: see wrap_script.py."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""One rank that trains a toy through the wrappers and holds what it exchanges against `traffic`: no arguments."""
+"""One rank that trains a toy model through the wrappers and compares its exchanges with the formulas: no arguments."""
 
 import math
 from collections import defaultdict
@@ -46,7 +46,7 @@ def counted(name: str, collective):
 
 
 def step(spread, micro_batches: int) -> dict[str, list[float]]:
-    """What a step exchanges; the one before it is not counted, in which DDP finds its buckets."""
+    """The exchanges of a step; the step before, in which DDP finds its buckets, is not counted."""
     for _ in range(2):
         found.clear()
         for number in range(1, micro_batches + 1):

@@ -1,4 +1,4 @@
-"""Ranks that check for themselves what the wrappers exchange, and that what they hold is what one process holds.
+"""Ranks that check the wrappers' exchanges, and that together they equal one process.
 
 Every function is a promise, and is called on each rank; an assertion that fails ends the rank, and so the test.
 """
@@ -25,7 +25,8 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel import parallelize
-from kdtrain.parallel.parallelize import Alone, clip_norm_, layers_of, mesh_of, peaks, shard, whole
+from kdtrain.parallel.parallelize import Alone, clip_norm_, mesh_of, peaks, shard, whole
+from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import guarded_step, non_finite
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 KINDS = ("ddp", "fsdp", "hybrid")
 
 
-def spread(kind: str) -> Alone:
+def parallelized(kind: str) -> Alone:
     """A step with a fresh student, the same on each rank, in one of the wrappers."""
     student = split(tiny_model("llama", VOCABULARY, seed=3))
     temperature = build_temperature("minimize", start=2.0, minimum=0.5, maximum=4.0)
@@ -76,7 +77,7 @@ def gradients(wrapped: Alone) -> dict[str, torch.Tensor]:
 
 def of_one_process() -> Alone:
     """All ranks' micro-batches in one step that is not wrapped."""
-    alone = spread("single")
+    alone = parallelized("single")
     for number in range(MICROS * dist.get_world_size()):
         alone(batch(number), 100.0).loss.backward()
     return alone
@@ -88,7 +89,7 @@ def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 class Counted(TorchDispatchMode):
-    """Bytes of each exchange in the block by collective, whoever makes it: the larger of what goes in and comes out."""
+    """Bytes of each exchange in the block by collective, whoever starts it: the larger of input and output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,16 +104,16 @@ class Counted(TorchDispatchMode):
 
 def gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch() -> None:
     expected, size = gradients(of_one_process()), dist.get_world_size()
-    shapes = [list(each.shape) for each in spread("single").student.parameters()]
+    shapes = [list(each.shape) for each in parallelized("single").student.parameters()]
     for kind in KINDS:
-        wrapped = spread(kind)
-        for _ in range(2):  # DDP puts its buckets in order at the second
+        wrapped = parallelized(kind)
+        for _ in range(2):  # DDP orders its buckets in the second
             wrapped.step.zero_grad(set_to_none=True)
             with Counted() as early:
                 for number in own()[:-1]:
                     with wrapped.micro_batch(last=False):
                         wrapped(batch(number), 100.0).loss.backward()
-            # FSDP2 gathers weights for every micro-batch, and DDP tells once how its buckets are put in order
+            # FSDP2 gathers weights for every micro-batch, and DDP broadcasts once the order of its buckets
             assert not early.calls.keys() & {"allreduce", "reduce_scatter_base"}, kind
             with Counted() as late, wrapped.micro_batch(last=True):
                 wrapped(batch(own()[-1]), 100.0).loss.backward()
@@ -133,7 +134,7 @@ def gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch() -> N
 
 
 def a_call_past_the_wrapper_leaves_gradients_that_this_test_would_see() -> None:
-    expected, wrapped = gradients(of_one_process()), spread("ddp")
+    expected, wrapped = gradients(of_one_process()), parallelized("ddp")
     for number in own():
         wrapped.wrapper.module(batch(number), 100.0).loss.backward()
     assert not near(gradients(wrapped), expected)
@@ -145,7 +146,7 @@ def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
     shown, highest = histograms(names), peaks(list(names.values()))
     norm = clip_norm_(list(alone.student.parameters()), 0.01)
     for kind in ("fsdp", "hybrid"):
-        wrapped = spread(kind)
+        wrapped = parallelized(kind)
         accumulate(wrapped, own())
         parameters = dict(wrapped.student.named_parameters())
         assert torch.allclose(peaks([each.grad for each in parameters.values()]), highest, rtol=1e-5)
@@ -163,7 +164,7 @@ def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
 
 def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all() -> None:
     for kind in KINDS:
-        wrapped = spread(kind)
+        wrapped = parallelized(kind)
         optimizer = make_optimizer(wrapped.step, OptimizerConfig(), temperature_lr=0.01)
         for broken in (False, True, False):
             before = [local(each.detach()).clone() for each in wrapped.student.parameters()]
@@ -181,7 +182,7 @@ def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on
 
 def a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names() -> None:
     def state(kind: str) -> TrainState:
-        wrapped = spread(kind)
+        wrapped = parallelized(kind)
         optimizer = make_optimizer(wrapped.step, OptimizerConfig(), temperature_lr=0.01)
         numbers = own() if kind != "single" else range(MICROS * dist.get_world_size())
         accumulate(wrapped, numbers)
@@ -200,7 +201,7 @@ def a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names() -> None:
 
 
 def comes_back_from_the_disk_in_parts(state: TrainState) -> None:
-    """Of a checkpoint each rank writes and reads its own parts; one process reads all of it."""
+    """Each rank writes and reads its own parts of a checkpoint; one process reads all of it."""
     folder = Path(on_main(tempfile.mkdtemp))
     tensors = state.tensors()
     shards.write(folder, tensors)
@@ -228,7 +229,7 @@ def words_go_to_all_and_errors_are_raised_on_all() -> None:
     ):
         with pytest.raises(kind, match=words) as caught:
             block()
-        assert getattr(caught.value, "told", False) is (dist.get_rank() != says)
+        assert getattr(caught.value, "reported", False) is (dist.get_rank() != says)
 
 
 def in_block() -> None:

@@ -1,4 +1,4 @@
-"""The libraries behind fp8 are called as they are documented; here with a stand-in for the one that needs a GPU."""
+"""The fp8 libraries are called as documented, with a stand-in for the one that needs a GPU."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ from kdtrain.precision.emulated import Recipe
 
 
 class Linear(torch.nn.Linear):
-    """Stands in for TransformerEngine's: refuses what that one refuses."""
+    """A stand-in for TransformerEngine's, which refuses the same inputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert _calls and len(x) % 8 == 0 and x.shape[-1] % 16 == 0
@@ -37,7 +37,7 @@ def autocast(enabled, recipe):
 
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module as far as it is used."""
+    """The parts of the module that kdtrain uses."""
     kinds = {
         name: lambda fp8_format, name=name: (name, fp8_format)
         for name in ("Float8CurrentScaling", "Float8BlockScaling")

@@ -1,4 +1,4 @@
-"""Collected numbers are those of the operands, and steps that do not collect are as they were."""
+"""Collected numbers are those of the operands, and collecting changes no other step."""
 
 import os
 
@@ -53,7 +53,7 @@ def test_matching_layers_get_a_row_at_each_interval(tmp_path, shape, layers):
         assert file["exponents"][:].tolist() == list(EXPONENTS)
 
 
-def test_a_resumed_run_forgets_the_rows_it_will_make_again(tmp_path):
+def test_a_resumed_run_drops_the_rows_that_it_will_collect_again(tmp_path):
     student, made = collector(tmp_path)
     for step in (2, 4, 6):
         made.collect(step, "bf16", eager_pass(student))
@@ -68,7 +68,7 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path):
         collector(tmp_path, pattern="nothing")
 
 
-def test_shares_are_counted_and_histograms_have_a_place_for_everything():
+def test_shares_are_counted_and_histograms_count_every_element():
     values = torch.zeros(1, 64)
     values[0, 0], values[0, 1], values[0, 2] = 7.9, 0.1, 1e-30
     found = statistics(values, "weight", MXFP4, torch.bfloat16)
@@ -146,7 +146,7 @@ def test_a_file_of_another_layout_is_moved_aside_as_it_is(tmp_path, how):
 
 
 @pytest.mark.parametrize("size", [10**12, 5])
-def test_a_file_that_is_no_hdf5_or_a_terabyte_is_moved_aside_and_not_copied(tmp_path, size):
+def test_a_file_that_is_not_hdf5_or_has_a_terabyte_is_moved_aside_and_not_copied(tmp_path, size):
     _, made = collector(tmp_path)
     (tmp_path / "tensors.h5").touch()
     os.truncate(tmp_path / "tensors.h5", size)

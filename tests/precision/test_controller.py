@@ -65,11 +65,11 @@ GAP = {"rules": ("gap",), "window": 2}
                      id="both must be calm"),
     ],
 )  # fmt: skip
-def test_each_rule_switches_when_it_says(options, losses, gaps, modes):
+def test_each_rule_switches_at_its_threshold(options, losses, gaps, modes):
     assert "".join(feed(controller(**options), losses, gaps)) == modes
 
 
-def test_a_switch_says_so_and_is_behind_a_checkpoint_in_the_order_of_the_lines():
+def test_a_switch_is_logged_and_follows_its_checkpoint():
     made = controller(rules=("loss",), window=3)
     assert [made.observe(step, 0.15) for step in (148, 149)] == [[], []]
     assert made.observe(151, 0.15) == [
@@ -87,14 +87,14 @@ def test_a_switch_says_so_and_is_behind_a_checkpoint_in_the_order_of_the_lines()
 
 
 @pytest.mark.parametrize("fallback", ["bf16", "fp16"])
-def test_the_fallback_has_the_name_that_was_asked_for(fallback):
+def test_the_fallback_has_the_configured_name(fallback):
     made = controller(fallback=fallback, **GAP)
     actions = [made.observe(step, 3.0, 0.25) for step in (1, 2, 3)][-1]
     assert actions[0] == Say(f"{SAID}Gap 0.2500 exceeds threshold 0.1000, switching to {fallback}")
     assert actions[1] == Save(f"switch_to_{fallback}_iter3") and made.mode == fallback
 
 
-def test_a_loss_that_is_no_number_is_said_to_be_none():
+def test_a_non_finite_loss_is_logged_as_such():
     actions = controller().observe(7, NAN)
     assert Save("switch_to_bf16_iter6") in actions  # step 7 was not taken
     assert actions[0] == Say(SAID + "Loss nan is not finite, switching to bf16")
@@ -103,7 +103,7 @@ def test_a_loss_that_is_no_number_is_said_to_be_none():
     assert SwitchTo("bf16") in actions
 
 
-def test_a_decay_that_begins_before_it_is_due_ends_quantisation_after_a_resume_too():
+def test_an_early_decay_ends_quantisation_after_a_resume_too():
     first, second = (controller(rules=("schedule",), decay_start=100) for _ in range(2))
     assert first.observe(1, 3.0, None) == [] and first.is_quantized
     first.begin_decay(2)
@@ -113,20 +113,20 @@ def test_a_decay_that_begins_before_it_is_due_ends_quantisation_after_a_resume_t
         assert not each.is_quantized
 
 
-def test_the_decay_is_said_once():
+def test_the_decay_is_logged_once():
     made = controller(rules=("schedule",), decay_start=2)
     said = [made.observe(step, 3.0)[:1] for step in (1, 2, 3, 4)]
     assert said == [[], [Say(SAID + "Decay begins after step 2, switching to bf16")], [], []]
 
 
-def test_switches_that_are_used_up_are_said_once():
+def test_used_up_switches_are_logged_once():
     made = controller(**LOSS, max_switches=1)
     feed(made, [0.2] * 3)
     lines = [action.line for step in range(4, 12) for action in made.observe(step, 0.01) if isinstance(action, Say)]
     assert [line for line in lines if "used up" in line] == [SAID + "1 switches are used up, staying in bf16"]
 
 
-def test_windows_end_in_a_checkpoint_and_what_is_older_leaves_the_buffer():
+def test_windows_end_in_a_checkpoint_and_the_oldest_leaves_the_buffer():
     made = controller(window=100, snapshot_every=50, snapshot_to_disk=True, keep=2)
     saved = []
     for step in range(1, 301):
@@ -154,7 +154,7 @@ def test_snapshots_in_memory_cost_no_disk_and_are_taken_of_good_states_only():
     assert made.observe(2, 0.5) == []
 
 
-def test_the_checkpoint_of_a_windows_end_takes_the_place_of_its_snapshots_if_it_is_good():
+def test_the_checkpoint_of_a_windows_end_replaces_its_snapshots_if_it_is_good():
     made = controller(rules=("loss",), window=2, snapshot_every=1)
     assert made.observe(1, 0.05) == [Snapshot(1, 2)]
     assert made.observe(2, 0.05)[:2] == [Forget(), Save("window_end_1_iter2")]
@@ -168,7 +168,7 @@ def test_the_buffer_never_drops_its_only_good_state():
     assert made.recovery_names() == ["window_1_iter1_quantized"]
 
 
-def test_what_the_run_went_back_to_is_spent_and_a_name_that_comes_again_counts_once():
+def test_a_state_that_the_run_went_back_to_is_spent_and_a_repeated_name_counts_once():
     made = controller(rules=("loss",), window=2, keep=2)
     feed(made, [0.05] * 4)
     assert made.recovery_names() == ["window_end_2_iter4", "window_end_1_iter2"]
@@ -196,7 +196,7 @@ def test_a_loss_rule_that_can_never_quantise_names_the_rule_that_can():
 
 
 @pytest.mark.parametrize("usual", [0.0, 0.02])
-def test_the_gaps_threshold_is_six_times_its_own_noise_above_what_it_usually_is(usual):
+def test_the_gaps_threshold_is_six_times_its_own_noise_above_its_median(usual):
     noise = [0.01, -0.01, 0.005, -0.005, 0.0] * 8
     high = usual + 6 * 1.4826 * 0.005
     for last, falls_back in ((high + 1e-4, True), (high - 1e-4, False)):
@@ -206,7 +206,7 @@ def test_the_gaps_threshold_is_six_times_its_own_noise_above_what_it_usually_is(
         assert modes == ["q", "q", "h" if falls_back else "q"]
 
 
-def test_a_cost_that_grows_as_evenly_as_a_student_learns_is_no_reason_to_fall_back():
+def test_a_cost_that_grows_as_evenly_as_a_student_learns_does_not_switch():
     grows = [step * 1e-3 for step in range(60)]
     assert set(feed(controller(rules=("gap",)), [3.0] * 60, grows)) == {"q"}
 
@@ -217,7 +217,7 @@ def test_a_gap_that_hardly_varies_counts_as_noisy_as_a_thousandth_of_the_loss():
     assert feed(made, [3.0] * 3, [0.001 + 6 * 1.4826 * 0.0032] * 3, start=44)[-1] == "h"
 
 
-def test_the_gap_is_measured_at_its_interval_and_at_each_step_while_a_verdict_is_near():
+def test_the_gap_is_measured_at_its_interval_and_at_each_step_while_a_decision_is_near():
     made = controller(rules=("gap",), window=3, probe_every=10)
     asked = []
     for step in range(1, 61):
@@ -235,7 +235,7 @@ def test_the_gap_is_not_measured_where_it_cannot_change_anything():
     assert not made.wants_gap(2)
 
 
-def test_a_run_resumed_anywhere_decides_as_one_that_was_not_stopped():
+def test_a_run_resumed_anywhere_decides_as_an_uninterrupted_one():
     options = {"rules": ("loss", "gap", "spike"), "window": 3, "snapshot_every": 2, "snapshot_to_disk": True,
                "min_dwell": 2, "max_switches": 6, "probe_every": 1}  # fmt: skip
     losses = [0.05, 0.2, 0.2, 0.2, NAN, NAN, NAN, 0.01, 0.01, 0.01, 0.01, 0.3, 0.3, 0.3, 0.3] + [0.01] * 20
@@ -252,7 +252,7 @@ def test_a_run_resumed_anywhere_decides_as_one_that_was_not_stopped():
         assert second.state_dict() == whole.state_dict()
 
 
-def test_what_a_checkpoint_before_a_switch_holds_is_the_mode_behind_it():
+def test_a_checkpoint_before_a_switch_holds_the_mode_after_it():
     made = controller(**LOSS)
     feed(made, [0.2] * 3)
     resumed = controller(**LOSS)
@@ -269,13 +269,13 @@ def test_the_share_of_quantised_steps_is_counted():
 def test_a_checkpoint_of_a_switch_holds_the_snapshot_of_its_own_step():
     made = controller(rules=("loss",), window=4, snapshot_every=1)
     actions = [made.observe(step, 0.15) for step in (1, 2, 3)][-1]
-    assert isinstance(actions[-1], SwitchTo)  # a step above the threshold is no good one
+    assert isinstance(actions[-1], SwitchTo)  # a step above the threshold is not a good one
     calm = [made.observe(step, 0.01) for step in (5, 6, 7, 9)][-1]
     kinds = [type(action) for action in calm]
     assert kinds.index(Snapshot) < kinds.index(Save)
 
 
-def test_the_checkpoint_of_a_switch_comes_behind_those_of_the_buffer_that_its_memory_names():
+def test_the_checkpoint_of_a_switch_follows_those_of_the_buffer_that_its_memory_names():
     made = controller(rules=("loss",), window=4, snapshot_every=100)
     feed(made, [0.01] + [0.15] * 3 + [0.01] * 3)
     assert made.observe(8, 0.01) == [
@@ -288,7 +288,7 @@ def test_the_checkpoint_of_a_switch_comes_behind_those_of_the_buffer_that_its_me
     assert made.recovery_names()[0] == "window_end_2_iter8"
 
 
-def test_a_state_of_other_rules_leaves_a_run_its_own():
+def test_a_state_of_other_rules_does_not_change_the_rules_of_a_run():
     gap, loss = controller(**GAP), controller(**LOSS)
     gap.observe(1, 3.0, 0.2)
     loss.load_state_dict(gap.state_dict())

@@ -1,4 +1,4 @@
-"""Number formats on any device: emulation is the CPU's, real products are near it, and switching compiles nothing."""
+"""Number formats on any device: emulation equals the CPU's, real products are near, and switching compiles nothing."""
 
 import pytest
 import torch

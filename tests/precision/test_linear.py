@@ -57,7 +57,7 @@ def test_converting_touches_no_parameter_no_name_and_no_module(shape):
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2", "qwen3"])
-def test_the_high_position_is_the_model_as_it_was_bit_by_bit(shape):
+def test_the_high_position_is_the_unconverted_model_bit_by_bit(shape):
     plain = gradients(split(tiny_model(shape)))
     student, _, done = switchable(shape)
     now = gradients(student)
@@ -131,7 +131,7 @@ def test_all_three_products_are_quantised_along_the_axis_they_sum_over():
     torch.testing.assert_close(dw, q(gradient, 0).T @ q(x, 0))
 
 
-def test_the_output_head_is_left_and_the_ends_are_where_asked():
+def test_the_output_head_stays_high_and_so_do_the_ends_on_request():
     student, _, done = switchable("qwen3", skip_first=1)
     assert all(".layers.1." in name for name in done.quantized) and len(done.quantized) == 7
     assert set(done.left.values()) == {"at the ends"} and len(done.left) == 7
@@ -140,14 +140,14 @@ def test_the_output_head_is_left_and_the_ends_are_where_asked():
     assert switchable("qwen3", skip_first=1, skip_last=1)[2].quantized == []
 
 
-def test_shapes_that_do_not_fit_are_left_and_counted():
+def test_shapes_that_do_not_fit_stay_high_and_are_counted():
     model = tiny_model("llama", intermediate_size=72)
     done = convert(model, Switch(), BACKENDS["torchao fp8"], head=model.get_output_embeddings())
     assert len(done.quantized) == 8 and len(done.left) == 6
-    assert str(done) == "8 linear layers quantised, 6 left high (its sizes are no multiples of 16)"
+    assert str(done) == "8 linear layers quantised, 6 left high (its sizes are not multiples of 16)"
 
 
-def test_a_token_count_that_is_no_multiple_of_anything_trains():
+def test_a_token_count_that_is_not_a_multiple_of_a_tile_trains():
     for backend in BACKENDS.values():
         product = backend.product(torch.nn.Identity(), 48, 32)
         x, weight = torch.randn(17, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
@@ -170,7 +170,7 @@ def test_stochastic_gradients_follow_the_seed():
 def test_no_switch_recompiles_anything_or_touches_parameters_or_moments(backend):
     torch.compiler.reset()
     student, switch, _ = switchable("llama", BACKENDS[backend], layers=1)
-    # what inductor makes of the graphs is compared in tests/training/test_compiled_modes.py
+    # inductor's results are compared in tests/training/test_compiled_modes.py
     forward = torch.compile(student.forward, dynamic=False, fullgraph=True, backend="aot_eager")
     optimizer = torch.optim.AdamW(student.parameters(), fused=True)
     gradients(student, forward, dtype=None)

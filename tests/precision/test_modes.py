@@ -1,4 +1,4 @@
-"""Which number format a forward runs in, and what a machine lacks for a compiled one."""
+"""The number format of a forward, and the requirements of a compiled one."""
 
 import shutil
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("has, auto", [(True, "bf16"), (False, "fp32")])
-def test_auto_is_bf16_where_the_device_computes_in_it(monkeypatch, has, auto):
+def test_auto_is_bf16_where_the_device_has_bf16_products(monkeypatch, has, auto):
     monkeypatch.setattr(modes, "has_bf16", lambda device: has)
     assert pick_mode("auto", CPU) == auto
     assert pick_mode("fp32", CPU) == "fp32"
@@ -48,7 +48,7 @@ def test_a_cpu_has_bf16_where_its_flags_and_onednn_say_so(monkeypatch, tmp_path,
     assert not has_bf16(CPU)
 
 
-def test_bf16_is_a_matter_of_products_and_not_of_weights():
+def test_bf16_rounds_products_and_not_weights():
     layer = torch.nn.Linear(4, 4)
     with autocast("bf16", CPU):
         assert layer(torch.ones(2, 4)).dtype == torch.bfloat16
@@ -57,7 +57,7 @@ def test_bf16_is_a_matter_of_products_and_not_of_weights():
         assert layer(torch.ones(2, 4)).dtype == torch.float32
 
 
-def test_what_is_missing_for_a_compiled_run_is_named(monkeypatch):
+def test_a_missing_requirement_of_a_compiled_run_is_named(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "C++ compiler" in str(why_not_compile(CPU))
     monkeypatch.undo()
@@ -71,7 +71,7 @@ def test_what_is_missing_for_a_compiled_run_is_named(monkeypatch):
 @pytest.mark.parametrize("schedule, rules, decay_start", [
     ("wsd", ("schedule", "gap"), 80), ("cosine", ("schedule", "gap"), 80), ("constant", ("gap",), None),
 ])  # fmt: skip
-def test_adaptive_quantisation_falls_back_for_the_decay_unless_told_otherwise(schedule, rules, decay_start):
+def test_adaptive_quantisation_falls_back_for_the_decay_unless_configured_otherwise(schedule, rules, decay_start):
     found = policy(QuantizationConfig(time_resume=True), "mxfp4", schedule, 80)
     assert (found.rules, found.decay_start) == (rules, decay_start)
     assert policy(QuantizationConfig(time_resume=True, quant_rule="loss"), "mxfp4", schedule, 80).rules == ("loss",)

@@ -1,4 +1,4 @@
-"""MX and fp8 formats, emulated: their errors, their grids, and what happens to blocks of odd content."""
+"""MX and fp8 formats, emulated: their errors, their grids, and blocks of odd content."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_e2m1_has_its_eight_magnitudes_and_ties_go_to_the_even_one():
 
 
 @pytest.mark.parametrize("element", [E4M3, E5M2, E2M1])
-def test_what_is_too_large_is_clamped_and_nan_stays(element):
+def test_a_value_that_is_too_large_is_clamped_and_nan_stays(element):
     rounded = round_to(torch.tensor([1e30, -1e30, math.inf, math.nan]), element)
     assert rounded[:3].tolist() == [element.largest, -element.largest, element.largest]
     assert rounded[3].isnan()
@@ -93,7 +93,7 @@ def test_the_rounding_up_controls_clamp_nothing(name, control):
 
 @pytest.mark.parametrize("control", CONTROLS)
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_blocks_of_odd_content_do_what_is_stated(name, control):
+def test_blocks_of_odd_content_round_as_documented(name, control):
     element = ELEMENTS[name]
     values = torch.stack([normal(32)] * 6)
     values[1] = 0
@@ -118,7 +118,7 @@ def test_numbers_near_the_largest_of_fp32_survive_every_control():
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_narrow_last_block_is_worth_what_it_would_be_padded_with_zeros(axis):
+def test_a_narrow_last_block_rounds_like_one_padded_with_zeros(axis):
     values = normal(45, 45)
     whole = torch.zeros(64, 64)
     whole[:45, :45] = values
@@ -137,7 +137,7 @@ def test_compiled_code_gives_the_numbers_of_eager_code_where_the_last_tile_is_na
     assert torch.equal(torch.compile(operand, dynamic=False, fullgraph=True)(*values), operand(*values))
 
 
-def test_blocks_lie_along_the_axis_asked_for():
+def test_blocks_lie_along_the_given_axis():
     values = normal(64, 96)
     assert torch.equal(quantize_mx(values, E2M1, 0), quantize_mx(values.T.contiguous(), E2M1, 1).T)
 
@@ -159,7 +159,7 @@ def test_fp8_scales_a_tensor_a_row_or_a_tile(tile):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("tile", [None, (1, 128)])
-def test_an_fp8_tile_with_what_is_not_finite_is_nan_and_one_of_zeros_is_zero(bad, tile):
+def test_a_non_finite_fp8_tile_is_nan_and_one_of_zeros_is_zero(bad, tile):
     values = normal(2, 128)
     values[0, 3] = bad
     quantized, _ = quantize_fp8(values, E4M3, tile)

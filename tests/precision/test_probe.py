@@ -1,4 +1,4 @@
-"""What a machine can do in few bits, and what a run gets when it asks for more."""
+"""The low-precision formats that a machine supports, and what a run gets instead of others."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def real_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "capability", pretended)
 
 
-def test_a_cpu_emulates_everything_and_says_why_nothing_is_real():
+def test_a_cpu_emulates_everything_and_reports_why_nothing_is_real():
     table = {(each.mode, each.backend): each for each in capabilities(CPU)}
     assert set(table) == {
         *(("fp8", backend) for backend in ("torchao", "transformer-engine", "emulated")),
@@ -39,7 +39,7 @@ def test_a_cpu_emulates_everything_and_says_why_nothing_is_real():
     assert not capability("mxfp4", "torchao", CPU).works
 
 
-def test_a_library_that_fails_in_any_way_is_a_reason_and_no_error(monkeypatch):
+def test_a_failing_library_is_a_reason_and_not_an_error(monkeypatch):
     class Broken:
         def find_spec(self, name, path=None, target=None):
             if name.startswith("transformer_engine"):
@@ -51,13 +51,13 @@ def test_a_library_that_fails_in_any_way_is_a_reason_and_no_error(monkeypatch):
     )
 
 
-def test_importing_torchao_says_nothing_to_users():
+def test_importing_torchao_prints_nothing():
     asked = "import torch; from kdtrain.precision.backends import capabilities; capabilities(torch.device('cpu'))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_fp8_where_torchao_is_not_installed_is_emulated_and_a_line_says_why(monkeypatch):
+def test_without_torchao_fp8_is_emulated_and_the_reason_is_logged(monkeypatch):
     class Without:
         def find_spec(self, name, path=None, target=None):
             if name.split(".")[0] == "torchao":
@@ -72,18 +72,18 @@ def test_fp8_where_torchao_is_not_installed_is_emulated_and_a_line_says_why(monk
     assert choose("fp8", "torchao", recipe(), "tensorwise", CPU).startswith("torchao: torchao cannot be imported")
 
 
-def test_auto_emulates_where_nothing_is_real_and_says_so():
+def test_auto_emulates_where_nothing_is_real_and_reports_it():
     choice = choose("fp8", "auto", recipe(), "tensorwise", CPU)
     assert (choice.name, choice.real) == ("emulated", False) and isinstance(choice.backend, Emulated)
     assert choice.line.startswith("fp8 by emulated, emulated (torchao: no CPU instruction multiplies fp8")
 
 
-def test_auto_takes_what_is_real(real_torchao):
+def test_auto_takes_a_real_back_end(real_torchao):
     choice = choose("fp8", "auto", recipe(), "tensorwise", CPU)
     assert (choice.name, choice.real, choice.line) == ("torchao", True, "fp8 by torchao, real")
 
 
-def test_auto_asks_only_those_that_have_the_recipe(real_torchao):
+def test_auto_tries_only_back_ends_that_support_the_recipe(real_torchao):
     assert choose("fp8", "auto", recipe(scaling="blockwise"), "blockwise", CPU).name == "emulated"
     assert choose("fp8", "auto", recipe(form="e5m2"), "tensorwise", CPU).name == "emulated"
     assert choose("mxfp8", "auto", recipe("mxfp8"), "tensorwise", CPU).name == "emulated"
@@ -94,7 +94,7 @@ def test_a_named_back_end_is_taken_although_it_is_not_faster():
     assert (choice.name, choice.line) == ("torchao", "fp8 by torchao, not faster here")
 
 
-def test_a_named_back_end_that_is_not_there_is_a_reason():
+def test_a_missing_named_back_end_is_a_reason():
     assert choose("fp8", "transformer-engine", recipe(), "current", CPU) == (
         "transformer-engine: TransformerEngine runs on CUDA devices only"
     )
@@ -110,7 +110,7 @@ def test_a_named_back_end_that_is_not_there_is_a_reason():
         ("torchao", "fp8", {"stochastic": True}, "stochastically"),
     ],
 )
-def test_what_a_back_end_does_not_have_is_refused_with_what_to_do(backend, mode, options, named):
+def test_an_unsupported_recipe_is_refused_with_what_to_do(backend, mode, options, named):
     scaling = options.get("scaling", "tensorwise")
     with pytest.raises(UsageError, match=named):
         choose(mode, backend, recipe(mode, **options), scaling, CPU)

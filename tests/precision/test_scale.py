@@ -1,9 +1,9 @@
-"""The loss scale of fp16: it falls by overflows, grows by patience, and remembers both."""
+"""The loss scale of fp16: an overflow halves it, many steps without one double it, and a resume keeps both."""
 
 from kdtrain.precision.loss_scale import GROW_AFTER, LARGEST, START, LossScale
 
 
-def test_an_overflow_halves_it_and_patience_doubles_it():
+def test_an_overflow_halves_it_and_many_steps_without_one_double_it():
     scale = LossScale(True)
     scale.update(overflowed=True)
     assert scale.value == START / 2
@@ -23,7 +23,7 @@ def test_it_is_bounded_on_both_sides_and_warns_at_each_new_low():
     assert scale.value == LARGEST
 
 
-def test_a_loss_that_is_not_finite_is_not_its_doing():
+def test_a_non_finite_loss_does_not_change_it():
     assert LossScale(True).absorbs(True) and not LossScale(True).absorbs(False)
 
 
@@ -34,7 +34,7 @@ def test_outside_of_fp16_there_is_none():
     assert scale.value == 1.0
 
 
-def test_a_resumed_scale_goes_on():
+def test_a_scale_resumes():
     scale, resumed = LossScale(True), LossScale(True)
     for overflowed in (True, False, False, True, False):
         scale.update(overflowed=overflowed)

@@ -140,5 +140,5 @@ def test_a_plan_says_what_it_compares_and_a_cache_is_refused():
 def test_a_model_that_hides_its_layers_is_refused(monkeypatch):
     student = split(tiny_model("llama", VOCABULARY))
     monkeypatch.setattr(student, "_output", lambda *asked, **more: object())
-    with pytest.raises(UsageError, match="does not show the outputs of its layers"):
+    with pytest.raises(UsageError, match="does not return the outputs of its layers"):
         layer_widths(student)

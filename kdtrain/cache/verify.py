@@ -1,0 +1,172 @@
+"""Verifying and repairing a cache: every file against its digest, every shard against the format.
+
+`verify_cache` changes nothing; `repair` moves what is damaged aside, so that the same command builds it again.
+
+What it gives up: a cache that a stranger made and sealed can be sound by every digest and still teach anything.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from kdtrain.cache import format as cache_format
+from kdtrain.cache.checks import check_structure
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.manifest import (
+    CacheSettings,
+    Manifest,
+    Problem,
+    ShardRecord,
+    Sidecar,
+    file_problem,
+    read_manifest,
+    read_sidecar,
+    shard_problem,
+)
+from kdtrain.cache.reader import Shard, batch_of, first_line
+from kdtrain.errors import UsageError, system_error, writing
+from kdtrain.files import LARGE, MEDIUM, file_digest, publish_json, read_sealed, refuse_links, set_aside
+
+_AT_ONCE = 2**20  # entries that `check_content` unpacks at once
+
+
+def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
+    """Read all of a shard, and compare its structure with what `format.create_shard` makes of the same arguments.
+
+    ValueError: the structure differs, or a number is impossible. OSError: the file cannot be read.
+    """
+    entries = seq_len * max(1, spec.vocab_size if spec.kind == "dense" else spec.columns)
+    step = max(1, _AT_ONCE // entries)
+    check_structure(path, spec, seq_len, split, first, number)
+    try:
+        with closing(Shard(path, spec)) as shard:
+            for start in range(0, number, step):
+                batch_of([shard.read(np.arange(start, min(start + step, number)), checked=False)], spec)
+    except MemoryError:
+        raise
+    except Exception as error:
+        system = system_error(error)
+        raise system if system and system.errno else ValueError(first_line(error)) from error
+
+
+def _sidecar_problems(folder: Path, name: str, stated: ShardRecord | None) -> Iterator[Problem]:
+    path = cache_format.sidecar_path(folder, name)
+    aside = f"{cache_format.SHARDS}/{path.name}"
+    record: ShardRecord | Sidecar | None = stated
+    try:
+        sidecar = read_sidecar(folder, name)
+        record = stated or sidecar
+        if stated and any(sidecar[key] != value for key, value in stated.items()):  # type: ignore[literal-required]
+            yield Problem(f"{path}: does not describe the shard that the manifest names", aside)
+    except (OSError, ValueError) as error:
+        yield file_problem(path, error, aside)
+    if record and (problem := shard_problem(folder, record)):
+        yield problem
+
+
+def _file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
+    expected = {cache_format.INDEX: manifest.index_sha256}
+    expected |= {f"{cache_format.TOKENIZER}/{name}": digest for name, digest in manifest.tokenizer_files.items()}
+    for name, digest in expected.items():
+        path, aside = folder / name, name.split("/", 1)[0]
+        try:
+            if aside == cache_format.TOKENIZER and path.stat().st_size > LARGE:
+                yield Problem(f"{path}: has more than {LARGE:,} bytes", aside)
+            elif file_digest(path) != digest:
+                yield Problem(f"{path}: its content changed (SHA-256 differs)", aside)
+        except (OSError, ValueError) as error:
+            problem = file_problem(path, error, aside)
+            # A tokenizer folder that lacks a file is damaged as a whole; the index is written again in any case.
+            lacks = problem.aside == "" and aside == cache_format.TOKENIZER and (folder / aside).exists()
+            yield problem._replace(aside=aside) if lacks else problem
+
+
+def _settings_problem(folder: Path, digest: str | None) -> Problem | None:
+    path = folder / cache_format.SETTINGS
+    try:
+        found = CacheSettings.from_json(read_sealed(path)).digest()
+    except (OSError, ValueError) as error:
+        return file_problem(path, error, cache_format.SETTINGS)
+    if digest in (None, found):
+        return None
+    return Problem(f"{path}: does not state what the manifest states", cache_format.SETTINGS)
+
+
+def _problems(folder: Path) -> Iterator[Problem]:
+    try:
+        manifest = read_manifest(folder)
+    except UsageError as error:
+        finished, damaged = os.path.lexists(folder / cache_format.MANIFEST), isinstance(error.__cause__, ValueError)
+        if not (folder / cache_format.SHARDS).is_dir() or (finished and not error.__cause__):
+            raise  # it is not a cache, or has another format version
+        yield Problem(str(error), cache_format.MANIFEST if damaged else None)
+        if problem := _settings_problem(folder, None):
+            yield problem
+        paths = (folder / cache_format.SHARDS).iterdir()
+        for name in sorted({path.stem for path in paths if cache_format.is_shard_file(path.name)}):
+            yield from _sidecar_problems(folder, name, None)
+        return
+    if problem := _settings_problem(folder, manifest.settings.digest()):
+        yield problem
+    yield from _file_problems(folder, manifest)
+    settings = manifest.settings
+    for split, summary in manifest.splits.items():
+        for number, stated in enumerate(summary["shards"]):
+            found = list(_sidecar_problems(folder, stated["name"], stated))
+            yield from found
+            if found:
+                continue
+            path, first = cache_format.shard_path(folder, stated["name"]), number * settings.sequences_per_shard
+            try:  # the digest is right, but a stranger may have made the shard
+                check_content(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
+            except (OSError, ValueError) as error:
+                yield file_problem(path, error, f"{cache_format.SHARDS}/{path.name}")
+
+
+def verify_cache(folder: Path | str) -> list[str]:
+    """Compare every file of a cache with its digest, and every shard with the format: one line for each problem.
+
+    An unfinished cache is a problem too. UsageError: there is no cache at `folder`.
+    """
+    return [problem.text for problem in _problems(Path(folder))]
+
+
+def repair(folder: Path | str) -> list[str]:
+    """Move aside what `verify_cache` finds damaged, so that the same cache-teacher command builds it again.
+
+    Returns the new paths of what it moved. It deletes nothing, and leaves a sound cache and unreadable files as they
+    are. UsageError: nothing in the folder proves that kdtrain wrote it, or it contains a link. RunError: the folder
+    cannot be written.
+    """
+    folder = Path(folder)
+    refuse_links(folder)
+    problems = list(_problems(folder))
+    if all(problem.aside is None for problem in problems):
+        return []
+    settings = _sealed_settings(folder)
+    names = [problem.aside for problem in problems if problem.aside]
+    # The end of a build writes both again; with a manifest the cache would count as finished.
+    names += [name for name in (cache_format.MANIFEST, cache_format.INDEX) if os.path.lexists(folder / name)]
+    with writing(folder):
+        # Settings first: the manifest, which proves as much, goes only when they are whole.
+        moved = [set_aside(folder, name, "damaged") for name in names if name == cache_format.SETTINGS]
+        if not (folder / cache_format.SETTINGS).exists():
+            publish_json(folder / cache_format.SETTINGS, settings.to_json(), "cache.settings")
+        moved += [set_aside(folder, name, "damaged") for name in dict.fromkeys(names) if name != cache_format.SETTINGS]
+    return [str(path) for path in moved]
+
+
+def _sealed_settings(folder: Path) -> CacheSettings:
+    """The settings of a cache, from the manifest or settings.json, whichever is intact. UsageError: neither is."""
+    for name in (cache_format.MANIFEST, cache_format.SETTINGS):
+        try:
+            return CacheSettings.from_json(read_sealed(folder / name, MEDIUM))
+        except (OSError, ValueError):
+            continue
+    raise UsageError(
+        f"neither {cache_format.MANIFEST} nor {cache_format.SETTINGS} of {folder} proves that kdtrain wrote it, and "
+        "nothing was changed; move the folder away and build the cache again"
+    )
