@@ -1,10 +1,12 @@
-"""What the command does when no whole checkpoint is left."""
+"""The command without a valid checkpoint."""
 
 import os
 import shutil
 
 
-def test_without_a_whole_checkpoint_latest_fails_and_auto_starts_anew_and_deletes_nothing(bench, distilled):
+def test_without_a_valid_checkpoint_latest_fails_and_auto_starts_from_the_beginning_and_deletes_nothing(
+    bench, distilled
+):
     shutil.copytree(bench.root / "run", bench.root / "ruined", symlinks=True)
     folder = bench.root / "ruined/checkpoints"
     sizes = {}
