@@ -16,7 +16,12 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(workbench):
         *(*workbench.plain, "--checkpoint-freq", 30, "--eval-freq", 40, "--lr-schedule", "wsd"),
     )
     assert workbench.everything() == before
-    assert (plan["run"], plan["begins"], plan["steps"], plan["mode"]) == ("deep/er/dry", "anew", 100, "fp32")
+    assert (plan["run"], plan["begins"], plan["steps"], plan["mode"]) == (
+        "deep/er/dry",
+        "from the beginning",
+        100,
+        "fp32",
+    )
     assert plan["batch"] == "8 x 32 tokens, 4 micro-batches of 2"
     assert plan["sequences"] == {"train": 40, "validation": 8}
     assert (plan["epochs"], plan["tokens"]) == (20.0, 100 * 8 * 32)
@@ -39,7 +44,7 @@ def test_its_two_steps_are_those_of_the_run_and_for_a_run_it_names_where_that_re
     assert planned["tokens"] == real["tokens"]
     before = workbench.everything()
     later = workbench.json("distill", *STUDENT, *workbench.plain, "--steps", 20, "--out", "real", "--dry-run")
-    assert (planned["begins"], later["begins"]) == ("anew", "at step-00000004")
+    assert (planned["begins"], later["begins"]) == ("from the beginning", "at step-00000004")
     assert workbench.everything() == before
 
 
