@@ -204,7 +204,7 @@ def test_the_rank_whose_teacher_is_broken_names_the_tensor(ranks):
     ended = ranks.launch(2, *command, fault="train.teacher:nan:7")
     assert [each.code for each in ended] == [0, 0], ended[0].stderr
     [found] = [line for line in ended[0].stderr.splitlines() if "run again in eager mode" in line]
-    assert "teacher: logprobs is the first tensor that is not finite" in found
+    assert "teacher: logprobs is the first non-finite tensor" in found
     folder = found.rsplit(" ", 1)[1]
     sequences = load_file(ranks.root / folder / "batch.safetensors")["sequences"]
     assert 7 in sequences.tolist() and len(sequences) == 3

@@ -97,7 +97,7 @@ def test_a_nan_in_one_row_of_the_teacher_is_named_and_kept(forks, hooks, said):
     run = f"row-{hooks}"
     compiled = ("--compile",) if hooks == "always" else ()  # where that is asked for, nothing is compiled
     done = start(forks, run, "--nan-hooks", hooks, *compiled, fault=f"train.teacher:nan:{sequence}").ok()
-    named = "teacher: logprobs is the first tensor that is not finite (forward of micro-batch 1, 1 of"
+    named = "teacher: logprobs is the first non-finite tensor (forward of micro-batch 1, 1 of"
     assert f"batch {batch} at step {batch}, {said}: {named}" in done.stderr
     assert ("not compiled: --nan-hooks always" in done.stderr) == (hooks == "always")
     assert_sound(forks, run, 9)
