@@ -272,7 +272,7 @@ def _start(config: DistillConfig, complete: DistillConfig) -> str:
     complete: `config` with the values that depend on cache and machine, as the run saves it.
     """
     if config.checkpoint.resume == "never" or not is_run(config.out):
-        return "anew" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
+        return "from the beginning" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
     store = Store(config.out / "checkpoints")
     if config.checkpoint.resume != "auto":
         path = store.choose(config.checkpoint.resume)
@@ -281,7 +281,7 @@ def _start(config: DistillConfig, complete: DistillConfig) -> str:
         for text in damaged:
             log.warning(text)
         if name is None:
-            return "anew"
+            return "from the beginning"
         path = store.path(name)
     refuse_changes(read_saved(path)["options"], replace(complete, out=config.out), path.name)
     return f"at {path.name}"

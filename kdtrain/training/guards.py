@@ -1,4 +1,4 @@
-"""What watches the numbers of each step: non-finite values, exploding gradients, spikes, divergence, a plateau.
+"""Watchers of the numbers of each step: non-finite values, exploding gradients, spikes, divergence, a plateau.
 
 **Non-finite steps.** A step with a non-finite loss or gradient changes nothing in the model. `non_finite` returns one
 number on the device, 1 where anything is NaN or infinite on any rank, and `guarded_step` passes it to fused AdamW,

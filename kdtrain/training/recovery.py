@@ -1,4 +1,4 @@
-"""What the trainer does after a failed step, and how it carries out the decisions of adaptive quantisation.
+"""Recovery: skips and rollbacks after a failed step, and the actions of adaptive quantisation.
 
 A non-finite step is skipped. It changes no weight, no moment and no counter but that of skips; its data is left out,
 and the next step has the same number. The first skip is investigated: its micro-batches run again, in eager mode, with
@@ -261,17 +261,17 @@ def load_recovery_checkpoint(trainer: "Trainer", adaptive: Adaptive) -> bool:
     trainer.saver.wait()
     names = adaptive.controller.recovery_names()
     name = on_main(lambda: next((each for each in names if trainer.store.problem(each) is None), None))
-    found = None
+    good = None
     if name is not None:
         with raise_on_all_ranks():
-            found = load_saved(trainer.store.path(name), trainer.state.like)
+            good = load_saved(trainer.store.path(name), trainer.state.like)
     snapshots = trainer.state.snapshots
-    if snapshots and (found is None or snapshots[-1].state["progress"]["step"] >= found.state["progress"]["step"]):
-        found = snapshots.pop()
-    if found is None:
+    if snapshots and (good is None or snapshots[-1].state["progress"]["step"] >= good.state["progress"]["step"]):
+        good = snapshots.pop()
+    if good is None:
         text = "[AdaptiveQuantization] no good state is left to restore"
         trainer.writers.warning("no-recovery", trainer.state.progress.step, text)
         return False
-    adaptive.controller.spend(found.name)
-    restore(trainer, found, "recovery")
+    adaptive.controller.spend(good.name)
+    restore(trainer, good, "recovery")
     return True

@@ -1,4 +1,4 @@
-"""What a run reports about itself while it trains: metrics, warnings, histograms and text samples.
+"""Reports of a run while it trains: metrics, warnings, histograms and text samples.
 
 The reporter does not change the training: it draws none of its random numbers and touches no gradient. Nothing in it
 survives a restart, so that a warning given once a process is given again by the next one. A step without histogram or

@@ -48,7 +48,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.asked = 0
+        self.received = 0
         """The signal that this process received; 0 without one."""
         self.compiling = False
         """Whether the compiler may be running, which a request does not interrupt."""
@@ -62,14 +62,14 @@ class StopRequest:
 
     def agree(self) -> bool:
         """Exchange requests between the ranks; return whether to stop. Every rank must call it at the same point."""
-        self.settle(all_reduce_max(_FAILED if self._error else self.asked))
+        self.settle(all_reduce_max(_FAILED if self._error else self.received))
         return bool(self)
 
-    def settle(self, asked: int) -> None:
-        """Take the result of the exchange: the largest `asked` of all ranks."""
-        if asked and self.name is None:
-            self.failed = asked == _FAILED
-            self.name = "a failed read" if self.failed else signal.Signals(asked).name
+    def settle(self, request: int) -> None:
+        """Take the result of the exchange: the largest request of all ranks."""
+        if request and self.name is None:
+            self.failed = request == _FAILED
+            self.name = "a failed read" if self.failed else signal.Signals(request).name
 
     def read(self, action: Callable[[], T]) -> T | None:
         """Return what `action` reads; None where a rank must stop or could not read. Every rank must call it."""
@@ -88,9 +88,9 @@ class StopRequest:
                     raise self._error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.received:
             os._exit(128 + number)
-        self.asked = number
+        self.received = number
         if self.compiling and is_main():
             # os.write, because the signal may have interrupted the logger
             os.write(2, b"compiling, about a minute; press again to stop now\n")

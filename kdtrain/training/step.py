@@ -89,7 +89,7 @@ def take_step(trainer: "Trainer", batches: Iterator[CachedBatch], stop: StopRequ
     if own is None:
         return None
     temperature = trainer.student.temperature.value().detach().clone()
-    loss, sums, asked, clock = _all_reduce(trainer, own, temperature, stop)
+    loss, sums, stop_signal, clock = _all_reduce(trainer, own, temperature, stop)
     _all_reduce_gradients(_unclipped(trainer))
     trainer.reporter.backward(number)
     norm = _clip(trainer, sums.tokens)
@@ -99,11 +99,11 @@ def take_step(trainer: "Trainer", batches: Iterator[CachedBatch], stop: StopRequ
     guarded_step(state.optimizer, skipped)
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")
-    numbers = _numbers(trainer, sums, loss, norm, temperature, skipped, asked, clock, rate)
+    numbers = _numbers(trainer, sums, loss, norm, temperature, skipped, stop_signal, clock, rate)
     numbers["data_wait_s"] = trainer.waited
     if trainer.guards.scale.enabled:
         numbers["loss_scale"] = trainer.guards.scale.value
-    stop.settle(int(numbers.pop("asked")))
+    stop.settle(int(numbers.pop("stop_signal")))
     return numbers if temperature_gradient is None else numbers | {"dL/dlogT": float(temperature_gradient)}
 
 
@@ -165,8 +165,8 @@ def _all_reduce(
     clock = total.new_tensor(float(is_main() and trainer.clock_is_due()))
     if world_size() == 1:
         return total / own.tokens.double().clamp(min=1), own, total.new_zeros(()), clock
-    asked = [total.new_tensor(float(stop.asked == each)) for each in _SIGNALS]
-    vector = all_reduce_sum(torch.stack([total, *(each.double() for each in own), clock, *asked]))
+    requests = [total.new_tensor(float(stop.received == each)) for each in _SIGNALS]
+    vector = all_reduce_sum(torch.stack([total, *(each.double() for each in own), clock, *requests]))
     sums = LossOutput(*vector[1 : 1 + len(own)])
     clock, votes = vector[1 + len(own)], vector[2 + len(own) :]
     signal_number = (votes > 0).double() * votes.new_tensor(_SIGNALS)
@@ -256,13 +256,13 @@ def _numbers(
     norm: torch.Tensor,
     temperature: torch.Tensor,
     skipped: torch.Tensor,
-    asked: torch.Tensor,
+    stop_signal: torch.Tensor,
     clock: torch.Tensor,
     rate: float,
 ) -> dict[str, float]:
     """The step's numbers as means over its tokens, read from the device at once; T as the loss used it."""
     tensors = [loss, sums.ce, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
-    read = torch.stack([each.double() for each in (*tensors, skipped, asked, clock)]).tolist()
+    read = torch.stack([each.double() for each in (*tensors, skipped, stop_signal, clock)]).tolist()
     mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, was_skipped, signal_number, by_clock = read
     count = max(tokens, 1.0)
     parts: dict[str, float] = {}
@@ -272,7 +272,7 @@ def _numbers(
             parts["alpha"] = trainer.student.loss.alpha
     if trainer.student.hidden_loss is not None:
         parts |= {"ce": ce / count, "hidden": hidden / count}
-    flags = {"skipped": was_skipped, "asked": signal_number, "clock": by_clock}
+    flags = {"skipped": was_skipped, "stop_signal": signal_number, "clock": by_clock}
     numbers = {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens, **flags}
     if trainer.student.quantized is not None:
         numbers["quantized"] = float(trainer.student.present_mode == trainer.student.quantized)

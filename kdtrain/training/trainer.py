@@ -198,7 +198,7 @@ class Trainer:
         rate = Rate(self.total)
         started = time.monotonic()
         with StopRequest() as stop, shown.bar:
-            self.saver.asked_to_stop = lambda: stop.asked > 0
+            self.saver.asked_to_stop = lambda: stop.received > 0
             stop.compiling = self.student.compile_objective
             settle_buckets(self)
             if self.published is None or self._validation_due():

@@ -1,4 +1,4 @@
-"""A folder with a tiny teacher, what it said, and students; and the command called in this process.
+"""A folder with a tiny teacher, its cache, and students; and the command called in this process.
 
 Starting Python costs more than what these commands do. `tests/e2e` starts the real one.
 """
@@ -27,7 +27,7 @@ class Workbench:
         self.root, self.capsys = root, capsys
 
     def call(self, *argv: object) -> tuple[int, str, str]:
-        """The exit code of `kdtrain ARGV`, and what it wrote on stdout and stderr."""
+        """The exit code of `kdtrain ARGV`, its stdout and its stderr."""
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             cli.main([str(word) for word in argv])

@@ -1,4 +1,4 @@
-"""What `kdtrain distill` says before it trains: of a folder that another holds, a full disk, a damaged cache."""
+"""Errors of `kdtrain distill` before training: a locked folder, a full disk, a damaged cache."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ from kdtrain.config import DistillConfig
 
 @pytest.fixture
 def command(workbench):
-    """A run of one step, but for its folder and what it reads."""
+    """A run of one step, without its folder and data."""
     return ("distill", "--student", "student.toml", "--steps", 1, "--warmup-steps", 0, *workbench.plain)
 
 
@@ -65,9 +65,7 @@ def test_a_run_lets_go_of_its_folder_and_a_refused_one_leaves_none(workbench, co
 
 
 @pytest.mark.parametrize("name", ["config.toml", "environment.json"])
-def test_a_full_disk_under_a_description_is_one_line_and_the_same_command_goes_on(
-    workbench, command, monkeypatch, name
-):
+def test_a_full_disk_at_the_metadata_is_one_line_and_the_same_command_resumes(workbench, command, monkeypatch, name):
     def full(path):
         if path.name.startswith(f".{name}"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -86,7 +84,7 @@ def test_a_full_disk_under_a_description_is_one_line_and_the_same_command_goes_o
     assert workbench.call(*argv)[0] == 0
 
 
-def test_a_full_disk_under_the_tokens_is_one_line_and_the_same_command_goes_on(workbench, command, monkeypatch):
+def test_a_full_disk_at_the_tokens_is_one_line_and_the_same_command_resumes(workbench, command, monkeypatch):
     argv = (*command, "--out", "full-data", *workbench.text, "--num-sequences", 8)
     with monkeypatch.context() as patched:
         patched.setattr(faults, "_faults", {"cache.settings.before-fsync": ("enospc", "1")})
@@ -98,7 +96,7 @@ def test_a_full_disk_under_the_tokens_is_one_line_and_the_same_command_goes_on(w
     assert workbench.call(*argv)[0] == 0
 
 
-def test_a_shard_that_was_cut_short_is_said_at_once_by_every_command_that_opens_the_cache(workbench, command):
+def test_a_truncated_shard_is_reported_at_once_by_every_command_that_opens_the_cache(workbench, command):
     shard = workbench.root / "cache" / "shards" / "train-00000.h5"
     whole = shard.read_bytes()
     os.truncate(shard, 5000)
@@ -127,7 +125,7 @@ def test_a_shard_that_was_cut_short_is_said_at_once_by_every_command_that_opens_
     ],
     ids=["no-folder", "below-a-file", "too-long"],
 )
-def test_a_folder_that_cannot_be_is_refused_before_any_work(workbench, command, out, begins, ends):
+def test_an_impossible_folder_is_refused_before_any_work(workbench, command, out, begins, ends):
     run = (*command, "--cache", "cache", "--out", out)
     commands = [
         run,
@@ -140,7 +138,7 @@ def test_a_folder_that_cannot_be_is_refused_before_any_work(workbench, command, 
         assert (code, said.startswith(begins), said.endswith(ends)) == (2, 1, 1), said
 
 
-def test_samples_learned_by_heart_are_said_once_with_epochs_and_samples(workbench):
+def test_memorized_samples_are_logged_once_with_epochs_and_samples(workbench):
     build = (
         "cache-teacher",
         "--teacher",
@@ -166,7 +164,7 @@ def test_samples_learned_by_heart_are_said_once_with_epochs_and_samples(workbenc
     assert f"after {event['epochs']:.1f} epochs" in said and "the 2 samples a token" in said
 
 
-def test_weights_of_another_run_are_not_taken_for_fresh_ones_that_know_too_much(workbench):
+def test_loaded_weights_are_not_mistaken_for_fresh_ones(workbench):
     argv = ("distill", "--student", "student.toml", "--cache", "cache", "--warmup-steps", 0, *workbench.plain)
     assert workbench.call(*argv, "--out", "knows", "--steps", 25, "--lr", 2e-2, "--no-early-stopping")[0] == 0
     load = ("--load", "knows/checkpoints/step-00000025", "--override-opt-param-scheduler")
@@ -176,7 +174,7 @@ def test_weights_of_another_run_are_not_taken_for_fresh_ones_that_know_too_much(
     assert code == 0 and "too low for fresh weights" not in said
 
 
-def test_a_student_whose_loss_is_no_number_is_no_measurement(workbench):
+def test_a_student_with_a_non_finite_loss_fails(workbench):
     shutil.copytree(workbench.root / "teacher", workbench.root / "broken")
     weights = load_file(workbench.root / "broken" / "model.safetensors")
     weights["model.norm.weight"].fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""`kdtrain distill --dry-run`: the plan of a run, what it would take, and nothing left of it."""
+"""`kdtrain distill --dry-run`: the plan of a run and its cost, and nothing left on disk."""
 
 import json
 
@@ -9,14 +9,19 @@ from kdtrain import faults
 STUDENT = ("--cache", "cache", "--student", "student.toml")
 
 
-def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(workbench):
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(workbench):
     before = workbench.everything()
     plan = workbench.json(
         *("distill", *STUDENT, "--out", "deep/er/dry", "--steps", 100, "--micro-batch-size", 2, "--dry-run"),
         *(*workbench.plain, "--checkpoint-freq", 30, "--eval-freq", 40, "--lr-schedule", "wsd"),
     )
     assert workbench.everything() == before
-    assert (plan["run"], plan["begins"], plan["steps"], plan["mode"]) == ("deep/er/dry", "anew", 100, "fp32")
+    assert (plan["run"], plan["begins"], plan["steps"], plan["mode"]) == (
+        "deep/er/dry",
+        "from the beginning",
+        100,
+        "fp32",
+    )
     assert plan["batch"] == "8 x 32 tokens, 4 micro-batches of 2"
     assert plan["sequences"] == {"train": 40, "validation": 8}
     assert (plan["epochs"], plan["tokens"]) == (20.0, 100 * 8 * 32)
@@ -30,7 +35,7 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(workbench):
     assert plan["checkpoint (MiB)"] > 0 and plan["disk free (MiB)"] > plan["disk for checkpoints (MiB)"]
 
 
-def test_its_two_steps_are_those_of_the_run_and_beside_the_run_it_says_where_that_goes_on(workbench):
+def test_its_two_steps_are_those_of_the_run_and_for_a_run_it_names_where_that_resumes(workbench):
     options = (*STUDENT, *workbench.plain, "--steps", 4)
     planned = workbench.json("distill", *options, "--out", "real", "--dry-run")
     real = workbench.json("distill", *options, "--out", "real")
@@ -39,7 +44,7 @@ def test_its_two_steps_are_those_of_the_run_and_beside_the_run_it_says_where_tha
     assert planned["tokens"] == real["tokens"]
     before = workbench.everything()
     later = workbench.json("distill", *STUDENT, *workbench.plain, "--steps", 20, "--out", "real", "--dry-run")
-    assert (planned["begins"], later["begins"]) == ("anew", "at step-00000004")
+    assert (planned["begins"], later["begins"]) == ("from the beginning", "at step-00000004")
     assert workbench.everything() == before
 
 
@@ -53,7 +58,7 @@ def test_other_options_than_those_of_the_run_in_the_folder_are_refused_as_the_ru
     assert workbench.everything() == before
 
 
-def test_what_the_run_would_refuse_the_dry_run_refuses(workbench):
+def test_a_dry_run_refuses_what_the_run_refuses(workbench):
     (workbench.root / "strange").mkdir()
     (workbench.root / "strange/notes.txt").write_text("mine")
     options = (*STUDENT, *workbench.plain, "--dry-run")

@@ -1,4 +1,4 @@
-"""What an exported student is besides its weights: how it is sampled from, where its texts end, how it is spoken to."""
+"""An exported student besides its weights: generation settings, end of text, chat template."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What `kdtrain inspect` shows of a cache."""
+"""The output of `kdtrain inspect` for a cache."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["fidelity"] == fidelity
 
 
-def test_names_that_a_stranger_chose_are_shown_as_they_are_and_steer_no_terminal(capsys):
+def test_untrusted_names_are_shown_without_control_characters_or_markup(capsys):
     show("verify t/[/b]", {"[/red]": ["[/b] \x1b[2J", "\ud800"], "[b]versions[/b]": "x"}, as_json=False)
     shown = capsys.readouterr().out
     for each in ("verify t/[/b]", "[/red]", "[/b] \\x1b[2J", "\\ud800", "[b]versions[/b]"):

@@ -103,7 +103,7 @@ def test_a_checkpoint_of_any_tier_is_inspected_and_verified_by_its_path(run, cap
     assert (table["verdict"], table["numbers"]) == ("ok", 50_000)
 
 
-def test_verify_of_a_run_names_what_is_bad_in_which_checkpoint(run, capsys):
+def test_verify_of_a_run_names_the_damaged_checkpoints(run, capsys):
     for name in ("epoch-0001", "interrupted-00000012"):
         (run / "checkpoints" / name / "manifest.json").unlink()
     code, result = shown(capsys, verify, VerifyConfig(path=run, json=True))
@@ -112,7 +112,7 @@ def test_verify_of_a_run_names_what_is_bad_in_which_checkpoint(run, capsys):
     assert result["problems"] == [f"epoch-0001: {wrong}", f"interrupted-00000012: {wrong}"]
 
 
-def test_a_folder_of_a_model_or_with_nothing_in_it_is_no_checkpoint(tmp_path):
+def test_a_model_folder_or_an_empty_folder_is_not_a_checkpoint(tmp_path):
     for name, file in (("model", "model.safetensors"), ("empty", "notes.txt")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text("x")

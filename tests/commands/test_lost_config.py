@@ -1,4 +1,4 @@
-"""A run whose config.toml is lost or garbled, or whose links are none any more: what every command does with it."""
+"""Every command on a run whose config.toml is lost or unreadable, or whose links are not links."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ def test_other_commands_know_a_run_without_its_config(workbench, run, argv):
         assert json.loads(stdout)["checkpoints"].keys() == {"step-00000000", "step-00000001", "step-00000002"}
 
 
-def test_a_cache_whose_name_no_file_system_takes_is_said_to_be_the_run_s(workbench, run):
+def test_a_cache_name_that_no_file_system_takes_is_reported_as_that_of_the_run(workbench, run):
     folder = run("long-name")
     config = folder / "config.toml"
     config.write_text(config.read_text().replace('cache = "cache"', f'cache = "{"a" * 5000}"'))
@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_vouches_for_nothing(workbench, run):
 
 @pytest.mark.parametrize("name", ["latest", "best"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_stands_where_a_link_belongs_is_refused_before_training_and_left_alone(workbench, run, name, kind):
+def test_a_file_in_the_place_of_a_link_is_refused_before_training_and_stays(workbench, run, name, kind):
     folder = run(f"{name}-is-a-{kind}")
     path = folder / "checkpoints" / name
     path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""One launch at a time in the folder of a run: who is kept out, who may take over, and what a kill leaves."""
+"""One launch at a time in the folder of a run: the lock, its handover to a restart, and its release by a kill."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from kdtrain.errors import UsageError
 
 @pytest.fixture
 def config(tmp_path):
-    """Of a run that has begun."""
+    """Of a run that has started."""
     out = tmp_path / "run"
     out.mkdir()
     config = DistillConfig(student="s.toml", out=out, cache=tmp_path / "c")
@@ -25,7 +25,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def anew(config):
-    """The same run, to be moved aside and begun anew."""
+    """The same run, to be moved aside and started from the beginning."""
     checkpoint = CheckpointConfig(resume="never", overwrite=True)
     return DistillConfig(student="s.toml", out=config.out, cache=config.cache, checkpoint=checkpoint)
 
@@ -46,7 +46,7 @@ def test_a_run_is_not_moved_away_under_the_process_that_trains_in_it(config, ane
     assert (config.out / "config.toml").exists() and not config.out.with_name("run.old-1").exists()
 
 
-def test_one_that_moves_a_run_aside_holds_the_new_folder(config, anew):
+def test_a_launch_that_moves_a_run_aside_locks_the_new_folder(config, anew):
     with run_lock(anew) as goes_on:
         assert not goes_on
         write_description(config, {})
@@ -58,7 +58,7 @@ def test_one_that_moves_a_run_aside_holds_the_new_folder(config, anew):
     assert {path.name for path in config.out.iterdir()} == {"config.toml", "environment.json"}
 
 
-def test_what_a_killed_process_leaves_bars_nobody(config):
+def test_a_killed_process_releases_its_lock(config):
     child = os.fork()
     if child == 0:
         try:
@@ -72,7 +72,7 @@ def test_what_a_killed_process_leaves_bars_nobody(config):
         assert goes_on
 
 
-def test_a_folder_made_for_a_launch_that_was_refused_is_gone_again(tmp_path):
+def test_a_folder_made_for_a_refused_launch_is_removed(tmp_path):
     config = DistillConfig(student="s.toml", out=tmp_path / "a" / "b", cache=tmp_path / "c")
     with run_lock(config) as goes_on:
         assert (config.out / LOCK).exists() and not goes_on
@@ -80,7 +80,7 @@ def test_a_folder_made_for_a_launch_that_was_refused_is_gone_again(tmp_path):
 
 
 @pytest.mark.parametrize("identity", ["run-a", "none"])
-def test_what_torchrun_starts_again_waits_for_the_try_before_it_and_others_do_not(config, monkeypatch, identity):
+def test_a_restart_by_torchrun_waits_for_its_earlier_attempt_and_other_launches_do_not(config, monkeypatch, identity):
     monkeypatch.setattr(module, "HANDOVER", 300.0)
     monkeypatch.setattr(files, "_POLL", 0.01)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", identity)

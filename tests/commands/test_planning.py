@@ -1,4 +1,4 @@
-"""What a run and a cache need is known, and refused where it is too much, before a weight is loaded."""
+"""The memory of a run and of a cache is planned, and refused where it is too much, before a weight is loaded."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_a_dry_run_shows_the_plan(workbench):
     assert plan["most at"] in ("head", "backward", "save")
 
 
-def test_a_model_that_cannot_be_looked_at_is_planned_without_numbers(workbench, monkeypatch, caplog):
+def test_a_model_that_cannot_be_measured_is_planned_without_numbers(workbench, monkeypatch, caplog):
     def needs_numbers(*_, **__):
         raise RuntimeError("a tensor\nwithout numbers")
 
@@ -61,7 +61,7 @@ def test_a_model_that_cannot_be_looked_at_is_planned_without_numbers(workbench, 
 
 
 @pytest.mark.parametrize("option", [("--parallel", "fsdp"), ("--shard-size", "1"), ()])
-def test_what_one_process_cannot_spread_is_said(workbench, caplog, option):
+def test_a_plan_that_needs_several_processes_is_refused_in_one(workbench, caplog, option):
     caplog.set_level("INFO", "kdtrain")
     config = cli.parse("distill", ["--cache", "cache", *STUDENT, "--out", "x", *option])
     assert memory_plan.plan_run(config, torch.device("cpu"), free=None).student == "single"

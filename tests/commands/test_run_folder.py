@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, what may change when it goes on, and what is written beside the checkpoints."""
+"""The folder of a run: whether it holds one, what may change on a resume, and the files beside the checkpoints."""
 
 import json
 import sys
@@ -56,11 +56,11 @@ def test_a_folder_that_is_missing_or_empty_is_free_and_nothing_is_made_yet(tmp_p
     assert (tmp_path / "a" / "b").is_dir()
 
 
-def test_an_earlier_run_is_gone_on_with(run):
+def test_an_earlier_run_is_resumed(run):
     assert claim_folder(config_of(run)) is True
 
 
-def test_what_a_run_left_before_it_began_does_not_bar_the_way(tmp_path):
+def test_the_files_of_an_attempt_before_its_run_are_accepted(tmp_path):
     (tmp_path / "data").mkdir()
     assert claim_folder(config_of(tmp_path)) is False
     settings = CacheSettings(codec=CodecSpec(kind="tokens", vocab_size=300), seq_len=8, tokenizer_size=300)
@@ -77,7 +77,7 @@ def test_what_a_run_left_before_it_began_does_not_bar_the_way(tmp_path):
         (".environment.json.0123456789ab.tmp", ".training", "data/"),
     ],
 )
-def test_what_a_kill_or_a_full_disk_left_that_holds_nothing_is_not_strange(tmp_path, left):
+def test_empty_files_after_a_kill_or_a_full_disk_are_accepted(tmp_path, left):
     for name in left:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def test_a_folder_that_only_looks_like_a_run_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("environment", [None, "{}", '{"python": "3"}', "notes"])
-def test_a_folder_with_a_configuration_of_the_user_s_own_is_no_run(tmp_path, environment):
+def test_a_folder_with_a_configuration_of_the_user_is_not_a_run(tmp_path, environment):
     (tmp_path / "config.toml").write_text("# mine\n" + to_toml(sections(config_of(tmp_path))))
     if environment is not None:
         (tmp_path / "environment.json").write_text(environment)
@@ -125,7 +125,7 @@ def test_a_file_of_the_user_s_in_a_run_is_moved_aside_before_a_new_one_takes_its
     ]
 
 
-def test_a_kill_before_the_configuration_was_written_bars_no_second_try(run):
+def test_a_kill_before_the_configuration_is_written_allows_a_second_attempt(run):
     (run / "config.toml").unlink()
     assert claim_folder(config_of(run)) is False
 
@@ -138,7 +138,7 @@ def test_something_else_is_refused_by_name(tmp_path):
         claim_folder(config_of(tmp_path / "thesis.tex"))
 
 
-def test_a_run_is_replaced_only_when_told_twice_and_is_then_moved_aside(run):
+def test_a_run_is_replaced_only_with_both_options_and_is_then_moved_aside(run):
     with pytest.raises(UsageError, match="--overwrite"):
         claim_folder(config_of(run, checkpoint=never()))
     for number in (1, 2):
@@ -148,7 +148,7 @@ def test_a_run_is_replaced_only_when_told_twice_and_is_then_moved_aside(run):
         write_description(config_of(run), {})
 
 
-def test_what_torchrun_starts_again_goes_on_with_what_it_began_itself_and_with_nothing_else(tmp_path, monkeypatch):
+def test_a_restart_by_torchrun_resumes_its_own_run_and_no_other(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     config = config_of(folder, checkpoint=never(overwrite=True))
@@ -164,7 +164,7 @@ def test_what_torchrun_starts_again_goes_on_with_what_it_began_itself_and_with_n
 
 
 @pytest.mark.parametrize("answer, goes_on", [("\n", True), ("y\n", True), ("Yes\n", True), ("n\n", False), ("", True)])
-def test_on_a_terminal_one_is_asked_before_an_earlier_run_goes_on(run, monkeypatch, capsys, answer, goes_on):
+def test_on_a_terminal_the_user_confirms_that_an_earlier_run_resumes(run, monkeypatch, capsys, answer, goes_on):
     for stream in (sys.stdin, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdin, "readline", lambda: answer, raising=False)

@@ -12,7 +12,7 @@ NAMES = [
     *("graph breaks", "loader", "disk", "overfitting"),
 ]
 FAST = ("--lr", 1e-2)
-"""A student of 32 numbers a token learns by heart at a high rate only."""
+"""A student of width 32 memorizes at a high rate only."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def verdicts(checks):
     return {name: each["verdict"] for name, each in checks.items()}
 
 
-def test_a_sound_fresh_student_is_well_in_all_that_can_be_said_of_it(workbench):
+def test_a_sound_fresh_student_passes_every_check(workbench):
     options = ("--cache", "cache", "--student", "student.toml", "--micro-batch-size", 4)
     checks = checked(workbench, *options, *FAST)
     expected = dict.fromkeys(NAMES, "ok") | {"teacher-student correlation": "-", "graph breaks": "-"}
@@ -51,7 +51,7 @@ def test_a_sound_fresh_student_is_well_in_all_that_can_be_said_of_it(workbench):
     assert terms["factors_over_T2"] == pytest.approx([1.0, 1.0], rel=1e-5)
 
 
-def test_the_teacher_itself_is_aligned_with_what_it_said(workbench, monkeypatch):
+def test_the_teacher_itself_is_aligned_with_its_own_cache(workbench, monkeypatch):
     monkeypatch.setattr(sanity, "STEPS", 1)
     alike = checked(workbench, "--cache", "cache", "--student", "teacher")["teacher-student correlation"]
     assert alike["values"]["correlation"] > 0.99
@@ -75,7 +75,7 @@ def test_a_student_that_only_has_the_teachers_name_is_not_taken_for_it(workbench
     assert found["teacher-student correlation"]["wanted"] == "above 0.3"
 
 
-def test_a_student_that_says_to_be_trained_and_is_not_is_to_be_looked_at(workbench):
+def test_a_student_that_is_called_pretrained_and_is_not_gets_the_verdict_look(workbench):
     wide = tiny_model("llama", 300, seed=9)
     for parameter in wide.parameters():
         parameter.data.mul_(8 if parameter.ndim > 1 else 1)
@@ -91,7 +91,7 @@ def test_a_student_that_says_to_be_trained_and_is_not_is_to_be_looked_at(workben
     assert "model.layers.0.mlp.down_proj" in checks["dead units"]["found"]
 
 
-def test_text_alone_is_packed_aside_and_no_more_of_it_than_is_needed(workbench, monkeypatch):
+def test_text_is_packed_in_a_temporary_folder_and_only_as_much_as_needed(workbench, monkeypatch):
     asked = []
     assemble = sanity.trial_run
     monkeypatch.setattr(sanity, "trial_run", lambda config: (asked.append(config), assemble(config))[1])
@@ -101,7 +101,7 @@ def test_text_alone_is_packed_aside_and_no_more_of_it_than_is_needed(workbench, 
     assert asked[0].data.num_sequences == 64
 
 
-def test_an_online_teacher_is_asked_and_its_share_is_told(workbench, monkeypatch):
+def test_the_time_of_an_online_teacher_is_reported(workbench, monkeypatch):
     monkeypatch.setattr(sanity, "STEPS", 1)
     options = ("--teacher", "teacher", "--student", "student.toml", *workbench.text, "--document-mask")
     checks = checked(workbench, *options)
@@ -109,7 +109,7 @@ def test_an_online_teacher_is_asked_and_its_share_is_told(workbench, monkeypatch
     assert checks["distillation term and T²"]["verdict"] == "ok"
 
 
-def test_what_is_slow_or_does_not_fit_is_to_be_looked_at(workbench, monkeypatch):
+def test_a_slow_reader_and_a_full_disk_get_the_verdict_look(workbench, monkeypatch):
     monkeypatch.setattr(sanity, "STEPS", 1)
     monkeypatch.setattr(sanity, "_reading_seconds", lambda run, step: 1e6)
     monkeypatch.setattr(sanity, "checkpoints_kept", lambda run: 10**12)

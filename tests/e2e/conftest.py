@@ -42,7 +42,7 @@ class Done:
         return json.loads(self.stdout)
 
     def ok(self) -> "Done":
-        """Itself; a test error with what the command said, unless it ended well."""
+        """Return itself; fail with the command's output unless it exited with 0."""
         assert self.code == 0, f"{self.command} ended with {self.code}:\n{self.stderr}"
         return self
 
@@ -114,7 +114,7 @@ class Bench:
         return self.server.begin(_program(), self._words, self.root, self.root / "said", world, **environment)
 
     def end(self) -> list[Done]:
-        """Wait for what was begun; what each rank did."""
+        """Wait for the ranks, and return their results."""
         codes, self.apart = self.server.end()
         done = []
         for rank, code in enumerate(codes):
@@ -123,7 +123,7 @@ class Bench:
         return done
 
     def ok(self, world: int, *argv: object) -> Done:
-        """What rank 0 said of a command that ended well on all ranks, of which the others said nothing."""
+        """The output of rank 0 of a command that exited with 0 on all ranks, the others without output."""
         first, *others = self.launch(world, *argv)
         assert [each.code for each in (first, *others)] == [0] * world, "\n".join(e.stderr for e in (first, *others))
         assert [(each.stdout, each.stderr) for each in others] == [("", "")] * len(others)
@@ -136,7 +136,7 @@ class Bench:
         return {"KDTRAIN_FAULT": fault, "KDTRAIN_FAULT_LOG": str(log)} if fault else {}
 
     def _assert_fired(self, fault: str | None, *ended: Done) -> None:
-        """A fault that was asked for fired, once; else a test error with what the commands said."""
+        """Check that the fault fired, once; else fail with the output of the commands."""
         log = self.root / "fired"
         fired = log.read_text().split() if log.exists() else []
         said = "\n".join(f"{each.command} ended with {each.code}:\n{each.stderr}" for each in ended)
@@ -145,7 +145,7 @@ class Bench:
 
     @staticmethod
     def done(words: list[str], code: int, stdout: str, stderr: str) -> Done:
-        """What `kdtrain WORDS` was when it ended."""
+        """Run `kdtrain WORDS` to its end."""
         return Done(f"kdtrain {' '.join(words)}", code, stdout, stderr)
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
@@ -179,7 +179,7 @@ def _program() -> Path:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory, server: Any) -> Bench:
-    """What the benches are copied from: models, specs and text."""
+    """The models, specs and text of each bench."""
     made = Bench(tmp_path_factory.mktemp("made"), server)
     tokenizer = tiny_tokenizer(300)
     tokenizer.chat_template = _CHAT

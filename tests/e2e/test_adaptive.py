@@ -55,7 +55,7 @@ def test_an_injected_curve_gives_the_lines_and_the_folders_that_are_promised(for
     assert modes == ["bf16", "mxfp4"]
 
 
-def test_a_run_killed_in_its_fallback_ends_as_one_that_was_not(forks):
+def test_a_run_killed_in_its_fallback_ends_as_an_uninterrupted_one(forks):
     options = (
         "--precision",
         "fp8",
@@ -77,7 +77,7 @@ def test_a_run_killed_in_its_fallback_ends_as_one_that_was_not(forks):
     assert whole.state["watchers"] == again.state["watchers"]
 
 
-def test_a_run_asked_to_stop_in_mid_window_goes_back_later_to_the_snapshot_it_took_before(forks):
+def test_a_run_stopped_in_mid_window_later_restores_its_earlier_snapshot(forks):
     options = ("--precision", "mxfp4", *_RULE, "--quant-window-size", 50, "--quant-checkpoint-interval", 2)
     broken = "train.gradient:nan:9-12"
     distill(forks, "never-stopped", *options, fault=broken).ok()
@@ -91,7 +91,7 @@ def test_a_run_asked_to_stop_in_mid_window_goes_back_later_to_the_snapshot_it_to
 
 
 @pytest.mark.parametrize("more, forward", [((), "fp16"), (("--quant-fallback-scope", "forward"), "bf16")])
-def test_the_fallback_is_the_one_that_was_asked_for(forks, more, forward):
+def test_the_fallback_follows_its_option(forks, more, forward):
     name = f"fallback-{forward}"
     options = (*_RULE, *_DWELL, "--quant-fallback-strategy", forward, *more)
     distill(forks, name, "--precision", "mxfp8", *options, fault=_RISING).ok()
@@ -113,7 +113,7 @@ def test_each_mode_trains_and_resumes_bit_by_bit(forks, mode):
     assert all(torch.isfinite(each).all() for each in exported.values())
 
 
-def test_collected_tensors_lie_in_the_run_and_a_resume_neither_loses_nor_doubles_a_row(forks):
+def test_collected_tensors_are_in_the_run_and_a_resume_neither_loses_nor_doubles_a_row(forks):
     options = ("--precision", "mxfp4", "--steps", 8, "--collect-tensors", "*.mlp.down_proj", "--collect-every", 2)
     distill(forks, "not-collected", *options[:4]).ok()
     distill(forks, "seen", *options, "--checkpoint-freq", 3, KDTRAIN_FAULT="train.after-step:kill:6")
@@ -145,7 +145,7 @@ def test_what_cannot_be_is_refused_in_one_line(forks):
         assert refused.code == 2 and named in refused.refusal(), refused.stderr
 
 
-def test_what_is_not_there_falls_back_to_bf16_with_one_line(forks):
+def test_a_missing_back_end_falls_back_to_bf16_with_one_line(forks):
     done = distill(forks, "missing", "--precision", "fp8", "--fp8-backend", "transformer-engine", "--steps", 1).ok()
     said = [line for line in done.stderr.splitlines() if "training in bf16" in line]
     assert len(said) == 1 and "TransformerEngine runs on CUDA devices only" in said[0]

@@ -1,4 +1,4 @@
-"""Bad input gets one line that names what is wrong and exit code 2, what fails while running gets one and exit 1.
+"""Bad input gets one line that names what is wrong and exit code 2, a failure while running gets one and exit 1.
 
 Nothing that was published before is touched by either.
 """
@@ -169,7 +169,7 @@ def broken(bench, distilled):
 
 
 def write_hostile(bench):
-    """Specs, model folders and runs that somebody else may have made; `executed` is what their code would leave."""
+    """Specs, model folders and runs from an untrusted source; their code would write `executed`."""
     root = bench.root
     teacher = "init = 'teacher-layers'\nlayers = [0]\nteacher = 'circle.toml'\n"
     (root / "circle.toml").write_text(teacher)
@@ -210,7 +210,7 @@ def edit(path, **entries):
 
 
 def reseal(checkpoint, change):
-    """Change what a checkpoint says of its student, and let its manifest say that this is right."""
+    """Change the student in a checkpoint's state, and the digest in its manifest accordingly."""
     state = json.loads((checkpoint / "state.json").read_text())
     change(state["student"])
     text = json.dumps(state).encode()
@@ -240,12 +240,12 @@ def assert_refused(bench, argv, words):
 
 
 @pytest.mark.parametrize("argv, words", COMMAND_LINE.values(), ids=COMMAND_LINE)
-def test_what_the_command_line_cannot_mean_is_one_line_and_exit_code_2(broken, argv, words):
+def test_an_invalid_command_line_is_one_line_and_exit_code_2(broken, argv, words):
     assert_refused(broken, argv, words)
 
 
 @pytest.mark.parametrize("argv, words", WORLD.values(), ids=WORLD)
-def test_what_does_not_go_together_is_one_line_and_exit_code_2(broken, argv, words):
+def test_inputs_that_do_not_fit_together_are_one_line_and_exit_code_2(broken, argv, words):
     assert_refused(broken, last_of_each(argv), words)
 
 
@@ -262,7 +262,7 @@ def test_after_a_refusal_the_right_command_runs_in_the_same_folder(broken):
     assert broken.run(*argv, "--student", "student.toml").ok()
 
 
-def test_a_full_disk_in_a_checkpoint_keeps_the_earlier_ones_and_the_run_goes_on(bench, cached):
+def test_a_full_disk_in_a_checkpoint_keeps_the_earlier_ones_and_the_run_resumes(bench, cached):
     argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "full", "--steps", 3)
     argv += ("--checkpoint-freq", 1, "--disk-patience", 0, *bench.eager, *bench.fast)
     done = bench.run(*argv, fault="checkpoint.before-rename:enospc:3-99")
@@ -277,7 +277,7 @@ def test_a_full_disk_in_a_checkpoint_keeps_the_earlier_ones_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("point", ["cache.shard.before-fsync:enospc:2", "cache.manifest.before-rename:enospc:1"])
-def test_a_full_disk_in_a_cache_keeps_its_shards_and_the_build_goes_on(bench, point):
+def test_a_full_disk_in_a_cache_keeps_its_shards_and_the_build_resumes(bench, point):
     out = point.split(":")[0]
     argv = ("cache-teacher", "--teacher", "teacher", "--out", out, *bench.small, "--sequences-per-shard", 16)
     done = bench.run(*argv, fault=point)
@@ -306,7 +306,7 @@ def test_a_training_whose_last_step_leaves_the_finite_numbers_fails_too(bench, c
     assert "diverged at step 1: the validation loss nan" in done.refusal()
 
 
-def test_weights_that_are_not_finite_fail_before_the_first_step(bench, cached):
+def test_non_finite_weights_fail_before_the_first_step(bench, cached):
     write_model_folder(bench.root / "nan", spoiled(tiny_model("llama", 300)), tiny_tokenizer(300))
     argv = ("distill", "--cache", "cache", "--student", "nan", "--out", "from-nan", "--steps", 2)
     done = bench.run(*argv, *bench.eager)

@@ -39,7 +39,7 @@ class Cached:
         self.bench, self.root = bench, bench.root
 
     def run(self, world: int, out: str, *more: object, fault: str | None = None) -> list[Any]:
-        """What each rank did; `fault` may be of one, as in `POINT:kill:2@1`."""
+        """Run the command on each rank; `fault` may be that of one, as in `POINT:kill:2@1`."""
         return self.bench.launch(world, "cache-teacher", *OPTIONS, *self.bench.small, "--out", out, *more, fault=fault)
 
     def ok(self, world: int, out: str, *more: object) -> Path:
@@ -60,7 +60,7 @@ def of_one(ranks) -> Path:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_several_ranks_build_the_cache_of_one_and_rank_0_alone_speaks(ranks, of_one, world) -> None:
+def test_several_ranks_build_the_cache_of_one_and_only_rank_0_prints(ranks, of_one, world) -> None:
     folder = ranks.ok(world, f"of-{world}")
     _same(folder, of_one)
 
@@ -82,7 +82,7 @@ def test_killed_under_one_number_of_ranks_and_finished_under_another(ranks, of_o
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_teacher_in_parts_says_what_a_whole_one_says(ranks, of_one, world) -> None:
+def test_a_sharded_teacher_builds_the_cache_of_a_whole_one(ranks, of_one, world) -> None:
     """Rank 0 has more shards than others: forwards are taken together all the same."""
     out = f"parts-{world}"
     ended = ranks.run(world, out, "--teacher-parallel", "fsdp", fault="cache.sidecar.before-rename:kill:2@1")
@@ -90,7 +90,7 @@ def test_a_teacher_in_parts_says_what_a_whole_one_says(ranks, of_one, world) -> 
     _same(ranks.ok(world, out, "--teacher-parallel", "fsdp"), of_one)
 
 
-def test_an_error_of_one_rank_is_said_by_it_and_ends_the_others(ranks, of_one) -> None:
+def test_an_error_of_one_rank_is_reported_by_it_and_ends_the_others(ranks, of_one) -> None:
     first, second = ranks.run(2, "no-space", fault="cache.shard.after-batch:enospc:2@1")
     assert (first.code, second.code) == (1, 1)
     assert "No space left on device" in second.refusal()
@@ -136,14 +136,14 @@ def test_bad_input_is_one_line_of_one_rank(ranks, of_one) -> None:
         assert said in first.refusal()
 
 
-def test_what_does_not_fit_is_refused_by_one_rank_for_all(ranks, of_one) -> None:
+def test_inputs_that_do_not_fit_are_refused_by_one_rank_for_all(ranks, of_one) -> None:
     first, second = ranks.run(2, "too-large", "--device-memory", 0.0001)
     assert (first.code, second.code, second.stderr) == (2, 2, "")
     assert "on each of 2 devices" in first.refusal()
     assert not (ranks.root / "too-large").exists()
 
 
-def test_torchrun_says_which_rank_was_killed_and_what_it_left_is_finished(bench, ranks, of_one) -> None:
+def test_torchrun_names_the_killed_rank_and_its_shards_are_finished_later(bench, ranks, of_one) -> None:
     words = [str(word) for word in ("cache-teacher", *OPTIONS, *bench.small, "--out", "by-torchrun", "--json")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kdtrain"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -20,7 +20,7 @@ def shards(forks):
 
 
 def removed(forks, argv, out, what):
-    """What a run said of whose cache `what` was removed after its first step."""
+    """A run whose cache lost `what` after its first step."""
 
     def remove() -> None:
         while not (path := out / "metrics.jsonl").exists() or '"loss"' not in path.read_text():

@@ -82,7 +82,7 @@ def test_a_cache_killed_at_every_labelled_point_is_the_undisturbed_one(bench, un
 
 def test_a_cache_killed_five_times_at_random_moments_is_the_undisturbed_one(bench, undisturbed) -> None:
     """Each kill is at a random moment after the first sign of work; a command that ended before its kill is checked,
-    and a new cache begun."""
+    and a new cache started."""
     choose, kills, caches = random.Random(0), 0, 0
     while kills < 5:
         folder = bench.root / f"random-{caches}"
@@ -124,9 +124,7 @@ def _remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
 
 
-def test_a_full_disk_and_a_read_only_one_are_one_line_and_keep_what_was_published(
-    bench, undisturbed, small_disk
-) -> None:
+def test_a_full_disk_and_a_read_only_one_are_one_line_and_keep_published_shards(bench, undisturbed, small_disk) -> None:
     folder = small_disk / "cache"
     full = bench.run(*_command(bench, str(folder)))
     assert full.code == 1

@@ -1,10 +1,12 @@
-"""What the command does when no whole checkpoint is left."""
+"""The command without a valid checkpoint."""
 
 import os
 import shutil
 
 
-def test_without_a_whole_checkpoint_latest_fails_and_auto_starts_anew_and_deletes_nothing(bench, distilled):
+def test_without_a_valid_checkpoint_latest_fails_and_auto_starts_from_the_beginning_and_deletes_nothing(
+    bench, distilled
+):
     shutil.copytree(bench.root / "run", bench.root / "ruined", symlinks=True)
     folder = bench.root / "ruined/checkpoints"
     sizes = {}
@@ -24,9 +26,9 @@ def test_without_a_whole_checkpoint_latest_fails_and_auto_starts_anew_and_delete
     assert "state.json has 10 bytes instead of" in message
     assert not list(folder.glob("*.damaged-*"))
 
-    anew = bench.run(*argv).ok()
-    assert "NO VALID CHECKPOINT in ruined/checkpoints: STARTING FROM THE BEGINNING" in anew.stderr
-    assert f"renamed the damaged ones {', '.join(names)}; nothing was deleted" in anew.stderr
+    restarted = bench.run(*argv).ok()
+    assert "NO VALID CHECKPOINT in ruined/checkpoints: STARTING FROM THE BEGINNING" in restarted.stderr
+    assert f"renamed the damaged ones {', '.join(names)}; nothing was deleted" in restarted.stderr
     for name, before in sizes.items():
         aside = folder / f"{name}.damaged-1"
         assert {path.name: path.stat().st_size for path in aside.iterdir()} == before

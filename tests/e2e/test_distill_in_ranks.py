@@ -21,7 +21,7 @@ from kdtrain.config import DistillConfig
 
 CHAT = ("--data", "chat.jsonl", "--messages-column", "messages", "--seq-len", 32, "--num-workers", 0)
 SMALL = (*CHAT, "--num-sequences", 40, "--validation-sequences", 7)
-"""Text whose micro-batches differ in the tokens that count."""
+"""Text whose micro-batches have different numbers of unmasked tokens."""
 RUN = (
     *("distill", "--student", "student.toml", "--steps", 10, "--batch-size", 6, "--lr", 1e-2, "--warmup-steps", 2),
     *("--clip", 0.5, "--eval-freq", 5, "--checkpoint-freq", 5, "--no-tensorboard", "--log-freq", 1, "--no-compile"),
@@ -51,7 +51,7 @@ CASES = {
         [(2, (*DDP, "--teacher-parallel", "replicate")), (2, (*FSDP, "--teacher-parallel", "fsdp"))],
     ),
     "learned temperature": ((*CACHED, "--temperature-mode", "minimize"), SAME, [(2, DDP), (2, FSDP)]),
-    # what is rounded in a micro-batch is compared with one process that takes the same micro-batches
+    # rounding depends on the micro-batch: compare with one process that has the same micro-batches
     "bf16": (("--cache", "chat-cache", "--precision", "bf16", "--micro-batch-size", 3), 0.0, [(2, DDP)]),
     # and with weights of norms that are rounded as well, which Adam makes larger in ten steps
     "bf16 parts": (("--cache", "chat-cache", "--precision", "bf16", "--micro-batch-size", 3), 1e-2, [(2, FSDP)]),
@@ -150,7 +150,7 @@ def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_sa
 
 
 @pytest.mark.parametrize("how", [DDP, FSDP], ids=["ddp", "fsdp"])
-def test_a_signal_to_one_rank_stops_all_and_the_same_command_goes_on_with_the_same_bits(whole, how):
+def test_a_signal_to_one_rank_stops_all_and_the_same_command_resumes_bitwise(whole, how):
     command = (*RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", f"asked-{how[1]}")
     ended = whole.launch(2, *command, "--json", fault="train.after-micro-batch:term:10@1")
     assert [each.code for each in ended] == [0, 0], ended[0].stderr
@@ -168,7 +168,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_checkpoint_of_one_shape_goes_on_in_another(whole, name):
+def test_a_checkpoint_of_one_number_of_ranks_resumes_with_another(whole, name):
     (first, begun), (then, ended) = SHAPES[name]
     out = f"from-{name}".replace(" ", "-")
     command = (*RUN, *CACHED, "--out", out)
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_one_shape_goes_on_in_another(whole, name):
     shutil.rmtree(checkpoints / "step-00000010")
     whole.ok(then, *command, *ended, "--checkpoint-freq", 1)
     assert distance(whole.tensors("whole-ddp"), whole.tensors(out)) <= SAME
-    # what was read is what was written: of the state that is loaded nothing is moved or rounded
+    # the loaded state is the written one, to the last bit
     assert_bitwise(middle.tensors, load(checkpoints / "step-00000005").tensors)
     steps = [line["step"] for line in whole.metrics(out)]
     assert steps == list(range(1, 11))
@@ -199,7 +199,7 @@ def test_nan_on_one_rank_is_skipped_by_all(ranks, how):
     assert [each["batch"] for each in events if each["event"] == "skip"] == [4]
 
 
-def test_the_rank_whose_teacher_is_broken_says_what_it_saw(ranks):
+def test_the_rank_whose_teacher_is_broken_names_the_tensor(ranks):
     command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", "broken-teacher")
     ended = ranks.launch(2, *command, fault="train.teacher:nan:7")
     assert [each.code for each in ended] == [0, 0], ended[0].stderr
@@ -219,7 +219,7 @@ def test_the_clock_of_the_first_rank_asks_all_for_a_checkpoint(ranks):
     assert (ranks.root / "clock/checkpoints/clock-00000009").is_dir()
 
 
-def test_a_spike_is_gone_back_behind_by_all(ranks):
+def test_a_spike_is_rolled_back_by_all_ranks(ranks):
     spiky = ("--spike-patience", 2, "--steps", 30, "--checkpoint-freq", 10)
     for world, out in ((1, "spike-alone"), (2, "spike")):
         ended = ranks.launch(world, *RUN, *CACHED, *spiky, *FSDP, "--out", out, KDTRAIN_FAULT="train.loss:x30:25-26")
@@ -237,7 +237,7 @@ def test_a_rank_that_hangs_is_noticed_in_time(ranks):
     assert ranks.apart > 3  # rank 0 did not wait for it
 
 
-def test_a_full_disk_of_one_rank_is_said_once_and_ends_all(ranks):
+def test_a_full_disk_of_one_rank_is_reported_once_and_ends_all(ranks):
     command = (*RUN, *CACHED, *FSDP, "--disk-patience", 0, "--out", "no-space-of-one")
     ended = ranks.launch(2, *command, fault="checkpoint.write:enospc:30000-9999999@1")
     assert [each.code for each in ended] == [1, 1]
@@ -256,7 +256,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_on_all_ranks_by_one_line(ranks, name):
+def test_an_impossible_run_is_refused_on_all_ranks_by_one_line(ranks, name):
     options, words = REFUSED[name]
     cached = () if "--cache" in options else CACHED
     ended = ranks.launch(2, *RUN, *cached, "--out", "refused", *options)
@@ -276,7 +276,7 @@ def test_a_launch_into_a_folder_that_another_trains_in_is_refused_on_all_ranks_b
     assert not out.exists()
 
 
-def test_each_rank_writes_a_log_where_that_is_asked_for(ranks):
+def test_each_rank_writes_a_log_with_log_all_ranks(ranks):
     ranks.ok(2, *RUN, *CACHED, "--steps", 2, "--log-all-ranks", "--out", "logged")
     assert "step 2/2" in (ranks.root / "logged" / "train.log").read_text()
     assert "step 2/2" in (ranks.root / "logged" / "rank-00001.log").read_text()
@@ -286,7 +286,7 @@ def test_each_rank_writes_a_log_where_that_is_asked_for(ranks):
     "out, fault, said",
     [("killed-0", "checkpoint.after-rename:kill:3@0", "-9"), ("ended-1", "train.after-step:enospc:7@1", "1")],
 )
-def test_torchrun_starts_a_run_that_failed_again_and_it_goes_on_from_the_newest_checkpoint(whole, out, fault, said):
+def test_torchrun_restarts_a_failed_run_and_it_resumes_from_the_newest_checkpoint(whole, out, fault, said):
     # a run that may be overwritten is not, by its own second try
     command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", out, "--resume", "never", "--overwrite")
     started = time.monotonic()
@@ -296,7 +296,7 @@ def test_torchrun_starts_a_run_that_failed_again_and_it_goes_on_from_the_newest_
             *("--max-restarts", "1", "-m", "kdtrain", *map(str, command)),
         ],
         cwd=whole.root,
-        # the third save of a process: the second try has one left
+        # the third save of a process: the second attempt has one left
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "KDTRAIN_FAULT": fault},
         capture_output=True,
         text=True,

@@ -27,7 +27,7 @@ def test_the_exported_student_has_the_loss_that_evaluate_reported(bench, distill
     reported = bench.run("evaluate", "--student", "exported", "--cache", "cache", "--json").json
     assert cross_entropy(bench.root / "exported", bench.root / "cache") == pytest.approx(reported["loss"], rel=1e-6)
     assert reported["loss"] == pytest.approx(distilled.json["best_validation_loss"], rel=1e-5)
-    # what the run wrote at its end is the same model
+    # the run exports the same model at its end
     written, ours = (bench.root / each / "model.safetensors" for each in ("run/student", "exported"))
     assert written.read_bytes() == ours.read_bytes()
 
@@ -39,7 +39,7 @@ def test_the_exported_tokenizer_is_the_teachers(bench, distilled):
     assert student.decode(student(text)["input_ids"]) == text
 
 
-def test_another_checkpoint_is_exported_by_name_and_overwrites_only_when_told(bench, distilled):
+def test_another_checkpoint_is_exported_by_name_and_replaces_only_with_overwrite(bench, distilled):
     argv = ("export", "run", "--checkpoint", "step-00000004", "--out", "early")
     assert bench.run(*argv, "--json").json["step"] == 4
     assert cross_entropy(bench.root / "early", bench.root / "cache") != pytest.approx(

@@ -1,4 +1,4 @@
-"""A cache from what an inference server wrote: it trains a student at T = 1 and is refused at any other."""
+"""A cache from the log-probabilities of an inference server trains a student at T = 1, and is refused at any other."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Steps that go wrong in a real run: what is skipped, gone back behind or ended, what is said, and the exit code.
+"""Failed steps in a real run: skips, rollbacks, ends, log lines, and exit codes.
 
 That a run broken off at any point ends with the same bits, in a rollback too, is in test_resume_is_exact.py.
 """
@@ -40,7 +40,7 @@ def assert_sound(forks, run, steps):
 
 
 def assert_same(forks, run, whole):
-    """The newest checkpoints are equal bit by bit, and so are the lines of the steps but for what a clock decides."""
+    """The newest checkpoints are equal bit by bit, and so are the lines of the steps except for times."""
     assert forks.newest(run).name == forks.newest(whole).name
     ours, theirs = forks.tensors(run), forks.tensors(whole)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
@@ -72,7 +72,7 @@ def test_a_run_that_is_killed_after_a_skipped_step_comes_to_the_same_end(forks):
     assert_same(forks, "skipped-killed", "skipped")
 
 
-def test_a_run_that_is_nan_at_every_step_ends_with_exit_1_and_goes_on_when_it_is_not(forks):
+def test_a_run_that_is_nan_at_every_step_ends_with_exit_1_and_resumes_without_the_fault(forks):
     done = start(forks, "nan-always", "--max-skips", 2, "--checkpoint-freq", 2, fault="train.gradient:nan:4-1000")
     assert done.code == 1
     said = done.refusal()
@@ -119,7 +119,7 @@ SPIKE = ("--checkpoint-freq", 4)
 SPIKED = "train.loss:x30:26-28"
 
 
-def test_a_spike_is_gone_back_behind_and_the_run_ends_well(forks):
+def test_a_spike_is_rolled_back_and_the_run_ends_well(forks):
     spiked = start(forks, "spiked", *SPIKE, fault=SPIKED, steps=34).ok()
     assert "a loss spike since step 26, confirmed at step 28" in spiked.stderr
     assert_sound(forks, "spiked", 34)
@@ -206,7 +206,7 @@ def test_a_rate_far_too_high_ends_with_exit_1_as_diverged_and_exports_nothing(fo
     assert not (forks.root / f"high-{spikes}" / "student").exists()
 
 
-def test_a_run_that_makes_its_student_worse_says_so_and_exports_what_it_began_with(forks):
+def test_a_run_that_makes_its_student_worse_warns_and_exports_the_initial_student(forks):
     start(forks, "good", "--lr", 1e-2, steps=60).ok()
     worse = ("--load", "good/checkpoints/latest", "--override-opt-param-scheduler", "--divergence-factor", 100)
     done = start(forks, "worse", *worse, "--lr", 0.3, "--spike-rule", "none", "--json", steps=4)
@@ -229,7 +229,7 @@ def test_a_distilled_student_is_compared_with_plain_cross_entropy_beside_it(fork
     assert shorter.json["better_than_cross_entropy"] is None
 
 
-def test_a_finished_run_that_is_started_again_keeps_what_it_took(forks):
+def test_a_finished_run_that_starts_again_keeps_its_time_and_tokens(forks):
     start(forks, "twice", steps=4).ok()
     first = result(forks, "twice")
     start(forks, "twice", steps=4).ok()
@@ -248,7 +248,7 @@ def test_a_decay_that_a_plateau_began_is_put_aside_where_early_stopping_is_switc
     assert "cancels the decay that a plateau began at step 4" in done.stderr
 
 
-def test_a_run_to_load_is_told_its_checkpoints(forks):
+def test_load_of_a_run_names_its_checkpoints(forks):
     start(forks, "loadable", steps=2).ok()
     refused = start(forks, "loading", "--load", "loadable")
     assert refused.code == 2

@@ -24,7 +24,7 @@ def whole(bench):
     return bench
 
 
-def test_a_student_comes_near_its_teachers_layers_and_the_loss_is_the_sum_that_it_is_said_to_be(whole):
+def test_a_student_approaches_its_teachers_layers_and_the_loss_is_the_documented_sum(whole):
     lines = whole.metrics("hidden")
     assert lines[-1]["hidden"] < 0.9 * lines[0]["hidden"]
     for line in lines:
@@ -47,7 +47,7 @@ def test_the_projections_are_in_the_checkpoint_with_their_moments_and_not_in_the
     assert exported and not [name for name in exported if "projection" in name]
 
 
-def test_a_killed_run_goes_on_bitwise_also_when_it_recomputes_its_activations(whole):
+def test_a_killed_run_resumes_bitwise_also_when_it_recomputes_its_activations(whole):
     assert start(whole, "hidden-killed", fault="train.after-micro-batch:kill:8").code == -9
     start(whole, "hidden-killed", "--activation-checkpointing").ok()
     ours, theirs = whole.tensors("hidden-killed"), whole.tensors("hidden")

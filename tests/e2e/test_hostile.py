@@ -1,4 +1,4 @@
-"""What a stranger made ends a command in one line, or does no harm: a few attacks of each family of `make torture`.
+"""Untrusted input ends a command in one line, or does no harm: a few attacks of each family of `make torture`.
 
 Each is run by the real command, in a fork of a process that has imported everything, with a limit of time and memory.
 """
@@ -32,7 +32,7 @@ def test_a_command_ends_the_same_in_an_interpreter_of_its_own(bench):
 
 
 def test_an_attack_that_succeeds_is_seen(bench):
-    """The judge on a command that writes where it should not, and on one that takes what is to be refused."""
+    """The judge on a command that writes where it must not, and on one that accepts what it must refuse."""
     sound = next(each for each in CASES if (each.family, each.name) == ("controls", "untouched, distill"))
     _, elsewhere = bench.run(dataclasses.replace(sound, writes=()))
     _, taken = bench.run(dataclasses.replace(sound, ends="refused"))

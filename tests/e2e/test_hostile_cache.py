@@ -20,7 +20,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def hostile(request, bench, cached) -> str:
-    """What is wrong with the first shard of the cache `hostile`, whose digests all fit."""
+    """The fault in the first shard of the cache `hostile`, whose digests all match."""
     shutil.rmtree(bench.root / "hostile", ignore_errors=True)
     shutil.copytree(bench.root / "cache", bench.root / "hostile")
     change, reason = CASES[request.param]
@@ -39,7 +39,7 @@ def test_training_from_a_hostile_cache_fails_in_one_line(bench, forks, hostile):
     assert "kdtrain verify hostile" in done.refusal()
 
 
-def test_verify_names_a_hostile_shard_and_what_is_wrong_with_it(forks, hostile):
+def test_verify_names_a_hostile_shard_and_its_fault(forks, hostile):
     done = forks.run("verify", "hostile", "--json")
     assert done.code == 1
     assert f'"problems": ["hostile/shards/train-00000.h5: {hostile}"]' in done.stdout.replace('\\"', '"')
@@ -55,7 +55,7 @@ def test_a_hostile_shard_is_refused_by_evaluate(bench, distilled, forks, hostile
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("hostile", ["type"], indirect=True)
 def test_a_command_that_failed_in_the_thread_that_reads_ends(bench, hostile):
-    """In a process of its own, whose end is Python's."""
+    """In a process of its own, which Python ends."""
     argv = ("distill", "--cache", "hostile", "--student", "student.toml", "--out", "own", "--steps", 4)
     done = bench.run(*argv, *bench.eager, *bench.fast)
     assert (done.code, done.stdout) == (1, "")

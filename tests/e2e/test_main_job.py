@@ -18,7 +18,7 @@ def assert_trained(bench, done, run, steps):
     assert (bench.root / run / "student" / "model.safetensors").exists()
 
 
-def test_a_teacher_is_cached_and_the_cache_is_what_was_asked_for(bench, cached):
+def test_a_teacher_is_cached_as_the_options_say(bench, cached):
     result = cached.json
     assert result["sequences"] == {"train": 40, "validation": 8}
     assert result["tokens"]["train"] == 40 * 32

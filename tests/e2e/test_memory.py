@@ -1,4 +1,4 @@
-"""What `distill` needs in memory does not grow with the cache."""
+"""The memory of `distill` does not grow with the cache."""
 
 import statistics
 

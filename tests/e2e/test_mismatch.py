@@ -1,4 +1,4 @@
-"""What does not belong together is refused with the digest that differs, and taken only when asked for by name."""
+"""Inputs that do not belong together are refused with the digest that differs, and accepted only by name."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Ranks that are not about to do the same are refused before the first step, on every rank, with what differs.
+"""Ranks with different jobs are refused before the first step, on every rank, with what differs.
 
 Each rank is a fork with a command line of its own, or in a folder of its own: on two nodes one name may be two files.
 """
@@ -25,7 +25,7 @@ def ranks(ranks_of, cached):
 
 @pytest.fixture
 def elsewhere(ranks, tmp_path):
-    """A folder that holds what the bench holds, as another node does."""
+    """A copy of the bench, as on another node."""
     for name in ("teacher", "cache", "corpus"):
         shutil.copytree(ranks.root / name, tmp_path / name)
     shutil.copy2(ranks.root / "student.toml", tmp_path)
@@ -33,7 +33,7 @@ def elsewhere(ranks, tmp_path):
 
 
 def refused(ranks, argv, out: Path, other=None, folder: Path | None = None, **environment: str) -> str:
-    """What rank 0 said when it and a rank with another command line, or in another folder, were refused."""
+    """The refusal by rank 0 of a rank with another command line, or in another folder."""
     ended = ranks.launch_each([(argv, ranks.root), (other or argv, folder or ranks.root)], **environment)
     assert [each.code for each in ended] == [2, 2], [each.stderr for each in ended]
     assert ended[1].stderr == ""
@@ -59,7 +59,7 @@ def test_ranks_with_different_options_are_refused_by_what_differs(ranks, option,
     assert shown in refused(ranks, argv, ranks.root / "options", other)
 
 
-def test_ranks_may_differ_in_what_concerns_one_of_them(ranks):
+def test_ranks_may_differ_in_options_of_one_rank(ranks):
     argv = (*RUN, *ranks.eager, "--out", "own-affairs")
     ended = ranks.launch_each([(argv, ranks.root), ((*argv, "--json", "--rank-timeout", 60), ranks.root)])
     assert [each.code for each in ended] == [0, 0], [each.stderr for each in ended]

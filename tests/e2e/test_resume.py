@@ -1,4 +1,4 @@
-"""A run that was killed, stopped or damaged goes on as if nothing had happened: the same bits, each step once."""
+"""A run that is killed, stopped or damaged resumes as if nothing had happened: the same bits, each step once."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def assert_same(bench, run, whole, validations=True):
 
 
 def untimed(lines):
-    """Lines without what a clock decides, and without the average over the steps of one process."""
+    """Lines without times, and without the average over the steps of one process."""
     return [{name: value for name, value in line.items() if name not in TIMING} for line in lines]
 
 
@@ -96,7 +96,7 @@ def test_a_stop_between_micro_batches_leaves_no_trace_of_the_unfinished_step(ben
     assert untimed(bench.metrics("stopped")) == untimed(bench.metrics(uninterrupted["learnable"])[:1])
 
 
-def test_a_stop_during_a_validation_is_made_up_for_when_the_run_goes_on(bench, uninterrupted):
+def test_a_validation_that_a_stop_interrupted_is_made_when_the_run_resumes(bench, uninterrupted):
     done = start(bench, "fixed", "unvalidated", fault="train.after-step:term:3")
     assert "after step 3" in done.ok().stderr
     assert [line["step"] for line in bench.lines("unvalidated")] == [0, 1, 2, 3]

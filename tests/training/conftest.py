@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class RandomSource:
-    """`size` random sequences with dense targets; `masked` of them count no token, `broken` says nan."""
+    """`size` random sequences with dense targets; `masked` of them have no unmasked token, `broken` has a NaN."""
 
     overlaps = False
     vocab_size = VOCABULARY
@@ -51,7 +51,7 @@ class RandomSource:
         return len(self.tokens)
 
     def read(self, indices: np.ndarray) -> CachedBatch:
-        """The sequences `indices`; which were asked for is remembered."""
+        """The sequences `indices`; records which were read."""
         self.reads.append(indices.tolist())
         rows = torch.as_tensor(indices)
         targets = DenseTargets.from_logits(self.logits[rows].flatten(0, 1), self.tokens[rows, 1:].flatten())

@@ -58,7 +58,7 @@ def sparse_targets() -> SparseTargets:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_moved_arrives_whole_however_it_lies_in_memory(device):
+def test_a_copied_tensor_is_complete_for_any_memory_layout(device):
     mover, targets = DeviceCopy(torch.device(device)), sparse_targets()
     for _ in range(3):
         with mover.copying() as move:
@@ -81,7 +81,7 @@ def on(run, device):
 
 
 def trained(workshop, name, device, steps, **options):
-    """The state of a run of 6 steps after `steps` of them, going on from what the run's folder holds."""
+    """The state of a run of 6 steps after `steps` of them, resumed from the run's folder."""
     with workshop.run(name, steps=6, checkpoint_freq=3, lr_schedule="constant", **options) as run:
         on(run, device)
         newest, _ = run.store.newest_valid()

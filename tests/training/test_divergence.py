@@ -1,4 +1,4 @@
-"""Divergence: a student that stays worse than it began, and what is none."""
+"""Divergence: a student that stays worse than it began is detected, and nothing else is."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_a_slow_rise_above_the_beginning_is_seen_however_slow():
     assert found is not None and 4.8 < rising[found - 1] < 4.85
 
 
-def test_training_text_that_is_harder_than_the_validation_text_is_no_divergence():
+def test_training_text_that_is_harder_than_the_validation_text_is_not_a_divergence():
     assert seen_at(begun(2.0), [3.0] * 200) is None
 
 
@@ -73,7 +73,7 @@ def test_after_a_rollback_it_needs_new_losses_and_keeps_its_level():
 
 
 @pytest.mark.parametrize("cut", [0, 5, 30])
-def test_what_was_taken_over_through_json_sees_the_same_step(cut):
+def test_a_watch_restored_from_json_finds_the_same_step(cut):
     losses = [4.0 + 0.05 * step for step in range(60)]
     expected = seen_at(begun(), losses)
     first, second = begun(), DivergenceWatch(1.2)

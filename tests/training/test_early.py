@@ -1,4 +1,4 @@
-"""Early stopping: what a plateau is, what is none, what follows from one, and that a resume keeps the patience."""
+"""Early stopping: what is a plateau and what is not, its consequences, and a resume that keeps the patience."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def flat(looks, seed=0):
 
 def test_a_flat_validation_loss_is_a_plateau_at_the_fifth_look_after_the_best_one():
     step, reason = feed(early(), flat(20))
-    # the first look after the warm-up is at step 100 and sets the best; the five that follow are no better
+    # the first comparison after the warm-up is at step 100 and sets the best; the next five are not better
     assert step == 350
     assert reason.startswith("validation loss 2.00")
     assert "at step 350, not 0.01 below 2.00" in reason and reason.endswith("in 5 comparisons in a row")
@@ -65,7 +65,7 @@ def test_a_look_without_a_validation_since_the_last_one_does_not_count():
     assert watching.plateau(300) is not None
 
 
-def test_without_a_validation_split_the_average_of_the_training_loss_is_looked_at():
+def test_without_a_validation_split_the_average_training_loss_counts():
     watching = early()
     found = []
     for step in range(1, 401):
@@ -95,7 +95,7 @@ def test_switched_off_as_it_is_by_default_it_finds_nothing_and_still_knows_the_a
 
 
 @pytest.mark.parametrize("cut", [1, 3, 6])
-def test_what_was_taken_over_through_json_finds_the_same_plateau_with_the_same_words(cut):
+def test_a_stopper_restored_from_json_finds_the_same_plateau_with_the_same_words(cut):
     losses = flat(20, seed=3)
     expected = feed(early(), losses)
     first, second = early(), early()

@@ -125,7 +125,7 @@ def test_an_optimizer_that_would_take_the_step_all_the_same_is_not_let_in():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_found_wherever_it_is(bad):
+def test_a_non_finite_value_is_found_wherever_it_is(bad):
     fine = torch.tensor([1.0, -3e38])
     assert non_finite(torch.tensor(2.0, dtype=torch.float64), fine) == 0
     assert non_finite(torch.tensor(bad), fine) == 1

@@ -9,7 +9,7 @@ from torch import nn
 from kdtrain.training.reporter import ClippedShare, LearnedSamples, MemoryGrowth, gradients_of, initial_loss
 
 
-def test_more_than_a_tenth_of_clipped_steps_is_said_once_with_the_advice():
+def test_more_than_a_tenth_of_clipped_steps_is_logged_once_with_the_advice():
     share = ClippedShare(clip=1.0, window=20)
     said = [share.add(norm) for norm in [0.5] * 18 + [2.0] * 4]
     assert [number for number, text in enumerate(said) if text] == [20]
@@ -17,7 +17,7 @@ def test_more_than_a_tenth_of_clipped_steps_is_said_once_with_the_advice():
     assert share.share == 0.2
 
 
-def test_it_is_said_again_when_it_went_away_in_between():
+def test_it_is_logged_again_after_it_has_ceased():
     share = ClippedShare(clip=1.0, window=10)
     said = [share.add(norm) for norm in [2.0] * 10 + [0.1] * 10 + [2.0] * 10]
     assert [number for number, text in enumerate(said) if text] == [9, 21]
@@ -30,7 +30,7 @@ def test_a_step_that_is_not_clipped_does_not_count(clip, norm):
     assert share.share == 0.0
 
 
-def test_a_share_of_less_than_a_window_is_no_news():
+def test_a_share_of_less_than_a_window_is_not_logged():
     share = ClippedShare(clip=1.0, window=100)
     assert [share.add(2.0) for _ in range(99)] == [None] * 99
 
@@ -39,7 +39,7 @@ def divergences(watch, values):
     return [watch.add(value, epochs=0.5 * number) for number, value in enumerate(values)]
 
 
-def test_samples_that_were_learned_by_heart_are_said_once_with_epochs_and_samples():
+def test_memorized_samples_are_logged_once_with_epochs_and_samples():
     found = divergences(LearnedSamples(6, window=4), [0.3, 0.1, 0.0, -0.1, -0.2, -0.3, 0.5, -9.0])
     assert [bool(text) for text in found] == [False, False, False, False, True, False, False, False]
     assert "-0.050 nats over the last 4 steps" in found[4]
@@ -51,7 +51,7 @@ def test_samples_that_were_learned_by_heart_are_said_once_with_epochs_and_sample
     [(0, [-1.0] * 20), (6, [0.1, -0.09] * 10), (6, [-1.0] * 3), (6, [math.nan] * 20)],
     ids=["targets without samples", "noise around a divergence above 0", "too few steps", "no divergence"],
 )
-def test_samples_that_were_not_learned_are_no_news(samples, values):
+def test_samples_that_are_not_memorized_are_not_logged(samples, values):
     assert divergences(LearnedSamples(samples, window=4), values) == [None] * len(values)
 
 
@@ -65,7 +65,7 @@ def test_memory_is_measured_from_the_end_of_the_warm_up():
     assert all(text is None for _, text in found)
 
 
-def test_memory_that_grew_by_more_than_half_is_said_once():
+def test_memory_that_grows_by_more_than_half_is_logged_once():
     found = held(MemoryGrowth(101, warmup=2), [1.0, 1.0, 100.0, 150.0, 151.0, 400.0], first=101)
     assert [bool(text) for _, text in found] == [False, False, False, False, True, False]
     assert "holds 151 MiB, 51 more than after its warm-up" in found[4][1]
@@ -100,7 +100,7 @@ def test_parameters_without_a_sound_gradient_are_named():
     assert [text.split(" (")[1] for text in found.lines()] == ["bad.weight)", "unused.weight)", "dead.weight)"]
 
 
-def test_a_model_whose_gradients_are_all_sound_is_no_news():
+def test_a_model_whose_gradients_are_all_sound_gives_no_warning():
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     assert gradients_of(model).lines() == []

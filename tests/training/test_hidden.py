@@ -125,7 +125,7 @@ def test_the_head_of_a_model_that_is_not_split_takes_part_too():
     assert all(each.abs().max() > 0 for name, each in found.items() if "projections" in name)
 
 
-def test_a_plan_says_what_it_compares_and_a_cache_is_refused():
+def test_a_plan_describes_what_it_compares_and_a_cache_is_refused():
     student = split(tiny_model("llama", VOCABULARY, seed=3))
     teacher = split(tiny_model("llama", VOCABULARY, seed=1, hidden_size=48, num_hidden_layers=4).eval())
     assert plan_hidden_loss(ObjectiveConfig(), student, teacher, 0) is None

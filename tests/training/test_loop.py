@@ -1,4 +1,4 @@
-"""The training loop: what a step is, what ends a run, and what marks the best student."""
+"""The training loop: a step, the end of a run, and the best student."""
 
 import copy
 import json
@@ -98,7 +98,7 @@ def test_a_step_without_an_unmasked_token_changes_nothing_but_decay_and_is_not_a
 
 
 @pytest.mark.parametrize("micro", [4, 1])
-def test_a_step_that_is_not_finite_leaves_no_trace_and_its_data_are_passed_over(workshop, micro):
+def test_a_non_finite_step_leaves_no_trace_and_its_data_are_left_out(workshop, micro):
     first = order.batch(0, 0, 16, 10).tolist()
     broken = next(number for number in first[4:8] if number not in first[:4])
     with workshop.run("sound", steps=1, lr_schedule="constant") as sound:
@@ -119,7 +119,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_and_its_data_are_passed_over(
     assert (run.config.out / "non-finite-00000002").is_dir()
 
 
-def test_a_run_goes_on_after_a_step_that_is_not_finite_and_takes_all_its_steps(workshop):
+def test_a_run_continues_after_a_non_finite_step_and_takes_all_its_steps(workshop):
     first = order.batch(0, 0, 16, 40).tolist()
     with workshop.run(train=workshop.source(40, broken=(first[5],)), steps=3) as run:
         run.fit()
@@ -208,7 +208,7 @@ def test_a_stop_saves_the_last_finished_step_and_nothing_of_the_unfinished_one(w
     assert run.store.newest_valid()[0] == (f"interrupted-{finished:08d}" if finished else "step-00000000")
 
 
-def test_a_checkpoint_is_told_of_once_it_is_published_and_never_before(workshop, monkeypatch):
+def test_a_checkpoint_is_logged_once_it_is_published_and_never_before(workshop, monkeypatch):
     seen = []
 
     def told() -> list[str]:

@@ -1,4 +1,4 @@
-"""A step that does not fit into memory is tried once with half the micro-batch, and gives the same weights."""
+"""A step that does not fit into memory is repeated once with half the micro-batch, and gives the same weights."""
 
 import json
 

@@ -88,7 +88,7 @@ def test_the_module_whose_output_goes_bad_is_named_with_place_and_micro_batch(wo
     assert found.shape[:2] == (2, 8)
 
 
-def test_what_goes_bad_between_two_modules_is_the_input_of_the_second(workshop):
+def test_a_tensor_that_goes_bad_between_two_modules_is_the_input_of_the_second(workshop):
     def huge(own, **named):
         output, weights = own(**named)
         return output + 3e38, weights
@@ -128,7 +128,7 @@ def test_a_teacher_may_say_that_a_token_is_impossible(workshop):
         assert look(run) is None
 
 
-def test_a_learned_temperature_that_went_bad_is_named(workshop):
+def test_a_non_finite_learned_temperature_is_named(workshop):
     with workshop.run(temperature_mode="likelihood") as run:
         with torch.no_grad():
             run.student.temperature.theta.fill_(math.nan)
@@ -166,7 +166,7 @@ def test_a_weight_whose_gradient_alone_goes_bad_is_named(workshop):
     assert (found.module, found.tensor) == ("model.layers.0.mlp.down_proj.linear", "the gradient of weight")
 
 
-def test_a_norm_that_overflows_over_finite_gradients_is_told(workshop):
+def test_a_norm_that_overflows_over_finite_gradients_is_a_finding(workshop):
     with workshop.run() as run:
         name = "model.norm"
         with replaced(module(run, name), lambda own, x: own(x) + 0.0):
@@ -183,7 +183,7 @@ def step_of(shape, **changes):
 
 @pytest.mark.parametrize("shape", ["gpt2", "qwen3", "gemma2", "granite", "bloom", "falcon_h1"])
 @pytest.mark.parametrize("document_mask", [False, True])
-def test_models_of_every_kind_can_be_looked_into(workshop, shape, document_mask):
+def test_hooks_work_on_models_of_every_kind(workshop, shape, document_mask):
     step = step_of(shape, document_mask=document_mask and shape not in ("bloom", "falcon_h1"))
     batch = workshop.source(4).read(ROWS)
     assert find_first(step, [batch], NORMALIZER) is None
@@ -202,7 +202,7 @@ def test_a_loss_that_goes_bad_on_finite_tensors_is_the_objectives(workshop):
     assert (found.module, found.tensor, found.direction) == ("objective", "the sum cross_entropy", "forward")
 
 
-def test_recomputed_layers_are_looked_into_as_others_are(workshop):
+def test_hooks_work_on_recomputed_layers(workshop):
     step = step_of("llama")
     checkpoint_activations(step.model.model)
     batch = workshop.source(4).read(ROWS)
@@ -213,7 +213,7 @@ def test_recomputed_layers_are_looked_into_as_others_are(workshop):
     assert (found.module, found.tensor) == (name, "the gradient of its input")
 
 
-def test_bf16_products_are_looked_into(workshop):
+def test_hooks_work_on_bf16_products(workshop):
     step = step_of("llama", mode="bf16")
     assert find_first(step, [workshop.source(4).read(ROWS)], NORMALIZER) is None
 
@@ -253,7 +253,7 @@ def test_a_compiled_graph_is_left_as_it_was(workshop):
         step(batch, NORMALIZER).loss.backward()
 
 
-def test_memory_that_runs_out_is_told_and_ends_nothing(workshop):
+def test_running_out_of_memory_is_a_finding_and_not_an_error(workshop):
     def full(own, *arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

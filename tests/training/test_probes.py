@@ -1,4 +1,4 @@
-"""What is measured before a long run, on students and batches of which it is known."""
+"""The measurements of --sanity, on students and batches with known results."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ def batch_of(rows, mask=None, segments=None):
     return CachedBatch(tokens, mask, segments, None)
 
 
-def test_sequences_that_differ_from_the_first_token_on_can_be_learned_by_heart():
+def test_sequences_that_differ_from_the_first_token_on_can_be_memorized():
     assert entropy_floor([batch_of([[1, 2, 3, 2, 3], [2, 2, 3, 3, 2]])], False) == 0.0
 
 
@@ -34,16 +34,16 @@ def test_a_beginning_with_several_continuations_costs_their_entropy():
     assert floor == pytest.approx(-(2 * math.log(2 / 3) + math.log(1 / 3)) / 9)
 
 
-def test_what_is_masked_is_no_part_of_the_floor():
+def test_masked_tokens_are_not_part_of_the_floor():
     rows = [[1, 2, 5], [1, 3, 5]]
     assert entropy_floor([batch_of(rows, mask=[[0, 1], [0, 1]])], False) == 0.0
     assert entropy_floor([batch_of(rows, mask=[[0, 0], [0, 0]])], False) == 0.0
 
 
-def test_documents_that_are_kept_apart_begin_anew():
+def test_with_a_document_mask_each_document_has_its_own_prefix():
     rows, segments = [[9, 1, 2, 1, 3]], [[0, 1, 1, 2]]
     assert entropy_floor([batch_of(rows, segments=segments)], False) == 0.0
-    # both documents begin with 1, one goes on with 2 and one with 3; the other two tokens are known
+    # both documents begin with 1, one continues with 2 and one with 3; the other two tokens are known
     assert entropy_floor([batch_of(rows, segments=segments)], True) == pytest.approx(2 * math.log(2) / 4)
 
 

@@ -1,4 +1,4 @@
-"""A loss spike: how far a run goes back, what it leaves out, and where it ends."""
+"""A loss spike: how far a run is rolled back, which data it leaves out, and how it ends."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def losses(run):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def test_a_run_goes_back_behind_a_spike_leaves_its_data_out_and_halves_the_rate(workshop, spikes):
+def test_a_spike_is_rolled_back_its_data_left_out_and_the_rate_halved(workshop, spikes):
     fired = spikes("26-28")
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
         run.fit()
@@ -66,7 +66,7 @@ def test_the_weights_after_a_rollback_are_those_of_the_checkpoint_from_before_th
     assert (before.state["progress"]["sequences"], after.state["progress"]["sequences"]) == (96, 112)
 
 
-def test_two_bad_batches_are_no_spike(workshop, spikes):
+def test_two_bad_batches_are_not_a_spike(workshop, spikes):
     fired = spikes("26-27")
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
         run.fit()
@@ -150,7 +150,7 @@ def test_the_checkpoint_that_a_rollback_needs_outlives_pruning(workshop, spikes)
     assert events(run, "rollback")[0]["step"] == 24
 
 
-def test_a_rollback_does_not_go_back_to_what_an_interruption_left(workshop, spikes):
+def test_a_rollback_ignores_the_checkpoint_of_an_interruption(workshop, spikes):
     spikes("26-28")
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
         run.store.save("interrupted-00000025", 25, run.state.tensors(), {"progress": {"step": 25}})
@@ -212,7 +212,7 @@ def test_a_rollback_does_not_bring_back_an_early_stop_that_was_put_aside(worksho
     assert (run.state.progress.rollbacks, run.state.progress.stopped, run.state.progress.step) == (1, None, 40)
 
 
-def test_the_best_that_is_gone_is_nobodys_best(workshop):
+def test_a_best_checkpoint_that_is_gone_is_forgotten(workshop):
     with workshop.run(steps=2, eval_freq=1) as run:
         run.fit()
         assert (run.store.folder / "best").is_symlink()

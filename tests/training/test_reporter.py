@@ -1,4 +1,4 @@
-"""What says how a run is doing: it looks, says, and changes nothing."""
+"""The reporter of a run: it logs and warns, and does not change the training."""
 
 import json
 import time
@@ -30,7 +30,7 @@ def backward(run):
     run.student(run.train_source.read(torch.arange(4).numpy()), 32.0).loss.backward()
 
 
-def test_a_line_holds_what_the_step_knows_and_what_the_process_holds(workshop):
+def test_a_line_holds_the_numbers_of_the_step_and_the_memory_of_the_process(workshop):
     with workshop.run() as run:
         text = reporter_of(run).finished(7, {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5}, checkpoint=4, epochs=0.7)
     assert text.startswith("loss=2.0000 lr=1.00e-03 grad_norm=0.500 ckpt=-3 memory_mb=")
@@ -47,7 +47,7 @@ def test_parameters_without_a_gradient_are_named_once(workshop, said):
     assert len(said) == 1 and "orphan" in said[0] and "no gradient" in said[0]
 
 
-def test_a_sound_student_is_no_news(workshop, said):
+def test_a_sound_student_gives_no_warning(workshop, said):
     with workshop.run() as run:
         backward(run)
         reporter = reporter_of(run)
@@ -56,7 +56,7 @@ def test_a_sound_student_is_no_news(workshop, said):
     assert said == []
 
 
-def test_an_initial_loss_far_from_ln_v_is_said(workshop, said):
+def test_an_initial_loss_far_from_ln_v_is_logged(workshop, said):
     with workshop.run() as run:
         reporter_of(run).initial(9.0)
     assert len(said) == 1 and "ln V is 5.704" in said[0]
@@ -125,7 +125,7 @@ def test_the_numbers_of_a_step_have_the_memory_and_the_share_of_clipped_steps(wo
 
 
 @pytest.mark.parametrize("nvml", [True, False])
-def test_a_gpu_says_what_it_holds_and_where_nvml_is_there_how_busy_it_is(workshop, monkeypatch, nvml):
+def test_the_memory_of_a_gpu_is_logged_and_with_nvml_its_utilization(workshop, monkeypatch, nvml):
     asked = []
 
     def utilization(device):
@@ -148,7 +148,7 @@ def test_a_gpu_says_what_it_holds_and_where_nvml_is_there_how_busy_it_is(worksho
     assert len(asked) == (2 if nvml else 1)
 
 
-def test_what_a_step_waited_for_data_and_the_rate_of_the_last_interval_are_written(workshop):
+def test_the_time_a_step_waits_for_data_and_the_rate_of_the_last_interval_are_written(workshop):
     class Slow(workshop.source):
         def read(self, indices):
             time.sleep(0.02)

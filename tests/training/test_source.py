@@ -1,4 +1,4 @@
-"""Where micro-batches come from: the order asked for, one ahead, and an online teacher through the same door."""
+"""Sources of micro-batches: in order, one ahead, and an online teacher with the same interface."""
 
 import itertools
 import threading
@@ -20,7 +20,7 @@ def indices(step):
 
 
 class Numbers:
-    """A source whose batches are the numbers asked for."""
+    """A source whose batches are their indices."""
 
     def __init__(self, overlaps, fails_at=None):
         self.overlaps, self.fails_at = overlaps, fails_at
@@ -56,7 +56,7 @@ def test_reading_runs_in_another_thread_and_no_further_than_one_micro_batch_ahea
     assert threading.current_thread() not in source.threads
 
 
-def test_an_online_teacher_is_asked_in_the_thread_of_the_student_and_not_ahead():
+def test_an_online_teacher_runs_in_the_thread_of_the_student_and_not_ahead():
     source = Numbers(overlaps=False)
     batches = next(Feed(source, indices, 3).steps())
     next(batches)

@@ -1,4 +1,4 @@
-"""Loss spikes: what is one on curves as trainings draw them, what is none, and that a resume knows the same."""
+"""Loss spikes: what is a spike on realistic curves and what is not, and a resume that finds the same."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def falling(seed, noise=0.06):
 
 
 def below_zero(seed):
-    """The loss of a student that learns the samples of its targets by heart: from 2.6 through 0 to -0.4."""
+    """The loss of a student that memorizes the samples of its targets: from 2.6 through 0 to -0.4."""
     draw = random.Random(seed)
     return [-0.4 + 3 * math.exp(-step / 60) + 0.06 * draw.gauss(0, 1) for step in range(1, STEPS + 1)]
 
@@ -56,7 +56,7 @@ def test_a_sustained_spike_is_confirmed_at_its_third_step_and_its_first_is_named
 
 
 @each_seed
-def test_a_doubled_loss_is_no_spike_of_the_factor_rule_and_is_what_the_mad_rule_is_for(seed):
+def test_a_doubled_loss_is_a_spike_by_the_mad_rule_and_not_by_the_factor_rule(seed):
     assert confirmed(SpikeDetector("factor"), with_spike(falling(seed), 2, 200)) is None
 
 
@@ -81,7 +81,7 @@ def test_a_loss_that_swings_around_zero_has_no_spike_and_one_of_it_is_found(seed
 
 @each_rule
 @each_seed
-def test_a_slow_drift_upwards_is_no_spike(rule, seed):
+def test_a_slow_drift_upwards_is_not_a_spike(rule, seed):
     drifting = [loss * (1 + step / STEPS) for step, loss in enumerate(falling(seed), 1)]
     assert drifting[-1] > 1.5 * min(drifting[200:300])
     assert confirmed(SpikeDetector(rule), drifting) is None
@@ -89,7 +89,7 @@ def test_a_slow_drift_upwards_is_no_spike(rule, seed):
 
 @each_rule
 @pytest.mark.parametrize("length", [1, 2])
-def test_outliers_shorter_than_the_patience_are_no_spike_and_do_not_blunt_the_next_one(rule, length):
+def test_outliers_shorter_than_the_patience_are_not_a_spike_and_do_not_hide_the_next_one(rule, length):
     detector, losses = SpikeDetector(rule), with_spike(falling(0), 30, length)
     assert confirmed(detector, losses) is None
     assert detector.threshold("ce") < 4 * 2.2
@@ -114,7 +114,7 @@ def test_suspicion_begins_with_the_first_spiky_loss_and_ends_with_a_clean_one():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_is_neither_clean_nor_spiky(bad):
+def test_a_non_finite_loss_is_neither_clean_nor_spiky(bad):
     detector = SpikeDetector("factor", minimum=2)
     found = [
         detector.update(step, {"ce": loss}) for step, loss in enumerate([1.0, bad, 1.0, 9.0, bad, 9.0, bad, 9.0], 1)
@@ -169,7 +169,7 @@ def test_the_rule_none_never_finds_anything():
     assert confirmed(SpikeDetector("none"), with_spike(falling(0), 1000, 200)) is None
 
 
-def test_a_reset_forgets_the_spike_and_keeps_what_is_clean():
+def test_a_reset_forgets_the_spike_and_keeps_the_clean_values():
     detector = SpikeDetector("factor")
     confirmed(detector, with_spike(falling(0), 30, 200))
     threshold = detector.threshold("ce")
@@ -178,7 +178,7 @@ def test_a_reset_forgets_the_spike_and_keeps_what_is_clean():
 
 
 @given(st.lists(st.floats(0, 100), max_size=60), st.integers(0, 60), st.sampled_from(["factor", "mad"]))
-def test_a_detector_taken_over_through_json_finds_what_the_first_would_have_found(losses, cut, rule):
+def test_a_detector_restored_from_json_finds_the_same_spikes(losses, cut, rule):
     def make():
         return SpikeDetector(rule, factor=1.5, patience=2, window=8, minimum=3)
 

@@ -36,7 +36,7 @@ def stepped(state, seed):
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2", "qwen3"])
-def test_what_is_restored_goes_on_bit_by_bit(shape):
+def test_a_restored_state_resumes_bitwise(shape):
     whole = stepped(stepped(made(1, shape), seed=1), seed=2)
     half = stepped(made(1, shape), seed=1)
     saved = {name: tensor.clone() for name, tensor in half.tensors().items()}

@@ -19,7 +19,7 @@ def test_a_first_signal_is_remembered_by_name(number):
         assert stop.name == signal.Signals(number).name
 
 
-def test_afterwards_signals_do_again_what_they_did_before():
+def test_afterwards_the_earlier_signal_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     stop = StopRequest()
     with pytest.raises(ZeroDivisionError), stop:

@@ -1,4 +1,4 @@
-"""Adaptive quantisation in the loop: what is decided is done, said, saved, and the same after a resume."""
+"""Adaptive quantisation in the loop: decisions are carried out, logged, saved, and the same after a resume."""
 
 import json
 import logging
@@ -165,7 +165,7 @@ def test_a_run_resumed_in_mid_window_goes_back_to_the_snapshot_that_the_first_pr
     assert again["watchers"]["adaptive"] == numbers["watchers"]["adaptive"]
 
 
-def test_a_kill_behind_the_first_checkpoint_of_a_step_loses_no_state_that_the_run_goes_back_to(workshop, fault):
+def test_a_kill_after_the_first_checkpoint_of_a_step_loses_no_state_of_the_recovery_buffer(workshop, fault):
     spikes = "train.loss:x2:5-8,train.gradient:nan:14-17"
     fault(spikes)  # back to mxfp4 at step 12, where a window ends; broken from step 14 on
     options = {**CALM, "lr": 1e-3, "checkpoint_freq": 100, "async_save": False}
@@ -195,7 +195,7 @@ def test_a_checkpoint_carries_the_snapshots_of_its_window_and_none_at_its_end(wo
     assert kept == [1, 2, 2, 0, 1, 2, 2, 0]
 
 
-def test_a_window_that_a_kill_left_behind_is_removed_with_the_next(workshop):
+def test_a_window_that_a_kill_left_is_removed_with_the_next(workshop):
     with workshop.run(steps=8, checkpoint_freq=100, **CALM) as run:
         quantise(run, **LOSS | {"window": 2})
         run.store.save("window_end_9_iter1", 1, run.state.tensors(), run.state.numbers())
@@ -247,7 +247,7 @@ def test_the_gap_is_what_quantisation_costs_and_measuring_it_changes_nothing(wor
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_steps_that_stay_broken_in_the_fallback_go_back_to_the_newest_good_state(workshop, fault, caplog):
+def test_steps_that_stay_broken_in_the_fallback_restore_the_newest_good_state(workshop, fault, caplog):
     fault("train.loss:nan:6-9")
     with workshop.run(steps=8, checkpoint_freq=100, **CALM) as run:
         controller = quantise(run, **LOSS)
@@ -300,7 +300,7 @@ def test_a_loss_scale_changes_no_weight_and_is_taken_out_before_the_clip(worksho
         torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-7)
 
 
-def test_an_overflow_halves_the_scale_and_is_no_failure(workshop, fault, caplog):
+def test_an_overflow_halves_the_scale_and_is_not_a_failure(workshop, fault, caplog):
     fault("train.gradient:nan:2-12")
     with workshop.run(steps=3, **CALM) as run:
         run.guards.scale = LossScale(True)
