@@ -84,21 +84,21 @@ def distill(config: DistillConfig) -> dict[str, Any]:
         trainer, config = built.trainer, built.trainer.config
         loaded = resume_or_start(trainer, resumed)  # writes nothing yet, so that a refusal changes nothing
         _write_metadata(built)
-        stack.enter_context(_result_of_failure(trainer))
-        built.open(init=None if loaded is None else "loaded")
-        trainer.writers.hyperparameters(used(config))
-        _log_start(built, loaded)
-        _fit(trainer)
-        if trainer.stopped_by is None:
-            log_outcome(trainer)
-        trainer.writers.close()
-    stopped_early = trainer.state.progress.stopped is not None
-    result = run_result(trainer, "signal" if trainer.stopped_by else "early-stop" if stopped_early else "done")
-    if trainer.stopped_by is None:
-        on_main(lambda: _export(trainer))
-        result["student"] = str(config.out / "student")
-    write_result(trainer, result)
-    return result
+        with _result_of_failure(trainer):
+            built.open(init=None if loaded is None else "loaded")
+            trainer.writers.hyperparameters(used(config))
+            _log_start(built, loaded)
+            _fit(trainer)
+            if trainer.stopped_by is None:
+                log_outcome(trainer)
+            trainer.writers.close()
+        stopped_early = trainer.state.progress.stopped is not None
+        result = run_result(trainer, "signal" if trainer.stopped_by else "early-stop" if stopped_early else "done")
+        if trainer.stopped_by is None:  # still as a group of ranks, and under the run's lock
+            on_main(lambda: _export(trainer))
+            result["student"] = str(config.out / "student")
+        write_result(trainer, result)
+        return result
 
 
 def _write_metadata(built: BuiltRun) -> None:

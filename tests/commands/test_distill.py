@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kdtrain import faults, files
+from kdtrain.commands import distill
 from kdtrain.commands.run_folder import LOCK, run_lock
 from kdtrain.config import DistillConfig
 
@@ -41,6 +42,19 @@ def test_a_second_launch_into_a_folder_is_refused_by_one_line_and_leaves_the_fir
             code, said = line(workbench.call(*command, "--cache", "cache", "--out", "taken", *more))
             assert (code, said) == (2, "another process is training in taken; wait for it, or name another --out")
         assert workbench.everything() == before
+
+
+@pytest.mark.parametrize("name", ["_export", "write_result"])
+def test_the_folder_is_locked_until_the_student_and_the_result_are_written(workbench, command, monkeypatch, name):
+    held, write = [], getattr(distill, name)
+
+    def watched(trainer, *rest):
+        held.append((trainer.config.out / LOCK).exists())
+        write(trainer, *rest)
+
+    monkeypatch.setattr(distill, name, watched)
+    assert workbench.call(*command, "--cache", "cache", "--out", f"locked-{name}")[0] == 0
+    assert held == [True]
 
 
 def test_a_run_lets_go_of_its_folder_and_a_refused_one_leaves_none(workbench, command):
