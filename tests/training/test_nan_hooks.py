@@ -1,4 +1,4 @@
-"""NaN hooks: the first tensor that goes bad is named, whatever it is, and looking leaves no trace."""
+"""NaN hooks: the first non-finite tensor is named, and the checks leave no trace."""
 
 import json
 import math
