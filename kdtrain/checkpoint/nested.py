@@ -9,6 +9,7 @@ What it gives up: keys are strings or integers, and a state is loaded whole, on 
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from kdtrain.checkpoint.tiers import Keep
 from kdtrain.errors import RunError, UsageError
 
 _TENSOR, _MAPPING, _TUPLE = "tensor", "mapping", "tuple"
+
+
+_ALONE = "torch.distributed is disabled, unavailable or uninitialized"
+"""What PyTorch warns of in a process without a group, which is what is meant here."""
 
 
 class CheckpointStore:
@@ -59,7 +64,9 @@ class CheckpointStore:
         name = name or tiers.rolling_name(step)
         best = self._best_loss()
         tree = {"tree": _flatten(state, "", tensors), "metrics": dict(metrics or {})}
-        path = self._store.save(name, step, tensors, tree)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_ALONE)
+            path = self._store.save(name, step, tensors, tree)
         loss = (metrics or {}).get("loss")
         if loss is not None and not math.isnan(loss) and (best is None or loss < best):
             self._store.link("best", name)
@@ -73,7 +80,9 @@ class CheckpointStore:
             UsageError: no checkpoint has that name.
             RunError: it is damaged.
         """
-        checkpoint = load(self._store.choose(wanted))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_ALONE)
+            checkpoint = load(self._store.choose(wanted))
         try:
             return _unflatten(checkpoint.state["tree"], checkpoint.tensors)
         except (KeyError, TypeError, ValueError) as error:

@@ -24,7 +24,7 @@ TAILS = Registry(
     "kdtrain.tails",
     "kdtrain.objective.tails",
     {
-        "ghost": "one bucket for all entries that are not kept; in a cache with samples the same as sampled",
+        "ghost": "one bucket for all entries not kept; a cache with samples uses sampled instead",
         "drop": "nothing; the loss drives the student's tail towards 0",
         "renormalize": "the top-k scaled to 1 on both sides",
         "sampled": "the samples, weighted: an unbiased estimate",

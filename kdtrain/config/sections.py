@@ -202,7 +202,7 @@ class OptimizerConfig:
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd is constant until the last --decay-steps."""
     warmup_steps: int = 50
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0, fewer in a shorter run."""
     decay_steps: int | None = None
     """Steps of decay at the end of wsd; a fifth of all steps if not given."""
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
@@ -246,7 +246,7 @@ class CheckpointConfig:
     resume: str = "auto"
     """auto, never, latest, best, or the name or path of a checkpoint."""
     auto_resume: bool = False
-    """Resume an earlier run without asking."""
+    """Resume an earlier run without the question that a terminal is asked."""
     overwrite: bool = False
     """With --resume never: move an earlier run in --out aside and start a new one."""
     load: Path | None = None

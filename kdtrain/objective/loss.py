@@ -62,7 +62,7 @@ class DistillationLoss(nn.Module):
         alpha: weight of the distillation term, 0 to 1; it may be changed before any step.
         temperature: T > 0, or a module of `objective.temperature`.
     Raises:
-        UsageError: there is no such divergence or tail rule.
+        UsageError: there is no such divergence or tail rule, or alpha or the temperature is out of range.
 
     >>> loss = DistillationLoss(divergence="forward-kl", alpha=0.9, temperature=2.0)
     >>> loss.temperature.value()
@@ -80,6 +80,8 @@ class DistillationLoss(nn.Module):
         super().__init__()
         parse(divergence)
         TAILS.get(tail)
+        if not 0 <= alpha <= 1:
+            raise UsageError(f"--alpha {alpha} is not between 0 and 1")
         self.divergence, self.alpha, self.tail = divergence, alpha, tail
         self.temperature = temperature if isinstance(temperature, Temperature) else Temperature(float(temperature))
 

@@ -44,6 +44,8 @@ class Temperature(nn.Module):
 
     def __init__(self, start: float) -> None:
         super().__init__()
+        if not 0 < start < math.inf:
+            raise UsageError(f"--temperature {start} is not above 0")
         self.step = 0
         self.register_buffer("_start", torch.tensor(start, dtype=torch.float32), persistent=False)
 
