@@ -43,7 +43,8 @@ class Registry:
         self.entries: dict[str, Any] = {}
         """What is registered so far: the built-in names once `home` is imported, and the packages used."""
         self._help = dict(builtin)
-        self._modules: dict[str, str] = {}
+        self.modules: dict[str, str] = {}
+        """The module that registered each."""
 
     def add(self, name: str, entry: Any, source: Any, help: str = "") -> None:
         """Register `entry`, made from the function or class `source`, whose first docstring line is the default help.
@@ -51,7 +52,7 @@ class Registry:
         Raises:
             UsageError: another module has registered this name.
         """
-        if (other := self._modules.setdefault(name, source.__module__)) != source.__module__:
+        if (other := self.modules.setdefault(name, source.__module__)) != source.__module__:
             raise UsageError(f"{self.option} {name} is registered by {other} and by {source.__module__}; rename one")
         self.entries[name] = entry
         if name not in self.builtin:

@@ -145,6 +145,8 @@ def test_errors_name_arguments_in_a_library_and_flags_in_a_command(arguments):
         kd.DistillationLoss(alpha=2)
     with pytest.raises(kd.UsageError, match=r"^temperature 0\.0 is not above 0$"):
         kd.DistillationLoss(temperature=0.0)
+    with pytest.raises(kd.UsageError, match="recipe rowwise is not one of mxfp4"):
+        kd.quantize_(tiny_model("llama", 300), "mxfp4", recipe="rowwise")
     with pytest.raises(kd.UsageError, match="mode int4 is not"):
         kd.quantize_(tiny_model("llama", 300), "int4")
     with pytest.raises(kd.UsageError, match="holds no cache"):
@@ -171,6 +173,36 @@ def test_a_state_of_any_depth_comes_back_as_it_was(tmp_path):
     assert torch.equal(store.load()["model"]["weight"], model.weight)  # the one before, which is whole
     with pytest.raises(kd.RunError, match="step-00000004 is damaged"):
         store.load("step-00000004")
+
+
+def test_names_of_a_state_that_look_alike_stay_apart(tmp_path):
+    store = kd.CheckpointStore(tmp_path)
+    store.save(
+        1, {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1), 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}
+    )
+    found = store.load()
+    assert [found["a"]["b"].item(), found["a.b"].item(), found[1].item(), found["1"].item()] == [1, 0, 2, 3]
+
+
+IN_A_GROUP = """
+import sys, torch, torch.distributed as dist
+import kdtrain as kd
+dist.init_process_group("gloo")
+store = kd.CheckpointStore(sys.argv[1])
+if dist.get_rank() == 0:
+    store.save(1, {"w": torch.ones(2)}, {"loss": 1.0})
+dist.barrier()
+assert store.load("best")["w"].tolist() == [1, 1]
+print("loaded")
+dist.destroy_process_group()
+"""
+
+
+def test_in_a_group_of_the_users_own_one_rank_saves_and_all_load(tmp_path):
+    (tmp_path / "script.py").write_text(IN_A_GROUP)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launch, tmp_path / "script.py", tmp_path / "c"], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout.count("loaded")) == (0, 2), done.stderr[-1500:]
 
 
 def test_transformers_saves_and_resumes_a_student_with_a_tied_head(tmp_path):

@@ -5,6 +5,8 @@ and tuples of tensors, numbers, strings, booleans and None, at any depth. Tensor
 their path in the state, everything else into JSON; nothing is pickled. Tensors that share memory are loaded as separate
 tensors.
 
+In a group of ranks one of them saves, with whole tensors; all may load.
+
 What it gives up: keys are strings or integers, and a state is loaded whole, on the CPU.
 """
 
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store, load, read_state
@@ -66,7 +69,7 @@ class CheckpointStore:
         tree = {"tree": _flatten(state, "", tensors), "metrics": dict(metrics or {})}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_ALONE)
-            path = self._store.save(name, step, tensors, tree)
+            path = self._store.save(name, step, tensors, tree, alone=True)
         loss = (metrics or {}).get("loss")
         if loss is not None and not math.isnan(loss) and (best is None or loss < best):
             self._store.link("best", name)
@@ -102,9 +105,12 @@ class CheckpointStore:
 
 def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """`value` as JSON; an object with one key stands for a tensor, a dict or a tuple."""
+    if isinstance(value, DTensor):
+        raise UsageError(f"the state's entry '{path}' is a shard of a tensor; gather the state first")
     if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach()
-        return {_TENSOR: path}
+        name = path if path not in tensors else f"{path}#{len(tensors)}"
+        tensors[name] = value.detach()
+        return {_TENSOR: name}
     if isinstance(value, Mapping):
         pairs = [[key, _flatten(each, f"{path}.{key}" if path else str(key), tensors)] for key, each in value.items()]
         if wrong := [key for key in value if not isinstance(key, str | int)]:

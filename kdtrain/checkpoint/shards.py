@@ -62,7 +62,9 @@ class EntryError(Exception):
         self.entry, self.cause, self.reason = entry, cause, reason
 
 
-def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None) -> dict[str, tuple[int, str]]:
+def write(
+    folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None, *, alone: bool = False
+) -> dict[str, tuple[int, str]]:
     """Write `tensors` into `folder`, flushed to the disk; return size in bytes and SHA-256 of each file.
 
     Only the first process gets these; the others get an empty dict.
@@ -72,13 +74,14 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any = None) 
         tensors: by name, of any shape and any dtype of safetensors, on any device; also DTensors if a process group is
             initialised. Every process passes the same names.
         group: the process group that exchanges the plans; by default the default group.
+        alone: this process writes by itself, whatever group it is in.
 
     Raises:
         EntryError: names the tensor that could not be written.
     """
     writer = _Writer(folder)
     try:
-        alone = not distributed.is_initialized()
+        alone = alone or not distributed.is_initialized()
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None

@@ -199,6 +199,8 @@ class Store:
         state: Mapping[str, Any],
         rollbacks: int = 0,
         group: Any = None,
+        *,
+        alone: bool = False,
     ) -> Path:
         """Publish a checkpoint and point `latest` at it; replaces one of the same name. Every rank calls this.
 
@@ -207,6 +209,7 @@ class Store:
             step, rollbacks: the place in the run, which decides which checkpoint is newest.
             tensors, state: named tensors, and JSON values.
             group: the group for objects; a thread needs its own (`ranks.control_group`).
+            alone: only this process calls it, whatever group it is in.
 
         Raises:
             RunError: the disk is full or cannot be written; names the entry. Earlier checkpoints are intact.
@@ -221,9 +224,9 @@ class Store:
             self.link("latest", name)
 
         with self._cleaning(name):
-            hidden = on_main(lambda: self._prepare(name), group)
-            files = shards.write(hidden, tensors, group)
-            on_main(finish, group)
+            hidden = self._prepare(name) if alone else on_main(lambda: self._prepare(name), group)
+            files = shards.write(hidden, tensors, group, alone=alone)
+            finish() if alone else on_main(finish, group)
         return self.folder / name
 
     def copy(self, name: str, to: str) -> Path:

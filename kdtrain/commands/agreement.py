@@ -11,6 +11,7 @@ first reads it; here the digest in the cache's manifest, over its tokens and sha
 """
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import transformers
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig, sections
+from kdtrain.config.choices import BACKENDS, DIVERGENCES, SOURCES, TAILS, TEMPERATURES
 from kdtrain.errors import UsageError
 from kdtrain.ranks import all_gather_object, process_group, raise_on_all_ranks, reported, world_size
 
@@ -84,11 +86,15 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def _code() -> dict[str, str]:
-    """A digest of the source of kdtrain, and the versions of the libraries that compute."""
+    """A digest of the source of kdtrain and of what packages registered, and the versions of the libraries."""
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    for registry in (DIVERGENCES, TAILS, TEMPERATURES, BACKENDS, SOURCES):
+        for name, module in sorted(registry.modules.items()):  # a package's own, of those that are loaded
+            if name not in registry.builtin and (source := getattr(sys.modules[module], "__file__", None)):
+                digest.update(f"{registry.option} {name}\n".encode() + Path(source).read_bytes())
     return {
         "the code of kdtrain": digest.hexdigest(),
         "torch": torch.__version__,

@@ -22,27 +22,33 @@ from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_o
 
 
 def main(config: CacheTeacherConfig) -> int:
-    """Build the cache, or the rest of an interrupted one, and print its metadata.
+    """Build the cache, or what an interrupted command left to build, and print what it is.
 
     Raises:
         UsageError, RunError: as `cache_teacher`.
     """
     started = time.monotonic()
-    cache = cache_teacher(config)
+    _build_among_ranks(config, wait=False)
     if is_main():
-        _show(config, cache.manifest, pick_device(config.device), time.monotonic() - started)
+        _show(config, Cache(config.out).manifest, pick_device(config.device), time.monotonic() - started)
     return 0
 
 
 def cache_teacher(config: CacheTeacherConfig) -> Cache:
     """Run a teacher over text and keep its distributions: `kdtrain cache-teacher` as a function.
 
-    The same call again finishes an interrupted cache.
+    The same call again finishes what an interrupted one left. Every rank returns the finished cache.
 
     Raises:
         UsageError: teacher, data and folder do not fit together.
         RunError: the disk is full or cannot be written, or a rank was lost; published shards stay.
     """
+    _build_among_ranks(config, wait=True)
+    return Cache(config.out)
+
+
+def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
+    """Build the cache. Ranks but the first `wait` for its manifest, or return before it is written."""
     setup_logging(quiet=not is_main())
     device = pick_device(config.device)
     with same_ranks(config, device):
@@ -50,7 +56,8 @@ def cache_teacher(config: CacheTeacherConfig) -> Cache:
             _build(config, device)
         except UsageError as error:
             raise reported(error) from None  # options, text and folder are the same on every rank
-    return Cache(config.out)
+        if wait:
+            on_main(lambda: None)
 
 
 def _build(config: CacheTeacherConfig, device: torch.device) -> None:

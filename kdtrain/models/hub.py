@@ -15,6 +15,7 @@ list what transformers 5 is known to act on, and prove nothing; any other failur
 line.
 """
 
+import contextlib
 import difflib
 import errno
 import re
@@ -187,15 +188,26 @@ _EXPLANATIONS = {
 Answer = TypeVar("Answer")
 
 
-def ask(source: str, load: Callable[[], Answer]) -> Answer:
-    """Call `load`; turn any exception into a `UsageError` of one line that begins with `source`.
+@contextlib.contextmanager
+def never_asking() -> Iterator[None]:
+    """transformers asks nothing on stdin inside: it refuses the code of a model that nobody trusted, at once.
 
-    Out of memory and a full disk pass through: the same request may work elsewhere. Meanwhile transformers asks nothing
-    on stdin: an argument is not enough, because it does not reach the parts of composite models.
+    An argument is not enough, because it does not reach the parts of composite models.
     """
     before, dynamic_module_utils.TIME_OUT_REMOTE_CODE = dynamic_module_utils.TIME_OUT_REMOTE_CODE, 0
     try:
-        with panics_refused(f"{source}: cannot be loaded"):
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
+
+
+def ask(source: str, load: Callable[[], Answer]) -> Answer:
+    """Call `load`; turn any exception into a `UsageError` of one line that begins with `source`.
+
+    Out of memory and a full disk pass through: the same request may work elsewhere.
+    """
+    try:
+        with panics_refused(f"{source}: cannot be loaded"), never_asking():
             return load()
     except (torch.OutOfMemoryError, MemoryError, UsageError):
         raise
@@ -207,8 +219,6 @@ def ask(source: str, load: Callable[[], Answer]) -> Answer:
         if isinstance(error, SafetensorError):
             known = [f"the weights are damaged ({line}); fetch or export them again"]
         raise UsageError(f"{source}: {known[0] if known else f'cannot be loaded: {line}'}") from error
-    finally:
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
 
 
 def revision_of(spec: ModelSpec) -> str:

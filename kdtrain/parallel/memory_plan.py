@@ -47,7 +47,7 @@ from kdtrain.cache.manifest import read_manifest
 from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import CAUSAL_SDPA
-from kdtrain.models.hub import attention_option
+from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import checkpoint_activations, load_tokenizer, vocabulary
 from kdtrain.models.scratch import configuration, layers_config
 from kdtrain.models.spec import ModelSpec, read_spec
@@ -95,7 +95,7 @@ def model_footprint(
         Exception: of any kind, if a model does not run without numbers.
     """
     config = _configuration(spec, vocab_size)
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]), never_asking():
         model: Any = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
             attn_implementation=attention_option(spec.attention),

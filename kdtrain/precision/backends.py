@@ -473,6 +473,8 @@ def quantize_(
     """
     if mode not in QUANTIZED:
         raise UsageError(f"mode {mode} is not a quantised one; use {', '.join(QUANTIZED)}")
+    if recipe not in ("tensorwise", "rowwise", "blockwise") or (mode != "fp8" and recipe != "tensorwise"):
+        raise UsageError(f"recipe {recipe} is not one of {mode}; fp8 has tensorwise, rowwise and blockwise")
     device = next(model.parameters()).device
     found = choose(mode, backend, make_recipe(mode, recipe, None, "max", False), recipe, device)
     if isinstance(found, str):

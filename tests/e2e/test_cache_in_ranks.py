@@ -59,6 +59,12 @@ def of_one(ranks) -> Path:
     return ranks.ok(1, "of-one")
 
 
+def test_the_other_ranks_need_no_cache_that_the_first_has_not_finished(ranks, of_one):
+    ended = ranks.run(2, "late", fault="cache.before-finish:hang:1@0")
+    assert [each.code for each in ended] == [0, 0]
+    _same(ranks.root / "late", of_one)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_several_ranks_build_the_cache_of_one_and_only_rank_0_prints(ranks, of_one, world) -> None:
     folder = ranks.ok(world, f"of-{world}")
