@@ -36,6 +36,7 @@ def main(cache_folder: str, model_folder: str, steps: int = 10) -> list[float]:
         optimizer.zero_grad()
         losses.append(accelerator.gather(output.loss.detach()).sum().item())
     accelerator.print("losses", *losses)
+    accelerator.wait_for_everyone()
     accelerator.end_training()
     return losses
 

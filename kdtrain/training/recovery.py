@@ -99,7 +99,7 @@ def _investigate(trainer: "Trainer", number: int, indices: np.ndarray) -> None:
     shown = "every tensor they check is finite" if (found := findings[first]) is None else str(found[1])
     if world_size() > 1:
         shown = f"rank {first}: {shown}"
-    text = f"batch {trainer.batch_number} at step {number}, {how}: {shown}; {folder} holds what reproduces it"
+    text = f"batch {trainer.batch_number} at step {number}, {how}: {shown}; what reproduces it is in {folder}"
     trainer.writers.warning("non-finite", trainer.state.progress.step, text, finding=shown, bundle=folder.name)
 
 

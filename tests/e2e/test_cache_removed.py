@@ -25,7 +25,7 @@ def removed(forks, argv, out, what):
     def remove() -> None:
         while not (path := out / "metrics.jsonl").exists() or '"loss"' not in path.read_text():
             time.sleep(0.01)
-        shutil.rmtree(what)
+        shutil.rmtree(what.rename(what.with_name(f"{what.name}-away")))  # at once: a shard is not missed before the rest
 
     remover = threading.Thread(target=remove, daemon=True)
     remover.start()
