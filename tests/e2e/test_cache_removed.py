@@ -25,7 +25,8 @@ def removed(forks, argv, out, what):
     def remove() -> None:
         while not (path := out / "metrics.jsonl").exists() or '"loss"' not in path.read_text():
             time.sleep(0.01)
-        shutil.rmtree(what.rename(what.with_name(f"{what.name}-away")))  # at once: a shard is not missed before the rest
+        # at once: no shard is missed before the rest
+        shutil.rmtree(what.rename(what.with_name(f"{what.name}-away")))
 
     remover = threading.Thread(target=remove, daemon=True)
     remover.start()
