@@ -390,7 +390,7 @@ def _hump(axes: Axes, record: Record) -> None:
         color, style = SHADES[steps.index(each["step"])], "-" if each["targets"] == "cache" else ":"
         label = f"student after {each['step']} steps" if each["targets"] == "cache" else None
         axes.plot(record["settings"]["grid"], each["loss"], color=color, linestyle=style, label=label)
-    axes.plot([], [], color="black", linestyle=":", label="whole distribution instead of head + tail")
+    axes.plot([], [], color="black", linestyle=":", label="whole distribution instead of top-k + tail")
     axes.axvspan(*record["settings"]["bounds"], color=YELLOW, alpha=0.2, label="bounds of T")
     axes.set(xscale="log", xlabel="temperature T", ylabel="T² KL(teacher, student), nats a token")
     axes.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["¼", "½", "1", "2", "4", "8", "16"], minor=False)

@@ -45,7 +45,7 @@ class Settings:
     """Sequences of the validation split beside them."""
     test_sequences: int = 400
     """Sequences of the test split that both students are measured on."""
-    head: int = 16
+    top_k: int = 16
     """Entries of each distribution that the cache keeps exactly."""
     steps: int = 300
     """Optimizer steps of each student."""
@@ -117,7 +117,7 @@ def cache_command(settings: Settings, out: Path) -> list[str]:
     return [
         *("cache-teacher", "--teacher", settings.teacher, "--data", "stdlib", "--out", f"{out}/cache"),
         *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.sequences}"),
-        *("--validation-sequences", f"{settings.validation_sequences}", "--top-k", f"{settings.head}"),
+        *("--validation-sequences", f"{settings.validation_sequences}", "--top-k", f"{settings.top_k}"),
     ]
 
 

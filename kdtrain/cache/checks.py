@@ -1,4 +1,4 @@
-"""Checking that a shard is what the format and the manifest state, whoever made it.
+"""Checks that a shard follows the format and its manifest, for shards from any origin.
 
 HDF5 follows links to other files, allocates what a file declares, and crashes on some damaged structures: on 12 of
 4,000 shards with a few bytes changed. `check_structure` therefore reads the structure from the bytes, before HDF5 opens

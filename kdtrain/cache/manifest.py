@@ -3,7 +3,7 @@
 `settings.json`, written first, states what was asked for; shards carry its digest, so that a resume never
 mixes two caches. `manifest.json`, written last and sealed by its own digest, repeats the settings and adds
 digests of every shard, the index and the tokenizer files, the measured fidelity, and bytes a token. Every
-reader starts at it. Both may come from elsewhere, sealed by whoever made them: reading types them, and checks numbers
+reader starts at it. Both may be downloaded, with a valid seal of a stranger: reading types them, and checks numbers
 that decide on memory or paths against each other.
 """
 

@@ -129,7 +129,7 @@ def _problems(folder: Path) -> Iterator[Problem]:
 def verify_cache(folder: Path | str) -> list[str]:
     """Compare every file of a cache with its digest, and every shard with the format: one line for each problem.
 
-    An unfinished cache is a problem too. UsageError: there is no cache at `folder`.
+    An unfinished cache is reported as a problem. UsageError: `folder` is not a cache.
     """
     return [problem.text for problem in _problems(Path(folder))]
 

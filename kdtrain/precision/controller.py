@@ -212,7 +212,7 @@ class PrecisionController:
         return [name for name, good in reversed(self._saved) if good]
 
     def spend(self, name: str) -> None:
-        """Take a checkpoint out of the recovery buffer, because the run went back to it."""
+        """Take a checkpoint out of the recovery buffer, because the run was restored from it."""
         self._saved = [each for each in self._saved if each[0] != name]
 
     def begin_decay(self, step: int | None) -> None:
@@ -370,7 +370,7 @@ class PrecisionController:
         if good and not policy.snapshot_to_disk and (ends or due):
             actions.append(Forget() if ends else Snapshot(step, policy.keep))
         if name is not None:
-            self.spend(name)  # a run that went back uses the same names again
+            self.spend(name)  # a restored run uses the same names again
             # The buffer changes before the checkpoint is saved, whose memory thus names the checkpoint itself.
             self._saved.append((name, good))
             while len(self._saved) > policy.keep:  # the oldest go, but never the only good one

@@ -4,12 +4,15 @@ Each rank is a fork with a command line of its own, or in a folder of its own: o
 """
 
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import kdtrain
 from kdtrain.commands import agreement
+from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.testing import tiny_model, write_model_folder
 
@@ -131,6 +134,19 @@ def test_a_cache_is_not_built_of_different_data(ranks, elsewhere, changed):
     said = ended[0].refusal()
     assert "the train data differ between the ranks from sequence" in said
     assert not (out / "manifest.json").exists() and ended[1].stderr == ""
+
+
+def test_a_packages_registered_part_is_compared_by_its_source(tmp_path, monkeypatch):
+    module = types.ModuleType("a_package_of_ours")
+    module.__file__ = str(tmp_path / "loss.py")
+    (tmp_path / "loss.py").write_text("# a formula\n")
+    before = agreement._code()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(DIVERGENCES.modules, "mine", module.__name__)
+    registered = agreement._code()
+    (tmp_path / "loss.py").write_text("# another formula\n")
+    digests = [code["the code of kdtrain"] for code in (before, registered, agreement._code())]
+    assert len(set(digests)) == 3
 
 
 def test_code_of_another_version_is_another_run(ranks, tmp_path, monkeypatch):

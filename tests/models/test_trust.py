@@ -340,7 +340,7 @@ def test_transformers_never_asks_on_stdin_and_fetches_no_kernels():
     assert not hub_kernels._kernels_enabled
     with pytest.raises(UsageError, match="m: it brings its own code"):
         hub.ask("m", resolve)
-    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 15  # transformers' own, for whoever uses it beside kdtrain
+    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 15  # the default of transformers, for the user's own calls
 
 
 def test_a_hub_id_is_loaded_at_the_revision_of_its_spec(monkeypatch):

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from transformers import dynamic_module_utils
 
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import CAUSAL_SDPA
 from kdtrain.models.spec import ModelSpec
+from kdtrain.parallel import memory_plan
 from kdtrain.parallel.memory_plan import model_footprint
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
@@ -69,3 +71,16 @@ def test_a_teachers_weights_have_the_bytes_of_its_dtype_unless_it_runs_in_fp32(t
 def test_an_impossible_configuration_is_refused():
     with pytest.raises(UsageError, match="model_type 'lama'"):
         model_footprint(spec("llama", model_type="lama"), vocab_size=300, seq_len=8, mode="fp32", trained=True)
+
+
+def test_transformers_asks_nothing_on_stdin_while_a_model_is_measured(monkeypatch):
+    seen = []
+
+    def unknown(*arguments, **options):
+        seen.append(dynamic_module_utils.TIME_OUT_REMOTE_CODE)
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(memory_plan.AutoModelForCausalLM, "from_config", unknown)
+    with pytest.raises(ValueError, match="no such model"):
+        model_footprint(spec("llama"), vocab_size=300, seq_len=8, mode="fp32", trained=True)
+    assert seen == [0] and dynamic_module_utils.TIME_OUT_REMOTE_CODE > 0

@@ -89,7 +89,7 @@ def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 class Counted(TorchDispatchMode):
-    """Bytes of each exchange in the block by collective, whoever starts it: the larger of input and output."""
+    """Bytes of each exchange in the block by collective, the larger of input and output, also those of PyTorch."""
 
     def __init__(self) -> None:
         super().__init__()
