@@ -1,8 +1,8 @@
 """What every section of `benchmarks.performance` shares: its options, its record and its goals.
 
 A record is written after every measurement, so that a time limit loses nothing but the one in work; a section that is
-started again with the same settings on the same commit goes on with what its record lacks. What fails is written down
-with its reason, and the section goes on.
+started again with the same settings on the same commit measures what its record lacks. What fails is written down
+with its reason, and the section continues.
 
 Whether a goal is met is computed from the figures, here and nowhere else, and on a GPU at full size only: the figures
 of a CPU or of tiny shapes say that a section works, and nothing about a goal.

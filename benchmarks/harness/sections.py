@@ -14,7 +14,7 @@ checkpoint  how long training stands still for a checkpoint
 teacher     the shipped teacher's recipe for ten minutes
 
 A section takes less than ten minutes on an H200 and begins nothing after nine. Started again, on the same commit, it
-goes on with what is left. `all` runs each in a process of its own, one after the other. `--tiny --device cpu` runs the
+measures what is left. `all` runs each in a process of its own, one after the other. `--tiny --device cpu` runs the
 same code on small shapes, in one process, to see that it works; nothing is judged then. `--profile` adds the kernels,
 the gaps between them and the copies of the sides of `step` and `fp8`.
 

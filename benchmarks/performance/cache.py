@@ -14,7 +14,7 @@ On a CPU,
     python -m benchmarks.performance.cache [--device cpu] [SECTION ...] [--again] [--quick] [--result FILE]
 
 measures the sections named, or all, and writes each into benchmarks/results/cache.json as soon as it is done; one that
-stands there already is passed over, so that a run which was stopped goes on:
+stands there already is passed over, so that a stopped run resumes:
 
     bytes        a cache for each codec over each teacher: bytes a token by data set, temperature range, fidelity (all
                  from the manifest). Teachers: the shipped one (V = 2,048), synthetic ones of V = 32,000 and 151,936

@@ -11,7 +11,7 @@ sides in turn, again and again; the median counts. A run during which other proc
 again; the record holds both. Memory is the high-water mark of a process of its own for each side, after a first run has
 compiled what is to be compiled, less what its inputs take. A side that does not fit into --memory is written down as
 such, and so is a library that is not installed. The record is written after every measurement, and what it holds is not
-measured again: the same command goes on where it was stopped. --only memory|time takes one kind, --rows some rows by
+measured again: the same command resumes where it was stopped. --only memory|time takes one kind, --rows some rows by
 number; --out elsewhere starts afresh.
 
 What it gives up: times hold for that machine and that number of threads; the record says which.

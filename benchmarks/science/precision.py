@@ -1,7 +1,7 @@
 """The study behind adaptive precision: what each number format costs a student, and what switching wins back.
 
 On one cache of the shipped teacher one student is trained in bf16 at a constant rate, and from its weights and moments
-each of the others goes on for equal steps: in bf16, in fp8, mxfp8 and mxfp4 throughout, in mxfp4 and fp8 under each
+each of the others trains on for equal steps: in bf16, in fp8, mxfp8 and mxfp4 throughout, in mxfp4 and fp8 under each
 rule of adaptive quantisation, and in mxfp4 under its default; a seed is an order of the data. Formats cost little while
 a loss falls steeply, and most at the end of a training: that is the part that is looked at. The final validation loss
 (in bf16 for all), the share of steps that were quantised, the switches and the gap to bf16 go into
@@ -9,7 +9,7 @@ a loss falls steeply, and most at the end of a training: that is the part that i
 without fp8: losses are right, and times say nothing about hardware (`benchmarks.performance.precision_speed` measures
 what switching costs).
 
-Stopped at any point, the same command goes on. `--seeds 1` is the pilot; it writes beside the runs and nowhere else.
+Stopped at any point, the same command resumes. `--seeds 1` is the pilot; it writes beside the runs and nowhere else.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Settings:
     sequences: int = 4000
     """Sequences of the train split that the teacher is cached over."""
     base_steps: int = 1000
-    """Optimizer steps of the student that all others go on from, at the peak rate."""
+    """Optimizer steps of the student that all others start from, at the peak rate."""
     steps: int = 120
     """Optimizer steps of each student."""
     batch_size: int = 8
@@ -110,7 +110,7 @@ def cache_command(settings: Settings, out: Path) -> list[str]:
 
 
 def base_command(settings: Settings, out: Path) -> list[str]:
-    """The command that trains the student that all others go on from."""
+    """The command that trains the student that all others start from."""
     return [
         *common(settings, out, out / "base"),
         *("--steps", f"{settings.base_steps}", "--lr-schedule", "constant", "--precision", "bf16", "--seed", "0"),

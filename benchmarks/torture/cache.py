@@ -4,7 +4,7 @@
 
 Kills: `kdtrain cache-teacher` over a tiny random teacher is started in a fork of this process, killed with SIGKILL
 after a random time, started again, ..., until it ends by itself; each kill counts once, and each finished cache is
-compared, data set by data set, with one that nobody disturbed. Flips: one bit at a random offset over all files of a
+compared, data set by data set, with an undisturbed one. Flips: one bit at a random offset over all files of a
 finished cache is turned; `verify` has to name that file, and reading every sequence has to end in an error or in
 exactly the right numbers; then the bit is turned back. The result is benchmarks/results/torture-cache.json.
 """

@@ -3,7 +3,7 @@
 `make torture`, or `python -m benchmarks.torture.run [--selection] [--kills 50] [--seed 0] [--out FILE]`.
 
 The command `kdtrain distill` is started in a fork of this process, broken off as resume_matrix.py says, and started
-again until it ends by itself. Then its newest checkpoint is compared with that of a run that nobody disturbed: every
+again until it ends by itself. Then its newest checkpoint is compared with that of an undisturbed run: every
 tensor with `torch.equal`, every number of its state, and each line of metrics.jsonl but for what a clock decides. A
 fault that did not fire is an error. Random kills: SIGKILL after a random time, over and over, until the run ends by
 itself. The result is benchmarks/results/torture-run.json.
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 class Wholes:
-    """The runs that nobody disturbs, one for each set of options, made when they are asked for."""
+    """The undisturbed runs, one for each set of options, made when they are asked for."""
 
     def __init__(self) -> None:
         self.seconds: dict[matrix.Options, float] = {}
