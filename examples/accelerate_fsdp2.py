@@ -1,5 +1,7 @@
 """Distillation from a cache by accelerate with FSDP2: every rank holds a shard of the student.
 
+Needs GPUs: on CPUs accelerate leaves its FSDP plugin out and copies the student to every rank.
+
 torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py CACHE MODEL [STEPS]
 """
 
@@ -21,7 +23,9 @@ def main(cache_folder: str, model_folder: str, steps: int = 10) -> list[float]:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[layer]
     )
-    accelerator = Accelerator(fsdp_plugin=plugin, cpu=not torch.cuda.is_available())
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    if not accelerator.is_fsdp2:
+        raise SystemExit("accelerate shards over several GPUs only: start this by torchrun on a machine with them")
     student = kd.Student(model, kd.DistillationLoss(alpha=0.9)).train()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     loader = DataLoader(kd.Cache(cache_folder)["train"], batch_size=4, collate_fn=kd.collate)
@@ -36,7 +40,6 @@ def main(cache_folder: str, model_folder: str, steps: int = 10) -> list[float]:
         optimizer.zero_grad()
         losses.append(accelerator.gather(output.loss.detach()).sum().item())
     accelerator.print("losses", *losses)
-    accelerator.wait_for_everyone()
     accelerator.end_training()
     return losses
 

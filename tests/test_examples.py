@@ -28,8 +28,8 @@ def run(*command, **environment):
     return done.stdout
 
 
-def torchrun(*command):
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
+def torchrun(*command, **environment):
+    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command, **environment)
 
 
 def losses(printed):
@@ -79,11 +79,31 @@ def test_the_trainer_of_transformers_takes_the_same_steps_on_two_ranks(material)
     assert found == pytest.approx(expected, abs=1e-6 * max(expected))
 
 
-def test_accelerate_with_fsdp2_takes_the_steps_of_one_process(material):
+def test_accelerate_with_fsdp2_takes_the_steps_of_one_process(material, tmp_path):
     cache, model, _ = material
-    assert losses(torchrun(EXAMPLES / "accelerate_fsdp2.py", cache, model, 4)) == pytest.approx(
-        losses(run("-c", ONE_PROCESS, cache, model)), rel=1e-5
-    )
+    script = tmp_path / "on_cpus.py"
+    script.write_text(ON_CPUS)
+    sharded = torchrun(script, EXAMPLES / "accelerate_fsdp2.py", cache, model, 4, ACCELERATE_TORCH_DEVICE="cpu")
+    assert losses(sharded) == pytest.approx(losses(run("-c", ONE_PROCESS, cache, model)), rel=1e-5)
+
+
+# accelerate itself leaves FSDP out on CPUs, though gloo and FSDP2 can do it
+ON_CPUS = """
+import runpy, sys
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_accelerate_without_gpus_is_refused_by_its_example(material):
+    cache, model, _ = material
+    command = [sys.executable, EXAMPLES / "accelerate_fsdp2.py", cache, model, "1"]
+    hidden = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "several GPUs" in done.stderr
 
 
 ONE_PROCESS = """
