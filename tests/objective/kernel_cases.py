@@ -16,6 +16,8 @@ from kdtrain.objective.statistics import reduce_logits, spread_gradients
 PADDING = 13
 """Columns behind the vocabulary that no kernel may read or write."""
 CAP = 20.0
+SET = -1.0
+"""Stands for the size of a single logit's gradient, which is not summed."""
 
 
 def round_as_a_gpu_does() -> None:
@@ -99,7 +101,7 @@ def spread(
     want_RV.scatter_(1, ids_RE, dz_RE)
     size_beta_R = None if share_beta_R is None else share_beta_R.abs()
     spread_gradients(parts_RV, heat, top_R, share_R.abs(), size_beta_R, scale, None)
-    parts_RV.scatter_(1, ids_RE, 0.0)
+    parts_RV.scatter_(1, ids_RE, SET)
     kernels.tail_grad(z_RV, heat, top_R, share_R, share_beta_R, ids_RE, dz_RE, scale, softcap, out_RV)
     return want_RV, parts_RV
 
@@ -110,9 +112,10 @@ def grad_error(device: str, size: int, singles: int, beta: float, capped: bool, 
     out_RV = torch.full_like(z_RV, torch.nan)
     softcap = CAP if capped else None
     want_RV, parts_RV = spread(z_RV, out_RV, singles, beta, 0.25, softcap, heated)
-    exact_RV = parts_RV == 0
-    assert torch.equal(out_RV[exact_RV], want_RV[exact_RV])
-    normal_RV = parts_RV > 1e-30  # below it, numbers lose digits or become 0
+    assert torch.equal(out_RV[parts_RV == SET], want_RV[parts_RV == SET])
+    tiny_RV = (parts_RV >= 0) & (parts_RV < 1e-30)  # such numbers lose digits or become 0
+    assert bool((out_RV[tiny_RV].abs() < 2e-30).all())
+    normal_RV = parts_RV >= 1e-30
     return ((out_RV - want_RV).abs()[normal_RV] / parts_RV[normal_RV]).max().item()
 
 
