@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdtrain.objective import matmul
+from kdtrain.objective import kernels, matmul
 from kdtrain.objective.dense import DenseLoss, measure_dense, spread_dense, sum_dense, value_dense, weigh
 from kdtrain.objective.logits import Head, WholeHead, bare_logits, bounded_bias, chunk_rows, shape_logits
 from kdtrain.objective.matmul import Products, maybe_compiled
@@ -96,6 +96,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> Any:
         with torch.autocast(hidden_ND.device.type, enabled=False):
             loss, sums, ctx.gradients = _run(walk, hidden_ND, weight_PD, bias_P, beta)
+        ctx.kernels = walk.compile and kernels.available(hidden_ND.device)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_ND, weight_PD, bias_P, beta)]
         ctx.mark_non_differentiable(sums)
         return loss, sums
@@ -105,13 +106,20 @@ class _Fused(torch.autograd.Function):
         # In place, and without a second reference: dWeight is never copied.
         assert ctx.gradients is not None, "the fused loss can be differentiated once"
         gradients, ctx.gradients = ctx.gradients, None
-        # Reading the value is free on a CPU only; a pass over dWeight is not.
-        whole = outer[0].device.type == "cpu" and outer[0].item() == 1.0
-        scaled = [g if g is None or whole else g.mul_(outer[0].to(g.dtype)) for g in gradients]
-        found = [g if g is None else g.to(d) for g, d in zip(scaled, ctx.dtypes, strict=True)]
-        if found[1] is not None and found[1] is not scaled[1]:
-            matmul.return_buffer("weight gradient", scaled[1])
+        for gradient in (each for each in gradients if each is not None):
+            _scale(gradient, outer[0], ctx.kernels)
+        found = [g if g is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True)]
+        if found[1] is not None and found[1] is not gradients[1]:
+            matmul.return_buffer("weight gradient", gradients[1])
         return None, *found
+
+
+def _scale(gradient: Tensor, factor: Tensor, use_kernels: bool) -> None:
+    """Multiply in place; a factor of 1 costs no pass over dWeight where it can be seen without waiting for a device."""
+    if use_kernels:
+        kernels.scale_unless_one(gradient, factor)
+    elif factor.device.type != "cpu" or factor.item() != 1.0:
+        gradient.mul_(factor.to(gradient.dtype))
 
 
 def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor | None, beta: Tensor) -> Any:
@@ -263,14 +271,16 @@ class _Sparse:
         self.places = Places.of(rows.targets, rows.labels, walk.vocab_size)
         self.distils = isinstance(rows.targets, SparseTargets)
         if isinstance(rows.targets, SparseTargets):
-            rows = replace(rows, targets=rows.targets.at(beta, self.slopes))
+            rows = replace(rows, targets=rows.targets.at(beta))
         self.rows = rows
         self.lines = torch.arange(walk.chunk or 0, device=rows.labels.device)[:, None]
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
         walk, heat, rows, places = self.walk, self.heat, self.rows[part], self.places[part]
         z_RE = places.take(z_RV)
-        tail = TailSums(*maybe_compiled(reduce_logits, walk.compile)(z_RV, heat, self.distils, self.slopes))
+        fused = walk.compile and z_RV.dtype == torch.float32 and kernels.chosen(z_RV, into_RV)
+        reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, walk.compile)
+        tail = TailSums(*reduce(z_RV, heat, self.distils, self.slopes))
         if not walk.differentiates:
             statistics, _ = tail.statistics(z_RE, places, self.beta)
             return *walk.sparse_loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
@@ -279,8 +289,11 @@ class _Sparse:
             walk.sparse_loss, z_RE, tail, self.beta, rows, places, self.slopes, *head, dz_RV.dtype
         )
         share_beta_R = found.share_beta if self.distils else None
-        spread = maybe_compiled(spread_gradients, walk.compile)
-        spread(z_RV, heat, tail.top, found.share, share_beta_R, *head, into_RV)
+        shares = (heat, tail.top, found.share, share_beta_R)
+        if fused:
+            kernels.tail_grad(z_RV, *shares, places.ids, found.at_places, *head, dz_RV)
+            return found.loss, found.sums, found.beta, dz_RV
+        maybe_compiled(spread_gradients, walk.compile)(z_RV, *shares, *head, into_RV)
         # Not scatter_, which for bf16 on a CPU copies the whole matrix twice.
         dz_RV[self.lines[: len(z_RV)], places.ids] = found.at_places
         return found.loss, found.sums, found.beta, dz_RV

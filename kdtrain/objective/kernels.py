@@ -1,4 +1,4 @@
-"""The passes over a chunk of logits as Triton kernels for a GPU: `statistics`' two functions with fewer bytes.
+"""The passes over a chunk of logits as Triton kernels for a GPU: the two functions of `sparse` with fewer bytes.
 
 A chunk's elementwise work is bound by memory. Bytes moved for each logit, with hidden states in bf16:
 
@@ -29,11 +29,15 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from kdtrain.objective.matmul import maybe_compiled
+from kdtrain.objective.sparse import reduce_logits, spread_gradients
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -56,8 +60,47 @@ def available(device: torch.device) -> bool:
     return True
 
 
+def chosen(z_RV: Tensor, into_RV: Tensor | None) -> bool:
+    """True if these kernels are to walk over chunks like `z_RV`, and not the compiled functions of `sparse`.
+
+    On a GPU both are timed once a process. Under torch.use_deterministic_algorithms it is always these, so that a
+    resumed run does not depend on a clock.
+    """
+    if not available(z_RV.device):
+        return False
+    if z_RV.device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return True
+    return _faster(z_RV.device, *z_RV.shape, torch.float32 if into_RV is None else into_RV.dtype)
+
+
+@functools.cache
+def _faster(device: torch.device, rows: int, size: int, kind: torch.dtype) -> bool:
+    z_RV = torch.zeros(rows, size, device=device)
+    out_RV = torch.empty(rows, size, dtype=kind, device=device)
+    beta, row_R = torch.ones((), device=device), torch.zeros(rows, device=device)
+    ids_RE = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+
+    def of_sparse() -> None:
+        maybe_compiled(reduce_logits, True)(z_RV, beta, True, True)
+        maybe_compiled(spread_gradients, True)(z_RV, beta, row_R, row_R, row_R, 1.0, None, out_RV)
+
+    def own() -> None:
+        tail_stats(z_RV, beta, True, True)
+        tail_grad(z_RV, beta, row_R, row_R, row_R, ids_RE, torch.zeros(rows, 1, device=device), 1.0, None, out_RV)
+
+    times: dict[Callable[[], None], list[float]] = {of_sparse: [], own: []}
+    for _ in range(6):  # the first compiles
+        for walk, taken in times.items():
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            walk()
+            torch.cuda.synchronize(device)
+            taken.append(time.perf_counter() - start)
+    return min(times[own][1:]) < min(times[of_sparse][1:])
+
+
 def tail_stats(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`statistics.reduce_logits` in one pass.
+    """`sparse.reduce_logits` in one pass.
 
     Args:
         z_RV: fp32; rows may lie apart.
@@ -87,7 +130,7 @@ def tail_grad(
     softcap: float | None,
     out_RV: Tensor,
 ) -> None:
-    """Write `statistics.spread_gradients` to `out_RV`, and over it the gradient in single logits, in one pass.
+    """Write `sparse.spread_gradients` to `out_RV`, and over it the gradient in single logits, in one pass.
 
     Args:
         z_RV, beta: as for `tail_stats`.

@@ -115,12 +115,13 @@ def differentiate(
     # The tail reaches the places outside the top-k as well; a place may be both a kept entry's and the label's.
     shifted_RE = z_RE.double() - tail.top[:, None]
     spread_RE = share_R[:, None] * shifted_RE.exp() + share_beta_R[:, None] * (beta * shifted_RE).exp()
-    top_k, is_label_RK = places.top_k, places.ids[:, :-1] == places.ids[:, -1:]
+    is_label_RK = places.ids[:, :-1] == places.ids[:, -1:]
+    in_top_k_K = torch.arange(is_label_RK.shape[1], device=z_RE.device) < places.top_k
     g_kept_RK = g_kept_RK.masked_fill(places.absent, 0.0)
     kept_RK = g_kept_RK + is_label_RK * g_label_R[:, None]
-    kept_RK = torch.cat([kept_RK[:, :top_k], kept_RK[:, top_k:] + spread_RE[:, top_k:-1]], dim=1)
+    kept_RK = kept_RK + spread_RE[:, :-1].masked_fill(in_top_k_K, 0.0)
     kept_RK = torch.where(places.absent, kept_RK[:, :1], kept_RK)
-    tail_label_R = spread_RE[:, -1].masked_fill(is_label_RK[:, :top_k].any(1), 0.0)
+    tail_label_R = spread_RE[:, -1].masked_fill((is_label_RK & in_top_k_K).any(1), 0.0)
     label_R = g_label_R + (is_label_RK * g_kept_RK).sum(1) + tail_label_R
     at_RE = torch.cat([kept_RK, label_R[:, None]], dim=1) * (scale * cap_slope(z_RE.double(), softcap))
     share_R, share_beta_R = share_R.to(z_RE.dtype), share_beta_R.to(z_RE.dtype)

@@ -129,4 +129,8 @@ def row_statistics(z_RV: Tensor, targets: SparseTargets, labels_R: Tensor) -> St
 
 
 def _with_top_k(tail_R: Tensor, top_RH: Tensor) -> Tensor:
-    return torch.logsumexp(torch.cat([tail_R[:, None], top_RH], dim=1), dim=1) if top_RH.shape[1] else tail_R
+    """log(exp(tail) + sum exp(top)), without the joined tensor that logsumexp would take."""
+    if not top_RH.shape[1]:
+        return tail_R
+    shift_R = torch.maximum(tail_R, top_RH.amax(1)).detach()
+    return shift_R + ((tail_R - shift_R).exp() + (top_RH - shift_R[:, None]).exp().sum(1)).log()

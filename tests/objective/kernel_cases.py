@@ -7,11 +7,13 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from objective_cases import gradients, run, targets_for
+from objective_reference import problem
 from torch import Tensor
 
 from kdtrain.objective import kernels
 from kdtrain.objective.logits import NEVER
-from kdtrain.objective.statistics import reduce_logits, spread_gradients
+from kdtrain.objective.sparse import reduce_logits, spread_gradients
 
 PADDING = 13
 """Columns behind the vocabulary that no kernel may read or write."""
@@ -197,3 +199,20 @@ def bytes_of_scaling(device: str, factor: float, programs: int) -> dict[str, int
     with counting() as found:
         kernels.scale_unless_one(torch.ones(10_000, device=device), torch.tensor(factor, device=device))
     return found
+
+
+def loss_errors(device: str, rule: str, dtype: torch.dtype) -> list[float]:
+    """Of a loss and its gradients the relative distance from those of the plain passes."""
+    found = []
+    for compile in (False, True):
+        p = problem(n=9, d=6, vocab=67, bias=True, softcap=4.0).cast(dtype)
+        targets = None if rule == "none" else targets_for(p, rule, torch.float32)
+        temperature = torch.tensor(1.7, requires_grad=True)
+        loss = run(p, targets, temperature, rule, compile=compile, chunk=4).loss
+        found.append([loss, *gradients(3 * loss, p, temperature)])
+    return [((a - b).float().norm() / a.float().norm().clamp(min=1e-20)).item() for a, b in zip(*found, strict=True)]
+
+
+def chosen(device: str) -> bool:
+    """True if a loss takes the kernels."""
+    return kernels.chosen(torch.zeros(2, 8, device=device), None)

@@ -111,6 +111,13 @@ def test_the_pair_moves_10_bytes_a_logit_and_training_in_bf16_18(interpreter):
     assert product_writes + pair + products_read == pytest.approx(18, rel=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["none", "ghost", "sampled-headless", "control-variate"])
+def test_a_loss_by_the_kernels_is_that_by_the_plain_passes(interpreter, rule, dtype):
+    assert interpreter(kernel_cases.chosen)
+    assert max(interpreter(kernel_cases.loss_errors, rule, dtype)) < (1e-6 if dtype == torch.float32 else 2**-8)
+
+
 def compiled(monkeypatch, tmp_path, kernel, types, **constants):
     """PTX of a kernel for a Hopper GPU, its pointers and numbers as they are when a vocabulary is a multiple of 16."""
     import triton
