@@ -50,10 +50,10 @@ from kdtrain.training.trainer import Trainer
 
 
 def micro_batch(config: DistillConfig) -> int:
-    """Return the number of sequences in one forward of a rank.
+    """Return the number of sequences in one forward of a rank; with `--micro-batch-size auto` the largest.
 
     Raises:
-        UsageError: the batch size or `--shard-size` does not fit the number of ranks.
+        UsageError: the batch size or `--shard-size` does not fit the number of ranks, or `--compile-mode` the size.
     """
     ranks, batch, micro = world_size(), config.batch_size, config.micro_batch_given
     if (size := config.parallel.shard_size) is not None and ranks % size:
@@ -61,7 +61,14 @@ def micro_batch(config: DistillConfig) -> int:
     if batch % (ranks * (micro or 1)):
         by = f" x --micro-batch-size {micro}" if micro else ""
         raise UsageError(f"--batch-size {batch} is not a multiple of {ranks} ranks{by}; choose one that is")
-    return micro or batch // ranks
+    micro = micro or batch // ranks
+    if config.precision.compile_mode == "reduce-overhead" and batch > ranks * micro:
+        raise UsageError(
+            "--compile-mode reduce-overhead replays CUDA graphs, which would overwrite the gradients that the "
+            f"{batch // (ranks * micro)} micro-batches of a step add up; use --compile-mode max-autotune or default, "
+            f"or --micro-batch-size {batch // ranks}"
+        )
+    return micro
 
 
 def _loading_device(kind: str, device: torch.device) -> torch.device:
@@ -121,7 +128,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         formats = formats_of(config.precision, config.quantization, device)
         micro = micro_batch(config)
         if config.micro_batch_size == "auto":
-            micro = fitting_micro_batch(config, device, free)
+            micro = micro_batch(replace(config, micro_batch_size=fitting_micro_batch(config, device, free)))
         plan = plan_run(replace(config, micro_batch_size=micro), device, free)
     if config.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
@@ -162,7 +169,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     agree(lambda: {**compared, "the student's weights": weights_digest(model)})
     total = _total_steps(config, len(readers["train"]))
     compiles = _compiles(config, device)
-    compile_mode = None if config.precision.compile_mode == "default" else config.precision.compile_mode
+    compile_mode = config.precision.torch_compile_mode
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         compiled = partial(torch.compile, dynamic=False, mode=compile_mode) if compiles else None
         # quantised layers quantise from fp32

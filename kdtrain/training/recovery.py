@@ -217,7 +217,8 @@ def warm_up(trainer: "Trainer", stop: StopRequest) -> None:
         # through DDP, as in a step: DDP cuts the compiled graph at its buckets
         with adaptive.switch.at(position), trainer.engine.micro_batch(last=trainer.engine.kind != "ddp"):
             trainer.engine(batch, trainer.full_tokens).loss.backward()
-    trainer.state.optimizer.zero_grad(set_to_none=True)
+        # before the next graph: a CUDA graph may overwrite the gradients of another (--compile-mode reduce-overhead)
+        trainer.state.optimizer.zero_grad(set_to_none=True)
 
 
 def decide(trainer: "Trainer", step: int, loss: float, broken: str | None = None) -> bool:
