@@ -5,9 +5,12 @@ way and the same order, in constant memory, and a resumed run does not tokenize 
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,6 +74,31 @@ def micro_batch(config: DistillConfig) -> int:
     return micro
 
 
+@contextmanager
+def run_device(config: DistillConfig) -> Iterator[torch.device]:
+    """Yield the device of a run; while the block runs, torch is set as `--deterministic` asks.
+
+    Raises:
+        UsageError: this machine does not have the device.
+    """
+    if not config.precision.deterministic:
+        yield pick_device(config.device)
+        return
+    # cuBLAS is deterministic only with this, and reads it once: it must be there before the first call of CUDA
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = pick_device(config.device)
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)  # also makes inductor choose kernels without timing them
+    memory.fill_uninitialized_memory = False  # it would fill each new tensor, and nothing reads that
+    try:
+        yield device
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        memory.fill_uninitialized_memory = filled
+
+
 def _loading_device(kind: str, device: torch.device) -> torch.device:
     """Where a model is loaded: a model that is sharded later may be too large for one device."""
     return torch.device("cpu") if kind == "fsdp" else device
@@ -114,7 +142,7 @@ class BuiltRun:
 
 
 def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
-    """Build the run of `config`; writes nothing except the tokens of `--data`.
+    """Build the run of `config`, inside `run_device`; writes nothing except the tokens of `--data`.
 
     Args:
         resuming: whether `config.out` already holds this run.
@@ -130,9 +158,6 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         if config.micro_batch_size == "auto":
             micro = micro_batch(replace(config, micro_batch_size=fitting_micro_batch(config, device, free)))
         plan = plan_run(replace(config, micro_batch_size=micro), device, free)
-    if config.precision.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
-        torch.use_deterministic_algorithms(True)
     teacher = None
     with raise_on_all_ranks():
         spec = read_spec(config.student)

@@ -419,7 +419,7 @@ class PrecisionConfig:
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """Mode of torch.compile: reduce-overhead needs steps of one micro-batch; max-autotune takes no CUDA graphs."""
     deterministic: bool = False
-    """Refuse operations that are not bitwise repeatable on the device."""
+    """Refuse operations that are not bitwise repeatable on the device: only so is a resume on a GPU bitwise exact."""
 
     def __post_init__(self) -> None:
         refuse_below(0, self, "quant_skip_first", "quant_skip_last")
