@@ -100,6 +100,7 @@ def take_step(trainer: "Trainer", batches: Iterator[CachedBatch], stop: StopRequ
     trainer.reporter.gradients(number)
     temperature_gradient = trainer.student.temperature.log_gradient()
     skipped = non_finite(loss, norm, *_unclipped(trainer))
+    trainer.copies.before_change()
     guarded_step(state.optimizer, skipped)
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")
