@@ -6,11 +6,11 @@ way and the same order, in constant memory, and a resumed run does not tokenize 
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -44,8 +44,8 @@ from kdtrain.precision.backends import Formats, formats_of, policy
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive, PrecisionController
 from kdtrain.precision.linear import convert
-from kdtrain.precision.modes import head_dtype, why_not_compile
-from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, world_size
+from kdtrain.precision.modes import head_dtype, why_not_compile, why_not_tf32
+from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
 from kdtrain.training.data import CachedSource, OnlineSource, Source
 from kdtrain.training.schedule import decay_steps
 from kdtrain.training.student import Student, plan_hidden_loss
@@ -76,27 +76,32 @@ def micro_batch(config: DistillConfig) -> int:
 
 @contextmanager
 def run_device(config: DistillConfig) -> Iterator[torch.device]:
-    """Yield the device of a run; while the block runs, torch is set as `--deterministic` asks.
+    """Yield the device of a run; while the block runs, torch is set as `--deterministic` and `--tf32` ask.
 
     Raises:
-        UsageError: this machine does not have the device.
+        UsageError: this machine does not have the device, or the device has no TF32.
     """
-    if not config.precision.deterministic:
-        yield pick_device(config.device)
-        return
-    # cuBLAS is deterministic only with this, and reads it once: it must be there before the first call of CUDA
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    asked, memory = config.precision, cast(Any, torch.utils.deterministic)
+    if asked.deterministic:
+        # cuBLAS is deterministic only with this, and reads it once: it must be there before the first call of CUDA
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = pick_device(config.device)
-    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)  # also makes inductor choose kernels without timing them
-    memory.fill_uninitialized_memory = False  # it would fill each new tensor, and nothing reads that
-    try:
+    if asked.tf32 and (why := why_not_tf32(device)) is not None:
+        error = UsageError(f"--tf32 cannot be used on {device}: {why}; leave it out")
+        raise error if device.type == "cuda" else reported(error)
+    with ExitStack() as before:
+        if asked.deterministic:
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            enabled = torch.are_deterministic_algorithms_enabled()
+            before.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
+            before.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)
+            torch.use_deterministic_algorithms(True)  # also makes inductor choose kernels without timing them
+            memory.fill_uninitialized_memory = False  # it would fill each new tensor, and nothing reads that
+        if asked.tf32:
+            before.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            # not `torch.backends.cuda.matmul.fp32_precision`, under which inductor fails
+            torch.set_float32_matmul_precision("high")
         yield device
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
-        memory.fill_uninitialized_memory = filled
 
 
 def _loading_device(kind: str, device: torch.device) -> torch.device:
@@ -197,9 +202,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     compile_mode = config.precision.torch_compile_mode
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         compiled = partial(torch.compile, dynamic=False, mode=compile_mode) if compiles else None
-        # quantised layers quantise from fp32
-        gathered = head_dtype(formats.high) if formats.choice is None else None
-        shard(model, device, dtype=gathered, shard_size=plan.shard_size, compile=compiled)
+        shard(model, device, dtype=head_dtype(formats.high), shard_size=plan.shard_size, compile=compiled)
     if teacher is not None and plan.teacher == "fsdp":
         shard(teacher, device, shard_size=plan.shard_size)
 

@@ -110,6 +110,7 @@ def _write_metadata(built: BuiltRun) -> None:
         "cache": built.manifest.digest,
         "device": str(student.device),
         "mode": student.quantized or student.mode,
+        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
         "compiled": student.compile_objective,
         "ranks": world_size(),
         "student over ranks": built.trainer.engine.kind,

@@ -260,7 +260,7 @@ def _sent(trainer: Trainer, plan: Plan) -> float:
         sharing=sharing,
         replicas=world // sharing,
         micro_batches=trainer.micros,
-        gathered=4 if head_dtype(trainer.student.mode) is None or trainer.student.quantized else 2,
+        gathered=4 if head_dtype(trainer.student.mode) is None else 2,
     )
     return traffic.sent(sharing, world // sharing) / 1e9
 

@@ -396,6 +396,8 @@ class PrecisionConfig:
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4"] = "auto"
     """Format of the matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
+    tf32: bool = False
+    """Multiply fp32 numbers as TF32 (10 bits of mantissa), with fp32 sums, on a GPU since Ampere; faster."""
     fp8_backend: str = "auto"
     """Backend of quantised products, listed below; auto takes one with hardware support here, else emulation."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise", "current"] | None = None
@@ -443,6 +445,7 @@ class PrecisionConfig:
     def refuse_idle(self, mode: str) -> None:
         """Raise a `UsageError` for an option that has no effect in `mode`."""
         users = {
+            "tf32": ("fp32",),
             "fp8_recipe": ("fp8",),
             "fp8_format": ("fp8", "mxfp8"),
             "scaling_control": ("mxfp8", "mxfp4"),

@@ -1,5 +1,6 @@
 """Options that set torch or its compiler for a device: what torch is told, and what is refused."""
 
+import json
 import os
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from kdtrain import cli
 from kdtrain.commands import build_run, distill
+from kdtrain.precision import modes
 
 RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-size", "8", "--precision", "fp32")
 
@@ -57,3 +59,31 @@ def test_deterministic_sets_cublas_before_a_device_is_looked_for_and_torch_for_t
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     assert workbench.call(*options, "dry", "--dry-run")[0] == 0
     assert found[-2] == ":16:8"  # of the user
+
+
+def test_tf32_is_set_for_the_run_alone_and_recorded(workbench, monkeypatch):
+    monkeypatch.setattr(build_run, "why_not_tf32", lambda device: None)
+    build, found = distill.build_run, []
+    monkeypatch.setattr(
+        distill, "build_run", lambda *run: found.append(torch.get_float32_matmul_precision()) or build(*run)
+    )
+    before = torch.get_float32_matmul_precision()
+    for more, out in (("--tf32", "rounded"), ("--no-tf32", "exact")):
+        options = ("distill", *RUN[:4], *workbench.plain, "--steps", 1, more, "--out", out)
+        assert workbench.call(*options)[0] == 0
+        recorded = json.loads((workbench.root / out / "environment.json").read_text())["tf32"]
+        assert recorded is (out == "rounded") and torch.get_float32_matmul_precision() == before
+    assert found == ["high", "highest"]
+
+
+def test_tf32_is_refused_by_one_line_where_it_cannot_work(workbench, monkeypatch):
+    for more in ((), ("--dry-run",)):
+        options = ("distill", *RUN[:4], *workbench.plain, "--device", "cpu", "--out", "no-tf32", "--tf32", *more)
+        code, _, err = workbench.call(*options)
+        said = "kdtrain: --tf32 cannot be used on cpu: only a GPU multiplies in TF32; leave it out"
+        assert (code, err.splitlines()) == (2, [said])
+    assert not (workbench.root / "no-tf32").exists()
+    gpu = torch.device("cuda")
+    for capability, why in (((7, 5), "compute capability 7.5, and TF32 needs 8.0 (Ampere)"), ((8, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        assert modes.why_not_tf32(gpu) == why
