@@ -96,7 +96,8 @@ def _in_steps(
     """Saves of one kind between and during steps of training."""
     tensors, tries = bench.trainer.state.tensors(), int(KINDS[kind])
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        saver = Saver(Store(Path(folder) / "checkpoints", keep_rolling=1), KINDS[kind])
+        store = Store(Path(folder) / "checkpoints", keep_rolling=1)
+        saver = Saver(store, KINDS[kind], copies=bench.trainer.copies)
         found = saves(saver, tensors, bench.trainer.state.numbers(), step, sizes.saves, tries, options.device)
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
     share = 100 * found["stall"] / (sizes.every * seconds)
