@@ -86,12 +86,47 @@ class SparseTargets(_Rows):
     """Number of samples of the tail a token (the sum of counts), 0 for none."""
     knots: tuple[float, ...]
     """The G values of beta at which the tail is known, descending, 1.0 among them."""
+    known: Tensor | None = None
+    """[N,6] nats, made by `at`: L at a beta, its slope there, and L at 1; then the same of log Z."""
 
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    def at(self, beta: Tensor, slopes: bool = True) -> SparseTargets:
+        """The same with L and log Z at `beta` (a scalar in fp64) and at 1 computed once, for all that ask later.
+
+        `log_tail` and `log_partition` of the result, and of its rows, take every tensor for this beta.
+
+        slopes: compute the slopes in beta too; without them the results are constants.
+        """
+
+        def both(beta: Tensor | float) -> tuple[Tensor, Tensor]:
+            tail_N = wide.log_tail(beta)
+            return tail_N, wide._joined(beta, tail_N)
+
+        wide = replace(self.double(), known=None)
+        at_one = both(1.0)  # first: it makes the tensor of the knots, which no transform can
+        if slopes:
+            values, derivatives = torch.func.jvp(both, (beta,), (torch.ones_like(beta),))[:2]
+        else:
+            values = both(beta)
+            derivatives = tuple(torch.zeros_like(each) for each in values)
+        columns = [each for three in zip(values, derivatives, at_one, strict=True) for each in three]
+        return replace(self, known=torch.stack(columns, dim=1))
+
+    def at_one(self) -> SparseTargets:
+        """The same for beta = 1, where `at` has computed it already."""
+        if self.known is None:
+            return self
+        tail_N, partition_N = self.known[:, 2], self.known[:, 5]
+        zero_N = torch.zeros_like(tail_N)
+        columns = [tail_N, zero_N, tail_N, partition_N, zero_N, partition_N]
+        return replace(self, known=torch.stack(columns, dim=1))
+
     def log_tail(self, beta: Tensor | float) -> Tensor:
         """L(beta) [N] in nats, differentiable in `beta` (a positive scalar): cubic Hermite between knots."""
+        if (known_N := self._look_up(0, beta)) is not None:
+            return known_N
         dtype = beta.dtype if isinstance(beta, Tensor) else self.tail.dtype
         beta = scalar(beta, self.tail.device, dtype)
         ascending = _ascending(self.knots, beta.dtype, beta.device)
@@ -101,21 +136,34 @@ class SparseTargets(_Rows):
         beyond_N = end_slope_N * (beta - inside)
         if len(self.knots) == 1:
             return values_NG[:, 0] + slopes_NG[:, 0] * (inside - ascending[0]) + beyond_N
-        right = torch.bucketize(inside.detach(), ascending).clamp(1, len(self.knots) - 1)
-        left = right - 1
-        width = ascending[right] - ascending[left]
-        t = (inside - ascending[left]) / width
+        # An index without dimensions would be read by the host, which then waits for the device.
+        right = torch.bucketize(inside.detach()[None], ascending).clamp(1, len(self.knots) - 1)
+        ends = torch.cat([right - 1, right])
+        left, width = ascending[ends[:1]], ascending[ends].diff()
+        t = (inside - left) / width
         # Weights [2] of the two end values, and of the two end slopes times the width.
-        value_weights = torch.stack([(1 + 2 * t) * (1 - t) ** 2, t**2 * (3 - 2 * t)])
-        slope_weights = torch.stack([t * (1 - t) ** 2, t**2 * (t - 1)])
-        ends = torch.stack([left, right])
+        value_weights = torch.cat([(1 + 2 * t) * (1 - t) ** 2, t**2 * (3 - 2 * t)])
+        slope_weights = torch.cat([t * (1 - t) ** 2, t**2 * (t - 1)])
         values_N2, slopes_N2 = values_NG[:, ends], slopes_NG[:, ends]
         return (values_N2 * value_weights + width * slopes_N2 * slope_weights).sum(-1) + beyond_N
 
     def log_partition(self, beta: Tensor | float) -> Tensor:
         """log Z(beta) [N] in nats, differentiable in `beta`; 0 at beta = 1 up to rounding in storage."""
-        parts_NH1 = torch.cat([beta * self.logprobs[:, : self.top_k], self.log_tail(beta)[:, None]], dim=-1)
+        known_N = self._look_up(3, beta)
+        return self._joined(beta, self.log_tail(beta)) if known_N is None else known_N
+
+    def _joined(self, beta: Tensor | float, log_tail_N: Tensor) -> Tensor:
+        """log Z(beta) from the top-k and L(beta)."""
+        parts_NH1 = torch.cat([beta * self.logprobs[:, : self.top_k], log_tail_N[:, None]], dim=-1)
         return torch.logsumexp(parts_NH1, dim=-1)
+
+    def _look_up(self, column: int, beta: Tensor | float) -> Tensor | None:
+        """What `at` has computed for `beta`, from this column of `known` on; None for another number than 1."""
+        if self.known is None:
+            return None
+        if isinstance(beta, Tensor):
+            return self.known[:, column] + self.known[:, column + 1] * (beta - beta.detach())
+        return self.known[:, column + 2] if beta == 1 else None
 
     def top_logprobs(self, beta: Tensor | float) -> Tensor:
         """log p_beta of the top-k entries [N,H] in nats, differentiable in `beta`."""
