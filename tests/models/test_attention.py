@@ -1,5 +1,7 @@
 """Packed documents: mask, positions, and equality of a packed row with its documents one by one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
@@ -250,6 +252,15 @@ def test_a_model_with_flex_attention_compiles_to_one_graph_for_all_batches(monke
     found = [compiled(tokens_BT, segments_BT), compiled(tokens_BT, segments_BT // 2)]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    "is_cuda, width, dropout, fits",
+    [(True, 64, 0.0, True), (False, 64, 0.0, False), (True, 8, 0, False), (True, 64, 0.1, False)],
+)
+def test_flex_attention_is_for_a_gpu_without_dropout_and_for_heads_of_sixteen(is_cuda, width, dropout, fits):
+    query = SimpleNamespace(is_cuda=is_cuda, shape=(2, 4, 300, width))
+    assert attention.flex_fits(query, dropout) == fits
 
 
 @pytest.mark.gpu
