@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.harness import FIGURES, RESULTS
-from benchmarks.tables import LARGE, gpu_records, numbers
+from benchmarks.harness.record import find
+from benchmarks.tables import LARGE, gpu_records
 
 BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
     *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),
@@ -193,24 +194,24 @@ def _codecs(axis: Axes, codecs: dict[str, dict]) -> None:
 # GPU: a panel a section that has bars to show.
 
 PANELS = (
-    ("step", "2048.tokens_a_second", "training step, T = 2,048: tokens/s"),
-    ("step", "8192.tokens_a_second", "training step, T = 8,192: tokens/s"),
-    ("objective", "8192.seconds", "loss and gradients, N = 8,192: s"),
-    ("objective", "32768.seconds", "loss and gradients, N = 32,768: s"),
-    ("fp8", "1b.tokens_a_second", "1 B student: tokens/s"),
-    ("fp8", "3b.tokens_a_second", "3 B student: tokens/s"),
-    ("cache", "build-1b.tokens_a_second", "cache of a 1 B teacher: tokens/s"),
-    ("cache", "build-8b.tokens_a_second", "cache of an 8 B teacher: tokens/s"),
+    ("step", "2048 ", "tokens_a_second", "training step, T = 2,048: tokens/s"),
+    ("step", "8192 ", "tokens_a_second", "training step, T = 8,192: tokens/s"),
+    ("objective", "8192 4096 ", "over_cross_entropy", "loss and gradients, N = 8,192: time over cross-entropy's"),
+    ("objective", "32768 4096 ", "over_cross_entropy", "loss and gradients, N = 32,768: time over cross-entropy's"),
+    ("fp8", "1b ", "time", "1 B student: step time over bf16's"),
+    ("fp8", "3b ", "time", "3 B student: step time over bf16's"),
+    ("cache", "build-", "tokens_a_second", "building a cache, by teacher: tokens/s"),
 )
 
 
 def draw_gpu(found: Mapping[str, Record], folder: Path) -> list[Path]:
     """Write `gpu.png`, or nothing where no record has anything to draw."""
     panels = []
-    for section, place, title in PANELS:
-        bars = numbers(found[section]["figures"], place) if section in found else []
-        if bars:
-            panels.append((title, {name.removeprefix(f"{place}."): value for name, value in bars}))
+    for section, prefix, place, title in PANELS:
+        figures = found[section]["figures"] if section in found else {}
+        own = {name.removeprefix(prefix): each for name, each in figures.items() if name.startswith(prefix)}
+        if bars := {name: value for name, each in own.items() if (value := find(each, place)) is not None}:
+            panels.append((title, bars))
     if not panels:
         return []
     rows = (len(panels) + 1) // 2

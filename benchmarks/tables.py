@@ -1,12 +1,13 @@
 """The records as tables in README.md and docs: `python -m benchmarks.tables [demo|objective|gpu]`, or all of them.
 
 Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
-met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. A goal on a GPU is
-taken from its record, where it was computed from the figures; a record of tiny shapes or of a CPU is refused, because a
-page that quotes it would claim something about a GPU.
+met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. The goals on a GPU
+stand in the sections of `benchmarks.performance`, and one without a figure is not measured; a record of tiny shapes or
+of a CPU is refused, because a page that quotes it would claim something about a GPU.
 """
 
 import argparse
+import importlib
 import json
 import math
 import statistics
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import RESULTS, ROOT, SECTIONS
+from benchmarks.harness.record import Goal, counts, find
 
 KINDS = ("cross-entropy", "distilled")
 GPU = RESULTS / "gpu"
@@ -27,22 +29,32 @@ PAGES = {
     "objective": ROOT / "docs" / "objective.md",
     "gpu": ROOT / "docs" / "performance.md",
 }
-NOTHING = "No section was run on a GPU yet: nothing here is a measurement of one."
-SHOWN = {
-    "ceilings": ("bf16_tflops.best", "fp8_tflops.best", "memory_gb_per_second", "host_to_device_gb_per_second.pinned"),
-    "step": ("2048.tokens_a_second", "2048.tflops", "8192.tokens_a_second", "8192.tflops"),
-    "objective": ("8192.seconds", "32768.seconds", "32768.extra_gib"),
-    "fp8": ("1b.tokens_a_second", "1b.tflops", "3b.tokens_a_second", "3b.tflops"),
-    "adaptive": ("adaptive.switch_ms", "adaptive.snapshot_ms", "adaptive.step_ms", "above"),
-    "cache": (
-        *("build-1b.tokens_a_second", "build-8b.tokens_a_second", "encode.tokens_a_second"),
-        *("read-12.bytes_a_token.total", "read-12.tokens_a_second", "step.cost"),
-    ),
-    "checkpoint": ("background.stall", "background.total", "in_place.stall"),
-    "teacher": ("trained.steps", "trained.shipped_loss", "trained.made_loss"),
+COLUMNS = {
+    "tflops": "TFLOP/s",
+    "gb_per_second": "GB/s",
+    "tokens_a_second": "tokens/s",
+    "rate": "of cross-entropy's rate",
+    "seconds_a_call": "seconds",
+    "over_cross_entropy": "time over cross-entropy's",
+    "ours_over_it": "kdtrain's time over its",
+    "time": "time over bf16's",
+    "peak_gib": "peak GiB",
+    "extra_gib": "GiB beyond its inputs",
+    "memory": "memory over bf16's",
+    "last_loss": "last loss",
+    "switches": "switches",
+    "switch_ms": "a switch, ms",
+    "snapshot_ms": "a snapshot, ms",
+    "built_over_bare": "of the bare forward's rate",
+    "bytes_a_token.total": "bytes a token",
+    "cost": "of a step's time",
+    "stall": "stall, s",
+    "total": "until published, s",
+    "share_percent": "% of the training time",
+    "made_loss": "validation loss",
+    "shipped_loss": "of the teacher that ships",
 }
-"""Figures beside the goals, by their place in the record; one that holds several gets a row for each."""
-WORDS = {None: "not judged", True: "met", False: "**missed**"}
+"""What the tables show of the figures, by place; a section's table has the columns that one of its figures has."""
 LARGE = 32_000
 """The vocabulary from which on the goals against cross-entropy hold."""
 TIME, MEMORY, STEP, ONLINE, MATERIALISED = 1.05, 1.0, 0.97, 0.95, 1 / 20
@@ -210,22 +222,27 @@ def gpu_records(folder: Path = GPU) -> dict[str, dict[str, Any]]:
         path = folder / f"{name}.json"
         if path.exists():
             found[name] = json.loads(path.read_text())
-            if found[name]["tiny"] or "cuda" not in found[name]["machine"]:
+            if not counts(found[name]):
                 raise ValueError(f"{path} is of tiny shapes or of a CPU, and no result")
     return found
 
 
 def gpu(found: Mapping[str, dict[str, Any]]) -> str:
     """The page of performance: the goals of every section, then its figures and where they come from."""
-    if not found:
-        return NOTHING
-    goals = [(name, goal) for name, record in found.items() for goal in record["goals"]]
-    lines = ["| section | what | goal | figure | |", "|---|---|--:|--:|---|"]
-    lines += [f"| {name} | {g['what']} | {bound(g)} | {number(g['value'])} | {WORDS[g['met']]} |" for name, g in goals]
-    missed = sum(goal["met"] is False for _, goal in goals)
-    lines += ["", f"{missed} of {len(goals)} goals missed, {sum(g['met'] is None for _, g in goals)} not judged."]
+    lines, verdicts = ["| section | what | goal | figure | |", "|---|---|--:|--:|---|"], []
+    for name in SECTIONS:
+        for goal in importlib.import_module(f"benchmarks.performance.{name}").GOALS:
+            value = find(found[name]["figures"], goal.figure) if name in found else None
+            verdicts.append(goal.verdict(value))
+            shown = verdicts[-1].replace("missed", "**missed**")
+            lines.append(f"| {name} | {goal.what} | {bound(goal)} | {number(value)} | {shown} |")
+    met, missed = verdicts.count("met"), verdicts.count("missed")
+    lines += [
+        "",
+        f"Of {len(verdicts)} goals {met} are met, {missed} missed, {len(verdicts) - met - missed} not measured.",
+    ]
     if absent := [name for name in SECTIONS if name not in found]:
-        lines += [f"Not run on a GPU: {', '.join(absent)}."]
+        lines += ["", f"Sections without a record: {', '.join(absent)}."]
     for name, record in found.items():
         lines += ["", *_section(name, record)]
     return "\n".join(lines)
@@ -233,42 +250,30 @@ def gpu(found: Mapping[str, dict[str, Any]]) -> str:
 
 def _section(name: str, record: dict[str, Any]) -> list[str]:
     """The figures of one section, and what they were measured on."""
-    of = record["machine"]
-    rows = [(place, value) for each in SHOWN[name] for place, value in numbers(record["figures"], each)]
-    lines = [f"**{name}**" + ("" if record["finished"] else " (unfinished)"), ""]
-    lines += ["| | |", "|---|--:|", *(f"| {place} | {number(value)} |" for place, value in rows), ""] if rows else []
-    notes = [("nothing was compiled", record["uncompiled"])] if record["uncompiled"] else []
-    notes += reasons(record["figures"])
-    lines += [*(f"- {place}: {text}" for place, text in notes), *([""] if notes else [])]
-    file = f"../benchmarks/results/gpu/{name}.json"
+    of, figures = record["machine"], record["figures"]
+    places = [place for place in COLUMNS if any(find(figure, place) is not None for figure in figures.values())]
+    rows = {name: [number(find(figure, place)) for place in places] for name, figure in figures.items()}
+    lines = [f"**{name}**", ""]
+    if places:
+        lines += [f"| | {' | '.join(COLUMNS[place] for place in places)} |", "|---|" + "--:|" * len(places)]
+        lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items() if {*cells} != {"-"}]
+        lines += [""]
+    notes = [f"nothing was compiled: {record['uncompiled']}"] if record["uncompiled"] else []
+    reasons = ("failed", "missing", "does_not_fit")
+    notes += [f"{name}: {figure[key]}" for name, figure in figures.items() for key in reasons if key in figure]
+    notes += [f"{name}: not measured yet" for name in record["left"]]
+    lines += [*(f"- {note}" for note in notes), *([""] if notes else [])]
+    commits = ", ".join(sorted({str(each) for each in record["commits"].values()}))
     return [
         *lines,
-        f"{of['device']}, driver {of['driver']}, torch {of['libraries']['torch']}, commit {record['commit']}, "
-        f"{record['date']}: [{name}.json]({file}).",
+        f"{of['device']}, driver {of['driver']}, torch {of['libraries']['torch']}, commit {commits}, {record['date']}: "
+        f"[{name}.json](../benchmarks/results/gpu/{name}.json).",
     ]
 
 
-def numbers(figures: Any, place: str) -> list[tuple[str, float]]:
-    """The numbers at a place: one, or one for each name below it."""
-    value = figures
-    for name in place.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    if isinstance(value, Mapping):
-        return [(f"{place}.{name}", each) for name, each in value.items() if isinstance(each, int | float)]
-    return [(place, value)] if isinstance(value, int | float) else []
-
-
-def reasons(figures: Any, place: str = "") -> list[tuple[str, str]]:
-    """What could not be measured, and why."""
-    if not isinstance(figures, Mapping):
-        return []
-    found = [(place, str(figures[key])) for key in ("failed", "missing", "does_not_fit", "left_out") if key in figures]
-    return found + [row for name, each in figures.items() for row in reasons(each, f"{place}.{name}".lstrip("."))]
-
-
-def bound(goal: Mapping[str, Any]) -> str:
+def bound(goal: Goal) -> str:
     """What a goal asks for."""
-    return f"≥ {number(goal['least'])}" if goal["least"] is not None else f"≤ {number(goal['most'])}"
+    return f"≥ {number(goal.least)}" if goal.least is not None else f"≤ {number(goal.most)}"
 
 
 def number(value: float | None) -> str:

@@ -173,6 +173,14 @@ REFUSED = [
     (lambda: options.StoppingConfig(grad_spike_patience=0), "--grad-spike-patience"),
     (lambda: options.CheckpointConfig(checkpoint_freq=0), "--checkpoint-freq"),
     (lambda: options.CheckpointConfig(keep_rolling=0), "--keep-rolling"),
+    (lambda: options.PrecisionConfig(compile=False, compile_mode="max-autotune"), "--compile-mode max-autotune has no"),
+    *(
+        (
+            lambda mode=mode: distill(precision=options.PrecisionConfig(precision=mode, tf32=True)),
+            "--tf32 has no effect on",
+        )
+        for mode in ("auto", "bf16", "fp8")
+    ),
     (lambda: options.MonitorConfig(log_freq=0), "--log-freq"),
     (lambda: options.MonitorConfig(eval_freq=0), "--eval-freq"),
     (lambda: options.MonitorConfig(eval_batches=0), "--eval-batches"),

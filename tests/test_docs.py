@@ -18,7 +18,19 @@ TORCHRUN = {
     *("--standalone", "--nnodes", "--nproc-per-node", "--max-restarts"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
 }
-ELSEWHERE = {"--seeds", "--upgrade", "--logdir", "--port", "--tiny", "--profile", "--commit", *TORCHRUN}
+ELSEWHERE = {
+    "--seeds",
+    "--upgrade",
+    "--logdir",
+    "--port",
+    "--tiny",
+    "--profile",
+    "--commit",
+    "--budget",
+    "--from",
+    "--present",
+}
+ELSEWHERE |= TORCHRUN
 """Flags of commands other than kdtrain."""
 
 SLURM = ROOT / "docs" / "distill.sbatch"

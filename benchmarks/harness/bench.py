@@ -22,7 +22,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.precision.linear import Switch
+from kdtrain.precision.linear import Switch, layers_of
 from kdtrain.training.data import CachedSource, Feed, Source
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import Progress
@@ -113,6 +113,9 @@ class Bench:
             monitor=MonitorConfig(tensorboard=False),
             stopping=StoppingConfig(early_stopping=False),
         )
+        if options.compile and options.by_layer:  # as `parallel.parallelize.shard` compiles them
+            for layer in layers_of(student.model):
+                layer.forward = torch.compile(layer.forward, dynamic=False)
         temperature = build_temperature(temperature_mode, start=2.0, minimum=1.0, maximum=4.0, total_steps=total)
         module = Student(
             student,
@@ -120,6 +123,7 @@ class Bench:
             vocab_size=vocab_size,
             mode=mode,
             compile=options.compile,
+            by_layer=options.by_layer,
             switch=switch,
             quantized=quantized,
         )
@@ -174,16 +178,6 @@ class Bench:
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of the student's weights, on their device."""
         return {name: each.detach().clone() for name, each in self.trainer.student.model.named_parameters()}
-
-    def turn(self, source: Source, steps: int, shuffled: bool = False) -> Callable[[], None]:
-        """What takes `steps` further steps at each call."""
-        step = self.steps(source, shuffled)
-
-        def turn() -> None:
-            for _ in range(steps):
-                step()
-
-        return turn
 
     def _numbers(self, step: int, available: int) -> np.ndarray:
         start = step * self.batch % max(available - self.batch + 1, 1)

@@ -41,7 +41,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "3b": _LLAMA | _3B | {"head_dim": 128, "tie_word_embeddings": True},
     "8b": _LLAMA | _8B | {"head_dim": 128, "tie_word_embeddings": False},
     "tiny": _LLAMA | _TINY | {"tie_word_embeddings": True},
-    "tiny-layer": _LLAMA | _TINY | {"num_hidden_layers": 1, "tie_word_embeddings": True},
     "tiny-teacher": _LLAMA | _TINY | {"tie_word_embeddings": False},
 }
 

@@ -1,11 +1,15 @@
 """What every section of `benchmarks.performance` shares: its options, its record and its goals.
 
-A record is written after every measurement, so that a time limit loses nothing but the one in work; a section that is
-started again with the same settings on the same commit measures what its record lacks. What fails is written down
-with its reason, and the section continues.
+A record holds figures by name and is written after each. Two rules make it useful where a machine is lent for minutes
+and starts bare each time:
 
-Whether a goal is met is computed from the figures, here and nowhere else, and on a GPU at full size only: the figures
-of a CPU or of tiny shapes say that a section works, and nothing about a goal.
+- After the budget of a call no measurement begins. What was not measured stands in `left`, and the call ends as usual.
+- A call that is handed earlier records (`--from`) takes their figures over, where the device, torch and the settings
+  are the same, and measures the rest. The commit may differ, and stands beside each figure. Figures that failed, or
+  that lacked a library, are measured again.
+
+What fails is written down with its reason, and the section continues. Whether a goal is met follows from the figures
+alone (`Goal.verdict`), and only those of a GPU at full size count.
 
 What this gives up: one card and one process; nothing here measures how several cards talk.
 """
@@ -14,8 +18,9 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -24,8 +29,8 @@ from benchmarks.harness import ROOT, write
 from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.timing import free
 
-BUDGET = 540.0
-"""Seconds of a section after which no further measurement begins."""
+BUDGET = 420.0
+"""Seconds of a call after which no further measurement begins: a machine may be lent for ten minutes at a time."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,16 @@ class Options:
     out: Path
     tiny: bool = False
     compile: bool = True
+    by_layer: bool = False
+    """Compile a student's layers one by one, as a sharded run does: seconds, where its whole backbone takes minutes."""
     profile: bool = False
     uncompiled: str | None = None
     """Why nothing is compiled although it was to be."""
     budget: float = BUDGET
+    """Seconds from `started` after which no further measurement begins."""
+    started: float = field(default_factory=lambda: monotonic())
+    earlier: Path | None = None
+    """A folder of records whose figures are not measured again."""
     commit: str | None = None
     """Of the code, where the machine has no clone to ask."""
 
@@ -49,11 +60,6 @@ class Options:
         folder = self.out if self.tiny else ROOT / "runs" / "gpu"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    @property
-    def counts(self) -> bool:
-        """Whether goals are judged."""
-        return self.device.type == "cuda" and not self.tiny
 
 
 @dataclass(frozen=True)
@@ -66,103 +72,105 @@ class Goal:
     least: float | None = None
     most: float | None = None
 
+    def verdict(self, value: float | None) -> str:
+        """Met, missed, or not measured."""
+        if value is None:
+            return "not measured"
+        met = (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+        return "met" if met else "missed"
+
 
 class Record:
     """The JSON of one section."""
 
     def __init__(self, name: str, options: Options, settings: Mapping[str, Any], goals: tuple[Goal, ...] = ()) -> None:
         self.path, self.goals, self.options = options.out / f"{name}.json", goals, options
-        self.started, self.before = time.monotonic(), 0.0
         self.data: dict[str, Any] = {
             "section": name,
             "tiny": options.tiny,
             "date": time.strftime("%Y-%m-%d"),
-            "commit": options.commit or commit(),
             "machine": machine(options.device),
             "settings": json.loads(json.dumps(settings)),
             "uncompiled": options.uncompiled,
+            "finished": False,
+            "left": [],
+            "commits": {},
             "figures": {},
         }
-        self._go_on()
+        self.commit = options.commit or commit()
+        self._take_over()
         self.write()
 
-    def _go_on(self) -> None:
-        """Take over the figures of a record of the same settings, commit and device."""
-        if not self.path.exists():
+    def _take_over(self) -> None:
+        """Take the figures of the record that was handed in, if it is of the same device, torch and settings."""
+        path = None if self.options.earlier is None else self.options.earlier / self.path.name
+        if path is None or not path.exists():
             return
-        earlier = json.loads(self.path.read_text())
-        same = ("section", "tiny", "commit", "machine", "settings")
-        if all(earlier.get(key) == self.data[key] for key in same) and not earlier["finished"]:
-            self.data["figures"], self.before = earlier["figures"], earlier["seconds"]
+        earlier = json.loads(path.read_text())
+        if _key(earlier) != _key(self.data):
+            self._print(f"{path} is of another device, torch or settings: nothing of it is taken over")
+            return
+        for name, figure in earlier["figures"].items():
+            if not figure.keys() & {"failed", "missing"}:
+                self.figures[name], self.data["commits"][name] = figure, earlier["commits"][name]
+        # a library of an earlier call may not be here now, and its figures are
+        own = self.data["machine"]["libraries"]
+        own |= {name: known for name, known in earlier["machine"]["libraries"].items() if own.get(name) is None}
 
     @property
-    def figures(self) -> dict[str, Any]:
-        """What was measured, by name."""
-        found: dict[str, Any] = self.data["figures"]
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """What was measured, by name: numbers by name, or why there are none."""
+        found: dict[str, dict[str, Any]] = self.data["figures"]
         return found
 
-    def measure(self, name: str, run: Callable[[], Any]) -> Any:
-        """The figure `name`: found before, or what `run` gives, or why there is none; written at once."""
-        known = self.figures.get(name)
-        if known is not None and not (isinstance(known, dict) and known.keys() & {"failed", "left_out"}):
-            return known
-        if self.late():
-            found: Any = {"left_out": f"no time left of {self.options.budget:.0f} s; start the section again"}
-        else:
-            found = attempt(run)
-            free()
-        return self.put(name, found)
+    def measure(self, name: str, run: Callable[[], dict[str, Any]], needs: float = 0.0) -> None:
+        """Have a figure: taken over, or what `run` gives, or why it gives none; or leave it where no time is left.
 
-    def put(self, name: str, value: Any) -> Any:
+        needs: seconds that must be left of the budget, for what takes minutes.
+        """
+        if name in self.figures:
+            return
+        if monotonic() - self.options.started + needs >= self.options.budget:
+            self.data["left"].append(name)
+            return
+        found = attempt(run)
+        free()
+        self.put(name, found)
+
+    def put(self, name: str, value: dict[str, Any]) -> None:
         """Keep a figure and write the record."""
-        self.figures[name] = value
-        begun = self.figures.pop("so_far", {})
-        begun.pop(name, None)
-        if begun:
-            self.figures["so_far"] = begun
+        self.figures[name], self.data["commits"][name] = value, self.commit
         self.write()
-        print(f"{self.data['section']}: {name}: {json.dumps(value)[:600]}", flush=True)
-        return value
+        self._print(f"{name}: {json.dumps(value)[:600]}")
 
-    def so_far(self, name: str, value: Any) -> None:
-        """Keep what there is of a figure that is not complete; it goes when the figure comes."""
-        self.figures.setdefault("so_far", {})[name] = value
-        self.write()
-
-    def late(self) -> bool:
-        """Whether nothing more is to be begun."""
-        return time.monotonic() - self.started > self.options.budget
-
-    def write(self, finished: bool = False) -> None:
+    def write(self) -> None:
         """Write what there is."""
-        self.data["goals"] = judged(self.goals, self.figures, self.options.counts)
-        self.data["seconds"] = round(self.before + time.monotonic() - self.started, 1)
-        self.data["finished"] = finished and not left_out(self.figures)
         write(self.path, self.data)
 
     def finish(self) -> int:
-        """Write the last time; 1 where something failed, else 0."""
-        self.write(finished=True)
-        for goal in self.data["goals"]:
-            print(f"{self.data['section']}: {goal['what']}: {goal['value']} ({verdict(goal['met'])})")
-        return int(bool(failures(self.figures)))
+        """Write the last time, and print goals and what is left; 1 where something failed, else 0."""
+        self.data["finished"] = not self.data["left"]
+        self.write()
+        for goal in self.goals if counts(self.data) else ():
+            value = find(self.figures, goal.figure)
+            self._print(f"{goal.what}: {value} ({goal.verdict(value)})")
+        if self.data["left"]:
+            self._print(f"left, for a call with --from: {', '.join(self.data['left'])}")
+        return int(any("failed" in figure for figure in self.figures.values()))
+
+    def _print(self, text: str) -> None:
+        print(f"{self.data['section']}: {text}", flush=True)
 
 
-def judged(goals: tuple[Goal, ...], figures: Mapping[str, Any], counts: bool) -> list[dict[str, Any]]:
-    """Each goal with its figure and whether it is met; None where it cannot be said."""
-    rows = []
-    for goal in goals:
-        value = find(figures, goal.figure)
-        met = None
-        if counts and value is not None:
-            met = (goal.least is None or value >= goal.least) and (goal.most is None or value <= goal.most)
-        rows.append({**asdict(goal), "value": value, "met": met})
-    return rows
+def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two records have in common if a figure of one is a figure of the other."""
+    of = record["machine"]
+    return record["section"], record["tiny"], record["settings"], of["device"], of["libraries"]["torch"]
 
 
-def verdict(met: bool | None) -> str:
-    """A goal's state in a word."""
-    return "not judged" if met is None else "met" if met else "missed"
+def counts(record: Mapping[str, Any]) -> bool:
+    """Whether a record says something about a GPU: one of tiny shapes or of a CPU says that the section works."""
+    return not record["tiny"] and "cuda" in record["machine"]
 
 
 def find(figures: Mapping[str, Any], place: str) -> float | None:
@@ -173,24 +181,7 @@ def find(figures: Mapping[str, Any], place: str) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def failures(figures: Any) -> list[str]:
-    """What went wrong anywhere among the figures."""
-    return _texts(figures, "failed")
-
-
-def left_out(figures: Any) -> list[str]:
-    """What there was no time for."""
-    return _texts(figures, "left_out")
-
-
-def _texts(figures: Any, key: str) -> list[str]:
-    if not isinstance(figures, dict):
-        return []
-    own = [str(figures[key])] if key in figures else []
-    return own + [text for value in figures.values() for text in _texts(value, key)]
-
-
-def attempt(run: Callable[[], Any]) -> Any:
+def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `run` gives, or why it gives nothing: no memory, no library, or a failure, in words."""
     try:
         return run()

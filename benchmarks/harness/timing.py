@@ -16,6 +16,9 @@ import torch
 
 from kdtrain.ranks import peak_memory_mb
 
+CALLS = 3
+"""Calls in a timing on a GPU: the wait for an idle device at its ends then weighs little."""
+
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
@@ -23,13 +26,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a run, from an idle device to an idle device."""
+def timed(run: Callable[[], Any], device: torch.device, calls: int = 1) -> float:
+    """Seconds of a call, from an idle device to an idle device around all of them."""
     synchronize(device)
     started = time.perf_counter()
-    run()
+    for _ in range(calls):
+        run()
     synchronize(device)
-    return time.perf_counter() - started
+    return (time.perf_counter() - started) / calls
 
 
 def in_turn(
@@ -37,20 +41,19 @@ def in_turn(
     rounds: int,
     device: torch.device,
     warm: int = 1,
-    keep: Callable[[dict[str, list[float]]], None] = lambda times: None,
+    calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of each side in each round; every second round runs them backwards. The first `warm` are not kept.
+    """Seconds of a call of each side in each round, by a timing of `calls` of them.
 
-    keep: is given all times after each round.
+    Every second round runs the sides backwards. The first `warm` rounds are not kept.
     """
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(-warm, rounds):
         order = list(sides) if number % 2 == 0 else list(reversed(sides))
         for name in order:
-            seconds = timed(sides[name], device)
+            seconds = timed(sides[name], device, calls)
             if number >= 0:
                 found[name].append(seconds)
-        keep(found)
     return found
 
 

@@ -47,7 +47,7 @@ from benchmarks.harness import RESULTS, STUDENT, models, write
 from benchmarks.harness.bench import Bench, Held, cached, make_cache
 from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.sections import script
-from benchmarks.harness.timing import in_turn, medians, over, peak_of, timed, without_graphs
+from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, timed, without_graphs
 from benchmarks.performance import cache_material
 from benchmarks.performance.cache_material import Material
 from kdtrain.cache.codec import CodecSpec, encode_sequences
@@ -94,10 +94,10 @@ def building(
 
 
 def step_cost(bench: Bench, source: Source, rounds: int, steps: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of `steps` steps with the reader and with one batch that is held, in turn."""
+    """Seconds of a step with the reader and with one batch that is held, in turn of `steps` steps."""
     held = Held(source.read(np.arange(bench.batch)))  # type: ignore[arg-type]
-    sides = {"read": bench.turn(source, steps, shuffled=True), "held": bench.turn(held, steps)}
-    return in_turn(sides, rounds, device)
+    sides = {"read": bench.steps(source, shuffled=True), "held": bench.steps(held)}
+    return in_turn(sides, rounds, device, calls=steps)
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,9 @@ class Sizes:
     kept: tuple[int, ...] = (12, 50)
     dense_sequences: int = 2
     rounds: int = 5
-    steps_a_turn: int = 4
 
 
-TINY = Sizes(("tiny",), "tiny", 32, 8, 4, 4, (4,), 1, 2, 2)
+TINY = Sizes(("tiny",), "tiny", 32, 8, 4, 4, (4,), 1, 2)
 
 GOALS: tuple[Goal, ...] = ()
 
@@ -125,13 +124,13 @@ GOALS: tuple[Goal, ...] = ()
 def run(options: Options) -> int:
     """Measure, and write cache.json."""
     sizes = TINY if options.tiny else Sizes()
-    record = Record("cache", options, vars(sizes) | {"compile": options.compile})
+    record = Record("cache", options, vars(sizes) | {"calls": CALLS, "compile": options.compile})
     folder = options.scratch / "caches"
     for name in sizes.teachers:
         record.measure(f"build-{name}", lambda name=name: _building(options, sizes, name))
-    record.measure("encode", lambda: _encoding(options, sizes))
     for kept in sizes.kept:
         spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(sizes.student), top_k=kept)
+        record.measure(f"encode-{kept}", lambda spec=spec: _encoding(options, sizes, spec))
         record.measure(f"read-{kept}", lambda spec=spec: _reading(options, sizes, spec, sizes.sequences, folder))
     dense = CodecSpec(kind="dense", vocab_size=models.vocabulary(sizes.student))
     record.measure("read-dense", lambda: _reading(options, sizes, dense, sizes.dense_sequences, folder))
@@ -160,31 +159,26 @@ def _building(options: Options, sizes: Sizes, name: str) -> dict[str, Any]:
     return {
         "tokens": number,
         "seconds": times,
-        "tokens_a_second": {side: number / each for side, each in medians(times).items()},
+        "tokens_a_second": number / medians(times)["built"],
         "forward_tflops": number * models.forward_flops(name, sizes.length) / medians(times)["bare"] / 1e12,
         "built_over_bare": 1 / over(times, "built", "bare"),
         "built_over_asked": 1 / over(times, "built", "asked"),
-        "memory": peak_of(built, device),
+        **peak_of(built, device),
     }
 
 
-def _encoding(options: Options, sizes: Sizes) -> dict[str, Any]:
-    """Tokens a second of the encoding of one batch, which ends on the host, by entries kept."""
-    device, vocab = options.device, models.vocabulary(sizes.student)
+def _encoding(options: Options, sizes: Sizes, spec: CodecSpec) -> dict[str, Any]:
+    """Tokens a second of the encoding of one batch, which ends on the host."""
+    device = options.device
     tokens_BT1 = models.token_tensor(models.text(sizes.batch, sizes.length))
-    logits_BTV = models.CheapTeacher(vocab, device)(tokens_BT1[:, :-1], None)
+    logits_BTV = models.CheapTeacher(spec.vocab_size, device)(tokens_BT1[:, :-1], None)
     labels_BT = tokens_BT1[:, 1:]
 
-    def encode(kept: int) -> Callable[[], Any]:
-        spec = CodecSpec(kind="sparse", vocab_size=vocab, top_k=kept)
-        return lambda: encode_sequences(logits_BTV, labels_BT, spec, seed=0, split="train", first=0)
+    def encode() -> Any:
+        return encode_sequences(logits_BTV, labels_BT, spec, seed=0, split="train", first=0)
 
-    sides = {str(kept): encode(kept) for kept in sizes.kept}
-    times = in_turn(sides, sizes.rounds, device)
-    return {
-        "tokens_a_second": {side: labels_BT.numel() / each for side, each in medians(times).items()},
-        "memory": {side: peak_of(run, device) for side, run in sides.items()},
-    }
+    seconds = medians(in_turn({"encode": encode}, sizes.rounds, device, calls=CALLS))["encode"]
+    return {"tokens_a_second": labels_BT.numel() / seconds, **peak_of(encode, device)}
 
 
 def _reading(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int, folder: Path) -> dict[str, Any]:
@@ -199,7 +193,7 @@ def _reading(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int, fo
         for part in parts:
             source.read(part)
 
-    seconds = medians(in_turn({"read": read}, sizes.rounds, options.device))["read"]
+    seconds = medians(in_turn({"read": read}, sizes.rounds, options.device, calls=CALLS))["read"]
     return {
         "bytes_a_token": read_manifest(there).bytes_per_token,
         "tokens_a_second": len(parts) * batch * sizes.length / seconds,
@@ -220,8 +214,8 @@ def _step(options: Options, sizes: Sizes, folder: Path) -> dict[str, Any]:
     source = cached(_cache(options, sizes, spec, sizes.sequences, folder), device)
     student = models.make_student(sizes.student, device)
     bench = Bench(student, options, vocab_size=vocab, seq_len=sizes.length, batch=sizes.batch)
-    times = step_cost(bench, source, sizes.rounds, sizes.steps_a_turn, device)
-    return {"kept": kept, "seconds_a_turn": times, "cost": over(times, "read", "held") - 1}
+    times = step_cost(bench, source, sizes.rounds, CALLS, device)
+    return {"kept": kept, "seconds": times, "cost": over(times, "read", "held") - 1}
 
 
 RESULT = RESULTS / "cache.json"
@@ -433,9 +427,9 @@ def _small_step(folder: Path, rounds: int, steps: int) -> dict[str, Any]:
         "student": Path(STUDENT).stem,
         "threads": torch.get_num_threads(),
         "steps": rounds * steps,
-        "seconds_a_step": {"with_reader": times["read"] / steps, "without": times["held"] / steps},
+        "seconds_a_step": {"with_reader": times["read"], "without": times["held"]},
         "cost": times["read"] / times["held"] - 1,
-        "reading_a_batch_alone_over_step": alone * steps / times["held"],
+        "reading_a_batch_alone_over_step": alone / times["held"],
     }
 
 

@@ -14,10 +14,9 @@ import torch
 
 from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.sections import script
-from benchmarks.harness.timing import medians, synchronize, timed
+from benchmarks.harness.timing import in_turn, medians, timed
 
 SIZES, TINY_SIZES = (4096, 8192, 16_384), (128, 256)
-
 GOALS: tuple[Goal, ...] = ()
 
 
@@ -28,19 +27,20 @@ def run(options: Options) -> int:
     record = Record("ceilings", options, {"sizes": sizes, "seconds_a_round": stretch, "rounds": rounds})
     device = options.device
 
-    def products(dtype: torch.dtype) -> dict[str, float]:
+    def products(dtype: torch.dtype) -> dict[str, Any]:
         found = {}
         for size in sizes:
             multiply = _product(size, dtype, device)
             seconds = _stretched(multiply, stretch, rounds, device)
             found[str(size)] = 2 * size**3 / seconds / 1e12
-        return {**found, "best": max(found.values())}
+        return {"tflops": max(found.values()), "by_size": found}
 
-    record.measure("bf16_tflops", lambda: products(torch.bfloat16))
-    record.measure("fp32_tflops", lambda: products(torch.float32))
-    record.measure("fp8_tflops", lambda: products(torch.float8_e4m3fn))
-    record.measure("memory_gb_per_second", lambda: _bandwidth(options, stretch, rounds))
-    record.measure("host_to_device_gb_per_second", lambda: _from_host(options, rounds))
+    record.measure("products in bf16", lambda: products(torch.bfloat16))
+    record.measure("products in fp32", lambda: products(torch.float32))
+    record.measure("products in fp8", lambda: products(torch.float8_e4m3fn))
+    record.measure("memory", lambda: {"gb_per_second": _bandwidth(options, stretch, rounds)})
+    record.measure("from pinned memory", lambda: {"gb_per_second": _from_host(options, rounds, pinned=True)})
+    record.measure("from pageable memory", lambda: {"gb_per_second": _from_host(options, rounds, pinned=False)})
     return record.finish()
 
 
@@ -62,13 +62,8 @@ def _stretched(work: Callable[[], Any], stretch: float, rounds: int, device: tor
     """Seconds of one piece of work, in rounds of so many that each lasts `stretch` seconds."""
     for _ in range(3):
         work()
-    count = max(1, round(stretch / max(timed(work, device), 1e-6)))
-
-    def many() -> None:
-        for _ in range(count):
-            work()
-
-    return statistics.median(timed(many, device) for _ in range(rounds)) / count
+    calls = max(1, round(stretch / max(timed(work, device), 1e-6)))
+    return statistics.median(timed(work, device, calls) for _ in range(rounds))
 
 
 def _bandwidth(options: Options, stretch: float, rounds: int) -> float:
@@ -78,20 +73,12 @@ def _bandwidth(options: Options, stretch: float, rounds: int) -> float:
     return 2 * numbers / _stretched(lambda: into.copy_(source), stretch, rounds, options.device) / 1e9
 
 
-def _from_host(options: Options, rounds: int) -> dict[str, float]:
-    """GB/s of a copy to the device, from pinned memory and from pageable one."""
+def _from_host(options: Options, rounds: int, pinned: bool) -> float:
     numbers = 2**20 if options.tiny else 2**30
-    cuda = options.device.type == "cuda"
+    source = torch.zeros(numbers, dtype=torch.uint8, pin_memory=pinned and options.device.type == "cuda")
     into = torch.empty(numbers, dtype=torch.uint8, device=options.device)
-    times: dict[str, list[float]] = {}
-    for name, pinned in (("pinned", True), ("pageable", False)):
-        source = torch.zeros(numbers, dtype=torch.uint8, pin_memory=pinned and cuda)
-        into.copy_(source, non_blocking=pinned)
-        synchronize(options.device)
-        times[name] = [
-            timed(lambda s=source, p=pinned: into.copy_(s, non_blocking=p), options.device) for _ in range(rounds)
-        ]
-    return {name: numbers / seconds / 1e9 for name, seconds in medians(times).items()}
+    copy = {"copy": lambda: into.copy_(source, non_blocking=pinned)}
+    return numbers / medians(in_turn(copy, rounds, options.device))["copy"] / 1e9
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ events tell it, over the time of all steps.
 """
 
 import argparse
+import functools
 import json
 import math
 import platform
@@ -70,24 +71,22 @@ def run(options: Options) -> int:
     """Measure, and write checkpoint.json."""
     sizes = TINY if options.tiny else Sizes()
     record = Record("checkpoint", options, vars(sizes) | {"compile": options.compile}, GOALS)
+    made = functools.cache(lambda: _training(options, sizes))
     with without_graphs():
-        if not KINDS.keys() <= record.figures.keys():
-            step, bench = _training(options, sizes)
-            seconds = statistics.median(timed(step, options.device) for _ in range(5))
-            record.put("seconds_a_step", seconds)
-            for kind in KINDS:
-                record.measure(kind, lambda kind=kind: _in_steps(options, sizes, bench, step, seconds, kind))
+        for kind in KINDS:
+            record.measure(kind, lambda kind=kind: _in_steps(options, sizes, *made(), kind))
     return record.finish()
 
 
-def _training(options: Options, sizes: Sizes) -> tuple[Callable[[], Any], Bench]:
+def _training(options: Options, sizes: Sizes) -> tuple[Bench, Callable[[], Any], float]:
+    """Steps, and the seconds of one."""
     device, vocab = options.device, models.vocabulary(sizes.student)
     student = models.make_student(sizes.student, device)
     bench = Bench(student, options, vocab_size=vocab, seq_len=sizes.length, batch=sizes.batch)
     step = bench.steps(Tokens(models.token_tensor(models.text(4 * sizes.batch, sizes.length)), device))
     for _ in range(3):
         step()
-    return step, bench
+    return bench, step, statistics.median(timed(step, device) for _ in range(5))
 
 
 def _in_steps(
@@ -96,11 +95,12 @@ def _in_steps(
     """Saves of one kind between and during steps of training."""
     tensors, tries = bench.trainer.state.tensors(), int(KINDS[kind])
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        saver = Saver(Store(Path(folder) / "checkpoints", keep_rolling=1), KINDS[kind])
+        store = Store(Path(folder) / "checkpoints", keep_rolling=1)
+        saver = Saver(store, KINDS[kind], copies=bench.trainer.copies)
         found = saves(saver, tensors, bench.trainer.state.numbers(), step, sizes.saves, tries, options.device)
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
     share = 100 * found["stall"] / (sizes.every * seconds)
-    return {"gib": size, "tensors": len(tensors), **found, "share_percent": share}
+    return {"gib": size, "tensors": len(tensors), "step_seconds": seconds, **found, "share_percent": share}
 
 
 def saves(

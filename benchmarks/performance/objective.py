@@ -1,9 +1,10 @@
 """Loss and gradients of the output head alone: kdtrain's engine beside cross-entropy and others' work.
 
-On a GPU (`run`), at the size of an 8 B model, the sides are those of `objective_sides.py`, on the device, in bf16:
-hidden states and weight that want gradients, the loss, and its backward. All sides take turns; a side that does not
-fit, or whose library is not installed, says so. Memory is the peak less what the inputs take, gradients included, as
-all sides leave them.
+On a GPU (`run`), at the widths of a 1 B and an 8 B model, the sides are those of `objective_sides.py`, on the device,
+in bf16: hidden states and weight that want gradients, the loss, and its backward. Each side is a figure of its own, for
+which it takes turns with compiled cross-entropy, and Liger-Kernel's also with kdtrain's of the same work; a side that
+does not fit, or whose library is not installed, says so. Memory is the peak less what the inputs take, gradients
+included, as all sides leave them.
 
 On a CPU, `python -m benchmarks.performance.objective [--device cpu]` writes `benchmarks/results/objective.json`;
 `--quick` takes small shapes and three repetitions, to see that it works. For each shape and dtype one process runs all
@@ -20,6 +21,7 @@ What it gives up: times hold for that machine and that number of threads; the re
 import ctypes
 import functools
 import gc
+import itertools
 import json
 import os
 import resource
@@ -37,9 +39,9 @@ import tyro
 
 from benchmarks.harness import RESULTS, write
 from benchmarks.harness.machine import commit, cpu_model, version
-from benchmarks.harness.record import Goal, Options, Record, attempt
+from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.sections import script
-from benchmarks.harness.timing import free, in_turn, medians, over, peak_of, without_graphs
+from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, without_graphs
 from benchmarks.performance import objective_sides as sides
 from kdtrain.objective import matmul
 
@@ -49,73 +51,83 @@ class Sizes:
     """What is measured."""
 
     tokens: tuple[int, ...] = (8192, 32_768)
-    width: int = 4096
+    widths: tuple[int, ...] = (2048, 4096)
     vocabulary: int = 128_256
-    rounds: int = 7
+    rounds: int = 5
 
 
-TINY = Sizes((64, 128), 32, 512, 2)
+TINY = Sizes((64, 128), (32,), 512, 2)
 NAMES = (
-    *("products", "cross-entropy", "kdtrain-cross-entropy", "kdtrain-sparse-12", "kdtrain-sparse-50"),
-    *("top-k-renormalized-50", "kdtrain-dense", "kdtrain-jsd-online", "trl-jsd", "liger-jsd"),
+    *("cross-entropy", "products", "kdtrain-cross-entropy", "kdtrain-sparse-12", "kdtrain-sparse-50"),
+    *("top-k-renormalized-50", "kdtrain-dense", "kdtrain-jsd-online", "trl-jsd", "liger-jsd", "liger-cross-entropy"),
 )
 """`top-k-renormalized-50` is plain PyTorch over all logits, materialised."""
+OURS = {"liger-jsd": "kdtrain-jsd-online", "liger-cross-entropy": "kdtrain-cross-entropy"}
+"""The sides of kdtrain that do the work of others'."""
 GOALS = (
     *(
-        Goal(f"{side} over compiled cross-entropy, N = {tokens:,}", f"{tokens}.over_cross_entropy.{side}", most=1.05)
+        Goal(
+            f"{side} over compiled cross-entropy, N = {tokens:,}, D = {width:,}",
+            f"{tokens} {width} {side}.over_cross_entropy",
+            most=1.15,
+        )
         for tokens in (8192, 32_768)
+        for width in (2048, 4096)
         for side in ("kdtrain-sparse-12", "kdtrain-sparse-50")
     ),
-    Goal("GiB of kdtrain-sparse-12, N = 32,768 (5 GB)", "32768.extra_gib.kdtrain-sparse-12", most=5e9 / 2**30),
-    Goal("kdtrain-jsd-online over Liger's, N = 8,192", "8192.over_liger", most=1.0),
-    Goal("kdtrain-jsd-online over Liger's, N = 32,768", "32768.over_liger", most=1.0),
+    *(
+        Goal(f"{ours} over {name}, N = {tokens:,}, D = {width:,}", f"{tokens} {width} {name}.ours_over_it", most=1.0)
+        for tokens in (8192, 32_768)
+        for width in (2048, 4096)
+        for name, ours in OURS.items()
+    ),
+    Goal(
+        "GiB of kdtrain-sparse-12, N = 32,768, D = 4,096 (5 GB)",
+        "32768 4096 kdtrain-sparse-12.extra_gib",
+        most=5e9 / 2**30,
+    ),
 )
 
 
 def run(options: Options) -> int:
     """Measure, and write objective.json."""
     sizes = TINY if options.tiny else Sizes()
-    record = Record("objective", options, vars(sizes) | {"sides": NAMES, "compile": options.compile}, GOALS)
-    for tokens in sizes.tokens:
+    settings = vars(sizes) | {"calls": CALLS, "compile": options.compile}
+    record = Record("objective", options, settings, GOALS)
+    for tokens, width in itertools.product(sizes.tokens, sizes.widths):
         with without_graphs():
-            keep = functools.partial(record.so_far, str(tokens))
-            record.measure(str(tokens), lambda n=tokens, keep=keep: _measured(options, sizes, n, keep))
+            _measure_all(record, options, sizes, tokens, width)
     return record.finish()
 
 
-def _measured(options: Options, sizes: Sizes, tokens: int, keep: Callable[[Any], None]) -> dict[str, Any]:
+def _measure_all(record: Record, options: Options, sizes: Sizes, tokens: int, width: int) -> None:
+    """All figures of one shape, whose inputs are made once, if any is missing."""
     device = options.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    student = sides.make_student(tokens, sizes.width, sizes.vocabulary, dtype, device, options.compile)
-    found: dict[str, Any] = {"memory": {}, "without": {}}
-    works: dict[str, Callable[[], None]] = {}
+    shape = tokens, width, sizes.vocabulary
+    made = functools.cache(lambda: sides.make_student(*shape, dtype, device, options.compile))
     for name in NAMES:
-        made = attempt(lambda name=name: _side(name, student))
-        memory = made if isinstance(made, dict) else attempt(lambda made=made: _peak(made, student, device))
-        free()
-        keep(found)
-        if "peak_gib" not in memory:
-            found["without"][name] = memory
-            continue
-        found["memory"][name], works[name] = memory, lambda made=made: _cleanly(made, student)
-    times = in_turn(works, sizes.rounds, device, keep=lambda times: keep(found | {"all_seconds": times}))
-    found |= {"seconds": medians(times), "all_seconds": times}
-    found["over_cross_entropy"] = {name: over(times, name, "cross-entropy") for name in times}
-    found["extra_gib"] = {
-        name: memory["peak_gib"] - memory["held_gib"]
-        for name, memory in found["memory"].items()
-        if memory["peak_gib"] is not None
-    }
-    if "liger-jsd" in times:
-        found["over_liger"] = over(times, "kdtrain-jsd-online", "liger-jsd")
-    return found
+        record.measure(f"{tokens} {width} {name}", lambda name=name: _measured(name, made, sizes.rounds, device))
 
 
-def _side(name: str, student: sides.Student) -> Callable[[], Any]:
-    reason = sides.available(name)
-    if reason is not None:
+def _measured(name: str, made: Callable[[], sides.Student], rounds: int, device: torch.device) -> dict[str, Any]:
+    """Memory of a side, and its time in turn with those it is compared with."""
+    if (reason := sides.available(name)) is not None:
         raise ImportError(reason)
-    return sides.side(name, student)
+    student = made()
+    names = dict.fromkeys(("cross-entropy", *([OURS[name]] if name in OURS else []), name))
+    works = {each: sides.side(each, student) for each in names}
+    memory = _peak(works[name], student, device)
+    calls = {each: functools.partial(_cleanly, work, student) for each, work in works.items()}
+    times = in_turn(calls, rounds, device, calls=CALLS)
+    peak, held = memory["peak_gib"], memory["held_gib"]
+    found = {
+        "seconds_a_call": medians(times)[name],
+        "over_cross_entropy": over(times, name, "cross-entropy"),
+        "extra_gib": None if peak is None else peak - held,
+        "seconds": times,
+    }
+    return found | ({"ours_over_it": over(times, OURS[name], name)} if name in OURS else {})
 
 
 def _cleanly(run: Callable[[], Any], student: sides.Student) -> None:
@@ -218,7 +230,7 @@ def _shape(row: dict[str, Any]) -> tuple[int, int, int]:
 
 def _measure(settings: Settings, row: dict[str, Any], shape: tuple[int, int, int], dtype: str) -> Iterator[None]:
     """Fill a row, and come back after each measurement."""
-    names = ["kdtrain-sparse-12", "kdtrain-sparse-50"] if shape == ALONE else sides.names()
+    names = ["kdtrain-sparse-12", "kdtrain-sparse-50"] if shape == ALONE else sides.cpu_names()
     found = row["sides"]
     row["sides"] = found = {name: found.get(name, {}) for name in names}
     for name in names:

@@ -14,6 +14,8 @@ kdtrain-jsd, trl-jsd     JSD at T = 2; given are all of the teacher's log p in f
                          of the inputs (TRL). TRL has no cross-entropy.
 kdtrain-jsd-online,      cross-entropy and JSD at T = 2; given are the teacher's hidden states and weight, as wide as
 liger-jsd                the student's.
+Cross-entropy alone, by chunks of rows: liger-cross-entropy beside kdtrain-cross-entropy. It is written in Triton and
+needs a GPU.
 The other sides of kdtrain measure the divergence at T = 1 as well, which a training run logs, and these do not.
 
 Shape suffixes: N tokens, D model width, V vocabulary, K kept entries.
@@ -34,7 +36,7 @@ from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import DenseTargets, OnlineTargets, SparseTargets, Targets
 
 ALPHA, TEMPERATURE = 0.9, 2.0
-PEERS = {"trl-jsd": "trl", "liger-jsd": "liger_kernel"}
+PEERS = {"trl-jsd": "trl", "liger-jsd": "liger_kernel", "liger-cross-entropy": "liger_kernel"}
 """The sides that need a library which is not ours, and its name."""
 
 
@@ -116,9 +118,9 @@ def side(name: str, student: Student) -> Callable[[], Tensor | None]:
     return _SIDES[name](student)
 
 
-def names() -> list[str]:
-    """All sides, in the order of tables."""
-    return list(_SIDES)
+def cpu_names() -> list[str]:
+    """All sides that run on a CPU, in the order of tables."""
+    return [name for name in _SIDES if name != "liger-cross-entropy"]
 
 
 def available(name: str) -> str | None:
@@ -239,6 +241,13 @@ def _liger(student: Student) -> Callable[[], Tensor]:
     return _backward(lambda: loss(student.hidden_ND, student.weight_VD, *student.teacher, student.labels_N))
 
 
+def _liger_cross_entropy(student: Student) -> Callable[[], Tensor]:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return _backward(lambda: loss(student.weight_VD, student.hidden_ND, student.labels_N))
+
+
 _SIDES: dict[str, Callable[[Student], Callable[[], Tensor | None]]] = {
     "products": _products,
     "cross-entropy": _cross_entropy,
@@ -251,4 +260,5 @@ _SIDES: dict[str, Callable[[Student], Callable[[], Tensor | None]]] = {
     "trl-jsd": _trl,
     "kdtrain-jsd-online": _kdtrain_jsd_online,
     "liger-jsd": _liger,
+    "liger-cross-entropy": _liger_cross_entropy,
 }

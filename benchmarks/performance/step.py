@@ -1,10 +1,11 @@
 """Whole training steps: cross-entropy, cached distillation, and an online teacher.
 
 On a GPU (`run`) a student of 1 B parameters, and online a teacher of 8 B. One student and one optimizer; each side is a
-source of batches for the same compiled step, and the sides take turns of a few steps in one process. The cached sides
-read real caches, as a run does, one batch ahead in a thread. A whole cached distribution would be 256 KB a token: its
-side holds one batch on the device, and what copying it from pinned memory would cost stands beside it. The online
-teacher runs as the product runs it, uncompiled, in bf16, its output head a chunk of rows at a time.
+source of batches for the same step, whose layers are compiled one by one, and a figure of its own, for which it takes
+turns of a few steps with cross-entropy (online: with the first cached side). The cached sides read real caches, as a
+run does, one batch ahead in a thread. A whole cached distribution would be 256 KB a token: its side holds one batch on
+the device, and what copying it from pinned memory would cost stands beside it. The online teacher runs as the product
+runs it, uncompiled, in bf16, its output head a chunk of rows at a time.
 
 Tokens a second are of the whole step: reading, forward, loss, backward, clipping, optimizer, and the step's numbers on
 the host. TFLOP/s count matrix products and half of the attention's square, three forwards a step and, online, one of
@@ -22,7 +23,6 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ from benchmarks.harness.command import kdtrain
 from benchmarks.harness.profiling import profiled
 from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.sections import script
-from benchmarks.harness.timing import in_turn, medians, over, peak_of, synchronize, without_graphs
+from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, without_graphs
 from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.reader import CachedBatch
 from kdtrain.commands.common import open_teacher, teacher_hidden_states, wide_head
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
@@ -59,27 +60,30 @@ class Sizes:
     shapes: tuple[tuple[int, int], ...] = ((2048, 16), (8192, 4))
     """Tokens in a sequence, sequences in a step."""
     kept: tuple[int, ...] = (12, 50)
-    steps_a_turn: int = 3
     rounds: int = 5
     batches: int = 3
     """Different batches in a cache."""
 
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """All sides, the one that the others are compared with first."""
+        return ("cross-entropy", *(f"sparse-{kept}" for kept in self.kept), "dense", "online")
 
-TINY = Sizes("tiny", "tiny-teacher", ((32, 4), (64, 2)), (4, 12), 1, 2, 2)
+
+TINY = Sizes("tiny", "tiny-teacher", ((32, 4), (64, 2)), (4, 12), 2, 2)
 GOALS = tuple(
     goal
     for length in (2048, 8192)
     for goal in (
         *(
-            Goal(f"cached, K = {kept}, over cross-entropy, T = {length:,}", f"{length}.ratio.sparse-{kept}", 0.97)
-            for kept in (12, 50)
+            Goal(f"cached, {side}: of cross-entropy's rate, T = {length:,}", f"{length} {side}.rate", least=0.97)
+            for side in ("sparse-12", "sparse-50", "dense")
         ),
-        Goal(f"cached dense over cross-entropy, T = {length:,}", f"{length}.ratio.dense", 0.97),
-        Goal(f"TFLOP/s, cached, K = 12, T = {length:,}", f"{length}.tflops.sparse-12", 400),
+        Goal(f"TFLOP/s of the 1 B shape, sparse-12, T = {length:,}", f"{length} sparse-12.tflops", least=400),
         Goal(
-            f"speed-up of cached over online, of what the FLOP count allows, T = {length:,}",
-            f"{length}.online_of_flops",
-            0.95,
+            f"speed-up of sparse-12 over online, of what the FLOP count allows, T = {length:,}",
+            f"{length} online.of_flops",
+            least=0.95,
         ),
     )
 )
@@ -88,7 +92,8 @@ GOALS = tuple(
 def run(options: Options) -> int:
     """Measure, and write step.json."""
     sizes = TINY if options.tiny else Sizes()
-    record = Record("step", options, vars(sizes) | {"compile": options.compile}, GOALS)
+    settings = vars(sizes) | {"calls": CALLS, "compile": options.compile}
+    record = Record("step", options, settings, GOALS)
     for length, batch in sizes.shapes:
         with without_graphs():
             _measure(record, options, sizes, length, batch)
@@ -98,9 +103,10 @@ def run(options: Options) -> int:
 def _measure(record: Record, options: Options, sizes: Sizes, length: int, batch: int) -> None:
     """All figures of one length, whose student is made once, if any is missing."""
     made = functools.cache(lambda: _Shape(options, sizes, length, batch))
-    record.measure(str(length), lambda: made().measured(functools.partial(record.so_far, str(length))))
-    if options.profile:
-        record.measure(f"{length}-profile", lambda: made().profiles())
+    for side in sizes.sides:
+        record.measure(f"{length} {side}", lambda side=side: made().measured(side))
+    for side in sizes.sides[:2] if options.profile else ():
+        record.measure(f"{length} {side} profile", lambda side=side: made().profile(side))
 
 
 class _Shape:
@@ -114,42 +120,42 @@ class _Shape:
         self.bench = Bench(student, options, vocab_size=self.vocab, seq_len=length, batch=batch)
         self.tokens = Tokens(models.token_tensor(self.rows), self.device, self.vocab)
 
-    def measured(self, keep: Callable[[Any], None]) -> dict[str, Any]:
-        """Memory of each side, then the time of all in turn; `keep` gets what there is."""
-        sides = {"cross-entropy": self.bench.turn(self.tokens, self.sizes.steps_a_turn)} | {
-            f"sparse-{kept}": self.bench.turn(self._sparse(kept), self.sizes.steps_a_turn) for kept in self.sizes.kept
-        }
-        memory: dict[str, dict[str, float | None]] = {}
-        for name, turn in sides.items():
-            memory[name] = self._peak(turn)
-            keep(memory)
-        dense = self._dense()
-        held = dense.targets.logprobs.nbytes / 2**30
-        sides["dense"] = self.bench.turn(Held(dense), self.sizes.steps_a_turn)
-        memory["dense"] = self._peak(sides["dense"])
-        sides["online"] = self.bench.turn(self._online(), self.sizes.steps_a_turn)
-        memory["online"] = self._peak(sides["online"], held)
-        keep(memory)
-        turns = in_turn(sides, self.sizes.rounds, self.device, keep=lambda times: keep([memory, times]))
-        return {
-            "tokens_a_step": self.bench.tokens,
-            "memory": memory,
-            "dense_targets_gib": held,
-            "dense_copy_seconds_at_least": self._copy(dense.targets),
-            "seconds_a_turn": turns,
-            **self._rates(turns),
-        }
+    def measured(self, side: str) -> dict[str, Any]:
+        """Memory of a side, then its time in turn with the side it is compared with."""
+        other = self.sizes.sides[side == "online"]
+        source = self._source(side)
+        step = self.bench.steps(source)
+        step()
+        memory = peak_of(step, self.device)
+        sides = {other: self.bench.steps(self._source(other)), side: step}
+        times = in_turn(sides, self.sizes.rounds, self.device, calls=CALLS)
+        own, taught = (self._flops(name) for name in (other, side))
+        rate = self.bench.tokens / medians(times)[side]
+        found = {"tokens_a_second": rate, "tflops": rate * taught / 1e12, **memory, "seconds": times}
+        if side == "online":
+            speed_up = over(times, side, other)
+            return found | {"speed_up": speed_up, "of_flops": speed_up / (taught / own)}
+        if side == "dense":
+            found["copy_seconds_at_least"] = self._copy(source.batch.targets)
+        return found | {"rate": over(times, other, side)}
 
-    def profiles(self) -> dict[str, Any]:
-        """Kernels, gaps and copies of cross-entropy and of the first cached side."""
-        kept = self.sizes.kept[0]
-        sides = {"cross-entropy": self.tokens, f"sparse-{kept}": self._sparse(kept)}
-        found = {}
-        for name, source in sides.items():
-            step = self.bench.steps(source)
-            step()
-            found[name] = profiled(step, 1 if self.options.tiny else 3, self.device)
-        return found
+    def profile(self, side: str) -> dict[str, Any]:
+        """Kernels, gaps and copies of a side."""
+        step = self.bench.steps(self._source(side))
+        step()
+        return profiled(step, 1 if self.options.tiny else 3, self.device)
+
+    def _flops(self, side: str) -> float:
+        """Of one token in a step."""
+        own = models.step_flops(self.sizes.student, self.length)
+        return own + models.forward_flops(self.sizes.teacher, self.length) * (side == "online")
+
+    def _source(self, side: str) -> Any:
+        if side == "cross-entropy":
+            return self.tokens
+        if side == "dense":
+            return Held(self._dense())
+        return self._online() if side == "online" else self._sparse(int(side.removeprefix("sparse-")))
 
     def _sparse(self, kept: int) -> Source:
         folder = self.options.scratch / "caches" / f"{self.length}-{kept}"
@@ -157,7 +163,7 @@ class _Shape:
         make_cache(folder, self.rows, models.CheapTeacher(self.vocab, self.device), spec, self.length, 2)
         return cached(folder, self.device)
 
-    def _dense(self) -> Any:
+    def _dense(self) -> CachedBatch:
         tokens_BT1 = self.tokens.tokens[: self.bench.batch]
         teacher = models.CheapTeacher(self.vocab, self.device)
         parts = [teacher(row[None, :-1], None)[0].log_softmax(-1).half() for row in tokens_BT1]
@@ -172,40 +178,14 @@ class _Shape:
         asked = teacher_hidden_states(teacher, self.device, mode, ())
         return OnlineSource(self.tokens, asked, wide_head(teacher), False)  # type: ignore[arg-type]
 
-    def _peak(self, turn: Callable[[], None], others: float = 0.0) -> dict[str, float | None]:
-        """The peak of a turn behind a first one, less the GiB that other sides hold meanwhile."""
-        turn()
-        found = peak_of(turn, self.device)
-        return {name: each if each is None else each - others for name, each in found.items()}
-
     def _copy(self, targets: DenseTargets) -> float | None:
         """Seconds to copy a batch's whole distributions from pinned memory, by a sixteenth of them."""
         if self.device.type != "cuda":
             return None
         part = targets.logprobs[: max(1, len(targets) // 16)]
         pinned = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-        times = in_turn({"copy": lambda: part.copy_(pinned, non_blocking=True)}, 5, self.device)
-        synchronize(self.device)
-        return medians(times)["copy"] * len(targets) / len(part)
-
-    def _rates(self, turns: dict[str, list[float]]) -> dict[str, Any]:
-        tokens = self.bench.tokens * self.sizes.steps_a_turn
-        own = models.step_flops(self.sizes.student, self.length)
-        taught = own + models.forward_flops(self.sizes.teacher, self.length)
-        seconds = medians(turns)
-        first = f"sparse-{self.sizes.kept[0]}"
-        speed_up = over(turns, "online", first)
-        return {
-            "seconds_a_step": {name: each / self.sizes.steps_a_turn for name, each in seconds.items()},
-            "tokens_a_second": {name: tokens / each for name, each in seconds.items()},
-            "tflops": {
-                name: tokens / each * (taught if name == "online" else own) / 1e12 for name, each in seconds.items()
-            },
-            "ratio": {name: over(turns, "cross-entropy", name) for name in turns},
-            "speed_up_over_online": speed_up,
-            "speed_up_of_the_flops": taught / own,
-            "online_of_flops": speed_up / (taught / own),
-        }
+        copy = {"copy": lambda: part.copy_(pinned, non_blocking=True)}
+        return medians(in_turn(copy, 5, self.device))["copy"] * len(targets) / len(part)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,12 +46,8 @@ def run(options: Options) -> int:
     if (reason := missing("tyro", "h5py", "hdf5plugin")) is not None:
         record.put("missing", {"missing": reason})
         return record.finish()
-    if options.tiny:
-        record.measure("trained", lambda: _tiny(options))
-        return record.finish()
-    pace = record.measure("tokens_a_second", lambda: _pace(options, sizes))
-    if isinstance(pace, float):
-        record.measure("trained", lambda: _trained(options, sizes, pace))
+    trained = _tiny if options.tiny else _trained
+    record.measure("trained", lambda: trained(options, sizes), needs=0 if options.tiny else sizes.seconds)
     return record.finish()
 
 
@@ -78,16 +74,17 @@ def last_pace(metrics: str) -> float:
     return float([each for each in found if each][-1])
 
 
-def _trained(options: Options, sizes: Sizes, pace: float) -> dict[str, Any]:
+def _trained(options: Options, sizes: Sizes) -> dict[str, Any]:
+    pace = _pace(options, sizes)
     steps = int(sizes.seconds * pace / (sizes.batch * make_teacher.SEQ_LEN))
     words = ("--run", str(options.scratch / "teacher-run"), "--steps", str(steps), "--batch-size", str(sizes.batch))
     command = [sys.executable, "-m", "teachers.make_teacher", *words, "--keep-tokenizer", "--if-better"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     verdict = json.loads(done.stdout.splitlines()[-1])
-    return {"steps": steps, **verdict, "gain": verdict["made_loss"] - verdict["shipped_loss"]}
+    return {"steps": steps, "tokens_a_second": pace, **verdict, "gain": verdict["made_loss"] - verdict["shipped_loss"]}
 
 
-def _tiny(options: Options) -> dict[str, Any]:
+def _tiny(options: Options, _: Sizes) -> dict[str, Any]:
     """The training alone, on short sequences, in this process."""
     folder = tempfile.TemporaryDirectory(dir=options.scratch)
     words = ("--run", f"{folder.name}/run", "--steps", "2", "--batch-size", "2", "--keep-tokenizer")

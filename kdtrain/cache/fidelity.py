@@ -40,7 +40,8 @@ from kdtrain.cache.reader import CachedBatch
 from kdtrain.config.choices import TAILS
 from kdtrain.errors import RunError
 from kdtrain.objective.divergence import forward_kl
-from kdtrain.objective.statistics import Statistics, TailSums, reduce_logits, safe_ids, take_top_k
+from kdtrain.objective.sparse import TailSums, reduce_logits
+from kdtrain.objective.statistics import Places
 from kdtrain.objective.tails import TailRule, sparse_events
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
@@ -56,17 +57,17 @@ def sparse_gradients(
     z_NV: the student's logits.
     """
     heat, top_k = torch.tensor(beta, dtype=torch.float64), targets.top_k
-    ids_NK, absent_NK = safe_ids(targets, z_NV)
+    places = Places.of(targets, labels_N, z_NV.shape[1])
     targets = targets.without_absent(z_NV.shape[1]).double()
     z_NV = z_NV.clone()
-    kept_NK, label_N = take_top_k(z_NV, ids_NK, absent_NK, labels_N, top_k)
-    tail_N, tail_beta_N, _ = TailSums(*reduce_logits(z_NV, heat.to(z_NV.dtype), True, False)).log_sums(heat)
-    leaves = [tail_beta_N.requires_grad_(), kept_NK.double().requires_grad_()]
-    student = Statistics(tail_N, leaves[0], leaves[1], label_N.double(), top_k)
+    z_NE = places.take(z_NV)
+    sums = TailSums(*reduce_logits(z_NV, heat.to(z_NV.dtype), True, False))
+    student, _ = sums.statistics(z_NE, places, heat)
+    leaves = [student.tail_beta.requires_grad_(), student.kept.requires_grad_()]
     with torch.no_grad():
         log_lse_N1 = student.lse_beta(heat)[:, None]
-        mass_N = (tail_beta_N - log_lse_N1[:, 0]).exp().clamp(min=1e-38)
-        q_NH = (heat * kept_NK[:, :top_k] - log_lse_N1).exp()
+        mass_N = (student.tail_beta - log_lse_N1[:, 0]).exp().clamp(min=1e-38)
+        q_NH = (heat * student.kept[:, :top_k] - log_lse_N1).exp()
     found = {}
     for name in TAILS.builtin:
         rule: TailRule = TAILS.get(name)
@@ -76,7 +77,7 @@ def sparse_gradients(
             scale_N, extra_NK = along_N / mass_N, extra_NK / heat
             extra_NK[:, :top_k] -= scale_N[:, None] * q_NH
             found[name] = (scale_N, extra_NK)
-    return found, ids_NK
+    return found, places.ids[:, :-1]
 
 
 def outside(values_NV: Tensor, targets: SparseTargets) -> Tensor:

@@ -84,7 +84,7 @@ class CachedBatch:
         tokens, loss_mask = fields["tokens"], fields["loss_mask"]
         segments = fields.get("segments")
         batch = cls(tokens, loss_mask, torch.zeros_like(tokens[:, :-1]) if segments is None else segments, None)
-        flat = {name: value.flatten(0, 1) for name, value in fields.items() if name in _TARGETS}
+        flat: dict[str, Any] = {name: value.flatten(0, 1) for name, value in fields.items() if name in _TARGETS}
         if "ids" in flat:
             absent = flat["ids"].shape[1] - flat["counts"].shape[1]
             flat["counts"] = torch.nn.functional.pad(flat["counts"], (absent, 0))

@@ -1,7 +1,8 @@
 """Saving in the background: training waits for a copy of the tensors, not for the disk.
 
-`save` copies the tensors into buffers, pinned for tensors on a GPU and reused by the next save, and a thread does the
-rest: files, digests, links, pruning. One save is in flight at a time; the next one waits for it. The next `save`,
+`save` copies the tensors into buffers, which the next save reuses, and a thread does the rest: files, digests, links,
+pruning. On a GPU the copy goes on after `save` has returned (`host_copies`): the thread waits for it, and training
+only before it changes the tensors. One save is in flight at a time; the next one waits for it. The next `save`,
 `wait` or `close` raises an error of the thread. If the disk is full, the oldest checkpoints that retention can spare
 are removed, and the save is tried again, at once and then once a minute. The buffers take as much memory as the state;
 `asynchronous=False` saves in the calling thread and needs none.
@@ -25,9 +26,10 @@ from typing import Any
 import torch
 
 from kdtrain import faults
+from kdtrain.checkpoint.host_copies import HostCopies, host_buffers
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, reason
-from kdtrain.ranks import control_group, local, lost_rank, on_main, reported, with_local
+from kdtrain.ranks import control_group, local, lost_rank, on_main, reported
 
 MINUTE = 60.0
 """Seconds between two attempts on a full disk."""
@@ -53,10 +55,14 @@ class Saver:
         store: the checkpoints.
         asynchronous: whether a thread saves.
         patience: minutes that a save waits for space on a full disk.
+        copies: makes the copies of the run; None: the saver's own.
     """
 
-    def __init__(self, store: Store, asynchronous: bool = True, patience: int = 0) -> None:
+    def __init__(
+        self, store: Store, asynchronous: bool = True, patience: int = 0, copies: HostCopies | None = None
+    ) -> None:
         self.store = store
+        self.copies = copies or HostCopies()
         self.asynchronous = asynchronous
         self.patience = patience
         self.group = control_group()
@@ -75,6 +81,7 @@ class Saver:
         tensors: Mapping[str, torch.Tensor],
         state: Mapping[str, Any],
         *,
+        kept: Mapping[str, torch.Tensor] | None = None,
         rollbacks: int = 0,
         best: str | None = None,
         protected: Collection[str] = (),
@@ -83,7 +90,9 @@ class Saver:
 
         Args:
             names: the first is written, the others are further names of the same files.
-            step, tensors, state, rollbacks: see `Store.save`; the caller may change them when this returns.
+            step, tensors, state, rollbacks: see `Store.save`; the caller may change them when this returns, but tensors
+                on a GPU only after `copies.before_change`.
+            kept: further tensors, in host memory, that nobody ever changes: they are not copied.
             best: the new target of the link `best`.
             protected: names that pruning keeps.
 
@@ -94,11 +103,14 @@ class Saver:
         self.wait()
         if self.asynchronous:
             tensors, state = self._copied(tensors, names[0]), copy.deepcopy(state)
+        tensors, done = {**tensors, **(kept or {})}, self.copies.done
 
         begun = Published(tuple(names), step)
         self._begun.append(begun)
 
         def publish() -> None:
+            if done is not None:
+                done.synchronize()
             self.store.save(names[0], step, tensors, state, rollbacks, self.group)
             on_main(finish, self.group)
             begun.whole = True
@@ -215,31 +227,12 @@ class Saver:
             self._error = error
 
     def _copied(self, tensors: Mapping[str, torch.Tensor], checkpoint: str) -> dict[str, torch.Tensor]:
-        """Copies of `tensors` on the CPU, complete."""
+        """Copies of `tensors` on the CPU, which are complete once `copies.done` is."""
         try:
-            self._buffers = {name: self._buffer(name, local(tensor)) for name, tensor in tensors.items()}
+            self._buffers = host_buffers(tensors, self._buffers)
         except (RuntimeError, MemoryError):  # torch raises no specific error when a CPU has no memory
             size = sum(local(tensor).nbytes for tensor in tensors.values()) / 2**20
             raise RunError(
                 f"checkpoint {checkpoint} was not started: no memory for a copy of {size:.0f} MiB; use --no-async-save"
             ) from None
-        # A copy is bound by memory. With several threads it also waits for a thread without a core: 100 to 300 ms
-        # instead of 1 ms for 12 MiB on a busy machine.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            for name, tensor in tensors.items():
-                self._buffers[name].copy_(local(tensor.detach()), non_blocking=True)
-        finally:
-            torch.set_num_threads(threads)
-        for device in {local(tensor).device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
-        return {name: with_local(tensor, self._buffers[name]) for name, tensor in tensors.items()}
-
-    def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The buffer of the last save if it fits, else a new one."""
-        own = self._buffers.get(name)
-        if own is not None and (own.shape, own.dtype) == (tensor.shape, tensor.dtype):
-            return own
-        like: dict[str, Any] = {"device": "cpu", "memory_format": torch.contiguous_format}
-        return torch.empty_like(tensor, **like, pin_memory=tensor.is_cuda)
+        return self.copies.copy(tensors, self._buffers)

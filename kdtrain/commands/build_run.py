@@ -5,9 +5,12 @@ way and the same order, in constant memory, and a resumed run does not tokenize 
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -41,8 +44,8 @@ from kdtrain.precision.backends import Formats, formats_of, policy
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive, PrecisionController
 from kdtrain.precision.linear import convert
-from kdtrain.precision.modes import head_dtype, why_not_compile
-from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, world_size
+from kdtrain.precision.modes import head_dtype, why_not_compile, why_not_tf32
+from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
 from kdtrain.training.data import CachedSource, OnlineSource, Source
 from kdtrain.training.schedule import decay_steps
 from kdtrain.training.student import Student, plan_hidden_loss
@@ -50,10 +53,10 @@ from kdtrain.training.trainer import Trainer
 
 
 def micro_batch(config: DistillConfig) -> int:
-    """Return the number of sequences in one forward of a rank.
+    """Return the number of sequences in one forward of a rank; with `--micro-batch-size auto` the largest.
 
     Raises:
-        UsageError: the batch size or `--shard-size` does not fit the number of ranks.
+        UsageError: the batch size or `--shard-size` does not fit the number of ranks, or `--compile-mode` the size.
     """
     ranks, batch, micro = world_size(), config.batch_size, config.micro_batch_given
     if (size := config.parallel.shard_size) is not None and ranks % size:
@@ -61,7 +64,44 @@ def micro_batch(config: DistillConfig) -> int:
     if batch % (ranks * (micro or 1)):
         by = f" x --micro-batch-size {micro}" if micro else ""
         raise UsageError(f"--batch-size {batch} is not a multiple of {ranks} ranks{by}; choose one that is")
-    return micro or batch // ranks
+    micro = micro or batch // ranks
+    if config.precision.compile_mode == "reduce-overhead" and batch > ranks * micro:
+        raise UsageError(
+            "--compile-mode reduce-overhead replays CUDA graphs, which would overwrite the gradients that the "
+            f"{batch // (ranks * micro)} micro-batches of a step add up; use --compile-mode max-autotune or default, "
+            f"or --micro-batch-size {batch // ranks}"
+        )
+    return micro
+
+
+@contextmanager
+def run_device(config: DistillConfig) -> Iterator[torch.device]:
+    """Yield the device of a run; while the block runs, torch is set as `--deterministic` and `--tf32` ask.
+
+    Raises:
+        UsageError: this machine does not have the device, or the device has no TF32.
+    """
+    asked, memory = config.precision, cast(Any, torch.utils.deterministic)
+    if asked.deterministic:
+        # cuBLAS is deterministic only with this, and reads it once: it must be there before the first call of CUDA
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = pick_device(config.device)
+    if asked.tf32 and (why := why_not_tf32(device)) is not None:
+        error = UsageError(f"--tf32 cannot be used on {device}: {why}; leave it out")
+        raise error if device.type == "cuda" else reported(error)
+    with ExitStack() as before:
+        if asked.deterministic:
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            enabled = torch.are_deterministic_algorithms_enabled()
+            before.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
+            before.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)
+            torch.use_deterministic_algorithms(True)  # also makes inductor choose kernels without timing them
+            memory.fill_uninitialized_memory = False  # it would fill each new tensor, and nothing reads that
+        if asked.tf32:
+            before.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            # not `torch.backends.cuda.matmul.fp32_precision`, under which inductor fails
+            torch.set_float32_matmul_precision("high")
+        yield device
 
 
 def _loading_device(kind: str, device: torch.device) -> torch.device:
@@ -107,7 +147,7 @@ class BuiltRun:
 
 
 def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
-    """Build the run of `config`; writes nothing except the tokens of `--data`.
+    """Build the run of `config`, inside `run_device`; writes nothing except the tokens of `--data`.
 
     Args:
         resuming: whether `config.out` already holds this run.
@@ -121,11 +161,8 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         formats = formats_of(config.precision, config.quantization, device)
         micro = micro_batch(config)
         if config.micro_batch_size == "auto":
-            micro = fitting_micro_batch(config, device, free)
+            micro = micro_batch(replace(config, micro_batch_size=fitting_micro_batch(config, device, free)))
         plan = plan_run(replace(config, micro_batch_size=micro), device, free)
-    if config.precision.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
-        torch.use_deterministic_algorithms(True)
     teacher = None
     with raise_on_all_ranks():
         spec = read_spec(config.student)
@@ -162,12 +199,10 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     agree(lambda: {**compared, "the student's weights": weights_digest(model)})
     total = _total_steps(config, len(readers["train"]))
     compiles = _compiles(config, device)
-    compile_mode = None if config.precision.compile_mode == "default" else config.precision.compile_mode
+    compile_mode = config.precision.torch_compile_mode
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         compiled = partial(torch.compile, dynamic=False, mode=compile_mode) if compiles else None
-        # quantised layers quantise from fp32
-        gathered = head_dtype(formats.high) if formats.choice is None else None
-        shard(model, device, dtype=gathered, shard_size=plan.shard_size, compile=compiled)
+        shard(model, device, dtype=head_dtype(formats.high), shard_size=plan.shard_size, compile=compiled)
     if teacher is not None and plan.teacher == "fsdp":
         shard(teacher, device, shard_size=plan.shard_size)
 

@@ -10,7 +10,7 @@ import torch
 
 from kdtrain.commands import dry_run, sanity
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_run import BuiltRun, build_run, micro_batch
+from kdtrain.commands.build_run import BuiltRun, build_run, micro_batch, run_device
 from kdtrain.commands.common import show
 from kdtrain.commands.export import student_at
 from kdtrain.commands.result import log_outcome, run_result, write_result
@@ -32,7 +32,7 @@ from kdtrain.models.loading import export_model, is_export, tokenizer_files
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.loggers import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, rank, world_size
+from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, rank, world_size
 from kdtrain.training.signals import interruptible
 from kdtrain.training.state import load_saved
 from kdtrain.training.step import out_of_memory
@@ -73,7 +73,8 @@ def distill(config: DistillConfig) -> dict[str, Any]:
     """
     setup_logging(quiet=not is_main())
     with ExitStack() as stack:
-        stack.enter_context(same_ranks(config, pick_device(config.device)))
+        device = stack.enter_context(run_device(config))
+        stack.enter_context(same_ranks(config, device))
         config = resuming(config, on_main(lambda: restarted(config)))
         with raise_on_all_ranks():  # refuse early, before --overwrite moves an earlier run aside
             read_spec(config.student)
@@ -109,6 +110,7 @@ def _write_metadata(built: BuiltRun) -> None:
         "cache": built.manifest.digest,
         "device": str(student.device),
         "mode": student.quantized or student.mode,
+        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
         "compiled": student.compile_objective,
         "ranks": world_size(),
         "student over ranks": built.trainer.engine.kind,

@@ -22,7 +22,7 @@ import torch
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_run import BuiltRun, build_run
+from kdtrain.commands.build_run import BuiltRun, build_run, run_device
 from kdtrain.commands.common import show
 from kdtrain.commands.resume import start_from
 from kdtrain.commands.run_folder import is_run, refuse_changes, refuse_foreign_files
@@ -39,7 +39,6 @@ from kdtrain.ranks import (
     is_main,
     on_main,
     peak_memory_mb,
-    pick_device,
     raise_on_all_ranks,
     reported,
     world_size,
@@ -59,7 +58,7 @@ def trial_run(config: DistillConfig) -> Iterator[BuiltRun]:
         RunError: the folder of `--out` cannot be written.
     """
     silent = replace(config.monitor, tensorboard=False, wandb_project=None, wandb_name=None)
-    with same_ranks(config, pick_device(config.device)), _folder(config.out) as folder:
+    with run_device(config) as device, same_ranks(config, device), _folder(config.out) as folder:
         built = build_run(replace(config, out=folder, monitor=silent), resuming=False)
         built.open()
         try:
@@ -261,7 +260,7 @@ def _sent(trainer: Trainer, plan: Plan) -> float:
         sharing=sharing,
         replicas=world // sharing,
         micro_batches=trainer.micros,
-        gathered=4 if head_dtype(trainer.student.mode) is None or trainer.student.quantized else 2,
+        gathered=4 if head_dtype(trainer.student.mode) is None else 2,
     )
     return traffic.sent(sharing, world // sharing) / 1e9
 

@@ -396,6 +396,8 @@ class PrecisionConfig:
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4"] = "auto"
     """Format of the matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
+    tf32: bool = False
+    """Multiply fp32 numbers as TF32 (10 bits of mantissa), with fp32 sums, on a GPU since Ampere; faster."""
     fp8_backend: str = "auto"
     """Backend of quantised products, listed below; auto takes one with hardware support here, else emulation."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise", "current"] | None = None
@@ -417,19 +419,33 @@ class PrecisionConfig:
     compile: bool = True
     """Compile the student and the objective with torch.compile."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """Mode of torch.compile."""
+    """Mode of torch.compile: reduce-overhead needs steps of one micro-batch; max-autotune takes no CUDA graphs."""
     deterministic: bool = False
-    """Refuse operations that are not bitwise repeatable on the device."""
+    """Refuse operations that are not bitwise repeatable on the device: only so is a resume on a GPU bitwise exact."""
 
     def __post_init__(self) -> None:
         refuse_below(0, self, "quant_skip_first", "quant_skip_last")
         refuse_below(1, self, "collect_every")
+        refuse(
+            not self.compile and self.compile_mode != "default",
+            f"--compile-mode {self.compile_mode} has no effect with --no-compile; leave one of them out",
+        )
         if self.fp8_backend != "auto":
             BACKENDS.check(self.fp8_backend)
+
+    @property
+    def torch_compile_mode(self) -> str | None:
+        """The `mode` of `torch.compile`.
+
+        A CUDA graph that is replayed overwrites the gradients of its last replay, to which the next micro-batch would
+        add its own (pytorch #169545). Tuned kernels do not need one.
+        """
+        return {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(self.compile_mode, self.compile_mode)
 
     def refuse_idle(self, mode: str) -> None:
         """Raise a `UsageError` for an option that has no effect in `mode`."""
         users = {
+            "tf32": ("fp32",),
             "fp8_recipe": ("fp8",),
             "fp8_format": ("fp8", "mxfp8"),
             "scaling_control": ("mxfp8", "mxfp4"),

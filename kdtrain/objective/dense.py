@@ -4,9 +4,10 @@ A divergence D(log p, log q) of p = softmax(beta e) and q = softmax(beta z) has,
 as if these were free, the gradients
     dD/dz    = beta (g - q sum g),
     dD/dbeta = sum g (z - E_q z) + sum h (e - E_p e).
-Three functions walk the chunk: the sums of exponentials, the divergence and its sums of g and h, and the gradient,
-written over the logits. Each computes g again from the logits instead of keeping it. torch.compile fuses each into one
-or two passes, and autograd of the divergence alone gives g and h, so that a new divergence is still a few lines.
+Three functions walk the chunk: the sums of exponentials, the divergence and its sums of g and h, and the gradient;
+`weigh` computes the loss between the last two. Each computes g again from the logits instead of keeping it.
+torch.compile fuses each into one or two passes, and autograd of the divergence alone gives g and h, so that a new
+divergence is still a few lines.
 
 All sums are shifted by the largest entry of their row; the error that rounding log-sums to fp32 makes in the divergence
 is corrected in fp64.
@@ -16,13 +17,16 @@ Shape suffixes: R rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.objective.logits import cap_slope
+from kdtrain.objective.statistics import Rows
 from kdtrain.objective.tails import Events
 from kdtrain.objective.targets import EMPTY
 
@@ -39,6 +43,43 @@ class DenseStatistics:
     """At beta, nats; differentiable in beta too."""
     divergence_at_one: Tensor
     """At beta = 1, nats; not differentiable."""
+
+
+DenseLoss = Callable[[DenseStatistics, Tensor, Rows], tuple[Tensor, Tensor]]
+"""(statistics, beta, rows) -> (loss, a differentiable scalar; sums, a vector without gradients)."""
+
+
+class DenseSums(NamedTuple):
+    """Of a chunk, each [R]: largest entry, sums of exponentials shifted by it, and mean at beta, of z and of e.
+
+    Unwanted ones are 0: `mass_e` without the divergence at T = 1, the means without the gradient in beta.
+    """
+
+    top_z: Tensor
+    top_e: Tensor
+    mass_z: Tensor
+    mass_e: Tensor
+    heated_z: Tensor
+    heated_e: Tensor
+    mean_z: Tensor
+    mean_e: Tensor
+
+    def sides(self) -> tuple[Shift, Shift]:
+        """Student and teacher at beta."""
+        return Shift.of(self.top_z, self.heated_z), Shift.of(self.top_e, self.heated_e)
+
+
+class DenseValues(NamedTuple):
+    """The divergence of a chunk's rows and sums of its derivatives, each [R]."""
+
+    divergence: Tensor
+    g: Tensor
+    h: Tensor
+    moment_q: Tensor
+    """sum g z (shifted); this and the next are 0 unless the gradient in beta is wanted."""
+    moment_p: Tensor
+    at_one: Tensor
+    """The divergence at beta = 1; 0 unless wanted."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +104,10 @@ class Shift:
         return self.log_mass.double() - mass_R.double().log()
 
 
-def sum_dense(z_RV: Tensor, logprobs_RV: Tensor, beta: Tensor, slopes: bool, at_one: bool) -> tuple[Tensor, ...]:
-    """Largest z and e, sums of exp(z), exp(e), exp(beta z), exp(beta e), and the means of z and e at beta; each [R].
+def sum_dense(z_RV: Tensor, logprobs_RV: Tensor, beta: Tensor, slopes: bool, at_one: bool) -> DenseSums:
+    """The sums of exponentials of a chunk.
 
-    All but the first two are of values shifted by the largest. The means are 0 unless the gradient in beta is wanted
-    (`slopes`), and the sum of exp(e) is 0 unless the divergence is measured at T = 1 (`at_one`).
+    slopes: True if the gradient in beta is wanted. at_one: True if the divergence at T = 1 is.
     """
     energies_RV = _energies(z_RV, logprobs_RV)
     results = []
@@ -79,67 +119,116 @@ def sum_dense(z_RV: Tensor, logprobs_RV: Tensor, beta: Tensor, slopes: bool, at_
         mean_R = (heated_RV * shifted_RV).sum(1) / mass_beta_R if slopes else torch.zeros_like(top_R)
         mass_R = shifted_RV.exp().sum(1) if wants_mass else torch.zeros_like(top_R)
         results.append((top_R, mass_R, mass_beta_R, mean_R))
-    return tuple(each for pair in zip(*results, strict=True) for each in pair)
+    return DenseSums(*(each for pair in zip(*results, strict=True) for each in pair))
 
 
 def measure_dense(
     z_RV: Tensor,
     logprobs_RV: Tensor,
     beta: Tensor,
-    student: Shift,
-    teacher: Shift,
+    sums: DenseSums,
     divergence: str,
     parameter: float,
     slopes: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The divergence [R], sum g, sum h, and the sums of g z and h e (shifted), which give its slope in beta.
-
-    The last two are 0 unless the slope is wanted (`slopes`).
-    """
+) -> DenseValues:
+    """The divergence at beta, and sums of its derivatives."""
+    student, teacher = sums.sides()
     energies_RV = _energies(z_RV, logprobs_RV)
     log_q_RV, log_p_RV = student.log_softmax(z_RV, beta), teacher.log_softmax(energies_RV, beta)
 
     values_R, g_RV, h_RV = _derivatives(log_p_RV, log_q_RV, divergence, parameter)
-    moment_q_R = moment_p_R = torch.zeros_like(values_R)
+    moment_q_R = moment_p_R = zero_R = torch.zeros_like(values_R)
     if slopes:
         moment_q_R = (g_RV * (z_RV - student.top[:, None])).sum(1)
         moment_p_R = (h_RV * (energies_RV - teacher.top[:, None])).sum(1)
-    return values_R, g_RV.sum(1), h_RV.sum(1), moment_q_R, moment_p_R
+    return DenseValues(values_R, g_RV.sum(1), h_RV.sum(1), moment_q_R, moment_p_R, zero_R)
 
 
-def value_dense(
-    z_RV: Tensor, logprobs_RV: Tensor, student: Shift, teacher: Shift, divergence: str, parameter: float
-) -> Tensor:
+def value_dense(z_RV: Tensor, logprobs_RV: Tensor, sums: DenseSums, divergence: str, parameter: float) -> Tensor:
     """The divergence [R] at beta = 1."""
+    student, teacher = Shift.of(sums.top_z, sums.mass_z), Shift.of(sums.top_e, sums.mass_e)
     log_p_RV = teacher.log_softmax(_energies(z_RV, logprobs_RV), 1.0)
     return DIVERGENCES.entries[divergence].of(Events(log_p_RV, student.log_softmax(z_RV, 1.0)), parameter)
+
+
+class Weighed(NamedTuple):
+    """A chunk's loss, and its gradients as `spread_dense` takes them."""
+
+    loss: Tensor
+    sums: Tensor
+    weight: Tensor
+    """[R] gradient in the divergence."""
+    share: Tensor
+    """[R] gradient in log sum exp(z), divided by the shifted sum of exp(z)."""
+    at_label: Tensor
+    """[R] gradient in the label's logit."""
+    beta: Tensor
+    """Scalar; 0 where it is not wanted."""
+
+
+def weigh(
+    loss: DenseLoss,
+    label_R: Tensor,
+    sums: DenseSums,
+    values: DenseValues,
+    beta: Tensor,
+    rows: Rows,
+    slopes: bool,
+    differentiates: bool,
+) -> Weighed:
+    """Value and gradients of `loss` for a chunk, in fp64.
+
+    Args:
+        label_R: the labels' logits.
+        beta: scalar, fp64.
+        slopes: True if the gradient in beta is wanted. differentiates: False if none is; they are 0 then.
+    """
+    student, teacher = sums.sides()
+    value_R, g_R, h_R, moment_q_R, moment_p_R, at_one_R = (each.double() for each in values)
+    value_R = value_R + student.rounding(sums.heated_z) * g_R + teacher.rounding(sums.heated_e) * h_R
+    slope_R = moment_q_R - g_R * sums.mean_z + moment_p_R - h_R * sums.mean_e
+
+    def value(lse_R: Tensor, label_R: Tensor, value_R: Tensor, heat: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        moving_R = value_R + slope_R * (heat - beta) if slopes else value_R
+        total, totals = loss(DenseStatistics(lse_R, label_R, moving_R, at_one_R), heat, rows)
+        return total, (total, totals)
+
+    inputs = (sums.top_z + sums.mass_z.double().log(), label_R.double(), value_R, beta)
+    if differentiates:
+        gradients, (total, totals) = torch.func.grad(value, argnums=(0, 1, 2, 3), has_aux=True)(*inputs)
+    else:
+        total, totals = value(*inputs)[1]
+        gradients = tuple(torch.zeros_like(each) for each in inputs)
+    g_lse_R, g_label_R, weight_R, g_heat = gradients
+    kind = label_R.dtype
+    share_R = (g_lse_R / sums.mass_z).to(kind)
+    return Weighed(total, totals, weight_R.to(kind), share_R, g_label_R.to(kind), g_heat)
 
 
 def spread_dense(
     z_RV: Tensor,
     logprobs_RV: Tensor,
     beta: Tensor,
-    student: Shift,
-    teacher: Shift,
+    sums: DenseSums,
     sum_g_R: Tensor,
-    weight_R: Tensor,
-    share_R: Tensor,
+    weighed: Weighed,
+    labels_R: Tensor,
     divergence: str,
     parameter: float,
     scale: float,
     softcap: float | None,
+    into_RV: Tensor | None = None,
 ) -> None:
-    """Overwrite `z_RV` with the gradient in u of a loss of the divergence and of log sum exp(z).
-
-    weight_R: the loss's gradient in the divergence. share_R: its gradient in log sum exp(z), divided by the shifted sum
-    of exp(z).
-    """
+    """Write the gradient in u of a loss to `into_RV`, by default over `z_RV`."""
+    student, teacher = sums.sides()
     log_q_RV = student.log_softmax(z_RV, beta)
     log_p_RV = teacher.log_softmax(_energies(z_RV, logprobs_RV), beta)
     _, g_RV, _ = _derivatives(log_p_RV, log_q_RV, divergence, parameter)
-    dz_RV = (beta * weight_R)[:, None] * (g_RV - log_q_RV.exp() * sum_g_R[:, None])
-    dz_RV = dz_RV + share_R[:, None] * (z_RV - student.top[:, None]).exp()
-    z_RV.copy_(dz_RV * (scale * cap_slope(z_RV, softcap)))
+    dz_RV = (beta * weighed.weight)[:, None] * (g_RV - log_q_RV.exp() * sum_g_R[:, None])
+    dz_RV = dz_RV + weighed.share[:, None] * (z_RV - student.top[:, None]).exp()
+    is_label_RV = torch.arange(z_RV.shape[1], device=z_RV.device) == labels_R[:, None]
+    dz_RV = dz_RV + torch.where(is_label_RV, weighed.at_label[:, None], 0.0)
+    (z_RV if into_RV is None else into_RV).copy_(dz_RV * (scale * cap_slope(z_RV, softcap)))
 
 
 def _derivatives(

@@ -1,13 +1,14 @@
 """The fused output head: loss and gradients from hidden states, without ever holding all logits.
 
 The engine goes through the rows in chunks. For a chunk it computes the logits, and sums over the tail of exp(z) and of
-exp(beta z) (`statistics`); the loss is an ordinary small function of the logs of these sums and of z at the kept ids
-and the label, whose autograd gives one coefficient for each, and with them
+exp(beta z) (`sparse`); the loss is an ordinary small function of the logs of these sums and of z at the kept ids and
+the label, whose autograd gives one coefficient for each, and with them
     dz = g_tail softmax_tail(z) + g_tail_beta beta softmax_tail(beta z) + scatter(g_kept, g_label),
     dHidden = dz W,   dW += dz^T h,
-written over the logits. The forward pass thus computes the gradients, with three matrix products as in plain
-cross-entropy (`matmul`); the backward pass only multiplies them by the incoming scalar. A new sparse loss is a new
-small function.
+with dz written over the logits, or once in bf16 where the products take that. The forward pass thus computes the
+gradients, with three matrix products as in plain cross-entropy (`matmul`); the backward pass only multiplies them by
+the incoming scalar. A new sparse loss is a new small function. What depends on the teacher alone is computed once for
+all chunks, and nothing is read back from a GPU.
 
 Dense targets take another path for each chunk (`dense`): the divergence of a row is one of its statistics. Targets of
 an online teacher are computed from its hidden states, chunk by chunk.
@@ -21,40 +22,19 @@ weight (V and padding), K kept entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kdtrain.objective import matmul
-from kdtrain.objective.dense import DenseStatistics, Shift, measure_dense, spread_dense, sum_dense, value_dense
-from kdtrain.objective.logits import (
-    Head,
-    WholeHead,
-    bare_logits,
-    bounded_bias,
-    cap_slope,
-    chunk_rows,
-    shape_logits,
-)
+from kdtrain.objective import kernels, matmul
+from kdtrain.objective.dense import DenseLoss, measure_dense, spread_dense, sum_dense, value_dense, weigh
+from kdtrain.objective.logits import Head, WholeHead, bare_logits, bounded_bias, chunk_rows, shape_logits
 from kdtrain.objective.matmul import Products, maybe_compiled
-from kdtrain.objective.statistics import (
-    Rows,
-    Statistics,
-    TailSums,
-    reduce_logits,
-    safe_ids,
-    spread_gradients,
-    take_top_k,
-)
+from kdtrain.objective.sparse import TailSums, differentiate, reduce_logits, spread_gradients
+from kdtrain.objective.statistics import Places, Rows, SparseLoss
 from kdtrain.objective.targets import DenseTargets, OnlineTargets, SparseTargets
-
-SparseLoss = Callable[[Statistics, Tensor, Rows], tuple[Tensor, Tensor]]
-"""(statistics, beta, rows) -> (loss, a differentiable scalar; sums, a vector without gradients)."""
-DenseLoss = Callable[[DenseStatistics, Tensor, Rows], tuple[Tensor, Tensor]]
-"""(statistics, beta, rows) -> the same pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +68,10 @@ class Walk:
     def differentiates(self) -> bool:
         return any(self.wanted.values())
 
+    def compile_small(self, device: torch.device) -> bool:
+        """Compile the loss of a chunk too: a hundred small operations, slow to start on a GPU; a CPU gains nothing."""
+        return self.compile and device.type != "cpu"
+
 
 @torch.compiler.disable
 def fused_loss(hidden_ND: Tensor, head: Head, beta: Tensor, walk: Walk) -> tuple[Tensor, Tensor]:
@@ -112,6 +96,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> Any:
         with torch.autocast(hidden_ND.device.type, enabled=False):
             loss, sums, ctx.gradients = _run(walk, hidden_ND, weight_PD, bias_P, beta)
+        ctx.kernels = walk.compile and kernels.available(hidden_ND.device)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_ND, weight_PD, bias_P, beta)]
         ctx.mark_non_differentiable(sums)
         return loss, sums
@@ -121,50 +106,54 @@ class _Fused(torch.autograd.Function):
         # In place, and without a second reference: dWeight is never copied.
         assert ctx.gradients is not None, "the fused loss can be differentiated once"
         gradients, ctx.gradients = ctx.gradients, None
-        # Reading the value is free on a CPU only; a pass over dWeight is not.
-        whole = outer[0].device.type == "cpu" and outer[0].item() == 1.0
-        scaled = [g if g is None or whole else g.mul_(outer[0].to(g.dtype)) for g in gradients]
-        found = [g if g is None else g.to(d) for g, d in zip(scaled, ctx.dtypes, strict=True)]
-        if found[1] is not None and found[1] is not scaled[1]:
-            matmul.return_buffer("weight gradient", scaled[1])
+        for gradient in (each for each in gradients if each is not None):
+            _scale(gradient, outer[0], ctx.kernels)
+        found = [g if g is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True)]
+        if found[1] is not None and found[1] is not gradients[1]:
+            matmul.return_buffer("weight gradient", gradients[1])
         return None, *found
+
+
+def _scale(gradient: Tensor, factor: Tensor, use_kernels: bool) -> None:
+    """Multiply in place; a factor of 1 costs no pass over dWeight where it can be seen without waiting for a device."""
+    if use_kernels:
+        kernels.scale_unless_one(gradient, factor)
+    elif factor.device.type != "cpu" or factor.item() != 1.0:
+        gradient.mul_(factor.to(gradient.dtype))
 
 
 def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor | None, beta: Tensor) -> Any:
     """Value, sums and the four gradients (None where not wanted)."""
     rows, targets = hidden_ND.shape[0], walk.rows.targets
     head = WholeHead(weight=weight_PD, bias=bias_P, scale=walk.scale, softcap=walk.softcap)
-    student = _Logits(hidden_ND, head, walk)
-    teacher = _Logits(targets.hidden, targets.head, walk) if isinstance(targets, OnlineTargets) else None
+    student = _Logits(hidden_ND, head, walk, walk.differentiates)
     beta = beta.detach().double()
     grads = _empty_gradients(walk, hidden_ND, weight_PD, bias_P, beta)
-    loss, sums = beta.new_zeros(()), beta.new_zeros(walk.sums)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    sparse = targets is None or isinstance(targets, SparseTargets)
+    measure = (_Sparse if sparse else _Dense)(walk, beta, student.dtype)
     assert walk.chunk
     for start in range(0, rows, walk.chunk):
         part = slice(start, start + walk.chunk)
-        hidden_RD, chunk = hidden_ND[part], walk.rows[part].harmless(walk.vocab_size)
-        if teacher is not None:
-            assert isinstance(chunk.targets, OnlineTargets)
-            logits_RV = teacher(chunk.targets.hidden)  # dense targets need no more than log p + constant
-            chunk = replace(chunk, targets=DenseTargets(logits_RV, logits_RV[:, 0]))
-        measure = _dense_chunk if isinstance(chunk.targets, DenseTargets) else _sparse_chunk
-        chunk_loss, chunk_sums, dz_RV, dbeta = measure(walk, student(hidden_RD), beta, chunk)
-        loss += chunk_loss
-        sums += chunk_sums
+        hidden_RD = hidden_ND[part]
+        loss, sums, dbeta, dz_RV = measure(student(hidden_RD), part, student.narrow(hidden_RD))
+        found.append((loss, sums, dbeta))
         if dz_RV is not None:
             _accumulate(grads, part, dz_RV, hidden_RD, student.products, walk.vocab_size)
-        if dbeta is not None and grads["beta"] is not None:
-            grads["beta"] += dbeta
-    for each in (student, teacher):
-        if each is not None:
-            each.close()
+    student.close()
+    if isinstance(measure, _Dense):
+        measure.close()
+    found = found or [(beta.new_zeros(()), beta.new_zeros(walk.sums), torch.zeros_like(beta))]
+    loss, sums, dbeta = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+    if grads["beta"] is not None:
+        grads["beta"] += dbeta
     return loss.to(student.dtype), sums, list(grads.values())
 
 
 class _Logits:
     """Logits of one chunk of rows after another, all in one buffer: fresh memory would take as long as a product."""
 
-    def __init__(self, hidden_ND: Tensor, head: Head, walk: Walk) -> None:
+    def __init__(self, hidden_ND: Tensor, head: Head, walk: Walk, differentiates: bool = False) -> None:
         self.size = walk.vocab_size
         self.dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         weight_PD = head.weight
@@ -172,7 +161,11 @@ class _Logits:
         self.bias_V = bounded_bias(head.bias, self.size, self.dtype)
         self.scale, self.softcap = head.scale, head.softcap
         rows = 0 if self.products is None else min(walk.chunk or 0, len(hidden_ND))
-        self.buffer_RV = matmul.take_buffer("logits", rows, self.size, dtype=self.dtype, device=hidden_ND.device)
+        self.buffer_RV = matmul.take_rows("logits", rows, self.size, dtype=self.dtype, device=hidden_ND.device)
+        kind = None if self.products is None else self.products.gradient_dtype
+        self.narrow_RV = None
+        if differentiates and kind not in (None, self.dtype):
+            self.narrow_RV = matmul.take_rows("logit gradient", rows, self.size, dtype=kind, device=hidden_ND.device)
 
     def __call__(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R,V], in at least fp32."""
@@ -182,9 +175,15 @@ class _Logits:
             u_RV = self.products.logits(hidden_RD, self.buffer_RV[: len(hidden_RD)])
         return shape_logits(u_RV, self.bias_V, self.scale, self.softcap)
 
+    def narrow(self, hidden_RD: Tensor) -> Tensor | None:
+        """Where the gradient in the logits belongs, [R,V] in 16 bits; None if it replaces the logits."""
+        return None if self.narrow_RV is None else self.narrow_RV[: len(hidden_RD)]
+
     def close(self) -> None:
-        """Return the buffer; the logits become invalid."""
+        """Return the buffers; logits and gradients become invalid."""
         matmul.return_buffer("logits", self.buffer_RV)
+        if self.narrow_RV is not None:
+            matmul.return_buffer("logit gradient", self.narrow_RV)
 
 
 def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> dict[str, Any]:
@@ -210,7 +209,7 @@ def _accumulate(
 ) -> None:
     """Carry a chunk's gradient in u = h W^T + b on to hidden, weight and bias."""
     if grads["bias"] is not None:
-        grads["bias"][:size] += dz_RV.sum(0)
+        grads["bias"][:size] += dz_RV.sum(0, dtype=grads["bias"].dtype)
     if products is None:
         if grads["hidden"] is not None:
             grads["hidden"][part, :size] = dz_RV.to(grads["hidden"].dtype)
@@ -220,87 +219,81 @@ def _accumulate(
     products.gradients(dz_RV, hidden_RD, into_RD, into_VD, first=part.start == 0)
 
 
-Chunk = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Loss, sums, gradient in u (if any gradient is wanted) and in beta (if wanted) of one chunk."""
+Chunk = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Loss, sums, gradient in beta (0 if not wanted) and in u (if any gradient is wanted) of one chunk."""
 
 
-def _dense_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Chunk:
-    assert isinstance(rows.targets, DenseTargets)
-    logprobs_RV, heat = rows.targets.logprobs, beta.to(z_RV.dtype)
-    label_R = z_RV.gather(1, rows.labels[:, None]).squeeze(1)
-    slopes = walk.wanted["beta"]
-    sums_R = maybe_compiled(sum_dense, walk.compile)(z_RV, logprobs_RV, heat, slopes, walk.at_one)
-    top_z, top_e, mass_z, mass_e, heated_z, heated_e, mean_z, mean_e = sums_R
-    student, teacher = Shift.of(top_z, heated_z), Shift.of(top_e, heated_e)
-    measure = maybe_compiled(measure_dense, walk.compile)
-    found = measure(z_RV, logprobs_RV, heat, student, teacher, *walk.divergence, slopes)
-    value_R, g_R, h_R, moment_q_R, moment_p_R = (each.double() for each in found)
-    value_R += student.rounding(heated_z) * g_R + teacher.rounding(heated_e) * h_R
-    slope_R = moment_q_R - g_R * mean_z + moment_p_R - h_R * mean_e
-    at_one_R = torch.zeros_like(value_R)
-    if walk.at_one:
-        one, teacher_one = Shift.of(top_z, mass_z), Shift.of(top_e, mass_e)
-        at_one = maybe_compiled(value_dense, walk.compile)
-        at_one_R = at_one(z_RV, logprobs_RV, one, teacher_one, *walk.divergence).double()
+class _Dense:
+    """The loss of one chunk after another with a teacher's whole distribution, cached or online."""
 
-    leaves = [top_z + mass_z.double().log(), label_R.double(), value_R]
-    leaves = [each.detach().requires_grad_(walk.differentiates) for each in leaves]
-    leaves.append(beta.detach().requires_grad_(walk.wanted["beta"]))
-    with torch.set_grad_enabled(walk.differentiates):
-        moving_R = leaves[2] + slope_R * (leaves[3] - beta) if walk.wanted["beta"] else leaves[2]
-        loss, sums = walk.dense_loss(DenseStatistics(leaves[0], leaves[1], moving_R, at_one_R), leaves[3], rows)
-    g_lse_R, g_label_R, weight_R, dbeta = _gradients(loss, leaves)
-    if not walk.differentiates:
-        return loss, sums, None, None
+    def __init__(self, walk: Walk, beta: Tensor, dtype: torch.dtype) -> None:
+        self.walk, self.beta, self.heat, self.slopes = walk, beta, beta.to(dtype), walk.wanted["beta"]
+        targets = walk.rows.targets
+        self.teacher = _Logits(targets.hidden, targets.head, walk) if isinstance(targets, OnlineTargets) else None
 
-    assert g_lse_R is not None and g_label_R is not None and weight_R is not None
-    spread = maybe_compiled(spread_dense, walk.compile)
-    rest = (g_R, weight_R, g_lse_R / mass_z)
-    shares = (each.to(z_RV.dtype) for each in rest)
-    spread(z_RV, logprobs_RV, heat, student, teacher, *shares, *walk.divergence, walk.scale, walk.softcap)
-    _add_at(z_RV, rows.labels[:, None], g_label_R[:, None], label_R[:, None], walk)
-    return loss.detach(), sums.detach(), z_RV, dbeta
+    def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
+        walk, heat, slopes = self.walk, self.heat, self.slopes
+        rows = walk.rows[part].harmless(walk.vocab_size)
+        if self.teacher is None:
+            assert isinstance(rows.targets, DenseTargets)
+            logprobs_RV = rows.targets.logprobs
+        else:
+            assert isinstance(rows.targets, OnlineTargets)
+            logprobs_RV = self.teacher(rows.targets.hidden)  # no more than log p + constant is needed
+        rows = replace(rows, targets=None)
+        label_R = z_RV.gather(1, rows.labels[:, None]).squeeze(1)
+        sums = maybe_compiled(sum_dense, walk.compile)(z_RV, logprobs_RV, heat, slopes, walk.at_one)
+        values = maybe_compiled(measure_dense, walk.compile)(z_RV, logprobs_RV, heat, sums, *walk.divergence, slopes)
+        if walk.at_one:
+            at_one_R = maybe_compiled(value_dense, walk.compile)(z_RV, logprobs_RV, sums, *walk.divergence)
+            values = values._replace(at_one=at_one_R)
+        found = maybe_compiled(weigh, walk.compile_small(z_RV.device))(
+            walk.dense_loss, label_R, sums, values, self.beta, rows, slopes, walk.differentiates
+        )
+        if not walk.differentiates:
+            return found.loss, found.sums, found.beta, None
+        spread, head = maybe_compiled(spread_dense, walk.compile), (walk.scale, walk.softcap)
+        spread(z_RV, logprobs_RV, heat, sums, values.g, found, rows.labels, *walk.divergence, *head, into_RV)
+        return found.loss, found.sums, found.beta, z_RV if into_RV is None else into_RV
 
-
-def _sparse_chunk(walk: Walk, z_RV: Tensor, beta: Tensor, rows: Rows) -> Chunk:
-    targets = rows.targets if isinstance(rows.targets, SparseTargets) else None
-    top_k = 0 if targets is None else targets.top_k
-    ids_RK, absent_RK = safe_ids(targets, z_RV)
-    kept_RK, label_R = take_top_k(z_RV, ids_RK, absent_RK, rows.labels, top_k)
-    heat = beta.to(z_RV.dtype)
-    tail = TailSums(*maybe_compiled(reduce_logits, walk.compile)(z_RV, heat, targets is not None, walk.wanted["beta"]))
-    tail_R, tail_beta_R, mean_R = tail.log_sums(beta)
-
-    leaves = [x.double().requires_grad_(walk.differentiates) for x in (tail_R, tail_beta_R, kept_RK, label_R)]
-    leaves.append(beta.detach().requires_grad_(walk.wanted["beta"]))
-    with torch.set_grad_enabled(walk.differentiates):
-        moving_R = leaves[1] + mean_R * (leaves[4] - beta) if walk.wanted["beta"] else leaves[1]
-        statistics = Statistics(leaves[0], moving_R, leaves[2], leaves[3], top_k)
-        loss, sums = walk.sparse_loss(statistics, leaves[4], rows.double())
-    g_tail_R, g_beta_R, g_kept_RK, g_label_R, dbeta = _gradients(loss, leaves)
-    if not walk.differentiates:
-        return loss, sums, None, None
-
-    share_R = None if g_tail_R is None else (g_tail_R / tail.mass).to(z_RV.dtype)
-    share_beta_R = None if g_beta_R is None or targets is None else (beta * g_beta_R / tail.mass_beta).to(z_RV.dtype)
-    spread = maybe_compiled(spread_gradients, walk.compile)
-    spread(z_RV, heat, tail.top, share_R, share_beta_R, walk.scale, walk.softcap)
-    for ids, g, z in ((ids_RK, g_kept_RK, kept_RK), (rows.labels[:, None], g_label_R, label_R)):
-        if g is not None:
-            _add_at(z_RV, ids, g.reshape(ids.shape), z.reshape(ids.shape), walk)
-    return loss.detach(), sums.detach(), z_RV, dbeta
+    def close(self) -> None:
+        """Return the teacher's buffer."""
+        if self.teacher is not None:
+            self.teacher.close()
 
 
-def _add_at(dz_RV: Tensor, ids_RK: Tensor, g_RK: Tensor, z_RK: Tensor, walk: Walk) -> None:
-    """Add the gradients `g_RK` in single logits `z_RK` to the gradient in u."""
-    slope_RK = walk.scale * cap_slope(z_RK, walk.softcap)
-    dz_RV.scatter_add_(1, ids_RK, (g_RK * slope_RK).to(dz_RV.dtype))
+class _Sparse:
+    """The loss of one chunk after another with sparse targets or none; what needs no logits is computed once."""
 
+    def __init__(self, walk: Walk, beta: Tensor, dtype: torch.dtype) -> None:
+        self.walk, self.beta, self.heat, self.slopes = walk, beta, beta.to(dtype), walk.wanted["beta"]
+        rows = walk.rows.harmless(walk.vocab_size)
+        self.places = Places.of(rows.targets, rows.labels, walk.vocab_size)
+        self.distils = isinstance(rows.targets, SparseTargets)
+        if isinstance(rows.targets, SparseTargets):
+            rows = replace(rows, targets=rows.targets.at(beta))
+        self.rows = rows
+        self.lines = torch.arange(walk.chunk or 0, device=rows.labels.device)[:, None]
 
-def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of `loss` in the leaves that require one; None for others and for unused ones."""
-    asking = [x for x in leaves if x.requires_grad]
-    if not asking:
-        return [None] * len(leaves)
-    found = iter(torch.autograd.grad(loss, asking, allow_unused=True))
-    return [next(found) if x.requires_grad else None for x in leaves]
+    def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
+        walk, heat, rows, places = self.walk, self.heat, self.rows[part], self.places[part]
+        z_RE = places.take(z_RV)
+        fused = walk.compile and z_RV.dtype == torch.float32 and kernels.chosen(z_RV, into_RV)
+        reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, walk.compile)
+        tail = TailSums(*reduce(z_RV, heat, self.distils, self.slopes))
+        if not walk.differentiates:
+            statistics, _ = tail.statistics(z_RE, places, self.beta)
+            return *walk.sparse_loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
+        head, dz_RV = (walk.scale, walk.softcap), z_RV if into_RV is None else into_RV
+        found = maybe_compiled(differentiate, walk.compile_small(z_RV.device))(
+            walk.sparse_loss, z_RE, tail, self.beta, rows, places, self.slopes, *head, dz_RV.dtype
+        )
+        share_beta_R = found.share_beta if self.distils else None
+        shares = (heat, tail.top, found.share, share_beta_R)
+        if fused:
+            kernels.tail_grad(z_RV, *shares, places.ids, found.at_places, *head, dz_RV)
+            return found.loss, found.sums, found.beta, dz_RV
+        maybe_compiled(spread_gradients, walk.compile)(z_RV, *shares, *head, into_RV)
+        # Not scatter_, which for bf16 on a CPU copies the whole matrix twice.
+        dz_RV[self.lines[: len(z_RV)], places.ids] = found.at_places
+        return found.loss, found.sums, found.beta, dz_RV

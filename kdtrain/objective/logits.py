@@ -21,8 +21,8 @@ NEVER = -1e30
 """Logit of a masked entry. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""
 
 _CHUNK_ELEMENTS = {"cpu": 40_000_000, "cuda": 2**28}
-"""Numbers of a chunk in fp32. A chunk takes some two hundred small operations besides its products: a GPU needs few
-chunks a step, so that the host stays ahead and dWeight, to which each chunk adds, is rarely read and written."""
+"""Numbers of a chunk in fp32. A GPU needs few chunks a step: each starts up to twenty kernels beside its products, and
+reads and writes the whole of dWeight."""
 
 
 class Head(Protocol):

@@ -202,8 +202,8 @@ class _Recipe:
         if not self.at_one:
             return self._joined(cross_entropy_R, kd_R, None, beta, rows.mask)
         with torch.no_grad():
-            one = torch.ones_like(beta)
-            at_one_R = measure(sparse_events(self.tail, rows.targets, statistics.at_one(), one), self.parameter)
+            events = sparse_events(self.tail, rows.targets.at_one(), statistics.at_one(), torch.ones_like(beta))
+            at_one_R = measure(events, self.parameter)
         return self._joined(cross_entropy_R, kd_R, at_one_R, beta, rows.mask)
 
     def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -61,16 +61,16 @@ class Products:
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, compile: bool = False) -> None:
         device, kind = hidden_ND.device.type, hidden_ND.dtype
         self.dtype = torch.promote_types(kind, torch.float32)
-        self.round, self.store, self.add = (
-            maybe_compiled(each, compile and device == "cpu") for each in (_round, _store, _add)
-        )
+        self.store, self.add = (maybe_compiled(each, compile and device == "cpu") for each in (_store, _add))
         self.out_dtype = device == "cuda" and kind in (torch.bfloat16, torch.float16)
-        self.narrow_gradient = kind == torch.bfloat16 and (device == "cuda" or (device == "cpu" and _has_bf16()))
+        narrow = kind == torch.bfloat16 and (device == "cuda" or (device == "cpu" and _has_bf16()))
+        self.gradient_dtype = kind if narrow else self.dtype
+        """Of the gradient in the logits that `gradients` takes; fp16 has too few exponents for it."""
         exact = self.dtype == torch.float32 and device == "cpu" and _onednn_is_exact()
-        self.onednn = exact or (device == "cpu" and self.narrow_gradient)
-        self.narrow_VD = weight_VD.to(kind) if self.out_dtype or self.narrow_gradient else weight_VD
-        narrow = self.narrow_gradient and self.out_dtype  # then no product takes a wide weight
-        self.wide_VD = self.narrow_VD if narrow else weight_VD.to(self.dtype)
+        self.onednn = exact or (device == "cpu" and narrow)
+        self.narrow_VD = weight_VD.to(kind) if self.out_dtype or narrow else weight_VD
+        # With both, no product takes a wide weight.
+        self.wide_VD = self.narrow_VD if narrow and self.out_dtype else weight_VD.to(self.dtype)
 
     def logits(self, hidden_RD: Tensor, out_RV: Tensor) -> Tensor:
         """h W^T in `self.dtype`, written to `out_RV`."""
@@ -86,40 +86,40 @@ class Products:
         """Write dz W to `into_RD`, rounded to its dtype, and add dz^T h to `into_VD`, which is in `self.dtype`.
 
         A result whose output is None is not computed. first: overwrite `into_VD` instead of adding to it.
+
+        Args:
+            dz_RV: in `gradient_dtype`.
         """
-        rows, size = dz_RV.shape
-        block = _BLOCK if self.narrow_gradient and not self.out_dtype else size
-        # One buffer for all blocks: fresh memory costs several times the rounding.
-        narrow = dz_RV.new_empty(rows * min(block, size), dtype=torch.bfloat16) if self.narrow_gradient else None
+        block = _BLOCK if self.gradient_dtype != self.dtype and not self.out_dtype else dz_RV.shape[1]
         sum_RD = None
-        for start in range(0, size, block):
+        for start in range(0, dz_RV.shape[1], block):
             part = slice(start, start + block)
-            dz_RB = dz_RV[:, part]
-            if narrow is not None:
-                # Rounded once for both products.
-                dz_RB = self.round(dz_RB, narrow[: dz_RB.numel()].view(dz_RB.shape))
             if into_RD is not None:
-                with _onednn(self.onednn and not self.narrow_gradient):
-                    product_RD = torch.mm(dz_RB, (self.narrow_VD if self.narrow_gradient else self.wide_VD)[part])
-                if block >= size:
-                    sum_RD = product_RD
-                else:  # in fp32: each part is rounded once, and their sum only at the end
-                    sum_RD = product_RD.to(self.dtype) if sum_RD is None else self.add(product_RD, sum_RD)
+                product_RD = self._into_hidden(dz_RV[:, part], part)
+                # In fp32: each part is rounded once, and their sum only at the end.
+                sum_RD = product_RD.to(self.dtype) if sum_RD is None else self.add(product_RD, sum_RD)
             if into_VD is not None:
-                self._into_weight(dz_RB, hidden_RD, into_VD[part], first)
+                self._into_weight(dz_RV[:, part], hidden_RD, into_VD[part], first)
         if into_RD is not None and sum_RD is not None:
             into_RD.copy_(sum_RD)
 
+    def _into_hidden(self, dz_RB: Tensor, part: slice) -> Tensor:
+        if self.gradient_dtype == self.dtype:
+            with _onednn(self.onednn), _tf32(self.out_dtype):
+                return torch.mm(dz_RB, self.wide_VD[part])
+        if self.out_dtype:  # bf16 products add up V numbers: not in bf16
+            return torch.mm(dz_RB, self.narrow_VD[part], out_dtype=self.dtype)
+        return torch.mm(dz_RB, self.narrow_VD[part])
+
     def _into_weight(self, dz_RB: Tensor, hidden_RD: Tensor, into_BD: Tensor, first: bool) -> None:
-        if self.narrow_gradient and not self.out_dtype:
+        if self.gradient_dtype == self.dtype:
+            with _onednn(self.onednn), _tf32(self.out_dtype):
+                torch.addmm(into_BD, dz_RB.T, hidden_RD.to(self.dtype), beta=0 if first else 1, out=into_BD)
+        elif not self.out_dtype:
             product_BD = torch.mm(dz_RB.T, hidden_RD)
             (self.store if first else self.add)(product_BD, into_BD)
-            return
-        if first:
-            into_BD.zero_()
-        if not self.narrow_gradient:
-            with _onednn(self.onednn):
-                into_BD.addmm_(dz_RB.T, hidden_RD.to(self.dtype))
+        elif first:
+            torch.ops.aten.mm.dtype_out(dz_RB.T, hidden_RD, self.dtype, out=into_BD)
         elif _adds_in_place(hidden_RD.dtype):
             _add_product(into_BD, dz_RB.T, hidden_RD)
         else:
@@ -156,10 +156,6 @@ def _adds_in_place(kind: torch.dtype) -> bool:
 # Compiled, these take a quarter of the time of PyTorch's own operators between two dtypes on a CPU.
 
 
-def _round(dz_RB: Tensor, into_RB: Tensor) -> Tensor:
-    return into_RB.copy_(dz_RB)
-
-
 def _store(product: Tensor, into: Tensor) -> Tensor:
     return into.copy_(product)
 
@@ -180,6 +176,21 @@ def _onednn(wanted: bool) -> Iterator[None]:
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+@contextlib.contextmanager
+def _tf32(wanted: bool) -> Iterator[None]:
+    """Let a GPU round the inputs of fp32 products to TF32, which has more digits than the 16-bit numbers they hold."""
+    if not wanted:
+        yield
+        return
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32"
     try:
         yield
     finally:
@@ -224,6 +235,11 @@ def take_buffer(name: str, *shape: int, dtype: torch.dtype, device: torch.device
             return torch.empty(shape, dtype=dtype)
         idle.remove(storage)
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def take_rows(name: str, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """`take_buffer` of a matrix whose rows begin at multiples of 64 numbers, as a GPU's products need."""
+    return take_buffer(name, rows, -(-columns // 64) * 64, dtype=dtype, device=device)[:, :columns]
 
 
 def return_buffer(name: str, tensor: Tensor) -> None:

@@ -14,7 +14,7 @@ ECE                     expected calibration error over 15 equal bins of confide
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -99,8 +99,11 @@ def measure(
 
     Sums that the targets do not contain are None. It waits for the device once.
     """
-    chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype)
+    chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
     rows, head = Rows(labels_N, mask_N, targets), WholeHead.of(head)
+    if hidden_ND.is_cuda and head.weight is not None:
+        # once for all chunks, as in training: operands of two dtypes would be multiplied in fp32, far more slowly
+        head = replace(head, weight=head.weight.to(hidden_ND.dtype))
     no_top_k = targets is None or (isinstance(targets, SparseTargets) and targets.top_k == 0)
     nothing, top = (None if targets is None else 0.0), (None if no_top_k else 0.0)
     unknown = Metrics(kl=nothing, teacher_cross_entropy=nothing, agreement=top, acceptance=top)

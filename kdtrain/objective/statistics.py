@@ -4,21 +4,18 @@ They are the log sum exp of z and of beta z over the tail (everything but the to
 ids and at the label. Sums over the whole vocabulary are log-add-exps of tail and top-k; the tail's mass is a
 sum of its own, because 1 - sum q loses all its digits in fp32 once the top-k is likely.
 
-`reduce_logits` computes the sums of a chunk and `spread_gradients` carries a loss's gradients in them back to the
-logits, in place; both are plain elementwise and row-wise functions that torch.compile fuses. The few numbers a row are
-in fp64: it costs nothing, and the gradient in the temperature is a small difference of large numbers.
-
 Shape suffixes: R rows of a chunk, V vocabulary, K kept entries, H top-k entries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kdtrain.objective.logits import NEVER, cap_slope
+from kdtrain.objective.logits import NEVER
 from kdtrain.objective.targets import SparseTargets, Targets
 
 
@@ -82,90 +79,58 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class TailSums:
-    """Sums over the tail of a chunk, shifted by the largest logit."""
+class Places:
+    """Where in a row of logits the single numbers stand that a loss needs: the kept entries, then the label."""
 
-    top: Tensor
-    """[R] the largest z outside the top-k."""
-    mass: Tensor
-    """[R] sum exp(z - top)."""
-    mass_beta: Tensor
-    """[R] sum exp(beta (z - top))."""
-    moment: Tensor
-    """[R] sum exp(beta (z - top)) (z - top)."""
+    ids: Tensor
+    """[R,K+1] int64, valid for a gather.
 
-    def log_sums(self, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log sum exp(z), log sum exp(beta z) and its slope in beta, the mean of z; each [R] in beta's dtype."""
-        top_R, mass_R, mass_beta_R, moment_R = (x.to(beta.dtype) for x in vars(self).values())
-        return top_R + mass_R.log(), beta * top_R + mass_beta_R.log(), top_R + moment_R / mass_beta_R
-
-
-def take_top_k(z_RV: Tensor, ids_RK: Tensor, absent_RK: Tensor, labels_R: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """z at the kept ids [R,K] and at the label [R]; the top-k logits in `z_RV` become `NEVER`."""
-    kept_RK = z_RV.gather(1, ids_RK).masked_fill(absent_RK, NEVER)
-    label_R = z_RV.gather(1, labels_R[:, None]).squeeze(1)
-    if top_k:
-        z_RV.scatter_(1, ids_RK[:, :top_k], NEVER)
-    return kept_RK, label_R
-
-
-def reduce_logits(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `TailSums` in two passes; unwanted ones are copies of the mass.
-
-    distils: True with a teacher. slopes: True if the gradient in beta is wanted.
+    An absent entry takes the id of the first column, so that masking the top-k masks no other entry.
     """
-    top_R = z_RV.amax(dim=1)
-    shifted_RV = z_RV - top_R[:, None]
-    mass_R = shifted_RV.exp().sum(1)
-    if not distils:
-        return top_R, mass_R, mass_R.clone(), mass_R.clone()
-    heated_RV = (beta * shifted_RV).exp()
-    moment_R = (heated_RV * shifted_RV).sum(1) if slopes else mass_R.clone()
-    return top_R, mass_R, heated_RV.sum(1), moment_R
+    absent: Tensor
+    """[R,K] bool, True for kept entries that are absent."""
+    top_k: int
+
+    @classmethod
+    def of(cls, targets: Targets | None, labels_R: Tensor, vocab_size: int) -> Places:
+        """The places for valid labels; without sparse targets only these."""
+        if not isinstance(targets, SparseTargets):
+            return cls(labels_R[:, None], labels_R.new_zeros(len(labels_R), 0, dtype=torch.bool), 0)
+        absent_RK = targets.ids >= vocab_size
+        first_R1 = targets.ids[:, :1].masked_fill(absent_RK[:, :1], 0)
+        ids_RK = torch.where(absent_RK, first_R1, targets.ids)
+        return cls(torch.cat([ids_RK, labels_R[:, None]], dim=1), absent_RK, targets.top_k)
+
+    def __getitem__(self, rows: slice) -> Places:
+        return Places(self.ids[rows], self.absent[rows], self.top_k)
+
+    def take(self, z_RV: Tensor) -> Tensor:
+        """The logits [R,K+1] at these places; the top-k logits in `z_RV` become `NEVER`."""
+        z_RE = z_RV.gather(1, self.ids)
+        if self.top_k:
+            z_RV.scatter_(1, self.ids[:, : self.top_k], NEVER)
+        return z_RE
+
+    def kept(self, z_RE: Tensor) -> Tensor:
+        """The logits [R,K] of the kept entries, `NEVER` at absent ones."""
+        return z_RE[:, :-1].masked_fill(self.absent, NEVER)
 
 
-def spread_gradients(
-    z_RV: Tensor,
-    beta: Tensor,
-    top_R: Tensor,
-    share_R: Tensor | None,
-    share_beta_R: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> None:
-    """Overwrite `z_RV` with the gradient in u of the two sums over the tail; 0 at the top-k, which is masked.
-
-    The shares are gradients in the log of the sums, divided by the sums.
-    """
-    shifted_RV = z_RV - top_R[:, None]
-    dz_RV = torch.zeros_like(z_RV)
-    if share_R is not None:
-        dz_RV = dz_RV + share_R[:, None] * shifted_RV.exp()
-    if share_beta_R is not None:
-        dz_RV = dz_RV + share_beta_R[:, None] * (beta * shifted_RV).exp()
-    z_RV.copy_(dz_RV * (scale * cap_slope(z_RV, softcap)))
+SparseLoss = Callable[[Statistics, Tensor, Rows], tuple[Tensor, Tensor]]
+"""(statistics, beta, rows) -> (loss, a differentiable scalar; sums, a vector without gradients)."""
 
 
 def row_statistics(z_RV: Tensor, targets: SparseTargets, labels_R: Tensor) -> Statistics:
     """Statistics of some rows at beta = 1, without gradients; the top-k logits in `z_RV` are overwritten."""
-    ids_RK, absent_RK = safe_ids(targets, z_RV)
-    kept_RK, label_R = take_top_k(z_RV, ids_RK, absent_RK, labels_R, targets.top_k)
+    places = Places.of(targets, labels_R, z_RV.shape[1])
+    z_RE = places.take(z_RV)
     tail_R = torch.logsumexp(z_RV, dim=1)
-    return Statistics(tail_R, tail_R, kept_RK, label_R, targets.top_k)
-
-
-def safe_ids(targets: SparseTargets | None, z_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids that are valid for a gather, and a mask of the absent ones.
-
-    An absent entry takes the id of the first column, so that masking the top-k masks no other entry.
-    """
-    if targets is None:
-        ids_RK = torch.zeros(z_RV.shape[0], 0, dtype=torch.int64, device=z_RV.device)
-        return ids_RK, ids_RK.bool()
-    absent_RK = targets.ids >= z_RV.shape[1]
-    first_R1 = targets.ids[:, :1].masked_fill(absent_RK[:, :1], 0)
-    return torch.where(absent_RK, first_R1, targets.ids), absent_RK
+    return Statistics(tail_R, tail_R, places.kept(z_RE), z_RE[:, -1], targets.top_k)
 
 
 def _with_top_k(tail_R: Tensor, top_RH: Tensor) -> Tensor:
-    return torch.logsumexp(torch.cat([tail_R[:, None], top_RH], dim=1), dim=1) if top_RH.shape[1] else tail_R
+    """log(exp(tail) + sum exp(top)), without the joined tensor that logsumexp would take."""
+    if not top_RH.shape[1]:
+        return tail_R
+    shift_R = torch.maximum(tail_R, top_RH.amax(1)).detach()
+    return shift_R + ((tail_R - shift_R).exp() + (top_RH - shift_R[:, None]).exp().sum(1)).log()

@@ -214,7 +214,7 @@ def _sampled_events(targets: SparseTargets, statistics: Statistics, beta: Tensor
 def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
     with torch.no_grad():
         if targets.top_k:
-            events = _ghost_events(targets, statistics.at_one(), torch.ones_like(beta))
+            events = _ghost_events(targets.at_one(), statistics.at_one(), torch.ones_like(beta))
             distance_R = (events.teacher.exp() * (events.teacher - events.student)).sum(-1)
         else:
             gap_R = statistics.label - statistics.lse - targets.label_logprob

@@ -86,36 +86,77 @@ class SparseTargets(_Rows):
     """Number of samples of the tail a token (the sum of counts), 0 for none."""
     knots: tuple[float, ...]
     """The G values of beta at which the tail is known, descending, 1.0 among them."""
+    known: Tensor | None = None
+    """[N,6] nats, made by `at`: L at a beta, its slope there, and L at 1; then the same of log Z."""
+    known_at_one: bool = False
+    """True where every beta that is asked for is 1 (`at_one`)."""
 
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    def at(self, beta: Tensor) -> SparseTargets:
+        """The same with L and log Z at `beta` (a scalar in fp64) and at 1 computed once, for all that ask later.
+
+        `log_tail` and `log_partition` of the result, and of its rows, take every tensor for this beta.
+        """
+        wide = self.double()
+        (tail_N, partition_N), (tail_one_N, partition_one_N) = wide._measure(beta), wide._measure(1.0)
+        columns = [*tail_N, tail_one_N[0], *partition_N, partition_one_N[0]]
+        return replace(self, known=torch.stack(columns, dim=1))
+
+    def at_one(self) -> SparseTargets:
+        """The same for beta = 1, where `at` has computed it already."""
+        return self if self.known is None else replace(self, known_at_one=True)
+
     def log_tail(self, beta: Tensor | float) -> Tensor:
-        """L(beta) [N] in nats, differentiable in `beta` (a positive scalar): cubic Hermite between knots."""
+        """L(beta) [N] in nats, once differentiable in `beta` (a positive scalar): cubic Hermite between knots."""
+        return _moving(*(self._look_up(0, beta) or self._measure(beta)[0]), beta)
+
+    def log_partition(self, beta: Tensor | float) -> Tensor:
+        """log Z(beta) [N] in nats, once differentiable in `beta`; 0 at beta = 1 up to rounding in storage."""
+        return _moving(*(self._look_up(3, beta) or self._measure(beta)[1]), beta)
+
+    def _look_up(self, column: int, beta: Tensor | float) -> tuple[Tensor, Tensor | float] | None:
+        """Value and slope that `at` has computed for `beta`; None for another number than 1."""
+        if self.known is None:
+            return None
+        if isinstance(beta, Tensor) and not self.known_at_one:
+            return self.known[:, column], self.known[:, column + 1]
+        return (self.known[:, column + 2], 0.0) if self.known_at_one or beta == 1 else None
+
+    def _measure(self, beta: Tensor | float) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """L(beta) [N] and its slope, and log Z(beta) [N] and its slope, all without gradients."""
         dtype = beta.dtype if isinstance(beta, Tensor) else self.tail.dtype
-        beta = scalar(beta, self.tail.device, dtype)
+        beta = scalar(beta, self.tail.device, dtype).detach()
+        tail_N, slope_N = self._measure_tail(beta)
+        energies_NH = self.logprobs[:, : self.top_k]
+        parts_NH1 = torch.cat([beta * energies_NH, tail_N[:, None]], dim=-1)
+        partition_N = torch.logsumexp(parts_NH1, dim=-1)
+        shares_NH1 = (parts_NH1 - partition_N[:, None]).exp()
+        mean_N = (shares_NH1[:, :-1] * energies_NH).sum(-1) + shares_NH1[:, -1] * slope_N
+        return (tail_N, slope_N), (partition_N, mean_N)
+
+    def _measure_tail(self, beta: Tensor) -> tuple[Tensor, Tensor]:
         ascending = _ascending(self.knots, beta.dtype, beta.device)
         values_NG, slopes_NG = (part.flip(-1) for part in self.tail.chunk(2, dim=-1))
         inside = beta.clamp(self.knots[-1], self.knots[0])
         end_slope_N = torch.where(beta < inside, slopes_NG[:, 0], slopes_NG[:, -1])
         beyond_N = end_slope_N * (beta - inside)
         if len(self.knots) == 1:
-            return values_NG[:, 0] + slopes_NG[:, 0] * (inside - ascending[0]) + beyond_N
-        right = torch.bucketize(inside.detach(), ascending).clamp(1, len(self.knots) - 1)
-        left = right - 1
-        width = ascending[right] - ascending[left]
-        t = (inside - ascending[left]) / width
-        # Weights [2] of the two end values, and of the two end slopes times the width.
-        value_weights = torch.stack([(1 + 2 * t) * (1 - t) ** 2, t**2 * (3 - 2 * t)])
-        slope_weights = torch.stack([t * (1 - t) ** 2, t**2 * (t - 1)])
-        ends = torch.stack([left, right])
-        values_N2, slopes_N2 = values_NG[:, ends], slopes_NG[:, ends]
-        return (values_N2 * value_weights + width * slopes_N2 * slope_weights).sum(-1) + beyond_N
-
-    def log_partition(self, beta: Tensor | float) -> Tensor:
-        """log Z(beta) [N] in nats, differentiable in `beta`; 0 at beta = 1 up to rounding in storage."""
-        parts_NH1 = torch.cat([beta * self.logprobs[:, : self.top_k], self.log_tail(beta)[:, None]], dim=-1)
-        return torch.logsumexp(parts_NH1, dim=-1)
+            return values_NG[:, 0] + slopes_NG[:, 0] * (inside - ascending[0]) + beyond_N, end_slope_N
+        # An index without dimensions would be read by the host, which then waits for the device.
+        right = torch.bucketize(inside[None], ascending).clamp(1, len(self.knots) - 1)
+        ends = torch.cat([right - 1, right])
+        left, width = ascending[ends[:1]], ascending[ends].diff()
+        t = (inside - left) / width
+        values_N2, slopes_N2 = values_NG[:, ends], slopes_NG[:, ends] * width
+        # Weights [2] of the two end values, and of the two end slopes times the width; then their slopes in t.
+        of_values = torch.cat([(1 + 2 * t) * (1 - t) ** 2, t**2 * (3 - 2 * t)])
+        of_slopes = torch.cat([t * (1 - t) ** 2, t**2 * (t - 1)])
+        rise = 6 * t * (1 - t)
+        value_rise, slope_rise = torch.cat([-rise, rise]), torch.cat([(1 - t) * (1 - 3 * t), t * (3 * t - 2)])
+        value_N = (values_N2 * of_values + slopes_N2 * of_slopes).sum(-1)
+        return value_N + beyond_N, (values_N2 * value_rise + slopes_N2 * slope_rise).sum(-1) / width
 
     def top_logprobs(self, beta: Tensor | float) -> Tensor:
         """log p_beta of the top-k entries [N,H] in nats, differentiable in `beta`."""
@@ -278,6 +319,11 @@ def scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype | Non
     if isinstance(value, Tensor):
         return value.to(device, dtype or value.dtype)
     return torch.full((), value, dtype=dtype, device=device)
+
+
+def _moving(value_N: Tensor, slope_N: Tensor | float, beta: Tensor | float) -> Tensor:
+    """The value, with this slope as its gradient in `beta`."""
+    return value_N + slope_N * (beta - beta.detach()) if isinstance(beta, Tensor) else value_N
 
 
 @functools.lru_cache(maxsize=64)

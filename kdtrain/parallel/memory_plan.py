@@ -11,7 +11,7 @@ The parts are, in bytes, for a student of P parameters, L of them in its layers,
 tokens in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes a number in products (2 or 4):
 
     weights and moments   12 P / w                        fp32 masters, two fp32 moments (AdamW)
-    snapshots             as many again, each             of adaptive quantisation, if they are in memory
+    snapshots             as many again, each             of adaptive quantisation, if they are in memory, on a CPU
     gradients             4 P, under DDP all the time; sharded 4 P / w, and 4 P while micro-batches are added up
     gathered              sharded: 4 (P - L), the root, and two layers of c L / layers
     activations           N k, k the bytes a token that autograd keeps (`model_footprint`)
@@ -165,7 +165,7 @@ class Job:
     activation_checkpointing: bool = False
     compiled: bool = False
     copies: bool = False  # True if the copy of a background save is in the same memory, as on a CPU
-    snapshots: int = 0  # states that adaptive quantisation keeps in memory; a background save copies them as well
+    snapshots: int = 0  # states that adaptive quantisation keeps in the same memory
 
     def micro(self, world: int) -> int:
         """Sequences in a forward of one of `world` ranks."""
@@ -331,7 +331,7 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
         "teach": gathered | buckets | {"teacher's forward": asked},
         "head": gathered | at_head,
         "backward": gathered | at_end,
-        "save": state | buckets | {"copy for the save": (1 + job.snapshots) * masters if job.copies else 0.0},
+        "save": state | buckets | {"copy for the save": masters if job.copies else 0.0},
     }
 
 
@@ -389,7 +389,7 @@ def job_of(config: DistillConfig, device: torch.device) -> Job | None:
     if measured is None or (teacher is not None and asked is None):
         return None
     narrow, quantization = head_dtype(mode), config.quantization
-    in_memory = quantization.time_resume and quantization.quant_snapshot == "memory"
+    in_memory = device.type == "cpu" and quantization.time_resume and quantization.quant_snapshot == "memory"
     return Job(
         student=measured,
         teacher=asked,

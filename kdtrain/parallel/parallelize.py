@@ -9,7 +9,8 @@ gradient: they stay whole on each rank, outside both engines, and the step reduc
 FSDP2 shards each transformer layer by itself, and embedding, last norm and output head as one root, whose weights are
 whole from the forward to the end of the backward, as the fused head needs them. Masters and reductions are fp32; a
 layer's weights are gathered in the format to which autocast would round them, and the root's in fp32, so that the
-student computes the same as in one process, but for the weights of norms, which are rounded as well. Parameters,
+student computes the same as in one process, but for the weights of norms, which are rounded as well, and for quantised
+weights: they are rounded to that format first, as torchao does in one process too. Parameters,
 gradients and moments are DTensors: elementwise work runs on the local shard, and sums over all entries are reduced over
 the ranks that share a copy.
 
@@ -26,8 +27,8 @@ parameters, of which L in layers, c bytes a gathered number (2 for a student in 
 FSDP2 shards a parameter along its first dimension and pads it to a multiple of the ranks: small ones cost more than
 their size. The few numbers on which ranks agree each step are left out.
 
-Given up: a quantised student's weights are gathered in fp32, because a second rounding would change its values; each
-rank loads the whole model before it keeps its shard.
+Given up: torchao could gather fp8, but only from parameters of a class of its own, which checkpoints, other back ends
+and a fallback to the high format would meet; each rank loads the whole model before it keeps its shard.
 """
 
 import math

@@ -44,6 +44,14 @@ def head_dtype(mode: str) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
 
 
+def why_not_tf32(device: torch.device) -> str | None:
+    """Why fp32 products on `device` cannot be made in TF32, or None."""
+    if device.type != "cuda":
+        return "only a GPU multiplies in TF32"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"compute capability {major}.{minor}, and TF32 needs 8.0 (Ampere)"
+
+
 def why_not_compile(device: torch.device) -> str | None:
     """What torch.compile lacks here, or None: on a CPU its compiler needs a C++ compiler and Python.h."""
     if device.type == "cuda":

@@ -22,6 +22,7 @@ from einops import rearrange
 from safetensors import SafetensorError
 
 from kdtrain import faults
+from kdtrain.checkpoint.host_copies import host_buffers
 from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import log
@@ -183,6 +184,7 @@ def restore(trainer: "Trainer", to: Checkpoint, kind: str, lr_factor: float = 1.
         )
     on_main(lambda: trainer.store.set_aside_after(to.state["progress"]["step"]))
     faults.point("train.rollback")
+    trainer.copies.wait()  # a snapshot may still be on its way
     trainer.state.load(to.tensors, to.state, memory=kind == "rollback")
     progress = trainer.state.progress
     progress.rollbacks = bad.rollbacks + 1
@@ -217,7 +219,8 @@ def warm_up(trainer: "Trainer", stop: StopRequest) -> None:
         # through DDP, as in a step: DDP cuts the compiled graph at its buckets
         with adaptive.switch.at(position), trainer.engine.micro_batch(last=trainer.engine.kind != "ddp"):
             trainer.engine(batch, trainer.full_tokens).loss.backward()
-    trainer.state.optimizer.zero_grad(set_to_none=True)
+        # before the next graph: a CUDA graph may overwrite the gradients of another (--compile-mode reduce-overhead)
+        trainer.state.optimizer.zero_grad(set_to_none=True)
 
 
 def decide(trainer: "Trainer", step: int, loss: float, broken: str | None = None) -> bool:
@@ -238,7 +241,8 @@ def decide(trainer: "Trainer", step: int, loss: float, broken: str | None = None
             snapshots = trainer.state.snapshots
             while len(snapshots) >= action.keep:
                 snapshots.popleft()
-            tensors = {name: tensor.detach().clone() for name, tensor in trainer.state.own_tensors().items()}
+            tensors = trainer.state.own_tensors()
+            tensors = trainer.copies.copy(tensors, host_buffers(tensors))
             snapshots.append(snapshot(tensors, copy.deepcopy(trainer.state.own_numbers())))
         elif isinstance(action, Forget):
             trainer.state.snapshots.clear()

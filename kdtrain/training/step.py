@@ -48,10 +48,14 @@ def halve_micro_batch(trainer: "Trainer") -> None:
     """After an out-of-memory error: drop the gradients and halve the micro-batch from now on.
 
     Raises:
-        RunError: it was halved before, the first steps are over, its size is odd, or there are several processes.
+        RunError: it was halved before, the first steps are over, its size is odd, there are several processes, or
+            `--compile-mode` allows one micro-batch only.
     """
     number, micro = trainer.state.progress.step + 1, trainer.micro
     text = f"out of memory in step {number} with micro-batches of {micro} sequences"
+    if trainer.config.precision.compile_mode == "reduce-overhead":
+        text += "; --compile-mode reduce-overhead cannot split them: leave it out, or add --activation-checkpointing"
+        raise RunError(text, reason="oom")
     if number > trainer.halves_until or micro % 2 or world_size() > 1:
         raise RunError(f"{text}; lower --micro-batch-size, or add --activation-checkpointing", reason="oom")
     trainer.halves_until, trainer.micro = 0, micro // 2
@@ -96,6 +100,7 @@ def take_step(trainer: "Trainer", batches: Iterator[CachedBatch], stop: StopRequ
     trainer.reporter.gradients(number)
     temperature_gradient = trainer.student.temperature.log_gradient()
     skipped = non_finite(loss, norm, *_unclipped(trainer))
+    trainer.copies.before_change()
     guarded_step(state.optimizer, skipped)
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.checkpoint import tiers
+from kdtrain.checkpoint.host_copies import HostCopies
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
@@ -37,7 +38,7 @@ from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.schedule import decay_steps
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.state import TrainState, make_optimizer
+from kdtrain.training.state import TrainState, make_optimizer, packed
 from kdtrain.training.step import FIRST_STEPS, settle_buckets, take_step
 from kdtrain.training.student import Student
 from kdtrain.training.validate import summary, validate
@@ -106,7 +107,8 @@ class Trainer:
             keep_special=keep.keep_special,
             keep_aside=keep.keep_aside,
         )
-        self.saver = Saver(self.store, keep.async_save, keep.disk_patience)
+        self.copies = HostCopies()
+        self.saver = Saver(self.store, keep.async_save, keep.disk_patience, self.copies)
         self.hooks = NanHooks(student) if config.guards.nan_hooks == "always" else None
         self.stopped_by: str | None = None
         """The signal that ended training, or None."""
@@ -368,8 +370,9 @@ class Trainer:
         self.saver.save(
             names,
             progress.step,
-            self.state.tensors(),
+            self.state.own_tensors(),
             {**self.identity, **self.state.numbers()},
+            kept=packed(self.state.snapshots),
             rollbacks=progress.rollbacks,
             best=best,
             protected=self._protected(names) if is_main() else [],

@@ -1,9 +1,11 @@
-"""The GPU benchmarks: each section runs on small shapes, goals follow from figures, and the page quotes the records."""
+"""The GPU benchmarks: sections run on small shapes, calls with a budget add up, and the page quotes the records."""
 
 import importlib
+import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 
 from benchmarks import figures, tables
 from benchmarks.harness import SECTIONS, models, profiling, sections, timing
-from benchmarks.harness.record import Goal, Options, Record, failures, judged
+from benchmarks.harness import record as records
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.performance import adaptive, fp8
 from benchmarks.performance import teacher as teacher_section
 from teachers import make_teacher as make
@@ -36,27 +40,32 @@ def tiny(tmp_path_factory):
 
 def test_every_section_ends_in_a_record_without_a_failure(tiny):
     for name, record in tiny.items():
-        assert (record["section"], record["tiny"], record["finished"]) == (name, True, True)
-        assert failures(record["figures"]) == [] and record["figures"]
+        assert (record["section"], record["tiny"], record["finished"], record["left"]) == (name, True, True, [])
+        assert record["figures"] and not any("failed" in figure for figure in record["figures"].values())
+        assert record["commits"].keys() == record["figures"].keys()
         assert record["machine"]["libraries"]["torch"] == torch.__version__
-        assert {"date", "commit", "settings", "seconds"} <= record.keys()
-
-
-def test_no_goal_is_judged_on_a_cpu_although_it_stands_in_the_record(tiny):
-    goals = [goal for record in tiny.values() for goal in record["goals"]]
-    assert len(goals) > 20 and all(goal["met"] is None for goal in goals)
+        assert {"date", "settings"} <= record.keys()
 
 
 def test_small_steps_say_what_large_ones_will(tiny):
-    found = tiny["step"]["figures"]["32"]
-    sides = {"cross-entropy", "sparse-4", "sparse-12", "dense", "online"}
-    for figure in ("tokens_a_second", "tflops", "ratio", "seconds_a_step"):
-        assert set(found[figure]) == sides and all(value > 0 for value in found[figure].values())
-    assert found["ratio"]["cross-entropy"] == 1
+    figures = tiny["step"]["figures"]
+    for side in ("cross-entropy", "sparse-4", "sparse-12", "dense", "online"):
+        assert all(figures[f"32 {side}"][name] > 0 for name in ("tokens_a_second", "tflops"))
+    assert figures["32 cross-entropy"]["rate"] == 1 and figures["32 sparse-12"]["rate"] > 0
     # a forward of a teacher that is as large as the student, beside three of the student's
-    assert found["speed_up_of_the_flops"] == pytest.approx(4 / 3)
-    profile = tiny["step"]["figures"]["32-profile"]["cross-entropy"]
+    online = figures["32 online"]
+    assert online["speed_up"] / online["of_flops"] == pytest.approx(4 / 3)
+    profile = figures["32 cross-entropy profile"]
     assert profile["kernels"] and profile["busy_ms"] <= profile["span_ms"]
+
+
+def test_a_side_of_the_objective_is_compared_with_cross_entropy_or_says_what_it_lacks(tiny):
+    figures = tiny["objective"]["figures"]
+    for name in ("products", "kdtrain-sparse-12", "kdtrain-jsd-online"):
+        assert figures[f"64 32 {name}"]["over_cross_entropy"] > 0
+    for name in ("liger-jsd", "liger-cross-entropy"):
+        figure = figures[f"64 32 {name}"]
+        assert "liger_kernel is not installed" in figure.get("missing", "") or figure["ours_over_it"] > 0
 
 
 def test_a_small_run_switches_four_times_and_compiles_nothing_behind_its_warm_up(tiny):
@@ -74,16 +83,10 @@ def test_small_caches_and_saves_are_measured(tiny):
     assert tiny["teacher"]["figures"]["trained"]["steps"] == 2
 
 
-def test_a_goal_is_met_or_missed_by_its_figure_and_by_nothing_else():
-    goals = (
-        Goal("fast", "a.b", least=1.5),
-        Goal("small", "c", most=2),
-        Goal("none", "a.x", most=1),
-    )
-    met = [goal["met"] for goal in judged(goals, {"a": {"b": 1.5}, "c": 2.01}, True)]
-    assert met == [True, False, None]
-    assert [goal["met"] for goal in judged(goals, {"a": {"b": 1.4}, "c": 2}, True)] == [False, True, None]
-    assert [goal["met"] for goal in judged(goals, {"a": {"b": 1.4}, "c": 2}, False)] == [None] * 3
+def test_a_goal_is_met_or_missed_or_was_not_measured():
+    fast, small = Goal("fast", "a.b", least=1.5), Goal("small", "c", most=2)
+    assert [fast.verdict(value) for value in (1.5, 1.4, None)] == ["met", "missed", "not measured"]
+    assert [small.verdict(value) for value in (2, 2.01, float("nan"))] == ["met", "missed", "missed"]
 
 
 def test_ratios_are_medians_within_rounds_and_sides_take_turns():
@@ -92,41 +95,107 @@ def test_ratios_are_medians_within_rounds_and_sides_take_turns():
     order = []
     timing.in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, torch.device("cpu"), warm=1)
     assert "".join(order) == "ba" + "ab" + "ba" + "ab"
+    del order[:]
+    timing.in_turn({"a": lambda: order.append("a")}, 2, torch.device("cpu"), warm=0, calls=3)
+    assert "".join(order) == "aaa" + "aaa"
 
 
-def test_a_section_that_was_cut_short_goes_on_and_one_of_another_setting_begins_anew(options):
-    calls = []
-
-    def figure(name):
-        return lambda: calls.append(name) or {"value": len(calls)}
-
-    first = Record("step", options, {"n": 1})
-    first.measure("a", figure("a"))
-    late = Options(**{**vars(options), "budget": -1.0})
-    cut = Record("step", late, {"n": 1})
-    assert "left_out" in cut.measure("b", figure("b"))
-    cut.finish()
-    assert not json.loads(cut.path.read_text())["finished"]
-    again = Record("step", options, {"n": 1})
-    again.measure("a", figure("a"))
-    again.measure("b", figure("b"))
-    assert calls == ["a", "b"] and again.finish() == 0
-    other = Record("step", options, {"n": 2})
-    assert other.figures == {}
+def ceilings(out, *more):
+    return sections.main(["ceilings", "--tiny", "--device", "cpu", "--out", str(out), *map(str, more)])
 
 
-def test_what_there_is_of_a_figure_is_kept_until_the_figure_comes(options):
-    record, seen = Record("step", options, {}), []
+def read(folder):
+    return json.loads((folder / "ceilings.json").read_text())
 
-    def measured():
-        sides = {"a": lambda: None, "b": lambda: None}
-        timing.in_turn(sides, 2, options.device, keep=lambda times: record.so_far("x", times))
-        seen.append(json.loads(record.path.read_text())["figures"]["so_far"]["x"])
-        return 1.0
 
-    record.measure("x", measured)
-    assert [len(times) for times in seen[0].values()] == [2, 2]
-    assert json.loads(record.path.read_text())["figures"] == {"x": 1.0}
+def test_calls_with_a_budget_measure_a_section_piece_by_piece(tmp_path, monkeypatch, capsys):
+    # every measurement takes 100 s by this clock, which is read when a call starts and before each of them
+    ticks = itertools.count(step=100)
+    monkeypatch.setattr(records, "monotonic", lambda: next(ticks))
+    first, second, third = tmp_path / "1", tmp_path / "2", tmp_path / "3"
+    assert ceilings(first, "--budget", 250) == 0
+    cut = read(first)
+    assert list(cut["figures"]) == ["products in bf16", "products in fp32"] and not cut["finished"]
+    assert cut["left"] == ["products in fp8", "memory", "from pinned memory", "from pageable memory"]
+    assert "left, for a call with --from: products in fp8, memory" in capsys.readouterr().out
+    assert ceilings(second, "--budget", 250, "--from", first) == 0
+    assert ceilings(third, "--budget", 1000, "--from", second, "--commit", "later") == 0
+    full = read(third)
+    assert full["finished"] and not full["left"] and list(full["figures"]) == [*cut["figures"], *cut["left"]]
+    assert full["figures"].items() > read(second)["figures"].items() > cut["figures"].items()
+    assert full["commits"]["memory"] != "later" and full["commits"]["from pageable memory"] == "later"
+
+
+def test_a_call_whose_budget_is_spent_measures_nothing_and_ends_as_usual(tmp_path):
+    assert ceilings(tmp_path, "--budget", 0) == 0
+    assert read(tmp_path)["figures"] == {} and len(read(tmp_path)["left"]) == 6
+
+
+@pytest.mark.parametrize(
+    "changes, taken",
+    [
+        ({"date": "2001-01-01"}, True),
+        ({"settings": {"n": 2}}, False),
+        ({"tiny": False}, False),
+        ({"machine": {"device": "another", "libraries": {"torch": torch.__version__}}}, False),
+        ({"machine": {"device": None, "libraries": {"torch": "1.0"}}}, False),
+    ],
+)
+def test_figures_are_taken_over_from_the_same_device_torch_and_settings_alone(options, tmp_path, changes, taken):
+    made = Record("step", replace(options, commit="earlier"), {"n": 1})
+    made.put("a", {"value": 1})
+    made.put("b", {"missing": "a library"})
+    made.put("c", {"failed": "an error"})
+    made.put("d", {"does_not_fit": "too large"})
+    write = {**made.data, **changes}
+    if write["machine"]["device"] is None:
+        write["machine"]["device"] = made.data["machine"]["device"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "step.json").write_text(json.dumps(write))
+    again = Record("step", replace(options, earlier=tmp_path / "old", commit="now"), {"n": 1})
+    assert list(again.figures) == (["a", "d"] if taken else [])
+    measured = []
+    for name in "abcd":
+        again.measure(name, lambda name=name: measured.append(name) or {"value": 2})
+    assert measured == (["b", "c"] if taken else ["a", "b", "c", "d"])
+    assert again.data["commits"]["a"] == ("earlier" if taken else "now") and again.data["commits"]["b"] == "now"
+
+
+def test_a_measurement_of_minutes_does_not_begin_at_the_end_of_a_budget(options):
+    record = Record("step", replace(options, budget=100.0), {})
+    record.measure("long", lambda: {"value": 1}, needs=99.999)
+    record.measure("short", lambda: {"value": 1})
+    assert record.data["left"] == ["long"] and list(record.figures) == ["short"]
+
+
+def test_records_that_are_not_there_are_named(tmp_path, capsys):
+    assert ceilings(tmp_path, "--from", tmp_path / "nowhere") == 2
+    assert "nowhere is not a folder" in capsys.readouterr().err
+
+
+def test_sections_share_a_budget_and_run_in_processes_of_their_own(options, capsys):
+    assert sections._apart(("ceilings", "step"), replace(options, budget=0.0)) == 0
+    shown = capsys.readouterr().out
+    assert "ceilings: all of it is left" in shown and "step: all of it is left" in shown
+    assert not list(options.out.glob("*.json"))
+    assert sections._apart(("ceilings",), options) == 0
+    assert read(options.out)["finished"]
+
+
+def test_layers_are_compiled_one_by_one_and_share_a_graph(options, monkeypatch):
+    graphs, runs, compile = [], [], torch.compile
+
+    def counted(module, inputs):
+        graphs.append(module)
+        return lambda *inputs: runs.append(module) or module.forward(*inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **more: compile(function, backend=counted, **more))
+    torch.compiler.reset()
+    student = models.make_student("tiny", options.device)
+    bench = Bench(student, replace(options, compile=True, by_layer=True), vocab_size=2048, seq_len=16, batch=1)
+    assert models.SHAPES["tiny"]["num_hidden_layers"] == 2
+    bench.trainer.student.backbone(torch.zeros(1, 16, dtype=torch.int64), None)
+    assert len(graphs) == 1 and runs == 2 * graphs
 
 
 def test_a_section_that_lacks_a_library_says_so_and_fails_nobody(options, monkeypatch):
@@ -151,15 +220,11 @@ def test_what_fails_is_written_down_and_does_not_end_the_section(options):
     record.measure("b", lambda: fail(torch.OutOfMemoryError("CUDA out of memory")))
     assert record.finish() == 0
     record.measure("c", lambda: fail(ValueError("two\nlines")))
-    record.measure("d", lambda: 1.0)
+    record.measure("d", lambda: {"value": 1.0})
     assert record.finish() == 1
     found = json.loads(record.path.read_text())["figures"]
-    assert {name: list(value) for name, value in found.items() if isinstance(value, dict)} == {
-        "a": ["missing"],
-        "b": ["does_not_fit"],
-        "c": ["failed"],
-    }
-    assert found["c"]["failed"] == "ValueError: two lines" and found["d"] == 1.0
+    assert [list(value) for value in found.values()] == [["missing"], ["does_not_fit"], ["failed"], ["value"]]
+    assert found["c"]["failed"] == "ValueError: two lines"
 
 
 def test_a_trace_gives_kernels_gaps_and_copies():
@@ -184,10 +249,12 @@ def test_the_cost_of_a_switch_is_that_of_the_first_step_behind_it():
     assert adaptive.switch_ms([1.0] * 4, ["fp8"] * 4) is None
 
 
-def test_fp8s_three_figures_are_of_one_kind():
-    best = fp8.best
-    found = best({"a": {"time": 0.8, "rate": 1.25, "memory": 0.7}, "b": {"time": 0.7, "rate": 1.43, "memory": 0.9}})
-    assert found == {"kind": "b", "time": 0.7, "rate": 1.43, "memory": 0.9} and best({}) == {}
+def test_fp8s_figures_are_quoted_of_the_fastest_kind():
+    slow = {"time": 0.8, "memory": 0.7, "tokens_a_second": 1, "tflops": 2, "peak_gib": 3}
+    fast = {**slow, "time": 0.7, "memory": 0.9}
+    found = fp8.best({"bf16": {"tflops": 9}, "a": slow, "b": fast, "c": {"missing": "a library"}})
+    assert found == {"kind": "b", "time": 0.7, "memory": 0.9, "tokens_a_second": 1, "tflops": 2}
+    assert fp8.best({"bf16": {}}) == {}
 
 
 def test_flops_are_the_products_that_pytorch_counts_and_half_of_the_attentions_square():
@@ -213,34 +280,58 @@ def test_the_known_shapes_have_as_many_parameters_as_their_names_say():
         assert sum(each.numel() for each in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
-def record_of(figures, goals=(), **changes):
+def record_of(figures, **changes):
     machine = {"device": "a card", "driver": "1.2", "cuda": "13.0", "libraries": {"torch": "2.11"}}
     return {
-        "section": "step", "tiny": False, "date": "2026-01-01", "commit": "abc", "machine": machine,
-        "settings": {}, "uncompiled": None, "figures": figures, "goals": list(goals), "finished": True, "seconds": 1.0,
-        **changes,
+        "section": "step", "tiny": False, "date": "2026-01-01", "machine": machine, "settings": {}, "uncompiled": None,
+        "figures": figures, "commits": dict.fromkeys(figures, "abc"), "left": [], "finished": True, **changes,
     }  # fmt: skip
 
 
-def test_the_page_names_misses_what_was_not_run_and_why():
-    figures = {"2048": {"tokens_a_second": {"sparse-12": 12_345.6}}, "8192": {"does_not_fit": "OutOfMemoryError: 1"}}
-    goals = (Goal("rate", "2048.tokens_a_second.sparse-12", least=20_000), Goal("other", "x", most=1))
-    shown = tables.gpu({"step": record_of(figures, judged(goals, figures, True))})
-    assert "| step | rate | ≥ 20,000 | 12,346 | **missed** |" in shown
-    assert "| step | other | ≤ 1 | - | not judged |" in shown
-    assert "1 of 2 goals missed, 1 not judged." in shown and "Not run on a GPU: ceilings, objective" in shown
-    assert "- 8192: OutOfMemoryError: 1" in shown and "| 2048.tokens_a_second.sparse-12 | 12,346 |" in shown
+def test_the_page_judges_the_goals_by_the_records():
+    sparse = {"tflops": 412.34, "rate": 0.98, "peak_gib": 30.0}
+    figures = {
+        "2048 sparse-12": sparse,
+        "2048 sparse-50": {**sparse, "rate": 0.96},
+        "2048 dense": {"does_not_fit": "OutOfMemoryError: 1"},
+    }
+    fast, slow = ({"3b best": {"kind": "a", "time": time}} for time in (0.85, 0.86))
+    shown = tables.gpu({"step": record_of(figures, left=["8192 sparse-12"]), "fp8": record_of(fast)})
+    assert "| step | cached, sparse-12: of cross-entropy's rate, T = 2,048 | ≥ 0.97 | 0.98 | met |" in shown
+    assert "| step | cached, sparse-50: of cross-entropy's rate, T = 2,048 | ≥ 0.97 | 0.96 | **missed** |" in shown
+    assert "| step | cached, dense: of cross-entropy's rate, T = 2,048 | ≥ 0.97 | - | not measured |" in shown
+    assert "| step | TFLOP/s of the 1 B shape, sparse-12, T = 2,048 | ≥ 400 | 412.3 | met |" in shown
+    assert "| fp8 | step time over bf16's, best kind, 3 B | ≤ 0.85 | 0.85 | met |" in shown
+    assert "≤ 0.85 | 0.86 | **missed** |" in tables.gpu({"fp8": record_of(slow)})
+    assert "goals 3 are met, 1 missed, " in shown
+    assert (
+        "| | TFLOP/s | of cross-entropy's rate | peak GiB |" in shown
+        and "| 2048 sparse-12 | 412.3 | 0.98 | 30 |" in shown
+    )
+    assert "- 2048 dense: OutOfMemoryError: 1" in shown and "- 8192 sparse-12: not measured yet" in shown
+    assert "Sections without a record: ceilings, objective, adaptive" in shown
+    assert "a card, driver 1.2, torch 2.11, commit abc, 2026-01-01" in shown
     uncompiled = tables.gpu({"step": record_of({}, uncompiled="no gcc")})
     assert "- nothing was compiled: no gcc" in uncompiled and "nothing was compiled" not in shown
-    assert "a card, driver 1.2, torch 2.11, commit abc, 2026-01-01" in shown
 
 
-def test_the_goals_of_the_page_of_performance_are_judged_as_its_records_say():
-    found = tables.gpu_records()
-    assert found or tables.NOTHING in tables.PAGES["gpu"].read_text()
-    for name, record in found.items():
+def test_without_a_record_every_goal_is_not_measured():
+    rows = [line for line in tables.gpu({}).splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20 and all(row.endswith("| - | not measured |") for row in rows)
+
+
+def test_a_goal_names_a_figure_of_its_section_and_a_spent_budget_names_them_all(options, tiny):
+    full = replace(options, tiny=False, budget=0.0)
+    for name in SECTIONS:
         section = importlib.import_module(f"benchmarks.performance.{name}")
-        assert record["goals"] == judged(section.GOALS, record["figures"], True)
+        assert section.run(full) == 0
+        written = json.loads((options.out / f"{name}.json").read_text())
+        assert written["figures"] == {} and written["left"] and not written["finished"]
+        numbers = {number for figure in tiny[name]["figures"].values() for number in figure}
+        for goal in section.GOALS:
+            figure, _, number = goal.figure.partition(".")
+            assert figure in (*written["left"], "3b best")
+            assert number in numbers | {"gain", "ours_over_it"}  # a teacher is compared, and Liger runs, elsewhere
 
 
 @pytest.mark.parametrize("changes", [{"tiny": True}, {"machine": {"device": "x86_64", "driver": None}}])
@@ -255,7 +346,9 @@ def test_the_picture_is_drawn_from_the_records_and_without_any_a_line_says_so(tm
     assert figures.main(["gpu", str(tmp_path / "none"), pictures]) == 0
     assert "holds no record of a GPU: nothing is drawn" in capsys.readouterr().out
     assert not (tmp_path / "figures").exists()
-    (tmp_path / "step.json").write_text(json.dumps(record_of({"2048": {"tokens_a_second": {"a": 2.0, "b": 3.0}}})))
+    (tmp_path / "step.json").write_text(
+        json.dumps(record_of({"2048 a": {"tokens_a_second": 2.0}, "2048 b": {"tokens_a_second": 3.0}}))
+    )
     assert figures.main(["gpu", str(tmp_path), pictures]) == 0
     assert (tmp_path / "figures" / "gpu.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -263,7 +356,7 @@ def test_the_picture_is_drawn_from_the_records_and_without_any_a_line_says_so(tm
 def test_full_shapes_are_refused_on_a_cpu_and_a_device_that_is_not_there_is_named(capsys):
     assert sections.main(["step", "--device", "cpu"]) == 2 and "add --tiny" in capsys.readouterr().err
     if not torch.cuda.is_available():
-        assert sections.main(["all", "--device", "cuda"]) == 2 and "no CUDA device" in capsys.readouterr().err
+        assert sections.main(["step", "fp8", "--device", "cuda"]) == 2 and "no CUDA device" in capsys.readouterr().err
 
 
 def test_a_teacher_is_published_only_if_it_is_better(tmp_path, monkeypatch):

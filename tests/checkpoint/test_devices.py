@@ -20,6 +20,7 @@ def test_a_save_holds_the_state_at_the_call_although_the_device_continues_at_onc
         own["large"].fill_(number)
         expected = {name: each.cpu().clone() for name, each in own.items()}
         saver.save([f"step-{number:08d}"], number, own, STATES)
+        saver.copies.before_change()
         for _ in range(20):
             own["large"] += own["large"] @ own["large"] + 1
         saver.wait()

@@ -67,7 +67,7 @@ def test_no_tensor_as_large_as_all_logits_is_made():
 
     with Watch():
         run(p, targets, 2.0, "ghost", chunk=8).loss.backward()
-    assert largest == max(8 * vocab, vocab * d)
+    assert largest == max(8 * 3008, vocab * d)  # rows of logits begin at multiples of 64
 
 
 @pytest.mark.parametrize("rule", ["ghost", "dense"])

@@ -1,9 +1,11 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from objective_reference import dense, problem, reference_kd, sparse
 
+from kdtrain.objective import logits, metrics
 from kdtrain.objective.metrics import BINS, Metrics, measure
 
 
@@ -117,3 +119,27 @@ def test_a_student_equal_to_its_teacher_is_always_accepted():
         assert got.mean("agreement") == 1.0
         assert got.mean("kl") == pytest.approx(0.0, abs=1e-10)
         assert got.teacher_cross_entropy == pytest.approx(got.cross_entropy)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that claims to be on a GPU."""
+
+    is_cuda, device = True, torch.device("cuda")
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_gpu_chunks_fit_it_and_the_head_is_cast_once_to_the_dtype_of_the_hidden_states(monkeypatch, kind):
+    factors = []
+
+    def product(hidden, weight):
+        factors.append((len(hidden), hidden.dtype, weight.dtype, weight.data_ptr()))
+        return hidden.as_subclass(torch.Tensor).float() @ weight.float().T
+
+    p = problem(n=100, d=8).cast(torch.float32)
+    expected = run(p, None)
+    monkeypatch.setattr(logits, "wide_product", product)
+    monkeypatch.setattr(metrics, "chunk_rows", lambda *size: {(23, 8, kind, "cuda"): 64}[size])
+    found = run(replace(p, hidden=p.hidden.to(kind).as_subclass(OnGpu)), None)
+    assert [each[:3] for each in factors] == [(64, kind, kind), (36, kind, kind)]
+    assert factors[0][3] == factors[1][3] and (factors[0][3] == p.head.weight.data_ptr()) == (kind == torch.float32)
+    assert found.cross_entropy == pytest.approx(expected.cross_entropy, rel=1e-2)

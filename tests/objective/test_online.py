@@ -98,4 +98,4 @@ def test_no_tensor_as_large_as_all_logits_of_student_or_teacher_is_made():
 
     with Watch():
         run(p, online, chunk=8, temperature=torch.tensor(2.0, requires_grad=True))
-    assert largest == 8 * 3000
+    assert largest == 8 * 3008  # rows of logits begin at multiples of 64

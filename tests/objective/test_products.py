@@ -115,7 +115,7 @@ def test_gradients_err_only_by_the_rounding_of_the_factors(kind, weight_kind, de
     into_hidden = torch.empty_like(hidden)
     into_weight = torch.full((300, 64), torch.nan, dtype=made.dtype, device=device)
     for first in (True, False):
-        made.gradients(dz, hidden, into_hidden, into_weight, first)
+        made.gradients(dz.to(made.gradient_dtype), hidden, into_hidden, into_weight, first)
     bound = {torch.float64: 1e-14, torch.float32: 1e-6}.get(kind, 2**-8)
     assert relative(into_hidden, dz.double() @ weight.double()) < bound
     assert relative(into_weight, 2 * dz.double().T @ hidden.double()) < max(
@@ -148,7 +148,7 @@ def test_compiled_roundings_change_nothing():
         made = Products(hidden, weight, compile)
         into_hidden, into_weight = torch.empty_like(hidden), torch.zeros(300, 64)
         logits = made.logits(hidden, torch.empty(96, 300))
-        made.gradients(dz, hidden, into_hidden, into_weight)
+        made.gradients(dz.to(made.gradient_dtype), hidden, into_hidden, into_weight)
         found.append([logits, into_hidden, into_weight])
     for plain, compiled in zip(*found, strict=True):
         assert torch.equal(plain, compiled)

@@ -158,4 +158,4 @@ def test_on_a_cpu_the_copy_of_a_save_counts():
     plan = estimated(Plan("single", "none"), replace(CACHED, copies=True), 1)
     assert plan.moment == "save" and plan.total == 24 * STUDENT.parameters
     plan = estimated(Plan("single", "none"), replace(CACHED, copies=True, snapshots=2), 1)
-    assert plan.moment == "save" and plan.total == (36 + 36) * STUDENT.parameters
+    assert plan.moment == "save" and plan.total == (36 + 12) * STUDENT.parameters

@@ -11,6 +11,7 @@ from kdtrain.models.head import split
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.testing import tiny_model
 from kdtrain.training.data import DeviceCopy
+from kdtrain.training.recovery import restore
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -116,3 +117,23 @@ def test_a_run_with_dropout_that_is_resumed_on_a_device_is_the_run_that_was_not_
     assert different == []
     other = trained(workshop, "other", device, 6, seed=1)
     assert any(not torch.equal(other[name], whole[name]) for name in whole)
+
+
+def test_the_copy_of_a_state_is_waited_for_before_the_state_changes(workshop, monkeypatch):
+    order = []
+
+    def logged(owner, name):
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **options: order.append(name) or method(*given, **options))
+
+    with workshop.run(steps=2, checkpoint_freq=1) as run:
+        for owner, names in ((run.copies, ("copy", "before_change", "wait")), (run.state, ("load",))):
+            for name in names:
+                logged(owner, name)
+        logged(run.state.optimizer, "step")
+        run.fit()
+        assert order == [*("copy", "before_change", "step") * 2, "copy"]
+        order.clear()
+        restore(run, load(run.store.path("step-00000001")), "rollback")
+        assert order == ["wait", "load", "copy"]
+        run.saver.close()

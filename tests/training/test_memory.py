@@ -50,8 +50,9 @@ def test_a_first_step_without_memory_is_taken_in_half_micro_batches_with_the_sam
         ("1-2", {}, 9, "in step 1 with micro-batches of 2 sequences; lower --micro-batch-size"),
         ("3", {}, 2, "in step 3 with micro-batches of 4 sequences"),
         ("1", {"micro_batch_size": 1}, 9, "in step 1 with micro-batches of 1 sequences"),
+        ("1", {"compile_mode": "reduce-overhead"}, 9, "--compile-mode reduce-overhead cannot split them"),
     ],
-    ids=["a second time", "after the first steps", "one sequence"],
+    ids=["a second time", "after the first steps", "one sequence", "CUDA graphs"],
 )
 def test_memory_that_is_not_enough_after_that_is_an_error_with_a_reason(
     workshop, no_memory, when, options, halves_until, words

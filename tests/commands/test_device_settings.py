@@ -1,0 +1,89 @@
+"""Options that set torch or its compiler for a device: what torch is told, and what is refused."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from kdtrain import cli
+from kdtrain.commands import build_run, distill
+from kdtrain.precision import modes
+
+RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-size", "8", "--precision", "fp32")
+
+
+@pytest.mark.parametrize("option, mode", [("max-autotune", "max-autotune-no-cudagraphs"), ("reduce-overhead",) * 2])
+def test_max_autotune_compiles_without_cuda_graphs(workbench, monkeypatch, option, mode):
+    told = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: told.append(options["mode"]) or model)
+    monkeypatch.setattr(build_run, "why_not_compile", lambda device: None)
+    build_run.build_run(cli.parse("distill", [*RUN, "--compile-mode", option]), resuming=False)
+    assert told == [mode]
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["asked for", "planned"])
+def test_cuda_graphs_are_refused_where_a_step_has_several_micro_batches(workbench, monkeypatch, planned):
+    monkeypatch.setattr(build_run, "fitting_micro_batch", lambda config, device, free: 4)
+    size = "auto" if planned else 4
+    before = workbench.everything()
+    code, _, err = workbench.call("distill", *RUN, "--compile-mode", "reduce-overhead", "--micro-batch-size", size)
+    *_, line = err.splitlines()
+    assert code == 2 and line.startswith("kdtrain: --compile-mode reduce-overhead replays CUDA graphs")
+    assert "the 2 micro-batches of a step" in line and line.endswith("or --micro-batch-size 8")
+    assert workbench.everything() == before
+
+
+def settings():
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch._inductor.config.deterministic,
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+def test_deterministic_sets_cublas_before_a_device_is_looked_for_and_torch_for_the_run_alone(workbench, monkeypatch):
+    pick, build, found = build_run.pick_device, distill.build_run, []
+
+    def look(name):
+        found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return pick(name)
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(build_run, "pick_device", look)
+    monkeypatch.setattr(distill, "build_run", lambda *run: found.append(settings()) or build(*run))
+    before = settings()
+    options = ("distill", *RUN[:4], *workbench.plain, "--steps", 1, "--deterministic", "--out")
+    assert workbench.call(*options, "repeatable")[0] == 0
+    assert found[:2] == [":4096:8", (True, True, False)] and settings() == before == (False, False, True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert workbench.call(*options, "dry", "--dry-run")[0] == 0
+    assert found[-2] == ":16:8"  # of the user
+
+
+def test_tf32_is_set_for_the_run_alone_and_recorded(workbench, monkeypatch):
+    monkeypatch.setattr(build_run, "why_not_tf32", lambda device: None)
+    build, found = distill.build_run, []
+    monkeypatch.setattr(
+        distill, "build_run", lambda *run: found.append(torch.get_float32_matmul_precision()) or build(*run)
+    )
+    before = torch.get_float32_matmul_precision()
+    for more, out in (("--tf32", "rounded"), ("--no-tf32", "exact")):
+        options = ("distill", *RUN[:4], *workbench.plain, "--steps", 1, more, "--out", out)
+        assert workbench.call(*options)[0] == 0
+        recorded = json.loads((workbench.root / out / "environment.json").read_text())["tf32"]
+        assert recorded is (out == "rounded") and torch.get_float32_matmul_precision() == before
+    assert found == ["high", "highest"]
+
+
+def test_tf32_is_refused_by_one_line_where_it_cannot_work(workbench, monkeypatch):
+    for more in ((), ("--dry-run",)):
+        options = ("distill", *RUN[:4], *workbench.plain, "--device", "cpu", "--out", "no-tf32", "--tf32", *more)
+        code, _, err = workbench.call(*options)
+        said = "kdtrain: --tf32 cannot be used on cpu: only a GPU multiplies in TF32; leave it out"
+        assert (code, err.splitlines()) == (2, [said])
+    assert not (workbench.root / "no-tf32").exists()
+    gpu = torch.device("cuda")
+    for capability, why in (((7, 5), "compute capability 7.5, and TF32 needs 8.0 (Ampere)"), ((8, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        assert modes.why_not_tf32(gpu) == why
