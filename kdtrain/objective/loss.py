@@ -49,7 +49,7 @@ class LossOutput(NamedTuple):
     """Number of unmasked tokens."""
 
 
-def joined(ce: Tensor, kd: Tensor, alpha: float, kd_weight: Tensor | float) -> Tensor:
+def joined(ce: Tensor, kd: Tensor, alpha: Tensor | float, kd_weight: Tensor | float) -> Tensor:
     """(1 - alpha) CE + alpha T^2 KD, given kd_weight = alpha T^2."""
     return (1.0 - alpha) * ce + kd_weight * kd
 
@@ -158,7 +158,7 @@ def distillation_loss(
     _check(targets, divergence, tail, vocab_size)
     name, parameter = parse(divergence)
     recipe = _Recipe(
-        alpha=alpha if targets is not None else 0.0,
+        alpha=scalar(alpha if targets is not None else 0.0, hidden_ND.device, torch.float64),
         divergence=name,
         parameter=parameter,
         tail=resolve_tail(tail, targets.num_samples) if isinstance(targets, SparseTargets) else tail,
@@ -183,9 +183,12 @@ def distillation_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class _Recipe:
-    """The two small functions that the engine differentiates, chunk by chunk."""
+    """The two small functions that the engine differentiates, chunk by chunk.
 
-    alpha: float
+    What may change from step to step is a tensor: a number would be compiled into them anew.
+    """
+
+    alpha: Tensor
     divergence: str
     parameter: float
     tail: str
