@@ -11,25 +11,33 @@ The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums of 
 so that memory does not grow with N x V. Samples come from uniforms that the CPU makes from (seed, split, sequence):
 they do not depend on batch size, ranks or restarts.
 
+On a CPU a block stays in a core's cache, and plain operations give the same bits everywhere. On a GPU each of them
+would be a pass over the memory: `_sparse_in_passes` reads the logits once for the largest entries and once for all
+sums, in compiled functions; samples add one pass that reads and writes and one that reads. Both agree to rounding.
+
 If only the most likely entries are known (`keep`), the rest of the vocabulary is one bucket, spread evenly. With n
 entries outside the top-k and log p = e for each, L(beta) = log n + beta e: right at T = 1 only, as the manifest's range
 states.
 
 What it gives up: `dense` in fp16 errs by 4e-3 nats at log p = -10.
 
-Shapes: B sequences, T positions, N = B*T tokens, V vocabulary, H top-k entries, D samples, K = H + D, G knots.
+Shapes: B sequences, T positions, N = B*T tokens, V vocabulary, H top-k entries, D samples, K = H + D, G knots, C chunks
+of W entries.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from kdtrain.errors import UsageError
+from kdtrain.objective.matmul import maybe_compiled
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
@@ -142,11 +150,12 @@ def _count(drawn_ND: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return ids_ND, counts_ND
 
 
-def _sampled(logprobs_NV: Tensor, weights_NV: Tensor, uniforms_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _sampled(
+    drawn_ND: Tensor, vocab_size: int, logprobs_at: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Distinct drawn ids, log p and counts [N, D], most likely first; then ABSENT, NaN and 0."""
-    vocab_size = logprobs_NV.shape[1]
-    ids_ND, counts_ND = _count(_draw(weights_NV, uniforms_ND), vocab_size)
-    kept_ND = logprobs_NV.gather(1, ids_ND.clamp(max=vocab_size - 1)).masked_fill_(counts_ND == 0, -torch.inf)
+    ids_ND, counts_ND = _count(drawn_ND, vocab_size)
+    kept_ND = logprobs_at(ids_ND.clamp(max=vocab_size - 1)).masked_fill_(counts_ND == 0, -torch.inf)
     order_ND = kept_ND.argsort(dim=-1, descending=True, stable=True)
     counts_ND, absent_ND = counts_ND.gather(1, order_ND), kept_ND.gather(1, order_ND).isneginf()
     ids_ND = ids_ND.gather(1, order_ND).masked_fill_(absent_ND, ABSENT)
@@ -198,9 +207,9 @@ def _sparse(logprobs_NV: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None) ->
     if spec.num_samples:
         assert uniforms_ND is not None
         weights_NV = offset_NV.exp_().masked_fill_(logprobs_NV <= FLOOR, 0)
-        drawn_ND, drawn_logprobs_ND, counts_ND = _sampled(logprobs_NV, weights_NV, uniforms_ND)
-        ids_NK, kept_NK = torch.cat([ids_NK, drawn_ND], -1), torch.cat([kept_NK, drawn_logprobs_ND], -1)
-        parts["counts"] = torch.nn.functional.pad(counts_ND, (top_k, 0))
+        found = _sampled(_draw(weights_NV, uniforms_ND), vocab_size, lambda ids_ND: logprobs_NV.gather(1, ids_ND))
+        ids_NK, kept_NK = torch.cat([ids_NK, found[0]], -1), torch.cat([kept_NK, found[1]], -1)
+        parts["counts"] = F.pad(found[2], (top_k, 0))
     return {**parts, "ids": ids_NK, "logprobs": kept_NK}
 
 
@@ -213,6 +222,107 @@ def _encode_block(
     label_N = logprobs_NV.gather(1, labels_N[:, None])[:, 0]
     kept = {"logprobs": logprobs_NV} if spec.kind == "dense" else _sparse(logprobs_NV, spec, uniforms_ND)
     return {**kept, "label_logprob": label_N}
+
+
+_CHUNK = 64
+_LOWEST = torch.finfo(torch.float32).min
+
+
+def _chunk_maxima(logits_NV: Tensor) -> Tensor:
+    """The largest logit of each chunk, fp32 [N, C]."""
+    padded_NV = F.pad(logits_NV.float(), (0, -logits_NV.shape[1] % _CHUNK), value=-torch.inf)
+    return padded_NV.unflatten(1, (-1, _CHUNK)).amax(-1)
+
+
+def _largest(logits_NV: Tensor, maxima_NC: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The `number` largest logits, at least `_LOWEST`, and their ids. As many chunks, by their maxima, hold them."""
+    chunks_NJ = maxima_NC.topk(min(number, maxima_NC.shape[1]), -1).indices
+    column_W = torch.arange(_CHUNK, device=logits_NV.device)
+    ids_NI = rearrange(chunks_NJ[:, :, None] * _CHUNK + column_W, "n j w -> n (j w)")
+    beyond_NI = ids_NI >= logits_NV.shape[1]
+    values_NI = logits_NV.gather(1, ids_NI.masked_fill(beyond_NI, 0)).float().clamp_(min=_LOWEST)
+    top = values_NI.masked_fill_(beyond_NI, -torch.inf).topk(number, -1)
+    return top.values, ids_NI.gather(1, top.indices)
+
+
+def _reduce(
+    logits_NV: Tensor, highest_N1: Tensor, edge_N1: Tensor, knots: tuple[float, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """All sums over the logits z, in one pass.
+
+    With d = z - edge where d <= 0: the sums of exp(beta d) and of exp(beta d) d, both [N, G]. With h = z - highest for
+    the possible entries: their number and the sums of h and h^2, each [N, 1].
+    """
+    wide_NV = logits_NV.float()
+    offset_NV = wide_NV.maximum(highest_N1 + FLOOR) - edge_N1
+    weights = [torch.where(offset_NV <= 0, (beta * offset_NV).exp(), 0.0) for beta in knots]
+    sums_NG = torch.stack([weights_NV.sum(-1) for weights_NV in weights], -1)
+    moments_NG = torch.stack([(weights_NV * offset_NV).sum(-1) for weights_NV in weights], -1)
+    alive_NV = wide_NV - highest_N1 > FLOOR
+    above_NV = torch.where(alive_NV, wide_NV - highest_N1, 0.0)
+    total_N1, square_N1 = above_NV.sum(-1, keepdim=True), above_NV.square().sum(-1, keepdim=True)
+    return sums_NG, moments_NG, alive_NV.float().sum(-1, keepdim=True), total_N1, square_N1
+
+
+def _tail_weights(logits_NV: Tensor, highest_N1: Tensor, edge_N1: Tensor) -> Tensor:
+    """exp(z - edge) of the possible entries up to the edge, else 0; fp32, V padded to whole chunks."""
+    wide_NV = F.pad(logits_NV.float(), (0, -logits_NV.shape[1] % _CHUNK), value=-torch.inf)
+    inside_NV = (wide_NV - highest_N1 > FLOOR) & (wide_NV <= edge_N1)
+    return torch.where(inside_NV, (wide_NV - edge_N1).exp(), 0.0)
+
+
+def _draw_by_chunk(weights_NV: Tensor, uniforms_ND: Tensor, vocab_size: int) -> Tensor:
+    """What `_draw` draws, first a chunk and then an entry of it: without cumulative sums over V."""
+    weights_NCW = weights_NV.unflatten(1, (-1, _CHUNK))
+    mass_NC = weights_NCW.sum(-1, dtype=torch.float64)
+    drawn_ND = _draw(mass_NC, uniforms_ND)
+    chunk_ND = drawn_ND.clamp(max=mass_NC.shape[1] - 1)
+    cdf_NC = mass_NC.cumsum(-1)
+    own_ND = mass_NC.gather(1, chunk_ND)
+    rest_ND = (uniforms_ND * cdf_NC[:, -1:] - (cdf_NC.gather(1, chunk_ND) - own_ND)) / own_ND
+    chosen = weights_NCW[torch.arange(len(chunk_ND), device=chunk_ND.device)[:, None], chunk_ND].flatten(0, 1)
+    inside = _draw(chosen, rest_ND.nan_to_num(0.0).clamp(0, 1).reshape(-1, 1)).view_as(chunk_ND)
+    return (chunk_ND * _CHUNK + inside).masked_fill_(drawn_ND == mass_NC.shape[1], vocab_size)
+
+
+def _sparse_in_passes(
+    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None, compile: bool = True
+) -> dict[str, Tensor]:
+    """What `_encode_block` keeps of a tail that is not empty, in as few passes over the logits as its parts need."""
+    top_k, knots = spec.top_k, spec.knots
+    maxima_NC = maybe_compiled(_chunk_maxima, compile)(logits_NV)
+    top_NJ, ids_NJ = _largest(logits_NV, maxima_NC, top_k + 1)
+    top_NK, ids_NK = top_NJ[:, :top_k], ids_NJ[:, :top_k]
+    highest_N1 = top_NJ[:, :1]
+    edge_N1 = top_NJ[:, top_k:].maximum(highest_N1 + FLOOR)
+    found = maybe_compiled(_reduce, compile)(logits_NV, highest_N1, edge_N1, knots)
+    sums_NG, moments_NG, number_N1, total_N1, square_N1 = found
+    # Top-k entries equal to the edge are in the sums too, each with weight 1.
+    sums_NG = sums_NG - (top_NK <= edge_N1).sum(-1, keepdim=True)
+    one = knots.index(1.0)
+    partition_N1 = torch.cat([top_NK, edge_N1 + sums_NG[:, one, None].log()], -1).logsumexp(-1, keepdim=True)
+
+    def logprobs_at(ids_NK: Tensor) -> Tensor:
+        return (logits_NV.gather(1, ids_NK).float() - partition_N1).clamp_(min=FLOOR)
+
+    largest_N1 = (edge_N1 - partition_N1).clamp_(min=FLOOR)
+    values_NG = torch.cat([beta * largest_N1 for beta in knots], -1) + sums_NG.log()
+    mean_N1 = total_N1 / number_N1
+    parts = {
+        "logit_mean": (highest_N1 - partition_N1 + mean_N1)[:, 0],
+        "logit_std": (square_N1 / number_N1 - mean_N1.square()).clamp_(min=0).sqrt_()[:, 0],
+        "tail": torch.cat([values_NG, largest_N1 + moments_NG / sums_NG], -1),
+        "label_logprob": logprobs_at(labels_N[:, None])[:, 0],
+    }
+    kept_NK = logprobs_at(ids_NK)
+    if spec.num_samples:
+        assert uniforms_ND is not None
+        weights_NV = maybe_compiled(_tail_weights, compile)(logits_NV, highest_N1, edge_N1).scatter_(1, ids_NK, 0)
+        drawn_ND = _draw_by_chunk(weights_NV, uniforms_ND, spec.vocab_size)
+        samples = _sampled(drawn_ND, spec.vocab_size, logprobs_at)
+        ids_NK, kept_NK = torch.cat([ids_NK, samples[0]], -1), torch.cat([kept_NK, samples[1]], -1)
+        parts["counts"] = F.pad(samples[2], (top_k, 0))
+    return {**parts, "ids": ids_NK, "logprobs": kept_NK}
 
 
 def _narrow(name: str, values: Tensor, spec: CodecSpec) -> Tensor:
@@ -237,11 +347,15 @@ def encode(
     next tokens; uniforms_ND: fp64 in [0, 1), required with num_samples.
     """
     rows = max(1, _CELLS.get(logits_NV.device.type, 2**20) // spec.vocab_size)
+    in_passes = logits_NV.is_cuda and spec.kind == "sparse" and spec.top_k < spec.vocab_size
+    encode_block = _sparse_in_passes if in_passes else _encode_block
+    if in_passes:
+        rows = max(8, rows - rows % 8)  # compiled code copies inputs that do not begin at a multiple of 16 bytes
     blocks: dict[str, list[Tensor]] = {}
     for start in range(0, len(logits_NV), rows):
         part = slice(start, start + rows)
         chance = None if uniforms_ND is None else torch.from_numpy(uniforms_ND[part]).to(logits_NV.device)
-        block = _encode_block(logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance)
+        block = encode_block(logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance)
         for name, values in block.items():
             blocks.setdefault(name, []).append(_narrow(name, values, spec))
     arrays = {name: torch.cat(parts).cpu().numpy() for name, parts in blocks.items()}

@@ -25,7 +25,7 @@ import hashlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,39 +104,40 @@ def shards_of(split: str, rows: Iterator[PackedRow], number: int) -> Iterator[Sh
 
 
 class SideStream:
-    """Lets another thread encode a tensor, which the current stream is still computing, on a stream of its own.
+    """One stream on which another thread encodes tensors that the current stream is still computing.
 
     On the main stream each copy to the host would wait for the teacher's next forward, which is queued there already,
-    and that forward would wait for the encoding. On a CPU it does nothing.
-
-    Args:
-        tensor: on any device, or None.
+    and that forward would wait for the encoding. It serves one device; on a CPU it does nothing.
     """
 
-    def __init__(self, tensor: Tensor | None) -> None:
-        self.device = tensor.device if tensor is not None and tensor.is_cuda else None
-        self.ready: torch.cuda.Event | None = None
-        if self.device is not None:
-            with torch.cuda.device(self.device):
-                self.ready = torch.cuda.Event()
-                self.ready.record(torch.cuda.current_stream(self.device))
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def ready(self, tensor: Tensor | None) -> torch.cuda.Event | None:
+        """Mark where the current stream has computed a tensor; None if it is not on a GPU."""
+        if tensor is None or not tensor.is_cuda:
+            return None
+        with torch.cuda.device(tensor.device):
+            self._stream = self._stream or torch.cuda.Stream(tensor.device)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(tensor.device))
+        return event
 
     @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
-        """Run the block on a stream that waits for the tensor, and wait at the end until it is done.
+    def after(self, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """Run the block on the stream once the tensor is there, and wait at the end until the stream is done.
 
         So the tensor may be freed after the block, although its memory belongs to another stream.
         """
-        if self.device is None or self.ready is None:
+        if ready is None or self._stream is None:
             yield
             return
-        own = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(own):
-            own.wait_event(self.ready)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
             try:
                 yield
             finally:
-                own.synchronize()
+                self._stream.synchronize()
 
 
 _AT_ONCE = 16  # sequences packed at once: bounds the memory
@@ -253,6 +254,9 @@ class CacheWriter:
         self._broken: list[str] = []
         self._done = self._found_broken = 0
         """Sequences of this rank, as reported to the others."""
+        self._side = SideStream()
+        self._compiled: set[int] = set()
+        """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
         """The manifest if the cache is finished already: there is nothing to build."""
 
@@ -370,13 +374,23 @@ class CacheWriter:
         with ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
             for start in range(0, len(part), self.batch_size):
                 batch = slice(start, min(start + self.batch_size, len(part)))
+                number = batch.stop - batch.start
                 self._meet(more=True)
+                # torch.compile is not thread-safe: what a new size compiles, here or in the thread, compiles alone.
+                alone = number not in self._compiled
+                if waiting and alone:
+                    self._end(shard, *waiting)
+                    waiting = None
                 logits_BTV = self._ask(part, batch)
                 if waiting:
                     self._end(shard, *waiting)
-                job = thread.submit(self._encode, shard, part, batch, logits_BTV, SideStream(logits_BTV))
-                waiting = (batch.stop - batch.start, job)
-                del logits_BTV, job
+                job = thread.submit(self._encode, shard, part, batch, logits_BTV, self._side.ready(logits_BTV))
+                waiting = (number, job)
+                del logits_BTV
+                if alone:
+                    wait([job])
+                    self._compiled.add(number)
+                del job
             assert waiting
             self._end(shard, *waiting)
         self._broken += shard.broken
@@ -398,14 +412,19 @@ class CacheWriter:
         return logits_BTV
 
     def _encode(
-        self, shard: ShardWriter, part: ShardRows, batch: slice, logits_BTV: Tensor | None, side: SideStream
+        self,
+        shard: ShardWriter,
+        part: ShardRows,
+        batch: slice,
+        logits_BTV: Tensor | None,
+        ready: torch.cuda.Event | None,
     ) -> None:
         kept = {name: values[batch] for name, values in part.kept.items()}
         assert kept or logits_BTV is not None or self.settings.codec.kind == "tokens", "no teacher and no targets"
         if logits_BTV is not None:
             labels_BT = torch.from_numpy(part.tokens[batch, 1:].astype(np.int64))
             spec, seed, first = self.settings.codec, self.settings.seed, part.first + batch.start
-            with side.stream():
+            with self._side.after(ready):
                 kept = encode_sequences(logits_BTV, labels_BT, spec, seed=seed, split=part.split, first=first)
         shard.add(batch, kept)
 

@@ -1,11 +1,19 @@
 """Causal attention that keeps packed documents apart and builds no mask where none is needed.
 
-`causal_sdpa` is an attention function for `transformers.AttentionInterface`. For plain causal attention its models get
-no mask, so that PyTorch uses its fastest kernels under `torch.compile` too, where transformers would build a mask; for
-packed documents they get a mask from `document_mask`. `causal_sdpa` applies a sliding window itself. What it gives up:
-it ignores padding masks of transformers. Packed rows have no padding.
+`causal_attention` is an attention function for `transformers.AttentionInterface`. For plain causal attention its models
+get no mask, so that PyTorch uses its fastest kernels under `torch.compile` too, where transformers would build a mask;
+for packed documents they get `first_seen`, the position at which a token's document starts. `causal_attention` applies
+a sliding window itself: it moves that position. What a token sees is then always one run of positions up to itself.
 
-Shape suffixes: B batch, T time.
+On a GPU, documents and windows go to FlexAttention, which skips the blocks of keys that no query of a block sees: its
+`BlockMask` lists pairs of blocks of 128 positions, where SDPA needs a mask of B x T x T and computes all of it.
+FlexAttention has no dropout and no heads of fewer than 16 numbers; there, on a CPU, and where a row is one block, SDPA
+gets the mask. Scores with a soft cap (Gemma 2) need FlexAttention: on a CPU such a model keeps its own attention.
+
+A mask is made once a batch and window, for all layers; in a compiled graph the compiler merges equal ones. What it
+gives up: `causal_attention` ignores padding masks of transformers. Packed rows have no padding.
+
+Shape suffixes: B batch, T time, Q blocks of queries, K blocks of keys.
 """
 
 from typing import Any
@@ -14,29 +22,72 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-CAUSAL_SDPA = "kdtrain_causal_sdpa"
+CAUSAL = "kdtrain_causal"
+BLOCK = 128
+"""Positions in a block of FlexAttention, its default."""
 
 seen_windows: set[int | None] = set()
 """The sliding windows that models have passed, which a probe shorter than the window cannot show."""
+
+_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By `first_seen` tensor: its masks by kind and window, as long as the tensor lives."""
 
 
 def document_positions(segments_BT: Tensor) -> Tensor:
     """Return each token's position within its document, int64 [B, T]; a document is a run of one number."""
     here_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+    return here_T - rearrange(first_seen(segments_BT), "b 1 t 1 -> b t")
+
+
+def first_seen(segments_BT: Tensor) -> Tensor:
+    """Return the first position that each position sees, that of its document's start, int64 [B, 1, T, 1]."""
+    here_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     starts_BT = F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
-    return here_T - torch.where(starts_BT, here_T, 0).cummax(dim=1).values
+    return rearrange(torch.where(starts_BT, here_T, 0).cummax(dim=1).values, "b t -> b 1 t 1")
 
 
-def document_mask(segments_BT: Tensor) -> Tensor:
-    """Return which positions (last axis) a position (third axis) sees, bool [B, 1, T, T]: its document up to itself."""
-    same_BTT = rearrange(segments_BT, "b t -> b 1 t 1") == rearrange(segments_BT, "b t -> b 1 1 t")
-    return same_BTT & torch.ones(same_BTT.shape[-2:], dtype=torch.bool, device=segments_BT.device).tril()
+def dense_mask(first_B1T1: Tensor) -> Tensor:
+    """Return which positions (last axis) a position (third axis) sees, bool [B, 1, T, T]."""
+    here_T = torch.arange(first_B1T1.shape[2], device=first_B1T1.device)
+    return (here_T >= first_B1T1) & (here_T <= here_T[:, None])
 
 
-def causal_sdpa(
+def block_mask(first_B1T1: Tensor) -> BlockMask:
+    """Return the same for FlexAttention; one row of `first_B1T1` serves any batch.
+
+    It never falls along T, so that the first and the last query of a block decide for the block.
+    """
+    length = first_B1T1.shape[2]
+    starts_Q = torch.arange(0, length, BLOCK, device=first_B1T1.device)
+    ends_Q = (starts_Q + BLOCK - 1).clamp(max=length - 1)
+    before_QK = starts_Q[:, None] > starts_Q
+    whole_Q1 = starts_Q[:, None] + BLOCK <= length  # torch counts a shorter last block as seen in part
+    all_B1QK = before_QK & whole_Q1 & (first_B1T1[:, :, ends_Q] <= starts_Q)
+    some_B1QK = (starts_Q[:, None] == starts_Q) | (before_QK & (first_B1T1[:, :, starts_Q] <= ends_Q) & ~all_B1QK)
+    first_BT = rearrange(first_B1T1, "b 1 t 1 -> b t")
+    same_rows = len(first_BT) == 1
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first_BT[0 if same_rows else row, query]) & (key <= query)
+
+    return BlockMask.from_kv_blocks(
+        *_listed(some_B1QK), *_listed(all_B1QK), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length)
+    )
+
+
+def _listed(blocks_B1QK: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of marked blocks of keys, [B, 1, Q], and their places, [B, 1, Q, K], in front of the others'."""
+    places_B1QK = blocks_B1QK.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks_B1QK.sum(-1, dtype=torch.int32), places_B1QK.int()
+
+
+def causal_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -47,17 +98,51 @@ def causal_sdpa(
 ) -> tuple[Tensor, None]:
     """Attend by scaled dot products, causally; the interface of `transformers.AttentionInterface`.
 
-    query, key, value: [B, heads, T, head width]. attention_mask: bool [B, 1, T, T], causal itself, or None.
+    query, key, value: [B, heads, T, head width]. attention_mask: `first_seen` [B, 1, T, 1], or None: no documents.
     sliding_window: how many tokens a position sees, itself included; None for all before it.
     """
-    length = query.shape[2]
+    length, softcap = query.shape[2], keywords.get("softcap")
     if not torch.compiler.is_compiling():
         seen_windows.add(sliding_window)
-    if sliding_window is not None and length > sliding_window:
-        everything_TT = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        window_TT = everything_TT.tril() & everything_TT.triu(1 - sliding_window)
-        attention_mask = window_TT[None, None] if attention_mask is None else attention_mask & window_TT
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
+    if sliding_window is not None and length <= sliding_window:
+        sliding_window = None
+    plain = attention_mask is None and sliding_window is None
+    flex = flex_fits(query, keywords.get("dropout", 0.0))
+    if flex and (softcap is not None or (not plain and length > BLOCK)):
+        mask = _mask(block_mask, attention_mask, sliding_window, query)
+        query, key, value = _cast(query, key, value)
+        output, _ = flex_attention_forward(module, query, key, value, mask, **keywords)
+        return output, None
+    if softcap is not None:
+        raise NotImplementedError("a soft cap of the scores needs FlexAttention: a GPU, and no dropout")
+    mask = None if plain else _mask(dense_mask, attention_mask, sliding_window, query)
+    return sdpa_attention_forward(module, query, key, value, mask, **keywords)
 
 
-AttentionInterface.register(CAUSAL_SDPA, causal_sdpa)
+def flex_fits(query: Tensor, dropout: float) -> bool:
+    """Whether FlexAttention has a kernel for these queries."""
+    return query.is_cuda and query.shape[3] >= 16 and dropout == 0
+
+
+def _mask(make: Any, first_B1T1: Tensor | None, window: int | None, query: Tensor) -> Any:
+    """The mask that `make` makes for documents and a window; the layers of a batch share it."""
+    here_T1 = torch.arange(query.shape[2], device=query.device)[:, None]
+    shared: dict[Any, Any] = {}
+    if first_B1T1 is None:
+        first_B1T1 = torch.zeros_like(here_T1)[None, None]
+    elif not torch.compiler.is_compiling():
+        shared = _masks.setdefault(first_B1T1, shared)
+    if (make, window) not in shared:
+        shared[make, window] = make(first_B1T1 if window is None else first_B1T1.maximum(here_T1 - window + 1))
+    return shared[make, window]
+
+
+def _cast(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as autocast casts them for SDPA; some releases of torch do not cast for FlexAttention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+
+
+AttentionInterface.register(CAUSAL, causal_attention)

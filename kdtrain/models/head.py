@@ -11,8 +11,9 @@ linear layer amplified until a soft cap would bend it, because the logits of an 
 one. If no form is proven, the model stays whole, `fused` is False and `reason` names the cause.
 
 Positions that restart at 0 and block-diagonal causal attention keep packed documents apart (`segments`); the probe
-proves this too. A model on sdpa gets the attention function of `attention.py`; a model on another implementation gets
-the positions alone, from which transformers finds the documents.
+proves this too. A model on sdpa gets the attention function of `attention.py`, and so does one with soft-capped scores
+where that has them; a model on another implementation gets the positions alone, from which transformers finds the
+documents.
 
 Shape suffixes: B batch, T time, V vocabulary, D model width.
 """
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kdtrain.errors import UsageError
-from kdtrain.models.attention import CAUSAL_SDPA, document_mask, document_positions, seen_windows
+from kdtrain.models.attention import CAUSAL, document_positions, first_seen, seen_windows
 
 # Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -128,8 +129,8 @@ class SplitModel(nn.Module):
         documents = {}
         if segments_BT is not None:
             documents["position_ids"] = document_positions(segments_BT)
-            if self.model.config._attn_implementation == CAUSAL_SDPA:
-                documents["attention_mask"] = document_mask(segments_BT)
+            if self.model.config._attn_implementation == CAUSAL:
+                documents["attention_mask"] = first_seen(segments_BT)
         model = self.model.base_model if self.fused else self.model
         return model(input_ids=tokens_BT, use_cache=False, **documents, **more)
 
@@ -141,7 +142,7 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
     """Split a model into backbone and output head, proven equal on a probe batch.
 
     probe_tokens_BT: token ids, int64 [B, T >= 4]; by default 2 x 16 ids drawn with a fixed seed. The model keeps its
-    mode; its attention implementation changes from sdpa to `CAUSAL_SDPA` if that is proven equal, unless
+    mode; its attention implementation changes from sdpa to `CAUSAL` if that is proven equal, unless
     `keep_attention`. Raises `UsageError` for a model that looks at later tokens (an encoder), and for a model whose
     configured shapes do not fit together.
     """
@@ -157,7 +158,7 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
             raise UsageError(f"{_name(model)} cannot be run as it is configured: {cause}") from error
         probe.refuse_encoders()
         if not keep_attention:
-            probe.use_causal_sdpa()
+            probe.use_causal_attention()
         pieces.separates_documents = probe.documents_are_separate()
         _fuse(pieces, tokens_BT)
     return pieces
@@ -206,19 +207,22 @@ class _Probe:
         others_BT[:, of] = (others_BT[:, of] + 1) % self.pieces.model.config.get_text_config().vocab_size
         return _largest((self.pieces._run(others_BT, None) - self.logits_BTV)[:, on])
 
-    def use_causal_sdpa(self) -> None:
-        """Use `CAUSAL_SDPA` if it supports all layers and the logits stay equal."""
+    def use_causal_attention(self) -> None:
+        """Use `CAUSAL` if it supports all layers and the logits stay equal."""
         model, config = self.pieces.model, self.pieces.model.config.get_text_config()
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         chunked = getattr(config, "attention_chunk_size", None) is not None
-        if config._attn_implementation != "sdpa" or others or chunked:
+        before = config._attn_implementation
+        # transformers has no sdpa for scores with a soft cap; FlexAttention, which has one, has no dropout
+        capped = getattr(config, "attn_logit_softcapping", None) and not getattr(config, "attention_dropout", 0.0)
+        if not (before == "sdpa" or (before == "eager" and capped)) or others or chunked:
             return
-        model.set_attn_implementation(CAUSAL_SDPA)
+        model.set_attn_implementation(CAUSAL)
         seen_windows.clear()
         equal, window = self._gives(self.logits_BTV, None), _window(config)
-        # some models pass their window in the mask only, which `causal_sdpa` does not get
+        # some models pass their window in the mask only, which `causal_attention` does not get
         if not equal or (window is not None and window not in seen_windows):
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation(before)
 
     def documents_are_separate(self) -> bool:
         if getattr(self.pieces.model, "_is_stateful", False):

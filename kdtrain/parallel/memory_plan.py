@@ -46,7 +46,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
 from kdtrain.errors import UsageError
-from kdtrain.models.attention import CAUSAL_SDPA
+from kdtrain.models.attention import CAUSAL
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import checkpoint_activations, load_tokenizer, vocabulary
 from kdtrain.models.scratch import configuration, layers_config
@@ -103,7 +103,7 @@ def model_footprint(
             dtype=torch.float32,
         ).train()
         if model.config._attn_implementation == "sdpa":  # as in training, without a mask that needs numbers
-            model.set_attn_implementation(CAUSAL_SDPA)
+            model.set_attn_implementation(CAUSAL)
         width, kept = _forward(model, seq_len, mode)
         kept_by_checkpoints = kept
         if trained and model.supports_gradient_checkpointing:

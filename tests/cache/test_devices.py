@@ -73,8 +73,9 @@ def test_work_on_a_side_stream_sees_the_results_of_the_main_stream(device):
     made = torch.full((2048, 2048), 1e-4, device=device)
     for _ in range(5):
         made = made @ made + 1e-4
-    with SideStream(made).stream():
+    side = SideStream()
+    with side.after(side.ready(made)):
         copied = made.cpu()
     assert torch.equal(copied, made.cpu()) and torch.isfinite(copied).all()
-    with SideStream(None).stream():
+    with side.after(side.ready(None)):
         pass

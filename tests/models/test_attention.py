@@ -1,10 +1,16 @@
 """Packed documents: mask, positions, and equality of a packed row with its documents one by one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torch_flex
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kdtrain.errors import UsageError
-from kdtrain.models.attention import CAUSAL_SDPA, document_mask, document_positions
+from kdtrain.models import attention
+from kdtrain.models.attention import CAUSAL, block_mask, dense_mask, document_positions, first_seen
 from kdtrain.models.head import split
 from kdtrain.testing import SHAPES, tiny_model
 
@@ -25,15 +31,15 @@ def test_positions_restart_with_each_document():
 
 
 def test_a_position_sees_its_document_up_to_itself():
-    mask_TT = document_mask(torch.tensor([[7, 7, 8]]))[0, 0]
+    mask_TT = dense_mask(first_seen(torch.tensor([[7, 7, 8]])))[0, 0]
     assert mask_TT.tolist() == [[True, False, False], [True, True, False], [False, False, True]]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
 @pytest.mark.parametrize("shape", sorted(SHAPES.keys() - {"bloom", "falcon_h1"}))
-def test_a_packed_row_has_the_logits_of_each_document_alone(shape, attention):
+def test_a_packed_row_has_the_logits_of_each_document_alone(shape, kind):
     model = tiny_model(shape).eval()
-    model.set_attn_implementation("eager" if shape == "gemma2" else attention)
+    model.set_attn_implementation("eager" if shape == "gemma2" else kind)
     pieces = split(model)
     tokens_BT, segments_BT = packed_row()
     packed_BTV = pieces.logits(tokens_BT, segments_BT)
@@ -53,7 +59,7 @@ def test_plain_causal_attention_is_that_of_transformers(shape):
     tokens_BT, _ = packed_row()
     expected_BTV = model(tokens_BT).logits
     pieces = split(model)
-    assert model.config._attn_implementation == CAUSAL_SDPA
+    assert model.config._attn_implementation == CAUSAL
     torch.testing.assert_close(pieces.logits(tokens_BT), expected_BTV, rtol=0, atol=1e-6)
 
 
@@ -105,3 +111,165 @@ def test_a_model_that_cannot_keep_documents_apart_raises_instead_of_mixing_them(
     with pytest.raises(UsageError, match=f"{name}ForCausalLM cannot keep documents apart"):
         pieces(*packed_row())
     pieces(packed_row()[0])
+
+
+LENGTH = 300
+"""Three blocks of FlexAttention, the last one not full."""
+
+
+def long_row(rows=2, length=LENGTH):
+    generator = torch.Generator().manual_seed(1)
+    segments_BT = (torch.rand(rows, length, generator=generator) < 0.02).cumsum(dim=1)
+    return torch.randint(300, (rows, length), generator=generator), segments_BT
+
+
+def long_model(shape, **config):
+    positions = {"n_positions": 512} if shape == "gpt2" else {"max_position_embeddings": 512}
+    return tiny_model(shape, **positions, **config)
+
+
+@pytest.fixture
+def flex_calls(monkeypatch):
+    """FlexAttention on a CPU: its plain form, which has a backward too, and counts its calls."""
+    calls, real = [], attention.flex_attention_forward
+
+    def counted(module, query, key, value, mask, **keywords):
+        calls.append((mask, query.dtype, value.dtype))
+        return real(module, query, key, value, mask, **keywords)
+
+    monkeypatch.setattr(attention, "flex_fits", lambda query, dropout: dropout == 0)
+    monkeypatch.setattr(attention, "flex_attention_forward", counted)
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
+    with torch.compiler.set_stance("force_eager"):
+        yield calls
+
+
+def logits_and_gradients(pieces, *inputs):
+    pieces.zero_grad()
+    logits_BTV = pieces.logits(*inputs)
+    logits_BTV.square().mean().backward()
+    return [logits_BTV.detach(), *(parameter.grad.clone() for parameter in pieces.parameters())]
+
+
+@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen3", "gpt2", "gemma2"])
+def test_flex_attention_gives_the_logits_and_gradients_of_masked_sdpa(shape, monkeypatch, flex_calls):
+    model = long_model(shape)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "flex_fits", lambda query, dropout: False)
+        pieces = split(model)
+        expected = logits_and_gradients(pieces, *long_row())
+    assert not flex_calls and model.config._attn_implementation == ("eager" if shape == "gemma2" else CAUSAL)
+    pieces = split(model)
+    probed = len(flex_calls)
+    found = logits_and_gradients(pieces, *long_row())
+    assert len(flex_calls) == probed + 2 and model.config._attn_implementation == CAUSAL
+    for values, others in zip(found, expected, strict=True):
+        torch.testing.assert_close(values, others, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[300], [1] * 300, [128, 128, 44], [127, 173]])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129])
+def test_a_block_mask_has_the_blocks_that_the_dense_mask_fills(lengths, window):
+    numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
+    first_B1T1 = first_seen(torch.tensor([numbers, [0] * LENGTH]))
+    if window is not None:
+        first_B1T1 = first_B1T1.maximum(torch.arange(LENGTH)[:, None] - window + 1)
+    found, dense_B1TT = block_mask(first_B1T1), dense_mask(first_B1T1)
+    sees = lambda row, head, query, key: dense_B1TT[row, 0, query, key]  # noqa: E731
+    expected = torch_flex.create_block_mask(sees, 2, 1, LENGTH, LENGTH, device="cpu")
+    for name in ("kv", "full_kv", "q", "full_q"):
+        assert torch.equal(getattr(found, f"{name}_num_blocks"), getattr(expected, f"{name}_num_blocks")), name
+        assert torch.equal(getattr(found, f"{name}_indices"), getattr(expected, f"{name}_indices")), name
+    assert torch.equal(torch_flex.create_mask(found.mask_mod, 2, 1, LENGTH, LENGTH, device="cpu"), dense_B1TT)
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes of each tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.bytes += [each.nbytes for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+        return made
+
+
+def test_what_a_block_mask_takes_grows_as_the_row_does():
+    made = {}
+    for length in (4096, 8192):
+        _, segments_BT = long_row(4, length)
+        with Made() as made[length]:
+            first_B1T1 = first_seen(segments_BT)
+            block_mask(first_B1T1)
+    assert max(made[8192].bytes) == 2 * max(made[4096].bytes) == 8 * 4 * 8192  # a whole number for each token
+    assert sum(made[8192].bytes) < 3 * sum(made[4096].bytes)
+    assert sum(made[8192].bytes) < 4 * 8192 * 8192 / 50  # all together, against the dense mask alone
+    with Made() as dense:
+        dense_mask(first_B1T1)
+    assert max(dense.bytes) == 4 * 8192 * 8192
+
+
+def test_layers_share_the_mask_of_a_batch(flex_calls):
+    pieces = split(long_model("gemma2", num_hidden_layers=4))
+    flex_calls.clear()
+    with torch.no_grad():
+        pieces(*long_row())
+        pieces(*long_row())
+    masks = [mask for mask, *_ in flex_calls]
+    # Every second layer has a sliding window.
+    assert masks[0] is masks[2] and masks[1] is masks[3] and masks[4] is masks[6]
+    assert len({id(mask) for mask in masks}) == 4
+
+
+def test_under_autocast_flex_attention_gets_what_sdpa_would(flex_calls):
+    pieces = split(long_model("llama"))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = pieces(*long_row())
+    assert [dtypes for _, *dtypes in flex_calls] == [[torch.bfloat16] * 2] * 2
+    torch.testing.assert_close(found, pieces(*long_row()), rtol=0, atol=0.1)
+
+
+def test_dropout_and_rows_of_one_block_take_the_dense_mask(flex_calls, monkeypatch):
+    pieces = split(long_model("gpt2", attn_pdrop=0.5))
+    flex_calls.clear()
+    masks = masks_given(monkeypatch, lambda: (pieces.train()(*long_row()), pieces.eval()(*packed_row())))
+    assert [mask.shape[-1] for mask, _ in masks] == [LENGTH, LENGTH, 16, 16] and not flex_calls
+    pieces(*long_row())
+    assert len(flex_calls) == 2
+
+
+def test_a_model_with_flex_attention_compiles_to_one_graph_for_all_batches(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "flex_fits", lambda query, dropout: True)
+    pieces = split(long_model("mistral")).requires_grad_(False)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(pieces, fullgraph=True, backend=graphs)
+    tokens_BT, segments_BT = long_row()
+    with torch.compiler.set_stance("force_eager"):
+        expected = [pieces(tokens_BT, segments_BT), pieces(tokens_BT, segments_BT // 2)]
+    found = [compiled(tokens_BT, segments_BT), compiled(tokens_BT, segments_BT // 2)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    "is_cuda, width, dropout, fits",
+    [(True, 64, 0.0, True), (False, 64, 0.0, False), (True, 8, 0, False), (True, 64, 0.1, False)],
+)
+def test_flex_attention_is_for_a_gpu_without_dropout_and_for_heads_of_sixteen(is_cuda, width, dropout, fits):
+    query = SimpleNamespace(is_cuda=is_cuda, shape=(2, 4, 300, width))
+    assert attention.flex_fits(query, dropout) == fits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen3", "gpt2", "gemma2"])
+def test_on_a_gpu_flex_attention_gives_the_logits_and_gradients_of_a_cpu(shape):
+    model = long_model(shape, **({"n_embd": 64} if shape == "gpt2" else {"head_dim": 16}))
+    expected = logits_and_gradients(split(model), *long_row())
+    pieces = split(model.to("cuda"))
+    assert model.config._attn_implementation == CAUSAL
+    found = logits_and_gradients(pieces, *(each.to("cuda") for each in long_row()))
+    for values, others in zip(found, expected, strict=True):
+        torch.testing.assert_close(values.cpu(), others, rtol=1e-3, atol=1e-4)

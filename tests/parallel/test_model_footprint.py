@@ -5,7 +5,7 @@ import torch
 from transformers import dynamic_module_utils
 
 from kdtrain.errors import UsageError
-from kdtrain.models.attention import CAUSAL_SDPA
+from kdtrain.models.attention import CAUSAL
 from kdtrain.models.spec import ModelSpec
 from kdtrain.parallel import memory_plan
 from kdtrain.parallel.memory_plan import model_footprint
@@ -33,7 +33,7 @@ def test_parameters_layers_and_head_are_those_of_the_model(shape):
 def test_a_forward_keeps_as_many_bytes_as_autograd_keeps_of_the_real_model(mode):
     found = model_footprint(spec("llama"), vocab_size=300, seq_len=16, mode=mode, trained=True)
     model = tiny_model("llama")
-    model.set_attn_implementation(CAUSAL_SDPA)
+    model.set_attn_implementation(CAUSAL)
     own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     kept = {}
 
