@@ -125,17 +125,16 @@ def run(options: Options) -> int:
     """Measure, and write cache.json."""
     sizes = TINY if options.tiny else Sizes()
     record = Record("cache", options, vars(sizes) | {"calls": CALLS, "compile": options.compile})
-    folder = options.scratch / "caches"
     for name in sizes.teachers:
         record.measure(f"build-{name}", lambda name=name: _building(options, sizes, name))
     for kept in sizes.kept:
         spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(sizes.student), top_k=kept)
         record.measure(f"encode-{kept}", lambda spec=spec: _encoding(options, sizes, spec))
-        record.measure(f"read-{kept}", lambda spec=spec: _reading(options, sizes, spec, sizes.sequences, folder))
+        record.measure(f"read-{kept}", lambda spec=spec: _reading(options, sizes, spec, sizes.sequences))
     dense = CodecSpec(kind="dense", vocab_size=models.vocabulary(sizes.student))
-    record.measure("read-dense", lambda: _reading(options, sizes, dense, sizes.dense_sequences, folder))
+    record.measure("read-dense", lambda: _reading(options, sizes, dense, sizes.dense_sequences))
     with without_graphs():
-        record.measure("step", lambda: _step(options, sizes, folder))
+        record.measure("step", lambda: _step(options, sizes))
     return record.finish()
 
 
@@ -181,9 +180,9 @@ def _encoding(options: Options, sizes: Sizes, spec: CodecSpec) -> dict[str, Any]
     return {"tokens_a_second": labels_BT.numel() / seconds, **peak_of(encode, device)}
 
 
-def _reading(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int, folder: Path) -> dict[str, Any]:
+def _reading(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int) -> dict[str, Any]:
     """Bytes a token on disk, and tokens a second to the device, of a cache of a cheap teacher."""
-    there = _cache(options, sizes, spec, sequences, folder)
+    there = _cache(options, sizes, spec, sequences)
     source = cached(there, options.device)
     order = np.random.RandomState(0).permutation(len(source))
     batch = min(sizes.batch, sequences)
@@ -200,18 +199,18 @@ def _reading(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int, fo
     }
 
 
-def _cache(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int, folder: Path) -> Path:
-    there = folder / f"{spec.kind}-{spec.top_k}"
+def _cache(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int) -> Path:
+    there = options.scratch / "caches" / f"{spec.kind}-{spec.top_k}"
     teacher = models.CheapTeacher(spec.vocab_size, options.device)
     make_cache(there, models.text(sequences, sizes.length), teacher, spec, sizes.length, 2)
     return there
 
 
-def _step(options: Options, sizes: Sizes, folder: Path) -> dict[str, Any]:
+def _step(options: Options, sizes: Sizes) -> dict[str, Any]:
     """By how much a step is longer with the reader than without, for the largest number of entries kept."""
     device, kept, vocab = options.device, max(sizes.kept), models.vocabulary(sizes.student)
     spec = CodecSpec(kind="sparse", vocab_size=vocab, top_k=kept)
-    source = cached(_cache(options, sizes, spec, sizes.sequences, folder), device)
+    source = cached(_cache(options, sizes, spec, sizes.sequences), device)
     student = models.make_student(sizes.student, device)
     bench = Bench(student, options, vocab_size=vocab, seq_len=sizes.length, batch=sizes.batch)
     times = step_cost(bench, source, sizes.rounds, CALLS, device)

@@ -320,8 +320,9 @@ def test_without_a_record_every_goal_is_not_measured():
     assert len(rows) > 20 and all(row.endswith("| - | not measured |") for row in rows)
 
 
-def test_a_goal_names_a_figure_of_its_section_and_a_spent_budget_names_them_all(options, tiny):
+def test_a_goal_names_a_figure_of_its_section_and_a_spent_budget_names_them_all(options, tiny, monkeypatch):
     full = replace(options, tiny=False, budget=0.0)
+    monkeypatch.setattr(Options, "scratch", property(lambda self: pytest.fail("something is made")))
     for name in SECTIONS:
         section = importlib.import_module(f"benchmarks.performance.{name}")
         assert section.run(full) == 0
