@@ -12,6 +12,7 @@ TransformerEngine is not packed, because it is built against the torch of the ma
 """
 
 import argparse
+import io
 import subprocess
 import sys
 import tomllib
@@ -103,7 +104,7 @@ def required(wheel: Path) -> set[str]:
 
 def trim(wheel: Path) -> None:
     """Write hdf5plugin's wheel again without the filters that caches do not use."""
-    smaller = wheel.with_suffix(".smaller")
+    smaller = io.BytesIO()
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as new:
         dropped = {name for name in old.namelist() if "/libh5" in name and not name.endswith(FILTERS)}
         for entry in old.infolist():
@@ -113,7 +114,7 @@ def trim(wheel: Path) -> None:
                 content = "".join(line for line in lines if line.partition(",")[0] not in dropped).encode()
             if entry.filename not in dropped:
                 new.writestr(entry, content)
-    smaller.replace(wheel)
+    wheel.write_bytes(smaller.getvalue())
 
 
 if __name__ == "__main__":

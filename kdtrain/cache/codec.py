@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
@@ -289,6 +290,14 @@ def _sparse_in_passes(
     logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None, compile: bool = True
 ) -> dict[str, Tensor]:
     """What `_encode_block` keeps of a tail that is not empty, in as few passes over the logits as its parts need."""
+    # A compiler that times what it may choose could continue an interrupted build with other kernels.
+    with inductor_config.patch(deterministic=True):
+        return _in_passes(logits_NV, labels_N, spec, uniforms_ND, compile)
+
+
+def _in_passes(
+    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None, compile: bool
+) -> dict[str, Tensor]:
     top_k, knots = spec.top_k, spec.knots
     maxima_NC = maybe_compiled(_chunk_maxima, compile)(logits_NV)
     top_NJ, ids_NJ = _largest(logits_NV, maxima_NC, top_k + 1)

@@ -23,14 +23,21 @@ def host_buffers(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor] | None
     """Memory for copies of this rank's parts of `tensors`, by name: that of `old` where it fits, else new.
 
     Pinned for tensors on a GPU; torch keeps pinned memory that is freed for the next request of that size.
+
+    Raises:
+        MemoryError: the host has too little memory; the message says how much was asked for.
     """
     buffers = {}
-    for name, own in ((name, local(tensor)) for name, tensor in tensors.items()):
-        buffer = (old or {}).get(name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (own.shape, own.dtype):
-            like: dict[str, Any] = {"device": "cpu", "memory_format": torch.contiguous_format}
-            buffer = torch.empty_like(own, **like, pin_memory=own.is_cuda)
-        buffers[name] = buffer
+    try:
+        for name, own in ((name, local(tensor)) for name, tensor in tensors.items()):
+            buffer = (old or {}).get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (own.shape, own.dtype):
+                like: dict[str, Any] = {"device": "cpu", "memory_format": torch.contiguous_format}
+                buffer = torch.empty_like(own, **like, pin_memory=own.is_cuda)
+            buffers[name] = buffer
+    except (RuntimeError, MemoryError):  # torch raises no specific error when a CPU has no memory
+        size = sum(local(tensor).nbytes for tensor in tensors.values()) / 2**20
+        raise MemoryError(f"no memory for a copy of {size:.0f} MiB") from None
     return buffers
 
 

@@ -29,7 +29,7 @@ from kdtrain import faults
 from kdtrain.checkpoint.host_copies import HostCopies, host_buffers
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, reason
-from kdtrain.ranks import control_group, local, lost_rank, on_main, reported
+from kdtrain.ranks import control_group, lost_rank, on_main, reported
 
 MINUTE = 60.0
 """Seconds between two attempts on a full disk."""
@@ -230,9 +230,6 @@ class Saver:
         """Copies of `tensors` on the CPU, which are complete once `copies.done` is."""
         try:
             self._buffers = host_buffers(tensors, self._buffers)
-        except (RuntimeError, MemoryError):  # torch raises no specific error when a CPU has no memory
-            size = sum(local(tensor).nbytes for tensor in tensors.values()) / 2**20
-            raise RunError(
-                f"checkpoint {checkpoint} was not started: no memory for a copy of {size:.0f} MiB; use --no-async-save"
-            ) from None
+        except MemoryError as error:
+            raise RunError(f"checkpoint {checkpoint} was not started: {error}; use --no-async-save") from None
         return self.copies.copy(tensors, self._buffers)

@@ -45,7 +45,7 @@ from kdtrain.ranks import (
 )
 from kdtrain.training.schedule import decay_steps
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.state import read_saved
+from kdtrain.training.state import packed, read_saved
 from kdtrain.training.trainer import Trainer, validate
 
 
@@ -211,7 +211,8 @@ def _estimates(config: DistillConfig, trainer: Trainer) -> dict[str, Any]:
     validation = _validation_seconds(trainer)
     step, started = trainer.state.progress.step, time.perf_counter()
     numbers = {**trainer.identity, **trainer.state.numbers()}
-    stall = trainer.saver.save([tiers.rolling_name(step)], step, trainer.state.tensors(), numbers)
+    tensors, snapshots = trainer.state.own_tensors(), packed(trainer.state.snapshots)
+    stall = trainer.saver.save([tiers.rolling_name(step)], step, tensors, numbers, kept=snapshots)
     trainer.saver.wait()
     saving = time.perf_counter() - started
     size = sum(

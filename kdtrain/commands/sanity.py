@@ -245,12 +245,15 @@ def _probing(
     student.hidden_loss = None
     if temperature is not None:
         student.loss.temperature = Temperature(temperature).to(student.device)
+    products = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # with --tf32 a small change of the loss would be lost
     try:
         with student.eager():
             yield
     finally:
         student.train(training)
         student.loss.alpha, student.loss.temperature, student.mode, student.hidden_loss = before
+        torch.set_float32_matmul_precision(products)
 
 
 SEQUENCES, STEPS = 16, 100

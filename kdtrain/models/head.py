@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kdtrain.errors import UsageError
-from kdtrain.models.attention import CAUSAL, document_positions, first_seen, seen_windows
+from kdtrain.models.attention import BLOCK, CAUSAL, document_positions, first_seen, seen_windows
 
 # Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -141,7 +141,7 @@ class SplitModel(nn.Module):
 def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep_attention: bool = False) -> SplitModel:
     """Split a model into backbone and output head, proven equal on a probe batch.
 
-    probe_tokens_BT: token ids, int64 [B, T >= 4]; by default 2 x 16 ids drawn with a fixed seed. The model keeps its
+    probe_tokens_BT: token ids, int64 [B, T >= 4]; by default `default_probe`. The model keeps its
     mode; its attention implementation changes from sdpa to `CAUSAL` if that is proven equal, unless
     `keep_attention`. Raises `UsageError` for a model that looks at later tokens (an encoder), and for a model whose
     configured shapes do not fit together.
@@ -178,9 +178,14 @@ def layer_widths(pieces: SplitModel) -> list[int]:
 
 
 def default_probe(model: PreTrainedModel) -> Tensor:
-    """Return 2 x 16 token ids, drawn from the model's vocabulary with a fixed seed."""
-    vocab_size = model.config.get_text_config().vocab_size
-    tokens_BT = torch.randint(vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    """Return 2 x 16 token ids, drawn from the model's vocabulary with a fixed seed.
+
+    On a GPU rows are longer, if the model has the positions: only there `causal_attention` takes FlexAttention.
+    """
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or 16
+    length = min(2 * BLOCK + 16, positions) if model.device.type == "cuda" else 16
+    tokens_BT = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     return tokens_BT.to(model.device)
 
 

@@ -195,11 +195,13 @@ def weigh(
 
     inputs = (sums.top_z + sums.mass_z.double().log(), label_R.double(), value_R, beta)
     if differentiates:
-        gradients, (total, totals) = torch.func.grad(value, argnums=(0, 1, 2, 3), has_aux=True)(*inputs)
+        asked = (0, 1, 2, 3) if slopes else (0, 1, 2)
+        gradients, (total, totals) = torch.func.grad(value, argnums=asked, has_aux=True)(*inputs)
     else:
         total, totals = value(*inputs)[1]
         gradients = tuple(torch.zeros_like(each) for each in inputs)
-    g_lse_R, g_label_R, weight_R, g_heat = gradients
+    g_lse_R, g_label_R, weight_R = gradients[:3]
+    g_heat = gradients[3] if differentiates and slopes else torch.zeros_like(beta)
     kind = label_R.dtype
     share_R = (g_lse_R / sums.mass_z).to(kind)
     return Weighed(total, totals, weight_R.to(kind), share_R, g_label_R.to(kind), g_heat)

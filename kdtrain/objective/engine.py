@@ -126,7 +126,8 @@ def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
     """Value, sums and the four gradients (None where not wanted)."""
     rows, targets = hidden_ND.shape[0], walk.rows.targets
     head = WholeHead(weight=weight_PD, bias=bias_P, scale=walk.scale, softcap=walk.softcap)
-    student = _Logits(hidden_ND, head, walk, walk.differentiates)
+    # A bias sums its gradient over the rows, which must not be rounded before.
+    student = _Logits(hidden_ND, head, walk, walk.differentiates and not walk.wanted["bias"])
     beta = beta.detach().double()
     grads = _empty_gradients(walk, hidden_ND, weight_PD, bias_P, beta)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -153,7 +154,7 @@ def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
 class _Logits:
     """Logits of one chunk of rows after another, all in one buffer: fresh memory would take as long as a product."""
 
-    def __init__(self, hidden_ND: Tensor, head: Head, walk: Walk, differentiates: bool = False) -> None:
+    def __init__(self, hidden_ND: Tensor, head: Head, walk: Walk, narrow: bool = False) -> None:
         self.size = walk.vocab_size
         self.dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         weight_PD = head.weight
@@ -164,7 +165,7 @@ class _Logits:
         self.buffer_RV = matmul.take_rows("logits", rows, self.size, dtype=self.dtype, device=hidden_ND.device)
         kind = None if self.products is None else self.products.gradient_dtype
         self.narrow_RV = None
-        if differentiates and kind not in (None, self.dtype):
+        if narrow and kind not in (None, self.dtype):
             self.narrow_RV = matmul.take_rows("logit gradient", rows, self.size, dtype=kind, device=hidden_ND.device)
 
     def __call__(self, hidden_RD: Tensor) -> Tensor:
@@ -209,13 +210,14 @@ def _accumulate(
 ) -> None:
     """Carry a chunk's gradient in u = h W^T + b on to hidden, weight and bias."""
     if grads["bias"] is not None:
-        grads["bias"][:size] += dz_RV.sum(0, dtype=grads["bias"].dtype)
+        grads["bias"][:size] += dz_RV.sum(0)
     if products is None:
         if grads["hidden"] is not None:
             grads["hidden"][part, :size] = dz_RV.to(grads["hidden"].dtype)
         return
     into_RD = None if grads["hidden"] is None else grads["hidden"][part]
     into_VD = None if grads["weight"] is None else grads["weight"][:size]
+    dz_RV = dz_RV.to(products.gradient_dtype)
     products.gradients(dz_RV, hidden_RD, into_RD, into_VD, first=part.start == 0)
 
 
@@ -278,7 +280,7 @@ class _Sparse:
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
         walk, heat, rows, places = self.walk, self.heat, self.rows[part], self.places[part]
         z_RE = places.take(z_RV)
-        fused = walk.compile and z_RV.dtype == torch.float32 and kernels.chosen(z_RV, into_RV)
+        fused = walk.compile and kernels.chosen(z_RV, into_RV, self.slopes, walk.softcap)
         reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, walk.compile)
         tail = TailSums(*reduce(z_RV, heat, self.distils, self.slopes))
         if not walk.differentiates:

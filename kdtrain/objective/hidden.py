@@ -72,7 +72,7 @@ class HiddenLoss(nn.Module):
 
 
 def _project(own_NS: Tensor, weight_DS: Tensor) -> Tensor:
-    """The student's states in the teacher's width, fp32; on a GPU 16-bit states are multiplied as such."""
+    """The student's states in the teacher's width, fp32; on a GPU 16-bit states are multiplied and rounded as such."""
     if own_NS.is_cuda and own_NS.element_size() == 2:
         return F.linear(own_NS, weight_DS.to(own_NS.dtype)).float()
     return F.linear(own_NS.float(), weight_DS)

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kdtrain.objective.matmul import maybe_compiled
+from kdtrain.objective.matmul import maybe_compiled, take_rows
 from kdtrain.objective.sparse import reduce_logits, spread_gradients
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 _BLOCK = 4096
 """Logits of a row that a program holds at a time."""
+
+_TIMED = 256
+"""Rows on which a GPU times both ways: few, because a step's memory is nearly full then."""
 
 _PROGRAMS = 2048
 """Of `scale_unless_one`: enough to fill a GPU, and few to start where nothing is to be done."""
@@ -60,33 +63,34 @@ def available(device: torch.device) -> bool:
     return True
 
 
-def chosen(z_RV: Tensor, into_RV: Tensor | None) -> bool:
+def chosen(z_RV: Tensor, into_RV: Tensor | None, slopes: bool, softcap: float | None) -> bool:
     """True if these kernels are to walk over chunks like `z_RV`, and not the compiled functions of `sparse`.
 
-    On a GPU both are timed once a process. Under torch.use_deterministic_algorithms it is always these, so that a
-    resumed run does not depend on a clock.
+    On a GPU both are timed once a process, on a few rows. Under torch.use_deterministic_algorithms it is always these,
+    so that a resumed run does not depend on a clock.
     """
-    if not available(z_RV.device):
+    if z_RV.dtype != torch.float32 or not available(z_RV.device):
         return False
     if z_RV.device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return True
-    return _faster(z_RV.device, *z_RV.shape, torch.float32 if into_RV is None else into_RV.dtype)
+    kind = torch.float32 if into_RV is None else into_RV.dtype
+    return _faster(z_RV.device, z_RV.shape[1], kind, slopes, softcap)
 
 
 @functools.cache
-def _faster(device: torch.device, rows: int, size: int, kind: torch.dtype) -> bool:
-    z_RV = torch.zeros(rows, size, device=device)
-    out_RV = torch.empty(rows, size, dtype=kind, device=device)
-    beta, row_R = torch.ones((), device=device), torch.zeros(rows, device=device)
-    ids_RE = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+def _faster(device: torch.device, size: int, kind: torch.dtype, slopes: bool, softcap: float | None) -> bool:
+    z_RV, out_RV = (take_rows("", _TIMED, size, dtype=each, device=device) for each in (torch.float32, kind))
+    z_RV.zero_()
+    beta, row_R = torch.ones((), device=device), torch.ones(_TIMED, device=device)
+    ids_RE = torch.zeros(_TIMED, 1, dtype=torch.int64, device=device)
 
     def of_sparse() -> None:
-        maybe_compiled(reduce_logits, True)(z_RV, beta, True, True)
-        maybe_compiled(spread_gradients, True)(z_RV, beta, row_R, row_R, row_R, 1.0, None, out_RV)
+        maybe_compiled(reduce_logits, True)(z_RV, beta, True, slopes)
+        maybe_compiled(spread_gradients, True)(z_RV, beta, row_R, row_R, row_R, 1.0, softcap, out_RV)
 
     def own() -> None:
-        tail_stats(z_RV, beta, True, True)
-        tail_grad(z_RV, beta, row_R, row_R, row_R, ids_RE, torch.zeros(rows, 1, device=device), 1.0, None, out_RV)
+        tail_stats(z_RV, beta, True, slopes)
+        tail_grad(z_RV, beta, row_R, row_R, row_R, ids_RE, row_R[:, None], 1.0, softcap, out_RV)
 
     times: dict[Callable[[], None], list[float]] = {of_sparse: [], own: []}
     for _ in range(6):  # the first compiles

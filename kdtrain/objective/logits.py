@@ -95,7 +95,7 @@ def chunk_logits(hidden_RD: Tensor, head: Head, vocab_size: int) -> Tensor:
 
 def bare_logits(logits_RP: Tensor, vocab_size: int) -> Tensor:
     """A copy [R,V] of the logits of a model without a split head, -inf bounded by `NEVER`."""
-    return logits_RP[:, :vocab_size].clamp(min=NEVER)
+    return logits_RP[:, :vocab_size].clamp(min=NEVER).contiguous()
 
 
 def bounded_bias(bias_P: Tensor | None, vocab_size: int, dtype: torch.dtype) -> Tensor | None:

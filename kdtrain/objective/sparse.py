@@ -108,8 +108,11 @@ def differentiate(
         return loss, (loss, sums)
 
     inputs = (found.tail, found.tail_beta, found.kept, found.label, beta)
-    gradients, (loss, sums) = torch.func.grad(value, argnums=(0, 1, 2, 3, 4), has_aux=True)(*inputs)
-    g_tail_R, g_beta_R, g_kept_RK, g_label_R, g_heat = gradients
+    # Without slopes nothing of the teacher's side is differentiated.
+    asked = (0, 1, 2, 3, 4) if slopes else (0, 1, 2, 3)
+    gradients, (loss, sums) = torch.func.grad(value, argnums=asked, has_aux=True)(*inputs)
+    g_tail_R, g_beta_R, g_kept_RK, g_label_R = gradients[:4]
+    g_heat = gradients[4] if slopes else torch.zeros_like(beta)
     share_R, share_beta_R = g_tail_R / tail.mass, beta * g_beta_R / tail.mass_beta
 
     # The tail reaches the places outside the top-k as well; a place may be both a kept entry's and the label's.

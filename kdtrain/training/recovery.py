@@ -242,7 +242,10 @@ def decide(trainer: "Trainer", step: int, loss: float, broken: str | None = None
             while len(snapshots) >= action.keep:
                 snapshots.popleft()
             tensors = trainer.state.own_tensors()
-            tensors = trainer.copies.copy(tensors, host_buffers(tensors))
+            try:
+                tensors = trainer.copies.copy(tensors, host_buffers(tensors))
+            except MemoryError as error:
+                raise RunError(f"no snapshot after step {step}: {error}; use --quant-snapshot disk") from None
             snapshots.append(snapshot(tensors, copy.deepcopy(trainer.state.own_numbers())))
         elif isinstance(action, Forget):
             trainer.state.snapshots.clear()

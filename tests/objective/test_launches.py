@@ -226,3 +226,17 @@ def test_a_chunk_starts_at_most_twenty_kernels_beside_its_products(meta, rule):
     inside = sum(kernels_for_a_gpu(function, given) for function, given in called[: len(called) // 2])
     assert inside >= len(called) // 2
     assert inside + outside <= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["none", "ghost", "dense"])
+def test_another_alpha_or_temperature_or_number_of_tokens_compiles_nothing_anew(monkeypatch, rule):
+    monkeypatch.setattr(engine.Walk, "compile_small", lambda self, device: True)
+    graphs = []
+    for alpha, T, tokens in ((0.9, 1.0, 11.0), (0.8, 1.5, 12.0), (0.7, 2.0, 13.0)):
+        p = problem(n=16, d=6, vocab=23).cast(torch.float32)
+        temperature = torch.tensor(T, requires_grad=True)
+        loss = run(p, targets_of(p, rule), temperature, rule, alpha, torch.tensor(tokens), compile=True, chunk=8).loss
+        loss.backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and len(set(graphs)) == 1

@@ -71,6 +71,20 @@ def test_no_tensor_as_large_as_all_logits_is_made():
 
 
 @pytest.mark.parametrize("rule", ["ghost", "dense"])
+def test_the_gradient_of_a_bias_is_summed_before_it_is_rounded(rule):
+    p = problem(n=512, d=8, vocab=64, bias=True)
+    p.hidden, p.head.weight = p.hidden.bfloat16(), p.head.weight.bfloat16()
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        ours = p.cast(dtype)
+        if dtype == torch.float32:
+            ours.hidden = ours.hidden.detach().bfloat16().requires_grad_()
+        run(ours, targets_for(p, rule, dtype), 1.5, rule).loss.backward()
+        found.append(ours.head.bias.grad.double())
+    assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
+
+
+@pytest.mark.parametrize("rule", ["ghost", "dense"])
 def test_the_loss_works_inside_a_compiled_caller_and_with_compiled_parts(rule):
     p = problem(n=16, d=4, vocab=11)
     targets = targets_for(p, rule, torch.float32)
