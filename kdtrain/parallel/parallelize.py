@@ -9,8 +9,8 @@ gradient: they stay whole on each rank, outside both engines, and the step reduc
 FSDP2 shards each transformer layer by itself, and embedding, last norm and output head as one root, whose weights are
 whole from the forward to the end of the backward, as the fused head needs them. Masters and reductions are fp32; a
 layer's weights are gathered in the format to which autocast would round them, and the root's in fp32, so that the
-student computes the same as in one process, but for the weights of norms, which are rounded as well, and for quantised
-weights: they are rounded to that format first, as torchao does in one process too. Parameters,
+student computes the same as in one process, but for the weights of norms, which are rounded as well. Weights that are
+quantised are gathered in that format too, and in fp32 where quantisation is emulated from fp32. Parameters,
 gradients and moments are DTensors: elementwise work runs on the local shard, and sums over all entries are reduced over
 the ranks that share a copy.
 

@@ -3,15 +3,19 @@
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from wrap_script import Counted
 
 from kdtrain import cli
-from kdtrain.commands.build_run import build_run
+from kdtrain.commands import build_run as module
 from kdtrain.commands.dry_run import timed_steps
 from kdtrain.parallel.parallelize import fsdp
+from kdtrain.precision.backends import formats_of
 from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import on_main, process_group
 from kdtrain.testing import SHAPES, tiny_tokenizer
@@ -34,23 +38,34 @@ def folder() -> str:
     return str(root)
 
 
+def as_hardware(*given: Any) -> Any:
+    """The formats of a run, whose emulation passes for a back end with hardware support."""
+    formats = formats_of(*given)
+    assert formats.choice is not None
+    return replace(formats, choice=replace(formats.choice, real=True))
+
+
 def main() -> None:
     losses = {}
     os.chdir(on_main(folder))
-    for kind in ("ddp", "fsdp"):
-        built = build_run(cli.parse("distill", [*OPTIONS, "--out", kind, "--parallel", kind]), resuming=False)
+    for kind, formats, gathered in (("ddp", formats_of, 0), ("fsdp", formats_of, 4), ("fsdp", as_hardware, 2)):
+        with mock.patch.object(module, "formats_of", formats):
+            options = [*OPTIONS, "--out", f"{kind}-{gathered}", "--parallel", kind]
+            built = module.build_run(cli.parse("distill", options), resuming=False)
         built.open()
         with Counted() as seen:
-            losses[kind] = [each.numbers["loss"] for each in timed_steps(built.trainer, 3)]
+            losses[gathered] = torch.tensor([each.numbers["loss"] for each in timed_steps(built.trainer, 3)])
         assert built.trainer.student.present_mode == "mxfp8"
-        student = built.trainer.student.model
-    layers = [[each.shape for each in layer.parameters()] for layer in layers_of(student)]
-    inside = {id(each) for layer in layers_of(student) for each in layer.parameters()}
-    root = [each.shape for each in student.parameters() if id(each) not in inside]
-    expected = fsdp(layers, root, sharing=2, micro_batches=3, gathered=2)
-    assert sum(seen.calls["allgather_base"]) == expected.all_gather, (seen.calls, expected)
-    assert torch.allclose(torch.tensor(losses["fsdp"]), torch.tensor(losses["ddp"]), rtol=1e-2), losses
-    assert losses["ddp"][0] - losses["ddp"][2] > 0.1, losses  # it learns
+        if kind == "fsdp":
+            student = built.trainer.student.model
+            layers = [[each.shape for each in layer.parameters()] for layer in layers_of(student)]
+            inside = {id(each) for layer in layers_of(student) for each in layer.parameters()}
+            root = [each.shape for each in student.parameters() if id(each) not in inside]
+            expected = fsdp(layers, root, sharing=2, micro_batches=3, gathered=gathered)
+            assert sum(seen.calls["allgather_base"]) == expected.all_gather, (gathered, seen.calls, expected)
+    assert torch.allclose(losses[4], losses[0], rtol=1e-5), losses
+    assert torch.allclose(losses[2], losses[0], rtol=1e-2), losses
+    assert losses[0][0] - losses[0][2] > 0.1, losses  # it learns
 
 
 if __name__ == "__main__":
