@@ -271,7 +271,7 @@ def objective(record: Record) -> Figure:
             face = "black" if filled else "none"
             name = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
             memory.scatter([], [], marker=marker, s=26, facecolors=face, edgecolors="black", label=f"{name}, {text}")
-    memory.legend(fontsize=8, frameon=False, loc="upper right")
+    memory.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(0.0, 0.36))
     large = [
         _ratio(row, side, "seconds")
         for row in rows
