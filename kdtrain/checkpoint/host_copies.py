@@ -1,8 +1,8 @@
 """Copies of a state in host memory, which a GPU makes while it computes on.
 
-A copy runs on a stream of its own, into pinned memory, once everything queued before it is done. Nobody waits for it at
-once: the device waits before it changes a tensor that is being copied (`before_change`), and a thread that reads a copy
-waits for the event `done`. In training that leaves a forward and a backward to hide the copy behind: weights and
+A copy runs on a stream of its own, into pinned memory, once everything queued before it is done. Nothing waits for it
+at once: the device waits before it changes a tensor that is being copied (`before_change`), and a thread that reads a
+copy waits for the event `done`. In training that leaves a forward and a backward to hide the copy behind: weights and
 moments change in the optimizer's step only, buffers are constants, and whatever else a checkpoint holds is plain
 numbers. A tensor that is dropped meanwhile is safe, because its memory is not reused before the copy is done.
 
@@ -86,6 +86,6 @@ class HostCopies:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield self._stream
-            done = torch.cuda.Event(blocking=True)  # who waits sleeps, and leaves the core to the thread that trains
+            done = torch.cuda.Event(blocking=True)  # a waiting thread sleeps: the core is for the one that trains
             done.record(self._stream)
             self.done = done

@@ -92,7 +92,7 @@ class Saver:
             names: the first is written, the others are further names of the same files.
             step, tensors, state, rollbacks: see `Store.save`; the caller may change them when this returns, but tensors
                 on a GPU only after `copies.before_change`.
-            kept: further tensors, in host memory, that nobody ever changes: they are not copied.
+            kept: further tensors, in host memory, that never change: they are not copied.
             best: the new target of the link `best`.
             protected: names that pruning keeps.
 

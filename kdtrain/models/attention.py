@@ -114,7 +114,7 @@ def causal_attention(
         output, _ = flex_attention_forward(module, query, key, value, mask, **keywords)
         return output, None
     if softcap is not None:
-        raise NotImplementedError("a soft cap of the scores needs FlexAttention: a GPU, and no dropout")
+        raise ValueError("a soft cap of the scores needs FlexAttention: a GPU, and no dropout")
     mask = None if plain else _mask(dense_mask, attention_mask, sliding_window, query)
     return sdpa_attention_forward(module, query, key, value, mask, **keywords)
 

@@ -1,4 +1,4 @@
-"""Copies to the host: on a GPU they run beside the step, and who changes a tensor or reads a copy waits for them.
+"""Copies to the host: on a GPU they run beside the step, and a change of a tensor and a read of its copy wait for them.
 
 A CPU shows the order of what would be queued: its tensors claim to be on a GPU, and streams and events are records.
 """
@@ -107,7 +107,7 @@ def test_a_copy_runs_on_a_stream_of_its_own_and_only_a_change_waits_for_it(gpu):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_whoever_writes_a_checkpoint_waits_for_its_copy_first(gpu, tmp_path, monkeypatch, asynchronous):
+def test_a_checkpoint_is_written_only_after_its_copy_is_complete(gpu, tmp_path, monkeypatch, asynchronous):
     saver = Saver(Store(tmp_path), asynchronous)
     save = saver.store.save
     monkeypatch.setattr(saver.store, "save", lambda *what: log.append("write") or save(*what))
@@ -135,7 +135,7 @@ def test_a_save_returns_while_the_copy_is_under_way(tmp_path):
     assert_equal(load(tmp_path / "step-00000001").tensors, tensors())
 
 
-def test_what_nobody_changes_is_written_without_a_copy(tmp_path, monkeypatch):
+def test_tensors_that_never_change_are_written_without_a_copy(tmp_path, monkeypatch):
     saver, own, kept, written = Saver(Store(tmp_path)), {"own": torch.ones(3)}, {"kept": torch.ones(3)}, {}
     monkeypatch.setattr(saver.store, "save", lambda name, step, tensors, *rest: written.update(tensors))
     saver.save(["step-00000001"], 1, own, STATES, kept=kept)
