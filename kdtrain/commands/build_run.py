@@ -202,9 +202,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     compile_mode = config.precision.torch_compile_mode
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         compiled = partial(torch.compile, dynamic=False, mode=compile_mode) if compiles else None
-        # Emulation quantises fp32 weights in one process too; the others take what autocast would give them.
-        gathered = None if formats.choice is not None and not formats.choice.real else head_dtype(formats.high)
-        shard(model, device, dtype=gathered, shard_size=plan.shard_size, compile=compiled)
+        shard(model, device, dtype=formats.gathered, shard_size=plan.shard_size, compile=compiled)
     if teacher is not None and plan.teacher == "fsdp":
         shard(teacher, device, shard_size=plan.shard_size)
 

@@ -32,8 +32,8 @@ from kdtrain.files import hidden_folder
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.memory_plan import Plan
+from kdtrain.precision.backends import formats_of
 from kdtrain.precision.linear import layers_of
-from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import (
     all_gather_object,
     is_main,
@@ -255,13 +255,14 @@ def _sent(trainer: Trainer, plan: Plan) -> float:
     layers = layers_of(student)
     inside = {id(each) for layer in layers for each in layer.parameters()}
     sharing = plan.shard_size or world
+    formats = formats_of(trainer.config.precision, trainer.config.quantization, trainer.student.device)
     traffic = parallelize.fsdp(
         [[each.shape for each in layer.parameters()] for layer in layers],
         [each.shape for each in student.parameters() if id(each) not in inside],
         sharing=sharing,
         replicas=world // sharing,
         micro_batches=trainer.micros,
-        gathered=4 if head_dtype(trainer.student.mode) is None else 2,
+        gathered=4 if formats.gathered is None else 2,
     )
     return traffic.sent(sharing, world // sharing) / 1e9
 

@@ -33,7 +33,7 @@ from kdtrain.errors import UsageError
 from kdtrain.precision.controller import Policy
 from kdtrain.precision.emulated import Recipe, Scaling, ScalingControl, compute_dtype
 from kdtrain.precision.linear import Backend, Emulated, Product, Switch, convert
-from kdtrain.precision.modes import has_bf16, pick_mode
+from kdtrain.precision.modes import has_bf16, head_dtype, pick_mode
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _REAL_SINCE = (8, 9)
@@ -399,6 +399,14 @@ class Formats:
     """The choice, for the log."""
     switch: Switch = field(default_factory=Switch)
     """The switch of the student's layers, for the first step."""
+
+    @property
+    def gathered(self) -> torch.dtype | None:
+        """In which format the layers of a sharded student are gathered; None for fp32.
+
+        Emulation quantises fp32 weights in one process too; other products take what autocast would give them.
+        """
+        return None if self.choice is not None and not self.choice.real else head_dtype(self.high)
 
 
 def formats_of(precision: PrecisionConfig, quantization: QuantizationConfig, device: torch.device) -> Formats:

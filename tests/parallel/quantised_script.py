@@ -13,6 +13,7 @@ from wrap_script import Counted
 
 from kdtrain import cli
 from kdtrain.commands import build_run as module
+from kdtrain.commands import dry_run
 from kdtrain.commands.dry_run import timed_steps
 from kdtrain.parallel.parallelize import fsdp
 from kdtrain.precision.backends import formats_of
@@ -63,6 +64,9 @@ def main() -> None:
             root = [each.shape for each in student.parameters() if id(each) not in inside]
             expected = fsdp(layers, root, sharing=2, micro_batches=3, gathered=gathered)
             assert sum(seen.calls["allgather_base"]) == expected.all_gather, (gathered, seen.calls, expected)
+        if (kind, formats) == ("fsdp", formats_of):  # what --dry-run says of a step
+            step = fsdp(layers, root, sharing=2, micro_batches=built.trainer.micros, gathered=gathered)
+            assert dry_run._sent(built.trainer, built.plan) == step.sent(2) / 1e9
     assert torch.allclose(losses[4], losses[0], rtol=1e-5), losses
     assert torch.allclose(losses[2], losses[0], rtol=1e-2), losses
     assert losses[0][0] - losses[0][2] > 0.1, losses  # it learns
