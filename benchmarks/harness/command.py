@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import platform
 import shlex
 import signal
@@ -26,12 +27,13 @@ class Kdtrain:
     """Calls the command `kdtrain` and reads the JSON object it prints; what it logs goes to the terminal.
 
     The command runs in a process group of its own and gets each signal from here, exactly once: a second one would make
-    it leave without saving.
+    it leave without saving. Several threads may call at once; `environment` is added to what the commands inherit.
     """
 
-    def __init__(self) -> None:
-        self.child: subprocess.Popen[str] | None = None
+    def __init__(self, **environment: str) -> None:
+        self.children: set[subprocess.Popen[str]] = set()
         self.stopped = False
+        self._environment = os.environ | environment
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Kdtrain":
@@ -45,8 +47,8 @@ class Kdtrain:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True
-        if self.child is not None:
-            self.child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        for child in [*self.children]:
+            child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def __call__(self, *argv: str) -> dict[str, Any]:
         """Run one command. Leaves with its exit code where that is not 0, and with 1 where it was stopped."""
@@ -54,13 +56,14 @@ class Kdtrain:
         answer, code = "", 0
         if not self.stopped:
             command = [sys.executable, "-m", "kdtrain", *argv, "--json"]
-            self.child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, process_group=0
-            )
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+            child = subprocess.Popen(command, **pipes, text=True, process_group=0, env=self._environment)
+            self.children.add(child)
             if self.stopped:
-                self.child.send_signal(signal.SIGTERM)
-            answer, _ = self.child.communicate()
-            code, self.child = self.child.returncode, None
+                child.send_signal(signal.SIGTERM)
+            answer, _ = child.communicate()
+            self.children.discard(child)
+            code = child.returncode
         if self.stopped:
             stop(1, "stopped; the same command goes on from here")
         if code:

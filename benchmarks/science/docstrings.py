@@ -1,0 +1,48 @@
+"""A second corpus, on which nothing was tuned: the docstrings of installed libraries, a document a module.
+
+The libraries are those of `constraints.txt`, so that the text is the same wherever they are installed. It is English
+with formulas and examples, where the standard library is mostly code.
+"""
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+
+from kdtrain.files import publish_text
+
+LIBRARIES = ("torch", "transformers", "numpy", "datasets", "matplotlib", "h5py", "rich", "hypothesis")
+LEAST = 400
+"""Characters below which a module is left out."""
+NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def write(path: Path) -> Path:
+    """Write the corpus to `path` as jsonl, unless it is there; where it is."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish_text(path, "".join(json.dumps({"text": text}) + "\n" for text in texts()), "docstrings")
+    return path
+
+
+def texts() -> list[str]:
+    """The docstrings of each module, in the order of its path; each text once, as many are copied."""
+    found, seen = [], set()
+    for library in LIBRARIES:
+        spec = importlib.util.find_spec(library)
+        for folder in spec.submodule_search_locations or () if spec else ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                own = [text for text in docstrings(path) if text not in seen]
+                seen.update(own)
+                if len(joined := "\n\n".join(own)) >= LEAST:
+                    found.append(joined)
+    return found
+
+
+def docstrings(path: Path) -> list[str]:
+    """The docstrings of a module, its own first; none of one that does not parse."""
+    try:
+        tree = ast.parse(path.read_text(errors="replace"))
+    except SyntaxError:
+        return []
+    return [text for node in ast.walk(tree) if isinstance(node, NODES) and (text := ast.get_docstring(node))]

@@ -1,0 +1,23 @@
+"""A tail rule that others use, for comparison: the teacher's top-k scaled to 1, the student left over all tokens.
+
+DistillKit's default (`missing_probability_handling: zero`) and the plain top-k of Sparse Logit Sampling (arXiv
+2503.16870). The student is driven to put nothing outside the top-k, and too much inside. It is registered by an entry
+point, as a user's rule would be; `benchmarks.science.quality` writes that.
+"""
+
+import torch
+from torch import Tensor
+
+from kdtrain.objective.statistics import Statistics
+from kdtrain.objective.tails import Events, register_tail
+from kdtrain.objective.targets import SparseTargets
+
+NAME = "renormalized-teacher"
+
+
+@register_tail(NAME)
+def renormalized_teacher(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
+    """The teacher's top-k scaled to 1, the student over the whole vocabulary."""
+    teacher_RH = torch.log_softmax(beta * targets.logprobs[:, : targets.top_k], dim=-1)
+    student_RH = beta * statistics.kept[:, : targets.top_k] - statistics.lse_beta(beta)[:, None]
+    return Events(teacher_RH, student_RH)
