@@ -1,8 +1,8 @@
 """The pictures, drawn from the JSON records alone: `python -m benchmarks.figures NAME [RECORD [FOLDER]]`.
 
-Names: cache, demo, gpu (a folder of records), objective, precision, temperature. Without more, the published record is
-drawn into `benchmarks/figures`. Everything is made without pyplot, by matplotlib's Agg renderer, which needs no screen.
-Colours are from the palette of Okabe and Ito, which people with any colour vision can tell apart.
+Names: cache, demo, gpu (a folder of records), objective, precision, quality, temperature. Without more, the published
+record is drawn into `benchmarks/figures`. Everything is made without pyplot, by matplotlib's Agg renderer, which
+needs no screen. Colours are from the palette of Okabe and Ito, which people with any colour vision can tell apart.
 """
 
 import json
@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.harness import FIGURES, RESULTS
 from benchmarks.harness.record import find
+from benchmarks.science.quality_grid import CALIBRATED, FINAL, PLAIN, STUDIES, TIMED
+from benchmarks.science.quality_tables import CROSS_ENTROPY, PUBLISHED_LOSSES, WHOLE, describe, gap, seeds
 from benchmarks.tables import LARGE, gpu_records
 
 BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
@@ -49,12 +52,16 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _save(folder: Path, dpi: int = 130, **figures: Figure) -> list[Path]:
-    """Write NAME.png for each figure; where they are."""
+def _save(folder: Path, dpi: int = 130, formats: tuple[str, ...] = ("png",), **figures: Figure) -> list[Path]:
+    """Write NAME.png for each figure, or its other formats; where they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name.replace('_', '-')}.png" for name in figures]
-    for path, figure in zip(paths, figures.values(), strict=True):
-        figure.savefig(path, dpi=dpi)
+    paths = []
+    for name, figure in figures.items():
+        for each in formats:
+            paths.append(folder / f"{name.replace('_', '-')}.{each}")
+            # without a date and with fixed names an SVG is the same at each drawing
+            with rc_context({"svg.hashsalt": name}):
+                figure.savefig(paths[-1], dpi=dpi, metadata={"Date": None} if each == "svg" else None)
     return paths
 
 
@@ -413,12 +420,114 @@ def _paths(axes: Axes, paths: list[Record], bounds: list[float]) -> None:
     axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
+# Quality: what of the gap is closed for how many bytes, calibration, T over training, loss against time.
+
+LOOKS = [(BLUE, "o", "-"), (ORANGE, "s", "--"), (GREEN, "^", "-."), ("#000000", "D", ":"), (SKY, "v", (0, (5, 1)))]
+"""Colour, marker and line of the students of a picture, which are told apart without colour too."""
+
+
+def draw_quality(record: Record, folder: Path) -> list[Path]:
+    """Write the pictures of docs/quality.md, each as PNG and SVG; those without a student are left out."""
+    drawn = {
+        "quality_gap": quality_gap(record),
+        "quality_calibration": quality_calibration(record),
+        "quality_temperature": quality_temperature(record),
+        "quality_time": quality_time(record),
+    }
+    return _save(folder, formats=("png", "svg"), **{name: each for name, each in drawn.items() if each is not None})
+
+
+def quality_gap(record: Record) -> Figure | None:
+    """The share of the gap between cross-entropy and whole distributions against the bytes a token."""
+    runs = [run for run in FINAL if run.options != PLAIN and gap(record, run)]
+    if not runs:
+        return None
+    figure, [[axes]] = _figure(7.5, 4.4, 1, 1)
+    for run in runs:
+        shares, size = gap(record, run), record["caches"][run.source]["bytes_per_token"]
+        mean = 100 * statistics.mean(shares)
+        error = 100 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0
+        axes.errorbar(size, mean, error, color=BLUE, marker="o", markersize=5, capsize=3)
+        axes.annotate(describe(run), (size, mean), (6, 5), textcoords="offset points", fontsize=8)
+    for name, (size, loss, _) in PUBLISHED_LOSSES.items():
+        if size is None:
+            continue
+        share = 100 * (CROSS_ENTROPY - loss) / (CROSS_ENTROPY - WHOLE)
+        axes.plot(size, share, color=GREY, marker="x", linestyle="none")
+        axes.annotate(name, (size, share), (6, -10), textcoords="offset points", fontsize=8, color="#666666")
+    axes.plot([], [], color=BLUE, marker="o", label="kdtrain, 5 M to 1 M parameters, everything included")
+    axes.plot([], [], color=GREY, marker="x", linestyle="none", label="Sparse Logit Sampling, 3 B to 300 M (published)")
+    axes.axhline(100, color="black", linestyle=":", linewidth=1)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    _finish(axes, "What a cache closes of the gap to whole distributions", "bytes a token", "% of the gap closed")
+    return figure
+
+
+def quality_calibration(record: Record) -> Figure | None:
+    """Accuracy less confidence in 15 bins of confidence, all seeds together."""
+    runs = [run for run in CALIBRATED if seeds(record, run)]
+    if not runs:
+        return None
+    figure, [[axes]] = _figure(7.5, 4.0, 1, 1)
+    axes.axhline(0, color="black", linewidth=0.8)
+    for run, (color, marker, line) in zip(runs, LOOKS, strict=False):
+        found = seeds(record, run).values()
+        bins = [each for each in pooled([each["calibration"] for each in found]) if each["tokens"] > 0]
+        ece = statistics.mean(each["test"]["ece"] for each in found)
+        off = [100 * (each["accuracy"] - each["confidence"]) for each in bins]
+        label = f"{describe(run)}: ECE {ece:.1%}"
+        at = [each["confidence"] for each in bins]
+        axes.plot(at, off, color=color, marker=marker, markersize=4, linestyle=line, label=label)
+    _finish(axes, "Calibration on the test split", "the student's confidence", "accuracy less confidence, points")
+    return figure
+
+
+def quality_temperature(record: Record) -> Figure | None:
+    """T over the training of each learned mode."""
+    runs = [run for run in STUDIES["temperatures"]() if "--temperature-mode" in run.options and seeds(record, run)]
+    if not runs:
+        return None
+    figure, [[axes]] = _figure(7.5, 3.6, 1, 1)
+    for run, (color, marker, line) in zip(runs, LOOKS, strict=False):
+        for number, each in enumerate(seeds(record, run).values()):
+            path = each["T"]
+            at = [each["validation"]["step"][-1] * place / max(len(path) - 1, 1) for place in range(len(path))]
+            label = None if number else describe(run).rpartition(": ")[2]
+            every = max(len(path) // 8, 1)
+            axes.plot(at, path, color=color, linestyle=line, marker=marker, markevery=every, markersize=4, label=label)
+    axes.axhline(1, color="black", linewidth=0.8)
+    _finish(axes, "The learned temperature", "step", "T")
+    return figure
+
+
+def quality_time(record: Record) -> Figure | None:
+    """Validation loss against tokens and against the time that they take on the machine of the record."""
+    sides = [(run, name) for run, name in TIMED.items() if seeds(record, run)]
+    if not sides or "speed" not in record:
+        return None
+    figure, [[by_tokens, by_time]] = _figure(9.5, 4.0, 1, 2, sharey=True)
+    for (run, name), (color, marker, line) in zip(sides, LOOKS, strict=False):
+        curves = [each["validation"] for each in seeds(record, run).values()]
+        steps = curves[0]["step"][1:]
+        loss = [statistics.mean(values) for values in zip(*(each["loss"][1:] for each in curves), strict=True)]
+        tokens = [step * record["settings"]["batch_size"] * record["settings"]["seq_len"] for step in steps]
+        look = {"color": color, "marker": marker, "markersize": 4, "linestyle": line, "label": name}
+        by_tokens.plot([each / 1e6 for each in tokens], loss, **look)
+        rate = statistics.median(record["speed"]["tokens_per_second"][name])
+        by_time.plot([each / rate / 60 for each in tokens], loss, **look)
+    _finish(by_tokens, "Loss against tokens", "million tokens", "validation loss, nats a token")
+    _finish(by_time, "Loss against time", "minutes of training", "")
+    return figure
+
+
 PICTURES: dict[str, Callable[[Any, Path], list[Path]]] = {
     "cache": draw_cache,
     "demo": draw_demo,
     "gpu": draw_gpu,
     "objective": draw_objective,
     "precision": draw_precision,
+    "quality": draw_quality,
     "temperature": draw_temperature,
 }
 

@@ -1,4 +1,4 @@
-"""The records as tables in README.md and docs: `python -m benchmarks.tables [demo|objective|gpu]`, or all of them.
+"""The records as tables in README.md and docs: `python -m benchmarks.tables [demo|objective|quality|gpu]`, or all.
 
 Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
 met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. The goals on a GPU
@@ -21,12 +21,14 @@ from rich.table import Table
 
 from benchmarks.harness import RESULTS, ROOT, SECTIONS
 from benchmarks.harness.record import Goal, counts, find
+from benchmarks.science import quality_tables
 
 KINDS = ("cross-entropy", "distilled")
 GPU = RESULTS / "gpu"
 PAGES = {
     "demo": ROOT / "README.md",
     "objective": ROOT / "docs" / "objective.md",
+    "quality": ROOT / "docs" / "quality.md",
     "gpu": ROOT / "docs" / "performance.md",
 }
 COLUMNS = {
@@ -79,18 +81,23 @@ def main() -> int:
 
 
 def fill_page(name: str) -> None:
-    """Put the table of one kind of record into its page."""
+    """Put the tables of one kind of record into their page."""
     page = PAGES[name]
-    page.write_text(fill(page.read_text(), current(name), f"{name}-table"))
+    text = page.read_text()
+    for marker, block in current(name).items():
+        text = fill(text, block, marker)
+    page.write_text(text)
 
 
-def current(name: str) -> str:
-    """The table of the records that there are."""
+def current(name: str) -> dict[str, str]:
+    """The tables of the records that there are, by their markers."""
+    if name == "quality":
+        return quality_tables.blocks(_record("quality"))
     if name == "gpu":
-        return gpu(gpu_records())
+        return {"gpu-table": gpu(gpu_records())}
     if name == "demo":
-        return demo(_record("demo"))
-    return objective(_record("objective"), _record("objective-step"))
+        return {"demo-table": demo(_record("demo"))}
+    return {"objective-table": objective(_record("objective"), _record("objective-step"))}
 
 
 def _record(name: str) -> dict[str, Any]:

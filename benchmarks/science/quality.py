@@ -1,7 +1,8 @@
 """Which objective makes the best student, from how many bytes a token: every student of docs/quality.md.
 
 `python -m benchmarks.science.quality [STUDY ...]` runs the real command: `kdtrain cache-teacher` for each cache that is
-missing, `kdtrain distill` for each student and `kdtrain evaluate` on the test split, against the teacher itself. A
+missing, `kdtrain distill` for each student and `kdtrain evaluate` on the test split, against the teacher's whole
+distributions, of which a dense cache is made once (in fp16, which moves no digit that is shown). A
 student is trained once, whichever studies it is part of, and has a record of its own in `runs/quality/records`; stopped
 at any point, the same command goes on. All records together are `benchmarks/results/quality.json`, from which
 `benchmarks.tables quality` and `benchmarks.figures quality` make the page.
@@ -9,9 +10,6 @@ at any point, the same command goes on. All records together are `benchmarks/res
 It runs at the lowest priority, `--at-once` students beside each other with a share of the cores each, which changes
 their speed and nothing else: the record's tokens/s are of that moment. `speed` measures what is compared: one command
 at a time, the sides in turn.
-
-Two budgets: choices (rates, temperatures, weights, divergences) are compared after `SHORT` steps, at which all students
-are far from converged, what is recommended after `LONG`.
 """
 
 import dataclasses
@@ -28,26 +26,23 @@ from typing import Annotated, Any
 
 import tyro
 
-from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
+from benchmarks.harness import RESULTS, ROOT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, stop
 from benchmarks.harness.machine import commit, cpu_model, version
 from benchmarks.science import docstrings, renormalized_teacher
+from benchmarks.science.quality_grid import (
+    CACHES,
+    ONLINE,
+    RENORMALIZED_TEACHER,
+    ROUNDS,
+    STUDENTS,
+    STUDIES,
+    TIMED,
+    TIMED_STEPS,
+    Run,
+)
 from benchmarks.science.quality_tables import MEASURES, compact
 from kdtrain.cache.reader import CacheReader
-
-STUDENTS = {"1m": STUDENT, "3m": "students/stdlib-3m.toml"}
-SHORT, LONG = 625, 2500
-RATES = (2e-3, 4e-3, 8e-3)
-RATE = 4e-3
-"""The peak learning rate of all other studies: the best of `RATES` for both cross-entropy and distillation."""
-PLAIN = ("--alpha", "0")
-CACHES = {
-    **{f"k{k}": ("--top-k", f"{k}") for k in (3, 12, 50)},
-    **{f"s{n}": ("--top-k", "0", "--num-samples", f"{n}") for n in (12, 40, 112)},
-    "k8s24": ("--top-k", "8", "--num-samples", "24"),
-    "dense": ("--dense",),
-}
-"""What each cache keeps: s12, s40 and s112 hold about 5, 12 and 25 different samples a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +53,8 @@ class Settings:
     """Spec of the teacher."""
     seq_len: int = 256
     """Tokens in a sequence."""
-    sequences: int = 14_089
-    """Sequences that a cache holds at most, 3.6 M tokens: all of the standard library's train split."""
+    sequences: int | None = None
+    """Sequences that a cache holds at most; all of the train split if not given."""
     validation_sequences: int = 128
     """Sequences of the validation split beside them."""
     test_sequences: int = 512
@@ -70,33 +65,6 @@ class Settings:
     """Take only every so many of the steps, to test this script."""
     compile: bool = True
     """Compile the students."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One student: all that distinguishes it from the others."""
-
-    corpus: str = "stdlib"
-    student: str = "1m"
-    cache: str = "k12"
-    part: float = 1.0
-    """The share of the sequences that the cache holds."""
-    steps: int = SHORT
-    lr: float = RATE
-    options: tuple[str, ...] = ()
-    """Options of `kdtrain distill` that differ from the defaults."""
-    seed: int = 0
-
-    @property
-    def source(self) -> str:
-        """The name of its cache's folder."""
-        return f"{self.corpus}-{self.cache}" + (f"-{self.part:g}" if self.part < 1 else "")
-
-    @property
-    def name(self) -> str:
-        """The name of its folder and record."""
-        options = "".join(f"-{word.lstrip('-').replace(':', '')}" for word in self.options)
-        return f"{self.source}-{self.student}-{self.steps}-lr{self.lr:g}{options}-{self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,74 +84,23 @@ class Quality:
     settings: Annotated[Settings, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Settings)
 
 
-def tail(name: str) -> tuple[str, ...]:
-    """The option that names a tail rule; none for the default one."""
-    return () if name == "ghost" else ("--tail", name)
-
-
-def rates() -> list[Run]:
-    """The learning rate, tried as often for cross-entropy as for distillation."""
-    return [Run(lr=lr, options=options) for lr in RATES for options in (PLAIN, ())]
-
-
-def tails() -> list[Run]:
-    """What a cache keeps, and what stands for the rest."""
-    rules = ("ghost", "drop", "renormalize", renormalized_teacher.NAME)
-    return [
-        Run(options=PLAIN),
-        Run(cache="dense"),
-        *(Run(cache=cache, options=tail(rule)) for cache in ("k12", "k50", "k3") for rule in rules),
-        *(Run(cache=cache) for cache in ("s40", "k8s24", "s12", "s112")),
-        Run(cache="k8s24", options=tail("control-variate")),
-        Run(cache="s40", options=tail("control-variate")),
-    ]
-
-
-def temperatures() -> list[Run]:
-    """T fixed and learned, from a cache and from whole distributions."""
-    fixed = [("--temperature", T) for T in ("0.7", "1.5", "2", "3")]
-    learned = [("--temperature-mode", mode) for mode in ("likelihood", "adversarial", "minimize")]
-    return [
-        *(Run(options=options) for options in (*fixed, *learned)),
-        *(Run(cache="dense", options=options) for options in fixed[1:3]),
-    ]
-
-
-def weights() -> list[Run]:
-    """Alpha, fixed and falling, for a rule with a bias, one without, and whole distributions."""
-    falling = ("--alpha-schedule", "linear")
-    choices = (("--alpha", "0.5"), ("--alpha", "1"), falling)
-    return [Run(cache=cache, options=options) for cache in ("k12", "k8s24", "dense") for options in choices]
-
-
-def divergences() -> list[Run]:
-    """Other divergences than forward KL."""
-    names = ("reverse-kl", "jsd", "skew-kl", "skew-reverse-kl")
-    return [Run(options=("--divergence", name)) for name in names]
-
-
-def warmups() -> list[Run]:
-    """Steps of warm-up, for both kinds of student."""
-    return [Run(options=(*kind, "--warmup-steps", steps)) for steps in ("10", "200") for kind in (PLAIN, ())]
-
-
-STUDIES: dict[str, Callable[[], list[Run]]] = {
-    each.__name__: each for each in (rates, tails, temperatures, weights, divergences, warmups)
-}
-
-
 def main(quality: Quality) -> None:
     """Train what is missing, and write the record of everything there is."""
-    if unknown := set(quality.studies) - STUDIES.keys():
-        stop(2, f"no study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}")
+    if unknown := set(quality.studies) - {*STUDIES, "speed"}:
+        stop(2, f"no study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}, speed")
+    if "speed" in quality.studies and (quality.at_once > 1 or len(quality.studies) > 1):
+        stop(2, "speed is measured alone: no other study, and no --at-once")
     if quality.seeds < 1 or quality.at_once < 1:
         stop(2, "--seeds and --at-once must be at least 1")
     os.nice(19)
     claim(quality.out, quality.settings)
-    chosen = [run for name in quality.studies or STUDIES for run in STUDIES[name]()]
+    chosen = [run for name in quality.studies or STUDIES if name in STUDIES for run in STUDIES[name]()]
     runs = [replace(run, seed=seed) for seed in range(quality.seeds) for run in dict.fromkeys(chosen)]
     with Kdtrain(**surroundings(quality)) as kdtrain:
-        train_all(quality, runs, kdtrain)
+        if "speed" in quality.studies:
+            measure_speed(quality, kdtrain)
+        else:
+            train_all(quality, runs, kdtrain)
     publish(quality)
 
 
@@ -192,8 +109,8 @@ def surroundings(quality: Quality) -> dict[str, str]:
     info = quality.out / "packages" / "kdtrain_quality-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kdtrain-quality\nVersion: 1.0\n")
-    rule = renormalized_teacher
-    (info / "entry_points.txt").write_text(f"[kdtrain.tails]\n{rule.NAME} = {rule.__name__}\n")
+    module = renormalized_teacher.__name__
+    (info / "entry_points.txt").write_text(f"[kdtrain.tails]\n{RENORMALIZED_TEACHER} = {module}\n")
     cores = len(os.sched_getaffinity(0))
     return {
         "OMP_NUM_THREADS": f"{max(cores // quality.at_once, 1)}",
@@ -211,8 +128,11 @@ def train_all(quality: Quality, runs: Iterable[Run], kdtrain: Kdtrain) -> None:
             action(quality, run, kdtrain)
 
     with ThreadPoolExecutor(quality.at_once) as pool:
-        sources = {run.source: run for run in missing}
-        list(pool.map(lambda run: on_time(build, run), sources.values()))
+        for action, sources in (
+            (build, {run.source: run for run in missing}),
+            (build_test, {run.corpus: run for run in missing}),
+        ):
+            list(pool.map(lambda run, action=action: on_time(action, run), sources.values()))
         list(pool.map(lambda run: on_time(train, run), missing))
 
 
@@ -222,13 +142,29 @@ def build(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
     if record.exists():
         return
     folder = quality.out / "caches" / run.source
+    limits = [limit for limit in (settings.sequences, run.sequences) if limit is not None]
     made = kdtrain(
         *("cache-teacher", "--teacher", settings.teacher, "--data", corpus(quality, run), "--out", f"{folder}"),
-        *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{round(settings.sequences * run.part)}"),
+        *("--seq-len", f"{settings.seq_len}", *(("--num-sequences", f"{min(limits)}") if limits else ())),
         *("--validation-sequences", f"{settings.validation_sequences}", *CACHES[run.cache]),
     )
     kept = {name: made[name] for name in ("sequences", "tokens", "bytes_per_token", "temperature_range")}
-    write(record, {"cache": run.source, "options": CACHES[run.cache], **kept, "entries": entries(folder)})
+    write(record, {"options": CACHES[run.cache], **kept, "entries": entries(folder)})
+
+
+def build_test(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
+    """Keep the teacher's whole distributions over the test split of a run's corpus, against which all are measured."""
+    settings = quality.settings
+    kdtrain(
+        *("cache-teacher", "--teacher", settings.teacher, "--data", corpus(quality, run), "--split", "test", "--dense"),
+        *("--out", f"{test_folder(quality, run)}", "--seq-len", f"{settings.seq_len}", "--validation-sequences", "1"),
+        *("--num-sequences", f"{settings.test_sequences}"),
+    )
+
+
+def test_folder(quality: Quality, run: Run) -> Path:
+    """Where that is."""
+    return quality.out / "caches" / f"{run.corpus}-test"
 
 
 def entries(folder: Path) -> float | None:
@@ -251,17 +187,18 @@ def train(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
     """Train and measure one student, and record it."""
     folder, settings = quality.out / "runs" / run.name, quality.settings
     steps = max(run.steps // settings.divisor, 1)
+    every = max(steps // 10, min(steps, 250))
     command = (
         *("distill", "--cache", f"{quality.out}/caches/{run.source}", "--student", STUDENTS[run.student]),
         *("--out", f"{folder}", "--steps", f"{steps}", "--batch-size", f"{settings.batch_size}", "--lr", f"{run.lr:g}"),
-        *("--eval-freq", f"{max(steps // 10, 1)}", "--checkpoint-freq", f"{steps}", "--keep-rolling", "1"),
-        *("--seed", f"{run.seed}", *run.options, "--histogram-freq", "0", "--sample-freq", "0", "--no-tensorboard"),
+        *("--eval-freq", f"{every}", "--checkpoint-freq", f"{steps}", "--keep-rolling", "1"),
+        *("--seed", f"{run.seed}", *run.arguments, "--histogram-freq", "0", "--sample-freq", "0", "--no-tensorboard"),
         *([] if settings.compile else ["--no-compile"]),
     )
     trained = kdtrain(*command)
+    # the cache of the test split calls it train, as every cache calls the split that was asked for
     measured = kdtrain(
-        *("evaluate", "--student", f"{folder}", "--teacher", settings.teacher, "--data", corpus(quality, run)),
-        *("--split", "test", "--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.test_sequences}"),
+        "evaluate", "--student", f"{folder}", "--cache", f"{test_folder(quality, run)}", "--split", "train"
     )
     write(quality.out / f"records/{run.name}.json", record(quality, run, folder, trained, measured))
 
@@ -272,7 +209,6 @@ def record(
     """What is kept of one student."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     validations = [line for line in lines if "validation/loss" in line]
-    rates = [line["tok/s"] for line in lines if line.get("tok/s")]
     path = [round(line["T"], 4) for line in lines if "T" in line]
     moving = path if len(set(path)) > 1 else path[:1]
     known = json.loads((folder / "environment.json").read_text())
@@ -280,17 +216,8 @@ def record(
         **dataclasses.asdict(run),
         "parameters": known["student"]["parameters"],
         "tokens": trained["tokens"],
-        "seconds": trained["seconds"],
-        "tokens_per_second": statistics.median(rates[len(rates) // 2 :]) if rates else None,
-        "made_with": {
-            "commit": commit(),
-            "date": time.strftime("%Y-%m-%d"),
-            "cpu": cpu_model(),
-            "threads": known["threads"],
-            "at_once": quality.at_once,
-            "torch": version("torch"),
-            "precision": known["mode"],
-        },
+        "tokens_per_second": median_rate(lines),
+        "made_with": made_with(known, quality),
         "T": moving[:: max(len(moving) // 100, 1)],
         "validation": {
             "step": [line["step"] for line in validations],
@@ -301,6 +228,50 @@ def record(
     }
 
 
+def median_rate(lines: list[dict[str, Any]]) -> float | None:
+    """Tokens a second in the later half of a run: the first steps wait for the compiler."""
+    rates = [line["tok/s_last"] for line in lines if line.get("tok/s_last")]
+    return round(statistics.median(rates[len(rates) // 2 :]), 1) if rates else None
+
+
+def made_with(known: dict[str, Any], quality: Quality) -> dict[str, Any]:
+    """What a figure was made with; nothing that names a machine or a person."""
+    return {
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": cpu_model(),
+        "threads": known["threads"],
+        "at_once": quality.at_once,
+        "torch": version("torch"),
+        "precision": known["mode"],
+    }
+
+
+def measure_speed(quality: Quality, kdtrain: Kdtrain) -> None:
+    """Tokens a second of each side of `TIMED` and of an online teacher: `ROUNDS` short runs each, in turn."""
+    settings, sides = quality.settings, {name: run for run, name in TIMED.items()}
+    for run in sides.values():
+        build(quality, run, kdtrain)
+    found: dict[str, list[float]] = {name: [] for name in (*sides, ONLINE)}
+    for turn in range(ROUNDS):
+        for name in found:
+            run = sides.get(name, Run())
+            folder = quality.out / "speed" / f"{name.replace(' ', '-')}-{turn}"
+            online = ("--teacher", settings.teacher, "--data", "stdlib", "--seq-len", f"{settings.seq_len}")
+            source = online if name == ONLINE else ("--cache", f"{quality.out}/caches/{run.source}")
+            kdtrain(
+                *("distill", *source, "--student", STUDENTS[run.student], "--out", f"{folder}"),
+                *("--steps", f"{max(TIMED_STEPS // settings.divisor, 1)}", "--batch-size", f"{settings.batch_size}"),
+                *(run.arguments if name != ONLINE else Run(cache="dense").arguments),
+                *("--histogram-freq", "0", "--sample-freq", "0", "--no-tensorboard", "--eval-freq", f"{TIMED_STEPS}"),
+                *([] if settings.compile else ["--no-compile"]),
+            )
+            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            found[name].append(median_rate(lines))
+    known = json.loads((folder / "environment.json").read_text())
+    write(quality.out / "records/speed.json", {"tokens_per_second": found, "made_with": made_with(known, quality)})
+
+
 def short(value: float | None) -> float | None:
     """A number with six digits behind the point, enough for every table."""
     return None if value is None else round(value, 6)
@@ -308,10 +279,11 @@ def short(value: float | None) -> float | None:
 
 def publish(quality: Quality) -> None:
     """Write all records as one, and the page and the pictures where they are the published ones."""
-    parts = [json.loads(path.read_text()) for path in sorted((quality.out / "records").glob("*.json"))]
-    runs = [part for part in parts if "seed" in part]
-    caches = {part.pop("cache"): part for part in parts if "seed" not in part}
-    result = {"settings": dataclasses.asdict(quality.settings), "caches": caches, "runs": runs}
+    parts = {path.stem: json.loads(path.read_text()) for path in sorted((quality.out / "records").glob("*.json"))}
+    speed = {name: part for name, part in parts.items() if name == "speed"}
+    caches = {name.removeprefix("cache-"): part for name, part in parts.items() if name.startswith("cache-")}
+    runs = [part for name, part in parts.items() if name not in speed and "seed" in part]
+    result = {"settings": dataclasses.asdict(quality.settings), "caches": caches, **speed, "runs": runs}
     published = quality.settings == Settings() and quality.out == Quality().out
     file = (RESULTS if published else quality.out) / "quality.json"
     file.write_text(compact(result))

@@ -1,14 +1,194 @@
-"""The tables of docs/quality.md, from the records of `benchmarks.science.quality` alone."""
+"""The tables of docs/quality.md, from the record of `benchmarks.science.quality` alone.
+
+A cell is the value of one seed, or mean ± standard deviation over several. Students are compared seed by seed: two of
+one seed start from the same weights and see the same sequences in the same order. One is called better or worse than
+another only where the 95 % confidence interval of the mean difference (Student's t) leaves 0 out.
+
+The share of the gap is (CE - x) / (CE - full), of the test losses of cross-entropy, this student and the one that
+learned from whole distributions, at the same seed; its error is the standard error of the mean over seeds.
+"""
 
 import json
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
+
+from benchmarks.science.quality_grid import BASE, CACHES, PLAIN, STUDIES, Run
 
 MEASURES = ("loss", "ece", "kl", "agreement", "acceptance", "accuracy", "teacher_loss", "tokens")
 """What a record keeps of `kdtrain evaluate` on the test split."""
+FORMS = {"loss": ".4f", "ece": ".2%", "kl": ".4f", "agreement": ".1%", "acceptance": ".1%"}
+NAMES = {"loss": "test loss", "ece": "ECE", "kl": "KL to the teacher"}
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The 97.5 % point of Student's t with 1, 2, ... degrees of freedom."""
+RULES = {
+    "ghost": "ghost bucket",
+    "drop": "dropped tail",
+    "renormalize": "both sides scaled to 1",
+    "renormalized-teacher": "the teacher scaled to 1",
+    "sampled": "samples",
+    "control-variate": "control variate",
+}
+PUBLISHED_LOSSES: dict[str, tuple[int | None, float, float]] = {
+    "cross-entropy": (None, 2.81, 0.012),
+    "top-12": (36, 2.87, 0.047),
+    "top-50": (150, 2.80, 0.022),
+    "top-50 + ghost token": (150, 2.77, 0.004),
+    "RS-12": (36, 2.75, 0.008),
+    "whole distributions": (None, 2.75, 0.007),
+}
+"""Sparse Logit Sampling (arXiv 2503.16870), 3 B to 300 M: bytes a token at 3 bytes an entry, test loss, ECE."""
+CROSS_ENTROPY, WHOLE = PUBLISHED_LOSSES["cross-entropy"][1], PUBLISHED_LOSSES["whole distributions"][1]
+Record = dict[str, Any]
 
 
-def compact(result: dict[str, Any]) -> str:
+def compact(result: Record) -> str:
     """The record as JSON, a line a student."""
-    lists = {name: ",\n  ".join(json.dumps(each) for each in result[name]) for name in ("runs",)}
-    rest = {name: value for name, value in result.items() if name not in lists}
-    return json.dumps(rest, indent=1)[:-2] + f',\n "runs": [\n  {lists["runs"]}\n ]\n}}\n'
+    runs = ",\n  ".join(json.dumps(each) for each in result["runs"])
+    rest = {name: value for name, value in result.items() if name != "runs"}
+    return json.dumps(rest, indent=1)[:-2] + f',\n "runs": [\n  {runs}\n ]\n}}\n'
+
+
+def seeds(result: Record, run: Run) -> dict[int, Record]:
+    """The records of a run by seed, its own seed aside."""
+    wanted = {name: value for name, value in vars(run).items() if name != "seed"}
+    wanted["options"] = list(run.options)
+    return {each["seed"]: each for each in result["runs"] if all(each[name] == wanted[name] for name in wanted)}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A student's measure less another's, over the seeds that both have."""
+
+    mean: float
+    half: float
+    """Half of the 95 % confidence interval; infinite for one seed."""
+
+    @property
+    def verdict(self) -> str:
+        """Lower, higher, or neither."""
+        if abs(self.mean) <= self.half:
+            return "one seed" if math.isinf(self.half) else "no difference shown"
+        return "lower" if self.mean < 0 else "higher"
+
+    def __str__(self) -> str:
+        if math.isinf(self.half):
+            return f"{self.mean:+.4f} (one seed)"
+        text = f"{self.mean:+.4f} ± {self.half:.4f}"
+        return f"**{text}**" if abs(self.mean) > self.half else text
+
+
+def difference(result: Record, run: Run, other: Run, measure: str = "loss") -> Difference | None:
+    """The paired difference of two runs; None where they have no seed in common."""
+    own, theirs = seeds(result, run), seeds(result, other)
+    gaps = [own[seed]["test"][measure] - theirs[seed]["test"][measure] for seed in sorted(own.keys() & theirs.keys())]
+    if not gaps:
+        return None
+    if len(gaps) == 1:
+        return Difference(gaps[0], math.inf)
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    return Difference(statistics.mean(gaps), T_975[min(len(gaps) - 1, len(T_975)) - 1] * error)
+
+
+def plain(run: Run) -> Run:
+    """Cross-entropy on the same text, steps and rate."""
+    return replace(run, cache="k12", options=PLAIN)
+
+
+def full(run: Run) -> Run:
+    """Whole distributions on the same text, steps and rate."""
+    return replace(run, cache="dense", options=())
+
+
+def gap(result: Record, run: Run, whole: Run | None = None) -> list[float]:
+    """The share of the gap between cross-entropy and `whole` (by default `full`) that is closed, a number a seed."""
+    sides = (run, plain(run), whole or full(run))
+    loss = [{seed: each["test"]["loss"] for seed, each in seeds(result, side).items()} for side in sides]
+    both = sorted(loss[0].keys() & loss[1].keys() & loss[2].keys())
+    return [(loss[1][seed] - loss[0][seed]) / (loss[1][seed] - loss[2][seed]) for seed in both]
+
+
+def describe(run: Run) -> str:
+    """What distinguishes a run, in words."""
+    options = dict(zip(run.options[::2], run.options[1::2], strict=True))
+    if options.get("--alpha") == "0":
+        words = ["cross-entropy"]
+        options.pop("--alpha")
+    elif run.cache == "dense":
+        words = ["whole distributions"]
+    else:
+        kept = dict(zip(CACHES[run.cache][::2], CACHES[run.cache][1::2], strict=True))
+        top, drawn = kept.get("--top-k", "0"), kept.get("--num-samples")
+        parts = [f"top-{top}"] * (top != "0") + ([f"{drawn} samples"] if drawn else [])
+        rule = options.pop("--tail", "sampled" if drawn else "ghost")
+        words = [" + ".join(parts), *([] if rule == "sampled" else [RULES[rule]])]
+    if "--alpha-schedule" in options:
+        options.pop("--alpha-schedule")
+        words.append(f"alpha {options.pop('--alpha', BASE['--alpha'])} to 0")
+    spelled = {
+        **{"--alpha": "alpha {}", "--temperature": "T = {}", "--temperature-mode": "learned T: {}"},
+        **{"--divergence": "{}", "--warmup-steps": "{} steps of warm-up", "--temperature-lr": "its rate {}"},
+    }
+    return ", ".join([*words, *(spelled.get(name, f"{name} {{}}").format(value) for name, value in options.items())])
+
+
+def table(result: Record, runs: Iterable[Run], *, against: Run | None = None, rate: bool = False) -> str:
+    """A row a run that has a record, and how its loss differs from that of `against`."""
+    measures = [NAMES.get(name, name) for name in FORMS]
+    other = [] if against is None else [f"loss less that of {describe(against)}"]
+    head = ["student", *(["rate"] if rate else []), "bytes a token", *measures, "gap closed", *other]
+    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
+    for run in dict.fromkeys(runs):
+        if not (found := seeds(result, run)):
+            continue
+        cells = [describe(run), *([f"{run.lr:g}"] if rate else []), size(result, run)]
+        cells += [cell([each["test"][name] for each in found.values()], form) for name, form in FORMS.items()]
+        cells += [share(gap(result, run))]
+        if against is not None:
+            cells.append("" if run == against else f"{difference(result, run, against) or '-'}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def size(result: Record, run: Run) -> str:
+    """Bytes a token of its cache, everything included; a dash where nothing of it is used."""
+    known = result["caches"].get(run.source)
+    return "-" if known is None or run.options[:2] == PLAIN else f"{known['bytes_per_token']:,.1f}"
+
+
+def share(values: list[float]) -> str:
+    """A share and its standard error."""
+    if not values:
+        return "-"
+    text = f"{statistics.mean(values):.0%}"
+    return text if len(values) == 1 else f"{text} ± {statistics.stdev(values) / math.sqrt(len(values)):.0%}"
+
+
+def cell(values: list[float], form: str) -> str:
+    """One value, or mean ± standard deviation of several."""
+    mean = format(statistics.mean(values), form)
+    return mean if len(values) == 1 else f"{mean} ± {format(statistics.stdev(values), form)}"
+
+
+def published(result: Record) -> str:
+    """The methods of Sparse Logit Sampling, theirs beside ours: loss, share of the gap and ECE."""
+    lines = ["| | loss, 3 B to 300 M | gap closed | ECE | loss, here | gap closed | ECE |", "|---|" + "--:|" * 6]
+    whole = Run(cache="dense", options=("--alpha", "1"))
+    for (method, (_, loss, ece)), run in zip(PUBLISHED_LOSSES.items(), STUDIES["paper"](), strict=True):
+        found = seeds(result, run)
+        theirs = [f"{loss:.2f}", f"{(CROSS_ENTROPY - loss) / (CROSS_ENTROPY - WHOLE):.0%}", f"{ece:.1%}"]
+        tests = [each["test"] for each in found.values()]
+        ours = [
+            cell([each[measure] for each in tests], FORMS[measure]) if tests else "-" for measure in ("loss", "ece")
+        ]
+        lines.append(f"| {' | '.join([method, *theirs, ours[0], share(gap(result, run, whole)), ours[1]])} |")
+    return "\n".join(lines)
+
+
+def blocks(result: Record) -> dict[str, str]:
+    """The tables by their markers in the page."""
+    tables = {name: table(result, study(), rate=name == "rates") for name, study in STUDIES.items()}
+    tables |= {"paper": published(result)}
+    return {f"quality-{name}": text for name, text in tables.items()}

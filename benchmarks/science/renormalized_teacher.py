@@ -8,14 +8,13 @@ point, as a user's rule would be; `benchmarks.science.quality` writes that.
 import torch
 from torch import Tensor
 
+from benchmarks.science.quality_grid import RENORMALIZED_TEACHER
 from kdtrain.objective.statistics import Statistics
 from kdtrain.objective.tails import Events, register_tail
 from kdtrain.objective.targets import SparseTargets
 
-NAME = "renormalized-teacher"
 
-
-@register_tail(NAME)
+@register_tail(RENORMALIZED_TEACHER)
 def renormalized_teacher(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
     """The teacher's top-k scaled to 1, the student over the whole vocabulary."""
     teacher_RH = torch.log_softmax(beta * targets.logprobs[:, : targets.top_k], dim=-1)

@@ -1,0 +1,155 @@
+"""Which students docs/quality.md compares: the studies, each a list of runs.
+
+Choices (rates, temperatures, weights, divergences) are compared after `SHORT` steps, at which all students are far from
+converged, what is recommended after `LONG`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.harness import STUDENT
+
+STUDENTS = {"1m": STUDENT, "3m": "students/stdlib-3m.toml"}
+SHORT, LONG = 625, 2500
+RATES = (2e-3, 4e-3, 8e-3)
+RATE = 4e-3
+"""The peak learning rate of all other studies: the best of `RATES` for both cross-entropy and distillation."""
+BASE = {
+    **{"--alpha": "0.9", "--divergence": "forward-kl", "--temperature": "1", "--temperature-mode": "fixed"},
+    **{"--warmup-steps": "50", "--lr-schedule": "cosine", "--weight-decay": "0.1"},
+}
+"""What every student has in common but for the options of its run; the command's defaults may move away from it."""
+PLAIN = ("--alpha", "0")
+RENORMALIZED_TEACHER = "renormalized-teacher"
+"""The tail rule of `benchmarks.science.renormalized_teacher`, which is not kdtrain's."""
+CACHES = {
+    **{f"k{k}": ("--top-k", f"{k}") for k in (3, 12, 50)},
+    **{f"s{n}": ("--top-k", "0", "--num-samples", f"{n}") for n in (12, 40, 112)},
+    "k8s24": ("--top-k", "8", "--num-samples", "24"),
+    "dense": ("--dense",),
+}
+"""What each cache keeps: s12, s40 and s112 hold about 5, 12 and 25 different samples a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One student: all that distinguishes it from the others."""
+
+    corpus: str = "stdlib"
+    student: str = "1m"
+    cache: str = "k12"
+    sequences: int | None = None
+    """Sequences that its cache holds; all if not given."""
+    steps: int = SHORT
+    lr: float = RATE
+    options: tuple[str, ...] = ()
+    """Options of `kdtrain distill`, in pairs, that differ from `BASE`."""
+    seed: int = 0
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """All options of the objective and the schedule, spelled out."""
+        own = dict(zip(self.options[::2], self.options[1::2], strict=True))
+        rule = {} if self.cache == "dense" else {"--tail": "sampled" if "s" in self.cache else "ghost"}
+        return tuple(word for pair in (BASE | rule | own).items() for word in pair)
+
+    @property
+    def source(self) -> str:
+        """The name of its cache's folder."""
+        return f"{self.corpus}-{self.cache}" + (f"-{self.sequences}" if self.sequences else "")
+
+    @property
+    def name(self) -> str:
+        """The name of its folder and record."""
+        options = "".join(f"-{word.lstrip('-').replace(':', '')}" for word in self.options)
+        return f"{self.source}-{self.student}-{self.steps}-lr{self.lr:g}{options}-{self.seed}"
+
+
+def tail(name: str) -> tuple[str, ...]:
+    """The option that names a tail rule; none for the default one."""
+    return () if name == "ghost" else ("--tail", name)
+
+
+def rates() -> list[Run]:
+    """The learning rate, tried as often for cross-entropy as for distillation."""
+    return [Run(lr=lr, options=options) for lr in RATES for options in (PLAIN, ())]
+
+
+def tails() -> list[Run]:
+    """What a cache keeps, and what stands for the rest."""
+    rules = ("ghost", "drop", "renormalize", RENORMALIZED_TEACHER)
+    return [
+        Run(options=PLAIN),
+        Run(cache="dense"),
+        *(Run(cache=cache, options=tail(rule)) for cache in ("k12", "k50", "k3") for rule in rules),
+        *(Run(cache=cache) for cache in ("s40", "k8s24", "s12", "s112")),
+        Run(cache="k8s24", options=tail("control-variate")),
+        Run(cache="s40", options=tail("control-variate")),
+    ]
+
+
+def paper() -> list[Run]:
+    """The methods of Sparse Logit Sampling (arXiv 2503.16870), as there without cross-entropy."""
+    alone = ("--alpha", "1")
+    return [
+        Run(options=PLAIN),
+        *(Run(cache=cache, options=(*alone, *tail(RENORMALIZED_TEACHER))) for cache in ("k12", "k50")),
+        Run(cache="k50", options=alone),
+        Run(cache="s40", options=alone),
+        Run(cache="dense", options=alone),
+    ]
+
+
+def temperatures() -> list[Run]:
+    """T fixed and learned, from a cache and from whole distributions."""
+    fixed = [("--temperature", T) for T in ("0.7", "1.5", "2", "3")]
+    learned = [("--temperature-mode", mode) for mode in ("likelihood", "adversarial", "minimize")]
+    return [
+        *(Run(options=options) for options in (*fixed, *learned)),
+        *(Run(cache="dense", options=options) for options in fixed[1:3]),
+    ]
+
+
+def weights() -> list[Run]:
+    """Alpha, fixed and falling, for a rule with a bias, one without, and whole distributions."""
+    falling = ("--alpha-schedule", "linear")
+    choices = (("--alpha", "0.5"), ("--alpha", "1"), falling)
+    return [Run(cache=cache, options=options) for cache in ("k12", "k8s24", "dense") for options in choices]
+
+
+def divergences() -> list[Run]:
+    """Other divergences than forward KL."""
+    names = ("reverse-kl", "jsd", "skew-kl", "skew-reverse-kl")
+    return [Run(options=("--divergence", name)) for name in names]
+
+
+def warmups() -> list[Run]:
+    """Steps of warm-up, for both kinds of student."""
+    return [Run(options=(*kind, "--warmup-steps", steps)) for steps in ("10", "200") for kind in (PLAIN, ())]
+
+
+STUDIES: dict[str, Callable[[], list[Run]]] = {
+    each.__name__: each for each in (rates, tails, paper, temperatures, weights, divergences, warmups)
+}
+
+
+TIMED = {
+    Run(steps=LONG, options=PLAIN): "cross-entropy",
+    Run(steps=LONG): "top-12 from a cache",
+    Run(steps=LONG, cache="k8s24"): "top-8 + 24 samples from a cache",
+    Run(steps=LONG, cache="dense"): "whole distributions from a cache",
+}
+"""Whose speed is measured, each in `ROUNDS` short runs."""
+ONLINE = "an online teacher"
+ROUNDS, TIMED_STEPS = 5, 80
+
+FINAL = [
+    Run(steps=LONG, options=PLAIN),
+    Run(steps=LONG, cache="dense"),
+    Run(steps=LONG),
+    Run(steps=LONG, options=tail(RENORMALIZED_TEACHER)),
+    Run(steps=LONG, cache="s40"),
+    Run(steps=LONG, cache="k8s24"),
+]
+"""What is recommended, and against what."""
+CALIBRATED = FINAL[:5]

@@ -1,0 +1,141 @@
+"""The study of quality: its grid is one that the command takes, its tables follow from its record, and it goes on."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.harness import ROOT
+from benchmarks.science import docstrings, quality_tables, renormalized_teacher
+from benchmarks.science.quality_grid import BASE, PLAIN, RENORMALIZED_TEACHER, STUDENTS, STUDIES, Run
+from kdtrain.cli import parse
+from kdtrain.config.choices import TAILS
+from kdtrain.models.head import OutputHead
+from kdtrain.objective.loss import distillation_loss
+from kdtrain.objective.targets import SparseTargets
+
+EVERY = [*dict.fromkeys(run for study in STUDIES.values() for run in study())]
+
+
+def student(run, seed, loss, **measured):
+    test = dict.fromkeys(quality_tables.MEASURES, 0.1) | {"loss": loss} | measured
+    return dataclasses.asdict(run) | {"options": [*run.options], "seed": seed, "test": test}
+
+
+def record(**losses):
+    """Cross-entropy, whole distributions and top-12 with these losses, a number a seed."""
+    runs = {"plain": Run(options=PLAIN), "full": Run(cache="dense"), "top": Run()}
+    students = [student(runs[name], seed, loss) for name, row in losses.items() for seed, loss in enumerate(row)]
+    caches = {"stdlib-k12": {"bytes_per_token": 29.02}, "stdlib-dense": {"bytes_per_token": 2813.02}}
+    return {"caches": caches, "runs": students}
+
+
+@pytest.mark.parametrize("run", EVERY, ids=lambda run: run.name)
+def test_every_student_is_one_that_the_command_accepts(run):
+    config = parse("distill", ["--cache", "c", "--student", STUDENTS[run.student], "--out", "o", *run.arguments])
+    options = dict(zip(run.arguments[::2], run.arguments[1::2], strict=True))
+    assert config.objective.alpha == float(options["--alpha"])
+    assert options.keys() >= BASE.keys()
+
+
+def test_students_have_names_of_their_own_and_rows_that_can_be_told_apart():
+    names = [run.name for run in EVERY]
+    assert len({*names}) == len(names) and not any(set(name) & set("/ :") for name in names)
+    for study in STUDIES.values():
+        rows = [(quality_tables.describe(run), run.lr, run.source, run.student, run.steps) for run in study()]
+        assert len({*rows}) == len(rows)
+
+
+def test_students_are_compared_seed_by_seed():
+    result = record(plain=[4.0, 5.0, 6.0], top=[3.9, 4.88, 5.92])
+    found = quality_tables.difference(result, Run(), Run(options=PLAIN))
+    assert found.mean == pytest.approx(-0.1) and found.half == pytest.approx(4.303 * 0.02 / math.sqrt(3))
+    assert found.verdict == "lower" and str(found) == "**-0.1000 ± 0.0497**"
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [([3.9, 4.9, 6.2], "no difference shown"), ([4.1, 5.1, 6.11], "higher"), ([3.9], "one seed")],
+)
+def test_nothing_is_called_better_within_the_interval(losses, verdict):
+    result = record(plain=[4.0, 5.0, 6.0], top=losses)
+    assert quality_tables.difference(result, Run(), Run(options=PLAIN)).verdict == verdict
+
+
+def test_the_share_of_the_gap_is_taken_at_each_seed():
+    result = record(plain=[4.0, 6.0], full=[3.0, 4.0], top=[3.25, 4.0])
+    assert quality_tables.gap(result, Run()) == [0.75, 1.0]
+    assert quality_tables.gap(result, Run(cache="dense")) == [1.0, 1.0]
+    page = quality_tables.table(result, [Run(options=PLAIN), Run(), Run(cache="k50")], against=Run(options=PLAIN))
+    header, _, plain, top = page.splitlines()
+    assert header.endswith("loss less that of cross-entropy |")
+    assert plain.startswith("| cross-entropy | - | 5.0000 ± 1.4142 |") and " 0% ± 0% |" in plain
+    assert top.startswith("| top-12, ghost bucket | 29.0 | 3.6250 ± 0.5303 |") and " 88% ± 12% |" in top
+
+
+def test_a_record_has_a_line_for_each_student():
+    result = record(plain=[4.0], top=[3.9, 3.8])
+    text = quality_tables.compact(result)
+    assert json.loads(text) == result
+    assert sum('"seed"' in line for line in text.splitlines()) == 3
+
+
+def test_the_rule_of_others_is_kl_from_the_scaled_top_k_to_the_whole_student():
+    g = torch.Generator().manual_seed(0)
+    shapes = ((6, 8), (40, 8), (6, 40))
+    hidden, weight, energies = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in shapes)
+    hidden.requires_grad_()
+    labels = torch.arange(6)
+    top = energies.log_softmax(-1).topk(5)
+    targets = SparseTargets(
+        ids=top.indices,
+        logprobs=top.values,
+        counts=torch.zeros(6, 5),
+        tail=torch.zeros(6, 4),
+        label_logprob=torch.zeros(6),
+        logit_mean=torch.zeros(6),
+        logit_std=torch.ones(6),
+        top_k=5,
+        num_samples=0,
+        knots=(1.0, 0.5),
+    )
+    assert renormalized_teacher.__name__ in TAILS.modules[RENORMALIZED_TEACHER]
+    options = {"temperature": torch.tensor(1.0, dtype=torch.float64), "alpha": 1.0, "normalizer": 6.0, "vocab_size": 40}
+    mask = torch.ones(6, dtype=torch.bool)
+    head = OutputHead(weight)
+    out = distillation_loss(hidden, head, labels, mask, targets, tail=RENORMALIZED_TEACHER, **options)
+    p = top.values.softmax(-1)
+    expected = (p * (p.log() - (hidden @ weight.T).log_softmax(-1).gather(1, top.indices))).sum() / 6
+    assert torch.allclose(out.loss, expected, rtol=1e-6)
+    ours, theirs = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for loss in (out.loss, expected))
+    assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_a_module_gives_its_docstrings_and_a_broken_one_nothing(tmp_path):
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text('"""Of the module."""\n\n\nclass A:\n    """Of the class."""\n\n    x = "no docstring"\n')
+    bad.write_text("def f(:\n")
+    assert docstrings.docstrings(good) == ["Of the module.", "Of the class."]
+    assert docstrings.docstrings(bad) == []
+
+
+def quality(*argv):
+    words = [sys.executable, "-m", "benchmarks.science.quality", *argv]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["colours"], "quality: no study colours; there are rates, "),
+        (["--seeds", "0"], "quality: --seeds and --at-once must be at least 1"),
+        (["speed", "--at-once", "2"], "quality: speed is measured alone"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_line(tmp_path, argv, message):
+    done = quality(*argv, "--out", str(tmp_path / "q"))
+    assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1
