@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.harness import FIGURES, RESULTS
 from benchmarks.harness.record import find
-from benchmarks.science.quality_grid import CALIBRATED, FINAL, PLAIN, STUDIES, TIMED
+from benchmarks.science.quality_grid import CALIBRATED, PLAIN, STUDIES, TIMED
 from benchmarks.science.quality_tables import CROSS_ENTROPY, PUBLISHED_LOSSES, WHOLE, describe, gap, seeds
 from benchmarks.tables import LARGE, gpu_records
 
@@ -439,7 +439,7 @@ def draw_quality(record: Record, folder: Path) -> list[Path]:
 
 def quality_gap(record: Record) -> Figure | None:
     """The share of the gap between cross-entropy and whole distributions against the bytes a token."""
-    runs = [run for run in FINAL if run.options != PLAIN and gap(record, run)]
+    runs = [run for run in STUDIES["final"]() if run.options != PLAIN and gap(record, run)]
     if not runs:
         return None
     figure, [[axes]] = _figure(7.5, 4.4, 1, 1)

@@ -17,8 +17,9 @@ import json
 import math
 import os
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,19 +122,19 @@ def surroundings(quality: Quality) -> dict[str, str]:
 def train_all(quality: Quality, runs: Iterable[Run], kdtrain: Kdtrain) -> None:
     """Have the records of `runs` and of their caches, as far as the time allows."""
     missing = [run for run in runs if not (quality.out / f"records/{run.name}.json").exists()]
-    begun = time.monotonic()
+    begun, locks = time.monotonic(), {name: threading.Lock() for run in missing for name in (run.source, run.corpus)}
 
-    def on_time(action: Callable[[Quality, Run, Kdtrain], None], run: Run) -> None:
-        if time.monotonic() - begun < 60 * quality.minutes:
-            action(quality, run, kdtrain)
+    def make(run: Run) -> None:
+        if time.monotonic() - begun >= 60 * quality.minutes:
+            return
+        with locks[run.corpus]:
+            build_test(quality, run, kdtrain)
+        with locks[run.source]:
+            build(quality, run, kdtrain)
+        train(quality, run, kdtrain)
 
     with ThreadPoolExecutor(quality.at_once) as pool:
-        for action, sources in (
-            (build, {run.source: run for run in missing}),
-            (build_test, {run.corpus: run for run in missing}),
-        ):
-            list(pool.map(lambda run, action=action: on_time(action, run), sources.values()))
-        list(pool.map(lambda run: on_time(train, run), missing))
+        list(pool.map(make, missing))
 
 
 def build(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
@@ -155,6 +156,8 @@ def build(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
 def build_test(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
     """Keep the teacher's whole distributions over the test split of a run's corpus, against which all are measured."""
     settings = quality.settings
+    if (test_folder(quality, run) / "manifest.json").exists():
+        return
     kdtrain(
         *("cache-teacher", "--teacher", settings.teacher, "--data", corpus(quality, run), "--split", "test", "--dense"),
         *("--out", f"{test_folder(quality, run)}", "--seq-len", f"{settings.seq_len}", "--validation-sequences", "1"),

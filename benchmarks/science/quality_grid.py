@@ -5,14 +5,14 @@ converged, what is recommended after `LONG`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.harness import STUDENT
 
 STUDENTS = {"1m": STUDENT, "3m": "students/stdlib-3m.toml"}
 SHORT, LONG = 625, 2500
-RATES = (2e-3, 4e-3, 8e-3)
-RATE = 4e-3
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+RATE = 2e-3
 """The peak learning rate of all other studies: the best of `RATES` for both cross-entropy and distillation."""
 BASE = {
     **{"--alpha": "0.9", "--divergence": "forward-kl", "--temperature": "1", "--temperature-mode": "fixed"},
@@ -24,11 +24,11 @@ RENORMALIZED_TEACHER = "renormalized-teacher"
 """The tail rule of `benchmarks.science.renormalized_teacher`, which is not kdtrain's."""
 CACHES = {
     **{f"k{k}": ("--top-k", f"{k}") for k in (3, 12, 50)},
-    **{f"s{n}": ("--top-k", "0", "--num-samples", f"{n}") for n in (12, 40, 112)},
+    **{f"s{n}": ("--top-k", "0", "--num-samples", f"{n}") for n in (12, 16, 40, 112)},
     "k8s24": ("--top-k", "8", "--num-samples", "24"),
     "dense": ("--dense",),
 }
-"""What each cache keeps: s12, s40 and s112 hold about 5, 12 and 25 different samples a token."""
+"""What each cache keeps: s12, s16, s40 and s112 hold about 5, 6, 12 and 25 different samples a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class Run:
 
 
 def tail(name: str) -> tuple[str, ...]:
-    """The option that names a tail rule; none for the default one."""
-    return () if name == "ghost" else ("--tail", name)
+    """The option that names a tail rule; none for the default ones."""
+    return () if name in ("ghost", "sampled") else ("--tail", name)
 
 
 def rates() -> list[Run]:
@@ -78,13 +78,14 @@ def rates() -> list[Run]:
 def tails() -> list[Run]:
     """What a cache keeps, and what stands for the rest."""
     rules = ("ghost", "drop", "renormalize", RENORMALIZED_TEACHER)
+    drawn = ("sampled", "control-variate")
     return [
         Run(options=PLAIN),
         Run(cache="dense"),
-        *(Run(cache=cache, options=tail(rule)) for cache in ("k12", "k50", "k3") for rule in rules),
-        *(Run(cache=cache) for cache in ("s40", "k8s24", "s12", "s112")),
-        Run(cache="k8s24", options=tail("control-variate")),
-        Run(cache="s40", options=tail("control-variate")),
+        *(Run(cache="k12", options=tail(rule)) for rule in rules),
+        *(Run(cache=cache, options=tail(rule)) for cache in ("s40", "k8s24") for rule in drawn),
+        *(Run(cache=cache) for cache in ("s12", "s16", "s112")),
+        *(Run(cache=cache, options=tail(rule)) for cache in ("k50", "k3") for rule in rules),
     ]
 
 
@@ -128,10 +129,40 @@ def warmups() -> list[Run]:
     return [Run(options=(*kind, "--warmup-steps", steps)) for steps in ("10", "200") for kind in (PLAIN, ())]
 
 
-STUDIES: dict[str, Callable[[], list[Run]]] = {
-    each.__name__: each for each in (rates, tails, paper, temperatures, weights, divergences, warmups)
-}
+def final() -> list[Run]:
+    """What is recommended, and against what, of the small student after four times the tokens."""
+    return [replace(run, steps=LONG) for run in CHOICES]
 
+
+def larger() -> list[Run]:
+    """The same of a student three times as large."""
+    return [replace(run, steps=LONG, student="3m") for run in CHOICES]
+
+
+def second() -> list[Run]:
+    """The same on a text that nothing was chosen on."""
+    return [replace(run, corpus="docstrings", sequences=6000) for run in CHOICES]
+
+
+def epochs() -> list[Run]:
+    """1 to 8 passes over a quarter of the text, where the teacher ran once."""
+    passes = (1, 2, 4, 8)
+    return [Run(sequences=3520, steps=220 * each, options=kind) for kind in (PLAIN, ()) for each in passes]
+
+
+CHOICES = (
+    Run(options=PLAIN),
+    Run(cache="dense"),
+    Run(),
+    Run(options=tail(RENORMALIZED_TEACHER)),
+    Run(cache="s40"),
+    Run(cache="k8s24"),
+)
+"""The students of the last studies."""
+STUDIES: dict[str, Callable[[], list[Run]]] = {
+    each.__name__: each
+    for each in (final, larger, second, tails, paper, rates, temperatures, weights, divergences, warmups, epochs)
+}
 
 TIMED = {
     Run(steps=LONG, options=PLAIN): "cross-entropy",
@@ -143,13 +174,5 @@ TIMED = {
 ONLINE = "an online teacher"
 ROUNDS, TIMED_STEPS = 5, 80
 
-FINAL = [
-    Run(steps=LONG, options=PLAIN),
-    Run(steps=LONG, cache="dense"),
-    Run(steps=LONG),
-    Run(steps=LONG, options=tail(RENORMALIZED_TEACHER)),
-    Run(steps=LONG, cache="s40"),
-    Run(steps=LONG, cache="k8s24"),
-]
-"""What is recommended, and against what."""
-CALIBRATED = FINAL[:5]
+CALIBRATED = tuple(final()[:5])
+"""Whose calibration is drawn."""

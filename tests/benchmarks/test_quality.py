@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks.harness import ROOT
+from benchmarks.harness.command import Kdtrain
 from benchmarks.science import docstrings, quality_tables, renormalized_teacher
+from benchmarks.science import quality as study
 from benchmarks.science.quality_grid import BASE, PLAIN, RENORMALIZED_TEACHER, STUDENTS, STUDIES, Run
 from kdtrain.cli import parse
 from kdtrain.config.choices import TAILS
@@ -45,8 +47,8 @@ def test_every_student_is_one_that_the_command_accepts(run):
 def test_students_have_names_of_their_own_and_rows_that_can_be_told_apart():
     names = [run.name for run in EVERY]
     assert len({*names}) == len(names) and not any(set(name) & set("/ :") for name in names)
-    for study in STUDIES.values():
-        rows = [(quality_tables.describe(run), run.lr, run.source, run.student, run.steps) for run in study()]
+    for each in STUDIES.values():
+        rows = [(quality_tables.describe(run), run.lr, run.source, run.student, run.steps) for run in each()]
         assert len({*rows}) == len(rows)
 
 
@@ -123,7 +125,7 @@ def test_a_module_gives_its_docstrings_and_a_broken_one_nothing(tmp_path):
     assert docstrings.docstrings(bad) == []
 
 
-def quality(*argv):
+def command(*argv):
     words = [sys.executable, "-m", "benchmarks.science.quality", *argv]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
 
@@ -137,5 +139,25 @@ def quality(*argv):
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(tmp_path, argv, message):
-    done = quality(*argv, "--out", str(tmp_path / "q"))
+    done = command(*argv, "--out", str(tmp_path / "q"))
     assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_student_is_trained_once_and_its_record_kept(tmp_path):
+    small = {"sequences": 48, "validation_sequences": 8, "test_sequences": 8, "seq_len": 64, "divisor": 100}
+    settings = study.Settings(compile=False, **small)
+    asked = study.Quality(out=tmp_path / "q", settings=settings, at_once=2)
+    run = Run(options=("--tail", RENORMALIZED_TEACHER, "--temperature-mode", "likelihood"))
+    with Kdtrain(**study.surroundings(asked)) as kdtrain:
+        study.train_all(asked, [run], kdtrain)
+    study.publish(asked)
+    result = json.loads((tmp_path / "q/quality.json").read_text())
+    (each,) = result["runs"]
+    assert each["tokens"] == 6 * 16 * 64 and each["test"]["tokens"] == 8 * 64 and each["test"]["kl"] > 0
+    assert sum(bin["tokens"] for bin in each["calibration"]) == 8 * 64
+    assert each["validation"]["step"] == [0, 6] and each["made_with"]["at_once"] == 2
+    assert len(each["T"]) == 6 and len({*each["T"]}) > 1
+    assert result["caches"]["stdlib-k12"]["entries"] == 12 and result["caches"]["stdlib-k12"]["bytes_per_token"] > 0
+    assert quality_tables.table(result, [run]).count("\n") == 2
+    study.train_all(asked, [run], None)  # nothing is left that would need the command
