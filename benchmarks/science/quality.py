@@ -2,14 +2,13 @@
 
 `python -m benchmarks.science.quality [STUDY ...]` runs the real command: `kdtrain cache-teacher` for each cache that is
 missing, `kdtrain distill` for each student and `kdtrain evaluate` on the test split, against the teacher's whole
-distributions, of which a dense cache is made once (in fp16, which moves no digit that is shown). A
-student is trained once, whichever studies it is part of, and has a record of its own in `runs/quality/records`; stopped
-at any point, the same command goes on. All records together are `benchmarks/results/quality.json`, from which
-`benchmarks.tables quality` and `benchmarks.figures quality` make the page.
+distributions, of which a dense cache is made once (in fp16, which moves no digit that is shown). A student is trained
+once, whichever studies it is part of, and has a record of its own in `runs/quality/records`; stopped at any point, the
+same command goes on. All records together are `benchmarks/results/quality.json`, from which `benchmarks.tables quality`
+and `benchmarks.figures quality` make the page.
 
-It runs at the lowest priority, `--at-once` students beside each other with a share of the cores each, which changes
-their speed and nothing else: the record's tokens/s are of that moment. `speed` measures what is compared: one command
-at a time, the sides in turn.
+It runs at the lowest priority, `--at-once` students beside each other with a share of the cores each: the tokens/s of a
+student are of that moment. `speed` measures what is compared, one command at a time and the sides in turn.
 """
 
 import dataclasses
@@ -27,23 +26,17 @@ from typing import Annotated, Any
 
 import tyro
 
-from benchmarks.harness import RESULTS, ROOT, TEACHER, write
+from benchmarks import figures, tables
+from benchmarks.harness import FIGURES, RESULTS, ROOT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, stop
 from benchmarks.harness.machine import commit, cpu_model, version
 from benchmarks.science import docstrings, renormalized_teacher
-from benchmarks.science.quality_grid import (
-    CACHES,
-    ONLINE,
-    RENORMALIZED_TEACHER,
-    ROUNDS,
-    STUDENTS,
-    STUDIES,
-    TIMED,
-    TIMED_STEPS,
-    Run,
-)
+from benchmarks.science import quality_grid as grid
+from benchmarks.science.quality_grid import STUDIES, Run
 from benchmarks.science.quality_tables import MEASURES, compact
 from kdtrain.cache.reader import CacheReader
+
+QUIET = ("--histogram-freq", "0", "--sample-freq", "0", "--no-tensorboard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +104,7 @@ def surroundings(quality: Quality) -> dict[str, str]:
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kdtrain-quality\nVersion: 1.0\n")
     module = renormalized_teacher.__name__
-    (info / "entry_points.txt").write_text(f"[kdtrain.tails]\n{RENORMALIZED_TEACHER} = {module}\n")
+    (info / "entry_points.txt").write_text(f"[kdtrain.tails]\n{grid.RENORMALIZED_TEACHER} = {module}\n")
     cores = len(os.sched_getaffinity(0))
     return {
         "OMP_NUM_THREADS": f"{max(cores // quality.at_once, 1)}",
@@ -147,10 +140,10 @@ def build(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
     made = kdtrain(
         *("cache-teacher", "--teacher", settings.teacher, "--data", corpus(quality, run), "--out", f"{folder}"),
         *("--seq-len", f"{settings.seq_len}", *(("--num-sequences", f"{min(limits)}") if limits else ())),
-        *("--validation-sequences", f"{settings.validation_sequences}", *CACHES[run.cache]),
+        *("--validation-sequences", f"{settings.validation_sequences}", *grid.CACHES[run.cache]),
     )
     kept = {name: made[name] for name in ("sequences", "tokens", "bytes_per_token", "temperature_range")}
-    write(record, {"options": CACHES[run.cache], **kept, "entries": entries(folder)})
+    write(record, {"options": grid.CACHES[run.cache], **kept, "entries": entries(folder)})
 
 
 def build_test(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
@@ -192,10 +185,10 @@ def train(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
     steps = max(run.steps // settings.divisor, 1)
     every = max(steps // 10, min(steps, 250))
     command = (
-        *("distill", "--cache", f"{quality.out}/caches/{run.source}", "--student", STUDENTS[run.student]),
+        *("distill", "--cache", f"{quality.out}/caches/{run.source}", "--student", grid.STUDENTS[run.student]),
         *("--out", f"{folder}", "--steps", f"{steps}", "--batch-size", f"{settings.batch_size}", "--lr", f"{run.lr:g}"),
         *("--eval-freq", f"{every}", "--checkpoint-freq", f"{steps}", "--keep-rolling", "1"),
-        *("--seed", f"{run.seed}", *run.arguments, "--histogram-freq", "0", "--sample-freq", "0", "--no-tensorboard"),
+        *("--seed", f"{run.seed}", *run.arguments, *QUIET),
         *([] if settings.compile else ["--no-compile"]),
     )
     trained = kdtrain(*command)
@@ -252,21 +245,21 @@ def made_with(known: dict[str, Any], quality: Quality) -> dict[str, Any]:
 
 def measure_speed(quality: Quality, kdtrain: Kdtrain) -> None:
     """Tokens a second of each side of `TIMED` and of an online teacher: `ROUNDS` short runs each, in turn."""
-    settings, sides = quality.settings, {name: run for run, name in TIMED.items()}
+    settings, sides = quality.settings, {name: run for run, name in grid.TIMED.items()}
     for run in sides.values():
         build(quality, run, kdtrain)
-    found: dict[str, list[float]] = {name: [] for name in (*sides, ONLINE)}
-    for turn in range(ROUNDS):
-        for name in found:
-            run = sides.get(name, Run())
+    sides |= {grid.ONLINE: Run(cache="dense")}
+    steps = max(grid.TIMED_STEPS // settings.divisor, 1)
+    online = ("--teacher", settings.teacher, "--data", "stdlib", "--seq-len", f"{settings.seq_len}")
+    found: dict[str, list[float | None]] = {name: [] for name in sides}
+    for turn in range(grid.ROUNDS):
+        for name, run in sides.items():
             folder = quality.out / "speed" / f"{name.replace(' ', '-')}-{turn}"
-            online = ("--teacher", settings.teacher, "--data", "stdlib", "--seq-len", f"{settings.seq_len}")
-            source = online if name == ONLINE else ("--cache", f"{quality.out}/caches/{run.source}")
+            source = online if name == grid.ONLINE else ("--cache", f"{quality.out}/caches/{run.source}")
             kdtrain(
-                *("distill", *source, "--student", STUDENTS[run.student], "--out", f"{folder}"),
-                *("--steps", f"{max(TIMED_STEPS // settings.divisor, 1)}", "--batch-size", f"{settings.batch_size}"),
-                *(run.arguments if name != ONLINE else Run(cache="dense").arguments),
-                *("--histogram-freq", "0", "--sample-freq", "0", "--no-tensorboard", "--eval-freq", f"{TIMED_STEPS}"),
+                *("distill", *source, "--student", grid.STUDENTS[run.student], "--out", f"{folder}", *run.arguments),
+                *("--steps", f"{steps}", "--batch-size", f"{settings.batch_size}", "--eval-freq", f"{steps}"),
+                *QUIET,
                 *([] if settings.compile else ["--no-compile"]),
             )
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -290,7 +283,10 @@ def publish(quality: Quality) -> None:
     published = quality.settings == Settings() and quality.out == Quality().out
     file = (RESULTS if published else quality.out) / "quality.json"
     file.write_text(compact(result))
-    print(f"{len(runs)} students: {file}")
+    pictures = figures.draw_quality(result, FIGURES if published else quality.out)
+    print(f"{len(runs)} students: {file}", *pictures, sep="\n")
+    if published:
+        tables.fill_page("quality")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ PLAIN = ("--alpha", "0")
 RENORMALIZED_TEACHER = "renormalized-teacher"
 """The tail rule of `benchmarks.science.renormalized_teacher`, which is not kdtrain's."""
 CACHES = {
-    **{f"k{k}": ("--top-k", f"{k}") for k in (3, 12, 50)},
+    **{f"k{k}": ("--top-k", f"{k}") for k in (3, 12, 16, 50)},
     **{f"s{n}": ("--top-k", "0", "--num-samples", f"{n}") for n in (12, 16, 40, 112)},
-    "k8s24": ("--top-k", "8", "--num-samples", "24"),
+    **{f"k8s{n}": ("--top-k", "8", "--num-samples", f"{n}") for n in (8, 24)},
     "dense": ("--dense",),
 }
 """What each cache keeps: s12, s16, s40 and s112 hold about 5, 6, 12 and 25 different samples a token."""
@@ -84,7 +84,7 @@ def tails() -> list[Run]:
         Run(cache="dense"),
         *(Run(cache="k12", options=tail(rule)) for rule in rules),
         *(Run(cache=cache, options=tail(rule)) for cache in ("s40", "k8s24") for rule in drawn),
-        *(Run(cache=cache) for cache in ("s12", "s16", "s112")),
+        *(Run(cache=cache) for cache in ("s12", "s16", "s112", "k8s8", "k16")),
         *(Run(cache=cache, options=tail(rule)) for cache in ("k50", "k3") for rule in rules),
     ]
 

@@ -13,9 +13,10 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-from benchmarks.science.quality_grid import BASE, CACHES, PLAIN, STUDIES, Run
+from benchmarks.science.quality_grid import BASE, CACHES, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
 
 MEASURES = ("loss", "ece", "kl", "agreement", "acceptance", "accuracy", "teacher_loss", "tokens")
 """What a record keeps of `kdtrain evaluate` on the test split."""
@@ -187,8 +188,45 @@ def published(result: Record) -> str:
     return "\n".join(lines)
 
 
+def times(result: Record) -> str:
+    """Tokens a second of each kind of training, and what it takes to reach the loss at which cross-entropy ends.
+
+    The teacher's forwards are in the online teacher's time and in no other: a cache is made once.
+    """
+    lines = ["| student | tokens/s | of cross-entropy's | million tokens | minutes |", "|---|" + "--:|" * 4]
+    rates = {
+        name: statistics.median(each) for name, each in result.get("speed", {}).get("tokens_per_second", {}).items()
+    }
+    base = next(run for run, name in TIMED.items() if name == "cross-entropy")
+    goal = _mean_curve(result, base)
+    for run, name in (*TIMED.items(), (Run(steps=LONG, cache="dense"), ONLINE)):
+        if name in rates and goal and (curve := _mean_curve(result, run)):
+            tokens = reached(curve, goal[-1][1])
+            spent = ["-", "-"] if tokens is None else [f"{tokens / 1e6:.2f}", f"{tokens / rates[name] / 60:.1f}"]
+            share = rates[name] / rates["cross-entropy"]
+            lines.append(f"| {' | '.join([name, f'{rates[name]:,.0f}', f'{share:.2f}', *spent])} |")
+    return "\n".join(lines)
+
+
+def _mean_curve(result: Record, run: Run) -> list[tuple[float, float]]:
+    """Tokens and the mean validation loss over seeds."""
+    curves = [each["validation"] for each in seeds(result, run).values()]
+    width = result["settings"]["batch_size"] * result["settings"]["seq_len"]
+    columns = zip(*(curve["loss"] for curve in curves), strict=True)
+    steps = curves[0]["step"] if curves else []
+    return [(step * width, statistics.mean(column)) for step, column in zip(steps, columns, strict=True)]
+
+
+def reached(curve: list[tuple[float, float]], goal: float) -> float | None:
+    """The tokens after which a curve first meets `goal`, on straight lines between its points; None if it does not."""
+    for (tokens, loss), (later, lower) in pairwise(curve):
+        if lower <= goal:
+            return tokens + (later - tokens) * min(max((loss - goal) / (loss - lower), 0.0), 1.0)
+    return None
+
+
 def blocks(result: Record) -> dict[str, str]:
     """The tables by their markers in the page."""
     tables = {name: table(result, study(), rate=name == "rates") for name, study in STUDIES.items()}
-    tables |= {"paper": published(result)}
+    tables |= {"paper": published(result), "time": times(result)}
     return {f"quality-{name}": text for name, text in tables.items()}

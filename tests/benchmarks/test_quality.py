@@ -9,11 +9,12 @@ import sys
 import pytest
 import torch
 
+from benchmarks import figures
 from benchmarks.harness import ROOT
 from benchmarks.harness.command import Kdtrain
 from benchmarks.science import docstrings, quality_tables, renormalized_teacher
 from benchmarks.science import quality as study
-from benchmarks.science.quality_grid import BASE, PLAIN, RENORMALIZED_TEACHER, STUDENTS, STUDIES, Run
+from benchmarks.science.quality_grid import BASE, PLAIN, RENORMALIZED_TEACHER, STUDENTS, STUDIES, TIMED, Run
 from kdtrain.cli import parse
 from kdtrain.config.choices import TAILS
 from kdtrain.models.head import OutputHead
@@ -123,6 +124,40 @@ def test_a_module_gives_its_docstrings_and_a_broken_one_nothing(tmp_path):
     bad.write_text("def f(:\n")
     assert docstrings.docstrings(good) == ["Of the module.", "Of the class."]
     assert docstrings.docstrings(bad) == []
+
+
+def whole_record():
+    """Every student of every picture, at two seeds, with made-up losses."""
+    wanted = [*STUDIES["final"](), *TIMED, *STUDIES["temperatures"]()]
+    curve = {"step": [0, 250, 500], "loss": [7.6, 4.0, 3.5], "kl": [5.0, 2.0, 1.5]}
+    bins = [{"tokens": 10.0, "confidence": 0.3, "accuracy": 0.35}, {"tokens": 0.0, "confidence": 0.0, "accuracy": 0.0}]
+    runs = []
+    for number, run in enumerate(dict.fromkeys(wanted)):
+        for seed in (0, 1):
+            made = student(run, seed, 3.5 - 0.01 * number + 0.002 * seed)
+            runs.append(made | {"validation": curve, "calibration": bins, "T": [1.0, 1.1, 1.2]})
+    sides = {name: [1000.0, 1100.0] for name in TIMED.values()}
+    caches = {run.source: {"bytes_per_token": 20.0 + number} for number, run in enumerate(wanted)}
+    settings = {"batch_size": 16, "seq_len": 256}
+    return {"settings": settings, "caches": caches, "speed": {"tokens_per_second": sides}, "runs": runs}
+
+
+def test_the_pictures_are_drawn_twice_alike_and_without_students_not_at_all(tmp_path):
+    pictures = ("gap", "calibration", "temperature", "time")
+    names = {f"quality-{name}.{kind}" for name in pictures for kind in ("png", "svg")}
+    first, second = (figures.draw_quality(whole_record(), tmp_path / folder) for folder in "ab")
+    assert {path.name for path in first} == names
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    empty = {"settings": {}, "caches": {}, "runs": []}
+    assert figures.draw_quality(empty, tmp_path / "c") == []
+
+
+def test_the_time_to_a_loss_is_read_off_the_curve_between_two_validations():
+    curve = [(0.0, 8.0), (100.0, 4.0), (200.0, 3.0)]
+    assert quality_tables.reached(curve, 3.5) == 150 and quality_tables.reached(curve, 4.0) == 100
+    assert quality_tables.reached(curve, 2.9) is None
+    rows = quality_tables.times(whole_record()).splitlines()[2:]
+    assert rows[0] == "| cross-entropy | 1,050 | 1.00 | 2.05 | 32.5 |"
 
 
 def command(*argv):
