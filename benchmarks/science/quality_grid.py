@@ -19,7 +19,8 @@ BASE = {
     **{"--warmup-steps": "50", "--lr-schedule": "cosine", "--weight-decay": "0.1"},
 }
 """What every student has in common but for the options of its run; the command's defaults may move away from it."""
-PLAIN = ("--alpha", "0")
+PLAIN, ALONE = ("--alpha", "0"), ("--alpha", "1")
+"""Cross-entropy without a teacher, and the teacher without cross-entropy."""
 RENORMALIZED_TEACHER = "renormalized-teacher"
 """The tail rule of `benchmarks.science.renormalized_teacher`, which is not kdtrain's."""
 CACHES = {
@@ -91,13 +92,12 @@ def tails() -> list[Run]:
 
 def paper() -> list[Run]:
     """The methods of Sparse Logit Sampling (arXiv 2503.16870), as there without cross-entropy."""
-    alone = ("--alpha", "1")
     return [
         Run(options=PLAIN),
-        *(Run(cache=cache, options=(*alone, *tail(RENORMALIZED_TEACHER))) for cache in ("k12", "k50")),
-        Run(cache="k50", options=alone),
-        Run(cache="s40", options=alone),
-        Run(cache="dense", options=alone),
+        *(Run(cache=cache, options=(*ALONE, *tail(RENORMALIZED_TEACHER))) for cache in ("k12", "k50")),
+        Run(cache="k50", options=ALONE),
+        Run(cache="s40", options=ALONE),
+        Run(cache="dense", options=ALONE),
     ]
 
 
@@ -106,27 +106,28 @@ def temperatures() -> list[Run]:
     fixed = [("--temperature", T) for T in ("0.7", "1.5", "2", "3")]
     learned = [("--temperature-mode", mode) for mode in ("likelihood", "adversarial", "minimize")]
     return [
-        *(Run(options=options) for options in (*fixed, *learned)),
-        *(Run(cache="dense", options=options) for options in fixed[1:3]),
+        *(Run(options=options) for options in ((), *fixed, *learned)),
+        *(Run(cache="dense", options=options) for options in ((), *fixed[1:3])),
     ]
 
 
 def weights() -> list[Run]:
     """Alpha, fixed and falling, for a rule with a bias, one without, and whole distributions."""
-    falling = ("--alpha-schedule", "linear")
-    choices = (("--alpha", "0.5"), ("--alpha", "1"), falling)
-    return [Run(cache=cache, options=options) for cache in ("k12", "k8s24", "dense") for options in choices]
+    choices = (("--alpha", "0.5"), (), ALONE, ("--alpha-schedule", "linear"))
+    caches = ("k12", "s16", "k8s24", "dense")
+    return [Run(options=PLAIN), *(Run(cache=cache, options=options) for cache in caches for options in choices)]
 
 
 def divergences() -> list[Run]:
     """Other divergences than forward KL."""
     names = ("reverse-kl", "jsd", "skew-kl", "skew-reverse-kl")
-    return [Run(options=("--divergence", name)) for name in names]
+    return [Run(), *(Run(options=("--divergence", name)) for name in names)]
 
 
 def warmups() -> list[Run]:
     """Steps of warm-up, for both kinds of student."""
-    return [Run(options=(*kind, "--warmup-steps", steps)) for steps in ("10", "200") for kind in (PLAIN, ())]
+    steps = ((), ("--warmup-steps", "10"), ("--warmup-steps", "200"))
+    return [Run(options=(*kind, *each)) for each in steps for kind in (PLAIN, ())]
 
 
 def final() -> list[Run]:
@@ -152,11 +153,14 @@ def epochs() -> list[Run]:
 
 CHOICES = (
     Run(options=PLAIN),
+    Run(cache="dense", options=ALONE),
     Run(cache="dense"),
+    Run(cache="s16", options=ALONE),
     Run(),
     Run(options=tail(RENORMALIZED_TEACHER)),
-    Run(cache="s40"),
-    Run(cache="k8s24"),
+    Run(cache="s40", options=ALONE),
+    Run(cache="k8s8", options=ALONE),
+    Run(cache="k8s24", options=ALONE),
 )
 """The students of the last studies."""
 STUDIES: dict[str, Callable[[], list[Run]]] = {

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.science.quality_grid import BASE, CACHES, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
+from benchmarks.science.quality_grid import ALONE, BASE, CACHES, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
 
 MEASURES = ("loss", "ece", "kl", "agreement", "acceptance", "accuracy", "teacher_loss", "tokens")
 """What a record keeps of `kdtrain evaluate` on the test split."""
@@ -99,13 +99,13 @@ def plain(run: Run) -> Run:
 
 
 def full(run: Run) -> Run:
-    """Whole distributions on the same text, steps and rate."""
-    return replace(run, cache="dense", options=())
+    """Whole distributions, without cross-entropy, on the same text, steps and rate."""
+    return replace(run, cache="dense", options=ALONE)
 
 
-def gap(result: Record, run: Run, whole: Run | None = None) -> list[float]:
-    """The share of the gap between cross-entropy and `whole` (by default `full`) that is closed, a number a seed."""
-    sides = (run, plain(run), whole or full(run))
+def gap(result: Record, run: Run) -> list[float]:
+    """The share of the gap between cross-entropy and whole distributions that is closed, a number a seed."""
+    sides = (run, plain(run), full(run))
     loss = [{seed: each["test"]["loss"] for seed, each in seeds(result, side).items()} for side in sides]
     both = sorted(loss[0].keys() & loss[1].keys() & loss[2].keys())
     return [(loss[1][seed] - loss[0][seed]) / (loss[1][seed] - loss[2][seed]) for seed in both]
@@ -176,7 +176,6 @@ def cell(values: list[float], form: str) -> str:
 def published(result: Record) -> str:
     """The methods of Sparse Logit Sampling, theirs beside ours: loss, share of the gap and ECE."""
     lines = ["| | loss, 3 B to 300 M | gap closed | ECE | loss, here | gap closed | ECE |", "|---|" + "--:|" * 6]
-    whole = Run(cache="dense", options=("--alpha", "1"))
     for (method, (_, loss, ece)), run in zip(PUBLISHED_LOSSES.items(), STUDIES["paper"](), strict=True):
         found = seeds(result, run)
         theirs = [f"{loss:.2f}", f"{(CROSS_ENTROPY - loss) / (CROSS_ENTROPY - WHOLE):.0%}", f"{ece:.1%}"]
@@ -184,7 +183,7 @@ def published(result: Record) -> str:
         ours = [
             cell([each[measure] for each in tests], FORMS[measure]) if tests else "-" for measure in ("loss", "ece")
         ]
-        lines.append(f"| {' | '.join([method, *theirs, ours[0], share(gap(result, run, whole)), ours[1]])} |")
+        lines.append(f"| {' | '.join([method, *theirs, ours[0], share(gap(result, run)), ours[1]])} |")
     return "\n".join(lines)
 
 
