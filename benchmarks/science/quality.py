@@ -30,7 +30,7 @@ from benchmarks import figures, tables
 from benchmarks.harness import FIGURES, RESULTS, ROOT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, stop
 from benchmarks.harness.machine import commit, cpu_model, version
-from benchmarks.science import docstrings, renormalized_teacher
+from benchmarks.science import docstrings
 from benchmarks.science import quality_grid as grid
 from benchmarks.science.quality_grid import STUDIES, Run
 from benchmarks.science.quality_tables import MEASURES, compact
@@ -103,7 +103,7 @@ def surroundings(quality: Quality) -> dict[str, str]:
     info = quality.out / "packages" / "kdtrain_quality-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kdtrain-quality\nVersion: 1.0\n")
-    module = renormalized_teacher.__name__
+    module = "benchmarks.science.renormalized_teacher"
     (info / "entry_points.txt").write_text(f"[kdtrain.tails]\n{grid.RENORMALIZED_TEACHER} = {module}\n")
     cores = len(os.sched_getaffinity(0))
     return {
