@@ -225,7 +225,11 @@ def reached(curve: list[tuple[float, float]], goal: float) -> float | None:
 
 
 def blocks(result: Record) -> dict[str, str]:
-    """The tables by their markers in the page."""
-    tables = {name: table(result, study(), rate=name == "rates") for name, study in STUDIES.items()}
+    """The tables by their markers in the page; each student is compared with the first of its study."""
+    tables = {}
+    for name, study in STUDIES.items():
+        runs = study()
+        alike = len({(run.lr, run.steps) for run in runs}) == 1  # else the first row is no measure for the others
+        tables[name] = table(result, runs, against=runs[0] if alike else None, rate=name == "rates")
     tables |= {"paper": published(result), "time": times(result)}
     return {f"quality-{name}": text for name, text in tables.items()}
