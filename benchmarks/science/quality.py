@@ -35,6 +35,7 @@ from benchmarks.science import quality_grid as grid
 from benchmarks.science.quality_grid import STUDIES, Run
 from benchmarks.science.quality_tables import MEASURES, compact
 from kdtrain.cache.reader import CacheReader
+from kdtrain.files import publish_text
 
 QUIET = ("--histogram-freq", "0", "--sample-freq", "0", "--no-tensorboard")
 
@@ -185,7 +186,7 @@ def train(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
     steps = max(run.steps // settings.divisor, 1)
     every = max(steps // 10, min(steps, 250))
     command = (
-        *("distill", "--cache", f"{quality.out}/caches/{run.source}", "--student", grid.STUDENTS[run.student]),
+        *("distill", "--cache", f"{quality.out}/caches/{run.source}", "--student", f"{student(quality, run)}"),
         *("--out", f"{folder}", "--steps", f"{steps}", "--batch-size", f"{settings.batch_size}", "--lr", f"{run.lr:g}"),
         *("--eval-freq", f"{every}", "--checkpoint-freq", f"{steps}", "--keep-rolling", "1"),
         *("--seed", f"{run.seed}", *run.arguments, *QUIET),
@@ -197,6 +198,15 @@ def train(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
         "evaluate", "--student", f"{folder}", "--cache", f"{test_folder(quality, run)}", "--split", "train"
     )
     write(quality.out / f"records/{run.name}.json", record(quality, run, folder, trained, measured))
+
+
+def student(quality: Quality, run: Run) -> Path:
+    """Write the spec of a run's student: the shipped one with the attention of the grid."""
+    shipped, spec = ROOT / grid.STUDENTS[run.student], quality.out / f"students/{run.student}.toml"
+    text = shipped.read_text().replace('"../teachers/', f'"{ROOT / "teachers"}/')
+    spec.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(spec, f'attention = "{grid.ATTENTION}"\n{text}', "student")
+    return spec
 
 
 def record(
@@ -240,6 +250,7 @@ def made_with(known: dict[str, Any], quality: Quality) -> dict[str, Any]:
         "at_once": quality.at_once,
         "torch": version("torch"),
         "precision": known["mode"],
+        "attention": grid.ATTENTION,
     }
 
 
@@ -257,7 +268,7 @@ def measure_speed(quality: Quality, kdtrain: Kdtrain) -> None:
             folder = quality.out / "speed" / f"{name.replace(' ', '-')}-{turn}"
             source = online if name == grid.ONLINE else ("--cache", f"{quality.out}/caches/{run.source}")
             kdtrain(
-                *("distill", *source, "--student", grid.STUDENTS[run.student], "--out", f"{folder}", *run.arguments),
+                *("distill", *source, "--student", f"{student(quality, run)}", "--out", f"{folder}", *run.arguments),
                 *("--steps", f"{steps}", "--batch-size", f"{settings.batch_size}", "--eval-freq", f"{steps}"),
                 *QUIET,
                 *([] if settings.compile else ["--no-compile"]),
