@@ -384,9 +384,17 @@ def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
         counts = numbers_nRT[:, entries : entries + spec.num_samples]
         if numbers_nRT[:, -1].max() == np.iinfo(np.uint16).max:
             raise ValueError("it lacks targets")
-        if max(numbers_nRT[:, -1].max(), numbers_nRT[:, :entries].sum(1, wide).max()) > LOWEST:
+        lowest = numbers_nRT[:, -1].max()
+        if spec.counts_only:
+            below_nDT = numbers_nRT[:, :entries].astype(np.int64)
+            counts = 2 * below_nDT[:, :1] - below_nDT.cumsum(1)
+            if counts.min() < 0:
+                raise ValueError("an entry was drawn less than 0 times")
+        else:
+            lowest = max(lowest, numbers_nRT[:, :entries].sum(1, wide).max())
+        if lowest > LOWEST:
             raise ValueError("a log-probability is not between -10,000 and 0")
-        if counts.size and counts.sum(1, wide).max() > spec.num_samples:
+        if counts.size and counts.sum(1, np.int64).max() > spec.num_samples:
             raise ValueError(f"more than {spec.num_samples} samples were drawn for a token")
     if spec.kind == "dense":
         if np.isnan(arrays["label_logprob"]).any():
@@ -415,7 +423,8 @@ def check_values(kept: Arrays, spec: CodecSpec) -> None:
         absent = ids[..., top_k:] == spec.absent
         if (absent != (kept["counts"][..., top_k:] == 0)).any():
             raise ValueError("a sample has no count, or a count no sample")
-        drawn_nT = _mass(np.where(absent, FLOOR, kept["logprobs"][..., top_k:]))
+        if not spec.counts_only:  # which holds no log p of them
+            drawn_nT = _mass(np.where(absent, FLOOR, kept["logprobs"][..., top_k:]))
     if not (top_nT + np.maximum(drawn_nT, tail_nT)).max() <= MASS:
         raise ValueError("the probabilities of a token sum to more than 1")
     number, most = len(spec.knots), math.log(spec.vocab_size) + 0.1

@@ -7,6 +7,13 @@ next token; mean and standard deviation of the logits. `dense` keeps all log-pro
 `tokens` keeps none: it serves training without a cached teacher. `compression` packs the numbers of `sparse` into few
 bytes.
 
+Samples are systematic (arXiv cs/0507025, section 2.4): their points in the cumulative distribution lie 1/n apart, and
+only where the first lies is left to chance. An entry of probability p in the tail is then drawn n p times, rounded down
+or up, n p on average: estimates are unbiased as from independent draws, likely entries all but free of noise.
+
+Samples without a top-k serve T = 1 only, where their counts are all that a loss needs (`counts_only`): other
+temperatures need weights p^(beta - 1), under which the samples of T = 1 are mostly noise.
+
 The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums of sampling), a block of rows at a time,
 so that memory does not grow with N x V. Samples come from uniforms that the CPU makes from (seed, split, sequence):
 they do not depend on batch size, ranks or restarts.
@@ -67,7 +74,8 @@ class CodecSpec:
     num_samples: int = 0
     """Samples from the rest of the vocabulary, 0 to 255."""
     knots: tuple[float, ...] = ()
-    """The values of beta at which the tail is kept, descending, 1.0 among them; empty: the default for `sparse`."""
+    """The values of beta at which the tail is kept, descending, 1.0 among them; empty: the default for `sparse`, which
+    is 1.0 alone without a top-k."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("sparse", "dense", "tokens"):
@@ -80,7 +88,7 @@ class CodecSpec:
                     f"codec '{self.kind}' has no top-k, samples or knots; leave --top-k and --num-samples out"
                 )
             return
-        knots = self.knots or (FINE_KNOTS if self.top_k < SMALL_TOP_K else KNOTS)
+        knots = self.knots or ((1.0,) if not self.top_k else FINE_KNOTS if self.top_k < SMALL_TOP_K else KNOTS)
         object.__setattr__(self, "knots", tuple(float(knot) for knot in knots))
         if not 0 <= self.top_k <= self.vocab_size:
             raise ValueError(f"--top-k {self.top_k} is outside 0 to {self.vocab_size}, the vocabulary")
@@ -89,15 +97,26 @@ class CodecSpec:
         if self.top_k + self.num_samples == 0:
             raise ValueError("--top-k 0 with --num-samples 0 keeps nothing; set one of them, or use --dense")
         descending = all(a > b > 0 for a, b in zip(self.knots, self.knots[1:], strict=False))
-        if not 2 <= len(self.knots) <= MAX_KNOTS or not descending or 1.0 not in self.knots:
+        least = 2 if self.top_k else 1
+        if not least <= len(self.knots) <= MAX_KNOTS or not descending or 1.0 not in self.knots:
             raise ValueError(
-                f"knots {self.knots[:8]} must be 2 to {MAX_KNOTS}, descending, above 0, with 1.0 among them"
+                f"knots {self.knots[:8]} must be {least} to {MAX_KNOTS}, descending, above 0, with 1.0 among them"
             )
 
     @property
     def columns(self) -> int:
         """K: entries kept a token."""
         return self.top_k + self.num_samples
+
+    @property
+    def counts_only(self) -> bool:
+        """True where the log-probabilities of entries are not kept, only how often each was drawn."""
+        return len(self.knots) == 1
+
+    @property
+    def entry_rows(self) -> int:
+        """Rows of numbers about the entries: log p of each, and how often the samples were drawn."""
+        return self.num_samples + (0 if self.counts_only else self.columns)
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -119,17 +138,21 @@ class CodecSpec:
         return {**asdict(self), "knots": list(self.knots)}
 
 
-def uniforms(seed: int, split: str, sequence: int, shape: tuple[int, ...]) -> np.ndarray:
-    """fp64 in [0, 1) of `shape`, a pure function of the arguments (MT19937, whose stream is frozen)."""
+def draw_points(seed: int, split: str, sequence: int, length: int, number: int) -> np.ndarray:
+    """fp64 [length, number] in [0, 1): where each position's samples lie in its cumulative distribution.
+
+    (j + U) / number with one uniform U a position, a pure function of the arguments (MT19937, whose stream is frozen).
+    """
     digest = hashlib.sha256(f"kdtrain draws {seed} {split} {sequence}".encode()).digest()
-    return np.random.RandomState(np.frombuffer(digest, dtype="<u4")).random_sample(shape)
+    uniform_T1 = np.random.RandomState(np.frombuffer(digest, dtype="<u4")).random_sample((length, 1))
+    return (np.arange(number) + uniform_T1) / number
 
 
-def _draw(weights_NV: Tensor, uniforms_ND: Tensor) -> Tensor:
+def _draw(weights_NV: Tensor, points_ND: Tensor) -> Tensor:
     """Inverse-CDF samples [N, D]; V in a row without any weight. Never an entry of weight 0."""
     cdf_NV = weights_NV.cumsum(-1, dtype=torch.float64)
     total_N1 = cdf_NV[:, -1:]
-    drawn_ND = torch.searchsorted(cdf_NV, uniforms_ND * total_N1, right=True).clamp_(max=weights_NV.shape[1] - 1)
+    drawn_ND = torch.searchsorted(cdf_NV, points_ND * total_N1, right=True).clamp_(max=weights_NV.shape[1] - 1)
     # A parallel sum may step up by rounding at an entry of weight 0: such a draw moves to a neighbour with weight.
     bad_N = (weights_NV.gather(1, drawn_ND) == 0).any(-1)
     if bad_N.any():
@@ -191,7 +214,7 @@ def _moments(logprobs_NV: Tensor) -> tuple[Tensor, Tensor]:
     return mean_N, (square_N / number_N).sqrt()
 
 
-def _sparse(logprobs_NV: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None) -> dict[str, Tensor]:
+def _sparse(logprobs_NV: Tensor, spec: CodecSpec, points_ND: Tensor | None) -> dict[str, Tensor]:
     top_k, vocab_size = spec.top_k, spec.vocab_size
     mean_N, std_N = _moments(logprobs_NV)
     top = logprobs_NV.topk(min(top_k + 1, vocab_size), -1)
@@ -206,22 +229,22 @@ def _sparse(logprobs_NV: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None) ->
         offset_NV = (logprobs_NV - largest_N[:, None]).scatter_(1, ids_NK, FLOOR)
         parts["tail"] = _tail(offset_NV, largest_N, spec.knots)
     if spec.num_samples:
-        assert uniforms_ND is not None
+        assert points_ND is not None
         weights_NV = offset_NV.exp_().masked_fill_(logprobs_NV <= FLOOR, 0)
-        found = _sampled(_draw(weights_NV, uniforms_ND), vocab_size, lambda ids_ND: logprobs_NV.gather(1, ids_ND))
+        found = _sampled(_draw(weights_NV, points_ND), vocab_size, lambda ids_ND: logprobs_NV.gather(1, ids_ND))
         ids_NK, kept_NK = torch.cat([ids_NK, found[0]], -1), torch.cat([kept_NK, found[1]], -1)
         parts["counts"] = F.pad(found[2], (top_k, 0))
     return {**parts, "ids": ids_NK, "logprobs": kept_NK}
 
 
 def _encode_block(
-    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None
+    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_ND: Tensor | None
 ) -> dict[str, Tensor]:
     logits_NV = logits_NV.float()
     partition_N1 = logits_NV.logsumexp(-1, keepdim=True)
     logprobs_NV = (logits_NV - partition_N1).clamp_(min=FLOOR)
     label_N = logprobs_NV.gather(1, labels_N[:, None])[:, 0]
-    kept = {"logprobs": logprobs_NV} if spec.kind == "dense" else _sparse(logprobs_NV, spec, uniforms_ND)
+    kept = {"logprobs": logprobs_NV} if spec.kind == "dense" else _sparse(logprobs_NV, spec, points_ND)
     return {**kept, "label_logprob": label_N}
 
 
@@ -272,31 +295,31 @@ def _tail_weights(logits_NV: Tensor, highest_N1: Tensor, edge_N1: Tensor) -> Ten
     return torch.where(inside_NV, (wide_NV - edge_N1).exp(), 0.0)
 
 
-def _draw_by_chunk(weights_NV: Tensor, uniforms_ND: Tensor, vocab_size: int) -> Tensor:
+def _draw_by_chunk(weights_NV: Tensor, points_ND: Tensor, vocab_size: int) -> Tensor:
     """What `_draw` draws, first a chunk and then an entry of it: without cumulative sums over V."""
     weights_NCW = weights_NV.unflatten(1, (-1, _CHUNK))
     mass_NC = weights_NCW.sum(-1, dtype=torch.float64)
-    drawn_ND = _draw(mass_NC, uniforms_ND)
+    drawn_ND = _draw(mass_NC, points_ND)
     chunk_ND = drawn_ND.clamp(max=mass_NC.shape[1] - 1)
     cdf_NC = mass_NC.cumsum(-1)
     own_ND = mass_NC.gather(1, chunk_ND)
-    rest_ND = (uniforms_ND * cdf_NC[:, -1:] - (cdf_NC.gather(1, chunk_ND) - own_ND)) / own_ND
+    rest_ND = (points_ND * cdf_NC[:, -1:] - (cdf_NC.gather(1, chunk_ND) - own_ND)) / own_ND
     chosen = weights_NCW[torch.arange(len(chunk_ND), device=chunk_ND.device)[:, None], chunk_ND].flatten(0, 1)
     inside = _draw(chosen, rest_ND.nan_to_num(0.0).clamp(0, 1).reshape(-1, 1)).view_as(chunk_ND)
     return (chunk_ND * _CHUNK + inside).masked_fill_(drawn_ND == mass_NC.shape[1], vocab_size)
 
 
 def _sparse_in_passes(
-    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None, compile: bool = True
+    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_ND: Tensor | None, compile: bool = True
 ) -> dict[str, Tensor]:
     """What `_encode_block` keeps of a tail that is not empty, in as few passes over the logits as its parts need."""
     # A compiler that times what it may choose could continue an interrupted build with other kernels.
     with inductor_config.patch(deterministic=True):
-        return _in_passes(logits_NV, labels_N, spec, uniforms_ND, compile)
+        return _in_passes(logits_NV, labels_N, spec, points_ND, compile)
 
 
 def _in_passes(
-    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: Tensor | None, compile: bool
+    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_ND: Tensor | None, compile: bool
 ) -> dict[str, Tensor]:
     top_k, knots = spec.top_k, spec.knots
     maxima_NC = maybe_compiled(_chunk_maxima, compile)(logits_NV)
@@ -325,9 +348,9 @@ def _in_passes(
     }
     kept_NK = logprobs_at(ids_NK)
     if spec.num_samples:
-        assert uniforms_ND is not None
+        assert points_ND is not None
         weights_NV = maybe_compiled(_tail_weights, compile)(logits_NV, highest_N1, edge_N1).scatter_(1, ids_NK, 0)
-        drawn_ND = _draw_by_chunk(weights_NV, uniforms_ND, spec.vocab_size)
+        drawn_ND = _draw_by_chunk(weights_NV, points_ND, spec.vocab_size)
         samples = _sampled(drawn_ND, spec.vocab_size, logprobs_at)
         ids_NK, kept_NK = torch.cat([ids_NK, samples[0]], -1), torch.cat([kept_NK, samples[1]], -1)
         parts["counts"] = F.pad(samples[2], (top_k, 0))
@@ -347,13 +370,13 @@ def _narrow(name: str, values: Tensor, spec: CodecSpec) -> Tensor:
 
 @torch.no_grad()
 def encode(
-    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, uniforms_ND: np.ndarray | None = None
+    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_ND: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """What is kept of N tokens: label_logprob [N]; logprobs [N, K] or, dense, [N, V]; ids, counts [N, K];
     tail [N, 2G]; logit_mean, logit_std [N]. fp32 (`dense`: fp16), ids in the spec's dtype, uint8 counts.
 
     logits_NV: any float dtype and device, each row with a finite log-partition; labels_N: int64, the true
-    next tokens; uniforms_ND: fp64 in [0, 1), required with num_samples.
+    next tokens; points_ND: fp64 in [0, 1), `draw_points`, required with num_samples.
     """
     rows = max(1, _CELLS.get(logits_NV.device.type, 2**20) // spec.vocab_size)
     in_passes = logits_NV.is_cuda and spec.kind == "sparse" and spec.top_k < spec.vocab_size
@@ -363,7 +386,7 @@ def encode(
     blocks: dict[str, list[Tensor]] = {}
     for start in range(0, len(logits_NV), rows):
         part = slice(start, start + rows)
-        chance = None if uniforms_ND is None else torch.from_numpy(uniforms_ND[part]).to(logits_NV.device)
+        chance = None if points_ND is None else torch.from_numpy(points_ND[part]).to(logits_NV.device)
         block = encode_block(logits_NV[part], labels_N[part].to(logits_NV.device), spec, chance)
         for name, values in block.items():
             blocks.setdefault(name, []).append(_narrow(name, values, spec))
@@ -384,7 +407,7 @@ def encode_sequences(
     size, length = labels_BT.shape
     chance = None
     if spec.num_samples:
-        chance = np.concatenate([uniforms(seed, split, first + b, (length, spec.num_samples)) for b in range(size)])
+        chance = np.concatenate([draw_points(seed, split, first + b, length, spec.num_samples) for b in range(size)])
     broken_B = broken(logits_BTV)
     if broken_B.any():
         logits_BTV = logits_BTV.masked_fill(broken_B[:, None, None], 0.0)

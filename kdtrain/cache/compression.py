@@ -21,6 +21,11 @@ and compress well:
     code C+1 .. C+U              common[code - C - 1]
     code above C+U               the id itself, plus C + U + 1
 
+Entries of which only counts are kept stand by count, the largest first, and by code where counts are equal. Stored is
+how much each count is below the one before (the first: the count), and each code less the one before where the counts
+are equal. They read back with log (count / D) for log p, moved by one number a token, so that the mean over the samples
+is the slope of the tail, E[log p]: a divergence from them is then as large as with log p.
+
 A pair of token and entry is listed when it occurs `MIN_COUNT` times: listing it costs about two bytes and saves about
 one byte an occurrence.
 
@@ -322,18 +327,19 @@ class Coding:
         spec, length = self.spec, kept["ids"].shape[1]
         ids_NK = rearrange(kept["ids"], "n t k -> (n t) k")
         id_codes = self.dictionary.encode(tokens_nT1[:, :-1].reshape(-1), ids_NK)
+        codes_nKT = rearrange(id_codes, "(n t) k -> n k t", t=length)
         entry_codes_nKT = _entry_codes(kept["logprobs"])
         moment_codes = self.predictor.encode(_features(entry_codes_nKT, spec), _numbers(kept, spec))
         in_top_nT = (kept["ids"][..., : spec.top_k] == tokens_nT1[:, 1:, None]).any(-1)
         label_nT = np.where(in_top_nT, 0, logprob_codes(kept["label_logprob"])).astype(np.uint16)
-        parts_nRT = [
-            np.diff(entry_codes_nKT, axis=1, prepend=0),
-            *([rearrange(kept["counts"][..., spec.top_k :], "n t d -> n d t")] if spec.num_samples else []),
-            rearrange(moment_codes, "m (n t) -> n m t", t=length),
-            label_nT[:, None],
-        ]
+        entry_parts = [np.diff(entry_codes_nKT, axis=1, prepend=0)]
+        if spec.counts_only:
+            codes_nKT, entry_parts[0] = _by_count(codes_nKT, rearrange(kept["counts"], "n t k -> n k t"))
+        elif spec.num_samples:
+            entry_parts.append(rearrange(kept["counts"][..., spec.top_k :], "n t d -> n d t"))
+        parts_nRT = [*entry_parts, rearrange(moment_codes, "m (n t) -> n m t", t=length), label_nT[:, None]]
         return {
-            "ids": rearrange(id_codes, "(n t) k -> n k t", t=length).astype(spec.code_dtype),
+            "ids": codes_nKT.astype(spec.code_dtype),
             "numbers": np.concatenate(parts_nRT, 1).astype(np.uint16),
         }
 
@@ -348,20 +354,33 @@ class Coding:
         ids_KT and numbers_RT are its stored arrays. IndexError: a code that the dictionary does not have.
         """
         spec, entries = self.spec, self.spec.columns
+        if spec.counts_only:
+            ids_KT, counts_KT = _counted(ids_KT, numbers_RT[:entries])
+            logprobs_KT = self._shares[counts_KT]
+            plain_T = np.einsum("kt,kt->t", counts_KT, logprobs_KT, dtype=np.float32) / spec.num_samples
+        else:
+            codes_KT = numbers_RT[:entries].copy()
+            for k in range(1, entries):  # np.cumsum along rows takes three times as long
+                np.add(codes_KT[k - 1], codes_KT[k], out=codes_KT[k])
+            logprobs_KT, counts_KT = logprobs_of(codes_KT), numbers_RT[entries : entries + spec.num_samples]
         ids_KT = self.dictionary.decode(tokens_T1[:-1], ids_KT)
-        codes_KT = numbers_RT[:entries].copy()
-        for k in range(1, entries):  # np.cumsum along rows takes three times as long
-            np.add(codes_KT[k - 1], codes_KT[k], out=codes_KT[k])
-        logprobs_KT = logprobs_of(codes_KT)
         known_FT = features(logprobs_KT[: spec.top_k])
         columns["ids"][:], columns["logprobs"][:] = ids_KT, logprobs_KT
-        columns["tail"][:] = self.predictor.decode(known_FT, numbers_RT[entries + spec.num_samples : -1])
+        columns["tail"][:] = self.predictor.decode(known_FT, numbers_RT[spec.entry_rows : -1])
+        if spec.counts_only:
+            columns["logprobs"] += columns["tail"][1] - plain_T
         # The code of a label in the top-k is 0, which reads as 0.
         known_HT = np.multiply(ids_KT[: spec.top_k] == tokens_T1[1:], logprobs_KT[: spec.top_k])
         columns["label_logprob"][:] = logprobs_of(numbers_RT[-1]) + np.add.reduce(known_HT)
         if spec.num_samples:
             columns["counts"][: spec.top_k] = 0
-            columns["counts"][spec.top_k :] = numbers_RT[entries : entries + spec.num_samples]
+            columns["counts"][spec.top_k :] = counts_KT
+
+    @cached_property
+    def _shares(self) -> np.ndarray:
+        """[256] fp32: log (count / D) of each count, FLOOR of none."""
+        counts = np.arange(256, dtype=np.float32)
+        return np.log(counts / np.float32(self.spec.num_samples), where=counts > 0, out=np.full_like(counts, FLOOR))
 
     def to_arrays(self) -> Arrays:
         """The data sets of the group `dictionary` of a shard."""
@@ -391,6 +410,28 @@ def unpack(sequences: Sequence[tuple[Coding, np.ndarray, np.ndarray, np.ndarray]
     numbers = kept.pop("tail")
     kept |= {"tail": numbers[..., :-2], "logit_mean": numbers[..., -2], "logit_std": numbers[..., -1]}
     return {**kept, "label_logprob": kept["label_logprob"][..., 0]}
+
+
+def _by_count(codes_nKT: np.ndarray, counts_nKT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Entries by count and code, as they are stored: codes and counts, each as its difference; int64."""
+    counts_nKT = counts_nKT.astype(np.int64)
+    order_nKT = np.lexsort((codes_nKT, -counts_nKT), axis=1)
+    codes_nKT = np.take_along_axis(codes_nKT, order_nKT, 1)
+    counts_nKT = np.take_along_axis(counts_nKT, order_nKT, 1)
+    below_nKT = np.diff(counts_nKT, axis=1, prepend=0)
+    steps_nKT = np.diff(codes_nKT, axis=1, prepend=0)
+    below_nKT[:, 1:] *= -1
+    steps_nKT[:, :1], here = codes_nKT[:, :1], below_nKT != 0
+    return np.where(here, codes_nKT, steps_nKT), below_nKT
+
+
+def _counted(ids_KT: np.ndarray, below_KT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [K, T] int64 and counts [K, T] of one sequence, the inverse of `_by_count`; the counts are checked."""
+    codes_KT, counts_KT = ids_KT.astype(np.int64), below_KT.copy()
+    for k in range(1, len(codes_KT)):
+        np.subtract(counts_KT[k - 1], below_KT[k], out=counts_KT[k])
+        codes_KT[k] += codes_KT[k - 1] * (below_KT[k] == 0)
+    return codes_KT, counts_KT
 
 
 def _entry_codes(logprobs_nTK: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ student: the larger it is, the better the gradients agree.
 The student: the teacher's log-probabilities times 0.7 plus normal noise of 0.5 nats (seed 0).
 
 `temperature_range` is the widest interval of a grid over [2/3, 4] around T = 1 in which the worst error of
-log Z over the sample stays below 2e-2 nats. The fresh forward takes one sequence at a time: in bf16 its logits differ
+log Z over the sample stays below 2e-2 nats; samples without a top-k are measured at T = 1 only, and serve no other. The fresh forward takes one sequence at a time: in bf16 its logits differ
 from those of the stored batches, and this difference counts as the cache's error.
 
 The gradient of every tail rule in the student's logits is, less the factor beta,
@@ -186,12 +186,13 @@ def measure(batch: CachedBatch, teacher: Teacher, *, document_mask: bool, positi
     assert isinstance(targets, SparseTargets | DenseTargets)
     labels_N = batch.tokens[:, 1:].flatten()[torch.cat(kept)]
     energy_NV = torch.cat(energies)
+    served = (1.0,) if isinstance(targets, SparseTargets) and len(targets.knots) == 1 else TEMPERATURES
     errors = []
-    for temperature in GRID:
+    for temperature in GRID if len(served) > 1 else served:
         full_N = torch.logsumexp(energy_NV / temperature, -1)
         error_N = (targets.log_partition(1 / temperature) - full_N).abs()
         errors.append({"T": temperature, "worst": error_N.max().item(), "mean": error_N.mean().item()})
-    at = {f"T={t:g}": _at_temperature(targets, energy_NV, labels_N, 1 / t) for t in TEMPERATURES}
+    at = {f"T={t:g}": _at_temperature(targets, energy_NV, labels_N, 1 / t) for t in served}
     sample = {"sequences": len(kept), "tokens": len(energy_NV)}
     found = {"sample": sample, "student": STUDENT, **at, "log_partition_error": errors}
     return found, temperature_range(errors)

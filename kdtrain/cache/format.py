@@ -123,12 +123,16 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
         found["logprobs"] = DatasetLayout(whole, half, (block, spec.vocab_size), about)
         return found
     about = "places in the dictionary of the top-k, most likely first, and of drawn entries; 0: absent"
+    if spec.counts_only:
+        about = "places in the dictionary of drawn entries by count, less the place before where counts are equal"
     add("ids", spec.code_dtype, (spec.columns, length), about, bits=False)
-    about = (
-        "K rows: code of log p of ids, less that of the entry before; D: how often the drawn entries were drawn; "
+    about = "K rows: code of log p of ids, less that of the entry before; D: how often the drawn entries were drawn; "
+    if spec.counts_only:
+        about = "D rows: how often the drawn entries were drawn, as what the entry before has more; "
+    about += (
         "2 G + 2: tail and spread, distance from the prediction in steps; 1: code of log p of the label, 0 in the top-k"
     )
-    add("numbers", np.dtype(np.uint16), (spec.columns + spec.num_samples + 2 * len(spec.knots) + 3, length), about)
+    add("numbers", np.dtype(np.uint16), (spec.entry_rows + 2 * len(spec.knots) + 3, length), about)
     return found
 
 

@@ -210,14 +210,10 @@ def _sampled_events(targets: SparseTargets, statistics: Statistics, beta: Tensor
     return Events(teacher_RK, student_RK, weights_RK)
 
 
-@register_tail("control-variate", least_top_k=0, needs_samples=True)
+@register_tail("control-variate", needs_samples=True)
 def _control_variate_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
     with torch.no_grad():
-        if targets.top_k:
-            events = _ghost_events(targets.at_one(), statistics.at_one(), torch.ones_like(beta))
-            distance_R = (events.teacher.exp() * (events.teacher - events.student)).sum(-1)
-        else:
-            gap_R = statistics.label - statistics.lse - targets.label_logprob
-            distance_R = gap_R.abs() * (2 * beta - 1).clamp(0, 1)
+        events = _ghost_events(targets.at_one(), statistics.at_one(), torch.ones_like(beta))
+        distance_R = (events.teacher.exp() * (events.teacher - events.student)).sum(-1)
     missed_R = tail_correction(targets, statistics, beta, distance_R)
     return replace(_ghost_events(targets, statistics, beta), missed=missed_R)
