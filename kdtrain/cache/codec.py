@@ -237,9 +237,7 @@ def _sparse(logprobs_NV: Tensor, spec: CodecSpec, points_ND: Tensor | None) -> d
     return {**parts, "ids": ids_NK, "logprobs": kept_NK}
 
 
-def _encode_block(
-    logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_ND: Tensor | None
-) -> dict[str, Tensor]:
+def _encode_block(logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_ND: Tensor | None) -> dict[str, Tensor]:
     logits_NV = logits_NV.float()
     partition_N1 = logits_NV.logsumexp(-1, keepdim=True)
     logprobs_NV = (logits_NV - partition_N1).clamp_(min=FLOOR)

@@ -14,8 +14,9 @@ student: the larger it is, the better the gradients agree.
 The student: the teacher's log-probabilities times 0.7 plus normal noise of 0.5 nats (seed 0).
 
 `temperature_range` is the widest interval of a grid over [2/3, 4] around T = 1 in which the worst error of
-log Z over the sample stays below 2e-2 nats; samples without a top-k are measured at T = 1 only, and serve no other. The fresh forward takes one sequence at a time: in bf16 its logits differ
-from those of the stored batches, and this difference counts as the cache's error.
+log Z over the sample stays below 2e-2 nats. The fresh forward takes one sequence at a time: in bf16 its logits differ
+from those of the stored batches, and this difference counts as the cache's error. Samples without a top-k serve T = 1
+only, and are measured there.
 
 The gradient of every tail rule in the student's logits is, less the factor beta,
     scale q + extra,   q the student at beta, extra 0 outside the kept ids,

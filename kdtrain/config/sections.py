@@ -90,7 +90,8 @@ class CodecConfig:
     top_k: int = 16
     """The most likely entries of each distribution, stored exactly."""
     num_samples: int = 0
-    """Samples from the rest of the vocabulary, stored with their counts (random-sampling distillation)."""
+    """Samples from the rest of the vocabulary, stored with their counts (random-sampling distillation); with --top-k 0
+    they serve T = 1 only."""
     dense: bool = False
     """Store the whole distribution in fp16 instead: the reference, and large."""
 

@@ -42,8 +42,7 @@ the student's tail that makes the sum of these 0; the top-k's has no noise. At s
 student's error; s = 0 is plain sampling inside the bucket.
 
 Far from the teacher r q_k / pi_k has no bound, and neither has p_k / pi_k above T = 1, as samples are drawn at T = 1:
-    s = exp(-4 d), where d is KL over top-k and bucket at T = 1, or without a top-k |log p - log q| of the label, times
-    2 beta - 1 within 0 and 1;
+    s = exp(-4 d), where d is KL over top-k and bucket at T = 1;
     x counts as at most 4, along the tangent in log x: a draw's weight is then at most 3 times that of plain sampling;
     (p_k / p_tail) / pi_k, which is 1 at T = 1, counts as at most sqrt(n) (truncated importance sampling, Ionides 2008,
     J. Comput. Graph. Stat. 17(2)).
@@ -69,11 +68,8 @@ logit gradient over that of the full one, in brackets of the mean gradient of 4,
            ..., weight 2        0.74 (0.23)       0.2 (0.004)       0.21 (0.028)      0.21 (0.0035)
 With a top-k of 8 it has less error than plain sampling for all eight students of that study, at T = 1 within 4 % of the
 best share of each token, which no rule can know, or below.
-Without a top-k d is a worse judge: with 50 samples the brackets say 0.14, 0.0084, 0.0036, 0.0003, and of plain sampling
-0.46, 0.0046, 0.0021, 0.0003. Above T = 1 what is cut of a weight leaves 1 - s of the student's own tail as a bias, of
-first order in the error like d and the gradient: at T = 2 and KL 5e-5 it was 2.0 times the gradient (cosine 0.44; with
-d^2 0.95, but 0.81 at KL 0.016). There s = 1 has a cosine of 0.95 at every KL up to 1, and a token's error below that of
-both out to a uniform student. Hence 2 beta - 1, which leaves T = 1 as it is and makes s 1 from T = 2 on.
+The errors are those of independent samples; the systematic ones of a cache have less. Without a top-k there is no
+bucket to judge the distance by, and the rule is refused.
 sqrt(n) lets the bias vanish as samples are added; a weight of at most 2 has less noise still.
 At T = 4 a token's noise is above the bias of ghost with any of these.
 

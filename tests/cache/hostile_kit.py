@@ -251,6 +251,17 @@ VALUES: dict[str, Change] = {
     "deviation": number("numbers", (0, 31, 0), 64_999),
 }
 """Impossible numbers."""
+COUNTS: dict[str, Change] = {
+    "id beyond the vocabulary": number("ids", (2, 0, 0), 65_000),
+    "codes whose sum is beyond the vocabulary": number("ids", (0, slice(0, 12), 0), 60_000),
+    "more samples than were drawn": number("numbers", (0, 0, 0), 200),
+    "fewer samples than none": number("numbers", (0, 1, 0), 100),
+    "count without an entry": number("ids", (0, 0, 0), 0),
+    "slope": number("numbers", (0, 13, 0), 65_000),
+    "log p of a label": number("numbers", (0, -1, 0), 2000),
+    "nothing written": number("numbers", (0, -1, 0), 65_535),
+}
+"""Impossible numbers of a cache that holds only the counts of samples."""
 DENSE: dict[str, Change] = {
     "token": number("tokens", (1, 3), 64),
     "NaN": number("logprobs", (0, 0, 0), np.nan),

@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from einops import rearrange
 
-from kdtrain.cache.codec import FLOOR, CodecSpec, decode, encode_sequences
+from kdtrain.cache.codec import FINE_KNOTS, FLOOR, CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import (
     EMPTY_TAIL,
     MARK,
+    STEP_SLOPE,
+    STEP_VALUE,
     WIDTH,
     Arrays,
     Coding,
@@ -119,7 +122,16 @@ def test_masses_and_weights_are_exact_to_a_hundredth_of_a_nat(top_k: int, slope:
             assert (found - expected).abs().max() < 1e-2, temperature
 
 
-@pytest.mark.parametrize("options", [{"top_k": 3}, {"num_samples": 9}, {"top_k": 5, "num_samples": 20}, {"top_k": 40}])
+def _drawn(kept: Arrays) -> np.ndarray:
+    """The samples of each token, in ascending order."""
+    ids_NK, counts_NK = (rearrange(kept[name], "n t k -> (n t) k").astype(np.int64) for name in ("ids", "counts"))
+    return np.stack([np.sort(np.repeat(*row)) for row in zip(ids_NK, counts_NK, strict=True)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 3}, {"num_samples": 9, "knots": FINE_KNOTS}, {"top_k": 5, "num_samples": 20}, {"top_k": 40}],
+)
 def test_extreme_teachers_survive_the_coding(options: dict) -> None:
     """Certain, flat and noisy teachers, and some that rule most entries out, in one shard."""
     spec = CodecSpec(kind="sparse", vocab_size=40, **options)
@@ -146,20 +158,60 @@ def test_extreme_teachers_survive_the_coding(options: dict) -> None:
         assert (found_partition - expected)[calm].abs().max() < 0.03
 
 
-def test_sampled_weights_are_unbiased_at_every_temperature() -> None:
+@pytest.mark.parametrize("rows, vocab_size, number", [(60, 40, 9), (300, 3000, 50), (40, 3000, 255), (50, 70_000, 20)])
+def test_counts_of_samples_come_back_with_the_mean_of_log_p(rows: int, vocab_size: int, number: int) -> None:
+    spec = CodecSpec(kind="sparse", vocab_size=vocab_size, num_samples=number)
+    logits = _zipf(rows, vocab_size, 1.2)
+    logits[10:20] *= 1000.0
+    logits[20:30, 4:] = -torch.inf
+    logits[30:35, 1:] = -torch.inf
+    logits[35:38] = 0.0
+    tokens, kept = _kept(logits, spec)
+    found = _through(tokens, kept, spec)
+    assert np.array_equal(_drawn(found), _drawn(kept))
+    assert _drawn(found).shape == (rows, number)
+    targets = decode(found, spec)
+    assert isinstance(targets, SparseTargets)
+    mean = (targets.drawn_weights(1.0) * targets.logprobs).sum(-1)
+    energy = logits.double().log_softmax(-1).clamp(min=FLOOR)
+    assert ((mean - (energy.exp() * energy).sum(-1)).abs() <= 0.5 * STEP_SLOPE + 1e-3).all()
+    assert (targets.log_partition(1.0).abs() <= 0.5 * STEP_VALUE + 1e-6).all()
+
+
+def test_stored_counts_and_codes_are_the_differences_that_the_format_states() -> None:
+    spec = CodecSpec(kind="sparse", vocab_size=30, num_samples=6)
+    ids, counts = [[4, 9, 7, 11, spec.absent, spec.absent]], [[1, 3, 1, 1, 0, 0]]
+    kept = {
+        "ids": np.array([ids], spec.id_dtype)[0][None],
+        "counts": np.array([counts], np.uint8)[0][None],
+        "logprobs": np.full((1, 1, 6), np.nan, np.float32),
+        "tail": np.zeros((1, 1, 2), np.float32),
+        "label_logprob": np.zeros((1, 1), np.float32),
+        **{name: np.zeros((1, 1), np.float32) for name in ("logit_mean", "logit_std")},
+    }
+    tokens = np.array([[3, 4]])
+    coding = Coding.fit(tokens, kept, spec)
+    codes = {int(id): int(coding.dictionary.encode(np.array([3]), np.array([[id]]))[0, 0]) for id in (4, 9, 7, 11)}
+    ones = sorted(codes[id] for id in (4, 7, 11))
+    stored = coding.pack(tokens, kept)
+    assert stored["ids"][0, :, 0].tolist() == [codes[9], ones[0], ones[1] - ones[0], ones[2] - ones[1], 0, 0]
+    assert stored["numbers"][0, :6, 0].tolist() == [3, 2, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_sampled_weights_are_unbiased_at_every_temperature_served(top_k: int) -> None:
     """200,000 tokens of one distribution, 8 samples each: the mean of w_k = (c_k / n) p_k^(beta - 1) P / Z(beta),
     over its entries, within 5 standard errors plus the stated error of the stored numbers."""
-    number, size, spec = 200_000, 40, CodecSpec(kind="sparse", vocab_size=40, num_samples=8)
+    number, size, spec = 200_000, 40, CodecSpec(kind="sparse", vocab_size=40, top_k=top_k, num_samples=8)
     energy = _zipf(1, size, 1.2).log_softmax(-1)
     tokens, kept = _kept(energy.expand(number, size), spec)
     targets = decode(_through(tokens, kept, spec), spec)
     assert isinstance(targets, SparseTargets)
-    for beta in (1.0, 0.5, 0.25):
-        scale = (targets.log_tail(1.0) - targets.log_partition(beta))[:, None]
-        weight = targets.counts / targets.num_samples * ((beta - 1) * targets.logprobs + scale).exp()
-        place = targets.ids.clamp(max=size)
+    for beta in (1.0, 0.5, 0.25) if top_k else (1.0,):
+        place = targets.ids[:, top_k:].clamp(max=size)
         zeros = torch.zeros(number, size + 1, dtype=torch.float64)
-        estimate = zeros.scatter(1, place, weight.double())[:, :size]
+        estimate = zeros.scatter(1, place, targets.drawn_weights(beta).double())[:, :size]
         expected = (beta * energy.double()).softmax(-1)[0]
+        expected[energy[0].topk(top_k).indices] = 0
         error = 5 * estimate.std(0) / number**0.5 + 0.02 * expected
         assert ((estimate.mean(0) - expected).abs() <= error).all(), beta

@@ -93,16 +93,25 @@ def test_sampled_gradients_converge_to_the_full_one() -> None:
 
 
 def test_each_rule_is_reported_where_the_kept_numbers_allow_it() -> None:
+    every = ("T=1", "T=2", "T=4")
     expected = {
-        (12, 0): ["ghost", "drop", "renormalize"],
-        (1, 0): ["ghost", "drop"],
-        (0, 9): ["sampled", "control-variate"],
+        (12, 0): (every, ["ghost", "drop", "renormalize"]),
+        (1, 0): (every, ["ghost", "drop"]),
+        (2, 9): (every, ["ghost", "drop", "renormalize", "sampled", "control-variate"]),
+        (0, 9): (("T=1",), ["sampled"]),
     }
-    for (top_k, num_samples), rules in expected.items():
+    for (top_k, num_samples), (temperatures, rules) in expected.items():
         found, _ = _measured(
             CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=top_k, num_samples=num_samples), rows=1, length=8
         )
-        assert all(list(found[t]["gradient"]) == rules for t in ("T=1", "T=2", "T=4"))
+        assert all(list(found[t]["gradient"]) == rules for t in temperatures)
+        assert temperatures == tuple(name for name in found if name.startswith("T="))
+
+
+def test_samples_without_a_top_k_are_right_at_one_temperature() -> None:
+    _, span = _measured(CodecSpec(kind="sparse", vocab_size=VOCAB, num_samples=9), rows=1, length=8)
+    assert (span["min"], span["max"]) == (1, 1)
+    assert span["worst_error"] < 1e-3
 
 
 def test_top_k_alone_is_far_from_the_full_gradient_and_a_sampled_mean_is_close() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile_kit import DENSE, FAMILIES, TYPES, Change, payload, remade, reseal
+from hostile_kit import COUNTS, DENSE, FAMILIES, TYPES, Change, payload, remade, reseal
 
 from kdtrain.cache import checks, reader
 from kdtrain.cache import format as cache_format
@@ -32,7 +32,7 @@ LISTS = tuple(f"dictionary/{name}" for name in ("context_row", "candidates", "co
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory, workshop, codecs) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("sound")
-    return {name: workshop.build(root / name, codecs[name]) for name in ("both", "dense", "tokens")}
+    return {name: workshop.build(root / name, codecs[name]) for name in ("both", "num_samples", "dense", "tokens")}
 
 
 @pytest.fixture
@@ -69,6 +69,11 @@ def test_a_shard_that_breaks_the_format_is_refused_and_named(hostile, change: Ch
 @pytest.mark.parametrize("change", DENSE.values(), ids=DENSE)
 def test_a_dense_shard_that_breaks_the_format_is_refused_and_named(hostile, change: Change) -> None:
     assert_refused(hostile(change, "dense"))
+
+
+@pytest.mark.parametrize("change", COUNTS.values(), ids=COUNTS)
+def test_a_shard_of_counts_that_breaks_the_format_is_refused_and_named(hostile, change: Change) -> None:
+    assert_refused(hostile(change, "num_samples"))
 
 
 @pytest.mark.parametrize("name", [*DATA_SETS, *LISTS])

@@ -6,7 +6,7 @@ from objective_reference import dense, reference_loss, sparse
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.objective.loss import distillation_loss
 
-SAMPLED = ["sampled", "sampled-headless", "control-variate", "control-variate-headless"]
+SAMPLED = ["sampled", "sampled-headless", "control-variate"]
 RULES = ["dense", "ghost", "drop", "renormalize", *SAMPLED]
 OTHERS = [
     (name, rule)

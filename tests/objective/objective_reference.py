@@ -134,7 +134,7 @@ def reference_kd(
         assert divergence == "forward-kl"
         # samples are drawn at T = 1: without a top-k the share is whole from T = 2 on
         heat = (2 * torch.as_tensor(beta) - 1).clamp(0, 1) if targets.top_k == 0 else 1.0
-        distance = heat * _distance_at_one(logits, energies, targets, labels)
+        distance = heat * _distance_at_one(logits, energies, targets)
         share = torch.exp(-4 * distance.detach())[:, None]
         return _control_variate(energies, log_p.exp(), log_q.exp(), targets, share)
     return DISTANCES[divergence](*_events(log_p.exp(), log_q.exp(), rule, targets), parameter)
@@ -172,12 +172,9 @@ def drawn_counts(targets, vocab):
     return counts.scatter_add(1, places, targets.counts[:, targets.top_k :].double())[:, :vocab]
 
 
-def _distance_at_one(logits, energies, targets, labels):
-    """KL over head and bucket, or the gap in the label where there is no head."""
+def _distance_at_one(logits, energies, targets):
+    """KL over head and bucket."""
     p, q = torch.softmax(energies, -1), torch.softmax(logits, -1)
-    if targets.top_k == 0:
-        at_label = [x.gather(1, labels[:, None])[:, 0].log() for x in (p, q)]
-        return (at_label[0] - at_label[1]).abs()
     return DISTANCES["forward-kl"](*_events(p, q, "ghost", targets), None)
 
 

@@ -69,9 +69,8 @@ def assert_unbiased(samples, exact):
     return error
 
 
-@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("rule, top_k", [("sampled", 0), ("sampled", 3), ("control-variate", 3)])
 @pytest.mark.parametrize("T", [1.0, 2.0, 4.0])
-@pytest.mark.parametrize("rule", ESTIMATES)
 def test_estimates_from_samples_are_unbiased_in_gradient_value_and_slope(rule, T, top_k):
     """40,000 independent estimates, 5.8 standard errors: a correct one fails at one seed in half a million."""
     energies, logits = mild()
@@ -115,27 +114,15 @@ def students(name, energies):
     return torch.zeros_like(energies) if name == "uniform" else -0.5 * energies
 
 
-@pytest.mark.parametrize("error", [0.014, 0.15])
-def test_without_a_top_k_clipped_weights_above_T_1_give_no_large_bias_near_the_teacher(error):
-    """A distance of first order in the error gives 0.44 and 0.35 times the gradient here."""
-    energies = torch.log_softmax(normal(0, 4.0), -1)
-    logits = energies + error * normal(1, 1.0)
-    p = copies(energies, logits)
-    p.labels = torch.multinomial(energies.exp(), SIZE, replacement=True, generator=torch.Generator().manual_seed(3))
-    exact, *_ = full(energies, logits, 2.0)
-    gradient, *_ = estimated(p, 0, 2.0, "control-variate")
-    assert (gradient.mean(0) - exact).norm() < 0.1 * exact.norm()
-
-
 @pytest.mark.parametrize("T", [1.0, 4.0])
-@pytest.mark.parametrize("top_k,student", [(0, "uniform"), (3, "uniform"), (3, "opposite"), (3, "shuffled tail")])
-def test_far_from_the_teacher_the_error_stays_near_or_below_that_of_sampling(top_k, student, T):
+@pytest.mark.parametrize("student", ["uniform", "opposite", "shuffled tail"])
+def test_far_from_the_teacher_the_error_stays_near_or_below_that_of_sampling(student, T):
     energies = torch.log_softmax(normal(0, 3.0), -1)
     logits = students(student, energies)
     exact, *_ = full(energies, logits, T)
     errors = {}
     for rule in ESTIMATES:
-        gradient, *_ = estimated(copies(energies, logits), top_k, T, rule)
+        gradient, *_ = estimated(copies(energies, logits), 3, T, rule)
         errors[rule] = (gradient - exact).square().sum(-1).mean().item()
     assert errors["control-variate"] < (2.0 if T == 1 else 0.5) * errors["sampled"]
 
