@@ -188,8 +188,10 @@ def draw_cache(record: Record, folder: Path) -> list[Path]:
 def _codecs(axis: Axes, codecs: dict[str, dict]) -> None:
     sizes = [each["bytes_per_token"]["total"] for each in codecs.values()]
     for temperature, marker in (("T=1", "o"), ("T=2", "s"), ("T=4", "^")):
-        errors = [max(FOOT, each["fidelity"][temperature]["kl_spread"]) for each in codecs.values()]
-        axis.scatter(sizes, errors, marker=marker, label=f"this cache, {temperature}", zorder=3)
+        served = [each for each in codecs.values() if temperature in each["fidelity"]]
+        errors = [max(FOOT, each["fidelity"][temperature]["kl_spread"]) for each in served]
+        at = [each["bytes_per_token"]["total"] for each in served]
+        axis.scatter(at, errors, marker=marker, label=f"this cache, {temperature}", zorder=3)
     for height, codec, size in zip((2e-2, 2e-2, 4e-2, 6e-4, 6e-3), codecs, sizes, strict=False):
         axis.text(size, height, f"{codec}: {size:,.1f} B", fontsize=7, rotation=90, ha="right", va="center")
         axis.axvline(size, color="lightblue", linewidth=0.6, zorder=0)

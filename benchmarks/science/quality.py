@@ -137,6 +137,8 @@ def build(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
     if record.exists():
         return
     folder = quality.out / "caches" / run.source
+    if run.cache in grid.FORMER and not (folder / "manifest.json").exists():
+        stop(2, f"{folder} is missing, and only kdtrain at commit 05af2d3 builds it: its samples are independent")
     limits = [limit for limit in (settings.sequences, run.sequences) if limit is not None]
     made = kdtrain(
         *("cache-teacher", "--teacher", settings.teacher, "--data", corpus(quality, run), "--out", f"{folder}"),
@@ -259,7 +261,7 @@ def measure_speed(quality: Quality, kdtrain: Kdtrain) -> None:
     settings, sides = quality.settings, {name: run for run, name in grid.TIMED.items()}
     for run in sides.values():
         build(quality, run, kdtrain)
-    sides |= {grid.ONLINE: Run(cache="dense")}
+    sides |= {grid.ONLINE: Run(cache="dense", options=grid.ALONE)}
     steps = max(grid.TIMED_STEPS // settings.divisor, 1)
     online = ("--teacher", settings.teacher, "--data", "stdlib", "--seq-len", f"{settings.seq_len}")
     found: dict[str, list[float | None]] = {name: [] for name in sides}

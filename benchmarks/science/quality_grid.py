@@ -25,13 +25,19 @@ PLAIN, ALONE = ("--alpha", "0"), ("--alpha", "1")
 """Cross-entropy without a teacher, and the teacher without cross-entropy."""
 RENORMALIZED_TEACHER = "renormalized-teacher"
 """The tail rule of `benchmarks.science.renormalized_teacher`, which is not kdtrain's."""
+FORMER = {
+    **{f"i{n}": ("--top-k", "0", "--num-samples", f"{n}") for n in (12, 16, 40)},
+    "k8i24": ("--top-k", "8", "--num-samples", "24"),
+}
+"""Caches of independent samples, as RS-KD has them, about 5, 6 and 12 different ones a token without a top-k. The
+command built them until commit 05af2d3; it draws systematic samples now."""
 CACHES = {
     **{f"k{k}": ("--top-k", f"{k}") for k in (3, 12, 16, 50)},
-    **{f"s{n}": ("--top-k", "0", "--num-samples", f"{n}") for n in (12, 16, 40, 50, 112)},
-    **{f"k8s{n}": ("--top-k", "8", "--num-samples", f"{n}") for n in (8, 24)},
+    **{f"s{n}": ("--top-k", "0", "--num-samples", f"{n}") for n in (16, 40, 50)},
+    **FORMER,
     "dense": ("--dense",),
 }
-"""What each cache keeps: s12, s16, s40 and s112 hold about 5, 6, 12 and 25 different samples a token."""
+"""What each cache keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,8 @@ class Run:
     def arguments(self) -> tuple[str, ...]:
         """All options of the objective and the schedule, spelled out."""
         own = dict(zip(self.options[::2], self.options[1::2], strict=True))
-        rule = {} if self.cache == "dense" else {"--tail": "sampled" if "s" in self.cache else "ghost"}
+        drawn = "--num-samples" in CACHES[self.cache]
+        rule = {} if self.cache == "dense" else {"--tail": "sampled" if drawn else "ghost"}
         return tuple(word for pair in (BASE | rule | own).items() for word in pair)
 
     @property
@@ -81,15 +88,18 @@ def rates() -> list[Run]:
 def tails() -> list[Run]:
     """What a cache keeps, and what stands for the rest."""
     rules = ("ghost", "drop", "renormalize", RENORMALIZED_TEACHER)
-    drawn = ("sampled", "control-variate")
     return [
         Run(options=PLAIN),
         Run(cache="dense"),
         *(Run(cache="k12", options=tail(rule)) for rule in rules),
-        *(Run(cache=cache, options=tail(rule)) for cache in ("s40", "k8s24") for rule in drawn),
-        *(Run(cache=cache) for cache in ("s12", "s16", "s112", "k8s8", "k16")),
-        *(Run(cache=cache, options=tail(rule)) for cache in ("k50", "k3") for rule in rules),
+        *(Run(cache=cache) for cache in ("k50", "s50", *FORMER)),
+        Run(cache="k8i24", options=tail("control-variate")),
     ]
+
+
+def samples() -> list[Run]:
+    """Systematic against independent samples, as many of them, without cross-entropy."""
+    return [Run(cache=cache, options=ALONE) for cache in ("i40", "s40", "i16", "s16", "s50")]
 
 
 def paper() -> list[Run]:
@@ -98,7 +108,7 @@ def paper() -> list[Run]:
         Run(options=PLAIN),
         *(Run(cache=cache, options=(*ALONE, *tail(RENORMALIZED_TEACHER))) for cache in ("k12", "k50")),
         Run(cache="k50", options=ALONE),
-        Run(cache="s40", options=ALONE),
+        Run(cache="i40", options=ALONE),
         Run(cache="dense", options=ALONE),
     ]
 
@@ -116,7 +126,7 @@ def temperatures() -> list[Run]:
 def weights() -> list[Run]:
     """Alpha, fixed and falling, for a rule with a bias, one without, and whole distributions."""
     choices = (("--alpha", "0.5"), (), ALONE, ("--alpha-schedule", "linear"))
-    caches = ("k12", "s16", "k8s24", "dense")
+    caches = ("k12", "s50", "k8i24", "dense")
     return [Run(options=PLAIN), *(Run(cache=cache, options=options) for cache in caches for options in choices)]
 
 
@@ -156,29 +166,29 @@ def epochs() -> list[Run]:
 CHOICES = (
     Run(options=PLAIN),
     Run(cache="dense", options=ALONE),
-    Run(cache="dense"),
-    Run(cache="s16", options=ALONE),
+    Run(cache="s50", options=ALONE),
     Run(),
+    Run(cache="s16", options=ALONE),
     Run(options=tail(RENORMALIZED_TEACHER)),
-    Run(cache="s40", options=ALONE),
-    Run(cache="k8s8", options=ALONE),
-    Run(cache="k8s24", options=ALONE),
 )
 """The students of the last studies."""
 STUDIES: dict[str, Callable[[], list[Run]]] = {
     each.__name__: each
-    for each in (final, larger, second, tails, paper, rates, temperatures, weights, divergences, warmups, epochs)
+    for each in (
+        *(final, larger, second, tails, samples, paper),
+        *(rates, temperatures, weights, divergences, warmups, epochs),
+    )
 }
 
 TIMED = {
     Run(steps=LONG, options=PLAIN): "cross-entropy",
     Run(steps=LONG): "top-12 from a cache",
-    Run(steps=LONG, cache="k8s24"): "top-8 + 24 samples from a cache",
-    Run(steps=LONG, cache="dense"): "whole distributions from a cache",
+    Run(steps=LONG, cache="s50", options=ALONE): "50 samples from a cache",
+    Run(steps=LONG, cache="dense", options=ALONE): "whole distributions from a cache",
 }
 """Whose speed is measured, each in `ROUNDS` short runs."""
 ONLINE = "an online teacher"
 ROUNDS, TIMED_STEPS = 5, 80
 
-CALIBRATED = tuple(final()[:5])
+CALIBRATED = tuple(final()[:4])
 """Whose calibration is drawn."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.science.quality_grid import ALONE, BASE, CACHES, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
+from benchmarks.science.quality_grid import ALONE, BASE, CACHES, FORMER, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
 
 MEASURES = ("loss", "ece", "kl", "agreement", "acceptance", "accuracy", "teacher_loss", "tokens")
 """What a record keeps of `kdtrain evaluate` on the test split."""
@@ -122,7 +122,8 @@ def describe(run: Run) -> str:
     else:
         kept = dict(zip(CACHES[run.cache][::2], CACHES[run.cache][1::2], strict=True))
         top, drawn = kept.get("--top-k", "0"), kept.get("--num-samples")
-        parts = [f"top-{top}"] * (top != "0") + ([f"{drawn} samples"] if drawn else [])
+        kind = "independent samples" if run.cache in FORMER else "samples"
+        parts = [f"top-{top}"] * (top != "0") + ([f"{drawn} {kind}"] if drawn else [])
         rule = options.pop("--tail", "sampled" if drawn else "ghost")
         words = [" + ".join(parts), *([] if rule == "sampled" else [RULES[rule]])]
     if "--alpha-schedule" in options:
@@ -198,7 +199,7 @@ def times(result: Record) -> str:
     }
     base = next(run for run, name in TIMED.items() if name == "cross-entropy")
     goal = _mean_curve(result, base)
-    for run, name in (*TIMED.items(), (Run(steps=LONG, cache="dense"), ONLINE)):
+    for run, name in (*TIMED.items(), (Run(steps=LONG, cache="dense", options=ALONE), ONLINE)):
         if name in rates and goal and (curve := _mean_curve(result, run)):
             tokens = reached(curve, goal[-1][1])
             spent = ["-", "-"] if tokens is None else [f"{tokens / 1e6:.2f}", f"{tokens / rates[name] / 60:.1f}"]

@@ -51,7 +51,7 @@ def build_cache(
     if not codec.dense and codec.top_k > width:
         raise UsageError(f"--top-k {codec.top_k} is more than the vocabulary of {width}; choose less, or --dense")
     kept: dict[str, Any] = (
-        {"kind": "dense"} if codec.dense else {"kind": "sparse", "top_k": codec.top_k, "num_samples": codec.num_samples}
+        {"kind": "dense"} if codec.dense else {"kind": "sparse", "top_k": codec.top_k, "num_samples": codec.samples}
     )
     metadata = {
         "spec": spec.name,

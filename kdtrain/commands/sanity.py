@@ -107,11 +107,11 @@ def overfit(
 def correlation(student: Student, batch: CachedBatch, most: int = 256) -> float | None:
     """Return the correlation of the teacher's and the student's logits, -1 to 1: a mean over unmasked tokens.
 
-    It covers the first `most` tokens and the entries with a known teacher's log-probability, each side less its mean
-    over the whole vocabulary: Pearson's with dense targets. None without targets, or for samples without a top-k.
+    It covers the first `most` tokens and the top-k entries, or the drawn ones where there is no top-k, each side less
+    its mean over the whole vocabulary: Pearson's with dense targets. None without targets.
     """
     targets = batch.targets
-    if targets is None or (isinstance(targets, SparseTargets) and targets.top_k == 0):
+    if targets is None:
         return None
     with _probing(student), torch.no_grad():
         hidden_ND = student.hidden_eager(batch)[:most]
@@ -119,9 +119,10 @@ def correlation(student: Student, batch: CachedBatch, most: int = 256) -> float 
     student_NV = logits_NV - logits_NV.mean(-1, keepdim=True)
     rows = targets[: len(student_NV)]
     if isinstance(rows, SparseTargets):
-        known_NK = rows.ids[:, : rows.top_k] < student.vocab_size
-        ids_NK = rows.ids[:, : rows.top_k].where(known_NK, 0)
-        teacher_NK = (rows.logprobs[:, : rows.top_k] - rows.logit_mean[:, None]).where(known_NK, 0.0)
+        kept = slice(rows.top_k or None)
+        known_NK = rows.ids[:, kept] < student.vocab_size
+        ids_NK = rows.ids[:, kept].where(known_NK, 0)
+        teacher_NK = (rows.logprobs[:, kept] - rows.logit_mean[:, None]).where(known_NK, 0.0)
         student_NK = student_NV.gather(1, ids_NK).where(known_NK, 0.0)
     else:
         energies_NV = (rows.dense() if isinstance(rows, OnlineTargets) else rows).energies()
@@ -317,7 +318,7 @@ def _correlation(built: BuiltRun, config: DistillConfig) -> Check:
     """The logits of teacher and student on a batch."""
     found, wanted = correlation(built.trainer.student, _batch(built.trainer)), _expected_correlation(built, config)
     if found is None:
-        return Check("teacher-student correlation", "-", "the targets hold no top-k to compare", "", {})
+        return Check("teacher-student correlation", "-", "there are no targets to compare", "", {})
     text = "nothing: the student is untrained" if wanted is None else f"above {wanted:g}"
     verdict = "-" if wanted is None else _verdict(found > wanted)
     return Check(

@@ -74,7 +74,7 @@ class CacheTeacherConfig:
         refuse(not text and not served, "--data is missing; give stdlib, a file, a folder or hf:NAME")
         refuse(served and text, "--from-logprobs holds its own text; leave --data out")
         refuse(
-            served and (self.codec.dense or self.codec.num_samples > 0 or self.codec.top_k < 1),
+            served and (self.codec.dense or self.codec.samples > 0 or self.codec.top_k < 1),
             "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
         )
         refuse_below(1, self, "batch_size", "sequences_per_shard")

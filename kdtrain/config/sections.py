@@ -83,28 +83,38 @@ class DataConfig:
             refuse(changed, f"{flag(each.name)} has no effect with --cache, which holds its text; leave it out")
 
 
+DEFAULT_SAMPLES = 50
+"""Samples a token where nothing else is asked for: docs/quality.md."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CodecConfig:
     """How a teacher's distribution is stored."""
 
-    top_k: int = 16
-    """The most likely entries of each distribution, stored exactly."""
-    num_samples: int = 0
-    """Samples from the rest of the vocabulary, stored with their counts (random-sampling distillation); with --top-k 0
-    they serve T = 1 only."""
+    top_k: int = 0
+    """The most likely entries of each distribution, stored exactly; without them the cache serves T = 1 only."""
+    num_samples: int | None = None
+    """Samples from the rest, stored with their counts (random-sampling distillation); 50 without --top-k, else none."""
     dense: bool = False
     """Store the whole distribution in fp16 instead: the reference, and large."""
 
     def __post_init__(self) -> None:
         refuse_below(0, self, "top_k", "num_samples")
         refuse(
-            self.num_samples > 255,
+            self.samples > 255,
             f"--num-samples {self.num_samples} is too many; counts are kept in 8 bits, so use at most 255",
         )
         refuse(
-            not self.dense and self.top_k + self.num_samples == 0,
+            not self.dense and self.top_k + self.samples == 0,
             "--top-k 0 with --num-samples 0 stores nothing; raise one or use --dense",
         )
+
+    @property
+    def samples(self) -> int:
+        """Samples a token: those asked for, or the default."""
+        if self.num_samples is not None:
+            return self.num_samples
+        return 0 if self.top_k or self.dense else DEFAULT_SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)

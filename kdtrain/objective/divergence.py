@@ -183,7 +183,7 @@ def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, 
 def _refusal(divergence: str, kind: str) -> str:
     able = ", ".join(name for name, entry in DIVERGENCES.entries.items() if kind in entry.accepts)
     sources = {
-        "sparse": "a cache built with --num-samples 0",
+        "sparse": "a cache built with --top-k and without --num-samples",
         "dense": "a dense cache (cache-teacher --dense) or an online --teacher",
     }
     others = " or ".join(text for each, text in sources.items() if each in DIVERGENCES.get(divergence).accepts)

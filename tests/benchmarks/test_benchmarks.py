@@ -11,6 +11,7 @@ import pytest
 from benchmarks import figures, tables
 from benchmarks.harness import FIGURES, RESULTS, command
 from benchmarks.science import demo
+from kdtrain.config.sections import CodecConfig, ObjectiveConfig
 from kdtrain.objective.metrics import Metrics
 from kdtrain.training.validate import calibration
 
@@ -26,7 +27,6 @@ def run_of(kind: str, seed: int, loss: float, kl: float) -> dict:
         "tokens": 409_600,
         "seconds": 20.0,
         "tokens_per_second": 25_000.0,
-        "temperature": 1.5 if kind == "distilled" else None,
         "validation": {
             "step": [0, 50, 100],
             "loss": [7.5, loss + 0.5, loss],
@@ -53,7 +53,7 @@ def result_of(seeds: int = 1) -> dict:
     runs += [run_of("distilled", seed, 3.3 + seed / 10, 0.7) for seed in range(seeds)]
     environment = {"date": "2026-01-01", "python": "3.11.7", "torch": "2.13.0", "cpu": "a processor", "threads": 2}
     return {
-        "settings": {"student": "students/stdlib-1m.toml", "steps": 100, "temperature_mode": "fixed"},
+        "settings": {"student": "students/stdlib-1m.toml", "steps": 100},
         "environment": {**environment, "device": "cpu", "precision": "bf16"},
         "cache": {"bytes_per_token": 45.9, "sequences": {"train": 100}, "tokens": {"train": 25_600}},
         "runs": runs,
@@ -67,9 +67,7 @@ def cells(result: dict) -> dict[str, list[str]]:
 def test_the_two_students_differ_in_the_objective_and_in_nothing_else():
     def without_objective(kind):
         words = demo.distill_command(demo.Settings(), Path("out"), kind, 3)
-        taken = [
-            at for at, word in enumerate(words) if word in ("--alpha", "--temperature", "--temperature-mode", "--out")
-        ]
+        taken = [at for at, word in enumerate(words) if word in ("--alpha", "--out")]
         return [word for at, word in enumerate(words) if at not in taken and at - 1 not in taken]
 
     assert without_objective("cross-entropy") == without_objective("distilled")
@@ -82,7 +80,9 @@ def test_the_commands_of_the_demo_are_commands_of_kdtrain():
     settings, out = demo.Settings(), Path("out")
     assert parse("cache-teacher", demo.cache_command(settings, out)[1:]).data.num_sequences == settings.sequences
     assert parse("distill", demo.distill_command(settings, out, "cross-entropy", 0)[1:]).objective.alpha == 0
-    assert parse("distill", demo.distill_command(settings, out, "distilled", 0)[1:]).objective.alpha == settings.alpha
+    distilled = parse("distill", demo.distill_command(settings, out, "distilled", 0)[1:])
+    assert distilled.objective == ObjectiveConfig(), "the demo shows the defaults"
+    assert parse("cache-teacher", demo.cache_command(settings, out)[1:]).codec == CodecConfig()
     assert parse("evaluate", demo.evaluate_command(settings, out)[1:]).data.split == "test"
 
 
@@ -91,10 +91,9 @@ def test_one_seed_is_shown_as_it_is_and_several_as_mean_and_deviation():
     assert cells(result_of(3))["test loss"] == ["3.6000 ± 0.1000", "3.4000 ± 0.1000", "2.5000"]
 
 
-def test_the_table_shows_the_cache_and_the_temperature_of_the_distilled_student_alone():
+def test_the_table_shows_the_cache_of_the_distilled_student_alone():
     shown = cells(result_of())
     assert shown["bytes a token of the cache"][:2] == ["-", "45.9"]
-    assert shown["final T (fixed)"][:2] == ["-", "1.500"]
 
 
 def test_validation_figures_are_those_of_the_step_with_the_lowest_loss():
@@ -102,13 +101,13 @@ def test_validation_figures_are_those_of_the_step_with_the_lowest_loss():
     result["runs"][0]["validation"] |= {"loss": [7.5, 3.1, 3.4], "kl": [5.0, 0.9, 0.8]}
     shown = cells(result)
     assert shown["validation loss (nats a token)"][0] == "3.1000"
-    assert shown["validation KL to the teacher (top-k and tail bucket: a lower bound)"][0] == "0.9000"
+    assert shown["validation KL to the teacher (estimated from samples)"][0] == "0.9000"
 
 
 def test_the_verdict_counts_a_seed_only_if_loss_and_kl_are_both_better():
     result = result_of(3)
     assert "better in both at 3 of 3 seeds" in tables.verdict(result)
-    assert "validation loss -0.2000, lower bound of the KL to the teacher -0.3000" in tables.verdict(result)
+    assert "validation loss -0.2000, estimate of the KL to the teacher -0.3000" in tables.verdict(result)
     result["runs"][-1]["validation"]["kl"][-1] = 1.2
     assert "better in both at 2 of 3 seeds" in tables.verdict(result)
 

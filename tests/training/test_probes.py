@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.compression import Coding
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.commands.sanity import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
 from kdtrain.config import OptimizerConfig
@@ -82,6 +84,14 @@ def own_targets(run, batch, kind):
     dense = DenseTargets.from_logits(logits_NV, batch.tokens[:, 1:].flatten())
     if kind == "dense":
         return dense
+    if kind == "samples":
+        spec = CodecSpec(kind="sparse", vocab_size=logits_NV.shape[1], num_samples=200)
+        tokens = batch.tokens.numpy()
+        shape = batch.tokens[:, 1:].shape
+        sure_BTV = 3 * (logits_NV / logits_NV.std()).view(*shape, -1)  # of an even teacher counts say nothing
+        kept = encode_sequences(sure_BTV, batch.tokens[:, 1:], spec, seed=0, split="train", first=0)
+        coding = Coding.fit(tokens, kept, spec)
+        return decode(coding.unpack(tokens, coding.pack(tokens, kept)), spec)
     top = dense.logprobs.topk(6)
     nothing_N = torch.zeros(len(logits_NV))
     return SparseTargets(
@@ -98,8 +108,8 @@ def own_targets(run, batch, kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_a_student_that_is_its_teacher_correlates_with_it_and_another_one_does_not(workshop, kind):
+@pytest.mark.parametrize("kind, least", [("dense", 0.9999), ("sparse", 0.9999), ("samples", 0.9)])
+def test_a_student_that_is_its_teacher_correlates_with_it_and_another_one_does_not(workshop, kind, least):
     with workshop.run() as run:
         batch = first(run)
         batch = dataclasses.replace(batch, targets=own_targets(run, batch, kind))
@@ -108,18 +118,14 @@ def test_a_student_that_is_its_teacher_correlates_with_it_and_another_one_does_n
             for parameter in run.student.model.parameters():
                 parameter.copy_(torch.randn_like(parameter) * parameter.std().nan_to_num(1.0))
         other = correlation(run.student, batch)
-    assert same == pytest.approx(1.0, abs=1e-4)
+    assert least < same < 1.0001
     assert abs(other) < 0.5
 
 
-def test_without_a_teachers_most_likely_entries_there_is_no_correlation(workshop):
+def test_without_a_teacher_there_is_no_correlation(workshop):
     with workshop.run() as run:
         batch = first(run)
-        sparse = own_targets(run, batch, "sparse")
         assert correlation(run.student, dataclasses.replace(batch, targets=None)) is None
-        assert (
-            correlation(run.student, dataclasses.replace(batch, targets=dataclasses.replace(sparse, top_k=0))) is None
-        )
         masked = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
         assert correlation(run.student, masked) is None
 
