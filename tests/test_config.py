@@ -83,6 +83,20 @@ def test_the_defaults_are_those_of_the_design():
     assert (cache.data.seq_len, cache.data.validation_sequences, cache.data.num_workers) == (512, 64, 2)
 
 
+@pytest.mark.parametrize(
+    "given, samples",
+    [
+        ({}, 50),
+        ({"top_k": 12}, 0),
+        ({"dense": True}, 0),
+        ({"top_k": 8, "num_samples": 24}, 24),
+        ({"num_samples": 9}, 9),
+    ],
+)
+def test_a_cache_has_samples_where_nothing_else_is_asked_for(given, samples):
+    assert options.CodecConfig(**given).samples == samples
+
+
 TEXT = options.DataConfig(data="stdlib")
 REFUSED = [
     (lambda: distill(cache=None), "--cache FOLDER or --data SOURCE"),

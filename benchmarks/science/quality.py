@@ -34,6 +34,7 @@ from benchmarks.science import docstrings
 from benchmarks.science import quality_grid as grid
 from benchmarks.science.quality_grid import STUDIES, Run
 from benchmarks.science.quality_tables import MEASURES, compact
+from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CacheReader
 from kdtrain.files import publish_text
 
@@ -137,16 +138,24 @@ def build(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
     if record.exists():
         return
     folder = quality.out / "caches" / run.source
-    if run.cache in grid.FORMER and not (folder / "manifest.json").exists():
-        stop(2, f"{folder} is missing, and only kdtrain at commit 05af2d3 builds it: its samples are independent")
-    limits = [limit for limit in (settings.sequences, run.sequences) if limit is not None]
-    made = kdtrain(
-        *("cache-teacher", "--teacher", settings.teacher, "--data", corpus(quality, run), "--out", f"{folder}"),
-        *("--seq-len", f"{settings.seq_len}", *(("--num-sequences", f"{min(limits)}") if limits else ())),
-        *("--validation-sequences", f"{settings.validation_sequences}", *grid.CACHES[run.cache]),
-    )
-    kept = {name: made[name] for name in ("sequences", "tokens", "bytes_per_token", "temperature_range")}
-    write(record, {"options": grid.CACHES[run.cache], **kept, "entries": entries(folder)})
+    if not (folder / "manifest.json").exists():
+        if run.cache in grid.FORMER:
+            stop(2, f"{folder} is missing, and only kdtrain at commit 05af2d3 builds it: its samples are independent")
+        limits = [limit for limit in (settings.sequences, run.sequences) if limit is not None]
+        kdtrain(
+            *("cache-teacher", "--teacher", settings.teacher, "--data", corpus(quality, run), "--out", f"{folder}"),
+            *("--seq-len", f"{settings.seq_len}", *(("--num-sequences", f"{min(limits)}") if limits else ())),
+            *("--validation-sequences", f"{settings.validation_sequences}", *grid.CACHES[run.cache]),
+        )
+    manifest = read_manifest(folder)
+    assert manifest.bytes_per_token is not None
+    kept = {
+        "options": grid.CACHES[run.cache],
+        "sequences": {name: split["sequences"] for name, split in manifest.splits.items()},
+        "bytes_per_token": manifest.bytes_per_token["total"],
+        "temperature_range": manifest.temperature_range,
+    }
+    write(record, {**kept, "entries": entries(folder)})
 
 
 def build_test(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:

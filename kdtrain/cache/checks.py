@@ -381,26 +381,35 @@ def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
     if spec.kind == "sparse":
         numbers_nRT, entries = arrays["numbers"], spec.columns
         wide = np.uint32 if entries < 2**16 else np.uint64  # sums do not wrap around
-        counts = numbers_nRT[:, entries : entries + spec.num_samples]
         if numbers_nRT[:, -1].max() == np.iinfo(np.uint16).max:
             raise ValueError("it lacks targets")
-        lowest = numbers_nRT[:, -1].max()
-        if spec.counts_only:
-            below_nDT = numbers_nRT[:, :entries].astype(np.int64)
-            counts = 2 * below_nDT[:, :1] - below_nDT.cumsum(1)
-            if counts.min() < 0:
-                raise ValueError("an entry was drawn less than 0 times")
-        else:
-            lowest = max(lowest, numbers_nRT[:, :entries].sum(1, wide).max())
-        if lowest > LOWEST:
+        entry_codes_nKT = numbers_nRT[:, : 0 if spec.counts_only else entries]
+        if max(numbers_nRT[:, -1].max(), entry_codes_nKT.sum(1, wide).max()) > LOWEST:
             raise ValueError("a log-probability is not between -10,000 and 0")
-        if counts.size and counts.sum(1, np.int64).max() > spec.num_samples:
+        counts = numbers_nRT[:, entries : entries + spec.num_samples]
+        if spec.counts_only:
+            _check_counts(numbers_nRT[:, :entries], spec.num_samples)
+        elif counts.size and counts.sum(1, wide).max() > spec.num_samples:
             raise ValueError(f"more than {spec.num_samples} samples were drawn for a token")
     if spec.kind == "dense":
         if np.isnan(arrays["label_logprob"]).any():
             raise ValueError("it lacks targets")
         if not (_are_logprobs(arrays["label_logprob"]) and _are_logprobs(arrays["logprobs"])):
             raise ValueError("a log-probability is not between -10,000 and 0")
+
+
+def _check_counts(below_nDT: np.ndarray, number: int) -> None:
+    """ValueError: the counts, each stored as what the one before has more, are below 0 or not `number` a token."""
+    count_nT = below_nDT[:, 0].astype(np.int32)
+    total_nT = count_nT.copy()
+    for k in range(1, below_nDT.shape[1]):
+        count_nT -= below_nDT[:, k]
+        total_nT += count_nT
+    # counts only fall, so that the last is the least; 255 numbers of 16 bits leave no sum here beyond 32
+    if count_nT.min() < 0:
+        raise ValueError("an entry was drawn less than 0 times")
+    if (total_nT != number).any():
+        raise ValueError(f"not {number} samples were drawn for a token")
 
 
 def _are_logprobs(values: np.ndarray) -> bool:

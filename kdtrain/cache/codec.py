@@ -1,6 +1,6 @@
 """Encoding a distribution of the teacher as a few numbers, and decoding these as targets.
 
-`sparse` keeps, per token: the `top_k` most likely entries; `num_samples` samples, with replacement, from the rest
+`sparse` keeps, per token: the `top_k` most likely entries; `num_samples` samples from the rest
 at T = 1 (each once, with its count: random-sampling KD, arXiv 2503.16870); the log-partition of the rest (the tail) at
 a few knots of beta = 1/T with its slopes, so that any T between the knots is served; the log-probability of the true
 next token; mean and standard deviation of the logits. `dense` keeps all log-probabilities in fp16, as the reference.
@@ -53,6 +53,8 @@ KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
 """The default below `SMALL_TOP_K` kept entries: likely entries are then in the tail, whose curve bends sharply."""
 MAX_KNOTS = 64
+SAMPLING = "systematic"
+"""How samples are drawn (`draw_points`), as a cache's settings name it."""
 SMALL_TOP_K = 4
 FLOOR = -1e4
 """The log-probability of an impossible entry, and L of an empty tail: finite, and 0 after exp."""

@@ -356,7 +356,7 @@ class Coding:
         spec, entries = self.spec, self.spec.columns
         if spec.counts_only:
             ids_KT, counts_KT = _counted(ids_KT, numbers_RT[:entries])
-            logprobs_KT = self._shares[counts_KT]
+            logprobs_KT = np.take(self._shares, counts_KT)
             plain_T = np.einsum("kt,kt->t", counts_KT, logprobs_KT, dtype=np.float32) / spec.num_samples
         else:
             codes_KT = numbers_RT[:entries].copy()
@@ -427,10 +427,13 @@ def _by_count(codes_nKT: np.ndarray, counts_nKT: np.ndarray) -> tuple[np.ndarray
 
 def _counted(ids_KT: np.ndarray, below_KT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes [K, T] int64 and counts [K, T] of one sequence, the inverse of `_by_count`; the counts are checked."""
-    codes_KT, counts_KT = ids_KT.astype(np.int64), below_KT.copy()
+    # a sum of at most 255 codes of 16 bits fits into 32
+    codes_KT = ids_KT.astype(np.int32 if ids_KT.dtype == np.uint16 else np.int64)
+    counts_KT, equal_KT, before_T = below_KT.copy(), below_KT == 0, np.empty_like(codes_KT[0])
     for k in range(1, len(codes_KT)):
         np.subtract(counts_KT[k - 1], below_KT[k], out=counts_KT[k])
-        codes_KT[k] += codes_KT[k - 1] * (below_KT[k] == 0)
+        np.multiply(codes_KT[k - 1], equal_KT[k], out=before_T)
+        np.add(codes_KT[k], before_T, out=codes_KT[k])
     return codes_KT, counts_KT
 
 

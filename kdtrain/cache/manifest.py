@@ -55,6 +55,8 @@ class CacheSettings:
     """Packed documents do not see each other; the student follows it."""
     seed: int = 0
     """Seed of the samples."""
+    sampling: str | None = None
+    """How samples are drawn: systematic; None without samples, and in caches whose samples are independent."""
     sequences_per_shard: Annotated[int, Meta(ge=1, lt=2**31)] = 512
     """S: shard s holds the sequences [s*S, (s+1)*S)."""
     sequences: dict[str, int | None] = field(default_factory=dict)
@@ -68,6 +70,8 @@ class CacheSettings:
     def to_json(self) -> dict[str, Any]:
         """A plain record, as in settings.json and in the manifest."""
         record = {**asdict(self), "codec": self.codec.to_json(), "vocab_size": self.vocab_size}
+        if self.sampling is None:
+            del record["sampling"]
         # With the format version, so that a resume never adds shards of one format to those of another.
         return json.loads(canonical_json({"format_version": cache_format.FORMAT_VERSION, **record}))
 

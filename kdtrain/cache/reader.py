@@ -60,9 +60,10 @@ class CachedBatch:
         """The batch as named tensors whose first dimension is B, which any trainer can move, split and concatenate.
 
         tokens, loss_mask, segments as above; labels [B, T+1], the tokens with -100 where the loss mask is off, for
-        trainers that count the tokens of the loss themselves. Sparse targets: ids, logprobs [B, T, K], counts
-        [B, T, D] of the last D columns, which were sampled, tail [B, T, 2G], label_logprob, logit_mean, logit_std
-        [B, T], knots [B, G] and num_samples [B]. Dense targets: logprobs [B, T, V], label_logprob [B, T].
+        trainers that count the tokens of the loss themselves. Sparse targets (`SparseTargets`): ids, logprobs
+        [B, T, K], counts [B, T, D] of the last D columns, which were sampled, tail [B, T, 2G], label_logprob,
+        logit_mean, logit_std [B, T], knots [B, G] and num_samples [B]. Dense targets: logprobs [B, T, V],
+        label_logprob [B, T].
         """
         size, length = self.loss_mask.shape
         unseen = torch.cat([self.loss_mask.new_ones(size, 1), ~self.loss_mask], 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.codec import CodecSpec, keep
+from kdtrain.cache.codec import SAMPLING, CodecSpec, keep
 from kdtrain.cache.folder import holds_nothing
 from kdtrain.cache.manifest import CacheSettings, Manifest, tokenizer_digest
 from kdtrain.cache.writer import write_cache
@@ -64,6 +64,7 @@ def build_cache(
         _settings(config.data, tokenizer, CodecSpec(**kept, vocab_size=width), config.splits()),
         teacher=metadata,
         seed=config.seed,
+        sampling=SAMPLING if kept.get("num_samples") else None,
         sequences_per_shard=config.sequences_per_shard,
     )
     agree(settings.to_json)

@@ -307,8 +307,8 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
     used += [objective.temperature_end] if objective.temperature_mode == "schedule" else []
     learnable = objective.learns_temperature
     used += [low, high] if learnable else []
+    more = ", or build a cache with --top-k, which serves others" if manifest.codec.counts_only else ""
     if manifest.codec.kind != "tokens" and not all(valid["min"] <= each <= valid["max"] for each in used):
-        more = ", or build a cache with --top-k, which serves others" if valid["min"] == valid["max"] else ""
         raise UsageError(
             f"temperatures {sorted(set(used))} leave the cache's range of {valid['min']:.3g} to {valid['max']:.3g}; "
             f"choose --temperature, --temperature-end, --temperature-min and --temperature-max inside{more}"
@@ -316,7 +316,7 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
     if learnable and valid["min"] == valid["max"]:
         raise UsageError(
             f"--temperature-mode {objective.temperature_mode} needs more than one T, and the cache is valid at T = "
-            f"{valid['min']:g} only; use --temperature-mode fixed, or build a cache with --top-k"
+            f"{valid['min']:g} only; use --temperature-mode fixed{more}"
         )
     if learnable and not low < objective.temperature < high:
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")

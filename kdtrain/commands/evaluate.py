@@ -1,8 +1,8 @@
 """`kdtrain evaluate`: measures a student against text and, where one is given, against a teacher.
 
 Loss and perplexity compare with the text; KL, agreement and acceptance with the teacher. These are exact with an online
-teacher or a dense cache. A sparse cache gives them over its top-k and tail bucket: a lower bound of KL, an upper bound
-of acceptance.
+teacher or a dense cache. A cache with a top-k gives them over its entries and one bucket: a lower bound of KL, an upper
+bound of acceptance. One of samples estimates KL without bias; samples alone have no agreement and acceptance.
 """
 
 import math

@@ -104,7 +104,7 @@ def _tail_rule(codec: CodecSpec) -> str | None:
     if codec.kind != "sparse":
         return None
     used = resolve_tail("ghost", codec.num_samples)
-    return f"{used} by default, or --tail control-variate" if codec.num_samples else used
+    return f"{used} by default, or --tail control-variate" if codec.num_samples and codec.top_k else used
 
 
 def _with_lines(table: dict[str, Any]) -> dict[str, Any]:

@@ -169,14 +169,16 @@ def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, 
     if num_samples and not rule.needs_samples:
         raise UsageError(
             f"--tail {tail} would throw away the {num_samples} samples a token of these targets; leave --tail out, "
-            "or use a cache built with --num-samples 0"
+            "or use a cache built with --top-k and without --num-samples"
         )
     if not num_samples and rule.needs_samples:
-        raise UsageError(f"--tail {tail} needs a cache with samples; use --tail ghost, or build one with --num-samples")
+        raise UsageError(
+            f"--tail {tail} needs a cache with samples; use --tail ghost, or build one with --top-k and --num-samples"
+        )
     if top_k < rule.least_top_k:
         raise UsageError(
-            f"--tail {tail} needs targets with a top-k of at least {rule.least_top_k}, these have {top_k}; use "
-            "a cache built with a larger --top-k, or with --num-samples and the default tail"
+            f"--tail {tail} needs targets with a top-k of at least {rule.least_top_k}, these have {top_k}; leave "
+            f"--tail out, or use a cache built with --top-k{' and --num-samples' if rule.needs_samples else ''}"
         )
 
 

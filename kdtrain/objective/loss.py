@@ -97,7 +97,14 @@ class DistillationLoss(nn.Module):
         normalizer: Tensor | float,
         compile: bool = False,
     ) -> LossOutput:
-        """`distillation_loss` at the present alpha and temperature, with the gradient of a learned one's loss."""
+        """`distillation_loss` at the present alpha and temperature, with the gradient of a learned one's loss.
+
+        UsageError: these targets are right at T = 1 only, and the temperature is another one.
+        """
+        if isinstance(targets, SparseTargets) and targets.counts_only and not self.temperature.stays_one:
+            raise UsageError(
+                "samples without a top-k are right at T = 1 only; use a --temperature of 1, or a cache with a --top-k"
+            )
         output = distillation_loss(
             hidden_ND,
             head,

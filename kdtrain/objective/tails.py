@@ -20,8 +20,8 @@ sampled      top-k entries with weight p_k, drawn entries with weight
              the importance weight of c_k of n samples from the tail at T = 1 (at top-k 0, p_tail(1) = 1 and the
              tail is everything: random-sampling KD, arXiv 2503.16870). sum w (log p - log q) estimates the
              full forward KL without bias at every T, value and gradient, up to the interpolation of Z(beta);
-             0 for student = teacher, because each term is. Any other divergence needs q at all tokens with a
-             weight of its own, which samples from p do not give.
+             0 for student = teacher, because each term is (from counts alone, only their mean). Any other
+             divergence needs q at all tokens with a weight of its own, which samples from p do not give.
 control-variate  the ghost bucket, corrected inside by the samples, as below. Forward KL only, like
              `sampled`; its noise falls with the student's distance from the teacher.
 

@@ -69,7 +69,8 @@ class SparseTargets(_Rows):
     ids: Tensor
     """[N,K] int64. An id at or above the student's vocabulary marks an absent entry."""
     logprobs: Tensor
-    """[N,K] fp32, nats. Teacher's log p at T = 1; meaningless but finite at absent entries."""
+    """[N,K] fp32, nats. Teacher's log p at T = 1; meaningless but finite at absent entries. With `counts_only` the log
+    of the share of samples, moved by one number a token so that its mean over the samples is E[log p]."""
     counts: Tensor
     """[N,K] fp32. How often an entry was drawn from the tail; 0 for top-k and absent entries."""
     tail: Tensor
@@ -93,6 +94,11 @@ class SparseTargets(_Rows):
 
     def __len__(self) -> int:
         return self.ids.shape[0]
+
+    @property
+    def counts_only(self) -> bool:
+        """True where `logprobs` stand for counts: right at T = 1 only."""
+        return self.top_k == 0 and len(self.knots) == 1
 
     def at(self, beta: Tensor) -> SparseTargets:
         """The same with L and log Z at `beta` (a scalar in fp64) and at 1 computed once, for all that ask later.

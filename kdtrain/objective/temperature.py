@@ -47,6 +47,8 @@ class Temperature(nn.Module):
         if not 0 < start < math.inf:
             raise UsageError(f"--temperature {start} is not above 0")
         self.step = 0
+        self.stays_one = start == 1 and type(self) is Temperature
+        """True where T is 1 at every step."""
         self.register_buffer("_start", torch.tensor(start, dtype=torch.float32), persistent=False)
 
     def set_step(self, step: int) -> None:
@@ -129,6 +131,11 @@ class LearnedTemperature(Temperature):
     def __init__(self, start: float, bounds: tuple[float, float]) -> None:
         super().__init__(start)
         minimum, maximum = bounds
+        if not 0 < minimum < maximum:
+            raise UsageError(
+                f"a temperature cannot be learned between {minimum:g} and {maximum:g}; build the cache with --top-k, "
+                "which serves more than T = 1, or give other bounds"
+            )
         self.log_minimum, self.log_range = math.log(minimum), math.log(maximum / minimum)
         place = (math.log(start) - self.log_minimum) / self.log_range
         place = min(max(place, _START), 1 - _START)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.codec import KNOTS, CodecSpec
 from kdtrain.cache.manifest import CacheSettings, read_manifest
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.packing import PackedRow
@@ -101,6 +101,7 @@ def codecs() -> dict[str, CodecSpec]:
     return {
         "top_k": CodecSpec(kind="sparse", vocab_size=64, top_k=6),
         "num_samples": CodecSpec(kind="sparse", vocab_size=64, num_samples=12),
+        "weighted": CodecSpec(kind="sparse", vocab_size=64, num_samples=12, knots=KNOTS),
         "both": CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8),
         "whole": CodecSpec(kind="sparse", vocab_size=64, top_k=64),
         "dense": CodecSpec(kind="dense", vocab_size=64),

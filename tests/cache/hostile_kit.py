@@ -251,11 +251,21 @@ VALUES: dict[str, Change] = {
     "deviation": number("numbers", (0, 31, 0), 64_999),
 }
 """Impossible numbers."""
+
+
+def _equal_counts(file: h5py.File) -> None:
+    """Twelve entries drawn once each; of their codes, 70 to 202, only the last is beyond lists and vocabulary."""
+    file["numbers"][0, :12, 0] = [1, *[0] * 11]
+    file["ids"][0, :12, 0] = [70, *[12] * 11]
+
+
 COUNTS: dict[str, Change] = {
     "id beyond the vocabulary": number("ids", (2, 0, 0), 65_000),
-    "codes whose sum is beyond the vocabulary": number("ids", (0, slice(0, 12), 0), 60_000),
+    "codes whose sum is beyond the vocabulary": edited(_equal_counts),
     "more samples than were drawn": number("numbers", (0, 0, 0), 200),
+    "fewer samples than were drawn": number("numbers", (0, slice(0, 12), 0), 0),
     "fewer samples than none": number("numbers", (0, 1, 0), 100),
+    "counts that wrap around": number("numbers", (0, slice(0, 12), 0), 2**15),
     "count without an entry": number("ids", (0, 0, 0), 0),
     "slope": number("numbers", (0, 13, 0), 65_000),
     "log p of a label": number("numbers", (0, -1, 0), 2000),

@@ -1,5 +1,6 @@
 """A folder with other files, another cache, or another builder is left alone."""
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.codec import SAMPLING, CodecSpec
 from kdtrain.cache.folder import lock
 from kdtrain.cache.verify import verify_cache
 from kdtrain.cache.writer import CacheWriter, write_cache
@@ -25,6 +26,15 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, fi
     assert "codec.top_k: 6 there, 5 asked" in str(caught.value)
     assert "data.source: synthetic there, elsewhere asked" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_build_is_not_continued_with_other_samples(tmp_path: Path, workshop, codecs) -> None:
+    """Caches of independent samples do not say how theirs were drawn."""
+    folder = workshop.build(tmp_path / "c", codecs["both"])
+    (folder / cache_format.MANIFEST).unlink()
+    changed = dataclasses.replace(workshop.settings(codecs["both"]), sampling=SAMPLING)
+    with pytest.raises(UsageError, match="sampling: None there, systematic asked"):
+        CacheWriter(folder, changed, teacher=workshop.teacher())
 
 
 def test_a_build_that_failed_before_its_first_shard_is_replaced_by_a_corrected_command(

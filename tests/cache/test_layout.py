@@ -100,7 +100,9 @@ def test_every_data_set_is_checksummed_and_compressed(whole: Path) -> None:
             assert dataset.chunks == (number, *dataset.shape[1:]), name
 
 
-def test_the_recipe_of_the_format_page_reads_what_the_reader_reads(whole: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("name", ["both", "num_samples"])
+def test_the_recipe_of_the_format_page_reads_what_the_reader_reads(tmp_path: Path, workshop, codecs, name) -> None:
+    whole = workshop.build(tmp_path / "c", codecs[name])
     page = (Path(__file__).parents[2] / "cache" / "README.md").read_text()
     recipe = page.split("```python\n")[1].split("```")[0].replace("cache/NAME", str(whole))
     found: dict[str, Any] = {}
@@ -111,4 +113,7 @@ def test_the_recipe_of_the_format_page_reads_what_the_reader_reads(whole: Path, 
         absent = targets.ids.numpy() == ABSENT
         assert np.array_equal(found["absent"].T, absent)
         assert np.array_equal(found["ids"].T[~absent], targets.ids.numpy()[~absent])
-        assert np.allclose(found["logprobs"].T[~absent], targets.logprobs.numpy()[~absent], rtol=1e-5, atol=1e-6)
+        if name == "num_samples":
+            assert np.array_equal(found["counts"].T, targets.counts.numpy())
+        else:
+            assert np.allclose(found["logprobs"].T[~absent], targets.logprobs.numpy()[~absent], rtol=1e-5, atol=1e-6)

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.commands.common import show
-from kdtrain.commands.inspect import main
+from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
 
 CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"
@@ -33,6 +34,12 @@ def test_a_cache_is_shown_with_a_line_of_fidelity_for_each_temperature_and_tail_
     assert f"{fidelity['sample']['tokens']:,} tokens of {fidelity['split']}" in shown
     assert "error of log Z at most" in shown
     assert "tail rule sampled by default, or --tail control-variate" in shown
+
+
+def test_the_control_variate_is_offered_where_there_is_a_top_k():
+    kinds = {"top_k": 8, "num_samples": 24}, {"num_samples": 50}, {"top_k": 12}
+    offered = [_tail_rule(CodecSpec(kind="sparse", vocab_size=64, **kind)) for kind in kinds]
+    assert offered == ["sampled by default, or --tail control-variate", "sampled", "ghost"]
 
 
 def test_json_has_the_fidelity_as_the_manifest_has_it(capsys: pytest.CaptureFixture[str], fidelity: dict) -> None:

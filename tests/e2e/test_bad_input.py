@@ -37,7 +37,7 @@ COMMAND_LINE = {
     "cache and teacher": ((*DISTILL, "--teacher", "teacher"), ["--cache", "--teacher"]),
     "steps and epochs": ((*DISTILL, "--steps", 3, "--epochs", 1), ["--steps", "--epochs"]),
     "nothing to train on": (("distill", "--student", "student.toml", "--out", "new"), ["--cache", "--data"]),
-    "nothing kept": ((*TEACHER, "--data", "corpus", "--top-k", 0), ["--top-k 0", "--num-samples"]),
+    "nothing kept": ((*TEACHER, "--data", "corpus", "--top-k", 0, "--num-samples", 0), ["--top-k 0", "--num-samples"]),
     "unknown key in the file": ((*DISTILL, "--config", "key.toml"), ["key.toml", "'learning_rate'", "[optimizer]"]),
     "unknown section in the file": (
         (*DISTILL, "--config", "section.toml"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -96,6 +97,16 @@ def test_each_kind_of_cache_trains_a_student(bench, codec, student, options):
     assert_trained(bench, done, run, 6)
     temperatures = {line["T"] for line in bench.metrics(run)}
     assert len(temperatures) == (6 if options else 1)
+    if student == "gpt2":  # samples alone serve one T, one divergence and one tail rule
+        for other, advice in (
+            (("--temperature", 2), "leave the cache's range of 1 to 1; choose .*, or build a cache with --top-k"),
+            (("--temperature-mode", "likelihood"), "use --temperature-mode fixed, or build a cache with --top-k"),
+            (("--divergence", "jsd"), "use forward-kl, or a cache built with --top-k and without --num-samples"),
+            (("--tail", "control-variate"), "leave --tail out, or use a cache built with --top-k and --num-samples"),
+            (("--tail", "drop"), "leave --tail out, or use a cache built with --top-k and without --num-samples"),
+        ):
+            refused = bench.run(*argv[:-4], "--out", "refused", "--steps", 6, *bench.eager, *bench.fast, *other)
+            assert refused.code == 2 and re.search(advice, refused.refusal()), refused.refusal()
 
 
 def test_a_document_mask_changes_what_teacher_and_student_see(bench):

@@ -132,10 +132,7 @@ def reference_kd(
         return (_sampled_weights(energies, log_p, targets) * (log_p - log_q)).sum(-1)
     if rule == "control-variate":
         assert divergence == "forward-kl"
-        # samples are drawn at T = 1: without a top-k the share is whole from T = 2 on
-        heat = (2 * torch.as_tensor(beta) - 1).clamp(0, 1) if targets.top_k == 0 else 1.0
-        distance = heat * _distance_at_one(logits, energies, targets)
-        share = torch.exp(-4 * distance.detach())[:, None]
+        share = torch.exp(-4 * _distance_at_one(logits, energies, targets).detach())[:, None]
         return _control_variate(energies, log_p.exp(), log_q.exp(), targets, share)
     return DISTANCES[divergence](*_events(log_p.exp(), log_q.exp(), rule, targets), parameter)
 

@@ -98,6 +98,7 @@ def test_samples_are_never_dropped_silently():
         ("drop", {"top_k": 0}, "top-k of at least 1"),
         ("sampled", {"top_k": 8}, "needs a cache with samples"),
         ("control-variate", {"top_k": 8}, "needs a cache with samples"),
+        ("control-variate", {"top_k": 0, "num_samples": 8}, "top-k of at least 1.* with --top-k and --num-samples"),
         ("control-variate", {"dense": True}, "nothing for dense"),
         ("drop", {"dense": True}, "nothing for dense"),
         ("gost", {"top_k": 8}, "perhaps you meant 'ghost'"),

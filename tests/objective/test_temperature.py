@@ -5,8 +5,8 @@ import torch
 from objective_reference import PlainHead, dense, problem, sparse
 
 from kdtrain.errors import UsageError
-from kdtrain.objective.loss import distillation_loss
-from kdtrain.objective.temperature import build_temperature, scheduled
+from kdtrain.objective.loss import DistillationLoss, distillation_loss
+from kdtrain.objective.temperature import LikelihoodTemperature, build_temperature, scheduled
 
 STARTS = (0.7, 1.0, 2.0, 3.9)
 
@@ -73,6 +73,24 @@ def test_a_schedule_is_a_pure_function_of_the_step(shape, middle, end):
         temperature.set_step(step)
         assert temperature.value().item() == pytest.approx(expected)
     assert scheduled("cosine", 4.0, 1.0, 10, 100) > scheduled("linear", 4.0, 1.0, 10, 100)
+
+
+@pytest.mark.parametrize("bounds", [(1.0, 1.0), (2.0, 1.0), (0.0, 1.0)])
+def test_a_learned_temperature_needs_room(bounds):
+    with pytest.raises(UsageError, match=r"a temperature cannot be learned between .* build the cache with --top-k"):
+        LikelihoodTemperature(start=1.0, bounds=bounds)
+
+
+@pytest.mark.parametrize(
+    "temperature", [2.0, LikelihoodTemperature(start=1.5, bounds=(1.0, 4.0))], ids=["2", "learned"]
+)
+def test_counts_of_samples_are_refused_at_another_temperature_than_1(temperature):
+    p = problem()
+    targets = sparse(p.energies, p.labels, top_k=0, num_samples=9, knots=(1.0,))
+    arguments = (p.hidden, p.head, p.labels, p.mask, targets)
+    with pytest.raises(UsageError, match="samples without a top-k are right at T = 1 only"):
+        DistillationLoss(temperature=temperature)(*arguments, vocab_size=p.vocab_size, normalizer=1.0)
+    assert DistillationLoss()(*arguments, vocab_size=p.vocab_size, normalizer=1.0).loss.isfinite()
 
 
 @pytest.mark.parametrize("mode", ["likelihood", "adversarial", "minimize"])
