@@ -17,6 +17,8 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.science.quality_grid import ALONE, BASE, CACHES, FORMER, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
+from kdtrain.config.sections import StoppingConfig
+from kdtrain.training.guards import EarlyStopping
 
 MEASURES = ("loss", "ece", "kl", "agreement", "acceptance", "accuracy", "teacher_loss", "tokens")
 """What a record keeps of `kdtrain evaluate` on the test split."""
@@ -42,6 +44,8 @@ PUBLISHED_LOSSES: dict[str, tuple[int | None, float, float]] = {
 }
 """Sparse Logit Sampling (arXiv 2503.16870), 3 B to 300 M: bytes a token at 3 bytes an entry, test loss, ECE."""
 CROSS_ENTROPY, WHOLE = PUBLISHED_LOSSES["cross-entropy"][1], PUBLISHED_LOSSES["whole distributions"][1]
+INTERVAL, PATIENCE = 250, (1, 2, 3, 5)
+"""Steps between the comparisons of early stopping, and how many without progress it waits for."""
 Record = dict[str, Any]
 
 
@@ -225,6 +229,28 @@ def reached(curve: list[tuple[float, float]], goal: float) -> float | None:
     return None
 
 
+def stopping(result: Record) -> str:
+    """What early stopping at `INTERVAL` steps would have ended of the long runs, by its patience."""
+    curves = [each["validation"] for each in result["runs"] if each["steps"] == LONG]
+    lines = ["| patience | runs ended before their last step | loss given up, the most |", "|--:|--:|--:|"]
+    for patience in PATIENCE:
+        lost = [found for curve in curves if (found := given_up(curve, patience)) is not None]
+        lines.append(f"| {patience} | {len(lost)} of {len(curves)} | {format(max(lost), '.4f') if lost else '-'} |")
+    return "\n".join(lines)
+
+
+def given_up(curve: Record, patience: int) -> float | None:
+    """The loss less that of the last step where early stopping would have ended a run; None where it would not."""
+    guard = EarlyStopping(
+        StoppingConfig(early_stopping=True, early_stopping_interval=INTERVAL, early_stopping_patience=patience)
+    )
+    for step, loss in zip(curve["step"][:-1], curve["loss"], strict=False):
+        guard.validated(loss)
+        if step and guard.plateau(step):
+            return loss - curve["loss"][-1]
+    return None
+
+
 def blocks(result: Record) -> dict[str, str]:
     """The tables by their markers in the page; each student is compared with the first of its study."""
     tables = {}
@@ -232,5 +258,5 @@ def blocks(result: Record) -> dict[str, str]:
         runs = study()
         alike = len({(run.lr, run.steps) for run in runs}) == 1  # else the first row is no measure for the others
         tables[name] = table(result, runs, against=runs[0] if alike else None, rate=name == "rates")
-    tables |= {"paper": published(result), "time": times(result)}
+    tables |= {"paper": published(result), "time": times(result), "stopping": stopping(result)}
     return {f"quality-{name}": text for name, text in tables.items()}

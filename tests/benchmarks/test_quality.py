@@ -15,7 +15,17 @@ from benchmarks.harness import ROOT
 from benchmarks.harness.command import Kdtrain
 from benchmarks.science import docstrings, quality_tables
 from benchmarks.science import quality as study
-from benchmarks.science.quality_grid import ALONE, BASE, PLAIN, RENORMALIZED_TEACHER, STUDENTS, STUDIES, TIMED, Run
+from benchmarks.science.quality_grid import (
+    ALONE,
+    BASE,
+    LONG,
+    PLAIN,
+    RENORMALIZED_TEACHER,
+    STUDENTS,
+    STUDIES,
+    TIMED,
+    Run,
+)
 from kdtrain.cli import parse
 from kdtrain.config.choices import TAILS
 from kdtrain.models.head import OutputHead
@@ -170,6 +180,30 @@ def test_the_time_to_a_loss_is_read_off_the_curve_between_two_validations():
     assert quality_tables.reached(curve, 2.9) is None
     rows = quality_tables.times(whole_record()).splitlines()[2:]
     assert rows[0] == "| cross-entropy | 1,050 | 1.00 | 2.05 | 32.5 |"
+
+
+def test_early_stopping_is_played_on_the_curve_of_a_run():
+    curve = {"step": [0, 250, 500, 750, 1000, 1250], "loss": [7.6, 3.0, 2.999, 2.5, 2.495, 2.4]}
+    assert quality_tables.given_up(curve, 1) == pytest.approx(0.599)
+    assert quality_tables.given_up(curve, 2) is None
+    still = {"step": [0, 250, 500, 750, 1000], "loss": [7.6, 3.0, 2.995, 2.993, 2.9]}
+    assert quality_tables.given_up(still, 2) == pytest.approx(0.093)
+    runs = [dataclasses.asdict(Run(steps=LONG)) | {"validation": each} for each in (curve, still)]
+    assert quality_tables.stopping({"runs": runs}).splitlines()[2:4] == [
+        "| 1 | 2 of 2 | 0.5990 |",
+        "| 2 | 1 of 2 | 0.0930 |",
+    ]
+
+
+def test_samples_are_called_what_they_are():
+    assert quality_tables.describe(Run(cache="s50", options=ALONE)) == "50 samples, alpha 1"
+    assert quality_tables.describe(Run(cache="k8i24")) == "top-8 + 24 independent samples"
+
+
+def test_a_cache_that_the_command_no_longer_builds_is_asked_for_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        study.build(study.Quality(out=tmp_path), Run(cache="i40"), None)
+    assert ended.value.code == 2 and "only kdtrain at commit 05af2d3 builds it" in capsys.readouterr().err
 
 
 def command(*argv):
