@@ -72,7 +72,9 @@ CASES = {
 @pytest.fixture(scope="module")
 def ranks(ranks_of):
     """The bench in ranks, with a cache of text of which not all tokens count."""
-    ranks_of.ok(1, "cache-teacher", "--teacher", "teacher", "--out", "chat-cache", *SMALL, "--precision", "fp32")
+    ranks_of.ok(
+        1, "cache-teacher", "--teacher", "teacher", "--out", "chat-cache", *SMALL, "--top-k", 16, "--precision", "fp32"
+    )
     return ranks_of
 
 
