@@ -450,7 +450,8 @@ def quality_gap(record: Record) -> Figure | None:
         mean = 100 * statistics.mean(shares)
         error = 100 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0
         axes.errorbar(size, mean, error, color=BLUE, marker="o", markersize=5, capsize=3)
-        axes.annotate(describe(run), (size, mean), (6, 5), textcoords="offset points", fontsize=8)
+        side = {"xytext": (-6, 5), "ha": "right"} if run.cache == "dense" else {"xytext": (6, 5)}  # at the right edge
+        axes.annotate(describe(run), (size, mean), textcoords="offset points", fontsize=8, **side)
     for name, (size, loss, _) in PUBLISHED_LOSSES.items():
         if size is None:
             continue
@@ -482,6 +483,9 @@ def quality_calibration(record: Record) -> Figure | None:
         at = [each["confidence"] for each in bins]
         axes.plot(at, off, color=color, marker=marker, markersize=4, linestyle=line, label=label)
     _finish(axes, "Calibration on the test split", "the student's confidence", "accuracy less confidence, points")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.4 * (high - low))  # room for the legend
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
     return figure
 
 
