@@ -7,7 +7,7 @@ next token; mean and standard deviation of the logits. `dense` keeps all log-pro
 `tokens` keeps none: it serves training without a cached teacher. `compression` packs the numbers of `sparse` into few
 bytes.
 
-Samples are systematic (arXiv cs/0507025, section 2.4): their points in the cumulative distribution lie 1/n apart, and
+Samples are systematic (arXiv cs/0507025): their points in the cumulative distribution lie 1/n apart, and
 only where the first lies is left to chance. An entry of probability p in the tail is then drawn n p times, rounded down
 or up, n p on average: estimates are unbiased as from independent draws, likely entries all but free of noise.
 

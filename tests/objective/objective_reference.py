@@ -122,9 +122,7 @@ def _jsd(p, q, b):
     return b * (p * (p / m).log()).sum(-1) + (1 - b) * (q * (q / m).log()).sum(-1)
 
 
-def reference_kd(
-    logits, energies, beta, rule, targets=None, divergence="forward-kl", parameter=0.3, labels=None
-) -> Tensor:
+def reference_kd(logits, energies, beta, rule, targets=None, divergence="forward-kl", parameter=0.3) -> Tensor:
     """KD a token [N] from all logits; the teacher's log Z is the exact one, differentiated in beta too."""
     log_p, log_q = torch.log_softmax(beta * energies, -1), torch.log_softmax(beta * logits, -1)
     if rule == "sampled":
@@ -197,6 +195,6 @@ def reference_loss(
     ce = -torch.log_softmax(logits, -1).gather(1, p.labels[:, None]).squeeze(1)
     kd = torch.zeros_like(ce)
     if alpha:
-        kd = reference_kd(logits, p.energies, 1 / temperature, rule, targets, divergence, parameter, p.labels)
+        kd = reference_kd(logits, p.energies, 1 / temperature, rule, targets, divergence, parameter)
     ce, kd = ce[p.mask].sum(), kd[p.mask].sum()
     return ((1 - alpha) * ce + alpha * temperature**2 * kd) / normalizer, ce, kd
