@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.harness import FIGURES, RESULTS
 from benchmarks.harness.record import find
-from benchmarks.science.quality_grid import CALIBRATED, PLAIN, STUDIES, TIMED
+from benchmarks.science.quality_grid import CALIBRATED, ONLINE, PLAIN, STUDIES, TIMED
 from benchmarks.science.quality_tables import CROSS_ENTROPY, PUBLISHED_LOSSES, WHOLE, describe, gap, seeds
 from benchmarks.tables import LARGE, gpu_records
 
@@ -512,6 +512,7 @@ def quality_time(record: Record) -> Figure | None:
     sides = [(run, name) for run, name in TIMED.items() if seeds(record, run)]
     if not sides or "speed" not in record:
         return None
+    sides += [(run, ONLINE) for run, _ in sides if run.cache == "dense"]  # it learns the same from the same logits
     figure, [[by_tokens, by_time]] = _figure(9.5, 4.0, 1, 2, sharey=True)
     for (run, name), (color, marker, line) in zip(sides, LOOKS, strict=False):
         curves = [each["validation"] for each in seeds(record, run).values()]
@@ -519,7 +520,8 @@ def quality_time(record: Record) -> Figure | None:
         loss = [statistics.mean(values) for values in zip(*(each["loss"][1:] for each in curves), strict=True)]
         tokens = [step * record["settings"]["batch_size"] * record["settings"]["seq_len"] for step in steps]
         look = {"color": color, "marker": marker, "markersize": 4, "linestyle": line, "label": name}
-        by_tokens.plot([each / 1e6 for each in tokens], loss, **look)
+        if name != ONLINE:
+            by_tokens.plot([each / 1e6 for each in tokens], loss, **look)
         rate = statistics.median(record["speed"]["tokens_per_second"][name])
         by_time.plot([each / rate / 60 for each in tokens], loss, **look)
     _finish(by_tokens, "Loss against tokens", "million tokens", "validation loss, nats a token")

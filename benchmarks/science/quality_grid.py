@@ -32,8 +32,8 @@ FORMER = {
 """Caches of independent samples, as RS-KD has them, about 5, 6 and 12 different ones a token without a top-k. The
 command built them until commit 05af2d3; it draws systematic samples now."""
 CACHES = {
-    **{f"k{k}": ("--top-k", f"{k}") for k in (3, 12, 16, 50)},
-    **{f"s{n}": ("--top-k", "0", "--num-samples", f"{n}") for n in (16, 40, 50)},
+    **{f"k{k}": ("--top-k", f"{k}") for k in (3, 12, 50)},
+    **{f"s{n}": ("--top-k", "0", "--num-samples", f"{n}") for n in (16, 50)},
     **FORMER,
     "dense": ("--dense",),
 }
@@ -91,6 +91,7 @@ def tails() -> list[Run]:
     return [
         Run(options=PLAIN),
         Run(cache="dense"),
+        *(Run(cache="k3", options=tail(rule)) for rule in (rules[0], rules[-1])),
         *(Run(cache="k12", options=tail(rule)) for rule in rules),
         *(Run(cache=cache) for cache in ("k50", "s50", *FORMER)),
         Run(cache="k8i24", options=tail("control-variate")),
@@ -99,7 +100,7 @@ def tails() -> list[Run]:
 
 def samples() -> list[Run]:
     """Systematic against independent samples, as many of them, without cross-entropy."""
-    return [Run(cache=cache, options=ALONE) for cache in ("i40", "s40", "i16", "s16", "s50")]
+    return [Run(cache=cache, options=ALONE) for cache in ("i16", "s16", "i40", "s50")]
 
 
 def paper() -> list[Run]:
@@ -139,7 +140,7 @@ def divergences() -> list[Run]:
 def warmups() -> list[Run]:
     """Steps of warm-up, for both kinds of student."""
     steps = ((), ("--warmup-steps", "10"), ("--warmup-steps", "200"))
-    return [Run(options=(*kind, *each)) for each in steps for kind in (PLAIN, ())]
+    return [replace(kind, options=(*kind.options, *each)) for kind in (CROSS_ENTROPY, SAMPLES) for each in steps]
 
 
 def final() -> list[Run]:
@@ -148,30 +149,27 @@ def final() -> list[Run]:
 
 
 def larger() -> list[Run]:
-    """The same of a student three times as large."""
-    return [replace(run, steps=LONG, student="3m") for run in CHOICES]
+    """The same of a student three times as large, after as many tokens as the other studies."""
+    return [replace(run, student="3m") for run in CHOICES]
 
 
 def second() -> list[Run]:
-    """The same on a text that nothing was chosen on."""
-    return [replace(run, corpus="docstrings", sequences=6000) for run in CHOICES]
+    """The same on a text that nothing was chosen on, and the alpha that was the second best."""
+    return [replace(run, corpus="docstrings", sequences=6000) for run in (*CHOICES, Run(cache="s50"))]
 
 
 def epochs() -> list[Run]:
-    """1 to 8 passes over a quarter of the text, where the teacher ran once."""
-    passes = (1, 2, 4, 8)
-    return [Run(sequences=3520, steps=220 * each, options=kind) for kind in (PLAIN, ()) for each in passes]
+    """1 to 8 passes over a quarter of the text, over which the teacher ran once, and one pass over the whole."""
+    kinds = [Run(cache="s50", options=kind) for kind in (PLAIN, ALONE)]
+    quarter = [replace(kind, sequences=QUARTER, steps=PASS * each) for each in PASSES for kind in kinds]
+    return [*quarter, *(replace(kind, steps=4 * PASS) for kind in kinds)]
 
 
-CHOICES = (
-    Run(options=PLAIN),
-    Run(cache="dense", options=ALONE),
-    Run(cache="s50", options=ALONE),
-    Run(),
-    Run(cache="s16", options=ALONE),
-    Run(options=tail(RENORMALIZED_TEACHER)),
-)
+CROSS_ENTROPY, SAMPLES = Run(options=PLAIN), Run(cache="s50", options=ALONE)
+CHOICES = (CROSS_ENTROPY, Run(cache="dense", options=ALONE), SAMPLES, Run())
 """The students of the last studies."""
+QUARTER, PASS, PASSES = 3520, 220, (1, 2, 4, 8)
+"""Sequences in a quarter of the text, steps in which all of them are seen once, and how often they are."""
 STUDIES: dict[str, Callable[[], list[Run]]] = {
     each.__name__: each
     for each in (
@@ -181,14 +179,14 @@ STUDIES: dict[str, Callable[[], list[Run]]] = {
 }
 
 TIMED = {
-    Run(steps=LONG, options=PLAIN): "cross-entropy",
+    replace(CROSS_ENTROPY, steps=LONG): "cross-entropy",
     Run(steps=LONG): "top-12 from a cache",
-    Run(steps=LONG, cache="s50", options=ALONE): "50 samples from a cache",
+    replace(SAMPLES, steps=LONG): "50 samples from a cache",
     Run(steps=LONG, cache="dense", options=ALONE): "whole distributions from a cache",
 }
 """Whose speed is measured, each in `ROUNDS` short runs."""
 ONLINE = "an online teacher"
 ROUNDS, TIMED_STEPS = 5, 80
 
-CALIBRATED = tuple(final()[:4])
+CALIBRATED = tuple(final())
 """Whose calibration is drawn."""

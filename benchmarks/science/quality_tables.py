@@ -16,7 +16,20 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.science.quality_grid import ALONE, BASE, CACHES, FORMER, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
+from benchmarks.science.quality_grid import (
+    ALONE,
+    BASE,
+    CACHES,
+    FORMER,
+    LONG,
+    ONLINE,
+    PASS,
+    PLAIN,
+    QUARTER,
+    STUDIES,
+    TIMED,
+    Run,
+)
 from kdtrain.config.sections import StoppingConfig
 from kdtrain.training.guards import EarlyStopping
 
@@ -229,6 +242,24 @@ def reached(curve: list[tuple[float, float]], goal: float) -> float | None:
     return None
 
 
+def passes(result: Record) -> str:
+    """The losses of both kinds of student by how much text there was, and how often they saw it."""
+    text = {QUARTER: "a quarter", None: "the whole"}
+    head = ["text", "passes", "million tokens", "cross-entropy", "from the teacher", "difference"]
+    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
+    width = result["settings"]["batch_size"] * result["settings"]["seq_len"] / 1e6
+    runs = STUDIES["epochs"]()
+    for plain_run, taught in zip(runs[::2], runs[1::2], strict=True):
+        if (change := difference(result, taught, plain_run)) is None:
+            continue
+        losses = [[each["test"]["loss"] for each in seeds(result, run).values()] for run in (plain_run, taught)]
+        steps = plain_run.steps
+        often = steps // PASS if plain_run.sequences else 1
+        row = [text[plain_run.sequences], f"{often}", f"{steps * width:.2f}", *(cell(each, ".4f") for each in losses)]
+        lines.append(f"| {' | '.join([*row, f'{change}'])} |")
+    return "\n".join(lines)
+
+
 def stopping(result: Record) -> str:
     """What early stopping at `INTERVAL` steps would have ended of the long runs, by its patience."""
     curves = [each["validation"] for each in result["runs"] if each["steps"] == LONG]
@@ -259,4 +290,5 @@ def blocks(result: Record) -> dict[str, str]:
         alike = len({(run.lr, run.steps) for run in runs}) == 1  # else the first row is no measure for the others
         tables[name] = table(result, runs, against=runs[0] if alike else None, rate=name == "rates")
     tables |= {"paper": published(result), "time": times(result), "stopping": stopping(result)}
+    tables["epochs"] = passes(result)
     return {f"quality-{name}": text for name, text in tables.items()}

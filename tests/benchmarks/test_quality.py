@@ -1,11 +1,11 @@
 """The study of quality: its grid is one that the command takes, its tables follow from its record, and it goes on."""
 
-import dataclasses
 import importlib
 import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from benchmarks.science.quality_grid import (
     ALONE,
     BASE,
     LONG,
+    ONLINE,
     PLAIN,
     RENORMALIZED_TEACHER,
     STUDENTS,
@@ -37,7 +38,7 @@ EVERY = [*dict.fromkeys(run for study in STUDIES.values() for run in study())]
 
 def student(run, seed, loss, **measured):
     test = dict.fromkeys(quality_tables.MEASURES, 0.1) | {"loss": loss} | measured
-    return dataclasses.asdict(run) | {"options": [*run.options], "seed": seed, "test": test}
+    return asdict(run) | {"options": [*run.options], "seed": seed, "test": test}
 
 
 def record(**losses):
@@ -158,7 +159,7 @@ def whole_record():
         for seed in (0, 1):
             made = student(run, seed, 3.5 - 0.01 * number + 0.002 * seed)
             runs.append(made | {"validation": curve, "calibration": bins, "T": [1.0, 1.1, 1.2]})
-    sides = {name: [1000.0, 1100.0] for name in TIMED.values()}
+    sides = {name: [1000.0, 1100.0] for name in (*TIMED.values(), ONLINE)}
     caches = {run.source: {"bytes_per_token": 20.0 + number} for number, run in enumerate(wanted)}
     settings = {"batch_size": 16, "seq_len": 256}
     return {"settings": settings, "caches": caches, "speed": {"tokens_per_second": sides}, "runs": runs}
@@ -182,13 +183,33 @@ def test_the_time_to_a_loss_is_read_off_the_curve_between_two_validations():
     assert rows[0] == "| cross-entropy | 1,050 | 1.00 | 2.05 | 32.5 |"
 
 
+def test_an_online_teacher_has_the_curve_of_whole_distributions_and_a_time_of_its_own():
+    result = whole_record()
+    result["speed"]["tokens_per_second"][ONLINE] = [500.0]
+    by_tokens, by_time = figures.quality_time(result).axes
+    assert len(by_time.lines) == len(by_tokens.lines) + 1
+    whole, online = (line.get_xdata() for line in by_time.lines[-2:])
+    assert list(online) == pytest.approx([each * 1050 / 500 for each in whole])
+
+
+def test_further_passes_are_compared_at_the_same_text_and_steps():
+    short, long = ([replace(run, steps=steps) for run in STUDIES["epochs"]()[:2]] for steps in (220, 880))
+    losses = dict(zip([*short, *long], (4.0, 3.5, 3.9, 3.25), strict=True))
+    result = {"settings": {"batch_size": 16, "seq_len": 256}, "caches": {}}
+    result["runs"] = [student(run, seed, loss) for run, loss in losses.items() for seed in (0, 1)]
+    assert quality_tables.passes(result).splitlines()[2:] == [
+        "| a quarter | 1 | 0.90 | 4.0000 ± 0.0000 | 3.5000 ± 0.0000 | **-0.5000 ± 0.0000** |",
+        "| a quarter | 4 | 3.60 | 3.9000 ± 0.0000 | 3.2500 ± 0.0000 | **-0.6500 ± 0.0000** |",
+    ]
+
+
 def test_early_stopping_is_played_on_the_curve_of_a_run():
     curve = {"step": [0, 250, 500, 750, 1000, 1250], "loss": [7.6, 3.0, 2.999, 2.5, 2.495, 2.4]}
     assert quality_tables.given_up(curve, 1) == pytest.approx(0.599)
     assert quality_tables.given_up(curve, 2) is None
     still = {"step": [0, 250, 500, 750, 1000], "loss": [7.6, 3.0, 2.995, 2.993, 2.9]}
     assert quality_tables.given_up(still, 2) == pytest.approx(0.093)
-    runs = [dataclasses.asdict(Run(steps=LONG)) | {"validation": each} for each in (curve, still)]
+    runs = [asdict(Run(steps=LONG)) | {"validation": each} for each in (curve, still)]
     assert quality_tables.stopping({"runs": runs}).splitlines()[2:4] == [
         "| 1 | 2 of 2 | 0.5990 |",
         "| 2 | 1 of 2 | 0.0930 |",
