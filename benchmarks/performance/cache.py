@@ -378,18 +378,21 @@ def _build(material: Material, batch_size: int, rounds: int) -> dict[str, Any]:
 
 
 def _read(material: Material, folder: Path) -> dict[str, Any]:
-    """Tokens a second and core, from one shard and from sixteen, and of an uncompressed array."""
+    """Tokens a second and core by codec, from one shard and from sixteen, and of an uncompressed array."""
     torch.set_num_threads(1)
     number, length = len(material.rows["train"]), material.seq_len
     orders = {"sequential": np.arange(number), "random": np.random.RandomState(0).permutation(number)}
     found: dict[str, Any] = {}
-    for shards in (1, 16):
-        there = folder / str(shards)
-        settings = _settings(material, per_shard=-(-number // shards))
-        write_cache(there, settings, material.rows, teacher=material.teacher)
-        reader = CacheReader(there, "train")
-        for name, order in orders.items():
-            found[f"{name}, {shards} shard{'s' * (shards > 1)}"] = _best(reader.read, order, length)
+    for codec in ("samples 50", "top-k 12"):
+        found[codec] = {}
+        for shards in (1, 16):
+            there = folder / f"{codec.replace(' ', '-')}-{shards}"
+            settings = _settings(material, CODECS[codec], per_shard=-(-number // shards))
+            write_cache(there, settings, material.rows, teacher=material.teacher)
+            reader = CacheReader(there, "train")
+            for name, order in orders.items():
+                rate = _best(reader.read, order, length)
+                found[codec][f"{name}, {shards} shard{'s' * (shards > 1)}"] = rate
     entry = sum(each[:length].nbytes for each in vars(reader.read([0]).targets).values() if torch.is_tensor(each))
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         plain = np.memmap(file.name, np.uint8, "w+", shape=(number, entry))

@@ -16,6 +16,7 @@ from benchmarks.harness import RESULTS, ROOT
 from kdtrain.parallel import parallelize
 
 MEASURED = RESULTS / "parallel.json"
+CACHE = RESULTS / "cache.json"
 PAGE = ROOT / "docs" / "scaling.md"
 
 
@@ -66,10 +67,9 @@ TOKENS = 4 * 2**20
 """Tokens of a step over all GPUs."""
 MICRO = 16_384
 """Tokens of a micro-batch at most."""
-CODECS = {"top-k 12, V = 2,048": 27.25, "top-k 12, V = 151,936": 30.02, "dense fp16, V = 151,936": 2.0 * 151_936}
+DRAWN, KEPT = "samples 50", "top-k 12"
+"""Two codecs of cache.json: the default, and a top-k."""
 SEQ_LEN, SHARD = 4096, 512
-READ = 2.6e6
-"""Tokens a second that a core reads and decodes at random (benchmarks/results/cache.json)."""
 
 
 def micro_batches(gpus: int) -> int:
@@ -162,10 +162,18 @@ def message_table() -> str:
     return table(["student", *(f"{gpus:,} GPUs" for gpus in GPUS)], rows)
 
 
+def cached_bytes(codec: str, vocab_size: int) -> float:
+    """Bytes a token of a codec, measured."""
+    size: float = json.loads(CACHE.read_text())["caches"][f"V = {vocab_size}"][codec]["bytes_per_token"]["total"]
+    return size
+
+
 def cache_table() -> str:
     """Size of caches."""
+    vocabularies = (2_048, 151_936)
+    sizes = {f"{codec}, V = {vocab:,}": cached_bytes(codec, vocab) for codec in (DRAWN, KEPT) for vocab in vocabularies}
     rows = []
-    for name, size in CODECS.items():
+    for name, size in {**sizes, "dense fp16, V = 151,936": 2.0 * 151_936}.items():
         tokens = (100e9, 1e12)
         shards = [f"{math.ceil(count / SEQ_LEN / SHARD):,}" for count in tokens]
         rows.append([name, f"{size:,.2f}", *(f"{count * size / 1e12:,.1f}" for count in tokens), *shards])
@@ -174,16 +182,19 @@ def cache_table() -> str:
 
 
 def read_table() -> str:
-    """What the trainer reads a second."""
+    """What the trainer reads a second at a vocabulary of 151,936, and the cores that decode it."""
     machine, rows = Machine(), []
+    reading = json.loads(CACHE.read_text())["read"]["tokens_per_second_and_core"]
     for model in STUDENTS:
         for gpus in (8, 128, 1024):
             rate = TOKENS / seconds(machine, model, "ddp", gpus)[0]
-            bytes_read = [rate * CODECS[name] / 1e6 for name in list(CODECS)[:2]]
-            cells = [f"{rate / 1e6:.2f}", *(f"{each:,.0f}" for each in bytes_read), f"{rate / READ / gpus:.3f}"]
+            cells = [f"{rate / 1e6:.2f}"]
+            for codec in (DRAWN, KEPT):
+                cores = rate / reading[codec]["random, 16 shards"] / gpus
+                cells += [f"{rate * cached_bytes(codec, 151_936) / 1e6:,.0f}", f"{cores:.3f}"]
             rows.append([model.name if gpus == 8 else "", f"{gpus:,}", *cells])
-    head = ["student", "GPUs", "M tokens/s", "MB/s at 27.25 B", "MB/s at 30.02 B", "cores a GPU that decode"]
-    return table(head, rows)
+    units = [f"{unit}, {codec}" for codec in (DRAWN, KEPT) for unit in ("MB/s", "cores a GPU")]
+    return table(["student", "GPUs", "M tokens/s", *units], rows)
 
 
 def teacher_table() -> str:
