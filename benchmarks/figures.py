@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.harness import FIGURES, RESULTS
 from benchmarks.harness.record import find
-from benchmarks.science.quality_grid import CALIBRATED, ONLINE, PLAIN, STUDIES, TIMED
+from benchmarks.science.quality_grid import CALIBRATED, ONLINE, PLAIN, STUDIES, TIMED, Run
 from benchmarks.science.quality_tables import CROSS_ENTROPY, PUBLISHED_LOSSES, WHOLE, describe, gap, seeds
 from benchmarks.tables import LARGE, gpu_records
 
@@ -439,32 +439,62 @@ def draw_quality(record: Record, folder: Path) -> list[Path]:
     return _save(folder, formats=("png", "svg"), **{name: each for name, each in drawn.items() if each is not None})
 
 
+BELOW = ("i12", "i40", "k50")
+"""Caches whose name stands below their point, where another name is above."""
+
+
 def quality_gap(record: Record) -> Figure | None:
-    """The share of the gap between cross-entropy and whole distributions against the bytes a token."""
-    runs = [run for run in STUDIES["final"]() if run.options != PLAIN and gap(record, run)]
-    if not runs:
+    """The share of the gap between cross-entropy and whole distributions against the bytes a token.
+
+    Left the students of `final` beside the published ones, right what the caches of `tails` close earlier.
+    """
+    final, first = ([run for run in STUDIES[name]() if gap(record, run)] for name in ("final", "tails"))
+    if not final:
         return None
-    figure, [[axes]] = _figure(7.5, 4.4, 1, 1)
-    for run in runs:
-        shares, size = gap(record, run), record["caches"][run.source]["bytes_per_token"]
-        mean = 100 * statistics.mean(shares)
-        error = 100 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0
-        axes.errorbar(size, mean, error, color=BLUE, marker="o", markersize=5, capsize=3)
-        side = {"xytext": (-6, 5), "ha": "right"} if run.cache == "dense" else {"xytext": (6, 5)}  # at the right edge
-        axes.annotate(describe(run), (size, mean), textcoords="offset points", fontsize=8, **side)
+    figure, [[left, right]] = _figure(11, 4.4, 1, 2)
+    for run in final:
+        _closed(left, record, run, describe(run))
     for name, (size, loss, _) in PUBLISHED_LOSSES.items():
         if size is None:
             continue
         share = 100 * (CROSS_ENTROPY - loss) / (CROSS_ENTROPY - WHOLE)
-        axes.plot(size, share, color=GREY, marker="x", linestyle="none")
-        axes.annotate(name, (size, share), (6, -10), textcoords="offset points", fontsize=8, color="#666666")
-    axes.plot([], [], color=BLUE, marker="o", label="kdtrain, 5 M to 1 M parameters, everything included")
-    axes.plot([], [], color=GREY, marker="x", linestyle="none", label="Sparse Logit Sampling, 3 B to 300 M (published)")
-    axes.axhline(100, color="black", linestyle=":", linewidth=1)
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    _finish(axes, "What a cache closes of the gap to whole distributions", "bytes a token", "% of the gap closed")
+        left.plot(size, share, color=GREY, marker="x", linestyle="none")
+        left.annotate(name, (size, share), (6, -10), textcoords="offset points", fontsize=8, color="#666666")
+    left.plot([], [], color=BLUE, marker="o", linestyle="none", label="kdtrain, 5 M to 1 M parameters")
+    left.plot([], [], color=GREY, marker="x", linestyle="none", label="Sparse Logit Sampling, 3 B to 300 M")
+    for run in first:
+        if "--tail" not in run.options and run.cache != "dense":
+            _closed(
+                right,
+                record,
+                run,
+                describe(run).removesuffix(", ghost bucket").replace("independent samples", "independent"),
+            )
+    left.axhline(0, color="black", linewidth=0.8)
+    for axes, title in ((left, "10 M tokens, and published"), (right, "2.6 M tokens, alpha 0.9")):
+        axes.axhline(100, color="black", linestyle=":", linewidth=1)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator((10, 20, 30, 50, 100, 300, 1000, 3000)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        _finish(axes, title, "bytes a token", "% of the gap closed")
+    low, high = right.get_xlim()
+    right.set_xlim(low, high * 1.6)  # room for the names
     return figure
+
+
+def _closed(axes: Axes, record: Record, run: Run, words: str) -> None:
+    """A student of `quality_gap`: mean and standard error."""
+    if run.options[:2] == PLAIN:
+        return
+    shares, size = gap(record, run), record["caches"][run.source]["bytes_per_token"]
+    mean = 100 * statistics.mean(shares)
+    error = 100 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0
+    axes.errorbar(size, mean, error, color=BLUE, marker="o", markersize=5, capsize=3)
+    side = {"xytext": (6, -10 if run.cache in BELOW else 3)}
+    if run.cache == "dense":  # at the right edge
+        side = {"xytext": (-6, 5), "ha": "right"}
+    axes.annotate(words, (size, mean), textcoords="offset points", fontsize=8, **side)
 
 
 def quality_calibration(record: Record) -> Figure | None:
