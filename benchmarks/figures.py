@@ -151,7 +151,8 @@ def _finish(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
 
 
 # Cache: bytes a token against fidelity.

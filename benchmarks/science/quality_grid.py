@@ -6,6 +6,7 @@ converged, what is recommended after `LONG`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.harness import STUDENT
 
@@ -78,6 +79,15 @@ class Run:
 def tail(name: str) -> tuple[str, ...]:
     """The option that names a tail rule; none for the default ones."""
     return () if name in ("ghost", "sampled") else ("--tail", name)
+
+
+CROSS_ENTROPY, SAMPLES = Run(options=PLAIN), Run(cache="s50", options=ALONE)
+CHOICES = (CROSS_ENTROPY, Run(cache="dense", options=ALONE), SAMPLES, Run())
+"""The students of the last studies."""
+QUARTER, PASS, PASSES = 3520, 220, (1, 2, 4, 8)
+"""Sequences in a quarter of the text, steps in which all of them are seen once, and how often they are."""
+DOCSTRINGS: dict[str, Any] = {"corpus": "docstrings", "sequences": 6000}
+"""The second text, of which as much is taken."""
 
 
 def rates() -> list[Run]:
@@ -155,7 +165,7 @@ def larger() -> list[Run]:
 
 def second() -> list[Run]:
     """The same on a text that nothing was chosen on, and the alpha that was the second best."""
-    return [replace(run, corpus="docstrings", sequences=6000) for run in (*CHOICES, Run(cache="s50"))]
+    return [replace(run, **DOCSTRINGS) for run in (*CHOICES, Run(cache="s50"))]
 
 
 def epochs() -> list[Run]:
@@ -165,11 +175,6 @@ def epochs() -> list[Run]:
     return [*quarter, *(replace(kind, steps=4 * PASS) for kind in kinds)]
 
 
-CROSS_ENTROPY, SAMPLES = Run(options=PLAIN), Run(cache="s50", options=ALONE)
-CHOICES = (CROSS_ENTROPY, Run(cache="dense", options=ALONE), SAMPLES, Run())
-"""The students of the last studies."""
-QUARTER, PASS, PASSES = 3520, 220, (1, 2, 4, 8)
-"""Sequences in a quarter of the text, steps in which all of them are seen once, and how often they are."""
 STUDIES: dict[str, Callable[[], list[Run]]] = {
     each.__name__: each
     for each in (
@@ -177,6 +182,23 @@ STUDIES: dict[str, Callable[[], list[Run]]] = {
         *(rates, temperatures, weights, divergences, warmups, epochs),
     )
 }
+
+
+def pairs() -> list[tuple[Run, Run]]:
+    """What is compared with what, beside the first row of a table: each pair has a seed, steps and text in common."""
+    drawn, whole, kept = SAMPLES, CHOICES[1], Run()
+    long = [(drawn, whole), (drawn, kept)]
+    equal_bytes = [(Run(cache="s50"), kept), (Run(cache="s50"), Run(options=tail(RENORMALIZED_TEACHER)))]
+    other = [(drawn, Run(cache="s50")), (drawn, kept), (drawn, whole)]
+    return [
+        *((replace(each, steps=LONG), replace(against, steps=LONG)) for each, against in long),
+        *((replace(each, student="3m"), replace(against, student="3m")) for each, against in long),
+        (drawn, Run(cache="s50")),
+        *equal_bytes,
+        (Run(cache="s16", options=ALONE), Run(cache="i16", options=ALONE)),
+        *((replace(each, **DOCSTRINGS), replace(against, **DOCSTRINGS)) for each, against in other),
+    ]
+
 
 TIMED = {
     replace(CROSS_ENTROPY, steps=LONG): "cross-entropy",

@@ -29,6 +29,7 @@ from benchmarks.science.quality_grid import (
     STUDIES,
     TIMED,
     Run,
+    pairs,
 )
 from kdtrain.config.sections import StoppingConfig
 from kdtrain.training.guards import EarlyStopping
@@ -92,9 +93,13 @@ class Difference:
         return "lower" if self.mean < 0 else "higher"
 
     def __str__(self) -> str:
+        return self.text("+.4f")
+
+    def text(self, form: str) -> str:
+        """The mean in a format, and its interval; bold where 0 is outside."""
         if math.isinf(self.half):
-            return f"{self.mean:+.4f} (one seed)"
-        text = f"{self.mean:+.4f} ± {self.half:.4f}"
+            return f"{self.mean:{form}} (one seed)"
+        text = f"{self.mean:{form}} ± {self.half:{form.removeprefix('+')}}"
         return f"**{text}**" if abs(self.mean) > self.half else text
 
 
@@ -242,6 +247,23 @@ def reached(curve: list[tuple[float, float]], goal: float) -> float | None:
     return None
 
 
+def compared(result: Record) -> str:
+    """How much lower or higher loss and ECE of one student are than another's, seed by seed."""
+    head = ["student", "less that of", "student of", "text", "million tokens", "seeds", "loss", "ECE"]
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|" + "--:|" * (len(head) - 4)]
+    width = result["settings"]["batch_size"] * result["settings"]["seq_len"] / 1e6
+    for run, other in pairs():
+        common = seeds(result, run).keys() & seeds(result, other).keys()
+        loss, ece = (difference(result, run, other, measure) for measure in ("loss", "ece"))
+        if loss is None or ece is None:
+            continue
+        tokens = f"{run.steps * width:.1f}"
+        setting = [f"{run.student[:-1]} M parameters", run.corpus, tokens, f"{len(common)}"]
+        changes = [f"{loss}", ece.text("+.2%")]
+        lines.append(f"| {' | '.join([describe(run), describe(other), *setting, *changes])} |")
+    return "\n".join(lines)
+
+
 def passes(result: Record) -> str:
     """The losses of both kinds of student by how much text there was, and how often they saw it."""
     text = {QUARTER: "a quarter", None: "the whole"}
@@ -290,5 +312,5 @@ def blocks(result: Record) -> dict[str, str]:
         alike = len({(run.lr, run.steps) for run in runs}) == 1  # else the first row is no measure for the others
         tables[name] = table(result, runs, against=runs[0] if alike else None, rate=name == "rates")
     tables |= {"paper": published(result), "time": times(result), "stopping": stopping(result)}
-    tables["epochs"] = passes(result)
+    tables |= {"epochs": passes(result), "pairs": compared(result)}
     return {f"quality-{name}": text for name, text in tables.items()}

@@ -26,6 +26,7 @@ from benchmarks.science.quality_grid import (
     STUDIES,
     TIMED,
     Run,
+    pairs,
 )
 from kdtrain.cli import parse
 from kdtrain.config.choices import TAILS
@@ -190,6 +191,16 @@ def test_an_online_teacher_has_the_curve_of_whole_distributions_and_a_time_of_it
     assert len(by_time.lines) == len(by_tokens.lines) + 1
     whole, online = (line.get_xdata() for line in by_time.lines[-2:])
     assert list(online) == pytest.approx([each * 1050 / 500 for each in whole])
+
+
+def test_pairs_are_compared_over_the_seeds_that_both_have():
+    drawn, kept = pairs()[1]
+    losses = {drawn: (3.0, 3.1, 3.3), kept: (3.2, 3.32)}
+    runs = [student(run, seed, loss, ece=loss / 10) for run, row in losses.items() for seed, loss in enumerate(row)]
+    result = {"settings": {"batch_size": 16, "seq_len": 256}, "caches": {}, "runs": runs}
+    (row,) = quality_tables.compared(result).splitlines()[2:]
+    names = "50 samples, alpha 1 | top-12, ghost bucket | 1 M parameters | stdlib | 10.2 | 2"
+    assert row == f"| {names} | **-0.2100 ± 0.1271** | **-2.10% ± 1.27%** |"
 
 
 def test_further_passes_are_compared_at_the_same_text_and_steps():
