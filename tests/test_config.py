@@ -71,7 +71,7 @@ def test_the_defaults_are_those_of_the_design():
         "clip": 1.0,
     }
     objective = config.objective
-    assert (objective.alpha, objective.divergence, objective.tail) == (1.0, "forward-kl", "ghost")
+    assert (objective.alpha, objective.divergence, objective.tail) == (0.9, "forward-kl", "ghost")
     assert (objective.temperature, objective.temperature_mode) == (1.0, "fixed")
     assert (config.monitor.eval_freq, config.monitor.eval_batches) == (250, 50)
     assert dataclasses.astuple(config.guards) == (10, "first", "mad", 3.0, 3, 0.5, 3, 1.2)

@@ -81,9 +81,9 @@ def tail(name: str) -> tuple[str, ...]:
     return () if name in ("ghost", "sampled") else ("--tail", name)
 
 
-CROSS_ENTROPY, SAMPLES = Run(options=PLAIN), Run(cache="s50", options=ALONE)
-CHOICES = (CROSS_ENTROPY, Run(cache="dense", options=ALONE), SAMPLES, Run())
-"""The students of the last studies."""
+CROSS_ENTROPY, WHOLE, SAMPLES = Run(options=PLAIN), Run(cache="dense", options=ALONE), Run(cache="s50")
+CHOICES = (CROSS_ENTROPY, WHOLE, replace(SAMPLES, options=ALONE), SAMPLES, Run())
+"""The students of the last studies; `SAMPLES` are the command's defaults."""
 QUARTER, PASS, PASSES = 3520, 220, (1, 2, 4, 8)
 """Sequences in a quarter of the text, steps in which all of them are seen once, and how often they are."""
 DOCSTRINGS: dict[str, Any] = {"corpus": "docstrings", "sequences": 6000}
@@ -164,13 +164,13 @@ def larger() -> list[Run]:
 
 
 def second() -> list[Run]:
-    """The same on a text that nothing was chosen on, and the alpha that was the second best."""
-    return [replace(run, **DOCSTRINGS) for run in (*CHOICES, Run(cache="s50"))]
+    """The same on a text that nothing was chosen on and that the teacher was not trained on, and a smaller alpha."""
+    return [replace(run, **DOCSTRINGS) for run in (*CHOICES, replace(SAMPLES, options=("--alpha", "0.5")))]
 
 
 def epochs() -> list[Run]:
     """1 to 8 passes over a quarter of the text, over which the teacher ran once, and one pass over the whole."""
-    kinds = [Run(cache="s50", options=kind) for kind in (PLAIN, ALONE)]
+    kinds = [replace(SAMPLES, options=kind) for kind in (PLAIN, ())]
     quarter = [replace(kind, sequences=QUARTER, steps=PASS * each) for each in PASSES for kind in kinds]
     return [*quarter, *(replace(kind, steps=4 * PASS) for kind in kinds)]
 
@@ -185,18 +185,16 @@ STUDIES: dict[str, Callable[[], list[Run]]] = {
 
 
 def pairs() -> list[tuple[Run, Run]]:
-    """What is compared with what, beside the first row of a table: each pair has a seed, steps and text in common."""
-    drawn, whole, kept = SAMPLES, CHOICES[1], Run()
-    long = [(drawn, whole), (drawn, kept)]
-    equal_bytes = [(Run(cache="s50"), kept), (Run(cache="s50"), Run(options=tail(RENORMALIZED_TEACHER)))]
-    other = [(drawn, Run(cache="s50")), (drawn, kept), (drawn, whole)]
+    """What is compared with what, beside the first row of a table: both have seeds, steps and text in common."""
+    alone, kept = replace(SAMPLES, options=ALONE), Run()
+    main = [(alone, WHOLE), (SAMPLES, WHOLE), (SAMPLES, kept), (alone, SAMPLES)]
     return [
-        *((replace(each, steps=LONG), replace(against, steps=LONG)) for each, against in long),
-        *((replace(each, student="3m"), replace(against, student="3m")) for each, against in long),
-        (drawn, Run(cache="s50")),
-        *equal_bytes,
+        *((replace(each, steps=LONG), replace(against, steps=LONG)) for each, against in main),
+        (replace(SAMPLES, student="3m"), replace(WHOLE, student="3m")),
+        *main,
+        (SAMPLES, Run(options=tail(RENORMALIZED_TEACHER))),
         (Run(cache="s16", options=ALONE), Run(cache="i16", options=ALONE)),
-        *((replace(each, **DOCSTRINGS), replace(against, **DOCSTRINGS)) for each, against in other),
+        *((replace(each, **DOCSTRINGS), replace(against, **DOCSTRINGS)) for each, against in main),
     ]
 
 
@@ -204,7 +202,7 @@ TIMED = {
     replace(CROSS_ENTROPY, steps=LONG): "cross-entropy",
     Run(steps=LONG): "top-12 from a cache",
     replace(SAMPLES, steps=LONG): "50 samples from a cache",
-    Run(steps=LONG, cache="dense", options=ALONE): "whole distributions from a cache",
+    replace(WHOLE, steps=LONG): "whole distributions from a cache",
 }
 """Whose speed is measured, each in `ROUNDS` short runs."""
 ONLINE = "an online teacher"

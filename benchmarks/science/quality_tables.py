@@ -126,11 +126,15 @@ def full(run: Run) -> Run:
 
 
 def gap(result: Record, run: Run) -> list[float]:
-    """The share of the gap between cross-entropy and whole distributions that is closed, a number a seed."""
+    """The share of the gap between cross-entropy and whole distributions that is closed, a number a seed.
+
+    A seed at which whole distributions are no better than cross-entropy has no gap.
+    """
     sides = (run, plain(run), full(run))
     loss = [{seed: each["test"]["loss"] for seed, each in seeds(result, side).items()} for side in sides]
     both = sorted(loss[0].keys() & loss[1].keys() & loss[2].keys())
-    return [(loss[1][seed] - loss[0][seed]) / (loss[1][seed] - loss[2][seed]) for seed in both]
+    sizes = {seed: loss[1][seed] - loss[2][seed] for seed in both}
+    return [(loss[1][seed] - loss[0][seed]) / size for seed, size in sizes.items() if size > 0]
 
 
 def describe(run: Run) -> str:

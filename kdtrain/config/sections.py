@@ -121,7 +121,7 @@ class CodecConfig:
 class ObjectiveConfig:
     """loss = (1 - alpha) * cross-entropy + alpha * T^2 * divergence, means over all unmasked tokens of a step."""
 
-    alpha: float = 1.0
+    alpha: float = 0.9
     """Weight of the divergence from the teacher against cross-entropy on the text, 0 to 1."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How alpha changes from --alpha at the first step to --alpha-end at the last."""

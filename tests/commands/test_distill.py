@@ -165,18 +165,7 @@ def test_memorized_samples_are_logged_once_with_epochs_and_samples(workbench):
 
 
 def test_loaded_weights_are_not_mistaken_for_fresh_ones(workbench):
-    argv = (
-        "distill",
-        "--student",
-        "student.toml",
-        "--cache",
-        "cache",
-        "--warmup-steps",
-        0,
-        "--alpha",
-        0,
-        *workbench.plain,
-    )
+    argv = ("distill", "--student", "student.toml", "--cache", "cache", "--warmup-steps", 0, *workbench.plain)
     assert workbench.call(*argv, "--out", "knows", "--steps", 25, "--lr", 2e-2, "--no-early-stopping")[0] == 0
     load = ("--load", "knows/checkpoints/step-00000025", "--override-opt-param-scheduler")
     code, _, said = workbench.call(*argv, *load, "--out", "loaded", "--steps", 2)

@@ -192,7 +192,7 @@ def test_an_option_that_decides_the_result_may_not_change_and_is_named():
         refuse_changes(saved, changed, "step-00000004")
     message = str(caught.value)
     assert "--lr (was 0.0003, now 0.5)" in message
-    assert "--alpha (was 1.0, now 0.25)" in message
+    assert "--alpha (was 0.9, now 0.25)" in message
     assert "--seed (was 0, now 3)" in message and " (in step-00000004); give the same ones" in message
     assert "--betas" not in message
 

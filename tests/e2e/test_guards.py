@@ -207,16 +207,8 @@ def test_a_rate_far_too_high_ends_with_exit_1_as_diverged_and_exports_nothing(fo
 
 
 def test_a_run_that_makes_its_student_worse_warns_and_exports_the_initial_student(forks):
-    start(forks, "good", "--alpha", 0, "--lr", 1e-2, steps=60).ok()
-    worse = (
-        "--alpha",
-        0,
-        "--load",
-        "good/checkpoints/latest",
-        "--override-opt-param-scheduler",
-        "--divergence-factor",
-        100,
-    )
+    start(forks, "good", "--lr", 1e-2, steps=60).ok()
+    worse = ("--load", "good/checkpoints/latest", "--override-opt-param-scheduler", "--divergence-factor", 100)
     done = start(forks, "worse", *worse, "--lr", 0.3, "--spike-rule", "none", "--json", steps=4)
     ended = done.json
     assert ended["last_validation_loss"] > ended["first_validation_loss"]
