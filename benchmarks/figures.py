@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.harness import FIGURES, RESULTS
 from benchmarks.harness.record import find
-from benchmarks.science.quality_grid import CALIBRATED, ONLINE, PLAIN, STUDIES, TIMED, Run
+from benchmarks.science.quality_grid import CALIBRATED, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
 from benchmarks.science.quality_tables import CROSS_ENTROPY, PUBLISHED_LOSSES, WHOLE, describe, gap, seeds
 from benchmarks.tables import LARGE, gpu_records
 
@@ -440,21 +440,22 @@ def draw_quality(record: Record, folder: Path) -> list[Path]:
     return _save(folder, formats=("png", "svg"), **{name: each for name, each in drawn.items() if each is not None})
 
 
-BELOW = ("i12", "i40", "k50")
-"""Caches whose name stands below their point, where another name is above."""
+BELOW = (*(Run(cache=cache) for cache in ("i12", "i40", "k50")), Run(cache="s50", steps=LONG))
+"""Students whose name stands below their point, where another name is above."""
 
 
 def quality_gap(record: Record) -> Figure | None:
     """The share of the gap between cross-entropy and whole distributions against the bytes a token.
 
-    Left the students of `final` beside the published ones, right what the caches of `tails` close earlier.
+    Left the students of `final` beside the published ones, right what the caches of `tails` close earlier, at seed 0.
     """
     final, first = ([run for run in STUDIES[name]() if gap(record, run)] for name in ("final", "tails"))
     if not final:
         return None
     figure, [[left, right]] = _figure(11, 4.4, 1, 2)
     for run in final:
-        _closed(left, record, run, describe(run))
+        if run.options != PLAIN:
+            _closed(left, record, run, gap(record, run), describe(run))
     for name, (size, loss, _) in PUBLISHED_LOSSES.items():
         if size is None:
             continue
@@ -464,15 +465,11 @@ def quality_gap(record: Record) -> Figure | None:
     left.plot([], [], color=BLUE, marker="o", linestyle="none", label="kdtrain, 5 M to 1 M parameters")
     left.plot([], [], color=GREY, marker="x", linestyle="none", label="Sparse Logit Sampling, 3 B to 300 M")
     for run in first:
-        if "--tail" not in run.options and run.cache != "dense":
-            _closed(
-                right,
-                record,
-                run,
-                describe(run).removesuffix(", ghost bucket").replace("independent samples", "independent"),
-            )
+        if not run.options and run.cache != "dense":
+            words = describe(run).removesuffix(", ghost bucket").replace("independent samples", "independent")
+            _closed(right, record, run, gap(record, run)[:1], words)
     left.axhline(0, color="black", linewidth=0.8)
-    for axes, title in ((left, "10 M tokens, and published"), (right, "2.6 M tokens, alpha 0.9")):
+    for axes, title in ((left, "After 10 M tokens, and published"), (right, "After 2.6 M tokens, alpha 0.9, seed 0")):
         axes.axhline(100, color="black", linestyle=":", linewidth=1)
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator((10, 20, 30, 50, 100, 300, 1000, 3000)))
@@ -484,15 +481,13 @@ def quality_gap(record: Record) -> Figure | None:
     return figure
 
 
-def _closed(axes: Axes, record: Record, run: Run, words: str) -> None:
-    """A student of `quality_gap`: mean and standard error."""
-    if run.options[:2] == PLAIN:
-        return
-    shares, size = gap(record, run), record["caches"][run.source]["bytes_per_token"]
+def _closed(axes: Axes, record: Record, run: Run, shares: list[float], words: str) -> None:
+    """A student of `quality_gap`: mean and standard error over `shares`, in percent, at its bytes a token."""
+    size = record["caches"][run.source]["bytes_per_token"]
     mean = 100 * statistics.mean(shares)
     error = 100 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0
     axes.errorbar(size, mean, error, color=BLUE, marker="o", markersize=5, capsize=3)
-    side = {"xytext": (6, -10 if run.cache in BELOW else 3)}
+    side = {"xytext": (6, -10 if run in BELOW else 3)}
     if run.cache == "dense":  # at the right edge
         side = {"xytext": (-6, 5), "ha": "right"}
     axes.annotate(words, (size, mean), textcoords="offset points", fontsize=8, **side)

@@ -63,7 +63,7 @@ def test_the_defaults_are_those_of_the_design():
         "lr": 3e-4,
         "min_lr": 1e-6,
         "lr_schedule": "cosine",
-        "warmup_steps": 50,
+        "warmup_steps": 200,
         "decay_steps": None,
         "decay_shape": "cosine",
         "betas": (0.9, 0.95),

@@ -110,7 +110,7 @@ ONE_PROCESS = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 import kdtrain as kd
-student = kd.Student(AutoModelForCausalLM.from_pretrained(sys.argv[2]), kd.DistillationLoss(alpha=0.9)).train()
+student = kd.Student(AutoModelForCausalLM.from_pretrained(sys.argv[2]), kd.DistillationLoss()).train()
 optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
 data, losses = kd.Cache(sys.argv[1])["train"], []
 for step in range(4):

@@ -378,7 +378,7 @@ def _build(material: Material, batch_size: int, rounds: int) -> dict[str, Any]:
 
 
 def _read(material: Material, folder: Path) -> dict[str, Any]:
-    """Tokens a second and core by codec, from one shard and from sixteen, and of an uncompressed array."""
+    """Tokens a second and core by codec, from one shard and from sixteen, and of top-k 12 uncompressed."""
     torch.set_num_threads(1)
     number, length = len(material.rows["train"]), material.seq_len
     orders = {"sequential": np.arange(number), "random": np.random.RandomState(0).permutation(number)}

@@ -87,7 +87,7 @@ CHOICES = (CROSS_ENTROPY, WHOLE, replace(SAMPLES, options=ALONE), SAMPLES, Run()
 QUARTER, PASS, PASSES = 3520, 220, (1, 2, 4, 8)
 """Sequences in a quarter of the text, steps in which all of them are seen once, and how often they are."""
 DOCSTRINGS: dict[str, Any] = {"corpus": "docstrings", "sequences": 6000}
-"""The second text, of which as much is taken."""
+"""The second text, and how many of its sequences are cached."""
 
 
 def rates() -> list[Run]:
@@ -164,7 +164,7 @@ def larger() -> list[Run]:
 
 
 def second() -> list[Run]:
-    """The same on a text that nothing was chosen on and that the teacher was not trained on, and a smaller alpha."""
+    """The same on a text that the teacher was not trained on, which decided on alpha alone, and a smaller alpha."""
     return [replace(run, **DOCSTRINGS) for run in (*CHOICES, replace(SAMPLES, options=("--alpha", "0.5")))]
 
 
@@ -188,20 +188,25 @@ def pairs() -> list[tuple[Run, Run]]:
     """What is compared with what, beside the first row of a table: both have seeds, steps and text in common."""
     alone, kept = replace(SAMPLES, options=ALONE), Run()
     main = [(alone, WHOLE), (SAMPLES, WHOLE), (SAMPLES, kept), (alone, SAMPLES)]
+    half = replace(SAMPLES, options=("--alpha", "0.5"))
     return [
         *((replace(each, steps=LONG), replace(against, steps=LONG)) for each, against in main),
         (replace(SAMPLES, student="3m"), replace(WHOLE, student="3m")),
         *main,
+        (SAMPLES, Run(cache="dense")),
         (SAMPLES, Run(options=tail(RENORMALIZED_TEACHER))),
         (Run(cache="s16", options=ALONE), Run(cache="i16", options=ALONE)),
-        *((replace(each, **DOCSTRINGS), replace(against, **DOCSTRINGS)) for each, against in main),
+        *(
+            (replace(each, **DOCSTRINGS), replace(against, **DOCSTRINGS))
+            for each, against in (*((each, CROSS_ENTROPY) for each in (alone, SAMPLES, half)), *main)
+        ),
     ]
 
 
 TIMED = {
     replace(CROSS_ENTROPY, steps=LONG): "cross-entropy",
     Run(steps=LONG): "top-12 from a cache",
-    replace(SAMPLES, steps=LONG): "50 samples from a cache",
+    replace(SAMPLES, options=ALONE, steps=LONG): "50 samples from a cache",
     replace(WHOLE, steps=LONG): "whole distributions from a cache",
 }
 """Whose speed is measured, each in `ROUNDS` short runs."""

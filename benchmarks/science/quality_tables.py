@@ -128,13 +128,15 @@ def full(run: Run) -> Run:
 def gap(result: Record, run: Run) -> list[float]:
     """The share of the gap between cross-entropy and whole distributions that is closed, a number a seed.
 
-    A seed at which whole distributions are no better than cross-entropy has no gap.
+    Empty where whole distributions are no better than cross-entropy at a seed: there is no gap to close.
     """
     sides = (run, plain(run), full(run))
     loss = [{seed: each["test"]["loss"] for seed, each in seeds(result, side).items()} for side in sides]
     both = sorted(loss[0].keys() & loss[1].keys() & loss[2].keys())
     sizes = {seed: loss[1][seed] - loss[2][seed] for seed in both}
-    return [(loss[1][seed] - loss[0][seed]) / size for seed, size in sizes.items() if size > 0]
+    if min(sizes.values(), default=0.0) <= 0:
+        return []
+    return [(loss[1][seed] - loss[0][seed]) / size for seed, size in sizes.items()]
 
 
 def describe(run: Run) -> str:
@@ -166,12 +168,12 @@ def table(result: Record, runs: Iterable[Run], *, against: Run | None = None, ra
     """A row a run that has a record, and how its loss differs from that of `against`."""
     measures = [NAMES.get(name, name) for name in FORMS]
     other = [] if against is None else [f"loss less that of {describe(against)}"]
-    head = ["student", *(["rate"] if rate else []), "bytes a token", *measures, "gap closed", *other]
+    head = ["student", *(["rate"] if rate else []), "bytes a token", "seeds", *measures, "gap closed", *other]
     lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
     for run in dict.fromkeys(runs):
         if not (found := seeds(result, run)):
             continue
-        cells = [describe(run), *([f"{run.lr:g}"] if rate else []), size(result, run)]
+        cells = [describe(run), *([f"{run.lr:g}"] if rate else []), size(result, run), f"{len(found)}"]
         cells += [cell([each["test"][name] for each in found.values()], form) for name, form in FORMS.items()]
         cells += [share(gap(result, run))]
         if against is not None:
@@ -217,7 +219,8 @@ def published(result: Record) -> str:
 def times(result: Record) -> str:
     """Tokens a second of each kind of training, and what it takes to reach the loss at which cross-entropy ends.
 
-    The teacher's forwards are in the online teacher's time and in no other: a cache is made once.
+    An online teacher's student is the one from a cache of whole distributions, at another rate. The teacher's forwards
+    are in the online teacher's time and in no other: a cache is made once.
     """
     lines = ["| student | tokens/s | of cross-entropy's | million tokens | minutes |", "|---|" + "--:|" * 4]
     rates = {
@@ -253,7 +256,8 @@ def reached(curve: list[tuple[float, float]], goal: float) -> float | None:
 
 def compared(result: Record) -> str:
     """How much lower or higher loss and ECE of one student are than another's, seed by seed."""
-    head = ["student", "less that of", "student of", "text", "million tokens", "seeds", "loss", "ECE"]
+    differences = ["difference in loss", "difference in ECE"]
+    head = ["student", "against", "size", "text", "million tokens", "seeds", *differences]
     lines = [f"| {' | '.join(head)} |", "|---|---|---|---|" + "--:|" * (len(head) - 4)]
     width = result["settings"]["batch_size"] * result["settings"]["seq_len"] / 1e6
     for run, other in pairs():
@@ -262,7 +266,7 @@ def compared(result: Record) -> str:
         if loss is None or ece is None:
             continue
         tokens = f"{run.steps * width:.1f}"
-        setting = [f"{run.student[:-1]} M parameters", run.corpus, tokens, f"{len(common)}"]
+        setting = [f"{run.student[:-1]} M", run.corpus, tokens, f"{len(common)}"]
         changes = [f"{loss}", ece.text("+.2%")]
         lines.append(f"| {' | '.join([describe(run), describe(other), *setting, *changes])} |")
     return "\n".join(lines)

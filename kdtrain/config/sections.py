@@ -212,7 +212,7 @@ class OptimizerConfig:
     """Learning rate at the end of a decay."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd is constant until the last --decay-steps."""
-    warmup_steps: int = 50
+    warmup_steps: int = 200
     """Steps of linear warm-up from 0, fewer in a shorter run."""
     decay_steps: int | None = None
     """Steps of decay at the end of wsd; a fifth of all steps if not given."""

@@ -64,7 +64,7 @@ class DistillationLoss(nn.Module):
     Raises:
         UsageError: there is no such divergence or tail rule, or alpha or the temperature is out of range.
 
-    >>> loss = DistillationLoss(divergence="forward-kl", alpha=0.9, temperature=2.0)
+    >>> loss = DistillationLoss(divergence="forward-kl", temperature=2.0)
     >>> loss.temperature.value()
     tensor(2.)
     """
