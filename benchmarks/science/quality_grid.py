@@ -175,20 +175,14 @@ def epochs() -> list[Run]:
     return [*quarter, *(replace(kind, steps=4 * PASS) for kind in kinds)]
 
 
-STUDIES: dict[str, Callable[[], list[Run]]] = {
-    each.__name__: each
-    for each in (
-        *(final, larger, second, tails, samples, paper),
-        *(rates, temperatures, weights, divergences, warmups, epochs),
-    )
-}
-
-
-def pairs() -> list[tuple[Run, Run]]:
+def compared() -> list[tuple[Run, Run]]:
     """What is compared with what, beside the first row of a table: both have seeds, steps and text in common."""
     alone, kept = replace(SAMPLES, options=ALONE), Run()
     main = [(alone, WHOLE), (SAMPLES, WHOLE), (SAMPLES, kept), (alone, SAMPLES)]
     half = replace(SAMPLES, options=("--alpha", "0.5"))
+    warmed = [
+        (replace(each, options=(*each.options, "--warmup-steps", "200")), each) for each in (SAMPLES, CROSS_ENTROPY)
+    ]
     return [
         *((replace(each, steps=LONG), replace(against, steps=LONG)) for each, against in main),
         (replace(SAMPLES, student="3m"), replace(WHOLE, student="3m")),
@@ -196,11 +190,27 @@ def pairs() -> list[tuple[Run, Run]]:
         (SAMPLES, Run(cache="dense")),
         (SAMPLES, Run(options=tail(RENORMALIZED_TEACHER))),
         (Run(cache="s16", options=ALONE), Run(cache="i16", options=ALONE)),
+        *warmed,
+        *((replace(warmed[0][0], steps=steps), replace(SAMPLES, steps=steps)) for steps in (300, LONG)),
         *(
             (replace(each, **DOCSTRINGS), replace(against, **DOCSTRINGS))
             for each, against in (*((each, CROSS_ENTROPY) for each in (alone, SAMPLES, half)), *main)
         ),
     ]
+
+
+def pairs() -> list[Run]:
+    """Both sides of all that is compared."""
+    return [*dict.fromkeys(run for pair in compared() for run in pair)]
+
+
+STUDIES: dict[str, Callable[[], list[Run]]] = {
+    each.__name__: each
+    for each in (
+        *(final, larger, second, tails, samples, paper),
+        *(rates, temperatures, weights, divergences, warmups, epochs, pairs),
+    )
+}
 
 
 TIMED = {

@@ -29,7 +29,7 @@ from benchmarks.science.quality_grid import (
     STUDIES,
     TIMED,
     Run,
-    pairs,
+    compared,
 )
 from kdtrain.config.sections import StoppingConfig
 from kdtrain.training.guards import EarlyStopping
@@ -254,13 +254,13 @@ def reached(curve: list[tuple[float, float]], goal: float) -> float | None:
     return None
 
 
-def compared(result: Record) -> str:
+def differences(result: Record) -> str:
     """How much lower or higher loss and ECE of one student are than another's, seed by seed."""
     differences = ["difference in loss", "difference in ECE"]
     head = ["student", "against", "size", "text", "million tokens", "seeds", *differences]
     lines = [f"| {' | '.join(head)} |", "|---|---|---|---|" + "--:|" * (len(head) - 4)]
     width = result["settings"]["batch_size"] * result["settings"]["seq_len"] / 1e6
-    for run, other in pairs():
+    for run, other in compared():
         common = seeds(result, run).keys() & seeds(result, other).keys()
         loss, ece = (difference(result, run, other, measure) for measure in ("loss", "ece"))
         if loss is None or ece is None:
@@ -320,5 +320,5 @@ def blocks(result: Record) -> dict[str, str]:
         alike = len({(run.lr, run.steps) for run in runs}) == 1  # else the first row is no measure for the others
         tables[name] = table(result, runs, against=runs[0] if alike else None, rate=name == "rates")
     tables |= {"paper": published(result), "time": times(result), "stopping": stopping(result)}
-    tables |= {"epochs": passes(result), "pairs": compared(result)}
+    tables |= {"epochs": passes(result), "pairs": differences(result)}
     return {f"quality-{name}": text for name, text in tables.items()}

@@ -26,7 +26,7 @@ from benchmarks.science.quality_grid import (
     STUDIES,
     TIMED,
     Run,
-    pairs,
+    compared,
 )
 from kdtrain.cli import parse
 from kdtrain.config.choices import TAILS
@@ -197,11 +197,11 @@ def test_an_online_teacher_has_the_curve_of_whole_distributions_and_a_time_of_it
 
 
 def test_pairs_are_compared_over_the_seeds_that_both_have():
-    drawn, kept = pairs()[2]
+    drawn, kept = compared()[2]
     losses = {drawn: (3.0, 3.1, 3.3), kept: (3.2, 3.32)}
     runs = [student(run, seed, loss, ece=loss / 10) for run, row in losses.items() for seed, loss in enumerate(row)]
     result = {"settings": {"batch_size": 16, "seq_len": 256}, "caches": {}, "runs": runs}
-    (row,) = quality_tables.compared(result).splitlines()[2:]
+    (row,) = quality_tables.differences(result).splitlines()[2:]
     names = "50 samples | top-12, ghost bucket | 1 M | stdlib | 10.2 | 2"
     assert row == f"| {names} | **-0.2100 ± 0.1271** | **-2.10% ± 1.27%** |"
 
