@@ -179,6 +179,7 @@ def compared() -> list[tuple[Run, Run]]:
     """What is compared with what, beside the first row of a table: both have seeds, steps and text in common."""
     alone, kept = replace(SAMPLES, options=ALONE), Run()
     main = [(alone, WHOLE), (SAMPLES, WHOLE), (SAMPLES, kept), (alone, SAMPLES)]
+    top_k_alone = replace(kept, options=ALONE)
     half = replace(SAMPLES, options=("--alpha", "0.5"))
     warmed = [
         (replace(each, options=(*each.options, "--warmup-steps", "200")), each) for each in (SAMPLES, CROSS_ENTROPY)
@@ -187,6 +188,7 @@ def compared() -> list[tuple[Run, Run]]:
         *((replace(each, steps=LONG), replace(against, steps=LONG)) for each, against in main),
         (replace(SAMPLES, student="3m"), replace(WHOLE, student="3m")),
         *main,
+        (top_k_alone, kept),
         (SAMPLES, Run(cache="dense")),
         (SAMPLES, Run(options=tail(RENORMALIZED_TEACHER))),
         (Run(cache="s16", options=ALONE), Run(cache="i16", options=ALONE)),
