@@ -83,7 +83,7 @@ def tail(name: str) -> tuple[str, ...]:
 
 CROSS_ENTROPY, WHOLE, SAMPLES = Run(options=PLAIN), Run(cache="dense", options=ALONE), Run(cache="s50")
 CHOICES = (CROSS_ENTROPY, WHOLE, replace(SAMPLES, options=ALONE), SAMPLES, Run())
-"""The students of the last studies; `SAMPLES` are the command's defaults."""
+"""The students of the last studies. `SAMPLES` has the cache, alpha and temperature of the command's defaults."""
 QUARTER, PASS, PASSES = 3520, 220, (1, 2, 4, 8)
 """Sequences in a quarter of the text, steps in which all of them are seen once, and how often they are."""
 DOCSTRINGS: dict[str, Any] = {"corpus": "docstrings", "sequences": 6000}

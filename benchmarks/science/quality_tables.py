@@ -256,8 +256,8 @@ def reached(curve: list[tuple[float, float]], goal: float) -> float | None:
 
 def differences(result: Record) -> str:
     """How much lower or higher loss and ECE of one student are than another's, seed by seed."""
-    differences = ["difference in loss", "difference in ECE"]
-    head = ["student", "against", "size", "text", "million tokens", "seeds", *differences]
+    changing = ["difference in loss", "difference in ECE"]
+    head = ["student", "against", "size", "text", "million tokens", "seeds", *changing]
     lines = [f"| {' | '.join(head)} |", "|---|---|---|---|" + "--:|" * (len(head) - 4)]
     width = result["settings"]["batch_size"] * result["settings"]["seq_len"] / 1e6
     for run, other in compared():
