@@ -440,8 +440,8 @@ def draw_quality(record: Record, folder: Path) -> list[Path]:
     return _save(folder, formats=("png", "svg"), **{name: each for name, each in drawn.items() if each is not None})
 
 
-BELOW = (*(Run(cache=cache) for cache in ("i12", "i40", "k50")), Run(cache="s50", steps=LONG))
-"""Students whose name stands below their point, where another name is above."""
+BELOW = {**{Run(cache=cache): -10 for cache in ("i12", "i40", "k50")}, Run(cache="s50", steps=LONG): -20}
+"""Students whose name stands below their point, where another name is above, and by how many points."""
 
 
 def quality_gap(record: Record) -> Figure | None:
@@ -487,7 +487,7 @@ def _closed(axes: Axes, record: Record, run: Run, shares: list[float], words: st
     mean = 100 * statistics.mean(shares)
     error = 100 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0
     axes.errorbar(size, mean, error, color=BLUE, marker="o", markersize=5, capsize=3)
-    side = {"xytext": (6, -10 if run in BELOW else 3)}
+    side = {"xytext": (6, BELOW.get(run, 3))}
     if run.cache == "dense":  # at the right edge
         side = {"xytext": (-6, 5), "ha": "right"}
     axes.annotate(words, (size, mean), textcoords="offset points", fontsize=8, **side)
