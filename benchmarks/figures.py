@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from benchmarks.harness import FIGURES, RESULTS
 from benchmarks.harness.record import find
 from benchmarks.science.quality_grid import CALIBRATED, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
-from benchmarks.science.quality_tables import CROSS_ENTROPY, PUBLISHED_LOSSES, WHOLE, describe, gap, seeds
+from benchmarks.science.quality_tables import PUBLISHED_LOSSES, THEIR_CROSS_ENTROPY, THEIR_WHOLE, describe, gap, seeds
 from benchmarks.tables import LARGE, gpu_records
 
 BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
@@ -459,7 +459,7 @@ def quality_gap(record: Record) -> Figure | None:
     for name, (size, loss, _) in PUBLISHED_LOSSES.items():
         if size is None:
             continue
-        share = 100 * (CROSS_ENTROPY - loss) / (CROSS_ENTROPY - WHOLE)
+        share = 100 * (THEIR_CROSS_ENTROPY - loss) / (THEIR_CROSS_ENTROPY - THEIR_WHOLE)
         left.plot(size, share, color=GREY, marker="x", linestyle="none")
         left.annotate(name, (size, share), (6, -10), textcoords="offset points", fontsize=8, color="#666666")
     left.plot([], [], color=BLUE, marker="o", linestyle="none", label="kdtrain, 5 M to 1 M parameters")
