@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import time
 import types
@@ -30,7 +31,7 @@ from kdtrain import config as options
 from kdtrain.config import choices
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable, refuse_no_path
 from kdtrain.files import read_toml
-from kdtrain.registry import Registry, nearest
+from kdtrain.registry import Registry, first_line, nearest
 
 COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
 _LONGEST = 2000
@@ -40,6 +41,10 @@ ONCE = ("student", "teacher", "cache", "data", "from-logprobs", "load", "config"
 _MOST = 2**53
 """The largest count: floats are exact up to it, and no run reaches it. A seed has its own bound."""
 POSITIONAL = {"inspect": "path", "verify": "path", "export": "run"}
+_WITHOUT_MODELS = ("inspect", "verify")
+"""Commands that load no model, and so run under `python -OO`."""
+_NARROWEST = 40
+"""Columns of the narrowest terminal that tables and help are made for; with 4, tyro never ends."""
 
 
 Main = Callable[[Any], int | None]
@@ -64,7 +69,7 @@ def register_command(name: str, config: type, *, help: str = "") -> Callable[[Ma
     """
 
     def register(main: Main) -> Main:
-        COMMANDS.add(name, Command(config, main), main, help or (config.__doc__ or "").partition("\n")[0])
+        COMMANDS.add(name, Command(config, main), main, help or first_line(config))
         return main
 
     return register
@@ -72,6 +77,8 @@ def register_command(name: str, config: type, *, help: str = "") -> Callable[[Ma
 
 def _register_builtin(name: str, config: type) -> None:
     def main(config: Any) -> int | None:
+        if sys.flags.optimize > 1 and name not in _WITHOUT_MODELS:
+            raise UsageError("python -OO removes the docstrings that transformers needs to load a model; use -O")
         command = importlib.import_module(f"kdtrain.commands.{name.replace('-', '_')}")
         code: int | None = command.main(config)
         return code
@@ -90,6 +97,7 @@ _register_builtin("export", options.ExportConfig)
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its code: 0 done, 1 failed while running, 2 options that cannot work."""
     name_flags()
+    _mend_width()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
@@ -211,6 +219,13 @@ def _wide() -> typing.Iterator[None]:
         os.environ.pop("COLUMNS", None)
         if before is not None:
             os.environ["COLUMNS"] = before
+
+
+def _mend_width() -> None:
+    """Replace a COLUMNS that is no width, and a width in which nothing fits; tyro and rich read both."""
+    found = shutil.get_terminal_size().columns
+    if "COLUMNS" in os.environ or found < _NARROWEST:
+        os.environ["COLUMNS"] = str(max(found, _NARROWEST))
 
 
 def _one_line(box: str, known: list[str]) -> str:

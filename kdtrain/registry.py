@@ -11,9 +11,14 @@ Entry points are listed once, without importing anything; a package is imported 
 name always means the built-in.
 """
 
+import ast
 import difflib
 import importlib
+import inspect
+import sys
+import textwrap
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -26,6 +31,17 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(word, known, 1)
     return f"perhaps you meant '{close[0]}'" if close else f"known are {', '.join(known)}"
+
+
+def first_line(documented: Any) -> str:
+    """The first line of a docstring of a class or function; of its source if `python -OO` has removed it."""
+    text = documented.__doc__ or ""
+    if sys.flags.optimize > 1:  # a dataclass then has its signature instead
+        text = ""
+        with suppress(OSError, TypeError, SyntaxError):  # there is no source
+            found = ast.parse(textwrap.dedent(inspect.getsource(documented))).body[0]
+            text = ast.get_docstring(found) or ""  # type: ignore[arg-type]
+    return text.partition("\n")[0]
 
 
 class Registry:
@@ -56,7 +72,7 @@ class Registry:
             raise UsageError(f"{self.option} {name} is registered by {other} and by {source.__module__}; rename one")
         self.entries[name] = entry
         if name not in self.builtin:
-            self._help[name] = help or (source.__doc__ or "").partition("\n")[0]
+            self._help[name] = help or first_line(source)
 
     def get(self, name: str) -> Any:
         """The entry called `name`.

@@ -292,3 +292,29 @@ def test_without_a_command_the_overview_is_shown(capsys):
         assert stop.value.code == code
         shown = capsys.readouterr().out
         assert all(command in shown for command in cli.COMMANDS.entries)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("columns", ["0", "1", "3", "no number"])
+def test_help_ends_and_is_whole_at_every_width(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys, "argv", ["kdtrain", "inspect", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    assert "Show devices, number formats" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert int(os.environ["COLUMNS"]) >= 40
+
+
+@pytest.mark.parametrize(
+    "argv, code, line",
+    [
+        (["--help"], 0, "  distill        Train a student from a cache, from an online teacher, or (with neither)"),
+        (["distill", *DISTILL], 2, "kdtrain: python -OO removes the docstrings that transformers needs"),
+    ],
+)
+def test_without_docstrings_the_help_is_whole_and_a_run_is_refused_in_one_line(argv, code, line):
+    done = subprocess.run([sys.executable, "-OO", "-m", "kdtrain", *argv], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert any(each.startswith(line) for each in (done.stdout + done.stderr).splitlines()), done.stdout + done.stderr
+    assert code == 0 or done.stderr.count("\n") == 1
