@@ -143,6 +143,8 @@ def _quiet_libraries() -> None:
     """Keep other libraries' bars and warnings off the terminal: in the command's process, never in a user's."""
     for name in ("torchao", "torch.utils._pytree", "huggingface_hub"):  # the first two: about unused binaries
         logging.getLogger(name).setLevel(logging.ERROR)
+    # a model that cannot be run, with a stack, before our own line about it
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # a single process without a process group is intended
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     shown = importlib.import_module("transformers.utils.logging")

@@ -100,6 +100,7 @@ WORLD = {
     "spec nested too deep": ((*DISTILL, "--student", "deep.toml"), ["deep.toml", "nested too deep"]),
     "spec in the home of nobody": ((*DISTILL, "--student", "home.toml"), ["home.toml", "'~nosuchuser/m'", "no user"]),
     "uneven heads": ((*DISTILL, "--student", "heads.toml"), ["num_key_value_heads = 3", "num_attention_heads = 4"]),
+    "odd heads": ((*DISTILL, "--student", "odd.toml"), ["cannot be run as it is configured", "tensor a (3)"]),
     "empty vocabulary": ((*DISTILL, "--student", "nothing.toml"), ["vocab_size = 0", "at least 1"]),
     "no layers": ((*DISTILL, "--student", "flat.toml"), ["num_hidden_layers = 0", "at least 1"]),
     "layers without end": ((*DISTILL, "--student", "deepest.toml"), ["num_hidden_layers = 1,000,000,000"]),
@@ -176,6 +177,7 @@ def write_hostile(bench):
     (root / "deep.toml").write_text("x = " + "[" * 20_000 + "]" * 20_000)
     (root / "home.toml").write_text("source = '~nosuchuser/m'\n")
     bench.student("heads", num_key_value_heads=3)
+    bench.student("odd", head_dim=3)
     bench.student("nothing", vocab_size=0)
     bench.student("flat", num_hidden_layers=0)
     bench.student("deepest", num_hidden_layers=10**9)
