@@ -117,11 +117,12 @@ def making(path: Path) -> Iterator[None]:
 
 @contextmanager
 def panics_refused(what: str) -> Iterator[None]:
-    """Turn a panic in a library written in Rust, such as tokenizers, into a UsageError that begins with `what`."""
+    """Turn an error of tokenizers, or a panic in its Rust code, into a UsageError that begins with `what`."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # pyo3's, which is not an Exception, and cannot be imported
+        # a panic is pyo3's, which is not an Exception and cannot be imported; an error is a bare Exception
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise UsageError(f"{what} ({' '.join(str(error).split())[:200]}); use another tokenizer") from None
 

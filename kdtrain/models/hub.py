@@ -35,16 +35,20 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import get_tokenizer_config, tokenizer_class_from_name
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, is_flash_attn_2_available
+from transformers.tokenization_utils_base import get_fast_tokenizer_file
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_flash_attn_2_available
 
 from kdtrain.errors import UsageError, panics_refused
-from kdtrain.files import LARGE, parse_json
+from kdtrain.files import LARGE, parse_json, read_text
 from kdtrain.models.spec import ATTENTIONS, ModelSpec
+from kdtrain.models.tokenizer_limits import refuse_endless, refuse_many_tokens
 
 MAX_LAYERS = 1000
 """Layers are made one by one; the deepest models have about 130."""
 MOST_JSON = 2**25
 """Most bytes of a configuration or an index of weights; the largest known has 9e6."""
+_MOST_ENTRIES = 2**16
+"""Most entries of a configuration; of a million end tokens, transformers takes half a minute."""
 _READ_WHOLE = (
     *("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "*.model"),
     *("chat_template*", "additional_chat_templates/*"),
@@ -57,12 +61,14 @@ _REDIRECTING = ("attribute_map", "sub_configs", "sub_configs_defaults", "_auto_c
 _ONE_BY_ONE = re.compile("n(?:um)?_(?:hidden_)?(?:layers?|labels)")
 _DROPOUT = re.compile("(?:dropout|pdrop)(?:_prob|_rate|_p)?$")
 _AT_LEAST_ONE = re.compile(
-    "vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_(?:attention|key_value)_heads|n_(?:embd|layer|head)"
+    "vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_(?:attention|key_value)_heads|head_dim|n_(?:embd|layer|head)"
 )
 
 
 def refuse_impossible(source: str, table: dict[str, Any]) -> None:
     """Refuse a configuration (JSON or TOML, at any depth) with sizes that no model has."""
+    if _count(table) > _MOST_ENTRIES:
+        raise UsageError(f"{source}: its configuration has more than {_MOST_ENTRIES:,} entries; mend it")
     for key, value in _entries(table):
         if _DROPOUT.search(key) and type(value) in (int, float) and not 0 <= value <= 1:
             raise UsageError(f"{source}: {key} = {value}: a dropout is between 0 and 1; mend its configuration")
@@ -124,6 +130,12 @@ def refuse_foreign_weights(source: str, revision: str) -> None:
             raise UsageError(f"{source}: {index.name} names {_short(name)}, which is not a safetensors file beside it")
 
 
+def refuse_large_generation(source: str, revision: str) -> None:
+    """Refuse settings for sampling (generation_config.json) with sizes that no model has."""
+    if (path := _file(source, GENERATION_CONFIG_NAME, revision)) is not None:
+        refuse_impossible(source, {"generation": parse_json(read_text(path, MOST_JSON))})
+
+
 def refuse_foreign_tokenizer(source: str, revision: str) -> None:
     """Refuse a tokenizer whose class is not a tokenizer: transformers loads any of its classes by name, models too."""
     try:
@@ -137,6 +149,19 @@ def refuse_foreign_tokenizer(source: str, revision: str) -> None:
         found = None if name is None else tokenizer_class_from_name(name)
         if found is not None and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
             raise UsageError(f"{source}: tokenizer_class = {_short(name)} is not a tokenizer; mend its configuration")
+
+
+def refuse_slow_tokenizer(source: str, revision: str) -> None:
+    """Refuse a tokenizer whose files would keep `tokenizers` busy without end (`tokenizer_limits`)."""
+    for name in ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
+        if (path := _file(source, name, revision)) is not None:
+            refuse_many_tokens(path)
+    # transformers searches these names for the version, so that a name may be a path
+    names = get_tokenizer_config(source, revision=revision).get("fast_tokenizer_files", [])
+    if not isinstance(names, list) or any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise UsageError(f"{source}: fast_tokenizer_files = {_short(names)} is not a list of names; take it out")
+    if (path := _file(source, get_fast_tokenizer_file(names), revision)) is not None:
+        refuse_endless(path)
 
 
 def _refuse_replacements(source: str, table: dict[str, Any]) -> None:
@@ -156,6 +181,17 @@ def _entries(table: Any) -> Iterator[tuple[str, Any]]:
             left.extend(each.values())
         elif isinstance(each, list):
             left.extend(each)
+
+
+def _count(table: Any) -> int:
+    """How many values nested tables and lists hold."""
+    left, count = [table], 0
+    while left:
+        each = left.pop()
+        inside = each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
+        count += len(inside)
+        left.extend(inside)
+    return count
 
 
 def _file(source: str, name: str, revision: str) -> Path | None:
@@ -271,6 +307,7 @@ def ask_tokenizer(source: str, *, revision: str = "main", trust_remote_code: boo
 
     def load() -> Any:
         refuse_large_files(source)
+        refuse_slow_tokenizer(source, revision)
         if not trust_remote_code:
             refuse_foreign_tokenizer(source, revision)
         return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)

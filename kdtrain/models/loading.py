@@ -38,6 +38,8 @@ from kdtrain.models.hub import (
     config_of,
     one_line,
     refuse_foreign_weights,
+    refuse_impossible,
+    refuse_large_generation,
     revision_of,
 )
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
@@ -138,6 +140,7 @@ def model_of(
     if generation is not None and model.generation_config is not None:
         # GenerationConfig takes any name, even that of one of its methods
         known = {key: value for key, value in generation.items() if key in model.generation_config.to_dict()}
+        refuse_impossible(name, known)
         model.generation_config = ask(name, lambda: GenerationConfig(**known))
         _drop_sampling_that_cannot_be_saved(model)
     return model
@@ -282,6 +285,7 @@ def _pretrained(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     config = ask_config(spec)
 
     def load() -> Any:
+        refuse_large_generation(source, revision_of(spec))
         if not trusted:
             refuse_foreign_weights(source, revision_of(spec))
         return AutoModelForCausalLM.from_pretrained(

@@ -88,6 +88,9 @@ def as_model(folder):
         ({"attention_dropout": 5.0}, "attention_dropout = 5.0: a dropout is between 0 and 1"),
         ({"embd_pdrop": -1}, "embd_pdrop = -1: a dropout"),
         ({"text_config": {"hidden_dropout_prob": math.nan}}, "hidden_dropout_prob = nan: a dropout"),
+        ({"head_dim": 0}, "head_dim = 0: a model needs at least 1"),
+        ({"eos_token_id": [1] * 2**16}, "its configuration has more than 65,536 entries"),
+        ({"id2label": {str(n): "x" for n in range(2**16)}}, "its configuration has more than 65,536 entries"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 4"),
     ],
 )
@@ -294,6 +297,14 @@ def test_generation_settings_of_a_checkpoint_cannot_replace_what_transformers_ca
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [7, 8]
     with pytest.raises(UsageError, match=r"^c: "):
         model_of("c", kept, "sdpa", {"watermarking_config": {"a": 1}})
+    with pytest.raises(UsageError, match=r"^c: its configuration has more than 65,536 entries"):
+        model_of("c", kept, "sdpa", {"bad_words_ids": [[1]] * 2**16})
+
+
+def test_a_generation_config_with_more_entries_than_any_has_is_refused(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1] * 2**16}))
+    with pytest.raises(UsageError, match=f"{folder}: its configuration has more than 65,536 entries"):
+        as_model(folder)
 
 
 def calls_without_consent(tree):
