@@ -142,6 +142,8 @@ def is_checkpoint(path: Path) -> bool:
         inside = os.listdir(path)
     except PermissionError:
         return True
+    except FileNotFoundError:  # a run that is training has just removed it
+        return False
     shard = any(name.startswith("shard-") and name.endswith(shards.SUFFIX) for name in inside)
     return tiers.tier(path.name) != "special" or STATE in inside or shard
 
@@ -279,7 +281,9 @@ class Store:
             name = path.name.removesuffix(_REPLACED)
             if tiers.is_name(name) and not path.is_symlink() and is_checkpoint(path):
                 at = self.path(name)
-                found[name] = entry_of(at, name, whole(name) if whole else problem(at, digests=False) is None)
+                entry = entry_of(at, name, whole(name) if whole else problem(at, digests=False) is None)
+                if at.exists():  # else a run that is training has removed it meanwhile
+                    found[name] = entry
         return tiers.ordered(found.values())
 
     def problem(self, name: str) -> str | None:
@@ -299,6 +303,8 @@ class Store:
                 continue
             if (wrong := self.problem(entry.name)) is None:
                 return entry.name, damaged
+            if not self.path(entry.name).exists():  # pruned by a run that is training
+                continue
             damaged.append(f"checkpoint {entry.name} is damaged and skipped: {wrong}")
         return None, damaged
 
@@ -319,10 +325,14 @@ class Store:
         for path in (self.path(named), Path(wanted)) if named else ():
             if is_checkpoint(path.resolve()):
                 if (wrong := problem(path)) is not None:
+                    if not path.exists():  # pruned by a run that is training
+                        break
                     raise RunError(
                         f"checkpoint {path} is damaged: {wrong}; choose another with --resume or --checkpoint"
                     )
                 return path.resolve()
+        if wanted == "best" and self.linked("best") != named:
+            return self.choose(wanted)
         known = ", ".join([*self.names(), *(link for link in tiers.LINKS if (self.folder / link).exists())])
         raise UsageError(f"no checkpoint '{wanted}' in {self.folder}; there are: {known or 'none'}")
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from einops import rearrange
@@ -19,7 +19,7 @@ from kdtrain.cache.manifest import tokenizer_digest
 from kdtrain.config import DataConfig
 from kdtrain.data.corpus import documents
 from kdtrain.data.packing import PackedRow, pack
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.models.head import OutputHead, SplitModel, split
 from kdtrain.models.loading import load_teacher, load_tokenizer, max_positions
 from kdtrain.models.spec import ModelSpec
@@ -30,6 +30,7 @@ from kdtrain.precision.modes import autocast
 from kdtrain.ranks import is_main
 
 Teacher = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+T = TypeVar("T")
 TeacherLayers = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, list[torch.Tensor]]]
 
 
@@ -125,6 +126,28 @@ def digest_of(tokenizer: ModelSpec | Path | str | None) -> str | None:
     if where is None or (Path(where).is_dir() and not (Path(where) / "tokenizer.json").is_file()):
         return None
     return tokenizer_digest(load_tokenizer(tokenizer or where))
+
+
+def read_checkpoint(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
+    """What `read` makes of the checkpoint that `find` names; again if a run that is training has removed that one.
+
+    Raises:
+        UsageError, RunError: those of `find`, and of `read` for a checkpoint that is still there.
+    """
+    while True:
+        path = find()
+        try:
+            return read(path)
+        except (RunError, OSError):
+            if path.exists():
+                raise
+
+
+def checkpoint_at(path: Path) -> Path:
+    """The folder of the checkpoint `path`, which may be a link. UsageError: a run that is training has removed it."""
+    if not path.exists():
+        raise UsageError(f"{path} was removed while it was read, by the run that is training; name a newer checkpoint")
+    return path.resolve()
 
 
 def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from kdtrain.checkpoint.store import Store, is_checkpoint, problem
-from kdtrain.commands.common import show
+from kdtrain.commands.common import checkpoint_at, read_checkpoint, show
 from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, options_of, refuse_no_folder
 from kdtrain.config import ExportConfig
@@ -30,15 +30,16 @@ def main(config: ExportConfig) -> int:
     refuse_foreign(out)
     if out.exists() and any(out.iterdir()) and not config.overwrite:
         raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
-    path = _checkpoint(config.run, config.checkpoint)
-    student = student_at(path, torch.device("cpu"))
+    path, student, state = read_checkpoint(
+        lambda: _checkpoint(config.run, config.checkpoint),
+        lambda path: (path, student_at(path, torch.device("cpu")), read_saved(path)),
+    )
     run = _run_of(path)
     folder = tokenizer_of_run(run)
     if folder is None:
         text = "exported without a tokenizer: %s holds none, and its cache is gone; copy the teacher's into %s"
         log.warning(text, run, out)
     tokenizer = None if folder is None else tokenizer_files(folder)
-    state = read_saved(path)
     step = state["progress"]["step"]
     result = read_result(run)
     if result is not None and result["error"] is not None:
@@ -65,11 +66,16 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
     """
     path = Path(name)
     if is_checkpoint(path.resolve()):
-        if (damage := problem(path)) is not None:
-            raise RunError(f"checkpoint {path} is damaged: {damage}")
-        return student_at(path.resolve(), device), tokenizer_of_run(_run_of(path.resolve()))
+
+        def read(found: Path) -> SplitModel:
+            if (damage := problem(found)) is not None:
+                raise RunError(f"checkpoint {path} is damaged: {damage}")
+            return student_at(found, device)
+
+        return read_checkpoint(lambda: checkpoint_at(path), read), tokenizer_of_run(_run_of(path.resolve()))
     if is_run(path):
-        return student_at(_checkpoint(path, "best"), device), tokenizer_of_run(path)
+        student = read_checkpoint(lambda: _checkpoint(path, "best"), lambda found: student_at(found, device))
+        return student, tokenizer_of_run(path)
     spec = read_spec(name)
     return split(load_student(spec, vocab_size=None, seed=0, device=str(device))), spec.tokenizer or spec.source
 

@@ -14,9 +14,9 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import check_sizes, read_manifest
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import MANIFEST, Store, problem
-from kdtrain.commands.common import show
+from kdtrain.commands.common import checkpoint_at, read_checkpoint, show
 from kdtrain.commands.result import read_result
-from kdtrain.commands.verify import kind_of
+from kdtrain.commands.verify import damage_of, kind_of
 from kdtrain.config import InspectConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, read_json
@@ -139,7 +139,9 @@ def _lines(fidelity: dict[str, Any]) -> list[str]:
 def _run(path: Path) -> dict[str, Any]:
     store = Store(path / "checkpoints")
     environment = path / "environment.json"
-    entries, result = store.entries(), read_result(path)
+    rows = {entry.name: _row(store, entry) for entry in store.entries()}
+    rows = {name: row for name, row in rows.items() if store.path(name).exists()}  # else pruned meanwhile
+    result = read_result(path)
     try:
         student = read_json(environment, dict[str, Any])["student"]
     except (OSError, ValueError, KeyError):
@@ -149,8 +151,8 @@ def _run(path: Path) -> dict[str, Any]:
         "ended": None if result is None else {**result},
         "exported": str(path / "student") if (path / "student").is_dir() else None,
         **{link: target for link in tiers.LINKS if (target := store.linked(link)) is not None},
-        "checkpoints": {entry.name: _row(store, entry) for entry in entries},
-        "checkpoints in all (MiB)": _mib([store.path(entry.name) for entry in entries]),
+        "checkpoints": rows,
+        "checkpoints in all (MiB)": _mib([*map(store.path, rows)]),
         **_aside(path.resolve()),
     }
 
@@ -171,7 +173,10 @@ def _mib(paths: list[Path]) -> float:
     sizes: dict[tuple[int, int], int] = {}
     for path in paths:
         for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
-            status = each.lstat()
+            try:
+                status = each.lstat()
+            except FileNotFoundError:  # removed by a run that is training
+                continue
             if not stat.S_ISDIR(status.st_mode):
                 sizes[status.st_dev, status.st_ino] = status.st_size
     return round(sum(sizes.values()) / 2**20, 1)
@@ -187,7 +192,7 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
     if (damage := problem(path)) is None:
         try:
             progress = read_saved(path)["progress"]
-        except RunError as error:
+        except (RunError, OSError) as error:
             damage = str(error)
     written = None
     with contextlib.suppress(OSError):
@@ -204,8 +209,12 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
     }
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
-    if (damage := problem(path)) is not None:
+def _checkpoint(named: Path) -> dict[str, Any]:
+    return read_checkpoint(lambda: checkpoint_at(named), _loaded)
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    if (damage := damage_of(path)) is not None:
         return {"verdict": f"damaged: {damage}"}
     checkpoint = load_saved(path)
     numbers = sum(tensor.numel() for tensor in checkpoint.tensors.values())

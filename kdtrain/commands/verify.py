@@ -6,10 +6,10 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.verify import repair, verify_cache
 from kdtrain.checkpoint.store import Store, is_checkpoint, problem
 from kdtrain.commands.build_cache import holds_tokens
-from kdtrain.commands.common import show
+from kdtrain.commands.common import checkpoint_at, read_checkpoint, show
 from kdtrain.commands.run_folder import is_run
 from kdtrain.config import VerifyConfig
-from kdtrain.errors import UsageError
+from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, setup_logging
 
 
@@ -50,11 +50,21 @@ def kind_of(path: Path) -> str:
     raise UsageError(f"{path} is neither a cache nor a run nor a checkpoint")
 
 
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, or None. RunError: it was removed meanwhile."""
+    if (damage := problem(checkpoint)) is not None and not checkpoint.exists():
+        raise RunError(f"checkpoint {checkpoint}: {damage}")
+    return damage
+
+
 def _problems(path: Path, kind: str) -> list[str]:
     if kind == "cache":
         return [str(each) for each in verify_cache(path)]
     if kind == "checkpoint":
-        return [damage] if (damage := problem(path)) else []
+        damage = read_checkpoint(lambda: checkpoint_at(path), damage_of)
+        return [damage] if damage else []
     store = Store(path / "checkpoints")
     tokens = verify_cache(path / "data") if holds_tokens(path / "data") else []
-    return tokens + [f"{name}: {damage}" for name in store.names() if (damage := store.problem(name))]
+    damaged = [(name, damage) for name in store.names() if (damage := store.problem(name))]
+    # a run that is training may have removed one meanwhile
+    return tokens + [f"{name}: {damage}" for name, damage in damaged if store.path(name).exists()]
