@@ -104,12 +104,12 @@ def take_step(trainer: "Trainer", batches: Iterator[CachedBatch], stop: StopRequ
     guarded_step(state.optimizer, skipped)
     state.optimizer.zero_grad(set_to_none=True)
     faults.point("train.after-step")
-    numbers = _numbers(trainer, sums, loss, norm, temperature, skipped, stop_signal, clock, rate)
+    numbers = _numbers(trainer, sums, loss, norm, temperature, temperature_gradient, skipped, stop_signal, clock, rate)
     numbers["data_wait_s"] = trainer.waited
     if trainer.guards.scale.enabled:
         numbers["loss_scale"] = trainer.guards.scale.value
     stop.settle(int(numbers.pop("stop_signal")))
-    return numbers if temperature_gradient is None else numbers | {"dL/dlogT": float(temperature_gradient)}
+    return numbers
 
 
 def settle_buckets(trainer: "Trainer") -> None:
@@ -167,15 +167,16 @@ def _all_reduce(
     parts = {name: faults.changed("train.loss", each, trainer.batch_number) for name, each in named if name != "tokens"}
     own = LossOutput(**parts, tokens=own.tokens)
     total = trainer.student.total(own, temperature)
-    clock = total.new_tensor(float(is_main() and trainer.clock_is_due()))
+    # filled on the device: `new_tensor` would copy from the host, which waits for all work in the queue
+    clock = total.new_full((), float(is_main() and trainer.clock_is_due()))
     if world_size() == 1:
         return total / own.tokens.double().clamp(min=1), own, total.new_zeros(()), clock
-    requests = [total.new_tensor(float(stop.received == each)) for each in _SIGNALS]
+    requests = [total.new_full((), float(stop.received == each)) for each in _SIGNALS]
     vector = all_reduce_sum(torch.stack([total, *(each.double() for each in own), clock, *requests]))
     sums = LossOutput(*vector[1 : 1 + len(own)])
     clock, votes = vector[1 + len(own)], vector[2 + len(own) :]
-    signal_number = (votes > 0).double() * votes.new_tensor(_SIGNALS)
-    return vector[0] / sums.tokens.clamp(min=1), sums, signal_number.max(), clock
+    numbers = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
+    return vector[0] / sums.tokens.clamp(min=1), sums, torch.stack(numbers).max(), clock
 
 
 def _all_reduce_gradients(gradients: list[torch.Tensor]) -> None:
@@ -260,6 +261,7 @@ def _numbers(
     loss: torch.Tensor,
     norm: torch.Tensor,
     temperature: torch.Tensor,
+    temperature_gradient: torch.Tensor | None,
     skipped: torch.Tensor,
     stop_signal: torch.Tensor,
     clock: torch.Tensor,
@@ -267,8 +269,9 @@ def _numbers(
 ) -> dict[str, float]:
     """The step's numbers as means over its tokens, read from the device at once; T as the loss used it."""
     tensors = [loss, sums.ce, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
-    read = torch.stack([each.double() for each in (*tensors, skipped, stop_signal, clock)]).tolist()
-    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, was_skipped, signal_number, by_clock = read
+    tensors += [skipped, stop_signal, clock] + ([] if temperature_gradient is None else [temperature_gradient])
+    read = torch.stack([each.double() for each in tensors]).tolist()
+    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, was_skipped, signal_number, by_clock, *slopes = read
     count = max(tokens, 1.0)
     parts: dict[str, float] = {}
     if trainer.student.loss.alpha:
@@ -283,4 +286,6 @@ def _numbers(
         numbers["quantized"] = float(trainer.student.present_mode == trainer.student.quantized)
         if trainer.adaptive is not None and trainer.adaptive.gap is not None:
             numbers["gap"] = trainer.adaptive.gap
+    if slopes:
+        numbers["dL/dlogT"] = slopes[0]
     return numbers

@@ -1,0 +1,81 @@
+"""The host waits for the device once a step, counted on a CPU: each operation for which a GPU's queue would drain."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kdtrain.objective import engine
+from kdtrain.training import guards, step
+from kdtrain.training.signals import StopRequest
+
+READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "equal"}
+"""Methods that read a number from the device."""
+WRITES = {"new_tensor", "tensor", "as_tensor", "asarray", "from_numpy"}
+"""What makes a tensor of the host's numbers: copied from memory that is not pinned, for which the host waits."""
+INSIDE = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "lift_fresh"}
+"""The same as operators, where torch or a library calls them."""
+
+
+class Waits(TorchFunctionMode):
+    """The names of what waits, in order; an operator inside a method that waits is not counted again."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in READS | WRITES:
+            self.names.append(name)
+            return function(*args, **(kwargs or {}))
+        with Operators(self.names):
+            return function(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in INSIDE:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "wait", [float, bool, torch.Tensor.tolist, lambda x: x.new_tensor(1.0), lambda x: torch.ones(3)[x > 0]]
+)
+def test_a_wait_is_noticed(wait):
+    with Waits() as waits:
+        wait(torch.ones(()) if wait is not torch.Tensor.tolist else torch.ones(1))
+    assert len(waits.names) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature_mode": "likelihood", "temperature": 2.0}, {"precision": "fp16"}, {"micro_batch_size": 2}],
+    ids=["plain", "learned temperature", "fp16", "accumulation"],
+)
+def test_a_step_waits_for_the_device_once(workshop, options, world, monkeypatch):
+    def scale(gradient, factor, use_kernels):  # as on a GPU: only a CPU looks at the factor
+        gradient.mul_(factor.to(gradient.dtype))
+
+    monkeypatch.setattr(engine, "_scale", scale)
+    with workshop.run(steps=3, **options) as run:
+        read = run.feed().steps()
+        run.step(next(read), StopRequest())  # the first names parameters without a gradient
+        batches = iter(list(next(read)))  # reading data is not the device's
+        for module in (step, guards):
+            for name in ("all_reduce_sum", "agreed_max"):
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, torch.clone)
+        with mock.patch.object(step, "world_size", return_value=world), Waits() as waits:
+            numbers = run.step(batches, StopRequest())
+    assert numbers is not None and numbers["skipped"] == 0
+    assert waits.names == ["tolist"]
