@@ -18,6 +18,7 @@ from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.cache.writer import write_cache
 from kdtrain.config import DistillConfig, GuardsConfig, MonitorConfig, OptimizerConfig, PrecisionConfig, StoppingConfig
+from kdtrain.errors import RunError
 from kdtrain.models.head import SplitModel
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import Targets
@@ -137,6 +138,7 @@ class Bench:
         )
         folder.mkdir(parents=True, exist_ok=True)
         self.trainer.open(None, init="scratch")
+        self.trainer.halves_until = 0  # see `step`
         self.batch, self.seq_len, self.optimizer = batch, seq_len, self.trainer.state.optimizer
         self.stop = StopRequest()  # never entered: signals end a benchmark as they end any script
 
@@ -160,8 +162,19 @@ class Bench:
         return step
 
     def step(self, batches: Iterator[CachedBatch]) -> dict[str, float]:
-        """One optimizer step over its micro-batches."""
-        numbers = self.trainer.step(batches, self.stop)
+        """One optimizer step over its micro-batches.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit; unlike a run, a bench never halves the micro-batch, which would
+                make this side and all after it another measurement. The next step begins without its gradients.
+        """
+        try:
+            numbers = self.trainer.step(batches, self.stop)
+        except RunError as error:
+            if error.reason != "oom":
+                raise
+            self.optimizer.zero_grad(set_to_none=True)
+            raise torch.OutOfMemoryError(str(error)) from None
         assert numbers is not None
         self.trainer.count(numbers)
         return numbers

@@ -14,10 +14,11 @@ import torch
 from benchmarks import figures, tables
 from benchmarks.harness import SECTIONS, models, profiling, sections, timing
 from benchmarks.harness import record as records
-from benchmarks.harness.bench import Bench
-from benchmarks.harness.record import Goal, Options, Record
+from benchmarks.harness.bench import Bench, Tokens
+from benchmarks.harness.record import Goal, Options, Record, attempt
 from benchmarks.performance import adaptive, fp8
 from benchmarks.performance import teacher as teacher_section
+from kdtrain import faults
 from teachers import make_teacher as make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,6 +197,26 @@ def test_layers_are_compiled_one_by_one_and_share_a_graph(options, monkeypatch):
     assert models.SHAPES["tiny"]["num_hidden_layers"] == 2
     bench.trainer.student.backbone(torch.zeros(1, 16, dtype=torch.int64), None)
     assert len(graphs) == 1 and runs == 2 * graphs
+
+
+def test_a_side_without_memory_does_not_fit_and_leaves_the_next_side_as_it_was(options, monkeypatch):
+    tokens = Tokens(torch.arange(34).view(2, 17), options.device)
+
+    def losses(oom):
+        student = models.make_student("tiny", options.device)
+        bench = Bench(student, replace(options, out=options.out / str(oom)), vocab_size=2048, seq_len=16, batch=2)
+        monkeypatch.setenv("KDTRAIN_FAULT", "train.after-micro-batch:oom:1" if oom else "")
+        faults.read()
+        first = attempt(bench.steps(tokens)) if oom else {}
+        assert not oom or faults._fired == {"train.after-micro-batch"}
+        side = bench.steps(tokens)
+        return first, bench.trainer.micros, [side()["loss"] for _ in range(2)]
+
+    (failed, micros, after), (_, _, alone) = losses(oom=True), losses(oom=False)
+    monkeypatch.undo()
+    faults.read()
+    assert list(failed) == ["does_not_fit"] and "micro-batches of 2 sequences" in failed["does_not_fit"]
+    assert micros == 1 and after == alone
 
 
 def test_a_section_that_lacks_a_library_says_so_and_fails_nobody(options, monkeypatch):
