@@ -63,6 +63,9 @@ def why_not_transformer_engine(device: torch.device) -> str | None:
     if reason is not None:
         return reason
     te = importlib.import_module("transformer_engine.pytorch")
+    missing = [name for name in ("Linear", "autocast", "is_fp8_available") if not hasattr(te, name)]
+    if missing:
+        return f"this TransformerEngine has no {missing[0]}; install 2.9 or newer"
     available, why = te.is_fp8_available(return_reason=True)
     return None if available else str(why)
 

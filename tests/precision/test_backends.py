@@ -2,13 +2,16 @@
 
 import contextlib
 import sys
+import tomllib
 import warnings
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from kdtrain.precision import backends
 from kdtrain.precision.backends import Torchao, TransformerEngine
 from kdtrain.precision.emulated import Recipe
 
@@ -82,6 +85,20 @@ def test_transformer_engine_follows_a_layer_that_is_given_another_parameter(tran
     layer.weight = torch.nn.Parameter(2 * layer.weight.detach())
     x = torch.randn(16, 128)
     torch.testing.assert_close(product(x, layer.weight, torch.float32, False), layer(x))
+
+
+@pytest.mark.parametrize("lacks", ["autocast", "is_fp8_available"])
+def test_a_transformer_engine_that_is_too_old_is_named_and_emulation_taken(transformer_engine, monkeypatch, lacks):
+    te = sys.modules["transformer_engine.pytorch"]
+    monkeypatch.setattr(te, "is_fp8_available", lambda return_reason: (True, ""), raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = torch.device("cuda")
+    assert backends.why_not_transformer_engine(gpu) is None
+    monkeypatch.delattr(te, lacks)
+    why = f"this TransformerEngine has no {lacks}; install 2.9 or newer"
+    assert backends.capability("fp8", "transformer-engine", gpu).reason == why
+    requires = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert requires["optional-dependencies"]["te"] == ["transformer-engine[pytorch]>=2.9"]
 
 
 def test_torchaos_scaled_rows_give_fp16_where_that_is_the_high_format():
