@@ -8,7 +8,7 @@ a sliding window itself: it moves that position. What a token sees is then alway
 On a GPU, documents and windows go to FlexAttention, which skips the blocks of keys that no query of a block sees: its
 `BlockMask` lists pairs of blocks of 128 positions, where SDPA needs a mask of B x T x T and computes all of it.
 FlexAttention has no dropout and no heads of fewer than 16 numbers; there, on a CPU, and where a row is one block, SDPA
-gets the mask. Scores with a soft cap (Gemma 2) need FlexAttention: on a CPU such a model keeps its own attention.
+gets the mask. Grouped queries in fp32 have no fused kernel there: their keys are repeated. Scores with a soft cap (Gemma 2) need FlexAttention: on a CPU such a model keeps its own attention.
 
 A mask is made once a batch and window, for all layers; in a compiled graph the compiler merges equal ones. What it
 gives up: `causal_attention` ignores padding masks of transformers. Packed rows have no padding.
@@ -16,6 +16,7 @@ gives up: `causal_attention` ignores padding masks of transformers. Packed rows 
 Shape suffixes: B batch, T time, Q blocks of queries, K blocks of keys.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -116,12 +117,32 @@ def causal_attention(
     if softcap is not None:
         raise ValueError("a soft cap of the scores needs FlexAttention: a GPU, and no dropout")
     mask = None if plain else _mask(dense_mask, attention_mask, sliding_window, query)
+    if mask is None and grouped_in_fp32(query, key):
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+        module = _UNGROUPED
     return sdpa_attention_forward(module, query, key, value, mask, **keywords)
+
+
+def is_cuda(tensor: Tensor) -> bool:
+    """Whether a tensor lies on a GPU."""
+    return tensor.is_cuda
+
+
+def grouped_in_fp32(query: Tensor, key: Tensor) -> bool:
+    """Whether a GPU would multiply grouped queries in fp32: the one kernel for both in some releases of torch is the
+    plain one, which holds all scores of T x T. With repeated keys and values the memory-efficient one fits."""
+    if not is_cuda(query) or query.shape[1] == key.shape[1] or torch.is_autocast_enabled("cuda"):
+        return False
+    return query.dtype == torch.float32
 
 
 def flex_fits(query: Tensor, dropout: float) -> bool:
     """Whether FlexAttention has a kernel for these queries."""
     return query.is_cuda and query.shape[3] >= 16 and dropout == 0
+
+
+_UNGROUPED: Any = SimpleNamespace(is_causal=True)
+"""What `sdpa_attention_forward` asks a module whose keys are not grouped."""
 
 
 def _mask(make: Any, first_B1T1: Tensor | None, window: int | None, query: Tensor) -> Any:

@@ -81,6 +81,31 @@ def test_without_documents_no_mask_is_built_and_the_kernel_is_causal(monkeypatch
     assert masks == [(None, True)] * 2
 
 
+def test_fp32_with_grouped_queries_on_a_gpu_repeats_the_keys_for_the_memory_efficient_kernel(monkeypatch):
+    pieces = split(tiny_model().eval())
+    config = pieces.model.config
+    assert config.num_key_value_heads < config.num_attention_heads
+    expected = pieces(packed_row()[0])
+    seen, real = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watch(query, key, value, **keywords):
+        # torch's rule, sdp_utils: kernels besides flash (16 bits only) and the plain one want equal numbers of heads
+        seen.append(query.shape[1] == key.shape[1] == value.shape[1] and keywords["is_causal"])
+        return real(query, key, value, **keywords)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+    monkeypatch.setattr(attention, "is_cuda", lambda query: True)
+    torch.testing.assert_close(pieces(packed_row()[0]), expected, rtol=0, atol=1e-6)
+    assert seen == [True] * config.num_hidden_layers
+    torch._dynamo.reset()
+    compiled = torch.compile(pieces, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(packed_row()[0]), expected, rtol=0, atol=1e-6)
+    seen.clear()
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)  # to 16 bits, which flash takes grouped
+    pieces(packed_row()[0])
+    assert seen == [False] * config.num_hidden_layers
+
+
 def attention_inputs(graph):
     calls = [node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
     return [(call.kwargs.get("attn_mask"), call.kwargs.get("is_causal")) for call in calls]
