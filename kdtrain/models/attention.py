@@ -8,7 +8,8 @@ a sliding window itself: it moves that position. What a token sees is then alway
 On a GPU, documents and windows go to FlexAttention, which skips the blocks of keys that no query of a block sees: its
 `BlockMask` lists pairs of blocks of 128 positions, where SDPA needs a mask of B x T x T and computes all of it.
 FlexAttention has no dropout and no heads of fewer than 16 numbers; there, on a CPU, and where a row is one block, SDPA
-gets the mask. Grouped queries in fp32 have no fused kernel there: their keys are repeated. Scores with a soft cap (Gemma 2) need FlexAttention: on a CPU such a model keeps its own attention.
+gets the mask. Scores with a soft cap (Gemma 2) need FlexAttention: on a CPU such a model keeps its own attention.
+Grouped queries in fp32 get repeated keys on a GPU, because no fused kernel takes them grouped.
 
 A mask is made once a batch and window, for all layers; in a compiled graph the compiler merges equal ones. What it
 gives up: `causal_attention` ignores padding masks of transformers. Packed rows have no padding.
