@@ -236,10 +236,13 @@ def clip_norm_(parameters: Sequence[torch.nn.Parameter], largest: float) -> torc
     if not is_sharded(gradients):
         return torch.nn.utils.clip_grad_norm_(parameters, largest)
     norm = total_norm(gradients)
-    # The formula of `clip_grad_norm_`, so that a sharded run clips as one process does.
-    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_([local(each) for each in gradients], factor)
+    torch._foreach_mul_([local(each) for each in gradients], clip_factor(norm, largest))
     return norm
+
+
+def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
+    """The factor of torch's `clip_grad_norm_`, so that a sharded run clips as one process does."""
+    return torch.clamp(largest / (norm + 1e-6), max=1.0)
 
 
 def peak(tensor: torch.Tensor) -> float:

@@ -62,18 +62,20 @@ def non_finite(*tensors: torch.Tensor) -> torch.Tensor:
     return agreed_max(bad.float())
 
 
-def guarded_step(optimizer: torch.optim.AdamW, found_inf: torch.Tensor) -> None:
+def guarded_step(optimizer: torch.optim.AdamW, found_inf: torch.Tensor, scale: torch.Tensor | None = None) -> None:
     """Take the optimizer's step where `found_inf` is 0, and change nothing where it is 1.
+
+    scale: on the device; the optimizer divides each gradient by it as it reads it. None: gradients are as they must be.
 
     The first call creates the moments as zeros. The optimizer must be fused: others ignore `found_inf` and would take
     the step.
     """
     assert getattr(optimizer, "_step_supports_amp_scaling", False), "the guard needs a fused optimizer"
-    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    optimizer.found_inf, optimizer.grad_scale = found_inf, scale  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]
+        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 class _ExplosionState(TypedDict):

@@ -320,9 +320,13 @@ class Reporter:
         for text in gradients_of(self.student.model).lines():
             self.writers.warning("gradients", number, text)
 
+    def shows_gradients(self, number: int) -> bool:
+        """Whether histograms of step `number` are due."""
+        return _due(number, self.config.monitor.histogram_freq)
+
     def gradients(self, number: int) -> None:
         """After clipping, before the optimizer's step: write histograms where they are due."""
-        if _due(number, self.config.monitor.histogram_freq):
+        if self.shows_gradients(number):
             tensors: dict[str, torch.Tensor] = {}
             for name, each in self.student.model.named_parameters():
                 tensors[f"parameters/{name}"] = each

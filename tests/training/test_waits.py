@@ -67,6 +67,7 @@ def test_a_step_waits_for_the_device_once(workshop, options, world, monkeypatch)
         gradient.mul_(factor.to(gradient.dtype))
 
     monkeypatch.setattr(engine, "_scale", scale)
+    monkeypatch.setattr(step, "_scales_in_optimizer", lambda device: True)
     with workshop.run(steps=3, **options) as run:
         read = run.feed().steps()
         run.step(next(read), StopRequest())  # the first names parameters without a gradient
