@@ -5,8 +5,8 @@ folder is flushed: a file under its final name is complete, also after a power c
 its other entries (`digest`), its seal, which shows an edit or damage.
 
 Removing: only this module removes, replaces and renames, and only what kdtrain wrote: a name that `published` owns, a
-temporary name (`sweep`), a folder whose seal lists every file in it (`remove_folder`). What may be damaged, or is of
-unknown origin, is moved aside (`set_aside`), not removed. Nothing is written through a link.
+temporary name, which carries a check sum (`sweep`), a folder whose seal lists every file in it (`remove_folder`). What
+may be damaged, or is of unknown origin, is moved aside (`set_aside`), not removed. Nothing is written through a link.
 
 Reading: a seal proves that a file has not changed, not who wrote it. So records are bounded in size and depth and
 checked against types, and only regular files are opened, so that no read blocks.
@@ -26,7 +26,7 @@ import shutil
 import stat
 import time
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -60,7 +60,9 @@ _TOML = 2**18
 """Most bytes of a TOML file."""
 _DOTTED_KEY = re.compile(r"""(?:^|[\s{,\[])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){16}""")
 """The beginning of a dotted key of more than 16 parts."""
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
+_TEMPORARY = re.compile(r"\.((.+)\.[0-9a-f]{8})([0-9a-f]{8})\.tmp")
+_SHORT = 50
+"""Most characters of a file's name in names made from it, which must stay below 255 bytes."""
 _POLL = 0.2
 """Seconds between two attempts to take a lock."""
 
@@ -194,8 +196,29 @@ def fsync(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A new hidden name beside `path`, which `sweep` recognises."""
-    return path.with_name(f".{path.name[:50]}.{secrets.token_hex(6)}.tmp")
+    """A new hidden name beside `path`; half of its digits are a check sum, by which `temporary_of` recognizes it."""
+    stem = f"{_short(path.name)}.{secrets.token_hex(4)}"
+    return path.with_name(f".{stem}{_check_sum(stem)}.tmp")
+
+
+def temporary_of(name: str) -> str | None:
+    """The name, shortened if it is long, for which `temporary_name` made `name`; None: it did not, a stranger did."""
+    found = _TEMPORARY.fullmatch(name)
+    return found[2] if found and found[3] == _check_sum(found[1]) else None
+
+
+def hidden_lock(path: Path) -> Path:
+    """The name beside `path` of the lock file for a file or folder that is replaced as a whole."""
+    return path.with_name(f".{_short(path.name)}.lock")
+
+
+def _short(name: str) -> str:
+    """Different names of at most `_SHORT` characters for different names."""
+    return name if len(name) <= _SHORT else f"{name[: _SHORT - 10]}~{_check_sum(name)}"
+
+
+def _check_sum(text: str) -> str:
+    return hashlib.sha256(f"kdtrain {text}".encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 @contextmanager
@@ -271,8 +294,9 @@ def swap_in(hidden: Path, path: Path, label: str, word: str = "old") -> Path | N
 
     label: names the fault points `before-rename` and `between-renames`. word: see `set_aside`.
 
-    OSError: `path` is a file or a link, or the disk refuses.
+    UsageError: `path` is a mount point. OSError: `path` is a file or a link, or the disk refuses.
     """
+    refuse_mount(path)
     for each in [*hidden.rglob("*"), hidden]:
         if not each.is_symlink():
             fsync(each)
@@ -318,9 +342,57 @@ def refuse_links(folder: Path, allowed: Collection[str] = ()) -> None:
     for inside, folders, names in os.walk(folder):
         for name in sorted(folders + names):
             path = Path(inside, name)
-            allows = _TEMPORARY.fullmatch(name) or path.relative_to(folder).as_posix() in allowed
+            allows = temporary_of(name) or path.relative_to(folder).as_posix() in allowed
             if path.is_symlink() and not allows:
                 raise UsageError(f"{path} is a link, and nothing is written through links; put a real one there")
+
+
+def refuse_mount(path: Path) -> None:
+    """Refuse to rename or replace a mount point, which the system does not allow. UsageError: names it."""
+    if is_mount(path):
+        raise UsageError(f"{path} is a mount point, which cannot be moved or replaced; name a folder inside it")
+
+
+def is_mount(path: Path) -> bool:
+    """Whether a folder is a mount point, also of a folder of the same disk, which `os.path.ismount` does not see."""
+
+    def mount(folder: Path) -> list[str]:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            lines = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()
+        finally:
+            os.close(handle)
+        return [line for line in lines if line.startswith("mnt_id:")]
+
+    try:
+        return os.path.ismount(path) or mount(path) != mount(path / "..")
+    except OSError:  # there is no folder
+        return False
+
+
+def refuse_displacing(folder: Path, needed: Mapping[str, Path | str | None]) -> None:
+    """Refuse to move or replace a folder if it is a link or a mount point, or if the command needs what is in it.
+
+    needed: paths by the words that name them; what does not exist does not count. The current directory is needed, too:
+    a relative path would lead into the folder that was moved.
+
+    UsageError: names the link, the mount point or the path.
+    """
+    if folder.is_symlink():
+        raise UsageError(f"{folder} is a link; name the folder itself")
+    refuse_mount(folder)
+    real = os.path.realpath(folder)
+    for words, path in {"the current directory": ".", **needed}.items():
+        if path is None or not os.path.exists(path):
+            continue
+        whole = Path(path).absolute()
+        # each step: a link in the folder may lead out of it again
+        if any(f"{os.path.realpath(step)}/".startswith(f"{real}/") for step in (whole, *whole.parents)):
+            where = f"{words} {path}" if path != "." else words
+            raise UsageError(
+                f"{folder} would be moved away or replaced, and {where} is in it; name another folder, or "
+                + ("run the command from elsewhere" if path == "." else "copy that elsewhere first")
+            )
 
 
 def set_aside(folder: Path, name: str, word: str) -> Path:
@@ -328,7 +400,8 @@ def set_aside(folder: Path, name: str, word: str) -> Path:
 
     word: one of `ASIDE`.
 
-    Of a link, the link is renamed. UsageError: a folder in `name` is a link. OSError: it cannot be renamed.
+    Of a link, the link is renamed. UsageError: a folder in `name` is a link, or `name` is a mount point. OSError: it
+    cannot be renamed.
     """
     assert word in ASIDE, word
     path = folder
@@ -337,6 +410,8 @@ def set_aside(folder: Path, name: str, word: str) -> Path:
         if path.is_symlink():
             raise UsageError(f"{path} is a link, and nothing is changed through links; put a real folder there")
     path, number = folder / name, 1
+    if not path.is_symlink():
+        refuse_mount(path)
     while os.path.lexists(aside := path.with_name(f"{path.name}.{word}-{number}")):
         number += 1
     os.rename(path, aside)
@@ -371,17 +446,23 @@ def remove_folder(path: Path, files: Collection[str], label: str) -> bool:
     return True
 
 
-def sweep(folder: Path) -> None:
-    """Remove the temporary files that killed commands left in a folder of kdtrain."""
+def sweep(folder: Path, of: str | None = None) -> None:
+    """Remove the temporary files that killed commands left in a folder; what cannot be removed stays.
+
+    of: only those for the file or folder of this name, in a folder that is not of kdtrain alone. The caller holds the
+    lock of all that write them.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return
     for path in folder.iterdir():
-        if not _TEMPORARY.fullmatch(path.name):
+        name = temporary_of(path.name)
+        if name is None or (of is not None and name != _short(of)):
             continue
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink()
+            with suppress(OSError):
+                path.unlink()
 
 
 # Locks --------------------------------------------------------------------------------------------------------------
@@ -406,7 +487,7 @@ class Lock:
                 if not name or holder != name or time.monotonic() > until:
                     raise UsageError(message)
                 if not waiting:
-                    log.info("waiting for an earlier attempt of this launch to release %s", path)
+                    log.info("waiting for another process to release %s", path)
                 waiting = True
                 time.sleep(_POLL)
             with suppress(OSError):  # a full disk

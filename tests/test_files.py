@@ -225,18 +225,75 @@ def test_a_folder_is_removed_only_if_its_seal_lists_every_file(tmp_path):
 
 def test_a_sweep_removes_temporary_files_of_kdtrain_and_nothing_else(tmp_path):
     kept = [".notes.tmp", ".a.0123456789ab", "a.0123456789ab.tmp", ".b.0123456789aB.tmp", "c.tmp"]
-    for name in (*kept, ".a.h5.0123456789ab.tmp"):
+    kept += [".a.h5.0123456789ab.tmp", ".a.h5.0123456789abcdef.tmp"]  # of some other program
+    own = files.temporary_name(tmp_path / "a.h5")
+    kept += [own.name.replace(".a.", ".b."), own.name.removesuffix(".tmp"), f".x{own.name}"]
+    for name in kept:
         (tmp_path / name).write_text("")
+    own.write_text("")
     hidden = files.temporary_name(tmp_path / "step-1")
     hidden.mkdir()
     (hidden / "half").symlink_to(tmp_path / "c.tmp")
-    (tmp_path / ".d.0123456789ab.tmp").symlink_to("..")
+    files.temporary_name(tmp_path / "d").symlink_to("..")
     files.sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
     (tmp_path / "link").symlink_to(".")
-    (tmp_path / ".a.h5.0123456789ab.tmp").write_text("")
+    own.write_text("")
     files.sweep(tmp_path / "link")
-    assert (tmp_path / ".a.h5.0123456789ab.tmp").exists()
+    assert own.exists()
+
+
+@pytest.mark.parametrize("name", ["a", "a.b", "a" * 50, "b" * 51, "b" * 52, "\U0001f600" * 60, "a\udcff"])
+def test_a_sweep_of_one_name_leaves_the_temporary_files_of_all_others(tmp_path, name):
+    others = [files.temporary_name(tmp_path / other) for other in ("a.b.c", f"{name}x", f"x{name}", name[:-1] or "b")]
+    for path in (*others, files.temporary_name(tmp_path / name)):
+        path.mkdir()
+    files.sweep(tmp_path, of=name)
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+def test_what_a_sweep_cannot_remove_stays_and_stops_nobody(tmp_path, monkeypatch):
+    paths = [files.temporary_name(tmp_path / name) for name in "ab"]
+    paths[0].mkdir()
+    paths[1].write_text("")
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "rmdir", _refuse)
+        closed.setattr(os, "unlink", _refuse)
+        closed.setattr(Path, "unlink", _refuse)
+        files.sweep(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+
+
+def _refuse(*_, **__):
+    raise PermissionError(13, "Permission denied")
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """A folder on which another one of the same disk is mounted."""
+    (tmp_path / "source").mkdir()
+    target = tmp_path / "target"
+    target.mkdir()
+    if subprocess.run(["mount", "--bind", tmp_path / "source", target], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield target
+    subprocess.run(["umount", target], check=True)
+
+
+def test_a_mount_point_is_named_before_it_is_moved_or_replaced(mounted, tmp_path):
+    assert files.is_mount(mounted) and files.is_mount(Path("/")) and files.is_mount(Path("/proc"))
+    assert not files.is_mount(tmp_path) and not files.is_mount(tmp_path / "none")
+    (tmp_path / "new").mkdir()
+    for action in (
+        lambda: files.refuse_displacing(mounted, {}),
+        lambda: files.set_aside(tmp_path, "target", "old"),
+        lambda: files.swap_in(tmp_path / "new", mounted, "x"),
+    ):
+        with pytest.raises(
+            UsageError, match="target is a mount point, which cannot be moved or replaced; name a folder"
+        ):
+            action()
+    assert (tmp_path / "new").is_dir()
 
 
 def test_links_in_a_folder_that_is_written_to_are_refused_by_name(tmp_path):

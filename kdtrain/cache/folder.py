@@ -18,12 +18,22 @@ from typing import Any
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.manifest import CacheSettings, Manifest, check_sizes, read_manifest
 from kdtrain.errors import RunError, UsageError, making, writing
-from kdtrain.files import Lock, file_digest, hidden_folder, publish_json, read_sealed, refuse_links, swap_in, sweep
+from kdtrain.files import (
+    Lock,
+    file_digest,
+    hidden_folder,
+    publish_json,
+    read_sealed,
+    refuse_links,
+    swap_in,
+    sweep,
+    temporary_of,
+)
 from kdtrain.ranks import on_main, rank
 
 _LOCK = ".building-"
-_OWN = re.compile(rf"{re.escape(_LOCK)}[0-9]+|\.{cache_format.SETTINGS}\.[0-9a-f]{{12}}\.tmp")
-"""Files that a builder makes before it publishes settings.json: a folder with only these counts as empty."""
+_OWN = re.compile(rf"{re.escape(_LOCK)}[0-9]+")
+_FILES = (cache_format.SETTINGS, cache_format.INDEX, cache_format.MANIFEST)
 _TOKENIZER_FILES = (
     "token*.json",
     "special_tokens_map.json",
@@ -90,11 +100,14 @@ def _first_lock(folder: Path) -> Lock:
 def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
     """The manifest if `folder` is this cache and finished; None if there is something to build.
 
-    UsageError: the folder is a file, holds other files, a cache of other settings (named), or a finished cache with a
-    shard that is missing or of another size (named).
+    UsageError: the folder is a file, holds other files, a cache of other settings (named), a finished cache with a
+    shard that is missing or of another size (named), or a folder in the place of a file.
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; --out must be a folder")
+    for name in _FILES:
+        if (folder / name).is_dir():
+            raise UsageError(f"{folder / name} is a folder, and the cache needs that name for a file; move it away")
     if not folder.exists() or holds_nothing(folder):
         return None
     if (folder / cache_format.MANIFEST).exists():
@@ -116,7 +129,12 @@ def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
 def holds_nothing(folder: Path) -> bool:
     """True if a folder has no files but those that a builder makes before it publishes settings.json."""
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return all(path.parent == folder and _OWN.fullmatch(path.name) for path in files)
+    return all(path.parent == folder and _is_own(path.name) for path in files)
+
+
+def _is_own(name: str) -> bool:
+    """Whether a builder makes this file before it publishes settings.json."""
+    return bool(_OWN.fullmatch(name)) or temporary_of(name) == cache_format.SETTINGS
 
 
 def _write_settings(folder: Path, settings: CacheSettings, tokenizer: Any) -> None:

@@ -87,7 +87,7 @@ def _folder(out: Path) -> Iterator[Path]:
                     raise UsageError(f"--out {out} is a file; name a folder")
                 if not is_run(out):
                     refuse_foreign_files(out)
-                return str(stack.enter_context(hidden_folder(existing(out.resolve().parent) / out.name)))
+                return str(stack.enter_context(hidden_folder(existing(out.resolve().parent) / f"{out.name}.trial")))
 
         yield Path(on_main(make))
         all_gather_object(None)  # a barrier: every rank has finished reading

@@ -56,6 +56,14 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path, workshop, codecs) 
         CacheWriter(tmp_path / "thesis.tex", workshop.settings(codecs["tokens"]), teacher=None)
 
 
+@pytest.mark.parametrize("name", [cache_format.INDEX, cache_format.MANIFEST, cache_format.SETTINGS])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_the_build(tmp_path: Path, workshop, codecs, name) -> None:
+    (tmp_path / "c" / name).mkdir(parents=True)
+    with pytest.raises(UsageError, match=f"c/{name} is a folder, and the cache needs that name for a file; move it"):
+        CacheWriter(tmp_path / "c", workshop.settings(codecs["tokens"]), teacher=None)
+    assert list((tmp_path / "c").iterdir()) == [tmp_path / "c" / name]
+
+
 def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(
     tmp_path: Path, workshop, codecs, monkeypatch
 ) -> None:

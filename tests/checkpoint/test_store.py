@@ -14,6 +14,7 @@ from checkpoint_kit import SHARD, STATES, assert_equal, flip, tensors
 from kdtrain import faults
 from kdtrain.checkpoint.store import MANIFEST, STATE, Store, load
 from kdtrain.errors import RunError, UsageError
+from kdtrain.files import temporary_name
 
 
 def save(store, step, name=None, rollbacks=0):
@@ -226,12 +227,15 @@ def test_a_disk_that_is_really_full_is_an_error_that_names_the_checkpoint_and_th
 
 
 def test_a_checkpoint_half_written_at_a_kill_is_not_a_checkpoint_and_is_removed(store):
-    for name in (".step-00000040.0123456789ab.tmp", ".epoch-0001.ba9876543210.tmp"):
-        (store.folder / name).mkdir()
-        (store.folder / name / SHARD).write_bytes(b"half")
+    for name in ("step-00000040", "epoch-0001"):
+        hidden = temporary_name(store.folder / name)
+        hidden.mkdir()
+        (hidden / SHARD).write_bytes(b"half")
+    foreign = store.folder / ".step-00000040.0123456789ab.tmp"
+    foreign.mkdir()
     assert store.newest_valid() == ("step-00000030", [])
     save(store, 50)
-    assert not list(store.folder.glob(".*"))
+    assert list(store.folder.glob(".*")) == [foreign]
     assert store.newest_valid() == ("step-00000050", [])
 
 
