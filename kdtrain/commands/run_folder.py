@@ -35,15 +35,17 @@ from kdtrain.files import (
     read_json,
     read_text,
     read_toml,
+    refuse_displacing,
     refuse_links,
     remove_empty,
     set_aside,
     swap_in,
     sweep,
+    temporary_of,
     typed,
 )
 from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import ModelSpec
+from kdtrain.models.spec import ModelSpec, paths_of
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.ranks import on_main
 from kdtrain.training.state import read_saved
@@ -80,8 +82,8 @@ _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if
 
 LOCK = ".training"
 """The lock file: see `run_lock`."""
-_LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+|\.(config\.toml|environment\.json)\.[0-9a-f]{{12}}\.tmp")
-"""Files, besides tokens, that an attempt leaves when it dies before it becomes a run."""
+_LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+")
+"""Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
 """The links that a run makes."""
 
@@ -102,7 +104,8 @@ def holds_run(config: DistillConfig) -> bool:
     """Return whether `config.out` holds an earlier run.
 
     Raises:
-        UsageError: the folder holds something that is not a run, or a run that `--resume never` would overwrite.
+        UsageError: the folder holds something that is not a run, a run that `--resume never` would overwrite, or one
+            that cannot be moved aside, because the command needs what is in it.
     """
     out = config.out
     if out.exists() and not out.is_dir():
@@ -112,7 +115,20 @@ def holds_run(config: DistillConfig) -> bool:
         return False
     if config.checkpoint.resume == "never" and not config.checkpoint.overwrite:
         raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
+    if config.checkpoint.resume == "never":
+        refuse_displacing(out, _needed(config))
+    else:
+        refuse_displacing(out / "student", {})  # which the export replaces, perhaps after days
     return True
+
+
+def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
+    """What the run reads, by the option that names it."""
+    needed: dict[str, Path | str | None] = {"--cache": config.cache, "--load": config.checkpoint.load}
+    needed["--data"] = config.data.data
+    for flag, spec in (("--student", config.student), ("--teacher", config.teacher)):
+        needed |= {} if spec is None else {f"{flag} {word}".strip(): path for word, path in paths_of(spec).items()}
+    return needed
 
 
 def claim_folder(config: DistillConfig) -> bool:
@@ -231,13 +247,17 @@ def options_of(folder: Path) -> RunOptions | None:
 
 def refuse_foreign_files(out: Path) -> None:
     """Refuse a folder that holds anything except the files of an attempt that did not become a run."""
-    foreign = sorted(path.name for path in out.iterdir() if not _LEFT.fullmatch(path.name)) if out.is_dir() else []
+    foreign = sorted(path.name for path in out.iterdir() if not _is_left(path.name)) if out.is_dir() else []
     if "data" in foreign and holds_tokens(out / "data"):
         foreign.remove("data")
     if "environment.json" in foreign and _is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:
         raise UsageError(f"--out {out} holds something that is not a run ({foreign[0]}); name another folder")
+
+
+def _is_left(name: str) -> bool:
+    return bool(_LEFT.fullmatch(name) or temporary_of(name))
 
 
 def make(out: Path) -> list[Path]:

@@ -108,6 +108,19 @@ def read_spec(spec: str) -> ModelSpec:
     return ModelSpec(name=spec, source=spec)
 
 
+def paths_of(spec: str) -> dict[str, str]:
+    """The files and folders that a spec names, by the word for each, its own included; a hub id may be among them.
+
+    Raises `UsageError` as `read_spec`.
+    """
+    found = read_spec(spec)
+    named = {"": spec, "source": found.source, "tokenizer": found.tokenizer}
+    paths = {word: path for word, path in named.items() if path is not None}
+    if found.teacher is not None:
+        paths |= {f"teacher {word}".strip(): path for word, path in paths_of(found.teacher).items()}
+    return paths
+
+
 def is_hub_id(source: str) -> bool:
     """Whether `source` can be a hub id, org/name, and is not a path into an existing folder."""
     return bool(_HUB_ID.fullmatch(source)) and not Path(source.split("/")[0]).is_dir()

@@ -80,7 +80,7 @@ def test_a_full_disk_at_the_metadata_is_one_line_and_the_same_command_resumes(wo
     assert said.endswith("free some space and run it again")
     assert not list(out.rglob("*.tmp")) and not (out / LOCK).exists()
     out.mkdir(exist_ok=True)
-    (out / f".{name}.0123456789ab.tmp").write_text("")  # as a kill leaves it
+    files.temporary_name(out / name).write_text("")  # as a kill leaves it
     assert workbench.call(*argv)[0] == 0
 
 
@@ -91,8 +91,9 @@ def test_a_full_disk_at_the_tokens_is_one_line_and_the_same_command_resumes(work
         patched.setattr(faults, "_calls", Counter())
         code, said = line(workbench.call(*argv))
     assert (code, "full-data/data/settings.json: No space left on device" in said) == (1, True)
-    for name in (".building-0", ".settings.json.0123456789ab.tmp"):  # as a kill leaves them
-        (workbench.root / "full-data" / "data" / name).write_text("")
+    data = workbench.root / "full-data" / "data"
+    for path in (data / ".building-0", files.temporary_name(data / "settings.json")):  # as a kill leaves them
+        path.write_text("")
     assert workbench.call(*argv)[0] == 0
 
 

@@ -18,7 +18,7 @@ def config(tmp_path):
     """Of a run that has started."""
     out = tmp_path / "run"
     out.mkdir()
-    config = DistillConfig(student="s.toml", out=out, cache=tmp_path / "c")
+    config = DistillConfig(student="org/student", out=out, cache=tmp_path / "c")
     write_description(config, {})
     return config
 
@@ -27,7 +27,7 @@ def config(tmp_path):
 def anew(config):
     """The same run, to be moved aside and started from the beginning."""
     checkpoint = CheckpointConfig(resume="never", overwrite=True)
-    return DistillConfig(student="s.toml", out=config.out, cache=config.cache, checkpoint=checkpoint)
+    return DistillConfig(student="org/student", out=config.out, cache=config.cache, checkpoint=checkpoint)
 
 
 def test_one_launch_at_a_time(config):
@@ -73,7 +73,7 @@ def test_a_killed_process_releases_its_lock(config):
 
 
 def test_a_folder_made_for_a_refused_launch_is_removed(tmp_path):
-    config = DistillConfig(student="s.toml", out=tmp_path / "a" / "b", cache=tmp_path / "c")
+    config = DistillConfig(student="org/student", out=tmp_path / "a" / "b", cache=tmp_path / "c")
     with run_lock(config) as goes_on:
         assert (config.out / LOCK).exists() and not goes_on
     assert list(tmp_path.iterdir()) == []

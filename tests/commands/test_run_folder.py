@@ -27,11 +27,15 @@ from kdtrain.commands.run_folder import (
 )
 from kdtrain.config import CheckpointConfig, DataConfig, DistillConfig, ObjectiveConfig, OptimizerConfig, sections
 from kdtrain.errors import UsageError
-from kdtrain.files import publish_json
+from kdtrain.files import publish_json, temporary_name
+
+
+def temporary(name):
+    return str(temporary_name(Path(name)))
 
 
 def config_of(out, **changes):
-    return DistillConfig(**{"student": "s.toml", "out": Path(out), "cache": Path("c"), **changes})
+    return DistillConfig(**{"student": "org/student", "out": Path(out), "cache": Path("c"), **changes})
 
 
 def never(overwrite=False):
@@ -72,9 +76,9 @@ def test_the_files_of_an_attempt_before_its_run_are_accepted(tmp_path):
     "left",
     [
         (".training", "data/.building-0", "data/shards/"),
-        ("data/.building-0", "data/.building-1", "data/.settings.json.0123456789ab.tmp", "data/shards/"),
-        (".config.toml.0123456789ab.tmp",),
-        (".environment.json.0123456789ab.tmp", ".training", "data/"),
+        ("data/.building-0", "data/.building-1", temporary("data/settings.json"), "data/shards/"),
+        (temporary("config.toml"),),
+        (temporary("environment.json"), ".training", "data/"),
     ],
 )
 def test_empty_files_after_a_kill_or_a_full_disk_are_accepted(tmp_path, left):
@@ -146,6 +150,53 @@ def test_a_run_is_replaced_only_with_both_options_and_is_then_moved_aside(run):
         assert (run.parent / f"run.old-{number}" / "config.toml").exists()
         run.mkdir()
         write_description(config_of(run), {})
+
+
+NEEDED = {
+    "the current directory": lambda run: {},
+    "--cache": lambda run: {"cache": run / "data"},
+    "--cache by a link": lambda run: {"cache": run / "linked" / "cache"},
+    "--load": lambda run: {"checkpoint": replace(never(overwrite=True), load=run / "checkpoints" / "best")},
+    "--student": lambda run: {"student": str(run / "student")},
+    "--student tokenizer": lambda run: {"student": str(run.parent / "s.toml")},
+    "--student teacher source": lambda run: {"student": str(run.parent / "deep.toml")},
+    "--data": lambda run: {"cache": None, "data": DataConfig(data=str(run / "text.txt"))},
+}
+
+
+@pytest.mark.parametrize("words", NEEDED)
+def test_a_run_that_holds_what_the_new_one_needs_is_not_moved_aside(run, monkeypatch, words):
+    for name in ("data", "student", "checkpoints/best"):
+        (run / name).mkdir(parents=True)
+    (run / "text.txt").write_text("a")
+    (run / "student" / "config.json").write_text("{}")
+    (run.parent / "elsewhere" / "cache").mkdir(parents=True)
+    (run / "linked").symlink_to("../elsewhere")
+    (run.parent / "s.toml").write_text("tokenizer = 'run/student'\n[config]\nmodel_type = 'llama'")
+    (run.parent / "t.toml").write_text("source = 'run/student'")
+    (run.parent / "deep.toml").write_text("init = 'teacher-layers'\nlayers = [0]\nteacher = 't.toml'")
+    monkeypatch.chdir(run / "data" if words == "the current directory" else run.parent)
+    before = sorted(run.parent.rglob("*"))
+    config = config_of(run, **{"checkpoint": never(overwrite=True)} | NEEDED[words](run))
+    words = words.removesuffix(" by a link")
+    with pytest.raises(UsageError, match=f"run would be moved away or replaced, and {words} ?.*is in it"):
+        claim_folder(config)
+    assert sorted(run.parent.rglob("*")) == before
+
+
+def test_a_run_behind_a_link_is_not_moved_aside_and_its_link_not_left_behind(run):
+    (run.parent / "link").symlink_to("run")
+    with pytest.raises(UsageError, match="link is a link; name the folder itself"):
+        claim_folder(config_of(run.parent / "link", checkpoint=never(overwrite=True)))
+    assert claim_folder(config_of(run.parent / "link")) is True
+    assert run.is_dir()
+
+
+def test_a_run_is_not_resumed_from_the_folder_that_its_export_will_replace(run, monkeypatch):
+    (run / "student").mkdir()
+    monkeypatch.chdir(run / "student")
+    with pytest.raises(UsageError, match=r"student would be moved away or replaced, and the current directory is in"):
+        claim_folder(config_of(".."))
 
 
 def test_a_restart_by_torchrun_resumes_its_own_run_and_no_other(tmp_path, monkeypatch):
