@@ -28,7 +28,7 @@ from kdtrain.commands.run_folder import (
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import set_aside
-from kdtrain.models.loading import export_model, is_export, tokenizer_files
+from kdtrain.models.loading import export_lock, export_model, is_export, tokenizer_files
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.loggers import require_wandb
 from kdtrain.monitor.progress import log, setup_logging
@@ -37,6 +37,9 @@ from kdtrain.training.signals import interruptible
 from kdtrain.training.state import load_saved
 from kdtrain.training.step import out_of_memory
 from kdtrain.training.trainer import Trainer
+
+_OTHER_EXPORT = 600.0
+"""Seconds that a run waits at its end for a `kdtrain export` to the same folder."""
 
 
 def main(config: DistillConfig) -> int:
@@ -204,14 +207,15 @@ def _export(trainer: Trainer) -> None:
         checkpoint = load_saved(_best(trainer))
         trainer.state.load(checkpoint.tensors, checkpoint.state)
         step = trainer.state.progress.step
-    with writing(out):
-        if os.path.lexists(out) and not is_export(out):
-            moved = set_aside(out.parent, out.name, "old")
-            trainer.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
     origin = {"cache": str(trainer.identity["cache"]), "step": step}
     tokenizer = tokenizer_files(trainer.config.out / TOKENIZER)
-    if aside := export_model(student, tokenizer, out, origin=origin):
-        trainer.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
+    with export_lock(out, wait=_OTHER_EXPORT):
+        with writing(out):
+            if os.path.lexists(out) and not is_export(out):
+                moved = set_aside(out.parent, out.name, "old")
+                trainer.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
+        if aside := export_model(student, tokenizer, out, origin=origin):
+            trainer.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
 
 
 def _best(trainer: Trainer) -> Path:

@@ -1,6 +1,7 @@
 """`kdtrain export`: writes a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,24 +11,50 @@ from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, options_of, refuse_no_folder
 from kdtrain.config import ExportConfig
 from kdtrain.errors import RunError, UsageError, refuse_no_path
+from kdtrain.files import refuse_displacing
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import export_model, load_student, model_of, refuse_foreign, tokenizer_files
+from kdtrain.models.loading import (
+    export_lock,
+    export_model,
+    load_student,
+    model_of,
+    refuse_foreign,
+    tokenizer_files,
+)
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.training.state import load_saved, read_saved
+
+_PATIENCE = 600.0
+"""Seconds that the other processes wait for a sign of rank 0."""
 
 
 def main(config: ExportConfig) -> int:
-    """Write the student of a run's checkpoint into `config.out`.
+    """Write the student of a run's checkpoint into `config.out`; of several processes rank 0 does, the others wait.
 
     Raises:
-        UsageError: there is no such run or checkpoint, or `config.out` is not empty.
+        UsageError: there is no such run or checkpoint, `config.out` is not empty, or another process exports there.
         RunError: the checkpoint is damaged.
     """
-    setup_logging()
+    setup_logging(quiet=not is_main())
+    with process_group(torch.device("cpu"), _PATIENCE):
+        result = on_main(lambda: _export(config))
+    show(f"export {result['student']}", result, config.json)
+    return 0
+
+
+def _export(config: ExportConfig) -> dict[str, Any]:
+    """Export under the lock of the folder, and return what is shown."""
+    refuse_no_folder(config.out)
+    with export_lock(config.out):
+        return _write(config)
+
+
+def _write(config: ExportConfig) -> dict[str, Any]:
     out = config.out
-    refuse_no_folder(out)
     refuse_foreign(out)
+    refuse_displacing(out, {"the run": config.run})
     if out.exists() and any(out.iterdir()) and not config.overwrite:
         raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
     path, student, state = read_checkpoint(
@@ -49,12 +76,7 @@ def main(config: ExportConfig) -> int:
     if aside:
         log.warning("%s held more than an export, and is now %s", out, aside)
     parameters = sum(each.numel() for each in student.parameters())
-    show(
-        f"export {out}",
-        {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters},
-        config.json,
-    )
-    return 0
+    return {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}
 
 
 def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | str | None]:

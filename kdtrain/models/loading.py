@@ -9,7 +9,8 @@ lacks weights, transformers draws them at random, with a warning; here that is a
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,13 +22,20 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
     LARGE,
+    Lock,
     file_digest,
     hidden_folder,
+    hidden_lock,
+    make_folder,
     publish_json,
     read_bytes,
     read_sealed,
+    refuse_displacing,
+    refuse_mount,
+    remove_empty,
     remove_folder,
     swap_in,
+    sweep,
     typed,
 )
 from kdtrain.models.hub import (
@@ -195,9 +203,10 @@ def export_model(
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
 
     model: a model or a `SplitModel`; its end-of-text token is set from the tokenizer if it has none. tokenizer: the
-    files (`tokenizer_files`). dtype: of the written weights; by default the model's own. origin: entries for
-    `kdtrain.json`, which also holds the sealed digests of all files. An earlier export is replaced; if it holds
-    anything that was not exported, it is moved aside, and its new path returned.
+    files (`tokenizer_files`). out: inside `export_lock`, if another process may export there. dtype: of the written
+    weights; by default the model's own. origin: entries for `kdtrain.json`, which also holds the sealed digests of all
+    files. An earlier export is replaced; if it holds anything that was not exported, it is moved aside, and its new
+    path returned.
 
     UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.
     """
@@ -215,10 +224,36 @@ def export_model(
         raise RunError(f"{out}: the weights cannot be written: {one_line(error)}") from error
 
 
+@contextmanager
+def export_lock(out: Path, wait: float = 0.0) -> Iterator[None]:
+    """Keep other exports out of `out` during the block, and remove what killed ones left.
+
+    An export replaces the whole folder, so that the lock is a file beside it. wait: seconds to wait for another export.
+
+    UsageError: another process exports there, `out` is a mount point, or its parent cannot be a folder. RunError: that
+    is not writable.
+    """
+    refuse_mount(out)
+    out = out.resolve()
+    made = make_folder(out.parent)
+    lock = None
+    try:
+        message = f"another process is exporting to {out}; wait for it, or name another folder"
+        lock = Lock(hidden_lock(out), message, "export", wait)
+        sweep(out.parent, of=out.name)
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+        remove_empty(made)
+
+
 def refuse_foreign(out: Path) -> None:
-    """Refuse to export into a file, a link, or a folder that is not empty and not an export (`UsageError`)."""
-    if out.is_symlink():
-        raise UsageError(f"{out} is a link; name the folder itself")
+    """Refuse to export into a file, a folder that is not empty and not an export, or one that cannot be replaced.
+
+    UsageError: see above and `refuse_displacing`.
+    """
+    refuse_displacing(out, {})
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; name a folder")
     if out.exists() and any(out.iterdir()) and not is_export(out):

@@ -1,11 +1,15 @@
-"""An exported student besides its weights: generation settings, end of text, chat template."""
+"""An exported student besides its weights: generation settings, end of text, chat template; and where it is put."""
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
+from kdtrain import faults, files
+from kdtrain.models.loading import export_lock
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -66,3 +70,71 @@ def test_a_run_that_has_lost_its_tokenizer_is_exported_with_a_line_that_says_so(
     assert code == 0
     assert f"exported without a tokenizer: {run} holds none, and its cache is gone; copy" in said
     assert (tmp_path / "out" / "model.safetensors").exists() and not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("out", [".", ".."])
+def test_an_export_does_not_replace_the_folder_that_the_user_stands_in(chat_run, tmp_path, monkeypatch, out):
+    whole = tmp_path / "out"
+    chat_run.json("export", "chat-run", "--out", whole)
+    (whole / "inner").mkdir()
+    monkeypatch.chdir(whole if out == "." else whole / "inner")
+    before = sorted(tmp_path.rglob("*"))
+    code, _, said = chat_run.call("export", chat_run.root / "chat-run", "--out", out, "--overwrite")
+    assert code == 2
+    assert f"kdtrain: {out} would be moved away or replaced, and the current directory is in it; name another" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_export_does_not_move_the_run_that_it_reads(chat_run, tmp_path):
+    out = tmp_path / "out"
+    chat_run.json("export", "chat-run", "--out", out)
+    shutil.copytree(chat_run.root / "chat-run", out / "run", symlinks=True)
+    code, _, said = chat_run.call("export", out / "run", "--out", out, "--overwrite")
+    assert code == 2 and f"and the run {out / 'run'} is in it; name another folder, or copy that elsewhere" in said
+    assert (out / "run" / "config.toml").exists()
+
+
+@pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
+def test_of_two_exports_to_one_folder_the_second_is_refused(chat_run, tmp_path, overwrite):
+    out = tmp_path / "out"
+    with export_lock(out):
+        code, _, said = chat_run.call("export", "chat-run", "--out", tmp_path / "x" / ".." / "out", *overwrite)
+    assert code == 2 and f"another process is exporting to {out}; wait for it, or name another folder" in said
+    assert not out.exists()
+    chat_run.json("export", "chat-run", "--out", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_export_leaves_is_removed_by_the_next_and_what_others_left_stays(chat_run, tmp_path):
+    out = tmp_path / "out"
+    child = os.fork()
+    if child == 0:
+        try:
+            os.environ |= {"KDTRAIN_FAULT": "export.before-rename:kill", "KDTRAIN_FAULT_LOG": str(tmp_path / "fired")}
+            faults.read()
+            chat_run.call("export", "chat-run", "--out", out)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert (tmp_path / "fired").read_text() == "export.before-rename\n"
+    (left,) = tmp_path.glob(".out.*.tmp")
+    assert (left / "model.safetensors").exists() and not out.exists()
+    others = [tmp_path / ".out.0123456789ab.tmp", files.temporary_name(tmp_path / "other"), tmp_path / "fired"]
+    for other in others[:2]:
+        other.mkdir()
+    chat_run.json("export", "chat-run", "--out", out)
+    assert sorted(tmp_path.iterdir()) == sorted([*others, out])
+
+
+@pytest.mark.parametrize("overwrite, code", [((), 2), (("--overwrite",), 0)])
+def test_of_several_processes_one_exports_and_all_end_the_same(chat_run, tmp_path, run_ranks, overwrite, code):
+    out = tmp_path / "exports" / "out"
+    chat_run.json("export", "chat-run", "--out", out)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom kdtrain import cli\ntry:\n    cli.main(sys.argv[2:])\n"
+        "except SystemExit as stop:\n    assert (stop.code or 0) == int(sys.argv[1]), stop.code\n"
+    )
+    said = run_ranks(script, 2, code, "export", chat_run.root / "chat-run", "--out", out, "--json", *overwrite)
+    assert [bool(each) for each in said] == [code == 0, False]
+    assert list(out.parent.iterdir()) == [out]
