@@ -432,17 +432,24 @@ def remove_folder(path: Path, files: Collection[str], label: str) -> bool:
 
     label: the fault point before its files are removed.
 
-    A link, and a folder that holds anything else, stays. OSError: it cannot be changed.
+    A link, and a folder that holds anything else, stays. OSError: it cannot be changed, and stays unless a part of it
+    was removed.
     """
     if path.is_symlink() or not files:
         return False
     with os.scandir(path) as inside:
         if any(each.name not in files or not each.is_file(follow_symlinks=False) for each in inside):
             return False
-    hidden = temporary_name(path)
+    there, hidden = set(os.listdir(path)), temporary_name(path)
     os.rename(path, hidden)  # a kill during the removal must not leave half a folder
-    faults.point(label)
-    shutil.rmtree(hidden)
+    try:
+        faults.point(label)
+        shutil.rmtree(hidden)
+    except OSError:
+        with suppress(OSError):
+            if set(os.listdir(hidden)) == there:  # a read-only folder: nothing was removed
+                os.rename(hidden, path)
+        raise
     return True
 
 

@@ -243,7 +243,7 @@ def test_a_sweep_removes_temporary_files_of_kdtrain_and_nothing_else(tmp_path):
     assert own.exists()
 
 
-@pytest.mark.parametrize("name", ["a", "a.b", "a" * 50, "b" * 51, "b" * 52, "\U0001f600" * 60, "a\udcff"])
+@pytest.mark.parametrize("name", ["a", "a.b", "a" * 50, "b" * 51, "b" * 52, "\U0001f600" * 60, "a\udcff"], ids=len)
 def test_a_sweep_of_one_name_leaves_the_temporary_files_of_all_others(tmp_path, name):
     others = [files.temporary_name(tmp_path / other) for other in ("a.b.c", f"{name}x", f"x{name}", name[:-1] or "b")]
     for path in (*others, files.temporary_name(tmp_path / name)):

@@ -1,16 +1,19 @@
 """Checkpoints of any training: a nested state of tensors and plain values, published whole and verified before use.
 
 `CheckpointStore` is `Store` for your own training loop. A state is nested as `state_dict()` returns it: dicts, lists
-and tuples of tensors, numbers, strings, booleans and None, at any depth. Tensors go into safetensors files, named by
-their path in the state, everything else into JSON; nothing is pickled. Tensors that share memory are loaded as separate
-tensors.
+and tuples of tensors, numbers, strings, booleans and None. Tensors go into safetensors files, everything else into
+JSON; nothing is pickled. A tensor is named by its path in the state, `model/layers.0.weight`: keys are joined by `/`,
+and what would make two paths equal or a name unreadable is escaped (`_escaped`). Tensors that share memory are loaded
+as separate tensors.
 
 In a group of ranks one of them saves, with whole tensors; all may load.
 
-What it gives up: keys are strings or integers, and a state is loaded whole, on the CPU.
+What it gives up: keys are strings or integers, dicts are nested at most 20 deep, everything but the tensors takes at
+most 32 MiB and a million entries, and a state is loaded whole, on the CPU.
 """
 
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from kdtrain.checkpoint import tiers
+from kdtrain.checkpoint.shards import DTYPES
 from kdtrain.checkpoint.store import Store, load, read_state
 from kdtrain.checkpoint.tiers import Keep
 from kdtrain.errors import RunError, UsageError
@@ -60,13 +64,17 @@ class CheckpointStore:
         metrics: numbers stored with it; the state with the lowest `loss` is the best one.
 
         Raises:
-            UsageError: the state holds something other than tensors and plain values.
+            UsageError: the state holds something other than tensors and plain values, or is too large or nested too
+                deep to be loaded again; or the name is not one of a checkpoint, such as one with a slash.
             RunError: the disk is full or cannot be written. Earlier checkpoints are intact.
         """
         tensors: dict[str, torch.Tensor] = {}
         name = name or tiers.rolling_name(step)
         best = self._best_loss()
-        tree = {"tree": _flatten(state, "", tensors), "metrics": dict(metrics or {})}
+        try:
+            tree = {"tree": _flatten(state, (), tensors), "metrics": dict(metrics or {})}
+        except RecursionError:
+            raise UsageError("the state is nested too deep: at most 20 dicts inside each other can be saved") from None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_ALONE)
             path = self._store.save(name, step, tensors, tree, alone=True)
@@ -103,27 +111,41 @@ class CheckpointStore:
         return None if loss is None else float(loss)
 
 
-def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, torch.Tensor]) -> Any:
     """`value` as JSON; an object with one key stands for a tensor, a dict or a tuple."""
+    where = f"the state's entry '{'.'.join(map(str, path))}'"
     if isinstance(value, DTensor):
-        raise UsageError(f"the state's entry '{path}' is a shard of a tensor; gather the state first")
+        raise UsageError(f"{where} is a shard of a tensor; gather the state first")
     if isinstance(value, torch.Tensor):
-        name = path if path not in tensors else f"{path}#{len(tensors)}"
+        if value.dtype not in DTYPES:
+            raise UsageError(f"{where} has the dtype {value.dtype}, which safetensors files do not have; convert it")
+        name = "/".join(map(_escaped, path))
         tensors[name] = value.detach()
         return {_TENSOR: name}
     if isinstance(value, Mapping):
-        pairs = [[key, _flatten(each, f"{path}.{key}" if path else str(key), tensors)] for key, each in value.items()]
         if wrong := [key for key in value if not isinstance(key, str | int)]:
             raise UsageError(f"the state's key {wrong[0]!r} is not a string or an integer")
-        return {_MAPPING: pairs}
+        return {_MAPPING: [[key, _flatten(each, (*path, key), tensors)] for key, each in value.items()]}
     if isinstance(value, list | tuple):
-        items = [_flatten(each, f"{path}.{number}", tensors) for number, each in enumerate(value)]
+        items = [_flatten(each, (*path, number), tensors) for number, each in enumerate(value)]
         return {_TUPLE: items} if isinstance(value, tuple) else items
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise UsageError(
-        f"the state's entry '{path}' is a {type(value).__name__}; only tensors and plain values can be saved"
-    )
+    raise UsageError(f"{where} is a {type(value).__name__}; only tensors and plain values can be saved")
+
+
+_ESCAPED = re.compile(r"[%/#\x00-\x1f\x7f\ud800-\udfff]|^__(?=metadata__$)|^$")
+
+
+def _escaped(key: str | int) -> str:
+    """A key as a part of a tensor's name: different for different keys, also for 1 and "1", and never ambiguous.
+
+    An integer begins with #. Of a string, /, % and #, and what the header of a safetensors file cannot hold, become %
+    and four digits for each character; an empty one becomes %.
+    """
+    if isinstance(key, int):
+        return f"#{int(key)}"
+    return _ESCAPED.sub(lambda found: "".join(f"%{ord(each):04x}" for each in found[0]) or "%", key)
 
 
 def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -68,7 +68,8 @@ class Saver:
         self.group = control_group()
         self.asked_to_stop: Callable[[], bool] = lambda: False
         """Whether a save must stop waiting for space; called on rank 0."""
-        self._warnings: list[str] = []
+        self._warnings: list[tuple[str, str]] = []
+        store.warn = partial(self._warn, "prune")
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -142,8 +143,8 @@ class Saver:
             news.append(self._begun.pop(0))
         return news
 
-    def warnings(self) -> list[str]:
-        """Warnings about a full disk since the last call. Only for the thread that calls `save`."""
+    def warnings(self) -> list[tuple[str, str]]:
+        """Warnings since the last call, by kind (disk-full, prune). Only for the thread that calls `save`."""
         news = []
         while self._warnings:
             news.append(self._warnings.pop(0))
@@ -203,22 +204,24 @@ class Saver:
         if attempt == 0:
             removed = self.store.make_room(size, protected)
             done = f"removed {', '.join(removed)}" if removed else "nothing can be removed"
-            self._warn(f"the disk is full: {done} to make room for checkpoint {name}")
+            self._warn("disk-full", f"the disk is full: {done} to make room for checkpoint {name}")
             return True
         if attempt > self.patience:
             return False
         where = self.store.folder
-        self._warn(f"the disk is full: {name} waits for space in {where}, minute {attempt} of {self.patience}")
+        self._warn(
+            "disk-full", f"the disk is full: {name} waits for space in {where}, minute {attempt} of {self.patience}"
+        )
         until = time.monotonic() + MINUTE
         while time.monotonic() < until and not self.asked_to_stop():
             time.sleep(min(1.0, MINUTE))
         return not self.asked_to_stop()
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, kind: str, text: str) -> None:
         """Log a warning; a log file on the same disk may be full as well."""
         with contextlib.suppress(OSError):
             log.warning(text)
-        self._warnings.append(text)
+        self._warnings.append((kind, text))
 
     def _attempt(self, publish: Callable[[], None]) -> None:
         try:

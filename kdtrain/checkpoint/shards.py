@@ -38,7 +38,7 @@ MAX_BYTES = 2**30
 Like = Callable[[str, torch.Size], torch.Tensor | None]
 
 _CHUNK = 2**22
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -114,9 +114,23 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
     except (Exception, CheckpointException) as error:  # which is a BaseException
         # A header may hold anything, and DCP raises many kinds of errors.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        first = next(iter(str(cause).splitlines()), type(cause).__name__)
-        raise RunError(f"checkpoint {folder} cannot be read: {first}") from None
+        raise _unreadable(folder, cause) from None
     return tensors
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """The names of the tensors in `folder`, from the headers alone. RunError: `read` would refuse one."""
+    try:
+        return set(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: Path, cause: BaseException) -> RunError:
+    first = next(iter(str(cause).splitlines()), type(cause).__name__)
+    return RunError(f"checkpoint {folder} cannot be read: {first}")
 
 
 class _WholePlanner(dcp.DefaultLoadPlanner):
@@ -233,7 +247,7 @@ def _header(items: list[WriteItem]) -> bytes:
         assert item.tensor_data is not None
         chunk, dtype, name = item.tensor_data.chunk, item.tensor_data.properties.dtype, item.index.fqn
         end = offset + _bytes(item)
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(chunk.sizes), "data_offsets": [offset, end]}
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(chunk.sizes), "data_offsets": [offset, end]}
         places[name] = {"saved_offsets": list(chunk.offsets)}
         offset = end
     described = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}

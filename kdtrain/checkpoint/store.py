@@ -14,6 +14,7 @@ to one damages both. One process writes a folder at a time.
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -48,6 +49,8 @@ from kdtrain.files import (
 )
 from kdtrain.ranks import is_main, on_main, reported
 
+log = logging.getLogger("kdtrain")
+
 MANIFEST, STATE = "manifest.json", "state.json"
 VERSION = 2
 
@@ -71,8 +74,8 @@ def seal(step: int, rollbacks: int, files: Mapping[str, tuple[int, str]]) -> str
 
 
 def problem(path: Path, digests: bool = True) -> str | None:
-    """What is wrong with the checkpoint folder `path`: a missing, unknown, unreadable or changed file, or a changed
-    manifest; None if it is whole.
+    """What is wrong with the checkpoint folder `path`: a missing, unknown, unreadable or changed file, a changed
+    manifest, or content that `load` refuses; None if it is whole.
 
     `digests=False` compares only names and sizes, which takes no time.
     """
@@ -86,7 +89,23 @@ def problem(path: Path, digests: bool = True) -> str | None:
         if (wrong := _file_problem(path / name, *files[name], digests)) is not None:
             return f"{name} {wrong}"
     unknown = sorted(each.name for each in path.glob(f"*{shards.SUFFIX}") if each.name not in files)
-    return f"{unknown[0]} does not belong to it" if unknown else None
+    if unknown:
+        return f"{unknown[0]} does not belong to it"
+    return _unreadable(path) if digests else None
+
+
+def _unreadable(path: Path) -> str | None:
+    """Why `load` would refuse the files of a checkpoint, whoever sealed them; None: it reads them."""
+    try:
+        read_state(path)
+        shards.tensor_names(path)
+    except OSError as error:
+        return f"{STATE} cannot be read ({error.strerror})"
+    except ValueError as error:
+        return f"{STATE}: {error}"
+    except RunError as error:
+        return str(error)
+    return None
 
 
 def sealed_files(path: Path) -> set[str]:
@@ -177,6 +196,8 @@ class Checkpoint:
 class Store:
     """The checkpoints of one run. Every rank calls `save`; everything else is for rank 0.
 
+    What cannot be removed stays, with one warning each: `warn` is called with its text.
+
     Args:
         folder: `runs/NAME/checkpoints`; created by the first save.
         keep_rolling, keep_epochs, keep_special: how many of the newest valid ones of each tier `prune` keeps.
@@ -191,6 +212,8 @@ class Store:
         self.keep_aside = keep_aside
         self._whole: dict[str, object] = {}
         self._unproven: set[str] = set()
+        self._stuck: set[str] = set()
+        self.warn: Callable[[str], None] = log.warning
         self._changing = threading.RLock()  # the thread that saves sweeps, the one that trains makes links
 
     def save(
@@ -214,13 +237,17 @@ class Store:
             alone: only this process calls it, whatever group it is in.
 
         Raises:
+            UsageError: the name is not one of a checkpoint, or the state could not be loaded again, because it is too
+                large or nested too deep. Nothing is published.
             RunError: the disk is full or cannot be written; names the entry. Earlier checkpoints are intact.
         """
 
         def finish() -> None:
-            files[STATE] = _write(hidden / STATE, json.dumps(state, indent=1))
+            files[STATE] = _write(hidden / STATE, _json(name, state))
             faults.point("checkpoint.before-manifest")
             _write(hidden / MANIFEST, seal(step, rollbacks, files))
+            if (wrong := _unreadable(hidden)) is not None:
+                raise UsageError(f"checkpoint {name} is not saved, because it could not be loaded again: {wrong}")
             self._publish(hidden, name)
             self._whole[name] = _fingerprint(self.folder / name)
             self.link("latest", name)
@@ -377,16 +404,29 @@ class Store:
         """Remove a set-aside checkpoint; False if a file in it has changed, or a link points at it."""
         if name in self._unproven | self._kept(()):
             return False
-        gone = remove_folder(self.folder / name, vouched_files(self.folder / name), "checkpoint.pruning")
+        gone = self._removed(self.folder / name, vouched_files(self.folder / name), "checkpoint.pruning")
         if not gone:
             self._unproven.add(name)  # not read again at each save
         return gone
 
     def remove(self, name: str) -> bool:
-        """Remove an existing checkpoint; False if it holds a file that its manifest does not name, and stays."""
+        """Remove an existing checkpoint; False if it stays: it has a file that its manifest does not name, or cannot
+        be changed.
+        """
         path = self.folder / name
         self._whole.pop(name, None)
-        return remove_folder(path, sealed_files(path), "checkpoint.pruning")
+        return self._removed(path, sealed_files(path), "checkpoint.pruning")
+
+    def _removed(self, path: Path, files: Collection[str], label: str) -> bool:
+        """`remove_folder`; what the system refuses is a warning, once for each folder, and no reason to end a run."""
+        try:
+            return remove_folder(path, files, label)
+        except OSError as error:
+            if path.name not in self._stuck:
+                self._stuck.add(path.name)
+                why = error.strerror or error
+                self.warn(f"checkpoint {path} is no longer needed and cannot be removed: {why}; make it writable")
+            return False
 
     def set_aside_after(self, step: int, rollbacks: int | None = None) -> list[str]:
         """Set aside the checkpoints later than `step`, from which the run resumes; return their old names.
@@ -410,7 +450,8 @@ class Store:
 
     def _prepare(self, name: str) -> Path:
         """Make the hidden folder for a new checkpoint."""
-        assert tiers.is_name(name), name
+        if not isinstance(name, str) or not tiers.is_name(name):
+            raise UsageError(f"a checkpoint cannot be called {name!r}; use a name like step-00000010 or before-change")
         self._finish_interrupted()
         hidden = temporary_name(self.folder / name)
         hidden.mkdir(parents=True)
@@ -427,13 +468,15 @@ class Store:
 
     @contextlib.contextmanager
     def _cleaning(self, name: str) -> Iterator[None]:
-        """If the disk fails inside, remove half-written files and raise a `RunError`."""
+        """Remove half-written files if the block fails; an error of the disk becomes a `RunError`."""
         try:
             yield
-        except (OSError, shards.EntryError) as error:
+        except (OSError, UsageError, shards.EntryError) as error:
             if is_main():
                 with contextlib.suppress(OSError):
                     self._finish_interrupted()
+            if isinstance(error, UsageError):
+                raise
             if isinstance(error, shards.EntryError):
                 cause, where, why = error.cause, error.entry, error.reason
             else:
@@ -451,7 +494,7 @@ class Store:
                     continue
                 if not final.exists():
                     swap_in(replaced, final, "checkpoint.settle")
-                elif not remove_folder(replaced, sealed_files(replaced), "checkpoint.settle.removing"):
+                elif not self._removed(replaced, sealed_files(replaced), "checkpoint.settle.removing"):
                     set_aside(self.folder, replaced.name, "left")
             sweep(self.folder)
 
@@ -492,6 +535,13 @@ def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
 def read_state(path: Path) -> dict[str, Any]:
     """The numbers, options and digests of a checkpoint that `problem` has verified, without its tensors."""
     return read_json(path / STATE, dict[str, Any], MEDIUM)
+
+
+def _json(name: str, state: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(state, indent=1)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the state of checkpoint {name} cannot be written as JSON: {error}") from None
 
 
 def _write(path: Path, text: str) -> tuple[int, str]:

@@ -15,7 +15,8 @@ from typing import Literal
 Tier = Literal["clock", "epoch", "rolling", "special", "window"]
 
 LINKS = ("latest", "best")
-_ASIDE = re.compile(r"\.(?:left|damaged)-\d+$")
+_ASIDE = re.compile(r"\.(?:left|damaged|old|replaced)-\d+$")
+"""Ends of the names that `files.set_aside` gives."""
 _STEP = re.compile(r"^(?:step-|interrupted-|clock-)(\d+)|iter(\d+)")
 _WINDOW = re.compile(r"window_(?:end_\d+_iter\d+|\d+_iter\d+_[a-z0-9]+)")
 _RANK: dict[Tier, int] = {"clock": 0, "epoch": 0, "rolling": 1, "special": 2, "window": 2}
@@ -57,7 +58,8 @@ def clock_name(step: int) -> str:
 
 def is_name(name: str) -> bool:
     """Whether a checkpoint may have this name."""
-    return bool(name) and not name.startswith(".") and "/" not in name and name not in LINKS and not _ASIDE.search(name)
+    odd = not name or name.startswith(".") or not {"/", "\0"}.isdisjoint(name)
+    return not (odd or name in LINKS or _ASIDE.search(name))
 
 
 def is_planned(name: str) -> bool:

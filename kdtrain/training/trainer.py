@@ -395,8 +395,8 @@ class Trainer:
 
         Runs in the training thread, as all events do, so that they are in order.
         """
-        for text in self.saver.warnings():
-            self.writers.event("disk-full", self.state.progress.step, "warning", message=text)
+        for kind, text in self.saver.warnings():
+            self.writers.event(kind, self.state.progress.step, "warning", message=text)
         for each in self.saver.published():
             for name in each.names:
                 self.writers.event("checkpoint", each.step, name=name, stood_still=each.stood_still)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kdtrain.checkpoint import shards
+from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import MANIFEST, STATE, Store, load, problem, seal
 from kdtrain.errors import RunError
 
@@ -152,6 +153,38 @@ def test_a_folder_without_permission_is_named_and_skipped_and_does_not_stop_a_sa
             assert aside == ["step-00000020", "interrupted-00000020"]
     assert found == "step-00000010"
     assert "interrupted-00000020 is damaged" in damaged[0] and "Permission denied" in damaged[1]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_read_only_checkpoint_stays_with_one_warning_and_stops_no_save(store, asynchronous, caplog):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoints"
+        shutil.copytree(store.folder, folder, symlinks=True)
+        shutil.rmtree(folder / "epoch-0001")
+        os.chmod(folder / "step-00000010", 0o555)
+        os.chmod(folder / "step-00000020", 0o555)
+        os.chmod(name, 0o755)
+        with as_nobody(folder):
+            closed = Store(folder, keep_rolling=1)
+            with Saver(closed, asynchronous) as saver:
+                for step in (30, 40, 40, 50):
+                    saver.save([f"step-{step:08d}"], step, {"a": torch.zeros(1)}, STATES)
+                saver.save(["step-00000020"], 60, {"a": torch.zeros(1)}, STATES)  # the name of a read-only one
+                saver.save(["step-00000070"], 70, {"a": torch.zeros(1)}, STATES)
+                saver.wait()
+                said = saver.warnings()
+            assert closed.make_room(2**40) == []
+        for path in folder.rglob("step-*"):
+            os.chmod(path, 0o755)
+        assert problem(folder / "step-00000010") is None
+        there = sorted(path.name for path in folder.iterdir() if not path.is_symlink())
+        assert there == ["step-00000010", "step-00000020.replaced-1.left-1", "step-00000070"]
+    assert [kind for kind, _ in said] == ["prune"] * 3
+    for (_, text), place in zip(said, ("step-00000010", "step-00000020", "step-00000020.replaced-1"), strict=True):
+        where = folder / place
+        assert (
+            text == f"checkpoint {where} is no longer needed and cannot be removed: Permission denied; make it writable"
+        )
 
 
 def test_an_extra_file_beside_the_shards_is_noticed(store):

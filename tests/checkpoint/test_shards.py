@@ -30,7 +30,7 @@ def test_tensors_read_equal_the_tensors_written(tmp_path, monkeypatch, max_bytes
     assert_equal(shards.read(tmp_path), whole)
 
 
-@pytest.mark.parametrize("dtype", list(shards._DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", list(shards.DTYPES), ids=str)
 def test_every_type_keeps_its_bits(tmp_path, dtype):
     raw = (torch.arange(64) % (2 if dtype is torch.bool else 256)).to(torch.uint8)
     shards.write(tmp_path, {"x": raw.view(dtype)})
