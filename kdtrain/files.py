@@ -26,7 +26,7 @@ import shutil
 import stat
 import time
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kdtrain import faults
-from kdtrain.errors import RunError, UsageError, making, writing
+from kdtrain.errors import RunError, UsageError, making, printable, writing
 
 T = TypeVar("T")
 log = logging.getLogger("kdtrain")
@@ -97,6 +97,16 @@ def read_text(path: Path, limit: int = SMALL) -> str:
 def read_json(path: Path, kind: type[T], limit: int = SMALL) -> T:
     """The JSON record in `path` as a `kind` (see `typed`). OSError, ValueError: as `read_text`, or it is not one."""
     return typed(parse_json(read_text(path, limit)), kind)
+
+
+def refuse_leading_out(path: Path, folders: Iterable[Path]) -> None:
+    """Refuse a file that a link puts elsewhere than into one of `folders`: its content is not that of the folder.
+
+    UsageError: names it.
+    """
+    real = os.path.realpath(path)
+    if not any(real.startswith(f"{os.path.realpath(folder)}/") for folder in folders):
+        raise UsageError(f"{path} leads to {printable(real)} by a link, which is not read; put a copy there")
 
 
 def parse_json(text: str, entries: int = _ENTRIES) -> Any:

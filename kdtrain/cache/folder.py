@@ -9,7 +9,6 @@ builds may stop with an error.
 """
 
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,31 +18,24 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.manifest import CacheSettings, Manifest, check_sizes, read_manifest
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
+    LARGE,
     Lock,
     file_digest,
     hidden_folder,
     publish_json,
+    read_bytes,
     read_sealed,
     refuse_links,
     swap_in,
     sweep,
     temporary_of,
 )
+from kdtrain.models.hub import TOKENIZER_FILES, refuse_odd_files, save_tokenizer
 from kdtrain.ranks import on_main, rank
 
 _LOCK = ".building-"
 _OWN = re.compile(rf"{re.escape(_LOCK)}[0-9]+")
 _FILES = (cache_format.SETTINGS, cache_format.INDEX, cache_format.MANIFEST)
-_TOKENIZER_FILES = (
-    "token*.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "additional_chat_templates",
-)
 
 
 def open_folder(
@@ -193,10 +185,15 @@ def _copy_tokenizer(tokenizer: Any, target: Path) -> None:
     """Put the tokenizer's files into the folder `target`; other files there are moved aside."""
     with hidden_folder(target) as hidden:
         if hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(hidden)
+            save_tokenizer(tokenizer, hidden)
         else:
-            for path in sorted({p for pattern in _TOKENIZER_FILES for p in Path(tokenizer).glob(pattern)}):
-                (shutil.copytree if path.is_dir() else shutil.copyfile)(path, hidden / path.name)
+            refuse_odd_files(str(tokenizer))
+            for name in TOKENIZER_FILES:
+                if (path := Path(tokenizer) / name).is_file():
+                    (hidden / name).write_bytes(read_bytes(path, LARGE))
+            for path in Path(tokenizer).glob("additional_chat_templates/*.jinja"):
+                (hidden / path.parent.name).mkdir(exist_ok=True)
+                (hidden / path.parent.name / path.name).write_bytes(read_bytes(path, LARGE))
         if target.is_dir() and file_digests(target) == file_digests(hidden):
             return
         swap_in(hidden, target, "cache.tokenizer")

@@ -8,10 +8,10 @@ import torch
 from kdtrain.checkpoint.store import Store, is_checkpoint, problem
 from kdtrain.commands.common import checkpoint_at, read_checkpoint, show
 from kdtrain.commands.result import read_result
-from kdtrain.commands.run_folder import TOKENIZER, is_run, options_of, refuse_no_folder
+from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
-from kdtrain.errors import RunError, UsageError, refuse_no_path
-from kdtrain.files import refuse_displacing
+from kdtrain.errors import RunError, UsageError
+from kdtrain.files import refuse_displacing, refuse_leading_out
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
     export_lock,
@@ -64,7 +64,7 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     run = _run_of(path)
     folder = tokenizer_of_run(run)
     if folder is None:
-        text = "exported without a tokenizer: %s holds none, and its cache is gone; copy the teacher's into %s"
+        text = "exported without a tokenizer: %s holds none; copy that of its student or teacher into %s"
         log.warning(text, run, out)
     tokenizer = None if folder is None else tokenizer_files(folder)
     step = state["progress"]["step"]
@@ -136,14 +136,18 @@ def student_at(path: Path, device: torch.device) -> SplitModel:
 
 
 def tokenizer_of_run(run: Path) -> Path | None:
-    """Return the tokenizer folder of a run's student, in the run or in its cache; None where it is gone."""
-    options = options_of(run)
-    if options is None:
+    """Return the tokenizer folder of a run's student, in the run; None where it is gone.
+
+    UsageError: a link leads out of the run.
+    """
+    if not is_run(run):
         return None
-    cache = options.get("cache")
-    refuse_no_path(cache or "", f"{run}/config.toml: cache")
-    places = (run / TOKENIZER, (Path(cache) if cache else run / "data") / "tokenizer", run / "student")
-    return next((each for each in places if (each / "tokenizer.json").exists()), None)
+    # not the cache that config.toml names: in a downloaded run that may be any folder of the user's
+    places = (run / TOKENIZER, run / "data" / "tokenizer", run / "student")
+    found = next((each for each in places if (each / "tokenizer.json").exists()), None)
+    if found is not None:
+        refuse_leading_out(found / "tokenizer.json", (run,))
+    return found
 
 
 def _checkpoint(run: Path, wanted: str) -> Path:

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -44,6 +44,7 @@ from kdtrain.files import (
     temporary_of,
     typed,
 )
+from kdtrain.models.hub import save_tokenizer
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import ModelSpec, paths_of
 from kdtrain.monitor.progress import log, warn_early
@@ -185,7 +186,6 @@ class RunOptions(TypedDict):
     """The options of a run that other commands need."""
 
     student: str
-    cache: NotRequired[str | None]
 
 
 class _Run(RunOptions):
@@ -381,7 +381,7 @@ def write_tokenizer(out: Path, student: ModelSpec, cached: Path) -> None:
         own.chat_template = own.chat_template or tokenizer.chat_template
         tokenizer = own
     with writing(target), hidden_folder(target) as hidden:
-        tokenizer.save_pretrained(hidden)
+        save_tokenizer(tokenizer, hidden)
         swap_in(hidden, target, "run.tokenizer")
 
 

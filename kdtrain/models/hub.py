@@ -39,7 +39,7 @@ from transformers.tokenization_utils_base import get_fast_tokenizer_file
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_flash_attn_2_available
 
 from kdtrain.errors import UsageError, panics_refused
-from kdtrain.files import LARGE, parse_json, read_text
+from kdtrain.files import LARGE, parse_json, read_text, refuse_leading_out
 from kdtrain.models.spec import ATTENTIONS, ModelSpec
 from kdtrain.models.tokenizer_limits import refuse_endless, refuse_many_tokens
 
@@ -53,6 +53,14 @@ _READ_WHOLE = (
     *("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "*.model"),
     *("chat_template*", "additional_chat_templates/*"),
 )
+
+TOKENIZER_FILES = (
+    *("added_tokens.json", "chat_template.jinja", "merges.txt", "sentencepiece.bpe.model", "special_tokens_map.json"),
+    *("spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"),
+)
+"""The files of a tokenizer that are copied with it; named chat templates lie in a folder of their own."""
+_TEMPLATE_NAME = re.compile(r"\w[\w .,:()+-]{0,99}")
+"""A chat template's name, which becomes a file name."""
 
 _IMPLEMENTATIONS = (None, *ATTENTIONS, "grouped_mm", "batched_mm")
 """Of attention and of experts; any other name is a kernel on the hub, or unknown."""
@@ -86,9 +94,16 @@ def refuse_impossible(source: str, table: dict[str, Any]) -> None:
         )
 
 
-def refuse_large_files(source: str) -> None:
-    """Refuse a folder in which a file that transformers reads whole is too large, or is a pipe, which would block."""
-    for path in (path for pattern in _READ_WHOLE for path in Path(source).glob(pattern)):
+def refuse_odd_files(source: str) -> None:
+    """Refuse a folder in which a file that transformers reads whole is too large, a pipe, which would block, or a link.
+
+    What a link leads to would become a part of caches and students that are published. The hub's cache keeps its files
+    behind links, in `blobs` beside the folder of all revisions.
+    """
+    folder = Path(source)
+    homes = (folder, folder.resolve() / ".." / ".." / "blobs")
+    for path in (path for pattern in _READ_WHOLE for path in folder.glob(pattern)):
+        refuse_leading_out(path, homes)
         limit = LARGE if path.name.startswith(("tokenizer.", "vocab.", "merges.")) else MOST_JSON
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise UsageError(f"{path} is not a regular file; remove it")
@@ -280,7 +295,7 @@ def ask_config(spec: ModelSpec) -> PreTrainedConfig:
     source, revision = cast(str, spec.source), revision_of(spec)
 
     def load() -> PreTrainedConfig:
-        refuse_large_files(source)
+        refuse_odd_files(source)
         table, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         if not spec.trust_remote_code:
             refuse_code(source, table)
@@ -306,7 +321,7 @@ def ask_tokenizer(source: str, *, revision: str = "main", trust_remote_code: boo
     """Load a fast tokenizer from a folder or the hub. Raises `UsageError`."""
 
     def load() -> Any:
-        refuse_large_files(source)
+        refuse_odd_files(source)
         refuse_slow_tokenizer(source, revision)
         if not trust_remote_code:
             refuse_foreign_tokenizer(source, revision)
@@ -315,7 +330,25 @@ def ask_tokenizer(source: str, *, revision: str = "main", trust_remote_code: boo
     tokenizer = ask(source, load)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UsageError(f"{source}: its tokenizer has no tokenizer.json; save it as a fast tokenizer first")
+    refuse_template_names(source, tokenizer)
     return tokenizer
+
+
+def refuse_template_names(source: str, tokenizer: Any) -> None:
+    """Refuse a tokenizer whose chat templates have names that are no file names: transformers writes to them."""
+    templates = getattr(tokenizer, "chat_template", None)
+    for name, text in templates.items() if isinstance(templates, dict) else ():
+        if not (isinstance(name, str) and _TEMPLATE_NAME.fullmatch(name) and isinstance(text, str)):
+            raise UsageError(f"{source}: its chat template {_short(name)} is not a name and a text; take it out")
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Call the tokenizer's `save_pretrained`, which writes into the existing `folder` and nowhere else.
+
+    UsageError: a name in the tokenizer leads out of the folder.
+    """
+    refuse_template_names("the tokenizer", tokenizer)
+    tokenizer.save_pretrained(folder)
 
 
 def one_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ lacks weights, transformers draws them at random, with a warning; here that is a
 import copy
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.hub import (
+    TOKENIZER_FILES,
     ask,
     ask_config,
     ask_tokenizer,
@@ -55,7 +57,6 @@ from kdtrain.models.spec import ModelSpec, read_spec
 
 ORIGIN = "kdtrain.json"
 """A sealed file in an exported model: its origin, and the SHA-256 of its files."""
-_TOKENIZER_FILES = ("*token*", "vocab.*", "merges.txt", "chat_template*", "*.model")
 
 
 def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
@@ -184,10 +185,17 @@ def model_digest(model: nn.Module, *dtypes: torch.dtype) -> str:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer in a folder, by name. UsageError: one cannot be read."""
-    paths = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
+    """The files of a tokenizer in a folder that may have been downloaded, by name, to be published with a student.
+
+    Only `TOKENIZER_FILES`, and none by a link: a link may lead to a file of the user's. UsageError: one is a link, or
+    cannot be read.
+    """
+    paths = [folder / name for name in TOKENIZER_FILES if os.path.lexists(folder / name)]
+    for path in paths:
+        if path.is_symlink():
+            raise UsageError(f"{path} is a link, and what it leads to is not exported; put a copy there")
     try:
-        return {path.name: read_bytes(path, LARGE) for path in sorted(paths)}
+        return {path.name: read_bytes(path, LARGE) for path in paths}
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder}: a file of the tokenizer cannot be read: {error}") from error
 

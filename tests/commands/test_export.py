@@ -60,16 +60,60 @@ def test_a_student_without_a_chat_template_gets_the_teachers(workbench, tmp_path
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "student").chat_template == TEMPLATE
 
 
-def test_a_run_that_has_lost_its_tokenizer_is_exported_with_a_line_that_says_so(chat_run, tmp_path):
+@pytest.fixture
+def downloaded(chat_run, tmp_path):
+    """A run that somebody else may have changed."""
     run = tmp_path / "run"
     shutil.copytree(chat_run.root / "chat-run", run, symlinks=True)
+    return run
+
+
+@pytest.mark.parametrize("cache", ["gone", "the user's own", "../elsewhere"])
+def test_a_run_without_a_tokenizer_is_exported_without_that_of_the_folder_it_names_as_cache(
+    chat_run, downloaded, tmp_path, cache
+):
     for name in ("student", "tokenizer"):
-        shutil.rmtree(run / name)
-    (run / "config.toml").write_text((run / "config.toml").read_text().replace('"cache"', '"gone"'))
-    code, _, said = chat_run.call("export", run, "--out", tmp_path / "out")
+        shutil.rmtree(downloaded / name)
+    named = {
+        "gone": "gone",
+        "the user's own": str(tmp_path / "mine"),
+        "../elsewhere": os.path.relpath(tmp_path / "mine"),
+    }
+    tiny_tokenizer(300).save_pretrained(tmp_path / "mine" / "tokenizer")
+    text = (downloaded / "config.toml").read_text().replace('"cache"', f'"{named[cache]}"')
+    (downloaded / "config.toml").write_text(text)
+    code, _, said = chat_run.call("export", downloaded, "--out", tmp_path / "out")
     assert code == 0
-    assert f"exported without a tokenizer: {run} holds none, and its cache is gone; copy" in said
+    assert f"exported without a tokenizer: {downloaded} holds none; copy that of its student or teacher into" in said
     assert (tmp_path / "out" / "model.safetensors").exists() and not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_no_file_but_a_tokenizers_own_is_exported_with_it(chat_run, downloaded, tmp_path):
+    (tmp_path / "secret").write_text("hf_secret")
+    for name in ("hf_token", "tokens.json", "vocab.zip", "chat_template_2", "mine.model"):
+        (downloaded / "tokenizer" / name).symlink_to(tmp_path / "secret")
+    (downloaded / "tokenizer" / "token.txt").write_text("hf_secret")
+    chat_run.json("export", downloaded, "--out", tmp_path / "out")
+    chat_run.json("export", chat_run.root / "chat-run", "--out", tmp_path / "sound")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in (tmp_path / "sound").iterdir()
+    }
+    assert not any(b"hf_secret" in path.read_bytes() for path in (tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("name", ["tokenizer/chat_template.jinja", "tokenizer/added_tokens.json", "tokenizer"])
+@pytest.mark.parametrize("target", ["secret", "nowhere"])
+def test_what_a_link_in_a_run_leads_to_is_not_exported(chat_run, downloaded, tmp_path, name, target):
+    shutil.copytree(downloaded / "tokenizer", tmp_path / "secret")
+    path = downloaded / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.symlink_to(tmp_path / target)
+    code, _, said = chat_run.call("export", downloaded, "--out", tmp_path / "out")
+    if path.name == "tokenizer" and target == "nowhere":
+        assert code == 0  # there is the exported student's own
+        return
+    assert code == 2 and said.startswith(f"kdtrain: {path}") and " link, " in said and "put a copy there" in said
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("out", [".", ".."])

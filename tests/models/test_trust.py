@@ -12,7 +12,7 @@ import torch
 
 from kdtrain.errors import UsageError
 from kdtrain.models import hub, scratch
-from kdtrain.models.hub import ask_config
+from kdtrain.models.hub import ask_config, save_tokenizer
 from kdtrain.models.loading import architecture, load_student, load_teacher, load_tokenizer, model_of
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
@@ -225,6 +225,57 @@ def test_a_pipe_in_place_of_a_chat_template_does_not_block(folder):
     os.mkfifo(folder / "additional_chat_templates" / "tools.jinja")
     with pytest.raises(UsageError, match=r"tools\.jinja is not a regular file"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"])
+def test_what_a_link_out_of_a_model_folder_leads_to_is_not_read(folder, name, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "key.jinja").write_text("{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "mine" if name.startswith("add") else tmp_path / "mine" / "key.jinja")
+    with pytest.raises(
+        UsageError, match=rf"{name}.* leads to {tmp_path}/mine/key.jinja by a link, which is not read; put"
+    ):
+        load_tokenizer(folder)
+    with pytest.raises(UsageError, match="by a link, which is not read"):
+        ask_config(ModelSpec(name="m", source=str(folder)))
+
+
+def test_the_links_of_the_hubs_own_cache_and_a_link_to_a_model_folder_are_read(folder, tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123abcd", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(each for each in folder.iterdir() if each.suffix == ".json"):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    (tmp_path / "link").symlink_to(snapshot)
+    for place in (snapshot, tmp_path / "link"):
+        assert len(load_tokenizer(place)) == len(tiny_tokenizer())
+        assert ask_config(ModelSpec(name="m", source=str(place))).model_type == "llama"
+
+
+@pytest.mark.parametrize("name", ["../../../evil", "/evil", "a/b", "..", "", "a\0b", "x" * 300, "a\nb", 5])
+def test_a_chat_template_whose_name_leads_out_of_its_folder_is_refused_before_it_is_written(folder, tmp_path, name):
+    entries(folder, "tokenizer_config.json", chat_template=[{"name": "default", "template": "a"}])
+    assert load_tokenizer(folder).chat_template == {"default": "a"}
+    templates = [{"name": "default", "template": "a"}, {"name": name, "template": "evil"}]
+    entries(folder, "tokenizer_config.json", chat_template=templates)
+    with pytest.raises(UsageError, match=r"m: its chat template .* is not a name and a text; take it out"):
+        load_tokenizer(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": "a", name: "evil"}
+    tokenizer.save_pretrained = lambda folder: pytest.fail("transformers was asked to write it")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UsageError, match="the tokenizer: its chat template"):
+        save_tokenizer(tokenizer, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["tool_use", "rag", "v1.0 (no)", "français", "a-b+c"])
+def test_a_chat_template_of_an_ordinary_name_is_saved(tmp_path, name):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": "a", name: "b"}
+    save_tokenizer(tokenizer, tmp_path)
+    assert load_tokenizer(tmp_path).chat_template == {"default": "a", name: "b"}
 
 
 def test_an_adapter_is_refused_and_not_silently_ignored(folder):

@@ -22,6 +22,7 @@ def cases() -> Cases:
     _caches(found)
     _shards(found)
     _runs(found)
+    _published(found)
     _outputs(found)
     return found
 
@@ -203,6 +204,18 @@ def _linked_to(name: str, target: str) -> Callable[[Place], None]:
 
 def _with_board() -> tuple[str, ...]:
     return tuple(word for word in COMMANDS["resume"] if word != "--no-tensorboard")
+
+
+def _published(found: Cases) -> None:
+    """What an export would copy from the run; nothing of the user's may come with it."""
+    for name in ("chat_template.jinja", "tokenizer.json", "added_tokens.json"):
+        found.add(f"tokenizer's {name} to the user's", "export", away(f"run/tokenizer/{name}"))
+    found.add("tokenizer to the user's", "export", away("run/tokenizer"), ends="either")
+    found.add(
+        "one more beside the tokenizer", "export", _linked("run/tokenizer/hf_token", "docs/letter.txt"), ends="works"
+    )
+    for name in ("chat_template.jinja", "additional_chat_templates"):
+        found.add(f"teacher's {name} to the user's", "build", away(f"teacher/{name}"))
 
 
 def _outputs(found: Cases) -> None:

@@ -39,6 +39,7 @@ def cases() -> Cases:
         command = ("verify checkpoint", "export")[number % 2]
         found.add(f"checkpoint's file {kind}", command, _checkpoint(name), resealed=False, ends="either")
         found.add(f"tensor {kind}", "export", _tensor(name), ends="either")
+        found.add(f"chat template {kind}", "build", _template(name))
         if "\ud800" not in name:
             found.add(f"weights' file {kind}", "model", _index(name))
             found.add(f"spec's source {kind}", "distill", _spec("source", name))
@@ -57,6 +58,17 @@ def cases() -> Cases:
         )
         found.add(f"text called {name[:20]!r}", "build", _text_called(name), ends="works")
     return found
+
+
+def _template(name: str) -> Callable[[Place], None]:
+    """A named chat template of the teacher's tokenizer."""
+
+    def attack(place: Place) -> None:
+        place.path("teacher/chat_template.jinja").unlink(missing_ok=True)
+        with place.json("teacher/tokenizer_config.json") as content:
+            content["chat_template"] = [{"name": "default", "template": "a"}, {"name": name, "template": "b"}]
+
+    return attack
 
 
 def _manifest(change: seal.Edit) -> Callable[[Place], None]:
