@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class _Message(Exception):
@@ -130,6 +131,21 @@ def panics_refused(what: str) -> Iterator[None]:
 def printable(text: str) -> str:
     """`text` with control characters and line breaks escaped: names in a downloaded file may hold any."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def as_number(value: Any, option: str) -> float:
+    """`value` as a float. UsageError: it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{option} {value!r} is not a number") from None
+
+
+def as_path(value: Any, name: str) -> Path:
+    """`value` as a path. UsageError: it is none."""
+    if not isinstance(value, str | os.PathLike):
+        raise UsageError(f"{name} {value!r} is not a path")
+    return Path(value)
 
 
 def refuse_no_path(text: str, name: str) -> None:

@@ -4,15 +4,18 @@ A process opens a shard when it first needs it (an HDF5 handle survives neither 
 `MAX_OPEN` open. The reader compares the sizes of all shards with the manifest at once; a shard's SHA-256 and structure
 before it first opens it, and again when the file has changed since; a shard's dictionary and masks when it opens it;
 a sequence's numbers when it first reads them (`checks`). A read goes through the sequences in the order of the file,
-each once, with one HDF5 call for each run of neighbours. Only shards are read, never `index.h5`: a virtual data set
-whose shard is gone reads as fill values. A shard that is damaged, or not the manifest's, raises an error that names it.
+each once, with one HDF5 call for each run of neighbours; threads take turns at the files, and decode side by side. Only
+shards are read, never `index.h5`: a virtual data set whose shard is gone reads as fill values. A shard that is damaged,
+or not the manifest's, raises an error that names it.
 
 What it gives up: the first read from a shard reads all of it, once a reader; in a split of more than
 `MAX_OPEN` shards a random read has to open one, which takes as long as twenty sequences (larger shards help).
 """
 
 import errno
+import operator
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +36,7 @@ from kdtrain.cache.checks import check_flags, check_lists, check_stored, check_s
 from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.compression import Coding, unpack
 from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
-from kdtrain.errors import RunError, UsageError, system_error
+from kdtrain.errors import RunError, UsageError, as_path, system_error
 from kdtrain.files import file_digest
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
@@ -251,6 +254,10 @@ def first_line(error: Exception) -> str:
 class CacheReader(Dataset[dict[str, Tensor]]):
     """One split of a finished cache: a map-style data set whose items are the `fields` of one sequence, without B.
 
+    Threads and processes may share it. An item also has what a `Student` checks its first batch against: `vocabulary`
+    [2] int64, the rows of the teacher's output head and the entries of its tokenizer, and, where there is a teacher,
+    `temperature_range` [2] fp64, the lowest and the highest T at which the cache is right.
+
     UsageError: the folder holds no finished cache, the cache has no such split, or a shard of any split is missing or
     has another size than the manifest states.
     """
@@ -269,22 +276,37 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         self._verified: dict[int, tuple[int, int, int]] = {}
         self._checked: dict[int, np.ndarray] = {}
         self._process = os.getpid()
+        self._locks: dict[int, threading.Lock] = {}
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self)} sequences of {self.manifest.settings.seq_len} tokens"
+        return f"CacheReader('{self.folder}', '{self.split}'): {sizes}"
 
     def __len__(self) -> int:
         """Number of sequences."""
         return self.manifest.splits[self.split]["sequences"]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sequence as named tensors, see `CachedBatch.fields`."""
-        return self.__getitems__([index])[0]
+        """One sequence as named tensors, see `CachedBatch.fields`; -1 is the last."""
+        index = operator.index(index)
+        return self.__getitems__([index + len(self) if index < 0 else index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Several sequences in one read; PyTorch's loaders call this."""
         fields = self.read(indices).fields()
-        return [{name: tensor[row] for name, tensor in fields.items()} for row in range(len(indices))]
+        settings, size = self.manifest.settings, len(indices)
+        fields["vocabulary"] = torch.tensor([settings.vocab_size, settings.tokenizer_size]).expand(size, -1)
+        if (valid := self.manifest.temperature_range) is not None:
+            span = torch.tensor([valid["min"], valid["max"]], dtype=torch.float64)
+            fields["temperature_range"] = span.expand(size, -1)
+        return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict(), "_process": None}
+        return {**self.__dict__, "_open": OrderedDict(), "_process": None, "_locks": {}}
+
+    def _lock(self) -> threading.Lock:
+        """This process's own: one that another thread held at a fork is never released in the child."""
+        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def read(self, indices: Sequence[int]) -> CachedBatch:
         """The sequences `indices` (0 .. len - 1, any order, repeats allowed), in that order.
@@ -298,11 +320,12 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         shards, first = np.unique(wanted // per_shard, return_index=True)
         rows = dict(zip(shards.tolist(), np.split(wanted % per_shard, first[1:]), strict=True))
         parts = []
-        for shard, part in rows.items():
-            with shard_errors(self._paths[shard]):
-                faults.point("cache.read")
-                opened = self._shard(shard)
-                parts.append(opened.read(part, checked=bool(self._checked[shard][part].all())))
+        with self._lock():
+            for shard, part in rows.items():
+                with shard_errors(self._paths[shard]):
+                    faults.point("cache.read")
+                    opened = self._shard(shard)
+                    parts.append(opened.read(part, checked=bool(self._checked[shard][part].all())))
         try:
             batch = batch_of(parts, self.manifest.codec, place)
         except (ValueError, IndexError):  # find the shard that raised it
@@ -345,19 +368,20 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
     def close(self) -> None:
         """Close every open shard; a later read opens them again."""
-        while self._open:
-            self._open.popitem()[1].close()
+        with self._lock():
+            while self._open:
+                self._open.popitem()[1].close()
 
 
 class Cache:
-    """A finished cache: its splits as PyTorch data sets, and its manifest. Not thread-safe.
+    """A finished cache: its splits as PyTorch data sets by name, and its manifest.
 
     Raises:
         UsageError: the folder holds no finished cache.
 
     >>> cache = Cache("cache/t")
-    >>> len(cache["train"]), cache.temperature_range, cache.verify()
-    (5, (0.6666666666666666, 4.0), [])
+    >>> list(cache), len(cache["train"]), cache.temperature_range, cache.verify()
+    (['train', 'validation'], 5, (0.6666666666666666, 4.0), [])
     >>> from torch.utils.data import DataLoader
     >>> loader = DataLoader(cache["train"], batch_size=2, collate_fn=collate)
     >>> next(iter(loader))["tokens"].shape
@@ -365,15 +389,28 @@ class Cache:
     """
 
     def __init__(self, folder: Path | str) -> None:
-        self.folder = Path(folder)
+        self.folder = as_path(folder, "folder")
         self._splits: dict[str, CacheReader] = {}
-        self.manifest: Manifest = read_manifest(folder)
+        self.manifest: Manifest = read_manifest(self.folder)
 
     def __getitem__(self, split: str) -> "CacheReader":
         """The split `train` or `validation`. UsageError: see `CacheReader`."""
         if split not in self._splits:
             self._splits[split] = CacheReader(self.folder, split)
         return self._splits[split]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.splits)
+
+    def __contains__(self, split: object) -> bool:
+        return split in self.manifest.splits
+
+    def __len__(self) -> int:
+        return len(self.manifest.splits)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}: {split['sequences']}" for name, split in self.manifest.splits.items())
+        return f"Cache('{self.folder}'): {sizes} sequences of {self.manifest.settings.seq_len} tokens"
 
     @property
     def temperature_range(self) -> tuple[float, float]:

@@ -12,7 +12,6 @@ copied.
 import contextlib
 import dataclasses
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,20 +95,18 @@ class CachedSource:
         self.reader = reader
         self.device = device
         self.vocab_size = vocab_size
-        self._read_lock = threading.Lock()
         self._device_copy = DeviceCopy(device)
 
     def __len__(self) -> int:
         return len(self.reader)
 
     def read(self, indices: np.ndarray) -> CachedBatch:
-        """Return the sequences `indices` on the device; a lock guards the reader.
+        """Return the sequences `indices` on the device.
 
         Raises:
             RunError: a shard is damaged, or holds a token outside the student's vocabulary.
         """
-        with self._read_lock:
-            batch = self.reader.read(indices.tolist())
+        batch = self.reader.read(indices.tolist())
         if (token := int(batch.tokens.max())) >= self.vocab_size:  # tokenizer_size may admit a narrower student
             raise RunError(
                 f"{self.reader.folder} holds token {token}, although it states a tokenizer of "

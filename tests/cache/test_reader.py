@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -124,6 +125,34 @@ def test_a_forked_reader_opens_its_own_files(cache: Path) -> None:
     process.start()
     assert queue.get() == (False, True, shards.read([0]).tokens.tolist())
     process.join()
+
+
+def test_threads_that_share_a_reader_each_get_their_own_sequences(cache: Path, monkeypatch) -> None:
+    monkeypatch.setattr(reader, "MAX_OPEN", 2)
+    shards = CacheReader(cache, "train")
+    expected = shards.read(range(10)).tokens
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for index in np.random.default_rng(seed).integers(10, size=150).tolist():
+            if not torch.equal(shards.read([index]).tokens[0], expected[index]):
+                wrong.append(index)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
+    assert wrong == []
+
+
+def test_a_reader_that_was_forked_while_a_thread_read_is_not_stuck(cache: Path) -> None:
+    shards = CacheReader(cache, "train")
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    with shards._lock():
+        process = context.Process(target=lambda: queue.put(shards.read([0]).tokens.tolist()))
+        process.start()
+        process.join(60)
+    assert process.exitcode == 0
+    assert queue.get() == shards.read([0]).tokens.tolist()
 
 
 def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path, workshop, codecs) -> None:
