@@ -23,6 +23,8 @@ Shape suffixes: R rows, E events.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -77,6 +79,8 @@ def register_divergence(
 ) -> Callable[[F], F]:
     """Decorator: make a function the divergence that `--divergence NAME` takes.
 
+    The function takes the `Events` of R rows and the number, and returns a value a row, [R]: the loss sums and divides.
+
     Args:
         name: as users write it; with a `parameter` also as NAME:NUMBER.
         accepts: kinds of targets it can be computed from: sparse, dense, sampled.
@@ -93,7 +97,7 @@ def register_divergence(
 
 def parse(text: str) -> tuple[str, float]:
     """The divergence that `--divergence` means: its name and its number, 0 where it takes none."""
-    name = text.partition(":")[0]
+    name = text.partition(":")[0] if isinstance(text, str) else text
     return name, DIVERGENCES.get(name).number(text)
 
 
@@ -156,8 +160,13 @@ def logit_mse(events: Events, parameter: float = 0.0) -> Tensor:
 
 
 def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, dense: bool = False) -> None:
-    """UsageError: `divergence` with `tail` cannot be computed from targets of this kind."""
-    name, _ = parse(divergence)
+    """UsageError: `divergence` with `tail` cannot be computed from targets of this kind, or returns no value a row."""
+    name, number = parse(divergence)
+    if (returned := _wrong_shape(DIVERGENCES.get(name).of, number)) is not None:
+        raise UsageError(
+            f"--divergence {divergence} returns {returned} for 3 rows of events; it must return [3], a value a row, "
+            "because the loss leaves out masked rows, sums and divides by the tokens of the whole step itself"
+        )
     rule: TailRule = TAILS.get(resolve_tail(tail, num_samples))
     kind = "dense" if dense else "sampled" if num_samples else "sparse"
     if kind not in DIVERGENCES.get(name).accepts:
@@ -180,6 +189,19 @@ def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, 
             f"--tail {tail} needs targets with a top-k of at least {rule.least_top_k}, these have {top_k}; leave "
             f"--tail out, or use a cache built with --top-k{' and --num-samples' if rule.needs_samples else ''}"
         )
+
+
+@functools.lru_cache
+def _wrong_shape(of: Measure, number: float) -> str | None:
+    """What a divergence returns for three rows, if it is no value a row; an error of its own is left to its use."""
+    log_p_RE = torch.full((3, 64), -math.log(64))
+    try:
+        with torch.no_grad():
+            found: object = of(Events(log_p_RE, log_p_RE, log_p_RE.exp(), log_p_RE.new_zeros(3)), number)
+    except Exception:
+        return None
+    shape = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    return None if shape == [3] else str(shape)
 
 
 def _refusal(divergence: str, kind: str) -> str:

@@ -5,6 +5,7 @@ from objective_reference import problem, reference_kd, sparse
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.errors import UsageError
 from kdtrain.objective.divergence import (
+    Divergence,
     forward_kl,
     jsd,
     logit_mse,
@@ -185,3 +186,17 @@ def test_logit_mse_ignores_tokens_that_either_side_excludes():
     expected = logit_mse(dense_events(z[:, :20], e[:, :20], 1.0))
     z[:, 20], e[:, 21:] = -1e30, -1e4
     torch.testing.assert_close(logit_mse(dense_events(z, e, 1.0)), expected)
+
+
+@pytest.mark.parametrize("of, returned", [(lambda *_: torch.zeros(()), r"\[\]"), (lambda *_: 1.0, "a float")])
+def test_a_divergence_that_returns_no_value_a_row_is_refused(monkeypatch, of, returned):
+    monkeypatch.setitem(DIVERGENCES.entries, "mine", Divergence(of, frozenset({"sparse", "dense"})))
+    for kind in ({"dense": True}, {"top_k": 4}):
+        with pytest.raises(UsageError, match=rf"mine returns {returned} for 3 rows of events; it must return \[3\]"):
+            refuse("mine", "ghost", **kind)
+
+
+def test_a_divergence_that_cannot_take_a_few_events_is_left_to_its_first_use(monkeypatch):
+    needs_many = Divergence(lambda events, _: events.teacher.topk(100).values.sum(-1), frozenset({"dense"}))
+    monkeypatch.setitem(DIVERGENCES.entries, "many", needs_many)
+    refuse("many", "ghost", dense=True)
