@@ -80,6 +80,8 @@ class Registry:
         Raises:
             UsageError: no package or more than one has this name, or its package cannot be imported.
         """
+        if not isinstance(name, str):
+            raise UsageError(f"{self.option} {name!r} is not a name")
         if name not in self.entries:
             if name in self.builtin:
                 importlib.import_module(self.home)

@@ -26,7 +26,7 @@ from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.shards import DTYPES
 from kdtrain.checkpoint.store import Store, load, read_state
 from kdtrain.checkpoint.tiers import Keep
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, as_path
 
 _TENSOR, _MAPPING, _TUPLE = "tensor", "mapping", "tuple"
 
@@ -54,7 +54,9 @@ class CheckpointStore:
 
     def __init__(self, folder: Path | str, keep: Keep | None = None) -> None:
         keep = keep or Keep()
-        self._store = Store(Path(folder), keep_rolling=keep.rolling, keep_epochs=keep.epoch, keep_special=keep.special)
+        self._store = Store(
+            as_path(folder, "folder"), keep_rolling=keep.rolling, keep_epochs=keep.epoch, keep_special=keep.special
+        )
 
     def save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None, name: str | None = None

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from kdtrain.errors import UsageError
+
 Tier = Literal["clock", "epoch", "rolling", "special", "window"]
 
 LINKS = ("latest", "best")
@@ -39,6 +41,11 @@ class Keep:
     rolling: int = 10
     epoch: int = 5
     special: int = 3
+
+    def __post_init__(self) -> None:
+        for name, count in vars(self).items():
+            if not isinstance(count, int) or count < 1:
+                raise UsageError(f"{name} {count!r} is not a whole number of at least 1")
 
 
 def rolling_name(step: int) -> str:

@@ -22,6 +22,7 @@ from kdtrain.config.sections import (
     refuse_below,
     refuse_not_positive,
 )
+from kdtrain.config.values import settle
 
 
 def _refuse_wrong_source(cache: Path | None, teacher: str | None, data: DataConfig, to: str, but: str = "") -> None:
@@ -64,6 +65,7 @@ class CacheTeacherConfig:
     parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse_bad_seed(self.seed)
         served, text = self.from_logprobs is not None, self.data.data is not None
         refuse(
@@ -135,6 +137,7 @@ class DistillConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        settle(self)
         _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
         mode = self.quantization.mode(self.precision.precision)
@@ -195,6 +198,7 @@ class EvaluateConfig:
     data: DataConfig = field(default_factory=lambda: DataConfig(split="validation"))
 
     def __post_init__(self) -> None:
+        settle(self)
         _refuse_wrong_source(self.cache, self.teacher, self.data, "evaluate", but="split")
         refuse_below(1, self, "batch_size")
 
@@ -211,6 +215,7 @@ class InspectConfig:
     """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse(self.path is None and not self.hardware, "nothing to inspect; give a PATH or --hardware")
 
 
@@ -224,6 +229,9 @@ class VerifyConfig:
     """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
     json: bool = False
     """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        settle(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,3 +250,6 @@ class ExportConfig:
     """Replace a folder that is already there."""
     json: bool = False
     """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        settle(self)

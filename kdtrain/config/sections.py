@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kdtrain.config.choices import BACKENDS, DIVERGENCES, TAILS, TEMPERATURES
+from kdtrain.config.values import settle
 from kdtrain.errors import UsageError
 
 
@@ -65,6 +66,7 @@ class DataConfig:
     """Tokenizer threads."""
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse(
             self.split not in ("train", "validation", "test"),
             f"--split '{self.split}' is unknown; use train, validation or test",
@@ -99,6 +101,7 @@ class CodecConfig:
     """Store the whole distribution in fp16 instead: the reference, and large."""
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse_below(0, self, "top_k", "num_samples")
         refuse(
             self.samples > 255,
@@ -153,6 +156,7 @@ class ObjectiveConfig:
     """Layers to compare: even (spread over the teacher's depth), last, or STUDENT:TEACHER pairs such as 2:3,4:6."""
 
     def __post_init__(self) -> None:
+        settle(self)
         for name in ("alpha", "alpha_end"):
             value = getattr(self, name)
             refuse(not 0 <= value <= 1, f"{flag(name)} {value} is outside 0 to 1")
@@ -226,6 +230,7 @@ class OptimizerConfig:
     """Largest gradient norm; 0 disables clipping."""
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse_not_positive(self, "lr")
         refuse(not 0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
         refuse_below(0, self, "warmup_steps", "clip")
@@ -266,6 +271,7 @@ class CheckpointConfig:
     """With --load: start the learning-rate schedule at step 0 instead of continuing the loaded one."""
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse(not 0 <= self.checkpoint_minutes < float("inf"), "--checkpoint-minutes must be 0 or more")
         refuse_below(1, self, "checkpoint_freq", "keep_rolling", "keep_epochs", "keep_special")
         refuse_below(0, self, "keep_aside", "disk_patience")
@@ -297,6 +303,7 @@ class MonitorConfig:
     """Name of the run in W&B; that of --out if not given."""
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse_below(1, self, "eval_freq", "eval_batches", "log_freq")
         refuse_below(0, self, "histogram_freq", "sample_freq")
         refuse(self.wandb_project == "", "--wandb-project is empty; give a project, or leave it out")
@@ -325,6 +332,7 @@ class GuardsConfig:
     """A run has diverged when its cross-entropy stays above this many times its value before the first step."""
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse_below(0, self, "max_skips", "max_rollbacks")
         refuse_below(1, self, "spike_patience")
         refuse(not 1 < self.spike_factor < float("inf"), f"--spike-factor {self.spike_factor} must be above 1")
@@ -358,6 +366,7 @@ class StoppingConfig:
     """Consecutive gradient spikes after which the run ends with exit 1, with or without --early-stopping."""
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse_below(1, self, "early_stopping_interval", "early_stopping_patience", "grad_spike_patience")
         refuse_below(0, self, "early_stopping_warmup")
         refuse(
@@ -379,6 +388,7 @@ class CacheParallelConfig:
     """Seconds that a rank waits for the others before the command ends."""
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse_not_positive(self, "device_memory", "rank_timeout")
 
 
@@ -394,6 +404,7 @@ class ParallelConfig(CacheParallelConfig):
     """Write a log of each rank into the run, rank-00001.log for rank 1."""
 
     def __post_init__(self) -> None:
+        settle(self)
         super().__post_init__()
         refuse_below(1, self, "shard_size")
 
@@ -435,6 +446,7 @@ class PrecisionConfig:
     """Refuse operations that are not bitwise repeatable on the device: only so is a resume on a GPU bitwise exact."""
 
     def __post_init__(self) -> None:
+        settle(self)
         refuse_below(0, self, "quant_skip_first", "quant_skip_last")
         refuse_below(1, self, "collect_every")
         refuse(
@@ -498,6 +510,7 @@ class QuantizationConfig:
     """Switches after which the run stays in the fallback."""
 
     def __post_init__(self) -> None:
+        settle(self)
         counts = ("quant_window_size", "quant_checkpoint_interval", "quant_recovery_buffer", "quant_probe_every")
         refuse_below(1, self, *counts)
         refuse_below(0, self, "quant_min_dwell", "quant_max_switches")

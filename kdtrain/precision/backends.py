@@ -482,6 +482,8 @@ def quantize_(
     >>> switch.position
     'quantized'
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     if mode not in QUANTIZED:
         raise UsageError(f"mode {mode} is not a quantised one; use {', '.join(QUANTIZED)}")
     if recipe not in ("tensorwise", "rowwise", "blockwise") or (mode != "fp8" and recipe != "tensorwise"):

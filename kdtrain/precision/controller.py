@@ -27,13 +27,21 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
+from kdtrain.errors import UsageError
 from kdtrain.files import typed
 from kdtrain.precision.linear import Position, Switch
+
+RULES = ("loss", "gap", "spike", "schedule")
+"""What can switch a run to its fallback."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The settings of the controller."""
+    """The settings of the controller.
+
+    Raises:
+        UsageError: a rule is unknown, or a number out of range.
+    """
 
     quantized: str
     """Name of the quantised mode: fp8, mxfp8 or mxfp4."""
@@ -59,6 +67,16 @@ class Policy:
     """Switches after which the run stays in the fallback."""
     decay_start: int | None = None
     """Under rule `schedule`: the last step before the decay."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, tuple | list) or not {*self.rules} <= {*RULES}:
+            raise UsageError(f"rules {self.rules!r} are not a tuple of {', '.join(RULES)}")
+        if not 0 < self.threshold < math.inf:
+            raise UsageError(f"threshold {self.threshold} is not a finite number above 0")
+        least = {"window": 1, "snapshot_every": 1, "keep": 1, "probe_every": 1, "min_dwell": 0, "max_switches": 0}
+        for name, bound in least.items():
+            if not getattr(self, name) >= bound:
+                raise UsageError(f"{name} {getattr(self, name)} is not a whole number of at least {bound}")
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from kdtrain.errors import UsageError
 from kdtrain.precision.emulated import Recipe, quantized_linear
 
 Position = Literal["high", "quantized", "high-forward"]
@@ -33,6 +34,11 @@ class Switch:
 
     position: Position = "high"
     """high; quantized in all three products; or `high-forward`, quantised in the two of the backward only."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "position" and value not in get_args(Position):
+            raise UsageError(f"position '{value}' of the switch is unknown; use {', '.join(get_args(Position))}")
+        super().__setattr__(name, value)
 
     @contextlib.contextmanager
     def at(self, position: Position) -> Iterator[None]:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 
+MODES = ("fp32", "bf16", "fp16")
+"""The modes of a forward, but for quantised layers."""
+
 
 def pick_mode(name: str, device: torch.device, *, training: bool = False) -> str:
     """The mode that `name` means on `device`: `auto` is bf16 if the device has bf16 products.
