@@ -5,6 +5,7 @@ The library, every name of which is imported when it is first used:
     Cache, collate                a teacher's cached distributions, as data sets of dicts of tensors
     DistillationLoss              (1 - alpha) CE + alpha T^2 KD, with its temperature: fixed, scheduled or learned
     Student                       a causal language model and its loss as one module, for any training loop
+    distillation_loss, Head, DenseTargets   the loss as a function of hidden states, an output head and targets
     CheckpointStore, Keep         checkpoints published whole, verified before they are loaded, pruned by tier
     quantize_, PrecisionController, Policy   fp8 products, and when to switch them on and off
     register_...                  a divergence, tail rule, temperature mode, back end, source or command of one's own
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
     from kdtrain.config import CacheTeacherConfig, DistillConfig
     from kdtrain.data.corpus import register_source
     from kdtrain.errors import RunError, UsageError
+    from kdtrain.models.head import Head
     from kdtrain.objective.divergence import register_divergence
     from kdtrain.objective.loss import DistillationLoss, LossOutput, distillation_loss
     from kdtrain.objective.tails import register_tail
+    from kdtrain.objective.targets import DenseTargets
     from kdtrain.objective.temperature import (
         AdversarialTemperature,
         LikelihoodTemperature,
@@ -53,9 +56,11 @@ _HOME = {
     "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
     "kdtrain.data.corpus": ("register_source",),
     "kdtrain.errors": ("RunError", "UsageError"),
+    "kdtrain.models.head": ("Head",),
     "kdtrain.objective.divergence": ("register_divergence",),
     "kdtrain.objective.loss": ("DistillationLoss", "LossOutput", "distillation_loss"),
     "kdtrain.objective.tails": ("register_tail",),
+    "kdtrain.objective.targets": ("DenseTargets",),
     "kdtrain.objective.temperature": (
         *("AdversarialTemperature", "LikelihoodTemperature", "MinimizedTemperature", "ScheduledTemperature"),
         *("Temperature", "register_temperature"),
@@ -70,8 +75,10 @@ __all__ = [
     "Cache",
     "CacheTeacherConfig",
     "CheckpointStore",
+    "DenseTargets",
     "DistillConfig",
     "DistillationLoss",
+    "Head",
     "Keep",
     "LikelihoodTemperature",
     "LossOutput",

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import kdtrain as kd
 from kdtrain import errors
-from kdtrain.config import CodecConfig, DataConfig, MonitorConfig, OptimizerConfig, PrecisionConfig
+from kdtrain.cache.manifest import check_student
+from kdtrain.config import CheckpointConfig, CodecConfig, DataConfig, MonitorConfig, OptimizerConfig, PrecisionConfig
 from kdtrain.testing import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +67,7 @@ def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, page, "exec"), names)
     assert names["optimizer"].state  # steps were taken
+    assert names["student"].training and names["student"].model.model.training
 
 
 def test_the_import_is_quick_and_loads_nothing_heavy():
@@ -128,6 +130,178 @@ def test_the_batch_of_the_command_and_its_named_tensors_have_the_same_loss():
         assert of_batch.tokens == of_fields.tokens
         halves = [student(**kd.collate([data[row]]), num_items_in_batch=of_batch.tokens).loss for row in (3, 1)]
         torch.testing.assert_close(sum(halves), of_batch.loss)
+
+
+def batch_of(kind="sparse", **changes):
+    data = kd.Cache(GOLDEN.parent / kind)["train"]
+    found = {**kd.collate([data[0], data[1]]), **changes}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def student_of(vocab_size=300, temperature=1.0, **loss):
+    return kd.Student(
+        tiny_model("llama", vocab_size, seed=3), kd.DistillationLoss(temperature=temperature, **loss)
+    ).train()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_a_student_whose_vocabulary_is_too_small_gets_the_sentence_of_the_command(kind):
+    with pytest.raises(kd.UsageError) as command:
+        check_student(kd.Cache(GOLDEN.parent / kind).manifest, 250)
+    with pytest.raises(kd.UsageError) as library:
+        student_of(250)(**batch_of(kind))
+    assert str(library.value) == str(command.value)
+    plain = {name: batch_of()[name] for name in ("tokens", "loss_mask")}
+    with pytest.raises(kd.UsageError, match=r"has the token \d+, and the model a vocabulary of 20"):
+        student_of(20, alpha=0.0)(**plain)
+    kd.Student(tiny_model("llama", 320), kd.DistillationLoss(), vocab_size=300)(**batch_of(kind))  # padding is fine
+
+
+@pytest.mark.parametrize(
+    "temperature",
+    [
+        4.5,
+        0.5,
+        kd.ScheduledTemperature(1.0, 5.0, 10, "linear"),
+        kd.LikelihoodTemperature(start=1.0, bounds=(0.5, 4.0)),
+        kd.AdversarialTemperature(1.0, (1.0, 4.5), 10),
+    ],
+    ids=["4.5", "0.5", "scheduled", "likelihood", "adversarial"],
+)
+def test_a_temperature_outside_the_range_of_the_cache_is_refused(temperature):
+    with pytest.raises(kd.UsageError, match=r"leave the cache's range of 0\.667 to 4"):
+        student_of(temperature=temperature)(**batch_of())
+    student_of(temperature=4.0)(**batch_of())
+
+
+def test_a_batch_without_targets_is_cross_entropy_only_if_alpha_is_0(arguments):
+    plain = {name: batch_of()[name] for name in ("tokens", "loss_mask", "segments", "labels")}
+    with pytest.raises(kd.UsageError, match=r"no targets of a teacher, and alpha is 0\.9"):
+        student_of()(**plain)
+    output = student_of(alpha=0.0)(**plain)
+    torch.testing.assert_close(output.loss.detach(), output.ce.float() / output.tokens)
+
+
+@pytest.mark.parametrize("number", [0, -1, float("nan"), float("inf")])
+def test_a_number_of_tokens_that_is_none_is_refused(number):
+    with pytest.raises(kd.UsageError, match=f"num_items_in_batch {number} is not a number of tokens"):
+        student_of()(**batch_of(), num_items_in_batch=number)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"tokens": None}, "no tensor 'tokens'"),
+        ({"tokens": [[1, 2]]}, "no tensor 'tokens'"),
+        ({"tokens": torch.zeros(2, 25)}, r"tokens are torch.float32 \[2, 25\]"),
+        ({"loss_mask": None}, "no tensor 'loss_mask'"),
+        ({"loss_mask": torch.ones(2, 24)}, "loss_mask is torch.float32"),
+        ({"loss_mask": torch.ones(2, 25, dtype=torch.bool)}, r"loss_mask is torch.bool \[2, 25\]"),
+        ({"labels": None}, "label_smoothing_factor"),
+        ({"ids": torch.zeros(2, 23, 20, dtype=torch.int64)}, "targets"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+def test_a_batch_that_is_not_one_is_a_usage_error(changes, message):
+    with pytest.raises(kd.UsageError, match=message):
+        student_of()(**batch_of(**changes))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: kd.Student(torch.nn.Linear(2, 2), kd.DistillationLoss()), "model is a Linear"),
+        (lambda: kd.Student(tiny_model(), torch.nn.CrossEntropyLoss()), "loss is a CrossEntropyLoss"),
+        (lambda: kd.Student(tiny_model(), kd.DistillationLoss(), mode="bf17"), "mode bf17 is not one of fp32"),
+        (lambda: kd.Student(tiny_model(), kd.DistillationLoss(), vocab_size=301), "vocab_size 301 is not between"),
+        (lambda: kd.DistillationLoss(divergence=3), "divergence 3 is not a name"),
+        (lambda: kd.DistillationLoss(tail=None), "tail None is not a name"),
+        (lambda: kd.DistillationLoss(alpha="high"), "alpha 'high' is not a number"),
+        (lambda: kd.DistillationLoss(temperature="hot"), "temperature 'hot' is not a number"),
+        (lambda: kd.quantize_("model", "fp8"), "model is a str"),
+        (lambda: kd.Policy(quantized="fp8", threshold=float("nan")), "threshold nan"),
+        (lambda: kd.Policy(quantized="fp8", rules=("loss", "lss")), "lss"),
+        (lambda: kd.Policy(quantized="fp8", rules="loss"), "rules 'loss'"),
+        (lambda: kd.Policy(quantized="fp8", window=0), "window 0"),
+        (lambda: kd.Keep(rolling=0), "rolling 0"),
+        (lambda: kd.Cache(3), "folder 3 is not a path"),
+        (lambda: kd.CheckpointStore(3), "folder 3 is not a path"),
+        (lambda: kd.DistillConfig(student="s", out="o", cache="c", steps="many"), "steps 'many' is not a whole number"),
+        (lambda: kd.DistillConfig(student="s", out=3, cache="c"), "out 3 is not a path"),
+        (lambda: kd.DistillConfig(student="s", out="o", cache="c", optimizer={"lr": 1}), "is not a OptimizerConfig"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_argument_that_cannot_work_is_a_usage_error_that_names_it(make, message, arguments):
+    with pytest.raises(kd.UsageError, match=message):
+        make()
+
+
+def test_paths_may_be_text_and_names_may_be_paths():
+    config = kd.DistillConfig(student=Path("s"), cache="c", out="o", checkpoint=CheckpointConfig(load="runs/a"))
+    expected = kd.DistillConfig(
+        student="s", cache=Path("c"), out=Path("o"), checkpoint=CheckpointConfig(load=Path("runs/a"))
+    )
+    assert config == expected and config.out == Path("o") and config.student == "s"
+    assert kd.CacheTeacherConfig(teacher="t", out="c", data=DataConfig(data=Path("d"))).data.data == "d"
+
+
+def test_a_position_that_a_switch_does_not_have_is_refused():
+    switch = kd.quantize_(tiny_model("llama", 300), "mxfp4")
+    with pytest.raises(kd.UsageError, match="position 'full' of the switch is unknown; use high, quantized"):
+        switch.position = "full"
+    assert switch.position == "quantized"
+
+
+def test_a_student_is_in_the_mode_of_its_model():
+    made = tiny_model("gpt2", 300, seed=3, resid_pdrop=0.5)
+    batch = batch_of()
+    for training in (False, True):
+        student = kd.Student(made.train(training), kd.DistillationLoss())
+        drops = not torch.equal(student(**batch).loss, student(**batch).loss)
+        assert (student.training, made.training, drops) == (training, training, training)
+    student.eval()
+    assert not made.training and torch.equal(student(**batch).loss, student(**batch).loss)
+
+
+def test_a_cache_and_its_splits_are_containers():
+    cache = kd.Cache(str(GOLDEN))
+    data = cache["train"]
+    assert (list(cache), "train" in cache, "test" in cache) == (["train", "validation"], True, False)
+    assert torch.equal(data[-1]["tokens"], data[len(data) - 1]["tokens"])
+    assert len(list(data)) == len(data)
+    for index in (len(data), -len(data) - 1):
+        with pytest.raises(IndexError):
+            data[index]
+    with pytest.raises(TypeError):
+        data[1.5]
+    assert repr(cache) == f"Cache('{GOLDEN}'): train: 5, validation: 2 sequences of 24 tokens"
+    assert repr(data) == f"CacheReader('{GOLDEN}', 'train'): 5 sequences of 24 tokens"
+
+
+def test_the_loss_can_be_called_with_public_names_alone(arguments):
+    hidden, weight, teacher = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4), torch.randn(6, 9)
+    labels, mask = torch.randint(9, (6,)), torch.tensor([True] * 5 + [False])
+    targets = kd.DenseTargets.from_logits(teacher, labels)
+    common = {"temperature": 2.0, "alpha": 1.0, "vocab_size": 9}
+    output = kd.distillation_loss(hidden, kd.Head(weight), labels, mask, targets, normalizer=5, **common)
+    log_p, log_q = (torch.log_softmax(each[mask] / 2, -1) for each in (teacher, hidden @ weight.T))
+    torch.testing.assert_close(output.loss, 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    wrong = {
+        "labels_N is float32": {"labels_N": labels.float()},
+        "mask_N is int64": {"mask_N": mask.long()},
+        "hidden_ND is int64": {"hidden_ND": hidden.long()},
+        "targets have 5 rows": {"targets": targets[:5]},
+        "vocab_size 10 is not between": {"vocab_size": 10},
+        "normalizer nan": {"normalizer": float("nan")},
+        "alpha 2 is": {"alpha": 2},
+        "temperature -1 is": {"temperature": -1},
+        "head's weight is": {"head": kd.Head(torch.randn(9, 3))},
+    }
+    given = {"hidden_ND": hidden, "head": kd.Head(weight), "labels_N": labels, "mask_N": mask, "targets": targets}
+    for message, changes in wrong.items():
+        with pytest.raises(kd.UsageError, match=message):
+            kd.distillation_loss(**{**given, **common, "normalizer": 5, **changes})
 
 
 def test_errors_name_arguments_in_a_library_and_flags_in_a_command(arguments):
@@ -225,6 +399,57 @@ def test_transformers_saves_and_resumes_a_student_with_a_tied_head(tmp_path):
     assert "model.model.lm_head.weight" not in ours
     assert all(torch.equal(ours[name], each) for name, each in theirs.items())
     kd.Student(tiny_model("llama", 300), kd.DistillationLoss()).load_state_dict(ours)  # strict
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"activation_checkpointing": True}, {"neftune_noise_alpha": 5.0}, {"include_num_input_tokens_seen": "all"}],
+    ids=lambda option: next(iter(option)),
+)
+def test_an_option_of_trainer_has_its_effect_on_a_student(tmp_path, option):
+    plain, changed = trained(tmp_path / "plain"), trained(tmp_path / "changed", **option)
+    losses = [each.state.log_history[0]["loss"] for each in (plain, changed)]
+    model = changed.model.model.model
+    if "activation_checkpointing" in option:
+        assert model.is_activation_checkpointing and losses[0] == losses[1]
+    elif "neftune_noise_alpha" in option:
+        assert losses[0] != losses[1]
+    else:
+        assert changed.state.num_input_tokens_seen == 2 * 2 * 25
+
+
+def trained(folder, **options):
+    options = {"max_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True, **options}
+    options |= {"per_device_train_batch_size": 2, "disable_tqdm": True, "save_steps": 1, "output_dir": str(folder)}
+    temperature = kd.LikelihoodTemperature(1.5, (1.0, 4.0))
+    trainer = Trainer(
+        student_of(temperature=temperature), TrainingArguments(**options), kd.collate, kd.Cache(GOLDEN)["train"]
+    )
+    trainer.train()
+    return trainer
+
+
+def test_label_smoothing_is_refused_with_what_to_leave_out(tmp_path):
+    with pytest.raises(kd.UsageError, match="leave both out"):
+        trained(tmp_path, label_smoothing_factor=0.1)
+
+
+def test_what_trainer_or_a_student_saves_is_what_transformers_loads(tmp_path):
+    trainer = trained(tmp_path / "run")
+    student = trainer.model
+    trainer.save_model(str(tmp_path / "by-trainer"))
+    student.save_pretrained(tmp_path / "by-student")
+    assert student.config is student.model.model.config
+    own = student.model.model.state_dict()
+    for name in ("by-trainer", "by-student", "run/checkpoint-2"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        assert loaded.keys() == own.keys() and all(torch.equal(each, own[key]) for key, each in loaded.items())
+
+    # a checkpoint of Trainer brings the learned temperature back as well
+    fresh = student_of(temperature=kd.LikelihoodTemperature(3.0, (1.0, 4.0)))
+    Trainer(fresh, trainer.args, kd.collate, kd.Cache(GOLDEN)["train"]).train(resume_from_checkpoint=True)
+    assert torch.equal(fresh.temperature.value(), student.temperature.value())
+    assert all(torch.equal(each, student.state_dict()[key]) for key, each in fresh.state_dict().items())
 
 
 def test_the_commands_are_functions_that_return_what_they_made(tmp_path, arguments, caplog):

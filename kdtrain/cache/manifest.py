@@ -284,7 +284,11 @@ def check_student(manifest: Manifest, vocab_size: int) -> None:
     More rows than the teacher's are fine, the trainer ignores them. Fewer are fine while only padding is
     missing: the tokenizer fits, and the difference is at most 1,024 or 1 % of the teacher's rows.
     """
-    cached, used = manifest.vocab_size, manifest.settings.tokenizer_size
+    refuse_vocabulary(vocab_size, manifest.vocab_size, manifest.settings.tokenizer_size)
+
+
+def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:
+    """`check_student`, by the rows of the teacher's head and the entries of its tokenizer."""
     if vocab_size >= cached or (vocab_size >= used and cached - vocab_size <= max(1024, cached // 100)):
         return
     raise UsageError(

@@ -69,6 +69,9 @@ class OutputHead:
         return logits_BTV if self.softcap is None else self.softcap * torch.tanh(logits_BTV / self.softcap)
 
 
+Head = OutputHead  # the name that `import kdtrain` offers
+
+
 class SplitModel(nn.Module):
     """A causal language model as backbone and output head.
 
@@ -131,7 +134,10 @@ class SplitModel(nn.Module):
             documents["position_ids"] = document_positions(segments_BT)
             if self.model.config._attn_implementation == CAUSAL:
                 documents["attention_mask"] = first_seen(segments_BT)
-        model = self.model.base_model if self.fused else self.model
+        model: Any = self.model
+        if self.fused:
+            # the adapters of peft are inside the layers of the model that it wraps; the probe proves it
+            model = getattr(model, "get_base_model", lambda: model)().base_model
         return model(input_ids=tokens_BT, use_cache=False, **documents, **more)
 
     def _result(self, output: Any) -> Tensor:

@@ -14,6 +14,7 @@ Shape suffixes: N tokens (B*T flattened, row-major), R rows of a chunk, D model 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kdtrain.config.choices import DIVERGENCES, TAILS
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, as_number
 from kdtrain.objective.dense import DenseStatistics
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine import Walk, fused_loss
@@ -80,10 +81,12 @@ class DistillationLoss(nn.Module):
         super().__init__()
         parse(divergence)
         TAILS.get(tail)
-        if not 0 <= alpha <= 1:
+        if not 0 <= as_number(alpha, "--alpha") <= 1:
             raise UsageError(f"--alpha {alpha} is not between 0 and 1")
         self.divergence, self.alpha, self.tail = divergence, alpha, tail
-        self.temperature = temperature if isinstance(temperature, Temperature) else Temperature(float(temperature))
+        if not isinstance(temperature, Temperature):
+            temperature = Temperature(as_number(temperature, "--temperature"))
+        self.temperature = temperature
 
     def forward(
         self,
@@ -99,8 +102,14 @@ class DistillationLoss(nn.Module):
     ) -> LossOutput:
         """`distillation_loss` at the present alpha and temperature, with the gradient of a learned one's loss.
 
-        UsageError: these targets are right at T = 1 only, and the temperature is another one.
+        UsageError: there are no targets, and alpha is not 0; or these are right at T = 1 only, and the temperature is
+            another one.
         """
+        if targets is None and self.alpha:
+            raise UsageError(
+                f"the batch has no targets of a teacher, and --alpha is {self.alpha:g}: give batches of a teacher's "
+                "cache (a collator may have dropped their tensors), or --alpha 0, which is plain cross-entropy"
+            )
         if isinstance(targets, SparseTargets) and targets.counts_only and not self.temperature.stays_one:
             raise UsageError(
                 "samples without a top-k are right at T = 1 only; use a --temperature of 1, or a cache with a --top-k"
@@ -158,9 +167,11 @@ def distillation_loss(
         compile: torch.compile the elementwise work.
         chunk: rows of a chunk, instead of the engine's own choice.
     Raises:
-        UsageError: divergence, tail rule and kind of targets do not fit together, or dense targets have another
-            vocabulary.
+        UsageError: divergence, tail rule and kind of targets do not fit together, dense targets have another
+            vocabulary, a tensor has another shape or dtype than these, or a number is out of range.
     """
+    _check_inputs(hidden_ND, head, labels_N, mask_N, targets, vocab_size)
+    _check_numbers(alpha, temperature, normalizer)
     targets = targets if alpha else None
     _check(targets, divergence, tail, vocab_size)
     name, parameter = parse(divergence)
@@ -237,6 +248,39 @@ class _Recipe:
         return per_token(total, self.normalizer), torch.stack([cross_entropy, kd, at_one])
 
 
+def _check_inputs(
+    hidden_ND: Tensor, head: Head, labels_N: Tensor, mask_N: Tensor, targets: Targets | None, vocab_size: int
+) -> None:
+    """UsageError: a tensor that would fail far from here, or be read as something else. No value is looked at."""
+    if hidden_ND.ndim != 2 or not hidden_ND.is_floating_point():
+        raise UsageError(f"hidden_ND is {_described(hidden_ND)}; give floats [N, D]")
+    rows, width = hidden_ND.shape
+    for name, tensor, dtype in (("labels_N", labels_N, torch.int64), ("mask_N", mask_N, torch.bool)):
+        if tensor.shape != (rows,) or tensor.dtype != dtype:
+            raise UsageError(f"{name} is {_described(tensor)}; give {dtype} [{rows}], as many as hidden_ND has rows")
+    if targets is not None and len(targets) != rows:
+        raise UsageError(f"the targets have {len(targets)} rows, hidden_ND {rows}")
+    size = width if head.weight is None else head.weight.shape[0]
+    if not 1 <= vocab_size <= size:
+        raise UsageError(f"vocab_size {vocab_size} is not between 1 and the head's {size} rows")
+    if head.weight is not None and head.weight.shape[1] != width:
+        raise UsageError(f"the head's weight is {_described(head.weight)}, hidden_ND {_described(hidden_ND)}")
+
+
+def _check_numbers(alpha: float, temperature: Tensor | float, normalizer: Tensor | float) -> None:
+    """UsageError: a number is out of range; tensors are not read, which would wait for a GPU."""
+    if not isinstance(alpha, Tensor) and not 0 <= alpha <= 1:
+        raise UsageError(f"--alpha {alpha} is not between 0 and 1")
+    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
+        raise UsageError(f"--temperature {temperature} is not above 0")
+    if not isinstance(normalizer, Tensor) and not 0 <= normalizer < math.inf:
+        raise UsageError(f"normalizer {normalizer} is not a number of tokens")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
 def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int) -> None:
     if isinstance(targets, SparseTargets):
         refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples)
@@ -244,6 +288,6 @@ def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int)
         refuse(divergence, tail, dense=True)
         if targets.columns != vocab_size:
             raise UsageError(
-                f"the dense targets have {targets.columns} columns and the vocabulary has {vocab_size}; "
-                "use a teacher and a student of one tokenizer"
+                f"the dense targets have {targets.columns} columns and the vocabulary has {vocab_size}; use a teacher "
+                f"and a student of one tokenizer, and vocab_size={targets.columns} if the student's head is padded"
             )

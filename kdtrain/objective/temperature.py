@@ -47,6 +47,8 @@ class Temperature(nn.Module):
         if not 0 < start < math.inf:
             raise UsageError(f"--temperature {start} is not above 0")
         self.step = 0
+        self.reach: tuple[float, float] = (start, start)
+        """The lowest and the highest T that it takes."""
         self.stays_one = start == 1 and type(self) is Temperature
         """True where T is 1 at every step."""
         self.register_buffer("_start", torch.tensor(start, dtype=torch.float32), persistent=False)
@@ -117,6 +119,7 @@ class ScheduledTemperature(Temperature):
     def __init__(self, start: float, end: float, total_steps: int, shape: str) -> None:
         super().__init__(start)
         self.start, self.end, self.total_steps, self.shape = start, end, total_steps, shape
+        self.reach = (start, start) if shape == "constant" else (min(start, end), max(start, end))
 
     def value(self) -> Tensor:
         return torch.full_like(
@@ -136,6 +139,7 @@ class LearnedTemperature(Temperature):
                 f"a temperature cannot be learned between {minimum:g} and {maximum:g}; build the cache with --top-k, "
                 "which serves more than T = 1, or give other bounds"
             )
+        self.reach = (minimum, maximum)
         self.log_minimum, self.log_range = math.log(minimum), math.log(maximum / minimum)
         place = (math.log(start) - self.log_minimum) / self.log_range
         place = min(max(place, _START), 1 - _START)

@@ -1,14 +1,18 @@
 """The student and its loss as one module, which a wrapper (DDP, FSDP2, accelerate, Trainer) can take as it is.
 
 One `forward` calls backbone, output head and loss, so that a wrapper sees every parameter that takes part. The backbone
-is compiled; the objective's engine compiles its own elementwise operations.
+is compiled; the objective's engine compiles its own elementwise operations. The module is a `PreTrainedModel` for the
+trainers that ask for one: they find configuration and embeddings, checkpoint activations, and save what
+`from_pretrained` loads.
 
 Shape suffixes: B sequences, T positions, N tokens (B*T), D model width, K kept entries, G knots of beta.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kdtrain.cache.manifest import refuse_vocabulary
 from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import ObjectiveConfig
 from kdtrain.errors import UsageError
@@ -25,17 +30,18 @@ from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.targets import per_token
 from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.linear import Switch
-from kdtrain.precision.modes import autocast, head_dtype
+from kdtrain.precision.modes import MODES, autocast, head_dtype
 from kdtrain.training.data import TaughtBatch
 
 
-class Student(nn.Module):
+class Student(PreTrainedModel):
     """A causal language model and its distillation loss.
 
-    The module uses the model's own parameters, and changes the model only where `document_mask` requires it.
+    The module uses the model's own parameters, and changes the model only where `document_mask` requires it. It is in
+    the model's mode: `from_pretrained` returns a model in evaluation mode, whose dropout `train()` turns on.
 
     Args:
-        model: of `transformers`, or already split into backbone and output head.
+        model: of `transformers`, with or without adapters of `peft`, or already split into backbone and output head.
         loss: the training objective.
         vocab_size: the vocabulary of the data; rows of the head beyond it are padding. None: all rows count.
         mode: number format of the backbone's forward (`fp32`, `bf16`, `fp16`), except for quantised layers; `fp32`
@@ -48,7 +54,7 @@ class Student(nn.Module):
         switch: switches the model's linear layers to the mode `quantized`; None where there is none.
 
     Raises:
-        UsageError: the model's output head cannot be found.
+        UsageError: model or loss is something else, there is no such mode, or `vocab_size` is more than the model's.
 
     >>> from kdtrain.testing import tiny_model
     >>> student = Student(tiny_model("llama", 300), DistillationLoss(alpha=0.0))
@@ -59,6 +65,7 @@ class Student(nn.Module):
 
     accepts_loss_kwargs = True
     """Makes `transformers.Trainer` pass `num_items_in_batch`."""
+    main_input_name = "tokens"
 
     def __init__(
         self,
@@ -77,8 +84,18 @@ class Student(nn.Module):
         switch: Switch | None = None,
         quantized: str | None = None,
     ) -> None:
-        super().__init__()
-        self.model = model if isinstance(model, SplitModel) else split(model, keep_attention=not document_mask)
+        nn.Module.__init__(self)  # that of PreTrainedModel sets up a configuration, and this one is the model's
+        if not isinstance(model, SplitModel):
+            if not hasattr(model, "get_output_embeddings"):
+                raise UsageError(f"model is a {type(model).__name__}; give a causal language model of transformers")
+            model = split(model, keep_attention=not document_mask)
+        if not isinstance(loss, DistillationLoss):
+            raise UsageError(f"loss is a {type(loss).__name__}; give a DistillationLoss")
+        if mode not in MODES:
+            raise UsageError(f"mode {mode} is not one of {', '.join(MODES)}")
+        if vocab_size is not None and not 1 <= vocab_size <= model.vocab_size:
+            raise UsageError(f"vocab_size {vocab_size} is not between 1 and the model's {model.vocab_size}")
+        self.model = model
         self.loss = loss
         self.vocab_size = vocab_size or self.model.vocab_size
         self.mode = mode
@@ -91,11 +108,45 @@ class Student(nn.Module):
         self.switch = switch or Switch()
         self.quantized = quantized
         self._codec: tuple[tuple[float, ...], int] | None = None
+        self._checked = False
         self.backbone = self._backbone
         if compile and not by_layer:
             self.backbone = torch.compile(self._backbone, dynamic=False, mode=compile_mode)
         self.register_state_dict_post_hook(_without_tied)
+        self.register_load_state_dict_pre_hook(_from_names_of_the_model)
         self.register_load_state_dict_post_hook(_tied_are_not_missing)
+        own: Any = model.model
+        self.config = own.config
+        self.generation_config: Any = getattr(own, "generation_config", None)
+        self.supports_gradient_checkpointing = own.supports_gradient_checkpointing
+        self._no_split_modules = own._no_split_modules
+        self.train(own.training)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The model's."""
+        return self.model.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The model's."""
+        return self.model.model.get_output_embeddings()
+
+    def tie_weights(self, *args: Any, **options: Any) -> None:
+        """Tie the model's weights."""
+        self.model.model.tie_weights(*args, **options)
+
+    def save_pretrained(self, save_directory: Path | str, state_dict: Any = None, **options: Any) -> None:  # type: ignore[override]
+        """Write the trained model to a folder that `AutoModelForCausalLM.from_pretrained` loads; Trainer calls this.
+
+        Parameters of the loss (a learned temperature) are stored beside the weights, so that Trainer can resume;
+        `from_pretrained` lists them as unexpected and leaves them out.
+
+        Args:
+            state_dict: weights by their names in the student, instead of the present ones.
+            options: of the model's own `save_pretrained`.
+        """
+        state = self.state_dict() if state_dict is None else state_dict
+        state = {name.removeprefix(_OF_THE_MODEL): tensor for name, tensor in state.items()}
+        self.model.model.save_pretrained(save_directory, state_dict=state, **options)
 
     @property
     def device(self) -> torch.device:
@@ -130,17 +181,35 @@ class Student(nn.Module):
         logit_std: Tensor | None = None,
         knots: Tensor | None = None,
         num_samples: Tensor | None = None,
+        vocabulary: Tensor | None = None,
+        temperature_range: Tensor | None = None,
     ) -> LossOutput:
         """Return the loss to differentiate and the sums to report, for a batch or for its named tensors.
 
         Args:
             batch: B sequences of T + 1 tokens with their targets.
             num_items_in_batch: the divisor of sums over tokens: the unmasked tokens of the whole optimizer step, over
-                micro-batches and ranks. None: the unmasked tokens of this batch.
-            tokens, loss_mask, ...: the tensors of `CachedBatch.fields`, with or without targets. `knots` and
-                `num_samples` are read from the first batch only, and apply to all.
+                micro-batches and ranks. None: the unmasked tokens of this batch. The value of a tensor is not checked.
+            tokens, loss_mask, ...: the tensors of `CachedBatch.fields`, with or without targets, and the two that
+                `CacheReader` adds. `knots`, `num_samples`, `vocabulary` and `temperature_range` are read from the first
+                batch only, and apply to all.
+
+        Raises:
+            UsageError: there are no targets, and alpha is not 0; a tensor has another shape or dtype, or `labels` are
+                missing; `num_items_in_batch` is a number, and not above 0; or, by the first batch, the vocabulary is
+                too small or the temperature leaves the cache's range.
         """
+        if not isinstance(num_items_in_batch, Tensor | None) and not 0 < num_items_in_batch < math.inf:
+            raise UsageError(f"num_items_in_batch {num_items_in_batch} is not a number of tokens above 0")
         if batch is None:
+            tokens = _checked(tokens, loss_mask)
+            if vocabulary is not None and labels is None:
+                raise UsageError(
+                    "the batch has no labels: transformers.Trainer takes them out for label_smoothing_factor and "
+                    "compute_loss_func, which need logits that a Student does not make; leave both out, and subclass "
+                    "compute_loss for another loss"
+                )
+            self._check_first(tokens, vocabulary, temperature_range)
             named = {"tokens": tokens, "loss_mask": loss_mask, "segments": segments, "ids": ids, "logprobs": logprobs}
             named |= {"counts": counts, "tail": tail, "label_logprob": label_logprob}
             named |= {"logit_mean": logit_mean, "logit_std": logit_std}
@@ -168,6 +237,25 @@ class Student(nn.Module):
             loss = output.loss + per_token(self.hidden_weight * distance, normalizer)
             output = output._replace(loss=loss, hidden=distance.detach().to(output.hidden.dtype))
         return output
+
+    def _check_first(self, tokens: Tensor, vocabulary: Tensor | None, temperature_range: Tensor | None) -> None:
+        """Compare model and temperature with the data, once: reading a tensor waits for a GPU."""
+        if self._checked:
+            return
+        if vocabulary is not None:
+            cached, used = vocabulary[0].tolist()
+            refuse_vocabulary(self.model.vocab_size, cached, used)
+        elif (token := int(tokens.max())) >= self.model.vocab_size:
+            raise UsageError(f"the batch has the token {token}, and the model a vocabulary of {self.model.vocab_size}")
+        if temperature_range is not None:
+            low, high = temperature_range[0].tolist()
+            lowest, highest = self.temperature.reach
+            if not low <= lowest <= highest <= high:
+                raise UsageError(
+                    f"temperatures {lowest:g} to {highest:g} leave the cache's range of {low:.3g} to {high:.3g}; "
+                    "choose a temperature, its end or its bounds inside"
+                )
+        self._checked = True
 
     def total(self, sums: LossOutput, temperature: Tensor) -> Tensor:
         """The total loss in fp64 of the tokens in `sums`, at this temperature."""
@@ -212,6 +300,34 @@ class Student(nn.Module):
             # Many models end in a norm that returns fp32 under autocast; the head still computes in the mode's dtype.
             hidden_BTD = hidden_BTD.to(head_dtype(self.mode) or hidden_BTD.dtype)
         return rearrange(hidden_BTD, "B T D -> (B T) D"), [rearrange(each, "B T D -> (B T) D") for each in states]
+
+
+_OF_THE_MODEL = "model.model."
+"""What the names of a model's parameters begin with in a student."""
+
+
+def _from_names_of_the_model(student: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Accept a state dict with the model's own names, as `save_pretrained` writes it."""
+    names = (*student.named_parameters(remove_duplicate=False), *student.named_buffers(remove_duplicate=False))
+    own = {f"{prefix}{name}" for name, _ in names}
+    for name in [each for each in state if each not in own]:
+        if (full := f"{prefix}{_OF_THE_MODEL}{name.removeprefix(prefix)}") in own:
+            state[full] = state.pop(name)
+
+
+def _checked(tokens: Tensor | None, loss_mask: Tensor | None) -> Tensor:
+    """The tokens. UsageError: one is missing, or has another shape or dtype than [B, T+1] int64 and [B, T] bool."""
+    for name, tensor in (("tokens", tokens), ("loss_mask", loss_mask)):
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"the batch has no tensor '{name}'; make batches by collate, of a cache's sequences")
+    assert tokens is not None and loss_mask is not None
+    if tokens.ndim != 2 or tokens.dtype != torch.int64:
+        raise UsageError(f"tokens are {tokens.dtype} {list(tokens.shape)}; give int64 [B, T+1]")
+    size, length = tokens.shape
+    if loss_mask.shape != (size, length - 1) or loss_mask.dtype != torch.bool:
+        found = f"loss_mask is {loss_mask.dtype} {list(loss_mask.shape)}"
+        raise UsageError(f"{found}; give bool [{size}, {length - 1}], a position for each token but the first")
+    return tokens
 
 
 def _tied(student: nn.Module) -> set[str]:
