@@ -17,7 +17,7 @@ import typing
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
@@ -186,6 +186,7 @@ class RunOptions(TypedDict):
     """The options of a run that other commands need."""
 
     student: str
+    cache: NotRequired[str | None]
 
 
 class _Run(RunOptions):

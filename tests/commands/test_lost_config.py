@@ -64,12 +64,13 @@ def test_other_commands_know_a_run_without_its_config(workbench, run, argv):
         assert json.loads(stdout)["checkpoints"].keys() == {"step-00000000", "step-00000001", "step-00000002"}
 
 
-def test_a_cache_name_that_no_file_system_takes_is_reported_as_that_of_the_run(workbench, run):
+def test_a_cache_name_that_no_file_system_takes_does_not_matter_to_an_export(workbench, run):
     folder = run("long-name")
     config = folder / "config.toml"
     config.write_text(config.read_text().replace('cache = "cache"', f'cache = "{"a" * 5000}"'))
-    code, _, stderr = workbench.call("export", folder.name, "--out", "exported-long")
-    assert code == 2 and f"/long-name/config.toml: cache '{'a' * 60}...' is longer than a path" in stderr
+    for lost in ("none", "tokenizer", "student"):
+        shutil.rmtree(folder / lost, ignore_errors=True)
+        workbench.json("export", folder.name, "--out", f"exported-without-{lost}")
 
 
 def test_a_damaged_checkpoint_vouches_for_nothing(workbench, run):

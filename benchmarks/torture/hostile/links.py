@@ -214,8 +214,8 @@ def _published(found: Cases) -> None:
     found.add(
         "one more beside the tokenizer", "export", _linked("run/tokenizer/hf_token", "docs/letter.txt"), ends="works"
     )
-    for name in ("chat_template.jinja", "additional_chat_templates"):
-        found.add(f"teacher's {name} to the user's", "build", away(f"teacher/{name}"))
+    found.add("teacher's chat_template.jinja to the user's", "build", away("teacher/chat_template.jinja"))
+    found.add("teacher's tokenizer.json to the user's", "build", away("teacher/tokenizer.json"))
 
 
 def _outputs(found: Cases) -> None:
