@@ -162,7 +162,8 @@ def logit_mse(events: Events, parameter: float = 0.0) -> Tensor:
 def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, dense: bool = False) -> None:
     """UsageError: `divergence` with `tail` cannot be computed from targets of this kind, or returns no value a row."""
     name, number = parse(divergence)
-    if (returned := _wrong_shape(DIVERGENCES.get(name).of, number)) is not None:
+    returned = None if torch.compiler.is_compiling() else _wrong_shape(DIVERGENCES.get(name).of, number)
+    if returned is not None:
         raise UsageError(
             f"--divergence {divergence} returns {returned} for 3 rows of events; it must return [3], a value a row, "
             "because the loss leaves out masked rows, sums and divides by the tokens of the whole step itself"

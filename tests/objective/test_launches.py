@@ -107,7 +107,8 @@ def test_no_objective_waits_for_the_device_in_forward_or_backward(meta, rule):
     p, targets = on_meta(p, targets)
     if rule == "online":
         targets = dataclasses.replace(targets, head=on_meta(problem(d=5, vocab=96), None)[0].head)
-    loss = DistillationLoss(temperature=LikelihoodTemperature(start=1.5, bounds=(1.0, 4.0)).to("meta"))
+    temperature = LikelihoodTemperature(start=1.5, bounds=(1.0, 4.0)).to("meta")
+    loss = DistillationLoss(alpha=0.0 if rule == "none" else 0.9, temperature=temperature)
     normalizer = torch.zeros((), device="meta")
     temperature = torch.ones((), device="meta", requires_grad=True)
     run(p, targets, temperature, rule, normalizer=normalizer, chunk=16).loss.backward()
