@@ -23,7 +23,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.precision.linear import Switch, layers_of
+from kdtrain.precision.linear import Switch
 from kdtrain.training.data import CachedSource, Feed, Source
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import Progress
@@ -114,9 +114,6 @@ class Bench:
             monitor=MonitorConfig(tensorboard=False),
             stopping=StoppingConfig(early_stopping=False),
         )
-        if options.compile and options.by_layer:  # as `parallel.parallelize.shard` compiles them
-            for layer in layers_of(student.model):
-                layer.forward = torch.compile(layer.forward, dynamic=False)
         temperature = build_temperature(temperature_mode, start=2.0, minimum=1.0, maximum=4.0, total_steps=total)
         module = Student(
             student,

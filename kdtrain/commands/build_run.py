@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -199,10 +198,8 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     agree(lambda: {**compared, "the student's weights": weights_digest(model)})
     total = _total_steps(config, len(readers["train"]))
     compiles = _compiles(config, device)
-    compile_mode = config.precision.torch_compile_mode
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
-        compiled = partial(torch.compile, dynamic=False, mode=compile_mode) if compiles else None
-        shard(model, device, dtype=formats.gathered, shard_size=plan.shard_size, compile=compiled)
+        shard(model, device, dtype=formats.gathered, shard_size=plan.shard_size)
     if teacher is not None and plan.teacher == "fsdp":
         shard(teacher, device, shard_size=plan.shard_size)
 
@@ -219,8 +216,8 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         mode=formats.high,
         document_mask=manifest.settings.document_mask,
         compile=compiles,
-        compile_mode=compile_mode,
-        by_layer=plan.student == "fsdp",
+        compile_mode=config.precision.torch_compile_mode,
+        by_layer=plan.student != "single",
         hidden_loss=None if hidden is None else hidden.loss.to(device),
         hidden_weight=objective.hidden_weight,
         layers=() if hidden is None else hidden.student_layers,

@@ -169,7 +169,7 @@ def graph_breaks(student: Student, batch: CachedBatch) -> list[str]:
     training = student.training
     counters["graph_break"].clear()
     student.train()
-    with autocast(student.mode, student.device):
+    with student.eager(), autocast(student.mode, student.device):
         explained = torch._dynamo.explain(student.model.forward)(batch.tokens[:, :-1], segments_BT)
     student.train(training)
     frames = {_first_line(each.reason): each.user_stack[-1] for each in explained.break_reasons if each.user_stack}

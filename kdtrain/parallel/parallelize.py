@@ -145,7 +145,8 @@ def parallelize(student: Any, kind: str) -> Alone:
         return Sharded(student, student.model)
     own = {name for name, _ in student.named_parameters() if not name.startswith("model.")}
     model = student.model
-    return Replicated(student, model, own, lambda: model.logits(default_probe(model.model)))
+    with student.eager():  # the probe is shorter than any batch
+        return Replicated(student, model, own, lambda: model.logits(default_probe(model.model)))
 
 
 def shard(
@@ -154,7 +155,6 @@ def shard(
     *,
     dtype: torch.dtype | None = None,
     shard_size: int | None = None,
-    compile: Callable[[Any], Any] | None = None,
 ) -> None:
     """Shard `model` in place: its parameters become DTensors, with the same names. Every rank must call it.
 
@@ -163,12 +163,9 @@ def shard(
         device: of the shards.
         dtype: the dtype in which a layer's floating weights are gathered; their own when None.
         shard_size: ranks that share one copy; all of them when None.
-        compile: compiles a layer's forward.
     """
     mesh = mesh_of(device, shard_size)
     for layer in layers_of(model):
-        if compile is not None:
-            layer.forward = compile(layer.forward)
         # Inputs keep their dtype: the residual stream is fp32 under autocast.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         _sum_up(fully_shard(layer, mesh=mesh, mp_policy=policy))

@@ -216,7 +216,7 @@ def warm_up(trainer: "Trainer", stop: StopRequest) -> None:
         if stop.agree():
             break
         trainer.student.train()
-        # through DDP, as in a step: DDP cuts the compiled graph at its buckets
+        # through the wrapper, as in a step: FSDP2 gathers the weights that a graph is compiled for
         with adaptive.switch.at(position), trainer.engine.micro_batch(last=trainer.engine.kind != "ddp"):
             trainer.engine(batch, trainer.full_tokens).loss.backward()
         # before the next graph: a CUDA graph may overwrite the gradients of another (--compile-mode reduce-overhead)

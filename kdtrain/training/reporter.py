@@ -262,7 +262,8 @@ class Sampler:
             return self.student.model.head(hidden_BTD[:, -1])[:, : self.student.vocab_size]
 
         try:
-            continuations = generate(next_logits, self.prompts_BT, self.tokens, self.seed)
+            with self.student.eager():  # each length would compile a graph of its own
+                continuations = generate(next_logits, self.prompts_BT, self.tokens, self.seed)
         finally:
             self.student.train(training)
             reshard(self.student.model)

@@ -1,9 +1,9 @@
 """The student and its loss as one module, which a wrapper (DDP, FSDP2, accelerate, Trainer) can take as it is.
 
 One `forward` calls backbone, output head and loss, so that a wrapper sees every parameter that takes part. The backbone
-is compiled; the objective's engine compiles its own elementwise operations. The module is a `PreTrainedModel` for the
-trainers that ask for one: they find configuration and embeddings, checkpoint activations, and save what
-`from_pretrained` loads.
+is compiled, as a whole or layer by layer; the objective's engine compiles its own elementwise operations. The module
+is a `PreTrainedModel` for the trainers that ask for one: they find configuration and embeddings, checkpoint
+activations, and save what `from_pretrained` loads.
 
 Shape suffixes: B sequences, T positions, N tokens (B*T), D model width, K kept entries, G knots of beta.
 """
@@ -29,6 +29,7 @@ from kdtrain.objective.hidden import HiddenLoss, layer_pairs
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.targets import per_token
 from kdtrain.objective.temperature import Temperature
+from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import MODES, autocast, head_dtype
 from kdtrain.training.data import TaughtBatch
@@ -49,7 +50,8 @@ class Student(PreTrainedModel):
         document_mask: keep packed documents from seeing each other.
         compile: compile backbone and objective.
         compile_mode: the `mode` of `torch.compile`.
-        by_layer: the backbone's layers are already compiled one by one; do not compile the backbone.
+        by_layer: compile the backbone's layers one by one (`precision.compiled`), in place: under DDP and FSDP2 a graph
+            of the whole backbone would be cut.
         hidden_loss: compares hidden states of `layers` with the teacher's, times `hidden_weight`; None: no such loss.
         switch: switches the model's linear layers to the mode `quantized`; None where there is none.
 
@@ -101,7 +103,6 @@ class Student(PreTrainedModel):
         self.mode = mode
         self.document_mask = document_mask
         self.compile_objective = compile
-        self.by_layer = by_layer
         self.hidden_loss = hidden_loss
         self.hidden_weight = hidden_weight
         self.layers = layers
@@ -109,8 +110,11 @@ class Student(PreTrainedModel):
         self.quantized = quantized
         self._codec: tuple[tuple[float, ...], int] | None = None
         self._checked = False
+        self.compiled = CompiledLayers(self.model, mode=compile_mode) if compile and by_layer else None
         self.backbone = self._backbone
-        if compile and not by_layer:
+        if self.compiled is not None:
+            self.backbone = self.compiled.calling(self._backbone)
+        elif compile:
             self.backbone = torch.compile(self._backbone, dynamic=False, mode=compile_mode)
         self.register_state_dict_post_hook(_without_tied)
         self.register_load_state_dict_pre_hook(_from_names_of_the_model)
@@ -264,11 +268,11 @@ class Student(PreTrainedModel):
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
-        """Run without compiled graphs inside the block, because hooks are not called in a graph."""
+        """Run without compiled graphs in the block: hooks are not called in a graph, and what is rare needs none."""
         before = self.backbone, self.compile_objective
         self.backbone, self.compile_objective = self._backbone, False
         try:
-            with self._layers_eager():
+            with self.compiled.plain() if self.compiled else contextlib.nullcontext():
                 yield
         finally:
             self.backbone, self.compile_objective = before
@@ -278,12 +282,8 @@ class Student(PreTrainedModel):
 
         Validation is rare, and its own graph would cost half a minute. It is never quantised, as the exported student.
         """
-        with self.switch.at("high"), self._layers_eager():
+        with self.switch.at("high"), self.eager():
             return self._hidden(lambda *inputs: (self.model(*inputs), []), batch)[0]
-
-    def _layers_eager(self) -> contextlib.AbstractContextManager[Any]:
-        """Run layers that are compiled one by one without their graphs."""
-        return torch.compiler.set_stance("force_eager") if self.by_layer else contextlib.nullcontext()
 
     def _backbone(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """The model's hidden states, and those of the layers of the hidden-state loss."""

@@ -1,0 +1,56 @@
+"""Compiles a model layer by layer, with `torch.compile`.
+
+Layers of one kind share one graph, which takes seconds to compile and stays whole under DDP and FSDP2. A layer is
+compiled after FSDP2 has sharded it and transformers recomputes its activations, because both act through the class of
+the layer, and the compiler reads the forward once. `plain` swaps the layers' own forwards in: what runs once (a
+validation, a sample of text, a pass with hooks) then compiles nothing, while FlexAttention still compiles its kernel.
+
+What it gives up: embedding and last norm are not compiled, and a mask for documents is made in each layer.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo_config
+
+from kdtrain.precision.linear import layers_of
+
+GRAPHS = 64
+"""Graphs of one layer's code: of each kind of layer, position of the switch, size of a batch, and model. Beyond the
+compiler's own limit of 8 it would run layers without a graph, and log that once."""
+
+
+class CompiledLayers:
+    """The layers of a model, each with a compiled forward from now on.
+
+    Args:
+        model: as it trains, sharded and with activation checkpointing where it has them.
+        options: of `torch.compile`.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self._plain = {layer: layer.forward for layer in layers_of(model)}
+        self._compiled = {layer: torch.compile(each, dynamic=False, **options) for layer, each in self._plain.items()}
+        self._use(self._compiled)
+
+    def calling(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, which calls the model, with the compiler's settings for layers while it runs, in this thread."""
+        # A layer has no need of DDPOptimizer, which would cut its graph at weights as large as a bucket.
+        return dynamo_config.patch(optimize_ddp=False, recompile_limit=GRAPHS)(function)
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Run the layers without their graphs in the block."""
+        self._use(self._plain)
+        try:
+            yield
+        finally:
+            self._use(self._compiled)
+
+    @staticmethod
+    def _use(forwards: dict[nn.Module, Callable[..., Any]]) -> None:
+        for layer, forward in forwards.items():
+            layer.forward = forward
