@@ -188,6 +188,7 @@ REFUSED = [
     (lambda: options.CheckpointConfig(checkpoint_freq=0), "--checkpoint-freq"),
     (lambda: options.CheckpointConfig(keep_rolling=0), "--keep-rolling"),
     (lambda: options.PrecisionConfig(compile=False, compile_mode="max-autotune"), "--compile-mode max-autotune has no"),
+    (lambda: options.ParallelConfig(parallel="ddp", accumulate="sharded"), "--accumulate sharded has no effect"),
     *(
         (
             lambda mode=mode: distill(precision=options.PrecisionConfig(precision=mode, tf32=True)),

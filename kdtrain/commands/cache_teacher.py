@@ -74,7 +74,7 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
     mode = pick_mode(config.precision, device)
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():
-        sharded = shards_teacher(config, spec, mode, free)
+        sharded = shards_teacher(config, spec, mode, device, free)
         # a teacher that is sharded later may be too large for one device
         teacher = open_teacher(spec, torch.device("cpu") if sharded else device, mode)
         check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)

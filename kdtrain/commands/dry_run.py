@@ -263,6 +263,7 @@ def _sent(trainer: Trainer, plan: Plan) -> float:
         replicas=world // sharing,
         micro_batches=trainer.micros,
         gathered=4 if formats.gathered is None else 2,
+        accumulate=plan.accumulate,
     )
     return traffic.sent(sharing, world // sharing) / 1e9
 

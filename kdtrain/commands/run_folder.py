@@ -72,7 +72,10 @@ FREE = {
         *("eval_freq", "eval_batches", "log_freq", "tensorboard"),
         *("histogram_freq", "sample_freq", "wandb_project", "wandb_name"),
     },
-    "parallel": {"parallel", "teacher_parallel", "shard_size", "device_memory", "log_all_ranks", "rank_timeout"},
+    "parallel": {
+        *("parallel", "teacher_parallel", "shard_size", "accumulate"),
+        *("device_memory", "log_all_ranks", "rank_timeout"),
+    },
 }
 """Options that may change when a run resumes; all others decide its result."""
 

@@ -400,6 +400,8 @@ class ParallelConfig(CacheParallelConfig):
     """How the ranks hold the student: a full copy each (ddp) or sharded (fsdp); auto takes what fits."""
     shard_size: int | None = None
     """With fsdp: ranks that share one copy of a model, such as those of a node; all ranks if not given."""
+    accumulate: Literal["auto", "whole", "sharded"] = "auto"
+    """With fsdp: micro-batches add up whole gradients, or shards, exchanged each time; auto takes what fits."""
     log_all_ranks: bool = False
     """Write a log of each rank into the run, rank-00001.log for rank 1."""
 
@@ -407,6 +409,11 @@ class ParallelConfig(CacheParallelConfig):
         settle(self)
         super().__post_init__()
         refuse_below(1, self, "shard_size")
+        refuse(
+            self.parallel == "ddp" and self.accumulate != "auto",
+            f"--accumulate {self.accumulate} has no effect with --parallel ddp, where each rank holds whole gradients; "
+            "leave it out, or use --parallel fsdp",
+        )
 
 
 _QUANTIZING = ("stochastic_rounding", "skip_first", "skip_last")

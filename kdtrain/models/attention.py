@@ -31,6 +31,8 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 CAUSAL = "kdtrain_causal"
+FUSED = "kdtrain_fused"
+"""Stands for `CAUSAL` on a GPU where a model's memory is measured without one."""
 BLOCK = 128
 """Positions in a block of FlexAttention, its default."""
 
@@ -137,6 +139,16 @@ def grouped_in_fp32(query: Tensor, key: Tensor) -> bool:
     return query.dtype == torch.float32
 
 
+def fits_causal(config: Any) -> bool:
+    """Whether `CAUSAL` may replace the attention of a model of this configuration, before it is proven equal."""
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    own = config._attn_implementation
+    # transformers has no sdpa for scores with a soft cap; FlexAttention, which has one, has no dropout
+    capped = getattr(config, "attn_logit_softcapping", None) and not getattr(config, "attention_dropout", 0.0)
+    return bool((own == "sdpa" or (own == "eager" and capped)) and not others and not chunked)
+
+
 def flex_fits(query: Tensor, dropout: float) -> bool:
     """Whether FlexAttention has a kernel for these queries."""
     return query.is_cuda and query.shape[3] >= 16 and dropout == 0
@@ -144,6 +156,21 @@ def flex_fits(query: Tensor, dropout: float) -> bool:
 
 _UNGROUPED: Any = SimpleNamespace(is_causal=True)
 """What `sdpa_attention_forward` asks a module whose keys are not grouped."""
+
+
+def _fused_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Keep what every fused kernel keeps for the backward (its inputs and output), with neither a mask nor scores."""
+    output, _ = sdpa_attention_forward(module, query, key, value, None, **keywords)
+    return output, None
 
 
 def _mask(make: Any, first_B1T1: Tensor | None, window: int | None, query: Tensor) -> Any:
@@ -168,3 +195,4 @@ def _cast(*tensors: Tensor) -> list[Tensor]:
 
 
 AttentionInterface.register(CAUSAL, causal_attention)
+AttentionInterface.register(FUSED, _fused_attention)

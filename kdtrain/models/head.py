@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kdtrain.errors import UsageError
-from kdtrain.models.attention import BLOCK, CAUSAL, document_positions, first_seen, seen_windows
+from kdtrain.models.attention import BLOCK, CAUSAL, document_positions, first_seen, fits_causal, seen_windows
 
 # Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -221,12 +221,8 @@ class _Probe:
     def use_causal_attention(self) -> None:
         """Use `CAUSAL` if it supports all layers and the logits stay equal."""
         model, config = self.pieces.model, self.pieces.model.config.get_text_config()
-        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        chunked = getattr(config, "attention_chunk_size", None) is not None
         before = config._attn_implementation
-        # transformers has no sdpa for scores with a soft cap; FlexAttention, which has one, has no dropout
-        capped = getattr(config, "attn_logit_softcapping", None) and not getattr(config, "attention_dropout", 0.0)
-        if not (before == "sdpa" or (before == "eager" and capped)) or others or chunked:
+        if not fits_causal(config):
             return
         model.set_attn_implementation(CAUSAL)
         seen_windows.clear()

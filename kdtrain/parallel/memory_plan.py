@@ -12,21 +12,23 @@ tokens in a micro-batch, w ranks that share one copy (1 unless sharded), c bytes
 
     weights and moments   12 P / w                        fp32 masters, two fp32 moments (AdamW)
     snapshots             as many again, each             of adaptive quantisation, if they are in memory, on a CPU
-    gradients             4 P, under DDP all the time; sharded 4 P / w, and 4 P while micro-batches are added up
+    gradients             4 P, under DDP all the time; sharded 4 P / w, and 4 P while micro-batches are added up, unless
+                          their gradients are exchanged at once (`--accumulate sharded`)
     gathered              sharded: 4 (P - L), the root, and two layers of c L / layers
-    activations           N k, k the bytes a token that autograd keeps (`model_footprint`)
+    activations           N k + o, the bytes that autograd keeps (`model_footprint`): k a token, o once a micro-batch,
+                          most of it autocast's weights in bf16, which a sharded student gathers in that format
     output head           4 V D (its gradient) + 2 c N D (hidden states and theirs) + copies of its weight in bf16
                           + a chunk of logits, several times (`LOGITS`)
     teacher               its weights, / w with w ranks; its head in fp32; its hidden states, 4 N D
 
 The first choice is both whole on each rank, because it exchanges least; then the teacher sharded, then the student,
-then both. A job that does not fit in any way is refused, with what would help. A plan may fill `USABLE` of the free
-memory.
+then both; then the same with a sharded student whose micro-batches add up sharded gradients. A job that does not fit in
+any way is refused, with what would help. A plan may fill `USABLE` of the free memory.
 
-A model's footprint comes from its spec alone: the model is built and run once over one sequence with tensors that have
-shapes and no numbers (PyTorch's fake tensors). A model of any size thus takes a tenth of a second and no memory, and
-only its configuration is read from the hub. A model whose code needs numbers is planned without an estimate, which is
-logged.
+A model's footprint comes from its spec alone: the model is built and run over one sequence and over two with tensors
+that have shapes and no numbers (PyTorch's fake tensors). A model of any size thus takes a second at most and no memory,
+and only its configuration is read from the hub. A model whose code needs numbers is planned without an estimate, which
+is logged.
 
 Given up: buffers of the communication library, the allocator's waste and the copies that emulated formats keep are not
 counted; a compiled graph keeps about two thirds of the activations counted here.
@@ -46,7 +48,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
 from kdtrain.errors import UsageError
-from kdtrain.models.attention import CAUSAL
+from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import checkpoint_activations, load_tokenizer, vocabulary
 from kdtrain.models.scratch import configuration, layers_config
@@ -80,15 +82,18 @@ class ModelFootprint:
     tied: bool  # True if the head's weight is the embedding's
     kept: float  # bytes a token that a forward keeps for the backward
     kept_by_checkpoints: float  # the same with activation checkpointing; equal if the model does not support it
+    kept_once: float = 0.0  # bytes that a forward keeps besides, whatever its number of sequences
+    kept_once_by_checkpoints: float = 0.0
     weight_bytes: int = 4  # of a stored weight
 
 
 def model_footprint(
-    spec: ModelSpec, *, vocab_size: int | None, seq_len: int, mode: str, trained: bool
+    spec: ModelSpec, *, vocab_size: int | None, seq_len: int, mode: str, trained: bool, on_gpu: bool = False
 ) -> ModelFootprint:
     """The footprint of a student (`trained`) or a teacher.
 
-    vocab_size: of a `[config]` that leaves it out. mode: number format of its forward, fp32, bf16 or fp16.
+    vocab_size: of a `[config]` that leaves it out. mode: number format of its forward, fp32, bf16 or fp16. on_gpu:
+    where it will run: a CPU keeps masks for sliding windows, and the scores of a model with a soft cap.
 
     Raises:
         UsageError: there is no such model, or transformers does not know its type.
@@ -102,13 +107,14 @@ def model_footprint(
             trust_remote_code=spec.trust_remote_code,
             dtype=torch.float32,
         ).train()
-        if model.config._attn_implementation == "sdpa":  # as in training, without a mask that needs numbers
-            model.set_attn_implementation(CAUSAL)
-        width, kept = _forward(model, seq_len, mode)
-        kept_by_checkpoints = kept
+        attention = model.config.get_text_config()
+        if attention._attn_implementation == "sdpa" or (on_gpu and fits_causal(attention)):
+            model.set_attn_implementation(FUSED if on_gpu else CAUSAL)  # as in training, without masks of numbers
+        width, kept, kept_once = _forward(model, seq_len, mode)
+        by_checkpoints = kept, kept_once
         if trained and model.supports_gradient_checkpointing:
             checkpoint_activations(model)
-            kept_by_checkpoints = _forward(model, seq_len, mode)[1]
+            by_checkpoints = _forward(model, seq_len, mode)[1:]
         layers = layers_of(model)
         head = model.get_output_embeddings()
         return ModelFootprint(
@@ -120,7 +126,9 @@ def model_footprint(
             vocabulary=int(head.weight.shape[0]),
             tied=head.weight is model.get_input_embeddings().weight,
             kept=kept,
-            kept_by_checkpoints=kept_by_checkpoints,
+            kept_by_checkpoints=by_checkpoints[0],
+            kept_once=kept_once,
+            kept_once_by_checkpoints=by_checkpoints[1],
             weight_bytes=4 if trained or mode == "fp32" else getattr(torch, spec.dtype).itemsize,
         )
 
@@ -131,8 +139,14 @@ def _configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
     return configuration(spec, vocab_size)
 
 
-def _forward(model: Any, seq_len: int, mode: str) -> tuple[int, float]:
-    """D of the last hidden states, and the bytes a token that autograd keeps besides the model's own tensors."""
+def _forward(model: Any, seq_len: int, mode: str) -> tuple[int, float, float]:
+    """D of the last hidden states, and the bytes that autograd keeps of other tensors: a token, and once a forward."""
+    (width, one), (_, two) = (_kept(model, sequences, seq_len, mode) for sequences in (1, 2))
+    return width, (two - one) / seq_len, max(2.0 * one - two, 0.0)
+
+
+def _kept(model: Any, sequences: int, seq_len: int, mode: str) -> tuple[int, int]:
+    """D of the last hidden states, and the bytes that autograd keeps of a forward besides the model's own tensors."""
     own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
     kept = {}  # the storages themselves, so that no address is reused
 
@@ -147,8 +161,8 @@ def _forward(model: Any, seq_len: int, mode: str) -> tuple[int, float]:
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None),
     ):
-        result = model.base_model(input_ids=torch.zeros(1, seq_len, dtype=torch.int64), use_cache=False)
-    return int(result.last_hidden_state.shape[-1]), sum(each.nbytes() for each in kept.values()) / seq_len
+        result = model.base_model(input_ids=torch.zeros(sequences, seq_len, dtype=torch.int64), use_cache=False)
+    return int(result.last_hidden_state.shape[-1]), sum(each.nbytes() for each in kept.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +196,8 @@ class Plan:
     """No online teacher, the whole of it on each rank, or a shard of it."""
     shard_size: int | None = None
     """Ranks that share one copy of a sharded model; all when None."""
+    accumulate: Literal["whole", "sharded"] = "whole"
+    """The gradients of a sharded student that micro-batches add up on a rank."""
     needs: dict[str, float] = field(default_factory=dict, compare=False)
     """Bytes a rank needs, by part, at the moment of the largest sum; empty without an estimate."""
     moment: str = ""
@@ -199,6 +215,8 @@ class Plan:
         shown: dict[str, Any] = {"student": self.student, "teacher": self.teacher}
         if "fsdp" in (self.student, self.teacher):
             shown["ranks that share a copy"] = self.shard_size or "all"
+        if self.student == "fsdp":
+            shown["gradients added up"] = self.accumulate
         if self.needs:
             shown["GiB a rank"] = round(self.total / GIB, 3)
             shown["of it"] = {name: round(each / GIB, 3) for name, each in self.needs.items()}
@@ -253,12 +271,15 @@ def _candidates(options: ParallelConfig, world: int, online: bool) -> list[Plan]
         return [Plan("single", "replicate" if online else "none")]
     students: list[Literal["ddp", "fsdp"]] = ["ddp", "fsdp"]
     teachers: list[Literal["none", "replicate", "fsdp"]] = ["replicate", "fsdp"] if online else ["none"]
+    ways: list[Literal["whole", "sharded"]] = ["whole", "sharded"]
     return [
-        Plan(student, teacher, options.shard_size)
+        Plan(student, teacher, options.shard_size, way)
+        for way in ways
         for student in students
         for teacher in teachers
         if options.parallel in ("auto", student)
         and (teacher == "none" or options.teacher_parallel in ("auto", teacher))
+        and (way == "whole" if student == "ddp" else options.accumulate in ("auto", way))
     ]
 
 
@@ -278,9 +299,10 @@ def _what_helps(options: ParallelConfig, world: int, job: Job, free: float) -> I
         for text, size in smaller.items():
             tried[f"{text} --activation-checkpointing"] = replace(recomputed, micro_batch_size=size)
     yield from [text for text, changed in tried.items() if _fits(options, world, changed, free)][:1]
-    free_choice = replace(options, parallel="auto", teacher_parallel="auto")
+    free_choice = replace(options, parallel="auto", teacher_parallel="auto", accumulate="auto")
     if free_choice != options and _fits(free_choice, world, job, free):
-        yield "--parallel auto and --teacher-parallel auto"
+        also = "--accumulate auto, " if options.accumulate != "auto" else ""
+        yield f"{also}--parallel auto and --teacher-parallel auto"
     if job.teacher is not None and _fits(options, world, replace(job, teacher=None), free):
         yield "a cache (kdtrain cache-teacher first, then --cache)"
     for more in (world << power for power in range(1, 11)):
@@ -308,31 +330,42 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     if teacher is not None:
         sharded = (plan.shard_size or world) if plan.teacher == "fsdp" else 1
         state["teacher"] = _teacher_held(teacher, sharded) + 4.0 * tokens * teacher.width
-        asked = tokens * teacher.kept / max(teacher.layers, 1)  # of one layer: nothing is kept
+        asked = _of_a_layer(teacher, tokens)  # nothing is kept
     gathered = state | {"gathered": 4.0 * root + 2 * job.compute_bytes * in_layer if shared > 1 else 0.0}
 
     # DDP's buckets, of which gradients are views, exist from the first step on.
     buckets = {"gradients": whole if plan.student == "ddp" else 0.0}
     adds_up = plan.student == "ddp" or job.batch_size > job.micro(world) * world
+    held = whole if plan.accumulate == "whole" else whole / shared  # by the micro-batches before
     gradients = whole
     if shared > 1:  # the shards, and either all until they are reduced, or those of the root and two layers
-        gradients = whole / shared + (whole if adds_up else 4.0 * (root + 2 * in_layer))
+        all_of_them = adds_up and plan.accumulate == "whole"
+        gradients = whole / shared + (whole if all_of_them else 4.0 * (root + 2 * in_layer))
 
     head_weight = student.vocabulary * student.width
     kind = " ".join(["compiled"] * job.compiled + ["online"] * (teacher is not None)) or "cached"
     head = 4.0 * head_weight + 2.0 * job.compute_bytes * tokens * student.width
     head += 2.0 * head_weight if job.compute_bytes == 2 else 0.0
     head += LOGITS[kind] * 4.0 * min(job.chunk_rows, tokens) * student.vocabulary
-    kept = student.kept_by_checkpoints if job.activation_checkpointing else student.kept
-    at_head = {"gradients": whole if adds_up else 0.0, "activations": tokens * kept, "output head": head}
+    kept, once = student.kept, student.kept_once
+    if job.activation_checkpointing:
+        kept, once = student.kept_by_checkpoints, student.kept_once_by_checkpoints
+    if shared > 1 and job.compute_bytes == 2:  # the layers' weights are gathered so, and freed
+        once = max(once - 2.0 * student.in_layers, 0.0)
+    at_head = {"gradients": held if adds_up else 0.0, "activations": tokens * kept + once, "output head": head}
     embedding = 4.0 * head_weight if student.tied else 0.0
-    at_end = {"gradients": gradients + embedding, "activations": tokens * student.kept / max(student.layers, 1)}
+    at_end = {"gradients": gradients + embedding, "activations": _of_a_layer(student, tokens)}
     return {
         "teach": gathered | buckets | {"teacher's forward": asked},
         "head": gathered | at_head,
         "backward": gathered | at_end,
         "save": state | buckets | {"copy for the save": masters if job.copies else 0.0},
     }
+
+
+def _of_a_layer(model: ModelFootprint, tokens: int) -> float:
+    """Bytes that a forward of one layer keeps."""
+    return (tokens * model.kept + model.kept_once) / max(model.layers, 1)
 
 
 def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
@@ -384,8 +417,9 @@ def job_of(config: DistillConfig, device: torch.device) -> Job | None:
     size = settings.vocab_size if settings is not None else vocabulary(teacher) if teacher is not None else None
     if size is None and spec.config is not None and "vocab_size" not in spec.config:
         size = len(load_tokenizer(spec))
-    measured = _footprint(spec, size, seq_len, mode, trained=True)
-    asked = None if teacher is None else _footprint(teacher, None, seq_len, mode, trained=False)
+    how = {"seq_len": seq_len, "mode": mode, "on_gpu": device.type == "cuda"}
+    measured = _footprint(spec, vocab_size=size, trained=True, **how)
+    asked = None if teacher is None else _footprint(teacher, vocab_size=None, trained=False, **how)
     if measured is None or (teacher is not None and asked is None):
         return None
     narrow, quantization = head_dtype(mode), config.quantization
@@ -405,7 +439,9 @@ def job_of(config: DistillConfig, device: torch.device) -> Job | None:
     )
 
 
-def shards_teacher(config: CacheTeacherConfig, spec: ModelSpec, mode: str, free: float | None) -> bool:
+def shards_teacher(
+    config: CacheTeacherConfig, spec: ModelSpec, mode: str, device: torch.device, free: float | None
+) -> bool:
     """True if cache-teacher shards its teacher over the ranks.
 
     free: see `free_everywhere`.
@@ -416,11 +452,12 @@ def shards_teacher(config: CacheTeacherConfig, spec: ModelSpec, mode: str, free:
     wanted, world = config.parallel.teacher_parallel, world_size()
     if wanted == "fsdp" and world == 1:
         raise UsageError("--teacher-parallel fsdp needs several processes; start the command with torchrun")
-    teacher = _footprint(spec, None, config.data.seq_len, mode, trained=False)
+    how = {"seq_len": config.data.seq_len, "mode": mode, "on_gpu": device.type == "cuda"}
+    teacher = _footprint(spec, vocab_size=None, trained=False, **how)
     if teacher is None or free is None:
         return wanted == "fsdp"
     tokens = config.batch_size * config.data.seq_len
-    working = CACHE_LOGITS * 4.0 * tokens * teacher.vocabulary + tokens * teacher.kept / max(teacher.layers, 1)
+    working = CACHE_LOGITS * 4.0 * tokens * teacher.vocabulary + _of_a_layer(teacher, tokens)
     ways = [1] * (wanted != "fsdp") + [world] * (wanted != "replicate" and world > 1)
     needs = {shared: working + _teacher_held(teacher, shared) for shared in ways}
     for shared, need in needs.items():
@@ -432,11 +469,9 @@ def shards_teacher(config: CacheTeacherConfig, spec: ModelSpec, mode: str, free:
     )
 
 
-def _footprint(
-    spec: ModelSpec, vocab_size: int | None, seq_len: int, mode: str, *, trained: bool
-) -> ModelFootprint | None:
+def _footprint(spec: ModelSpec, **how: Any) -> ModelFootprint | None:
     try:
-        return model_footprint(spec, vocab_size=vocab_size, seq_len=seq_len, mode=mode, trained=trained)
+        return model_footprint(spec, **how)
     except UsageError:
         raise
     except Exception as error:  # a model's own code may raise anything when tensors have no numbers

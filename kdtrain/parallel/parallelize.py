@@ -2,7 +2,8 @@
 
 A training step is called through one of three wrappers, which differ in when gradients are exchanged. Losses are
 divided by a constant and not by tokens or ranks, so gradients are summed over ranks, never averaged; the step divides
-once by the tokens of all ranks (`training.step`). Before the last micro-batch of a step nothing is exchanged.
+once by the tokens of all ranks (`training.step`). Before the last micro-batch of a step no gradient is exchanged, but
+by FSDP2 where micro-batches add up shards (`--accumulate sharded`): whole gradients are 4 P bytes on each rank.
 Parameters besides the student's (temperature, projections) are a handful of numbers that only some steps give a
 gradient: they stay whole on each rank, outside both engines, and the step reduces their gradients itself.
 
@@ -21,8 +22,9 @@ parameters, of which L in layers, c bytes a gathered number (2 for a student in 
 
     DDP    all-reduce 4 P, once a step, whatever m is
     FSDP2  all-gather m (2 c L + 4 (P - L)): layers for the forward and again for the backward, the root once;
-           reduce-scatter 4 P, once a step
-    with --shard-size s: the same among s ranks, and an all-reduce of 4 P / s among the ranks that hold the same part
+           reduce-scatter 4 P, once a step; m 4 P with --accumulate sharded
+    with --shard-size s: the same among s ranks, and an all-reduce of 4 P / s among the ranks that hold the same part,
+           once a step
 
 FSDP2 shards a parameter along its first dimension and pads it to a multiple of the ranks: small ones cost more than
 their size. The few numbers on which ranks agree each step are left out.
@@ -122,14 +124,25 @@ class Replicated(Alone):
 
 
 class Sharded(Alone):
-    """A step whose student was sharded by `shard`."""
+    """A step whose student was sharded by `shard`.
+
+    Args:
+        accumulate: what each rank holds while micro-batches add up, in fp32: `whole` gradients, not exchanged before
+            the last one, or `sharded` ones, which copies of a model exchange with the last one.
+    """
 
     kind = "fsdp"
 
+    def __init__(self, step: nn.Module, student: nn.Module, accumulate: str = "whole") -> None:
+        super().__init__(step, student)
+        self.accumulate = accumulate
+
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """FSDP2 keeps unreduced gradients, whole and in fp32, until the last micro-batch."""
-        self.student.set_requires_gradient_sync(last)  # type: ignore[operator]
+        """Wraps forward and backward: FSDP2 decides in the backward what it exchanges."""
+        student: Any = self.student
+        student.set_requires_gradient_sync(last or self.accumulate == "sharded")
+        student.set_requires_all_reduce(last)
         yield
 
     def reshard(self) -> None:
@@ -137,12 +150,12 @@ class Sharded(Alone):
         reshard(self.student)
 
 
-def parallelize(student: Any, kind: str) -> Alone:
-    """The wrapper of a `training.student.Student`: `single`, `ddp`, or `fsdp` for a sharded model."""
+def parallelize(student: Any, kind: str, accumulate: str = "whole") -> Alone:
+    """The wrapper of a `training.student.Student`: `single`, `ddp`, or `fsdp` for a sharded model (see `Sharded`)."""
     if kind == "single":
         return Alone(student, student.model)
     if kind == "fsdp":
-        return Sharded(student, student.model)
+        return Sharded(student, student.model, accumulate)
     own = {name for name, _ in student.named_parameters() if not name.startswith("model.")}
     model = student.model
     with student.eager():  # the probe is shorter than any batch
@@ -306,6 +319,7 @@ def fsdp(
     replicas: int = 1,
     micro_batches: int,
     gathered: int,
+    accumulate: str = "whole",
 ) -> Traffic:
     """A step under FSDP2.
 
@@ -315,14 +329,15 @@ def fsdp(
         sharing: ranks that share a copy, of which there are `replicas`.
         micro_batches: of a step on a rank.
         gathered: bytes of a gathered number of a layer.
+        accumulate: see `Sharded`.
     """
     inside = sum(padded(shape, sharing) for layer in layers for shape in layer)
     outside = sum(padded(shape, sharing) for shape in root)
-    groups = len(layers) + 1
-    calls = {"all_gather": micro_batches * (2 * groups - 1), "reduce_scatter": groups}
+    groups, scatters = len(layers) + 1, micro_batches if accumulate == "sharded" else 1
+    calls = {"all_gather": micro_batches * (2 * groups - 1), "reduce_scatter": scatters * groups}
     return Traffic(
         all_gather=micro_batches * (2.0 * gathered * inside + 4.0 * outside),
-        reduce_scatter=4.0 * (inside + outside),
+        reduce_scatter=scatters * 4.0 * (inside + outside),
         all_reduce=4.0 * (inside + outside) / sharing if replicas > 1 else 0.0,
         calls=calls | ({"all_reduce": groups} if replicas > 1 else {}),
     )

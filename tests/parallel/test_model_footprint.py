@@ -29,11 +29,14 @@ def test_parameters_layers_and_head_are_those_of_the_model(shape):
     assert 0 < found.kept_by_checkpoints < found.kept
 
 
+@pytest.mark.parametrize("sequences, seq_len", [(1, 16), (4, 32)])
+@pytest.mark.parametrize("shape", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_a_forward_keeps_as_many_bytes_as_autograd_keeps_of_the_real_model(mode):
-    found = model_footprint(spec("llama"), vocab_size=300, seq_len=16, mode=mode, trained=True)
-    model = tiny_model("llama")
-    model.set_attn_implementation(CAUSAL)
+def test_a_forward_keeps_as_many_bytes_as_autograd_keeps_of_the_real_model(mode, shape, sequences, seq_len):
+    found = model_footprint(spec(shape), vocab_size=300, seq_len=seq_len, mode=mode, trained=True)
+    model = tiny_model(shape)
+    if shape != "gemma2":  # its soft cap needs a GPU
+        model.set_attn_implementation(CAUSAL)
     own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     kept = {}
 
@@ -47,8 +50,19 @@ def test_a_forward_keeps_as_many_bytes_as_autograd_keeps_of_the_real_model(mode)
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=mode == "bf16"),
     ):
-        model.base_model(input_ids=torch.zeros(1, 16, dtype=torch.int64), use_cache=False)
-    assert found.kept * 16 == sum(storage.nbytes() for storage in kept.values())
+        model.base_model(input_ids=torch.zeros(sequences, seq_len, dtype=torch.int64), use_cache=False)
+    real = sum(storage.nbytes() for storage in kept.values())
+    assert found.kept * sequences * seq_len + found.kept_once == real
+
+
+@pytest.mark.parametrize("shape", ["mistral", "gemma2"])
+def test_a_gpu_keeps_neither_scores_nor_masks_whatever_the_length(shape):
+    def measured(seq_len, on_gpu):
+        return model_footprint(spec(shape), vocab_size=300, seq_len=seq_len, mode="fp32", trained=True, on_gpu=on_gpu)
+
+    short, long, on_cpu = measured(32, True), measured(128, True), measured(128, False)
+    assert short.kept == long.kept
+    assert long.kept_once < 4 * 128 * 128 < on_cpu.kept * 128 + on_cpu.kept_once - long.kept * 128
 
 
 def test_a_large_model_costs_no_memory_and_little_time():

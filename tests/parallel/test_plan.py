@@ -20,6 +20,8 @@ class Model:
     tied: bool = False
     kept: float = 10_000.0
     kept_by_checkpoints: float = 1_000.0
+    kept_once: float = 0.0
+    kept_once_by_checkpoints: float = 0.0
     weight_bytes: int = 4
 
 
@@ -129,6 +131,20 @@ def test_the_parts_of_an_estimate_by_hand():
     assert longer.needs["output head"] == head + 99 * 2 * 4 * tokens * 64
 
 
+def test_what_is_kept_once_counts_once_whatever_the_tokens_and_not_where_layers_are_gathered_in_bf16():
+    weights = 2.0 * STUDENT.in_layers
+    once = replace(LONG, student=replace(STUDENT, kept_once=weights + 5, kept_once_by_checkpoints=1e9))
+    tokens = 16 * 12_800
+
+    def activations(plan: Plan, job: Job, world: int = 1) -> float:
+        return estimated(plan, job, world).needs["activations"]
+
+    assert activations(Plan("single", "none"), once) == tokens * 10_000 + weights + 5
+    assert activations(Plan("single", "none"), replace(once, activation_checkpointing=True)) == tokens * 1_000 + 1e9
+    assert activations(Plan("fsdp", "none"), once, world=2) == tokens / 2 * 10_000 + 5
+    assert activations(Plan("fsdp", "none"), replace(once, compute_bytes=4), 2) == tokens / 2 * 10_000 + weights + 5
+
+
 def test_sharding_divides_the_state_and_accumulation_keeps_whole_gradients():
     p = STUDENT.parameters
     whole = estimated(Plan("fsdp", "none"), CACHED, 4)
@@ -139,6 +155,18 @@ def test_sharding_divides_the_state_and_accumulation_keeps_whole_gradients():
     assert node.needs["weights and moments"] == 12 * p / 2
 
 
+def test_sharded_gradients_are_added_up_where_whole_ones_do_not_fit_or_where_they_are_asked_for():
+    p, adds = STUDENT.parameters, replace(CACHED, micro_batch_size=1)
+    sharded = estimated(Plan("fsdp", "none", accumulate="sharded"), adds, 4)
+    assert sharded.needs["gradients"] == 4 * p / 4 + 4 * (p - STUDENT.in_layers + 2 * STUDENT.in_layers / 10)
+    free = sharded.total / USABLE + 1
+    assert choose(BOTH, 4, online=False, job=adds, free=free) == replace(sharded, needs={}, free=free)
+    with pytest.raises(UsageError, match=r"it would fit with --accumulate auto, --parallel auto"):
+        choose(ParallelConfig(accumulate="whole"), 4, online=False, job=adds, free=free)
+    asked = choose(ParallelConfig(parallel="fsdp", accumulate="sharded"), 4, online=False, job=adds, free=1e12)
+    assert asked.accumulate == "sharded" and asked.table()["gradients added up"] == "sharded"
+
+
 def test_whole_gradients_count_with_the_activations_under_ddp_and_while_micro_batches_are_added_up():
     p = STUDENT.parameters
     held = {
@@ -147,10 +175,11 @@ def test_whole_gradients_count_with_the_activations_under_ddp_and_while_micro_ba
         "DDP": estimated(Plan("ddp", "none"), LONG, 2),
         "FSDP": estimated(Plan("fsdp", "none"), LONG, 2),
         "FSDP, two": estimated(Plan("fsdp", "none"), replace(LONG, micro_batch_size=4), 2),
+        "FSDP, sharded": estimated(Plan("fsdp", "none", accumulate="sharded"), replace(LONG, micro_batch_size=4), 2),
     }
     assert {plan.moment for plan in held.values()} == {"head"}
     assert {name: plan.needs.get("gradients", 0.0) for name, plan in held.items()} == {
-        **{"one micro-batch": 0.0, "two": 4 * p, "DDP": 4 * p, "FSDP": 0.0, "FSDP, two": 4 * p},
+        **{"one micro-batch": 0.0, "two": 4 * p, "DDP": 4 * p, "FSDP": 0.0, "FSDP, two": 4 * p, "FSDP, sharded": 2 * p},
     }
 
 

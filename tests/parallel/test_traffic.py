@@ -25,6 +25,14 @@ def test_fsdp_gathers_layers_twice_and_the_root_once_a_micro_batch_and_scatters_
     assert found.sent(2) == (found.all_gather + found.reduce_scatter) / 2
 
 
+def test_gradients_that_are_added_up_in_shards_travel_with_each_micro_batch_and_between_copies_once():
+    options = {"sharing": 2, "replicas": 2, "micro_batches": 3, "gathered": 4}
+    found = parallelize.fsdp([LAYER], ROOT, accumulate="sharded", **options)
+    whole = parallelize.fsdp([LAYER], ROOT, **options)
+    assert (found.reduce_scatter, found.calls["reduce_scatter"]) == (3 * whole.reduce_scatter, 3 * 2)
+    assert (found.all_reduce, found.all_gather) == (whole.all_reduce, whole.all_gather)
+
+
 def test_parts_are_padded_to_the_number_of_ranks():
     assert parallelize.padded((4,), 3) == 6
     assert parallelize.padded((6, 4), 3) == 24

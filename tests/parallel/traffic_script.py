@@ -70,14 +70,17 @@ def main() -> None:
             whole = Replicated(toy, toy, set(), lambda toy=toy: toy(torch.arange(4)))
             expected = parallelize.ddp(shapes)
             assert step(whole, micro_batches) == {"all_reduce": [1, expected.all_reduce]}, found
-            for dtype, gathered in ((None, 4), (torch.bfloat16, 2)):
+            for dtype, gathered, accumulate in (
+                *((None, 4, "whole"), (None, 4, "sharded")),
+                *((torch.bfloat16, 2, "whole"), (torch.bfloat16, 2, "sharded")),
+            ):
                 toy = Toy(narrow=gathered == 2)
                 layers = [[each.shape for each in layer.parameters()] for layer in toy.layers]
                 root = [each.shape for part in (toy.embedding, toy.head) for each in part.parameters()]
                 shard(toy, torch.device("cpu"), dtype=dtype)
                 options = {"sharing": world_size(), "micro_batches": micro_batches, "gathered": gathered}
-                expected = parallelize.fsdp(layers, root, **options)
-                assert step(Sharded(toy, toy), micro_batches) == {
+                expected = parallelize.fsdp(layers, root, accumulate=accumulate, **options)
+                assert step(Sharded(toy, toy, accumulate), micro_batches) == {
                     name: [calls, getattr(expected, name)] for name, calls in expected.calls.items()
                 }, (dict(found), expected, micro_batches, dtype)
                 assert math.isclose(expected.sent(world_size()) * 3 / 2, expected.all_gather + expected.reduce_scatter)

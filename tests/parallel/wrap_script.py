@@ -38,14 +38,14 @@ CPU = torch.device("cpu")
 KINDS = ("ddp", "fsdp", "hybrid")
 
 
-def parallelized(kind: str) -> Alone:
+def parallelized(kind: str, accumulate: str = "whole") -> Alone:
     """A step with a fresh student, the same on each rank, in one of the wrappers."""
     student = split(tiny_model("llama", VOCABULARY, seed=3))
     temperature = build_temperature("minimize", start=2.0, minimum=0.5, maximum=4.0)
     if kind in ("fsdp", "hybrid"):
         shard(student, CPU, shard_size=1 if kind == "hybrid" else None)
     step = Student(student, DistillationLoss(temperature=temperature), vocab_size=VOCABULARY)
-    return parallelize.parallelize(step, "fsdp" if kind == "hybrid" else kind)
+    return parallelize.parallelize(step, "fsdp" if kind == "hybrid" else kind, accumulate)
 
 
 def batch(number: int) -> CachedBatch:
@@ -131,6 +131,26 @@ def gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch() -> N
             assert late.calls["allreduce"] == []
         else:
             assert late.calls["allreduce"]
+
+
+def gradients_added_up_in_shards_are_the_same_sum_and_copies_exchange_theirs_with_the_last_micro_batch() -> None:
+    expected = gradients(of_one_process())
+    groups = len(layers_of(parallelized("single").student)) + 1
+    for kind in ("fsdp", "hybrid"):
+        wrapped = parallelized(kind, "sharded")
+        for _ in range(2):
+            wrapped.step.zero_grad(set_to_none=True)
+            with Counted() as early:
+                for number in own()[:-1]:
+                    with wrapped.micro_batch(last=False):
+                        wrapped(batch(number), 100.0).loss.backward()
+            assert "allreduce" not in early.calls
+            if kind == "fsdp":  # copies of a model keep their partial sums elsewhere
+                assert len(early.calls["reduce_scatter_base"]) == (MICROS - 1) * groups
+                assert all(each.grad is not None for each in wrapped.student.parameters())
+            with wrapped.micro_batch(last=True):
+                wrapped(batch(own()[-1]), 100.0).loss.backward()
+            assert near(gradients(wrapped), expected), kind
 
 
 def a_call_past_the_wrapper_leaves_gradients_that_this_test_would_see() -> None:
@@ -242,6 +262,7 @@ def in_block() -> None:
 PROMISES = (
     words_go_to_all_and_errors_are_raised_on_all,
     gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch,
+    gradients_added_up_in_shards_are_the_same_sum_and_copies_exchange_theirs_with_the_last_micro_batch,
     a_call_past_the_wrapper_leaves_gradients_that_this_test_would_see,
     norms_clipping_peaks_and_histograms_are_those_of_the_whole,
     a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all,
