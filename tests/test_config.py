@@ -189,6 +189,10 @@ REFUSED = [
     (lambda: options.CheckpointConfig(keep_rolling=0), "--keep-rolling"),
     (lambda: options.PrecisionConfig(compile=False, compile_mode="max-autotune"), "--compile-mode max-autotune has no"),
     (lambda: options.ParallelConfig(parallel="ddp", accumulate="sharded"), "--accumulate sharded has no effect"),
+    (
+        lambda: options.CacheTeacherConfig(teacher="t", out=Path("c"), from_logprobs=Path("p"), compile=False),
+        "--no-compile has no effect with --from-logprobs",
+    ),
     *(
         (
             lambda mode=mode: distill(precision=options.PrecisionConfig(precision=mode, tf32=True)),

@@ -34,6 +34,7 @@ def build_cache(
     *,
     digest: str,
     sharded: bool = False,
+    compiled: bool = False,
 ) -> Manifest | None:
     """Build the missing shards of the cache on all ranks; return its manifest on rank 0, None on the others.
 
@@ -41,6 +42,7 @@ def build_cache(
         forward: the teacher's logits of tokens.
         digest: of the teacher's weights.
         sharded: whether the teacher is sharded over the ranks.
+        compiled: whether its layers are compiled, which changes rounding: a resumed build must do the same.
 
     Raises:
         UsageError: the folder holds another cache, or the data do not fill one sequence.
@@ -59,6 +61,7 @@ def build_cache(
         "dtype": spec.dtype,
         "precision": mode,
         "attention": spec.attention,
+        **({"compiled": True} if compiled else {}),
     }
     settings = replace(
         _settings(config.data, tokenizer, CodecSpec(**kept, vocab_size=width), config.splits()),

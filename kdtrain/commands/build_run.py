@@ -17,7 +17,14 @@ from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
 from kdtrain.commands.agreement import agree, weights_digest
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
-from kdtrain.commands.common import check_fits, digest_of, open_teacher, teacher_hidden_states, wide_head
+from kdtrain.commands.common import (
+    check_fits,
+    compiled_teacher,
+    digest_of,
+    open_teacher,
+    teacher_hidden_states,
+    wide_head,
+)
 from kdtrain.commands.resume import allowing
 from kdtrain.commands.run_folder import deciding
 from kdtrain.config import DistillConfig
@@ -43,7 +50,7 @@ from kdtrain.precision.backends import Formats, formats_of, policy
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive, PrecisionController
 from kdtrain.precision.linear import convert
-from kdtrain.precision.modes import head_dtype, why_not_compile, why_not_tf32
+from kdtrain.precision.modes import compiles_teacher, head_dtype, why_not_compile, why_not_tf32
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
 from kdtrain.training.data import CachedSource, OnlineSource, Source
 from kdtrain.training.schedule import decay_steps
@@ -202,6 +209,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         shard(model, device, dtype=formats.gathered, shard_size=plan.shard_size)
     if teacher is not None and plan.teacher == "fsdp":
         shard(teacher, device, shard_size=plan.shard_size)
+    compiled = compiled_teacher(teacher) if teacher is not None and compiles_teacher(compiles, device) else None
 
     objective = config.objective
     student = Student(
@@ -230,7 +238,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         sources[name] = cached
         if teacher is not None:
             layers = hidden.teacher_layers if hidden is not None and name == "train" else ()
-            forward = teacher_hidden_states(teacher, device, formats.high, layers)
+            forward = teacher_hidden_states(teacher, device, formats.high, layers, compiled)
             sources[name] = OnlineSource(cached, forward, wide_head(teacher), student.document_mask)
     trainer = Trainer(
         config,

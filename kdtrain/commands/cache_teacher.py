@@ -8,7 +8,7 @@ from kdtrain.cache.manifest import Manifest
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_cache import build_cache, build_from_logprobs
-from kdtrain.commands.common import check_fits, open_teacher, show, teacher_logits, wide_head
+from kdtrain.commands.common import check_fits, compiled_teacher, open_teacher, show, teacher_logits, wide_head
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
@@ -17,7 +17,7 @@ from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
 from kdtrain.parallel.parallelize import shard
-from kdtrain.precision.modes import pick_mode
+from kdtrain.precision.modes import compiles_teacher, pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
 
 
@@ -82,10 +82,13 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         head = wide_head(teacher).to(device)  # whole on each rank: no loss gathers it
     if sharded:
         shard(teacher, device)
-    forward = teacher_logits(teacher, device, mode, head)
+    compiled = compiled_teacher(teacher) if compiles_teacher(config.compile, device) else None
+    forward = teacher_logits(teacher, device, mode, head, compiled)
     how = f"{mode} on {device}{many}{', the teacher sharded' if sharded else ''}"
+    how += ", compiled" if compiled else ""
     log.info("caching %s over %s into %s (%s)", spec.name, config.data.data, config.out, how)
-    build_cache(config, spec, teacher, forward, mode, tokenizer, digest=digest, sharded=sharded)
+    parts = (config, spec, teacher, forward, mode, tokenizer)
+    build_cache(*parts, digest=digest, sharded=sharded, compiled=compiled is not None)
 
 
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:

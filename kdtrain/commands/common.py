@@ -26,6 +26,7 @@ from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.matmul import wide_product
 from kdtrain.parallel.parallelize import reshard
+from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast
 from kdtrain.ranks import is_main
 
@@ -59,14 +60,25 @@ def open_teacher(spec: ModelSpec, device: torch.device, mode: str) -> SplitModel
     return teacher
 
 
-def teacher_logits(teacher: SplitModel, device: torch.device, mode: str, head: OutputHead | None = None) -> Teacher:
+def compiled_teacher(teacher: SplitModel) -> CompiledLayers:
+    """Compile a teacher's layers, after it is sharded, without timing kernels: the same teacher gives the same bits."""
+    return CompiledLayers(teacher, options={"deterministic": True})
+
+
+def teacher_logits(
+    teacher: SplitModel,
+    device: torch.device,
+    mode: str,
+    head: OutputHead | None = None,
+    compiled: CompiledLayers | None = None,
+) -> Teacher:
     """Return a function tokens_BT, segments_BT | None -> logits_BTV in fp32, without gradients.
 
-    head: the teacher's head, in fp32 and whole, where the teacher itself is sharded.
+    head: the teacher's head, in fp32 and whole, where the teacher itself is sharded. compiled: its layers, if they are.
 
     The head's product ends in fp32: bf16 rounds a logit of 20 by up to 0.06 before the softmax.
     """
-    hidden_states, head = teacher_hidden_states(teacher, device, mode, ()), head or wide_head(teacher)
+    hidden_states, head = teacher_hidden_states(teacher, device, mode, (), compiled), head or wide_head(teacher)
 
     def forward(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> torch.Tensor:
         with torch.no_grad():
@@ -92,11 +104,16 @@ def wide_head(teacher: SplitModel) -> OutputHead:
 
 
 def teacher_hidden_states(
-    teacher: SplitModel, device: torch.device, mode: str, layers: tuple[int, ...]
+    teacher: SplitModel,
+    device: torch.device,
+    mode: str,
+    layers: tuple[int, ...],
+    compiled: CompiledLayers | None = None,
 ) -> TeacherLayers:
     """Return a function tokens_BT, segments_BT | None -> the input of `wide_head`, [B, T, D], and outputs of `layers`.
 
-    In fp32, or on a GPU in the 16-bit dtype of the head if the backbone returns that.
+    In fp32, or on a GPU in the 16-bit dtype of the head if the backbone returns that. compiled: the teacher's layers,
+    if they are.
     """
     weight = teacher.head.weight
     dtype = weight.dtype if weight is not None and weight.is_cuda else torch.float32
@@ -108,7 +125,7 @@ def teacher_hidden_states(
         reshard(teacher)
         return hidden_BTD if hidden_BTD.dtype == dtype else hidden_BTD.float(), states
 
-    return forward
+    return forward if compiled is None else compiled.calling(forward)
 
 
 def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) -> None:

@@ -54,6 +54,8 @@ class CacheTeacherConfig:
     """Sequences in one file of the cache; at most one file is lost when the command is killed."""
     precision: Literal["auto", "fp32", "bf16"] = "bf16"
     """Number format of the teacher's forward."""
+    compile: bool = True
+    """Compile the teacher's layers with torch.compile, on a GPU; a CPU never does."""
     seed: int = 0
     """Seed of the samples."""
     device: str = "auto"
@@ -71,6 +73,10 @@ class CacheTeacherConfig:
         refuse(
             served and self.parallel.teacher_parallel != "auto",
             "--teacher-parallel has no effect with --from-logprobs, which runs no teacher; leave it out",
+        )
+        refuse(
+            served and not self.compile,
+            "--no-compile has no effect with --from-logprobs, which runs no teacher; leave it out",
         )
         self.data.refuse_training_on_validation()
         refuse(not text and not served, "--data is missing; give stdlib, a file, a folder or hf:NAME")

@@ -55,6 +55,11 @@ def why_not_tf32(device: torch.device) -> str | None:
     return None if major >= 8 else f"compute capability {major}.{minor}, and TF32 needs 8.0 (Ampere)"
 
 
+def compiles_teacher(wanted: bool, device: torch.device) -> bool:
+    """Whether a teacher's layers are compiled: not on a CPU, where a small cache would wait longer than it gains."""
+    return wanted and device.type == "cuda"
+
+
 def why_not_compile(device: torch.device) -> str | None:
     """What torch.compile lacks here, or None: on a CPU its compiler needs a C++ compiler and Python.h."""
     if device.type == "cuda":

@@ -1,0 +1,64 @@
+"""The layers of a teacher are compiled on a GPU; here a CPU passes for one, and the back end generates no code."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from kdtrain import cli
+from kdtrain.cache.reader import Cache
+from kdtrain.commands import build_run, cache_teacher
+from kdtrain.precision.modes import compiles_teacher
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The options of each graph that is compiled."""
+    found = []
+
+    def backend(graph, inputs, options=None):
+        found.append(options)
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    for command in (build_run, cache_teacher):
+        monkeypatch.setattr(command, "compiles_teacher", lambda wanted, device: wanted)
+    return found
+
+
+def test_a_teacher_is_compiled_on_a_gpu_unless_it_is_not_wanted():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert compiles_teacher(True, gpu) and not compiles_teacher(True, cpu) and not compiles_teacher(False, gpu)
+
+
+def test_a_compiled_teacher_builds_the_same_cache_which_says_so_and_resumes_compiled_only(workbench, graphs):
+    build = ("cache-teacher", "--teacher", "teacher", "--out", "compiled", "--num-sequences", 40, "--top-k", 12)
+    build += (*workbench.text, "--precision", "fp32")
+    workbench.json(*build)
+    # one graph for both layers, for each size of a batch: 16 and 8 sequences, and those that measure the fidelity
+    assert 2 <= len(graphs) <= 3 and graphs[0] == {"deterministic": True}
+    caches = [Cache(name) for name in ("cache", "compiled")]
+    plain, compiled = (each.manifest.settings.teacher for each in caches)
+    assert compiled == {**plain, "compiled": True}
+    for split in ("train", "validation"):
+        for row, other in zip(*(each[split] for each in caches), strict=True):
+            assert all(torch.equal(row[name], other[name]) for name in row)
+    code, _, err = workbench.call(*build, "--no-compile")
+    assert code == 2 and "teacher.compiled: True there, None asked" in err
+    graphs.clear()
+    workbench.json(*build[:4], "plain", *build[5:], "--no-compile")
+    assert not graphs
+
+
+def test_an_online_teacher_is_compiled_with_its_student_and_answers_the_same(workbench, graphs):
+    run = ("distill", "--teacher", "teacher", "--student", "student.toml", *workbench.text, "--precision", "fp32")
+    hidden = {}
+    for option in ("--compile", "--no-compile"):
+        graphs.clear()
+        words = [str(word) for word in (*run[1:], option, "--out", f"run{option}", "--batch-size", 8)]
+        source = build_run.build_run(cli.parse("distill", words), resuming=False).trainer.train_source
+        hidden[option] = source.read(np.arange(8)).targets.hidden
+        assert len(graphs) == (option == "--compile"), option
+    assert torch.equal(*hidden.values())
