@@ -84,6 +84,7 @@ class Saver:
         *,
         kept: Mapping[str, torch.Tensor] | None = None,
         rollbacks: int = 0,
+        latest: str | None = None,
         best: str | None = None,
         protected: Collection[str] = (),
     ) -> float:
@@ -94,6 +95,7 @@ class Saver:
             step, tensors, state, rollbacks: see `Store.save`; the caller may change them when this returns, but tensors
                 on a GPU only after `copies.before_change`.
             kept: further tensors, in host memory, that never change: they are not copied.
+            latest: which of `names` becomes the target of the link `latest`; None: the first.
             best: the new target of the link `best`.
             protected: names that pruning keeps.
 
@@ -119,8 +121,9 @@ class Saver:
         def finish() -> None:
             for name in names[1:]:
                 self.store.copy(names[0], name)
-            if best is not None:
-                self.store.link("best", best)
+            for link, target in (("latest", latest if latest != names[0] else None), ("best", best)):
+                if target is not None:
+                    self.store.link(link, target)
             faults.point("checkpoint.before-prune")
             self.store.prune(protected)
 

@@ -18,12 +18,15 @@ Several rules may apply at once; any of them switches to the fallback, and all m
 - `schedule`: high from the first step of the learning rate's decay to the end (arXiv 2509.25149, appendix D).
 
 A non-finite loss switches to the fallback at once; after three in a row in the fallback the run goes back to the newest
-good state in the recovery buffer. `min_dwell` and `max_switches` limit flapping: once the switches are used up, the run
+good state in the recovery buffer. A state holds the weights after its step, which only a later step evaluates: it is
+good once such a step was taken. `min_dwell` and `max_switches` limit flapping: once the switches are used up, the run
 stays in the fallback. A checkpoint holds the decision that was made when it was written, not the one before it.
 """
 
 import math
+import re
 import statistics
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
@@ -58,7 +61,7 @@ class Policy:
     snapshot_to_disk: bool = False
     """True: snapshots are checkpoints; False: they stay in memory."""
     keep: int = 2
-    """States of each kind in the recovery buffer."""
+    """States of each kind in the recovery buffer; and the newest good checkpoint while none of them is evaluated."""
     probe_every: int = 100
     """Steps between measurements of the gap."""
     min_dwell: int = 10
@@ -168,6 +171,8 @@ class _Memory:
     """The last measurements of the gap that were at most its threshold."""
     decay_from: int | None = None
     """The last step before a decay that began early."""
+    taken: int = 0
+    """The last step that was taken: its loss and its gradient were finite."""
 
 
 class _State(TypedDict):
@@ -226,8 +231,12 @@ class PrecisionController:
         return [name for name, _ in self._saved]
 
     def recovery_names(self) -> list[str]:
-        """The checkpoints of the recovery buffer that were written in a good state, newest first."""
-        return [name for name, good in reversed(self._saved) if good]
+        """The checkpoints of the recovery buffer that hold a good state, newest first."""
+        return [name for name, good in reversed(self._saved) if good and self.evaluated(_step_of(name))]
+
+    def evaluated(self, step: int) -> bool:
+        """True if a step was taken from the weights after `step`: only that shows that they are not broken."""
+        return step < self._memory.taken
 
     def spend(self, name: str) -> None:
         """Take a checkpoint out of the recovery buffer, because the run was restored from it."""
@@ -291,6 +300,7 @@ class PrecisionController:
             return self._broken(step, "Loss", loss)
         memory.broken = 0
         memory.finite += 1
+        memory.taken = step
         memory.steps_quantized += memory.is_quantized
         if gap is not None and not math.isfinite(gap) and self.is_quantized:
             return self._broken(step, "Gap", gap) + self._keep(step, good=False)
@@ -391,10 +401,14 @@ class PrecisionController:
             self.spend(name)  # a restored run uses the same names again
             # The buffer changes before the checkpoint is saved, whose memory thus names the checkpoint itself.
             self._saved.append((name, good))
-            while len(self._saved) > policy.keep:  # the oldest go, but never the only good one
-                only_good = [name for name, good in self._saved if good] == [self._saved[0][0]]
-                self._saved.pop(1 if only_good else 0)
             actions.append(Save(name))
+        kept, restorable = list(self._saved), self.recovery_names()
+        while len(kept) > policy.keep:  # the oldest go, but never the only good one
+            only_good = [name for name, good in kept if good] == [kept[0][0]]
+            kept.pop(1 if only_good else 0)
+        if restorable and not {name for name, _ in kept} & set(restorable):  # nor the only one that is evaluated
+            kept.insert(0, (restorable[0], True))
+        self._saved = kept
         return actions
 
     def _complain(self, step: int, loss: float) -> list[Action]:
@@ -427,6 +441,12 @@ class PrecisionController:
 
     def _is_spent(self) -> bool:
         return self.switches >= self.policy.max_switches
+
+
+def _step_of(name: str) -> int:
+    """The step whose weights a checkpoint of the recovery buffer holds; beyond all steps for a name of another kind."""
+    found = re.search(r"_iter(\d+)", name)
+    return int(found[1]) if found else sys.maxsize
 
 
 def _bound(values: list[float], loss: float) -> float:

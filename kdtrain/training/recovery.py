@@ -2,7 +2,9 @@
 
 A non-finite step is skipped. It changes no weight, no moment and no counter but that of skips; its data is left out,
 and the next step has the same number. The first skip is investigated: its micro-batches run again, in eager mode, with
-hooks that name the first non-finite module and tensor. With `--nan-hooks always` every skip is.
+hooks that name the first non-finite module and tensor. With `--nan-hooks always` every skip is. More than `--max-skips`
+skips in a row may mean that the last update broke the weights, which nothing shows before the next step: the run is
+rolled back once to the newest checkpoint from before that update, and ends if no step succeeds from there either.
 
 A spike or a divergence is rolled back. A rollback loads the newest checkpoint from before the spike, leaves out the
 data since then, multiplies the learning rate, and publishes the result, so that a run that dies next resumes after the
@@ -10,7 +12,8 @@ rollback. Dying in the middle is harmless: later checkpoints are set aside first
 one meets the same spike and rolls back again.
 
 Adaptive quantisation (`precision.controller`) returns actions. `decide` carries them out between two steps: it switches
-the student's layers, publishes checkpoints, takes snapshots, and returns a failing run to the newest good state.
+the student's layers, takes snapshots, names the checkpoints to publish, and returns a failing run to the newest good
+state, or to an ordinary checkpoint where the recovery buffer has none.
 """
 
 import copy
@@ -40,11 +43,8 @@ def skip(trainer: "Trainer", numbers: dict[str, float]) -> bool:
     """Count a skipped step, leave out its data, and investigate the first one.
 
     Returns False for an ordinary overflow in fp16, which only lowers the loss scale.
-
-    Raises:
-        RunError: more than `--max-skips` steps in a row were non-finite.
     """
-    progress, limit = trainer.state.progress, trainer.config.guards.max_skips
+    progress = trainer.state.progress
     scale = trainer.guards.scale
     if scale.absorbs(math.isfinite(numbers["loss"])):
         progress.sequences += trainer.config.batch_size
@@ -64,18 +64,61 @@ def skip(trainer: "Trainer", numbers: dict[str, float]) -> bool:
         _investigate(trainer, number, indices)
     progress.skips += 1
     progress.sequences += trainer.config.batch_size
-    if progress.skips_in_a_row > limit:
-        trainer.saver.wait()
-        newest = on_main(lambda: trainer.store.newest_valid()[0])
-        raise reported(
-            RunError(
-                f"{progress.skips_in_a_row} steps in a row, the last one {where}, had a non-finite loss or gradient "
-                f"(--max-skips {limit}); the newest checkpoint is {newest or 'none'}; "
-                "look at the data (kdtrain verify) or lower --lr",
-                reason="non-finite",
-            )
-        )
     return True
+
+
+def roll_back_skips(trainer: "Trainer") -> bool:
+    """After more than `--max-skips` skips in a row, roll back; return whether it did.
+
+    Raises:
+        RunError: as many steps failed again after the rollback, it would exceed `--max-rollbacks`, or there is no
+            checkpoint from before the last update.
+    """
+    progress, guards = trainer.state.progress, trainer.config.guards
+    limit = guards.max_skips
+    first = progress.skips_in_a_row == limit + 1
+    if not first and progress.skips_in_a_row <= 2 * limit + 1:
+        return False
+    trainer.saver.wait()
+    name = on_main(lambda: trainer.store.newest_valid(before=progress.step, planned=True)[0])
+    rows = f"{limit + 1} steps in a row" + ("" if first else ", and as many after a rollback")
+    what = f"{rows}, the last one batch {trainer.batch_number - 1} at step {progress.step + 1}, had a non-finite loss "
+    what += f"or gradient (--max-skips {limit})"
+    if first and name is not None and progress.rollbacks < guards.max_rollbacks:
+        trainer.writers.warning("non-finite", progress.step, what)
+        restore(trainer, _load(trainer, name), "rollback", guards.spike_lr_factor)
+        return True
+    _set_aside_broken(trainer)
+    newest = on_main(lambda: trainer.store.newest_valid()[0])
+    raise reported(
+        RunError(
+            f"{what}, after {progress.rollbacks} rollbacks (--max-rollbacks {guards.max_rollbacks}); the newest "
+            f"checkpoint is {newest or 'none'}; look at the data (kdtrain verify), or give a lower --lr and another "
+            "--out",
+            reason="non-finite",
+        )
+    )
+
+
+def _load(trainer: "Trainer", name: str) -> Checkpoint:
+    with raise_on_all_ranks():
+        return load_saved(trainer.store.path(name), trainer.state.like)
+
+
+def _set_aside_broken(trainer: "Trainer") -> None:
+    """Set aside the checkpoints of the present weights, from which no step could be taken, where earlier ones exist.
+
+    The next start would resume from them. Weights to which the run was rolled back have been trained from before.
+    """
+    progress, store = trainer.state.progress, trainer.store
+
+    def set_aside() -> None:
+        names = [f"{kind}_{progress.rollbacks}_iter{progress.step}" for kind in ("rollback", "recovery")]
+        rolled_back = any(store.path(name).is_dir() for name in names)
+        if not rolled_back and progress.best_step != progress.step and store.newest_valid(before=progress.step)[0]:
+            store.set_aside_after(progress.step - 1)
+
+    on_main(set_aside)
 
 
 def _investigate(trainer: "Trainer", number: int, indices: np.ndarray) -> None:
@@ -156,9 +199,7 @@ def _roll_back(trainer: "Trainer", kind: str, what: str, before: int, **fields: 
                 reason="diverged",
             )
         )
-    with raise_on_all_ranks():
-        checkpoint = load_saved(trainer.store.path(name), trainer.state.like)
-    restore(trainer, checkpoint, "rollback", guards.spike_lr_factor, **fields)
+    restore(trainer, _load(trainer, name), "rollback", guards.spike_lr_factor, **fields)
 
 
 def restore(trainer: "Trainer", to: Checkpoint, kind: str, lr_factor: float = 1.0, **fields: int) -> None:
@@ -175,6 +216,7 @@ def restore(trainer: "Trainer", to: Checkpoint, kind: str, lr_factor: float = 1.
     """
     bad = trainer.state.progress
     if bad.rollbacks >= trainer.config.guards.max_rollbacks:
+        _set_aside_broken(trainer)
         raise reported(
             RunError(
                 f"rolling back to {to.name} would exceed --max-rollbacks {trainer.config.guards.max_rollbacks}; "
@@ -190,7 +232,7 @@ def restore(trainer: "Trainer", to: Checkpoint, kind: str, lr_factor: float = 1.
     progress.rollbacks = bad.rollbacks + 1
     progress.lr_factor = bad.lr_factor * lr_factor
     progress.skipped_data = [*bad.skipped_data, [progress.sequences, bad.sequences]]
-    progress.skips = bad.skips
+    progress.skips, progress.skips_in_a_row = bad.skips, bad.skips_in_a_row
     progress.stopped = None
     progress.sequences = bad.sequences
     trainer.guards.spikes.reset()
@@ -223,20 +265,22 @@ def warm_up(trainer: "Trainer", stop: StopRequest) -> None:
         trainer.state.optimizer.zero_grad(set_to_none=True)
 
 
-def decide(trainer: "Trainer", step: int, loss: float, broken: str | None = None) -> bool:
-    """Carry out the controller's actions after step `step`, taken or skipped; return whether the run was rolled back.
+def decide(trainer: "Trainer", step: int, loss: float, broken: str | None = None) -> tuple[list[str], bool]:
+    """Carry out the controller's actions after step `step`, taken or skipped.
+
+    Returns the names under which the present state is to be saved, and whether the run was rolled back.
 
     broken: what was non-finite in a skipped step; `loss` is then its value.
     """
     adaptive = trainer.adaptive
-    if adaptive is None:
-        return False
+    names: list[str] = []
     recovered = False
-    for action in adaptive.controller.observe(step, loss, adaptive.gap, broken):
+    for action in () if adaptive is None else adaptive.controller.observe(step, loss, adaptive.gap, broken):
+        assert adaptive is not None
         if isinstance(action, Say):
             log.info(action.line)
         elif isinstance(action, Save):
-            trainer.save(action.name)
+            names.append(action.name)
         elif isinstance(action, Snapshot):
             snapshots = trainer.state.snapshots
             while len(snapshots) >= action.keep:
@@ -254,31 +298,36 @@ def decide(trainer: "Trainer", step: int, loss: float, broken: str | None = None
             trainer.writers.event("switch", trainer.state.progress.step, mode=action.mode, tried=step)
         elif isinstance(action, Recover):
             recovered = load_recovery_checkpoint(trainer, adaptive) or recovered
-    return recovered
+    return names, recovered
 
 
 def load_recovery_checkpoint(trainer: "Trainer", adaptive: Adaptive) -> bool:
-    """Restore the newest good state of the recovery buffer, in memory or on disk; False where none is left.
+    """Restore the newest good state of the recovery buffer, in memory or on disk; False where nothing can be restored.
 
-    The restored state leaves the buffer, so that a run that fails again returns to an older one.
+    The restored state leaves the buffer, so that a run that fails again returns to an older one. Where none is left,
+    the newest ordinary checkpoint from before the last update takes its place, at a lower rate, as in a rollback.
 
     Raises:
         RunError: it would exceed `--max-rollbacks`.
     """
     trainer.saver.wait()
-    names = adaptive.controller.recovery_names()
+    controller, progress = adaptive.controller, trainer.state.progress
+    names = controller.recovery_names()
     name = on_main(lambda: next((each for each in names if trainer.store.problem(each) is None), None))
-    good = None
-    if name is not None:
-        with raise_on_all_ranks():
-            good = load_saved(trainer.store.path(name), trainer.state.like)
+    good = None if name is None else _load(trainer, name)
     snapshots = trainer.state.snapshots
+    while snapshots and not controller.evaluated(snapshots[-1].state["progress"]["step"]):
+        snapshots.pop()
     if snapshots and (good is None or snapshots[-1].state["progress"]["step"] >= good.state["progress"]["step"]):
         good = snapshots.pop()
+    factor = 1.0
     if good is None:
-        text = "[AdaptiveQuantization] no good state is left to restore"
-        trainer.writers.warning("no-recovery", trainer.state.progress.step, text)
-        return False
-    adaptive.controller.spend(good.name)
-    restore(trainer, good, "recovery")
+        name = on_main(lambda: trainer.store.newest_valid(before=progress.step, planned=True)[0])
+        if name is None:
+            text = "[AdaptiveQuantization] no good state is left to restore"
+            trainer.writers.warning("no-recovery", progress.step, text)
+            return False
+        good, factor = _load(trainer, name), trainer.config.guards.spike_lr_factor
+    controller.spend(good.name)
+    restore(trainer, good, "recovery", factor)
     return True

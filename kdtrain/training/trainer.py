@@ -6,7 +6,7 @@ saves (`save`) when due. A stop request takes effect after the current micro-bat
 
 The trainer writes a state once: a rolling checkpoint every `--checkpoint-freq` steps, at the last step, and where the
 validation loss is lowest; one at the end of each epoch; a special one at a stop, a rollback or a switch; and one after
-`--checkpoint-minutes` without any. Where a rolling and an epoch's checkpoint coincide, one folder has both names.
+`--checkpoint-minutes` without any. Where several coincide at a step, one folder has all their names.
 """
 
 import math
@@ -224,9 +224,15 @@ class Trainer:
                     if numbers.pop("skipped"):
                         loss, norm = numbers["loss"], numbers["grad_norm"]
                         what, value = ("Gradient norm", norm) if math.isfinite(loss) else ("Loss", loss)
-                        failed = recovery.skip(self, numbers)
-                        recovered = failed and recovery.decide(self, state.progress.step + 1, value, what)
-                        if stop or recovered:
+                        if recovery.skip(self, numbers):
+                            if recovery.roll_back_skips(self):
+                                break
+                            names, recovered = recovery.decide(self, state.progress.step + 1, value, what)
+                            if names:
+                                self.save(*names)
+                            if recovered:
+                                break
+                        if stop:
                             break
                         continue
                     self.count(numbers)
@@ -249,8 +255,9 @@ class Trainer:
                     if not self._validation_due():  # a resumed run repeats a validation that a stop request prevented
                         self._check_plateau(shown, rate)
                     ended = self._ends_epoch()
-                    recovery.decide(self, progress.step, numbers["loss"])
-                    self._save_if_due(improved=outcome is Outcome.BEST, ends_epoch=ended, by_clock=by_clock)
+                    names, _ = recovery.decide(self, progress.step, numbers["loss"])
+                    improved = outcome is Outcome.BEST
+                    self._save_if_due(*names, improved=improved, ends_epoch=ended, by_clock=by_clock)
                     self.log_published()
                     if self.finished() or stop:
                         break
@@ -366,7 +373,7 @@ class Trainer:
             RunError: this checkpoint or the one before it could not be written.
         """
         progress = self.state.progress
-        best = names[0] if progress.best_step == progress.step else None  # the new target of the link `best`
+        shown = next((name for name in names if tiers.tier(name) == "rolling"), names[0])
         self.saver.save(
             names,
             progress.step,
@@ -374,7 +381,8 @@ class Trainer:
             {**self.identity, **self.state.numbers()},
             kept=packed(self.state.snapshots),
             rollbacks=progress.rollbacks,
-            best=best,
+            latest=shown,
+            best=shown if progress.best_step == progress.step else None,
             protected=self._protected(names) if is_main() else [],
         )
         self.published = (progress.step, progress.validated_step)
@@ -431,11 +439,15 @@ class Trainer:
         ended, progress.epoch = epoch > progress.epoch, max(epoch, progress.epoch)
         return ended
 
-    def _save_if_due(self, *, improved: bool, ends_epoch: bool, by_clock: bool = False) -> None:
-        """Save the last finished step if its number, the end of an epoch, its validation or the clock requires it."""
+    def _save_if_due(self, *others: str, improved: bool, ends_epoch: bool, by_clock: bool = False) -> None:
+        """Save the last finished step if its number, the end of an epoch, its validation or the clock requires it.
+
+        others: the names that adaptive quantisation asks for. They come first: the memory in the checkpoint names
+        those of the recovery buffer, which a run that is killed between two names must find when it goes back.
+        """
         progress = self.state.progress
         due = progress.step % self.config.checkpoint.checkpoint_freq == 0 or self.finished()
-        names = [tiers.rolling_name(progress.step)] if due or improved else []
+        names = [*others, *([tiers.rolling_name(progress.step)] if due or improved else [])]
         if ends_epoch:
             names.append(tiers.epoch_name(progress.epoch))
         if by_clock and not names and not self.is_saved():

@@ -76,7 +76,8 @@ def test_a_run_that_is_nan_at_every_step_ends_with_exit_1_and_resumes_without_th
     done = start(forks, "nan-always", "--max-skips", 2, "--checkpoint-freq", 2, fault="train.gradient:nan:4-1000")
     assert done.code == 1
     said = done.refusal()
-    assert "3 steps in a row" in said and "--max-skips 2" in said and "step-00000002" in said
+    assert "3 steps in a row, and as many after a rollback" in said and "--max-skips 2" in said
+    assert "the newest checkpoint is rollback_1_iter2" in said
     assert not (forks.root / "nan-always" / "student").exists()
     start(forks, "nan-always", "--max-skips", 2, "--checkpoint-freq", 2).ok()
     assert_sound(forks, "nan-always", 9)

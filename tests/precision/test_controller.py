@@ -137,6 +137,7 @@ def test_windows_end_in_a_checkpoint_and_the_oldest_leaves_the_buffer():
         "window_1_iter50_quantized", "window_end_1_iter100", "window_2_iter150_quantized",
         "window_end_2_iter200", "window_3_iter250_quantized", "window_end_3_iter300",
     ]  # fmt: skip
+    made.observe(301, 0.05)
     assert made.recovery_names() == saved[-2:][::-1]
 
 
@@ -168,13 +169,33 @@ def test_the_buffer_never_drops_its_only_good_state():
     assert made.recovery_names() == ["window_1_iter1_quantized"]
 
 
+def test_a_state_is_good_only_once_a_later_step_was_taken_from_it():
+    made = controller(rules=("loss",), window=2)
+    feed(made, [0.05] * 2)
+    assert made.buffer_names() == ["window_end_1_iter2"] and made.recovery_names() == []
+    made.observe(3, NAN, broken="Loss")
+    assert made.recovery_names() == [] and not made.evaluated(2)
+    made.observe(3, 0.05)
+    assert made.recovery_names() == ["window_end_1_iter2"] and made.evaluated(2)
+    again = controller(rules=("loss",), window=2)
+    again.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    assert again.recovery_names() == ["window_end_1_iter2"]
+
+
+def test_a_buffer_of_one_state_keeps_the_evaluated_one_until_the_newest_is_evaluated():
+    made = controller(rules=("loss",), window=1, keep=1)
+    feed(made, [0.05] * 3)
+    assert made.buffer_names() == ["window_end_2_iter2", "window_end_3_iter3"]
+    assert made.recovery_names() == ["window_end_2_iter2"]
+
+
 def test_a_state_that_the_run_went_back_to_is_spent_and_a_repeated_name_counts_once():
     made = controller(rules=("loss",), window=2, keep=2)
-    feed(made, [0.05] * 4)
+    feed(made, [0.05] * 5)
     assert made.recovery_names() == ["window_end_2_iter4", "window_end_1_iter2"]
     made.spend("window_end_2_iter4")
     assert made.recovery_names() == ["window_end_1_iter2"]
-    feed(made, [0.05] * 2)
+    feed(made, [0.05] * 3)
     assert made.buffer_names() == made.recovery_names() == ["window_end_1_iter2"]
 
 
@@ -285,6 +306,7 @@ def test_the_checkpoint_of_a_switch_follows_those_of_the_buffer_that_its_memory_
         Save("switch_to_mxfp4_iter8"),
         SwitchTo("mxfp4"),
     ]
+    made.observe(9, 0.01)
     assert made.recovery_names()[0] == "window_end_2_iter8"
 
 

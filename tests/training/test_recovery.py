@@ -1,6 +1,7 @@
 """A loss spike: how far a run is rolled back, which data it leaves out, and how it ends."""
 
 import json
+import math
 import os
 import signal
 
@@ -12,17 +13,18 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
-from kdtrain.training import recovery, trainer
+from kdtrain.training import recovery, step, trainer
 
 SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 100, "early_stopping": False, "lr_schedule": "constant"}
 
 
 @pytest.fixture
 def spikes(monkeypatch):
-    """Multiply the loss by 30, or another factor, at these batches."""
+    """Multiply the loss by 30, or another factor, at these batches, or make it NaN."""
 
     def ask(batches, factor=30):
-        monkeypatch.setenv("KDTRAIN_FAULT", f"train.loss:x{factor}:{batches}")
+        how = factor if factor == "nan" else f"x{factor}"
+        monkeypatch.setenv("KDTRAIN_FAULT", f"train.loss:{how}:{batches}")
         faults.read()
         return faults._fired
 
@@ -242,3 +244,41 @@ def test_a_bundle_that_cannot_be_written_is_a_warning_and_the_run_goes_on(worksh
     with workshop.run(train=workshop.source(40, broken=tuple(order.batch(0, 0, 4, 40).tolist()[:1])), steps=3) as run:
         run.fit()
     assert (run.state.progress.step, run.state.progress.skips) == (3, 1)
+
+
+@pytest.mark.parametrize("checkpoint_freq", [1, 4])
+def test_an_update_that_breaks_the_weights_is_rolled_back_once_at_half_the_rate(workshop, monkeypatch, checkpoint_freq):
+    rates = iter([1e30])
+    monkeypatch.setattr(step, "learning_rate", lambda n, *_: next(rates, 1e-3) if n == 6 else 1e-3)
+    options = SPIKE | {"steps": 9, "checkpoint_freq": checkpoint_freq, "max_skips": 3, "nan_hooks": "off"}
+    with workshop.run(train=workshop.source(400), **options) as run:
+        run.fit()
+    progress, back = run.state.progress, 5 if checkpoint_freq == 1 else 4
+    assert (progress.step, progress.rollbacks, progress.lr_factor, progress.skips) == (9, 1, 0.5, 4)
+    assert events(run, "rollback")[0]["step"] == back
+    assert [each["in_a_row"] for each in events(run, "skip")] == [1, 2, 3, 4]
+    assert math.isfinite(progress.loss)
+    # the data of the step that broke the weights, and of the skipped ones, is left out
+    assert progress.skipped_data == [[4 * back, 4 * (6 + 4)]]
+
+
+def test_a_run_whose_steps_fail_after_the_rollback_too_ends_at_weights_that_can_be_resumed(workshop, spikes):
+    monkeypatched = spikes("6-100", factor="nan")
+    options = SPIKE | {"checkpoint_freq": 1, "max_skips": 2, "nan_hooks": "off"}
+    with (
+        workshop.run(train=workshop.source(400), **options) as run,
+        pytest.raises(RunError, match=r"3 steps in a row, and as many after a rollback.*rollback_1_iter4") as ended,
+    ):
+        run.fit()
+    assert monkeypatched == {"train.loss"} and ended.value.reason == "non-finite"
+    assert [each["in_a_row"] for each in events(run, "skip")] == [1, 2, 3, 4, 5, 6]
+    assert run.store.newest_valid()[0] == run.store.linked("latest") == "rollback_1_iter4"
+
+
+def test_without_rollbacks_the_checkpoint_of_broken_weights_is_set_aside(workshop, spikes):
+    spikes("6-100", factor="nan")
+    options = SPIKE | {"checkpoint_freq": 1, "max_skips": 2, "nan_hooks": "off", "max_rollbacks": 0}
+    with workshop.run(train=workshop.source(400), **options) as run, pytest.raises(RunError, match="3 steps in a row,"):
+        run.fit()
+    assert run.store.newest_valid()[0] == run.store.linked("latest") == "step-00000004"
+    assert (run.store.folder / "step-00000005.left-1").is_dir()

@@ -19,7 +19,9 @@ from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, convert
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.training import recovery
+from kdtrain.training import step as step_module
 from kdtrain.training.recovery import decide
+from kdtrain.training.schedule import learning_rate
 
 CALM = {
     "lr": 1e-5,
@@ -66,6 +68,24 @@ def fault(monkeypatch):
     yield ask
     monkeypatch.delenv("KDTRAIN_FAULT", raising=False)
     faults.read()
+
+
+@pytest.fixture
+def break_update(monkeypatch):
+    """Take the updates of step `at`, `times` times, at a rate that breaks the weights; gradients of these are NaN."""
+
+    def ask(at: int, times: int = 1) -> None:
+        left = [times]
+
+        def rate(step: int, *rest) -> float:
+            if step != at or not left[0]:
+                return learning_rate(step, *rest)
+            left[0] -= 1
+            return 1e30
+
+        monkeypatch.setattr(step_module, "learning_rate", rate)
+
+    return ask
 
 
 def metrics(run) -> dict[int, dict]:
@@ -210,7 +230,7 @@ def test_the_student_runs_in_the_mode_that_the_controller_answers(workshop, monk
         controller = quantise(run, **LOSS)
         for mode, position in (("bf16", "high"), ("mxfp4", "quantized")):
             monkeypatch.setattr(controller, "observe", lambda *told, mode=mode: [SwitchTo(mode)])
-            assert not decide(run, 1, 3.0)
+            assert decide(run, 1, 3.0) == ([], False)
             assert run.student.switch.position == position
         events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
     assert [each["mode"] for each in events if each["event"] == "switch"] == ["bf16", "mxfp4"]
@@ -255,8 +275,51 @@ def test_steps_that_stay_broken_in_the_fallback_restore_the_newest_good_state(wo
         progress, names = run.state.progress, run.store.names()
         events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
     assert progress.rollbacks == 1 and progress.step == 8 and math.isfinite(progress.loss)
-    assert not controller.is_quantized and "recovery_1_iter5" in names
-    assert [each["step"] for each in events if each["event"] == "recovery"] == [5]
+    # no step was taken from the snapshot of step 5
+    assert not controller.is_quantized and "recovery_1_iter4" in names
+    assert [each["step"] for each in events if each["event"] == "recovery"] == [4]
+
+
+def test_weights_that_an_update_broke_are_never_restored_and_an_ordinary_checkpoint_is(workshop, break_update):
+    break_update(at=6)
+    with workshop.run(train=workshop.source(400), steps=8, checkpoint_freq=4, **CALM) as run:
+        quantise(run, **LOSS | {"window": 100, "snapshot_every": 6})  # its only state is the broken one
+        run.fit()
+        saved = load(run.store.path("recovery_1_iter4"))
+        before = load(run.store.path("step-00000004"))
+        names, latest = run.store.names(), run.store.linked("latest")
+    progress = run.state.progress
+    assert (progress.step, progress.rollbacks, progress.lr_factor) == (8, 1, 0.5) and math.isfinite(progress.loss)
+    assert all(torch.equal(saved.tensors[name], before.tensors[name]) for name in before.tensors)
+    assert "switch_to_bf16_iter6" not in names and latest == "step-00000008"
+
+
+def test_a_run_that_every_update_breaks_ends_at_weights_that_can_be_resumed(workshop, break_update):
+    break_update(at=1, times=100)
+    options = {"steps": 8, "checkpoint_freq": 1, "eval_freq": 8, **CALM}
+    for _ in range(2):
+        with workshop.run(**options) as run:
+            quantise(run, **LOSS)
+            if (newest := run.store.newest_valid()[0]) is not None:
+                found = load(run.store.path(newest))
+                run.state.load(found.tensors, found.state)
+                run.published = (0, 0)
+            with pytest.raises(RunError, match=r"recovery_3_iter0 would exceed --max-rollbacks 3"):
+                run.fit()
+            run.saver.wait()
+            assert run.store.newest_valid()[0] == run.store.linked("latest") == "recovery_3_iter0"
+        first, last = (load(run.store.path(name)) for name in ("step-00000000", "recovery_3_iter0"))
+        assert all(torch.equal(last.tensors[name], tensor) for name, tensor in first.tensors.items())
+
+
+def test_a_checkpoint_of_adaptive_quantisation_and_an_ordinary_one_of_the_same_step_are_one(workshop):
+    with workshop.run(steps=4, checkpoint_freq=100, **CALM) as run:
+        quantise(run, **LOSS)
+        run.fit()
+        window, rolling = (run.store.path(name) for name in ("window_end_1_iter4", "step-00000004"))
+        (shard,) = window.glob("*.safetensors")
+        assert shard.samefile(rolling / shard.name)
+        assert run.store.linked("latest") == "step-00000004"
 
 
 def test_a_signal_in_a_broken_step_does_not_hide_it_from_the_controller(workshop, fault, monkeypatch):
