@@ -230,7 +230,8 @@ class Store:
         """Publish a checkpoint and point `latest` at it; replaces one of the same name. Every rank calls this.
 
         Args:
-            name: decides the tier (`tiers.rolling_name`, `tiers.epoch_name`, or any other).
+            name: decides the tier (`tiers.rolling_name`, `tiers.epoch_name`, or any other); `latest` does not follow
+                one that is kept apart (`tiers.is_apart`).
             step, rollbacks: the place in the run, which decides which checkpoint is newest.
             tensors, state: named tensors, and JSON values.
             group: the group for objects; a thread needs its own (`ranks.control_group`).
@@ -250,7 +251,8 @@ class Store:
                 raise UsageError(f"checkpoint {name} is not saved, because it could not be loaded again: {wrong}")
             self._publish(hidden, name)
             self._whole[name] = _fingerprint(self.folder / name)
-            self.link("latest", name)
+            if not tiers.is_apart(name):
+                self.link("latest", name)
 
         with self._cleaning(name):
             hidden = self._prepare(name) if alone else on_main(lambda: self._prepare(name), group)
@@ -301,12 +303,16 @@ class Store:
         """Published checkpoints, oldest first, whether they verify or not."""
         return [entry.name for entry in self.entries()]
 
-    def entries(self, whole: Callable[[str], bool] | None = None) -> list[tiers.Entry]:
-        """Published checkpoints, oldest first, with their place in the run; valid by sizes, or by `whole`."""
+    def entries(self, whole: Callable[[str], bool] | None = None, *, apart: bool = False) -> list[tiers.Entry]:
+        """Published checkpoints, oldest first, with their place in the run; valid by sizes, or by `whole`.
+
+        apart: include those that are kept to be looked at.
+        """
         found = {}
         for path in self.folder.glob("*"):
             name = path.name.removesuffix(_REPLACED)
-            if tiers.is_name(name) and not path.is_symlink() and is_checkpoint(path):
+            wanted = tiers.is_name(name) and (apart or not tiers.is_apart(name))
+            if wanted and not path.is_symlink() and is_checkpoint(path):
                 at = self.path(name)
                 entry = entry_of(at, name, whole(name) if whole else problem(at, digests=False) is None)
                 if at.exists():  # else a run that is training has removed it meanwhile

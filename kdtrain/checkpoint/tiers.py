@@ -3,8 +3,10 @@
 Rolling checkpoints are `step-00000250`, epoch checkpoints `epoch-0001`. Those saved by the clock, at steps that differ
 from run to run, are `clock-00000123`, and one is kept. Those of the recovery buffer of adaptive quantisation are
 `window_end_2_iter200` and `window_1_iter100_quantized`, and special ones have any other name (`interrupted-00000123`,
-`rollback_1_iter120`, `switch_to_bf16_iter150`). Hidden names, the links `latest` and `best`, and set-aside checkpoints
-(`step-00000250.left-1`, `step-00000250.damaged-1`) do not count.
+`rollback_1_iter120`, `switch_to_bf16_iter150`). The state in which gradients exploded, `exploded-00000123`, is kept
+apart, to be looked at: it is never the newest, no link points at it, and retention does not remove it. Hidden names,
+the links `latest` and `best`, and set-aside checkpoints (`step-00000250.left-1`, `step-00000250.damaged-1`) do not
+count.
 """
 
 import re
@@ -14,14 +16,14 @@ from typing import Literal
 
 from kdtrain.errors import UsageError
 
-Tier = Literal["clock", "epoch", "rolling", "special", "window"]
+Tier = Literal["clock", "epoch", "exploded", "rolling", "special", "window"]
 
 LINKS = ("latest", "best")
 _ASIDE = re.compile(r"\.(?:left|damaged|old|replaced)-\d+$")
 """Ends of the names that `files.set_aside` gives."""
-_STEP = re.compile(r"^(?:step-|interrupted-|clock-)(\d+)|iter(\d+)")
+_STEP = re.compile(r"^(?:step-|interrupted-|clock-|exploded-)(\d+)|iter(\d+)")
 _WINDOW = re.compile(r"window_(?:end_\d+_iter\d+|\d+_iter\d+_[a-z0-9]+)")
-_RANK: dict[Tier, int] = {"clock": 0, "epoch": 0, "rolling": 1, "special": 2, "window": 2}
+_RANK: dict[Tier, int] = {"clock": 0, "epoch": 0, "exploded": 0, "rolling": 1, "special": 2, "window": 2}
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,16 @@ def clock_name(step: int) -> str:
     return f"clock-{step:08d}"
 
 
+def exploded_name(step: int) -> str:
+    """The name of the checkpoint of `step` at which a run ended because its gradients exploded."""
+    return f"exploded-{step:08d}"
+
+
+def is_apart(name: str) -> bool:
+    """Whether a checkpoint of this name is kept to be looked at only."""
+    return tier(name) == "exploded"
+
+
 def is_name(name: str) -> bool:
     """Whether a checkpoint may have this name."""
     odd = not name or name.startswith(".") or not {"/", "\0"}.isdisjoint(name)
@@ -71,7 +83,7 @@ def is_name(name: str) -> bool:
 
 def is_planned(name: str) -> bool:
     """Whether an uninterrupted run, on any machine, also has this checkpoint."""
-    return not name.startswith("interrupted-") and tier(name) != "clock"
+    return not name.startswith("interrupted-") and tier(name) not in ("clock", "exploded")
 
 
 def tier(name: str) -> Tier:
@@ -80,6 +92,8 @@ def tier(name: str) -> Tier:
         return "rolling"
     if re.fullmatch(r"clock-\d{8,}", name):
         return "clock"
+    if re.fullmatch(r"exploded-\d{8,}", name):
+        return "exploded"
     if _WINDOW.fullmatch(name):
         return "window"
     return "epoch" if re.fullmatch(r"epoch-\d{4,}", name) else "special"

@@ -53,7 +53,7 @@ from kdtrain.precision.linear import convert
 from kdtrain.precision.modes import compiles_teacher, head_dtype, why_not_compile, why_not_tf32
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
 from kdtrain.training.data import CachedSource, OnlineSource, Source
-from kdtrain.training.schedule import decay_steps
+from kdtrain.training.schedule import decay_start, total_steps
 from kdtrain.training.student import Student, plan_hidden_loss
 from kdtrain.training.trainer import Trainer
 
@@ -203,7 +203,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         }
     compared = {name: identity[name] for name in ("cache", "student", "teacher")}
     agree(lambda: {**compared, "the student's weights": weights_digest(model)})
-    total = _total_steps(config, len(readers["train"]))
+    total = total_steps(config, len(readers["train"]))
     compiles = _compiles(config, device)
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         shard(model, device, dtype=formats.gathered, shard_size=plan.shard_size)
@@ -262,8 +262,8 @@ def _adaptive(config: DistillConfig, formats: Formats, total: int) -> Adaptive |
     if formats.choice is None or not config.quantization.time_resume:
         return None
     options = config.optimizer
-    decay_start = total - decay_steps(total, options)
-    rules = policy(config.quantization, formats.choice.mode, options.lr_schedule, decay_start)
+    last = decay_start(total, options)
+    rules = policy(config.quantization, formats.choice.mode, options.lr_schedule, last)
     forward_only = config.quantization.quant_fallback_scope == "forward"
     return Adaptive(PrecisionController(rules), formats.switch, "high-forward" if forward_only else "high")
 
@@ -354,14 +354,6 @@ def _temperature(config: DistillConfig, total: int) -> Temperature:
         schedule=objective.temperature_schedule,
         total_steps=max(total - 1, 1),  # steps count from 0: step total - 1 is the end of the schedule
     )
-
-
-def _total_steps(config: DistillConfig, sequences: int) -> int:
-    if config.epochs is not None:
-        return max(round(config.epochs * sequences / config.batch_size), 1)
-    if config.steps is None and config.checkpoint.override_opt_param_scheduler and config.optimizer.decay_steps:
-        return config.optimizer.warmup_steps + config.optimizer.decay_steps  # only a decay, from another run's weights
-    return config.steps or 2000
 
 
 def _compiles(config: DistillConfig, device: torch.device) -> bool:

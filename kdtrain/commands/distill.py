@@ -13,8 +13,8 @@ from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_run import BuiltRun, build_run, micro_batch, run_device
 from kdtrain.commands.common import show
 from kdtrain.commands.export import student_at
-from kdtrain.commands.result import log_outcome, run_result, write_result
-from kdtrain.commands.resume import resume_or_start
+from kdtrain.commands.result import log_outcome, refuse_no_progress, run_result, write_result
+from kdtrain.commands.resume import new_length, resume_or_start
 from kdtrain.commands.run_folder import (
     TOKENIZER,
     launch,
@@ -31,8 +31,9 @@ from kdtrain.files import set_aside
 from kdtrain.models.loading import export_lock, export_model, is_export, tokenizer_files
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.loggers import require_wandb
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.progress import end_log, log, setup_logging
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, rank, world_size
+from kdtrain.training.schedule import warmup_steps
 from kdtrain.training.signals import interruptible
 from kdtrain.training.state import load_saved
 from kdtrain.training.step import out_of_memory
@@ -87,20 +88,23 @@ def distill(config: DistillConfig) -> dict[str, Any]:
         built = build_run(config, resumed)
         trainer, config = built.trainer, built.trainer.config
         loaded = resume_or_start(trainer, resumed)  # writes nothing yet, so that a refusal changes nothing
+        length = on_main(lambda: new_length(trainer)) if resumed else None  # before config.toml has the new one
         _write_metadata(built)
         with _result_of_failure(trainer):
             built.open(init=None if loaded is None else "loaded")
             trainer.writers.hyperparameters(used(config))
-            _log_start(built, loaded)
+            _log_start(built, loaded, length)
             _fit(trainer)
             if trainer.stopped_by is None:
+                with raise_on_all_ranks():
+                    refuse_no_progress(trainer)
                 log_outcome(trainer)
             trainer.writers.close()
-        stopped_early = trainer.state.progress.stopped is not None
-        result = run_result(trainer, "signal" if trainer.stopped_by else "early-stop" if stopped_early else "done")
-        if trainer.stopped_by is None:  # still as a group of ranks, and under the run's lock
-            on_main(lambda: _export(trainer))
-            result["student"] = str(config.out / "student")
+            stopped_early = trainer.state.progress.stopped is not None
+            result = run_result(trainer, "signal" if trainer.stopped_by else "early-stop" if stopped_early else "done")
+            if trainer.stopped_by is None:  # still as a group of ranks, and under the run's lock
+                on_main(lambda: _export(trainer))
+                result["student"] = str(config.out / "student")
         write_result(trainer, result)
         return result
 
@@ -127,25 +131,35 @@ def _write_metadata(built: BuiltRun) -> None:
 
 @contextmanager
 def _result_of_failure(trainer: Trainer) -> Iterator[None]:
-    """Write result.json when an error ends the run, print it with `--json`, and turn an OSError into a RunError."""
+    """When an error ends the run, write it into its logs and result.json, and print that with `--json`.
+
+    Turns an OSError into a RunError.
+    """
     try:
         yield
     except UsageError:
         raise
     except Exception as error:
-        result = run_result(trainer, reason(error), str(error))
-        with suppress(RunError):  # the error may be a full disk
+        text = str(error) or type(error).__name__
+        if isinstance(error, OSError):
+            where, intact = error.filename or trainer.config.out, "published checkpoints are intact"
+            text = f"{where}: {error.strerror or error}; {intact}{advice(error)}"
+        step, writers = trainer.state.progress.step, getattr(trainer, "writers", None)  # which may have failed to open
+        with suppress(OSError):  # the error may be a full disk
+            end_log(text)
+            if writers is not None:
+                writers.event("failure", step, "error", reason=reason(error), message=text)
+        result = run_result(trainer, reason(error), text)
+        with suppress(RunError):
             write_result(trainer, result)
         if trainer.config.json:
             show("", result, True)
         if isinstance(error, OSError):
-            where, intact = error.filename or trainer.config.out, "published checkpoints are intact"
-            text = f"{where}: {error.strerror or error}; {intact}{advice(error)}"
             raise RunError(text, reason=reason(error)) from None
         raise
 
 
-def _log_start(built: BuiltRun, loaded: Path | None) -> None:
+def _log_start(built: BuiltRun, loaded: Path | None, length: str | None) -> None:
     trainer, config, student = built.trainer, built.trainer.config, built.trainer.student
     kind = "cross-entropy"
     if trainer.has_teacher and config.objective.distils:
@@ -162,6 +176,8 @@ def _log_start(built: BuiltRun, loaded: Path | None) -> None:
         student.quantized or student.mode,
         student.device,
     )
+    if (warmup := warmup_steps(trainer.planned, config.optimizer)) < config.optimizer.warmup_steps:
+        log.info("warm-up of %d steps, half of the run, not %d", warmup, config.optimizer.warmup_steps)
     if world_size() > 1:
         log.info(
             "%d ranks, %s: each step %d micro-batches of %d sequences on each",
@@ -172,6 +188,8 @@ def _log_start(built: BuiltRun, loaded: Path | None) -> None:
         log.info(line)
     if loaded is not None:
         log.info("resuming from %s", loaded)
+    if length is not None:
+        log.info(length)
     trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step)
 
 

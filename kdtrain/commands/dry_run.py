@@ -43,7 +43,7 @@ from kdtrain.ranks import (
     reported,
     world_size,
 )
-from kdtrain.training.schedule import decay_steps
+from kdtrain.training.schedule import decay_steps, warmup_steps
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import packed, read_saved
 from kdtrain.training.trainer import Trainer, validate
@@ -291,7 +291,7 @@ def _start(config: DistillConfig, complete: DistillConfig) -> str:
 
 def _schedule(trainer: Trainer) -> str:
     own = trainer.config.optimizer
-    text = f"{own.lr:g}, {own.lr_schedule} after {min(own.warmup_steps, trainer.total)} steps of warm-up"
+    text = f"{own.lr:g}, {own.lr_schedule} after {warmup_steps(trainer.total, own)} steps of warm-up"
     if own.lr_schedule == "wsd":
         text += f", the last {decay_steps(trainer.total, own)} steps down to {own.min_lr:g} ({own.decay_shape})"
     elif own.lr_schedule == "cosine":
@@ -300,8 +300,7 @@ def _schedule(trainer: Trainer) -> str:
 
 
 def _validation_steps(trainer: Trainer) -> list[int]:
-    every = trainer.config.monitor.eval_freq
-    return sorted({*range(0, trainer.total + 1, every), trainer.total})
+    return sorted({*range(0, trainer.total + 1, trainer.eval_freq), trainer.total})
 
 
 def _validation_seconds(trainer: Trainer) -> float:

@@ -58,7 +58,7 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     if out.exists() and any(out.iterdir()) and not config.overwrite:
         raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
     path, student, state = read_checkpoint(
-        lambda: _checkpoint(config.run, config.checkpoint),
+        lambda: checkpoint_of(config.run, config.checkpoint),
         lambda path: (path, student_at(path, torch.device("cpu")), read_saved(path)),
     )
     run = _run_of(path)
@@ -96,7 +96,7 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
 
         return read_checkpoint(lambda: checkpoint_at(path), read), tokenizer_of_run(_run_of(path.resolve()))
     if is_run(path):
-        student = read_checkpoint(lambda: _checkpoint(path, "best"), lambda found: student_at(found, device))
+        student = read_checkpoint(lambda: checkpoint_of(path, "best"), lambda found: student_at(found, device))
         return student, tokenizer_of_run(path)
     spec = read_spec(name)
     return split(load_student(spec, vocab_size=None, seed=0, device=str(device))), spec.tokenizer or spec.source
@@ -150,8 +150,8 @@ def tokenizer_of_run(run: Path) -> Path | None:
     return found
 
 
-def _checkpoint(run: Path, wanted: str) -> Path:
-    """The folder of a run's checkpoint; `best` means the newest where no checkpoint is best."""
+def checkpoint_of(run: Path, wanted: str) -> Path:
+    """Return the folder of a run's checkpoint; `best` means the newest where no checkpoint is best."""
     if not is_run(run):
         raise UsageError(f"{run} is not a run; give a folder that kdtrain distill wrote")
     store = Store(run / "checkpoints")

@@ -139,7 +139,7 @@ def _lines(fidelity: dict[str, Any]) -> list[str]:
 def _run(path: Path) -> dict[str, Any]:
     store = Store(path / "checkpoints")
     environment = path / "environment.json"
-    rows = {entry.name: _row(store, entry) for entry in store.entries()}
+    rows = {entry.name: _row(store, entry) for entry in store.entries(apart=True)}
     rows = {name: row for name, row in rows.items() if store.path(name).exists()}  # else pruned meanwhile
     result = read_result(path)
     try:

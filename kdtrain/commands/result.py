@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from kdtrain.commands.common import finite
+from kdtrain.errors import RunError
 from kdtrain.files import SMALL, open_regular, parse_json, publish_text, read_json, typed
 from kdtrain.ranks import is_main, peak_memory_mb
 from kdtrain.training.trainer import Trainer
@@ -103,16 +104,30 @@ def read_result(out: Path) -> Result | None:
         return None
 
 
+def refuse_no_progress(trainer: Trainer) -> None:
+    """Raise a `RunError` if no validation was better than the first one: the best student is the initial one."""
+    progress = trainer.state.progress
+    first, best, step = progress.first_loss, progress.best_loss, progress.best_step
+    if first is None or best is None or step is None or best < first or step == progress.step:
+        return
+    last = "" if progress.last_loss is None else f", {progress.last_loss:.4f} at step {progress.validated_step}"
+    raise RunError(
+        f"the student never got better: validation loss {first:.4f} before its first step{last}; nothing is exported; "
+        "give another --lr or more --steps, and another --out, or export the last student: kdtrain export "
+        f"{trainer.config.out} --checkpoint latest",
+        reason="no-progress",
+    )
+
+
 def log_outcome(trainer: Trainer) -> None:
-    """Warn when the student is no better than at its start, or than a student of plain cross-entropy."""
+    """Warn when the student ended worse than it began, or is no better than a student of plain cross-entropy."""
     progress = trainer.state.progress
     first, last, best, number = progress.first_loss, progress.last_loss, progress.best_loss, progress.best_step
     if first is None or last is None or best is None:
         return
-    if last > first or best >= first:
-        what = "ended worse than it began" if last > first else "is no better than it began"
+    if last > first:
         losses = f"validation loss {first:.4f}, at the end {last:.4f}; the export is of step {number}, {best:.4f}"
-        trainer.writers.warning("no-gain", progress.step, f"the student {what}: {losses}")
+        trainer.writers.warning("no-gain", progress.step, f"the student ended worse than it began: {losses}")
     if (plain := _plain_cross_entropy(trainer)) is not None and best >= plain[1]:
         other = f"{plain[1]:.4f}, that of plain cross-entropy on this cache in {plain[0]}"
         trainer.writers.warning(

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from kdtrain.checkpoint.store import Checkpoint
+from kdtrain.commands.export import checkpoint_of
 from kdtrain.commands.run_folder import changes, is_run, refuse_changes
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
+from kdtrain.files import read_toml, typed
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.ranks import on_main, raise_on_all_ranks, reported
+from kdtrain.training.schedule import learning_rate, total_steps, warmup_steps
 from kdtrain.training.state import Progress, load_saved
 from kdtrain.training.trainer import Trainer
 
@@ -99,7 +103,7 @@ def _find(trainer: Trainer, wanted: str) -> str | None:
 
 
 def start_from(trainer: Trainer, path: Path) -> Path:
-    """Load weights, moments, temperature and the place in the data from another run's checkpoint.
+    """Load weights, moments, temperature and the place in the data from another run, or one of its checkpoints.
 
     With `--override-opt-param-scheduler` the schedule starts at step 0; otherwise it continues that of the other run.
     """
@@ -107,11 +111,10 @@ def start_from(trainer: Trainer, path: Path) -> Path:
     with raise_on_all_ranks():
         if not path.is_dir():
             raise UsageError(
-                f"--load {path}: there is no such checkpoint; name a folder like runs/A/checkpoints/step-00002000"
+                f"--load {path}: there is no such run or checkpoint; name a folder like runs/A, or "
+                "runs/A/checkpoints/step-00002000"
             )
-        if is_run(path):
-            raise UsageError(f"--load {path} is a run; name one of its checkpoints, such as {path}/checkpoints/best")
-        path = trainer.store.choose(str(path.resolve()))
+        path = checkpoint_of(path, "best") if is_run(path) else trainer.store.choose(str(path.resolve()))
         checkpoint = load_saved(path, trainer.state.like)
         _refuse_other(trainer, checkpoint, path, ("student",))
         saved, same_data = checkpoint.state["options"], checkpoint.state["cache"] == trainer.identity["cache"]
@@ -146,6 +149,38 @@ def start_from(trainer: Trainer, path: Path) -> Path:
     trainer.student.temperature.set_step(max(trainer.state.progress.step - 1, 0))
     log.info("weights and moments are those of %s; the data starts at sequence %d", path, cursor)
     return path
+
+
+class _Length(TypedDict):
+    steps: NotRequired[int]
+    epochs: NotRequired[float]
+
+
+class _Config(TypedDict):
+    run: _Length
+
+
+def new_length(trainer: Trainer) -> str | None:
+    """Return what changes because the run has another length than at its last start; None where nothing does."""
+    step, own = trainer.state.progress.step, trainer.config
+    try:
+        before = typed(read_toml(own.out / "config.toml"), _Config)["run"]
+        earlier = replace(own, steps=before.get("steps"), epochs=before.get("epochs"))
+    except (OSError, ValueError):
+        return None  # config.toml is lost
+    planned, now = total_steps(earlier, len(trainer.train_source)), trainer.planned
+    if planned == now or not 0 < step < now:
+        return None
+    factor, decay_from = trainer.state.progress.lr_factor, trainer.state.progress.decay_from
+    rates = (
+        factor * learning_rate(step, max(planned, step), own.optimizer, decay_from),
+        factor * learning_rate(step + 1, trainer.total, own.optimizer, decay_from),
+    )
+    return (
+        f"the run now has {now} steps, not {planned}, and its schedules follow the new length: the rate goes from "
+        f"{rates[0]:.2e} at step {step} to {rates[1]:.2e} at the next, warm-up is {warmup_steps(now, own.optimizer)} "
+        f"steps, not {warmup_steps(planned, own.optimizer)}, and the run validates every {trainer.eval_freq} steps"
+    )
 
 
 def _refuse_other(trainer: Trainer, checkpoint: Checkpoint, path: Path, parts: tuple[str, ...]) -> None:

@@ -311,9 +311,11 @@ def _default(section: str, name: str) -> Any:
 def refuse_changes(saved: dict[str, Any], config: DistillConfig, checkpoint: str) -> None:
     """Refuse to resume from a checkpoint with other deciding options, and name them."""
     if changed := changes(saved, config):
+        load = f" (with --load {config.out} --override-opt-param-scheduler to start from its weights)"
         raise UsageError(
             f"{config.out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "
-            "give the same ones, name another --out, or use --resume never --overwrite"
+            f"give the same ones, name another --out{load if changes(saved, config, only='optimizer') else ''}, "
+            "or use --resume never --overwrite"
         )
 
 

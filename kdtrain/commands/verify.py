@@ -65,6 +65,7 @@ def _problems(path: Path, kind: str) -> list[str]:
         return [damage] if damage else []
     store = Store(path / "checkpoints")
     tokens = verify_cache(path / "data") if holds_tokens(path / "data") else []
-    damaged = [(name, damage) for name in store.names() if (damage := store.problem(name))]
+    names = [entry.name for entry in store.entries(apart=True)]
+    damaged = [(name, damage) for name in names if (damage := store.problem(name))]
     # a run that is training may have removed one meanwhile
     return tokens + [f"{name}: {damage}" for name, damage in damaged if store.path(name).exists()]

@@ -217,7 +217,7 @@ class OptimizerConfig:
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd is constant until the last --decay-steps."""
     warmup_steps: int = 200
-    """Steps of linear warm-up from 0, fewer in a shorter run."""
+    """Steps of linear warm-up from 0; at most half of the run."""
     decay_steps: int | None = None
     """Steps of decay at the end of wsd; a fifth of all steps if not given."""
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
@@ -266,7 +266,7 @@ class CheckpointConfig:
     overwrite: bool = False
     """With --resume never: move an earlier run in --out aside and start a new one."""
     load: Path | None = None
-    """Start from a checkpoint of another run: its weights, moments, temperature and position in the data."""
+    """Start from another run (its best checkpoint) or a checkpoint: weights, moments, T and position in the data."""
     override_opt_param_scheduler: bool = False
     """With --load: start the learning-rate schedule at step 0 instead of continuing the loaded one."""
 
@@ -286,7 +286,7 @@ class MonitorConfig:
     """Logging, validation and sample texts."""
 
     eval_freq: int = 250
-    """Steps between validations."""
+    """Steps between validations; a quarter of all steps in a shorter run."""
     eval_batches: int = 50
     """At most this many micro-batches in a validation."""
     log_freq: int = 10

@@ -49,6 +49,14 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
         log.addHandler(_plain(_LogFile(file)))
 
 
+def end_log(text: str) -> None:
+    """Write the error that ends a run into the log file; on stderr the command prints it."""
+    record = log.makeRecord(log.name, logging.ERROR, "", 0, " ".join(text.split()), (), None)
+    for handler in log.handlers:
+        if isinstance(handler, _LogFile):
+            handler.handle(record)
+
+
 def warn_early(kind: str, text: str) -> None:
     """Log a warning of a run whose files are not open yet; `Writers` later writes it as an event."""
     log.warning(text)

@@ -25,6 +25,7 @@ from einops import rearrange
 from safetensors import SafetensorError
 
 from kdtrain import faults
+from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.host_copies import host_buffers
 from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.errors import RunError
@@ -163,8 +164,21 @@ def roll_back_spike(trainer: "Trainer", numbers: dict[str, float]) -> bool:
         roll_back_divergence(trainer, None)
         return True
     if (reason := trainer.guards.explosion.update(step, numbers["grad_norm"])) is not None:
-        raise reported(RunError(reason, reason="gradient-explosion"))
+        raise reported(RunError(f"{reason}{_save_exploded(trainer)}", reason="gradient-explosion"))
     return False
+
+
+def _save_exploded(trainer: "Trainer") -> str:
+    """Save the present state to be looked at; return where it is as the end of a line, or nothing if that fails."""
+    name = tiers.exploded_name(trainer.state.progress.step)
+    try:
+        trainer.save(name)
+        trainer.saver.wait()
+    except RunError as error:
+        log.warning("%s", error)
+        return ""
+    trainer.log_published()
+    return f"; the weights are in {trainer.store.path(name)}, from which nothing resumes by itself"
 
 
 def roll_back_divergence(trainer: "Trainer", validation: float | None) -> None:

@@ -32,6 +32,7 @@ from kdtrain.parallel.parallelize import peaks, reshard
 from kdtrain.precision.modes import autocast
 from kdtrain.ranks import memory_mb, resident_mb
 from kdtrain.training.data import Source
+from kdtrain.training.schedule import validation_interval, warmup_steps
 from kdtrain.training.student import Student
 
 NextLogits = Callable[[torch.Tensor], torch.Tensor]
@@ -60,18 +61,24 @@ def generate(next_logits: NextLogits, prompts_BT: torch.Tensor, tokens: int, see
 
 
 class ClippedShare:
-    """The share of recent steps whose gradient was clipped; above a tenth the learning rate is too high.
+    """The share of recent steps whose gradient was clipped; warns above a tenth if the loss does not fall meanwhile.
+
+    Clipping alone is no fault, it shortens a step: fresh small students learn best at a rate at which most steps are
+    clipped (docs/quality.md).
 
     Args:
         clip: largest norm of a gradient; 0 clips nothing.
+        warmup: first steps of the run, which never count for the warning.
         window: how many steps count.
     """
 
     limit = 0.1
 
-    def __init__(self, clip: float, window: int = 100) -> None:
-        self.clip = clip
+    def __init__(self, clip: float, warmup: int = 0, window: int = 100) -> None:
+        self.clip, self.warmup, self.window = clip, warmup, window
         self.steps: deque[bool] = deque(maxlen=window)
+        self.losses: deque[float] = deque(maxlen=window)
+        """Cross-entropies of the steps of the window that lie after the warm-up, nats."""
         self.warned = False
 
     @property
@@ -79,16 +86,23 @@ class ClippedShare:
         """0 to 1; 0 before the first step."""
         return sum(self.steps) / len(self.steps) if self.steps else 0.0
 
-    def add(self, norm: float) -> str | None:
-        """Count a step with this gradient norm; return the warning when a full window exceeds the limit."""
+    def add(self, step: int, norm: float, loss: float) -> str | None:
+        """Count a step with this gradient norm and cross-entropy; return the warning when a full window deserves it."""
         self.steps.append(0 < self.clip < norm)
-        over = len(self.steps) == self.steps.maxlen and self.share > self.limit
-        is_new, self.warned = over and not self.warned, over
+        if step > self.warmup:
+            self.losses.append(loss)
+        if len(self.losses) < self.window or self.share <= self.limit:
+            self.warned = False
+            return None
+        losses, half = list(self.losses), self.window // 2
+        earlier, later = math.fsum(losses[:half]) / half, math.fsum(losses[half:]) / (self.window - half)
+        is_new, self.warned = not self.warned and not later < earlier, not later < earlier
         if not is_new:
             return None
         return (
-            f"the gradient was clipped in {self.share:.0%} of the last {len(self.steps)} steps (above --clip "
-            f"{self.clip:g}); more than {self.limit:.0%} means that the steps are too long: lower --lr"
+            f"the gradient was clipped in {self.share:.0%} of the last {self.window} steps (above --clip "
+            f"{self.clip:g}), and their loss did not fall ({earlier:.4f}, then {later:.4f}): the steps may be too "
+            "long; lower --lr"
         )
 
 
@@ -281,6 +295,7 @@ class Reporter:
         validation: where prompts come from.
         tokenizer: turns tokens into text; without one there are no samples.
         init: where the student's weights come from, as in its spec.
+        total: planned steps of the run.
         finished: steps finished before this process.
         samples: entries drawn for a token of the targets.
     """
@@ -294,13 +309,14 @@ class Reporter:
         tokenizer: PreTrainedTokenizerFast | None,
         *,
         init: str,
+        total: int,
         finished: int,
         samples: int = 0,
     ) -> None:
         self.config, self.student, self.writers, self.init = config, student, writers, init
         self.sampler = None if tokenizer is None else Sampler(student, validation, tokenizer, config.seed)
-        self.clipped = ClippedShare(config.optimizer.clip)
-        every = (config.checkpoint.checkpoint_freq, config.monitor.eval_freq)
+        self.clipped = ClippedShare(config.optimizer.clip, warmup_steps(total, config.optimizer))
+        every = (config.checkpoint.checkpoint_freq, validation_interval(total, config.monitor.eval_freq))
         self.memory = MemoryGrowth(finished + 1, every=every)
         self.learned = LearnedSamples(samples)
         self.gradients_checked = False
@@ -346,7 +362,8 @@ class Reporter:
         """
         if self.sampler is not None and _due(number, self.config.monitor.sample_freq):
             self.writers.samples(number, self.sampler.texts())
-        clipped = self.clipped.add(numbers.get("grad_norm", math.nan))
+        cross_entropy = numbers.get("ce", numbers.get("loss", math.nan))
+        clipped = self.clipped.add(number, numbers.get("grad_norm", math.nan), cross_entropy)
         share = {"clipped_share": self.clipped.share} if self.config.optimizer.clip else {}
         self.writers.metrics(number, {**numbers, **share, **self._resources(number)})
         held = memory_mb(self.student.device)

@@ -1,30 +1,54 @@
-"""The learning rate, and the weight of the divergence, as pure functions of the step.
+"""The learning rate, the weight of the divergence, and the steps of validations, as pure functions of the step.
 
-Warm-up is linear from 0. After it, `cosine` falls to the smallest rate at the last step (SGDR, arXiv 1608.03983,
-one period), `constant` stays, and `wsd` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395) stays until the last
-`decay_steps` and then falls by a cosine, a line, or 1 - sqrt (arXiv 2405.18392).
+Warm-up is linear from 0, and takes at most half of the run. After it, `cosine` falls to the smallest rate at the last
+step (SGDR, arXiv 1608.03983, one period), `constant` stays, and `wsd` (warm-up, stable, decay: MiniCPM, arXiv
+2404.06395) stays until the last `decay_steps` and then falls by a cosine, a line, or 1 - sqrt (arXiv 2405.18392).
 """
 
 import math
 
-from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.config import DistillConfig, ObjectiveConfig, OptimizerConfig
 from kdtrain.objective.temperature import scheduled
+
+
+def total_steps(config: DistillConfig, sequences: int) -> int:
+    """The planned steps of a run over a training split of `sequences`."""
+    if config.epochs is not None:
+        return max(round(config.epochs * sequences / config.batch_size), 1)
+    if config.steps is None and config.checkpoint.override_opt_param_scheduler and config.optimizer.decay_steps:
+        return config.optimizer.warmup_steps + config.optimizer.decay_steps  # only a decay, from another run's weights
+    return config.steps or 2000
 
 
 def learning_rate(step: int, total: int, config: OptimizerConfig, decay_from: int | None = None) -> float:
     """The rate of optimizer step `step` (1 .. total). decay_from: where a plateau ended the stable phase of `wsd`."""
-    warmup = min(config.warmup_steps, total)
+    warmup = warmup_steps(total, config)
     if step <= warmup:
         return config.lr * step / max(warmup, 1)
     start = warmup
     if config.lr_schedule == "wsd":
-        start = max(total - decay_steps(total, config), warmup) if decay_from is None else decay_from
+        start = decay_start(total, config) if decay_from is None else decay_from
     return config.min_lr + (config.lr - config.min_lr) * _share(step, total, start, config)
 
 
 def alpha(step: int, total: int, config: ObjectiveConfig) -> float:
     """The weight of the divergence at optimizer step `step` (1 .. total); the last step has the end value."""
     return scheduled(config.alpha_schedule, config.alpha, config.alpha_end, step - 1, max(total - 1, 1))
+
+
+def warmup_steps(total: int, config: OptimizerConfig) -> int:
+    """Steps of warm-up in a run of `total` steps: at most half of them; the only step of a run has the peak rate."""
+    return min(config.warmup_steps, max(total // 2, 1))
+
+
+def decay_start(total: int, config: OptimizerConfig) -> int:
+    """The last step before the decay phase of `wsd`, which begins after the warm-up."""
+    return max(total - decay_steps(total, config), warmup_steps(total, config))
+
+
+def validation_interval(total: int, every: int) -> int:
+    """Steps between validations: `every`, or a quarter of a run that is shorter."""
+    return every if total >= every else max(total // 4, 1)
 
 
 def decay_steps(total: int, config: OptimizerConfig) -> int:

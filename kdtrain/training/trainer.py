@@ -36,7 +36,7 @@ from kdtrain.training.data import Feed, Source
 from kdtrain.training.guards import Guards
 from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.reporter import Reporter
-from kdtrain.training.schedule import decay_steps
+from kdtrain.training.schedule import decay_steps, validation_interval, warmup_steps
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import TrainState, make_optimizer, packed
 from kdtrain.training.step import FIRST_STEPS, settle_buckets, take_step
@@ -127,6 +127,11 @@ class Trainer:
         return self.planned if start is None else start + decay_steps(self.planned, self.config.optimizer)
 
     @property
+    def eval_freq(self) -> int:
+        """Steps between validations."""
+        return validation_interval(self.planned, self.config.monitor.eval_freq)
+
+    @property
     def micros(self) -> int:
         """Micro-batches in a step, on each rank."""
         return self.config.batch_size // (self.micro * world_size())
@@ -165,6 +170,7 @@ class Trainer:
         self.reporter = Reporter(
             *(self.config, self.student, self.writers, self.validation_source, tokenizer),
             init=init,
+            total=self.planned,
             finished=progress.step,
             samples=samples,
         )
@@ -322,7 +328,7 @@ class Trainer:
     def _validation_due(self) -> bool:
         """Whether the last finished step needs a validation and has none, for example after a stop request."""
         progress = self.state.progress
-        due = progress.step % self.config.monitor.eval_freq == 0 or self.finished()
+        due = progress.step % self.eval_freq == 0 or self.finished()
         return due and progress.validated_step != progress.step
 
     def _check_plateau(self, shown: Bar, rate: Rate) -> None:
@@ -333,7 +339,7 @@ class Trainer:
             return
         if options.lr_schedule != "wsd" or self.config.stopping.on_plateau == "stop":
             progress.stopped = reason
-        elif options.warmup_steps <= progress.step < self.total - decay_steps(self.planned, options):
+        elif warmup_steps(self.planned, options) <= progress.step < self.total - decay_steps(self.planned, options):
             progress.decay_from = progress.step
             if self.adaptive is not None:
                 self.adaptive.controller.begin_decay(progress.step)
@@ -374,6 +380,7 @@ class Trainer:
         """
         progress = self.state.progress
         shown = next((name for name in names if tiers.tier(name) == "rolling"), names[0])
+        best = progress.best_step == progress.step and not tiers.is_apart(shown)
         self.saver.save(
             names,
             progress.step,
@@ -382,7 +389,7 @@ class Trainer:
             kept=packed(self.state.snapshots),
             rollbacks=progress.rollbacks,
             latest=shown,
-            best=shown if progress.best_step == progress.step else None,
+            best=shown if best else None,
             protected=self._protected(names) if is_main() else [],
         )
         self.published = (progress.step, progress.validated_step)

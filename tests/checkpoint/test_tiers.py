@@ -8,7 +8,10 @@ from kdtrain.checkpoint.tiers import (
     Entry,
     Keep,
     epoch_name,
+    exploded_name,
+    is_apart,
     is_name,
+    is_planned,
     ordered,
     removable,
     rolling_name,
@@ -36,6 +39,9 @@ def test_tier_and_step_follow_from_the_name():
     assert [step_in(name) for name in SPECIAL] == [123, 120, 150, 100, 5]
     assert (step_in("step-00000250"), step_in("epoch-0003"), step_in("mine")) == (250, -1, -1)
     assert tier(rolling_name(10**9)) == "rolling"
+    assert (tier(exploded_name(53)), step_in(exploded_name(53))) == ("exploded", 53)
+    assert is_apart(exploded_name(53)) and not is_planned(exploded_name(53))
+    assert not any(map(is_apart, SPECIAL))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from kdtrain.data import order
+from kdtrain.training.state import read_saved
 
 SIZE, SEQUENCES = 6, 40  # `Bench.small` and `Bench.fast`
 
@@ -185,6 +186,39 @@ def test_gradients_that_stay_huge_end_the_run_with_exit_1(forks):
     assert "gradient norm above 1e-06 (--grad-spike-threshold) at 3 steps in a row" in done.refusal()
     assert result(forks, "huge")["stop_reason"] == "gradient-explosion"
     assert not (forks.root / "huge" / "student").exists()
+    exploded = forks.root / "huge/checkpoints/exploded-00000005"
+    assert str(exploded.relative_to(forks.root)) in done.refusal()
+    assert read_saved(exploded)["progress"]["step"] == 5
+    shown = forks.run("inspect", "huge", "--json").json
+    assert (shown["latest"], shown["best"], shown["checkpoints"][exploded.name]["verdict"]) == (
+        *("step-00000004", "step-00000004"),
+        "ok",
+    )
+    again = start(forks, "huge", *huge, "--keep-rolling", 1, "--keep-special", 1)
+    assert "resuming from huge/checkpoints/step-00000004" in again.stderr and exploded.is_dir()
+    (exploded / "state.json").write_text("{}")
+    assert "exploded-00000005: state.json" in forks.run("verify", "huge").stdout
+
+
+@pytest.mark.parametrize(
+    "fault, reason",
+    [
+        ("train.gradient:nan:1-1000", "non-finite"),
+        ("checkpoint.before-rename:enospc:2-99", "disk"),
+        ("train.after-step:oom:3", "oom"),
+        ("train.after-step:raise:3", "error"),
+    ],
+    ids=["skips", "disk", "memory", "bug"],
+)
+def test_why_a_run_failed_is_its_last_event_and_the_last_line_of_its_log(forks, fault, reason):
+    run = f"why-{reason}"
+    done = start(forks, run, "--max-skips", 2, "--disk-patience", 0, fault=fault)
+    assert done.code == 1
+    said = result(forks, run)["error"]
+    last = json.loads((forks.root / run / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["level"], last["reason"], last["message"]) == ("failure", "error", reason, said)
+    assert (forks.root / run / "train.log").read_text().splitlines()[-1].endswith(f" {' '.join(said.split())}")
+    assert done.stderr.splitlines()[-1].endswith(said) and done.stderr.count(said) == 1
 
 
 def result(bench, run):
@@ -207,17 +241,22 @@ def test_a_rate_far_too_high_ends_with_exit_1_as_diverged_and_exports_nothing(fo
     assert not (forks.root / f"high-{spikes}" / "student").exists()
 
 
-def test_a_run_that_makes_its_student_worse_warns_and_exports_the_initial_student(forks):
+def test_a_run_that_makes_its_student_worse_ends_with_exit_1_and_exports_nothing(forks):
     start(forks, "good", "--lr", 1e-2, steps=60).ok()
-    worse = ("--load", "good/checkpoints/latest", "--override-opt-param-scheduler", "--divergence-factor", 100)
-    done = start(forks, "worse", *worse, "--lr", 0.3, "--spike-rule", "none", "--json", steps=4)
-    ended = done.json
-    assert ended["last_validation_loss"] > ended["first_validation_loss"]
-    assert (ended["stop_reason"], ended["best_step"], ended["better_than_start"]) == ("done", 0, False)
-    assert "the student ended worse than it began" in done.stderr and "the export is of step 0" in done.stderr
+    worse = ("--load", "good", "--override-opt-param-scheduler", "--divergence-factor", 100)
+    worse += ("--lr", 0.3, "--spike-rule", "none", "--json")
+    for _ in range(2):  # the same command again trains no step, and the run is no better
+        done = start(forks, "worse", *worse, steps=4)
+        assert done.code == 1
+        ended = result(forks, "worse")
+        assert ended["last_validation_loss"] > ended["first_validation_loss"] and ended["step"] == 4
+        assert (ended["stop_reason"], ended["best_step"], ended["better_than_start"]) == ("no-progress", 0, False)
+        assert "the student never got better" in done.refusal() and "worse --checkpoint latest" in done.refusal()
+        assert not (forks.root / "worse/student").exists()
+    forks.run("export", "worse", "--out", "worse-last", "--checkpoint", "latest").ok()
     first = load_file(forks.root / "good/student/model.safetensors")
-    exported = load_file(forks.root / "worse/student/model.safetensors")
-    assert all(torch.equal(each, exported[name]) for name, each in first.items())
+    exported = load_file(forks.root / "worse-last/model.safetensors")
+    assert not all(torch.equal(each, exported[name]) for name, each in first.items())
 
 
 def test_a_distilled_student_is_compared_with_plain_cross_entropy_beside_it(forks):
@@ -249,10 +288,27 @@ def test_a_decay_that_a_plateau_began_is_put_aside_where_early_stopping_is_switc
     assert "cancels the decay that a plateau began at step 4" in done.stderr
 
 
-def test_load_of_a_run_names_its_checkpoints(forks):
-    start(forks, "loadable", steps=2).ok()
-    refused = start(forks, "loading", "--load", "loadable")
+def test_load_takes_a_run_at_its_best_checkpoint_and_a_refused_rate_names_it(forks):
+    start(forks, "loadable", steps=6).ok()
+    refused = start(forks, "loadable", "--lr", 2e-2, steps=12)
     assert refused.code == 2
-    assert (
-        "--load loadable is a run; name one of its checkpoints, such as loadable/checkpoints/best" in refused.refusal()
-    )
+    assert "--load loadable --override-opt-param-scheduler to start from its weights" in refused.refusal()
+    done = start(forks, "loading", "--load", "loadable", "--override-opt-param-scheduler", "--lr", 2e-2, steps=6).ok()
+    best = (forks.root / "loadable/checkpoints/best").resolve().name
+    assert f"loadable/checkpoints/{best}; the data starts at" in done.stderr
+    assert "with --load" not in start(forks, "loadable", "--seed", 9, steps=12).refusal()
+
+
+def test_a_run_that_is_extended_logs_what_changes(forks):
+    rate = ("--lr-schedule", "cosine", "--warmup-steps", 10, "--eval-freq", 250)
+    first = start(forks, "longer", *rate, steps=8).ok()
+    assert "warm-up of 4 steps, half of the run, not 10" in first.stderr
+    start(forks, "longer", *rate, steps=16).ok()
+    log = (forks.root / "longer/train.log").read_text()
+    assert "the run now has 16 steps, not 8" in log and "warm-up is 8 steps, not 4" in log
+    lines = {line["step"]: line["lr"] for line in forks.metrics("longer")}
+    assert f"the rate goes from {lines[8]:.2e} at step 8 to {lines[9]:.2e} at the next" in log
+    validated = [line["step"] for line in forks.lines("longer") if "validation/loss" in line]
+    assert validated == [0, 2, 4, 6, 8, 12, 16] and "validates every 4 steps" in log
+    start(forks, "longer", *rate, steps=16).ok()
+    assert (forks.root / "longer/train.log").read_text().count("the run now has") == 1

@@ -81,10 +81,13 @@ class Workshop:
         model: dict[str, Any] | None = None,
         **options: Any,
     ) -> Iterator[Trainer]:
-        """A run of `steps` steps of 4 sequences, with the options of all sections given flat, and the model's."""
+        """A run of `steps` steps of 4 sequences, with the options of all sections given flat, and the model's.
+
+        It validates before its first step and after its last one, unless `eval_freq` is given.
+        """
         out = self.folder / name
         out.mkdir(exist_ok=True)
-        config = _config(out, steps, {"lr": 1e-2, "warmup_steps": 0, "batch_size": 4, **options})
+        config = _config(out, steps, {"lr": 1e-2, "warmup_steps": 0, "batch_size": 4, "eval_freq": steps, **options})
         student = self.student(**model or {})
         loss = DistillationLoss(
             divergence=config.objective.divergence,

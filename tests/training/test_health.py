@@ -9,30 +9,51 @@ from torch import nn
 from kdtrain.training.reporter import ClippedShare, LearnedSamples, MemoryGrowth, gradients_of, initial_loss
 
 
+def shares(share, norms, losses=None):
+    """What is logged after each step; the loss of each, 3 nats unless given."""
+    return [
+        share.add(n, norm, loss) for n, (norm, loss) in enumerate(zip(norms, losses or [3.0] * 99, strict=False), 1)
+    ]
+
+
 def test_more_than_a_tenth_of_clipped_steps_is_logged_once_with_the_advice():
     share = ClippedShare(clip=1.0, window=20)
-    said = [share.add(norm) for norm in [0.5] * 18 + [2.0] * 4]
+    said = shares(share, [0.5] * 18 + [2.0] * 4)
     assert [number for number, text in enumerate(said) if text] == [20]
     assert "15% of the last 20 steps" in said[20] and "lower --lr" in said[20]
+    assert "did not fall (3.0000, then 3.0000)" in said[20]
     assert share.share == 0.2
 
 
 def test_it_is_logged_again_after_it_has_ceased():
-    share = ClippedShare(clip=1.0, window=10)
-    said = [share.add(norm) for norm in [2.0] * 10 + [0.1] * 10 + [2.0] * 10]
+    said = shares(ClippedShare(clip=1.0, window=10), [2.0] * 10 + [0.1] * 10 + [2.0] * 10)
     assert [number for number, text in enumerate(said) if text] == [9, 21]
+
+
+def test_clipping_is_not_logged_while_the_loss_falls_and_is_once_it_rises():
+    falling = [4.0 - 0.01 * step for step in range(30)]
+    share = ClippedShare(clip=1.0, window=10)
+    assert shares(share, [9.0] * 30, falling) == [None] * 30 and share.share == 1.0
+    said = shares(ClippedShare(clip=1.0, window=10), [9.0] * 30, falling[::-1])
+    assert [number for number, text in enumerate(said) if text] == [9]
+
+
+def test_clipping_during_the_warm_up_is_never_logged():
+    said = shares(ClippedShare(clip=1.0, warmup=30, window=10), [9.0] * 30 + [0.1] * 10)
+    assert said == [None] * 40
+    said = shares(ClippedShare(clip=1.0, warmup=30, window=10), [9.0] * 45)
+    assert [number for number, text in enumerate(said, 1) if text] == [40]
 
 
 @pytest.mark.parametrize("clip, norm", [(0.0, 1e9), (1.0, 1.0), (1.0, math.nan)])
 def test_a_step_that_is_not_clipped_does_not_count(clip, norm):
     share = ClippedShare(clip=clip, window=5)
-    assert [share.add(norm) for _ in range(10)] == [None] * 10
+    assert shares(share, [norm] * 10) == [None] * 10
     assert share.share == 0.0
 
 
 def test_a_share_of_less_than_a_window_is_not_logged():
-    share = ClippedShare(clip=1.0, window=100)
-    assert [share.add(2.0) for _ in range(99)] == [None] * 99
+    assert shares(ClippedShare(clip=1.0, window=100), [2.0] * 99) == [None] * 99
 
 
 def divergences(watch, values):

@@ -41,6 +41,16 @@ def test_a_run_trains_to_its_last_step_and_its_loss_falls(workshop):
     assert {"step-00000005", "step-00000010"} <= set(run.store.names())
 
 
+def test_a_run_shorter_than_its_interval_of_validations_validates_at_its_quarters_and_trains_the_same(workshop):
+    ends = []
+    for every in (250, 8):
+        with workshop.run(f"every-{every}", steps=8, eval_freq=every) as run:
+            run.fit()
+        ends.append(([line["step"] for line in metrics(run)[1]], weights(run)))
+    assert [steps for steps, _ in ends] == [[0, 2, 4, 6, 8], [0, 8]]
+    assert all(torch.equal(tensor, ends[1][1][name]) for name, tensor in ends[0][1].items())
+
+
 def test_a_step_reads_the_sequences_that_the_order_names(workshop):
     source = workshop.source(10)
     with workshop.run(train=source, steps=4, micro_batch_size=2, seed=5) as run:
@@ -198,7 +208,7 @@ def test_a_stop_saves_the_last_finished_step_and_nothing_of_the_unfinished_one(w
         start = weights(whole)
         whole.fit()
     calls = term_at("train.after-micro-batch", call)
-    with workshop.run("stopped", steps=4, micro_batch_size=2, lr_schedule="constant") as run:
+    with workshop.run("stopped", steps=4, eval_freq=4, micro_batch_size=2, lr_schedule="constant") as run:
         run.fit()
     assert calls["train.after-micro-batch"] == call
     assert (run.stopped_by, run.state.progress.step) == ("SIGTERM", finished)
@@ -248,12 +258,12 @@ def test_a_stop_in_the_last_validation_leaves_it_to_the_next_start(workshop):
                 os.kill(os.getpid(), 15)
             return super().read(indices)
 
-    with workshop.run(validation=Stopping(9), steps=2, eval_freq=100) as run:
+    with workshop.run(validation=Stopping(9), steps=2, eval_freq=2) as run:
         run.fit()
     assert (run.stopped_by, run.state.progress.step, run.state.progress.validated_step) == ("SIGTERM", 2, 0)
     assert run.store.newest_valid()[0] == "step-00000002"
     run.stopped_by, run.validation_source = None, workshop.source(9)
-    with workshop.run(steps=2, eval_freq=100) as later:
+    with workshop.run(steps=2, eval_freq=2) as later:
         run.writers = later.writers
         run.fit()
     assert (run.stopped_by, run.state.progress.validated_step) == (None, 2)
@@ -273,7 +283,7 @@ def failing(workshop, size, last):
 
 @pytest.mark.parametrize("last, finished", [(0, 0), (1, 0), (4, 2), (5, 2)])
 def test_data_that_cannot_be_read_any_more_end_a_run_whose_last_finished_step_is_saved(workshop, last, finished):
-    options = {"steps": 4, "micro_batch_size": 2, "eval_freq": 100}
+    options = {"steps": 4, "micro_batch_size": 2, "eval_freq": 4}
     with workshop.run("whole", checkpoint_freq=1, **options) as whole:
         whole.fit()
     with (
@@ -359,7 +369,7 @@ def test_a_run_is_compiling_until_its_first_step_is_taken(workshop, monkeypatch)
 
 def test_a_run_that_begins_at_a_loaded_step_counts_its_distance_to_a_checkpoint_from_there(workshop, monkeypatch):
     seen = []
-    with workshop.run(steps=12, checkpoint_freq=10) as run:
+    with workshop.run(steps=12, eval_freq=12, checkpoint_freq=10) as run:
         run.state.progress.step = 7
         finished = run.reporter.finished
         monkeypatch.setattr(run.reporter, "finished", lambda *args: (seen.append(args[2]), finished(*args))[1])

@@ -15,7 +15,7 @@ from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.training import recovery, step, trainer
 
-SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 100, "early_stopping": False, "lr_schedule": "constant"}
+SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 40, "early_stopping": False, "lr_schedule": "constant"}
 
 
 @pytest.fixture

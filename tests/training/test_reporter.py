@@ -23,7 +23,8 @@ def said(monkeypatch):
 
 
 def reporter_of(run, tokenizer=None, init="scratch"):
-    return Reporter(run.config, run.student, run.writers, run.validation_source, tokenizer, init=init, finished=0)
+    parts = (run.config, run.student, run.writers, run.validation_source, tokenizer)
+    return Reporter(*parts, init=init, total=run.planned, finished=0)
 
 
 def backward(run):

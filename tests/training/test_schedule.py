@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kdtrain.config import ObjectiveConfig, OptimizerConfig
 from kdtrain.errors import UsageError
-from kdtrain.training.schedule import alpha, decay_steps, learning_rate
+from kdtrain.training.schedule import alpha, decay_start, decay_steps, learning_rate, validation_interval, warmup_steps
 
 SCHEDULES = ("cosine", "wsd", "constant")
 
@@ -41,8 +41,25 @@ def test_wsd_is_stable_until_its_decay_and_then_has_its_shape(shape, middle):
 
 
 def test_a_warm_up_that_reaches_into_the_decay_is_finished_first():
-    found = rates(10, lr_schedule="wsd", warmup_steps=6, decay_steps=8, decay_shape="linear")
-    assert found[5:] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    found = rates(10, lr_schedule="wsd", warmup_steps=5, decay_steps=8, decay_shape="linear")
+    assert found[4:] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    assert decay_start(10, OptimizerConfig(warmup_steps=5, decay_steps=8)) == 5
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("total, peak", [(30, 15), (200, 100), (400, 200), (1000, 200), (3, 1), (2, 1), (1, 1)])
+def test_the_warm_up_takes_at_most_half_of_the_run(schedule, total, peak):
+    found = rates(total, lr_schedule=schedule, warmup_steps=200)
+    assert found.index(1.0) == peak - 1 and found[: peak - 1] == sorted(found[: peak - 1])
+    assert warmup_steps(total, OptimizerConfig()) == peak
+
+
+def test_a_run_shorter_than_the_interval_of_validations_validates_at_least_four_times():
+    assert validation_interval(1000, 250) == validation_interval(250, 250) == 250
+    for total in range(4, 250):
+        every = validation_interval(total, 250)
+        assert len({*range(every, total + 1, every), total}) >= 4
+    assert [validation_interval(total, 250) for total in (1, 3, 7, 150, 249)] == [1, 1, 1, 37, 62]
 
 
 def test_the_decay_of_wsd_is_a_fifth_of_all_steps_unless_given():
@@ -61,7 +78,7 @@ def test_the_decay_of_wsd_is_a_fifth_of_all_steps_unless_given():
 )
 def test_the_rate_rises_then_never_rises_again_and_stays_within_its_bounds(schedule, shape, total, warmup, decay):
     found = rates(total, lr_schedule=schedule, decay_shape=shape, warmup_steps=warmup, decay_steps=decay, min_lr=0.1)
-    peak = min(warmup, total)
+    peak = min(warmup, max(total // 2, 1))
     after = found[max(peak - 1, 0) :]
     assert found[:peak] == sorted(found[:peak])
     assert after == sorted(after, reverse=True)
