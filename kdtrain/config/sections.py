@@ -45,7 +45,7 @@ class DataConfig:
     """Where text comes from and how it becomes sequences."""
 
     data: str | None = None
-    """A file or folder of txt, jsonl, parquet or arrow, or one of the sources listed below."""
+    """A file or folder of text (txt, md, py, ...), jsonl, parquet or arrow, or one of the sources listed below."""
     split: str = "train"
     """Which split of the data to read: train, validation or test."""
     seq_len: int = 512

@@ -1,9 +1,9 @@
 """Sources of text: `documents` yields the documents of a source, one at a time, for one split.
 
-A source is a file or folder of txt, jsonl, parquet or arrow, `stdlib` (code and documentation of the running
-interpreter's standard library), `hf:NAME[:SUBSET]`, or a source that `register_source` adds. Train, validation and
-test are the source's own splits where it has them: on the hub by name, in a folder if every file names its split
-(`train-00000.parquet`, `valid/a.txt`).
+A source is a file or folder of text (prose and source code, by the suffixes in `_TEXT`) or of rows (jsonl, parquet or
+arrow, one kind), `stdlib` (code and documentation of the running interpreter's standard library), `hf:NAME[:SUBSET]`,
+or a source that `register_source` adds. Train, validation and test are the source's own splits where it has them: on
+the hub by name, in a folder if every file names its split (`train-00000.parquet`, `valid/a.txt`).
 
 A missing split is withheld from train, 5 % each. A document's rank is a number in [0, 1) from a SHA-256, of the path
 of a file or of the content of a row, so that equal rows share a split. Validation takes the ranks from 0.90 to 0.95,
@@ -12,8 +12,9 @@ so a growing source never moves one to another split. The price is that few docu
 `assign` takes exact shares of the hash order, and fewer than `FEW` texts, one of which is more than a split's share,
 are cut at line ends (`cut`).
 
-What it gives up: a txt file is one document and read whole; files of other kinds are left out, with a warning; and
-with `streaming` the documents are not counted, so that a small source may have an empty split, which is an error.
+What it gives up: a text file is one document and read whole; a suffix says what is text, not the content; files of
+other kinds are left out, with a warning; and with `streaming` the documents are not counted, so that a small source may
+have an empty split, which is an error.
 """
 
 import functools
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kdtrain.config.choices import SOURCES
@@ -47,7 +48,15 @@ _ALIASES = {
     **dict.fromkeys(("test", "testing", "eval"), "test"),
 }
 
-_KINDS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_ROWS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_TEXT = {
+    *(".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex", ".html"),
+    *(".py", ".pyi", ".pyw", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cs", ".go", ".hs", ".java", ".jl", ".js"),
+    *(".jsx", ".kt", ".lua", ".ml", ".php", ".pl", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".ts", ".tsx"),
+}
+_READ = f"text (.txt, .md, .rst, .py and other source code) or rows ({', '.join(_ROWS)})"
+_ABOUT = {"readme", "license", "licence", "notice", "changelog", "citation", "contributing"}
+"""Stems of text files that come along with rows, and are not data beside them."""
 _SPLIT_IN_STEM = re.compile(r"(?:^|[-_. ])([a-z]+)(?:[-_.]?\d.*)?$")
 _STDLIB_SUFFIXES = (".py", ".pyw", ".txt", ".rst", ".html")
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "test", "tests", "idle_test"}
@@ -222,7 +231,7 @@ def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
                 text = (root / name).read_text(encoding="utf-8", errors=errors)
             except UnicodeDecodeError as error:
                 raise UsageError(
-                    f"{root / name}: byte {error.start} is not UTF-8; convert the file to UTF-8"
+                    f"{root / name}: byte {error.start} is not UTF-8; convert the file to UTF-8, or move it away"
                 ) from error
             if text.strip():
                 yield Document(name, text=text)
@@ -264,32 +273,54 @@ def _local(path: Path, text_column: str, messages_column: str | None, streaming:
 
 
 def _local_files(path: Path) -> tuple[Path, str, list[str]]:
-    """The folder, the kind of its files, and their names relative to it, sorted."""
+    """The folder, the kind of its files (text or one of rows), and their names relative to it, sorted."""
     if path.is_file():
         root, names = path.parent, [path.name]
     elif path.is_dir():
         root = path
-        names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-        seen = [name for name in names if not re.search(r"(^|/)\.", name)]
-        names = [name for name in seen if Path(name).suffix in _KINDS]
-        if names and (others := [name for name in seen if Path(name).suffix not in _KINDS]):
-            _warn_left_out(path, len(others), others[0])
+        files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        names = _of_one_sort(path, [name for name in files if not re.search(r"(^|/)\.", name)])
     else:
         raise UsageError(f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]")
-    kinds = sorted({Path(name).suffix for name in names})
-    if len(kinds) != 1 or kinds[0] not in _KINDS:
-        found = f"holds {', '.join(kinds)} files" if kinds else "holds no text"
-        raise UsageError(f"{path}: {found}; give files of one kind out of {', '.join(_KINDS)}")
-    return root, _KINDS[kinds[0]], names
+    suffixes = {_suffix(name) for name in names}
+    if suffixes and suffixes <= _TEXT:
+        return root, "text", names
+    if len(suffixes) != 1 or not suffixes <= _ROWS.keys():
+        found = f"holds {', '.join(sorted(suffixes))} files" if any(suffixes) else "holds no text"
+        raise UsageError(f"{path}: {found}; give {_READ}, which is one kind at a time")
+    return root, _ROWS[suffixes.pop()], names
+
+
+def _of_one_sort(folder: Path, names: list[str]) -> list[str]:
+    """The files of `folder` with rows, or else those with text; the others are named in a warning.
+
+    Raises:
+        UsageError: it holds rows and text, and the text is more than a README or a license.
+    """
+    rows = [name for name in names if _suffix(name) in _ROWS]
+    texts = [name for name in names if _suffix(name) in _TEXT]
+    data = [name for name in texts if PurePosixPath(name).stem.lower() not in _ABOUT]
+    if rows and data:
+        raise UsageError(
+            f"{folder}: holds rows ({rows[0]}) and text ({data[0]}); name one of the files, or put one sort into a "
+            "folder of its own"
+        )
+    kept = rows or texts
+    if kept and (others := [name for name in names if name not in set(kept)]):
+        _warn_left_out(folder, len(others), others[0])
+    return kept
+
+
+def _suffix(name: str) -> str:
+    return PurePosixPath(name).suffix.lower()
 
 
 @functools.cache
 def _warn_left_out(folder: Path, count: int, first: str) -> None:
     """Cached, because each split lists the files again and the warning is needed once."""
     what = f"{first} is" if count == 1 else f"{first} and {count - 1} more files are"
-    logging.getLogger("kdtrain").warning(
-        "%s: %s left out; only %s are read; rename a file to have it read", folder, what, ", ".join(_KINDS)
-    )
+    text = "%s: %s left out; a folder is read as %s; rename a file to have it read as text"
+    logging.getLogger("kdtrain").warning(text, folder, what, _READ)
 
 
 def _datasets() -> Any:

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import logging
 import os
@@ -162,12 +163,58 @@ def test_files_of_another_kind_beside_texts_are_left_out_and_named_once(
 ):
     monkeypatch.setattr(logging.getLogger("kdtrain"), "propagate", True)
     _txt(tmp_path, _TEXTS)
-    for name in ("notes.md", "README.md", ".hidden"):
+    for name in ("notes.pdf", "data.csv", ".hidden.txt"):
         (tmp_path / name).write_text("left out")
     for split in _SPLITS:
         assert "left out" not in _read(tmp_path, split)
     (said,) = caplog.messages
-    assert said.startswith(f"{tmp_path}: README.md and 1 more files are left out; only .txt, .jsonl, ")
+    assert said.startswith(f"{tmp_path}: data.csv and 1 more files are left out; a folder is read as text (.txt, .md, ")
+
+
+@pytest.mark.parametrize("names", [["a.md"], ["a.py"], ["a.rst"], ["a.TXT"], ["b.txt", "a.md", "c/d.py", "a.rst"]])
+def test_prose_and_source_code_are_text_alone_and_in_one_folder(names: list[str], tmp_path: Path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "hook.py").write_text("hidden\n" * 9)
+    texts = {name: "".join(f"{name} line {n}\n" for n in range(20)) for name in names}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    lines = [line for split in _SPLITS for text in _read(tmp_path, split) for line in text.splitlines()]
+    assert sorted(lines) == sorted("".join(texts.values()).splitlines())
+    assert "".join("".join(_read(tmp_path / names[0], split)) for split in _SPLITS) == texts[names[0]]
+
+
+def test_text_files_of_several_kinds_come_in_one_order_wherever_the_folder_is(tmp_path: Path):
+    names = [f"{n}{suffix}" for n in range(8) for suffix in (".txt", ".md", ".py")]
+    for folder, order in (("one", names), ("two", names[::-1])):
+        (tmp_path / folder).mkdir()
+        for name in order:
+            (tmp_path / folder / name).write_text(f"{name}\n")
+    assert _read(tmp_path / "one", "train") == _read(tmp_path / "two", "train")
+
+
+def test_a_folder_of_txt_files_keeps_its_documents_and_their_order(tmp_path: Path):
+    _txt(tmp_path, _TEXTS)
+    found = "\0".join("\0".join(_read(tmp_path, split)) for split in _SPLITS)
+    assert hashlib.sha256(found.encode()).hexdigest().startswith("45317a8e2a96999f")
+
+
+def test_a_readme_beside_rows_is_left_out_and_other_text_beside_rows_refused(tmp_path: Path):
+    _jsonl(tmp_path, _TEXTS)
+    for name in ("README.md", "LICENSE.txt"):
+        (tmp_path / name).write_text("about the rows")
+    assert sorted(text for split in _SPLITS for text in _read(tmp_path, split)) == sorted(_TEXTS)
+    (tmp_path / "notes.md").write_text("text")
+    with pytest.raises(UsageError, match=r"holds rows \(a\.jsonl\) and text \(notes\.md\); name one of the files, or"):
+        _read(tmp_path, "train")
+
+
+@pytest.mark.parametrize("name", ["a.py", "a.ts"])
+def test_a_binary_file_that_is_named_like_text_is_refused_by_name(name: str, tmp_path: Path):
+    (tmp_path / "b.md").write_text("text")
+    (tmp_path / name).write_bytes(b"\x47\xff\xfe" * 99)
+    with pytest.raises(UsageError, match=rf"{name}: byte 1 is not UTF-8; convert the file to UTF-8, or move it away"):
+        _read(tmp_path, "train")
 
 
 def test_three_lines_are_enough_for_three_splits(tmp_path: Path):
@@ -198,7 +245,8 @@ def test_conversations_are_read_as_messages_and_those_without_assistant_left_out
     "name, content, options, message",
     [
         ("none.txt", None, {}, r"none\.txt: there is no such file or folder"),
-        ("a.pdf", "x", {}, r"a\.pdf: holds \.pdf files; give files of one kind out of \.txt, \.jsonl"),
+        ("a.pdf", "x", {}, r"a\.pdf: holds \.pdf files; give text \(\.txt, \.md, \.rst"),
+        ("a", "x", {}, r"a: holds no text; give text \(\.txt, \.md, \.rst"),
         ("a.txt", "", {}, r"a\.txt: is empty"),
         ("a.txt", " \n\n\n\n", {}, r"a\.txt: holds no text for the train split"),
         ("a.txt", b"caf\xe9", {}, r"a\.txt: byte 3 is not UTF-8"),
@@ -250,9 +298,9 @@ def test_an_unknown_split_and_a_folder_of_two_kinds_are_refused(tmp_path: Path):
         documents("stdlib", "dev")
     with pytest.raises(UsageError, match="hf:: names no data set; write hf:NAME"):
         documents("hf:", "train")
-    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "a.parquet").write_text("x")
     (tmp_path / "b.jsonl").write_text("{}")
-    with pytest.raises(UsageError, match=r"holds \.jsonl, \.txt files; give files of one kind"):
+    with pytest.raises(UsageError, match=r"holds \.jsonl, \.parquet files; give text .* one kind at a time"):
         documents(str(tmp_path), "train")
 
 
