@@ -19,6 +19,7 @@ from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, read_sealed
 from kdtrain.models.head import SplitModel
+from kdtrain.models.loading import ChatTokenizer, generation_of
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import bar
 from kdtrain.ranks import is_main, raise_on_all_ranks
@@ -72,7 +73,8 @@ def build_cache(
     )
     agree(settings.to_json)
     options = {"batch_size": config.batch_size, "sharded": sharded, "all_ranks": True}
-    return _write(config.out, settings, config.data, tokenizer, forward, **options)
+    saved = ChatTokenizer(tokenizer, generation_of(spec))
+    return _write(config.out, settings, config.data, tokenizer, forward, saved=saved, **options)
 
 
 def build_from_logprobs(
@@ -114,7 +116,7 @@ def build_from_logprobs(
         settings,
         {split: packed_rows(split) for split in config.splits()},
         teacher=None,
-        tokenizer=tokenizer,
+        tokenizer=ChatTokenizer(tokenizer, generation_of(spec)),
         batch_size=config.batch_size,
         all_ranks=True,
     )
@@ -186,6 +188,7 @@ def _write(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     teacher: Teacher | None,
+    saved: ChatTokenizer | None = None,
     **options: Any,
 ) -> Manifest | None:
     # the cache calls the requested split train, and adds validation
@@ -201,7 +204,7 @@ def _write(
             settings,
             parts,
             teacher=teacher,
-            tokenizer=tokenizer,
+            tokenizer=saved or tokenizer,
             progress=progress,
             **options,
         )

@@ -124,7 +124,7 @@ def _write_metadata(built: BuiltRun) -> None:
         "launch": launch(),
     }
     on_main(lambda: write_description(config, metadata))
-    on_main(lambda: write_tokenizer(config.out, spec, built.folder / "tokenizer"))
+    on_main(lambda: write_tokenizer(config.out, spec, built.folder / "tokenizer", config.teacher))
     of_rank = config.out / f"rank-{rank():05d}.log" if config.parallel.log_all_ranks else None
     setup_logging(config.out / "train.log" if is_main() else of_rank, quiet=not is_main())
 

@@ -44,9 +44,8 @@ from kdtrain.files import (
     temporary_of,
     typed,
 )
-from kdtrain.models.hub import save_tokenizer
-from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import ModelSpec, paths_of
+from kdtrain.models.loading import ChatTokenizer, generation_of, load_tokenizer
+from kdtrain.models.spec import ModelSpec, paths_of, read_spec
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.ranks import on_main
 from kdtrain.training.state import read_saved
@@ -371,23 +370,29 @@ def _is_written(path: Path) -> bool:
         return False
 
 
-def write_tokenizer(out: Path, student: ModelSpec, cached: Path) -> None:
+def write_tokenizer(out: Path, student: ModelSpec, cached: Path, teacher: str | None) -> None:
     """Copy the tokenizer for the export into the run, unless it is there: the cache may be gone by then.
 
     It is the student's own, with the chat template of the one in the folder `cached` if it has none; or the one in
-    `cached` if the student has no tokenizer, or another one than its training tokens.
+    `cached` if the student has no tokenizer, or another one than its training tokens. The generation settings of a chat
+    model are copied with it: the student's, the online `teacher`'s, or those in `cached`.
     """
     target = out / TOKENIZER
     if target.is_dir():
         return
     tokenizer = load_tokenizer(cached)
     named = student if student.tokenizer or student.init == "pretrained" else None
+    sources: list[ModelSpec | Path] = [] if teacher is None else [read_spec(teacher)]
     if digest_of(named) == tokenizer_digest(tokenizer):
         own = load_tokenizer(student)
         own.chat_template = own.chat_template or tokenizer.chat_template
         tokenizer = own
+        sources.insert(0, student)
+    elif student.teacher is not None:
+        sources.insert(0, student)
+    generation = next((found for each in (*sources, cached) if (found := generation_of(each)) is not None), None)
     with writing(target), hidden_folder(target) as hidden:
-        save_tokenizer(tokenizer, hidden)
+        ChatTokenizer(tokenizer, generation).save_pretrained(hidden)
         swap_in(hidden, target, "run.tokenizer")
 
 

@@ -39,7 +39,7 @@ from transformers.tokenization_utils_base import get_fast_tokenizer_file
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_flash_attn_2_available
 
 from kdtrain.errors import UsageError, panics_refused
-from kdtrain.files import LARGE, parse_json, read_text, refuse_leading_out
+from kdtrain.files import LARGE, parse_json, read_bytes, read_text, refuse_leading_out, typed
 from kdtrain.models.spec import ATTENTIONS, ModelSpec
 from kdtrain.models.tokenizer_limits import refuse_endless, refuse_many_tokens
 
@@ -349,6 +349,21 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """
     refuse_template_names("the tokenizer", tokenizer)
     tokenizer.save_pretrained(folder)
+
+
+def ask_generation(source: str, revision: str = "main") -> dict[str, Any] | None:
+    """Read the generation settings that the author of a model wrote, in a folder or on the hub. Raises `UsageError`.
+
+    None where there are none, or where transformers derived them from the model's configuration.
+    """
+
+    def load() -> Any:
+        refuse_odd_files(source)
+        path = _file(source, GENERATION_CONFIG_NAME, revision)
+        table = None if path is None else typed(parse_json(read_bytes(path, MOST_JSON).decode()), dict[str, Any])
+        return None if table is None or table.get("_from_model_config") else table
+
+    return cast(dict[str, Any] | None, ask(source, load))
 
 
 def one_line(error: Exception) -> str:

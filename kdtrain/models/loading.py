@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
@@ -43,6 +44,7 @@ from kdtrain.models.hub import (
     TOKENIZER_FILES,
     ask,
     ask_config,
+    ask_generation,
     ask_tokenizer,
     attention_option,
     config_of,
@@ -51,12 +53,14 @@ from kdtrain.models.hub import (
     refuse_impossible,
     refuse_large_generation,
     revision_of,
+    save_tokenizer,
 )
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
 from kdtrain.models.spec import ModelSpec, read_spec
 
 ORIGIN = "kdtrain.json"
 """A sealed file in an exported model: its origin, and the SHA-256 of its files."""
+_SPECIAL = ("bos", "eos", "pad")
 
 
 def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
@@ -70,6 +74,36 @@ def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
     if source.source is None:
         raise UsageError(f"{source.name}: this spec names no tokenizer; add tokenizer = a folder or hub id")
     return ask_tokenizer(source.source, revision=revision_of(source), trust_remote_code=source.trust_remote_code)
+
+
+def generation_of(source: ModelSpec | str | Path) -> GenerationConfig | None:
+    """Load the generation settings that came with a tokenizer (as `load_tokenizer` finds it): a chat model's end tokens
+    and sampling.
+
+    None where its author wrote none. Raises `UsageError` if they cannot be read.
+    """
+    if not isinstance(source, ModelSpec):
+        found = ask_generation(str(source))
+    elif source.tokenizer is None and source.teacher is not None:
+        return generation_of(read_spec(source.teacher))
+    elif (place := source.tokenizer or source.source) is None:
+        return None
+    else:
+        found = ask_generation(place, "main" if source.tokenizer else revision_of(source))
+    return None if found is None else _generation("generation_config.json", found)
+
+
+class ChatTokenizer:
+    """A tokenizer that saves the generation settings that came with it beside its own files."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, generation: GenerationConfig | None) -> None:
+        self.tokenizer, self.generation = tokenizer, generation
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the files into an existing folder, and nowhere else."""
+        save_tokenizer(self.tokenizer, folder)
+        if self.generation is not None:
+            self.generation.save_pretrained(folder)
 
 
 def load_teacher(spec: ModelSpec, device: str, seed: int = 0) -> PreTrainedModel:
@@ -114,14 +148,26 @@ def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: 
 
 
 def _drop_sampling_that_cannot_be_saved(model: PreTrainedModel) -> None:
-    """Keep only the special tokens of a generation_config.json that transformers loads but refuses to write."""
-    given = model.generation_config
+    if model.generation_config is not None:
+        model.generation_config = _savable(model.generation_config)
+
+
+def _savable(given: GenerationConfig) -> GenerationConfig:
+    """`given`, or its special tokens alone if transformers loads it but refuses to write it."""
     try:
-        if given is not None:
-            given.validate(strict=True)
+        given.validate(strict=True)
     except (ValueError, TypeError):
-        tokens = {f"{each}_token_id": getattr(given, f"{each}_token_id") for each in ("bos", "eos", "pad")}
-        model.generation_config = GenerationConfig(**tokens)
+        return GenerationConfig(**{f"{each}_token_id": getattr(given, f"{each}_token_id") for each in _SPECIAL})
+    return given
+
+
+def _generation(name: str, table: Mapping[str, Any]) -> GenerationConfig:
+    """The generation settings of a table of an unknown author. Raises `UsageError` that begins with `name`."""
+    # GenerationConfig takes any name, even that of one of its methods
+    known = GenerationConfig().to_dict().keys()
+    kept = {key: value for key, value in table.items() if key in known}
+    refuse_impossible(name, kept)
+    return _savable(ask(name, lambda: GenerationConfig(**kept)))
 
 
 def architecture(model: nn.Module) -> dict[str, Any]:
@@ -147,11 +193,7 @@ def model_of(
     config = config_of(name, table.pop("model_type", None), table)
     model = new_model(name, config, attention, trust_remote_code=False)
     if generation is not None and model.generation_config is not None:
-        # GenerationConfig takes any name, even that of one of its methods
-        known = {key: value for key, value in generation.items() if key in model.generation_config.to_dict()}
-        refuse_impossible(name, known)
-        model.generation_config = ask(name, lambda: GenerationConfig(**known))
-        _drop_sampling_that_cannot_be_saved(model)
+        model.generation_config = _generation(name, generation)
     return model
 
 
@@ -187,10 +229,11 @@ def model_digest(model: nn.Module, *dtypes: torch.dtype) -> str:
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
     """The files of a tokenizer in a folder that may have been downloaded, by name, to be published with a student.
 
-    Only `TOKENIZER_FILES`, and none by a link: a link may lead to a file of the user's. UsageError: one is a link, or
-    cannot be read.
+    Only `TOKENIZER_FILES` and the generation settings beside them, and none by a link: a link may lead to a file of the
+    user's. UsageError: one is a link, or cannot be read.
     """
-    paths = [folder / name for name in TOKENIZER_FILES if os.path.lexists(folder / name)]
+    names = (*TOKENIZER_FILES, GENERATION_CONFIG_NAME)
+    paths = [folder / name for name in names if os.path.lexists(folder / name)]
     for path in paths:
         if path.is_symlink():
             raise UsageError(f"{path} is a link, and what it leads to is not exported; put a copy there")
@@ -210,11 +253,11 @@ def export_model(
 ) -> Path | None:
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
 
-    model: a model or a `SplitModel`; its end-of-text token is set from the tokenizer if it has none. tokenizer: the
-    files (`tokenizer_files`). out: inside `export_lock`, if another process may export there. dtype: of the written
-    weights; by default the model's own. origin: entries for `kdtrain.json`, which also holds the sealed digests of all
-    files. An earlier export is replaced; if it holds anything that was not exported, it is moved aside, and its new
-    path returned.
+    model: a model or a `SplitModel`; special tokens and generation settings that it does not have are completed from
+    `tokenizer`, the files that `tokenizer_files` returns. out: inside `export_lock`, if another process may export
+    there. dtype: of the written weights; by default the model's own. origin: entries for `kdtrain.json`, which also
+    holds the sealed digests of all files. An earlier export is replaced; if it holds anything that was not exported, it
+    is moved aside, and its new path returned.
 
     UsageError: `out` holds what kdtrain did not write. RunError: the disk is full or refuses the write.
     """
@@ -290,12 +333,50 @@ def _write_model(model: nn.Module, tokenizer: Mapping[str, bytes], out: Path, dt
     whole: Any = _whole(model)
     for name, content in tokenizer.items():
         (out / name).write_bytes(content)
-    if tokenizer and whole.generation_config is not None and whole.generation_config.eos_token_id is None:
-        eos = load_tokenizer(out).eos_token_id
-        whole.generation_config.update(eos_token_id=eos, pad_token_id=eos)
+    if tokenizer and whole.generation_config is not None:
+        _complete_generation(whole, out)
     if dtype is not None:
         whole = copy.deepcopy(whole).to(getattr(torch, dtype))
     whole.save_pretrained(out)
+
+
+def _complete_generation(model: Any, folder: Path) -> None:
+    """Give a model what it lacks of special tokens and generation settings, from the tokenizer's files in `folder`.
+
+    Settings that came with the weights stay. Fresh weights have only those that transformers derives from their
+    configuration, in which the end of text may stand in for a start that the tokenizer does not have.
+    """
+    own, config, tokenizer = model.generation_config, model.config, load_tokenizer(folder)
+    ids = {f"{each}_token_id": _inside(config, getattr(tokenizer, f"{each}_token_id")) for each in _SPECIAL}
+    if own._from_model_config:
+        given = generation_of(folder)
+        model.generation_config = given or own
+        if ids["bos_token_id"] is None and getattr(config, "bos_token_id", None) == ids["eos_token_id"]:
+            config.bos_token_id = None
+        for key, value in ids.items():
+            stated = getattr(config, key, None)
+            if stated is None and value is not None:
+                setattr(config, key, value)
+            if stated in (None, value):  # else it is the user's, from [config]
+                theirs = None if given is None else _inside(config, getattr(given, key))
+                stated = value if theirs is None else theirs
+            setattr(model.generation_config, key, stated)
+    elif own.eos_token_id is None:
+        own.eos_token_id = ids["eos_token_id"]
+        own.pad_token_id = ids["pad_token_id"] if own.pad_token_id is None else own.pad_token_id
+    else:
+        return
+    eos = model.generation_config.eos_token_id
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = eos[0] if isinstance(eos, list) else eos
+
+
+def _inside(config: Any, ids: int | list[int] | None) -> int | list[int] | None:
+    """The ids that a model's vocabulary has; None for none."""
+    size = config.get_text_config().vocab_size
+    if isinstance(ids, list):
+        return [each for each in ids if each < size] or None
+    return None if ids is None or ids >= size else ids
 
 
 def max_positions(model: nn.Module) -> int | None:

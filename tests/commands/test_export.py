@@ -6,11 +6,11 @@ import shutil
 import signal
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from kdtrain import faults, files
 from kdtrain.models.loading import export_lock
-from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
+from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 SAMPLING = {"eos_token_id": [299, 256], "do_sample": True, "temperature": 0.7, "top_k": 20}
@@ -46,6 +46,59 @@ def test_a_chat_student_keeps_its_second_end_token_its_sampling_and_its_template
     found = json.loads((out / "generation_config.json").read_text())
     assert {name: found[name] for name in SAMPLING} == SAMPLING
     assert AutoTokenizer.from_pretrained(out).chat_template == TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def chat_teacher(made):
+    """A teacher like Qwen's chat models: two end tokens, sampling, padding that is not the end, and no start."""
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_special_tokens({"pad_token": "<|unused-270|>"})
+    for name, settings in (("plain-chat", None), ("qwen", SAMPLING | {"pad_token_id": 270, "bos_token_id": 270})):
+        model = tiny_model("qwen3", 300)
+        if settings is not None:
+            model.generation_config = GenerationConfig(**settings)
+        write_model_folder(made / name, model, tokenizer)
+    entries = "".join(f"{key} = {json.dumps(value)}\n" for key, value in SHAPES["qwen3"].items())
+    (made / "bare.toml").write_text(f"[config]\n{entries}")
+    (made / "named.toml").write_text(f"tokenizer = 'qwen'\n[config]\n{entries}")
+    (made / "own-end.toml").write_text(f"tokenizer = 'qwen'\n[config]\neos_token_id = 260\n{entries}")
+    (made / "layers.toml").write_text("init = 'teacher-layers'\nteacher = 'qwen'\nlayers = [0]\n")
+    return "qwen"
+
+
+@pytest.mark.parametrize("student", ["bare", "named", "layers", "online"])
+def test_fresh_weights_get_the_teachers_end_tokens_and_sampling_and_its_padding(workbench, chat_teacher, student):
+    cache = ("--teacher", chat_teacher, *workbench.text, "--num-sequences", 16)
+    if student != "online" and not (workbench.root / "chat-cache").exists():
+        workbench.json("cache-teacher", *cache, "--out", "chat-cache", "--precision", "fp32")
+    source = cache if student == "online" else ("--cache", "chat-cache")
+    spec, run = f"{'bare' if student == 'online' else student}.toml", f"fresh-{student}"
+    workbench.json("distill", *source, "--student", spec, "--out", run, "--steps", 1, *workbench.plain)
+    workbench.json("export", run, "--out", f"{run}-exported")
+    for out in (f"{run}/student", f"{run}-exported"):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+        found, config = model.generation_config.to_dict(), model.config
+        assert {name: found[name] for name in SAMPLING} == SAMPLING and found["pad_token_id"] == 270
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 299, 270)
+        assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (299, 270)
+        assert tokenizer.chat_template == TEMPLATE
+
+
+def test_an_end_token_that_the_specs_configuration_states_stays(workbench, chat_teacher):
+    argv = ("distill", "--student", "own-end.toml", "--out", "own-end", "--steps", 1, "--num-sequences", 16)
+    workbench.json(*argv, *workbench.text, *workbench.plain)
+    found = json.loads((workbench.root / "own-end" / "student" / "generation_config.json").read_text())
+    assert (found["eos_token_id"], found["pad_token_id"], found["temperature"]) == (260, 270, 0.7)
+
+
+def test_a_cache_holds_generation_settings_only_of_a_teacher_whose_author_wrote_some(workbench, chat_teacher):
+    assert (workbench.root / "plain-chat" / "generation_config.json").exists()
+    argv = ("cache-teacher", *workbench.text, "--num-sequences", 8, "--precision", "fp32")
+    for name in ("plain-chat", "qwen"):
+        workbench.json(*argv, "--teacher", name, "--out", f"of-{name}")
+        files = json.loads((workbench.root / f"of-{name}" / "manifest.json").read_text())["tokenizer_files"]
+        assert ("generation_config.json" in files) == (name == "qwen")
 
 
 def test_a_student_without_a_chat_template_gets_the_teachers(workbench, tmp_path):
