@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import math
 import re
 import shutil
 import subprocess
@@ -68,6 +69,41 @@ def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
         exec(compile(block, page, "exec"), names)
     assert names["optimizer"].state  # steps were taken
     assert names["student"].training and names["student"].model.model.training
+
+
+def test_the_loop_of_the_page_on_precision_returns_to_its_newest_good_state(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "precision.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(compile(block, "docs/precision.md", "exec"), names)
+    student = kd.Student(tiny_model("llama", 300, seed=3), kd.DistillationLoss(alpha=0.0))
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 300, (2, 17), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens, "loss_mask": torch.ones(2, 16, dtype=torch.bool), "segments": torch.zeros(2, 16).int()}
+    seen, loaded, calls = {}, {}, 0
+
+    def batches():
+        nonlocal calls
+        while True:
+            calls += 1
+            if 7 <= calls <= 10:
+                next(student.parameters()).data.fill_(math.nan)
+            seen[calls] = {name: each.clone() for name, each in student.state_dict().items()}
+            yield batch
+
+    class Store(kd.CheckpointStore):
+        def load(self, wanted="latest"):
+            loaded[wanted] = super().load(wanted)
+            return loaded[wanted]
+
+    monkeypatch.setattr(kd, "CheckpointStore", Store)
+    names["train"](student, optimizer, batches(), 12)
+    ((name, state),) = loaded.items()
+    assert (name, state["step"], calls) == ("window_end_3_iter6", 6, 16)
+    # one step and three in the fallback are non-finite: the eleventh call starts from the weights after the sixth step
+    assert all(torch.equal(seen[11][name], each) for name, each in state["student"].items())
+    assert any(not torch.equal(seen[6][name], each) for name, each in seen[11].items())  # not from before it
+    assert all(each.isfinite().all() for each in student.parameters())
 
 
 def test_the_import_is_quick_and_loads_nothing_heavy():

@@ -15,7 +15,7 @@ most 32 MiB and a million entries, and a state is loaded whole, on the CPU.
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,17 @@ class CheckpointStore:
         )
 
     def save(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None, name: str | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        name: str | None = None,
+        protected: Collection[str] = (),
     ) -> Path:
         """Publish `state` under the name of its step, or as `name`, then prune.
 
-        metrics: numbers stored with it; the state with the lowest `loss` is the best one.
+        metrics: numbers stored with it; the state with the lowest `loss` is the best one. protected: names that are not
+        pruned whatever their tier, such as a `PrecisionController.buffer_names()`.
 
         Raises:
             UsageError: the state holds something other than tensors and plain values, or is too large or nested too
@@ -83,7 +89,7 @@ class CheckpointStore:
         loss = (metrics or {}).get("loss")
         if loss is not None and not math.isnan(loss) and (best is None or loss < best):
             self._store.link("best", name)
-        self._store.prune()
+        self._store.prune(protected)
         return path
 
     def load(self, wanted: str = "latest") -> Any:
