@@ -31,12 +31,13 @@ from kdtrain import config as options
 from kdtrain.config import choices
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable, refuse_no_path
 from kdtrain.files import read_toml
+from kdtrain.models.spec import foreign_beside
 from kdtrain.registry import Registry, first_line, nearest
 
 COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
-ONCE = ("student", "teacher", "cache", "data", "from-logprobs", "load", "config")
+ONCE = ("student", "teacher", "cache", "data", "from-logprobs", "load", "config", "on-event")
 """Flags that may be given only once, because a user may mean several; for any other flag the last one wins."""
 _MOST = 2**53
 """The largest count: floats are exact up to it, and no run reaches it. A seed has its own bound."""
@@ -256,12 +257,24 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
             name = key.replace("-", "_")
             if name not in known[section] or name == "config":
                 raise UsageError(f"{path}: unknown key '{key}' in [{section}]; {_home(name, known, section)}")
+            if name == "on_event":
+                _refuse_foreign_command(path, key)
             flag = name.replace("_", "-")
             if isinstance(value, bool):
                 flags.append(f"--{flag}" if value else f"--no-{flag}")
             else:
                 flags += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
     return flags
+
+
+def _refuse_foreign_command(path: Path, key: str) -> None:
+    """Refuse a command line in a file that may have been downloaded with a run, a cache or a model."""
+    others = (each for each in foreign_beside(path) if each.resolve() != path.resolve())
+    if (foreign := min(others, default=None)) is not None:
+        raise UsageError(
+            f"{path}: {key} runs a command, and this file lies with {foreign}, which may have been downloaded; "
+            "give --on-event yourself if you trust it"
+        )
 
 
 def _home(key: str, known: dict[str, list[str]], section: str = "") -> str:

@@ -25,7 +25,7 @@ from kdtrain.config.choices import BACKENDS, DIVERGENCES, SOURCES, TAILS, TEMPER
 from kdtrain.errors import UsageError
 from kdtrain.ranks import all_gather_object, process_group, raise_on_all_ranks, reported, world_size
 
-PER_RANK = {"config", "json", "num_workers", "device_memory", "rank_timeout", "log_all_ranks"}
+PER_RANK = {"config", "json", "num_workers", "device_memory", "rank_timeout", "log_all_ranks", "on_event"}
 """Options that may differ between ranks."""
 _SHOWN = 3
 

@@ -92,6 +92,7 @@ def distill(config: DistillConfig) -> dict[str, Any]:
         _write_metadata(built)
         with _result_of_failure(trainer):
             built.open(init=None if loaded is None else "loaded")
+            stack.callback(lambda: trainer.writers.end_on_event(trainer.state.progress.step))  # after the last event
             trainer.writers.hyperparameters(used(config))
             _log_start(built, loaded, length)
             _fit(trainer)

@@ -25,7 +25,7 @@ from kdtrain.cache.manifest import tokenizer_digest
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.build_cache import holds_tokens
 from kdtrain.commands.common import digest_of
-from kdtrain.config import DistillConfig, plain, sections
+from kdtrain.config import DistillConfig, plain, sections, shareable
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
     Lock,
@@ -69,7 +69,7 @@ FREE = {
     },
     "monitor": {
         *("eval_freq", "eval_batches", "log_freq", "tensorboard"),
-        *("histogram_freq", "sample_freq", "wandb_project", "wandb_name"),
+        *("histogram_freq", "sample_freq", "wandb_project", "wandb_name", "on_event"),
     },
     "parallel": {
         *("parallel", "teacher_parallel", "shard_size", "accumulate"),
@@ -319,8 +319,9 @@ def refuse_changes(saved: dict[str, Any], config: DistillConfig, checkpoint: str
 
 
 def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
-    """Return the options by section, without those of text if the run reads a cache, which has its own."""
-    return {section: table for section, table in sections(config).items() if section != "data" or config.cache is None}
+    """Return the options to record, without those of text if the run reads a cache, which has its own."""
+    tables = shareable(config)
+    return {section: table for section, table in tables.items() if section != "data" or config.cache is None}
 
 
 def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:

@@ -54,6 +54,7 @@ __all__ = [
     "VerifyConfig",
     "plain",
     "sections",
+    "shareable",
 ]
 
 
@@ -67,6 +68,16 @@ def sections(config: Any) -> dict[str, dict[str, Any]]:
         else:
             result["run"][each.name] = plain(value)
     return result
+
+
+def shareable(config: Any) -> dict[str, dict[str, Any]]:
+    """`sections` without `on_event`, for what is written into a run and may be published with it.
+
+    A command may hold a secret address, and whoever repeats a run from its config.toml must not run a command unasked.
+    """
+    tables = sections(config)
+    tables["monitor"].pop("on_event")
+    return tables
 
 
 def plain(value: Any) -> Any:

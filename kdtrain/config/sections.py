@@ -1,6 +1,7 @@
 """The sections of options, one dataclass each; several commands share some."""
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -301,9 +302,17 @@ class MonitorConfig:
     """Also log to this project of Weights & Biases; needs the package wandb."""
     wandb_name: str | None = None
     """Name of the run in W&B; that of --out if not given."""
+    on_event: str | None = None
+    """Command that gets each switch, rollback, skip, divergence, stop, full disk and error as JSON on its stdin."""
 
     def __post_init__(self) -> None:
         settle(self)
+        if self.on_event is not None:
+            try:
+                empty = not shlex.split(self.on_event)
+            except ValueError as error:
+                raise UsageError(f"--on-event {self.on_event!r} cannot be split into words: {error}") from None
+            refuse(empty, "--on-event is empty; give a command, or leave it out")
         refuse_below(1, self, "eval_freq", "eval_batches", "log_freq")
         refuse_below(0, self, "histogram_freq", "sample_freq")
         refuse(self.wandb_project == "", "--wandb-project is empty; give a project, or leave it out")

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,12 @@ def paths_of(spec: str) -> dict[str, str]:
     return paths
 
 
+def foreign_beside(path: Path) -> Iterator[Path]:
+    """Files of what may come from somebody else, in the folder of `path` or one above, also where links lead."""
+    folders = {*path.absolute().parents, *path.resolve().parents}
+    return (each for folder in folders for name in _FOREIGN for each in folder.glob(name))
+
+
 def is_hub_id(source: str) -> bool:
     """Whether `source` can be a hub id, org/name, and is not a path into an existing folder."""
     return bool(_HUB_ID.fullmatch(source)) and not Path(source.split("/")[0]).is_dir()
@@ -147,14 +154,11 @@ def _from_toml(path: Path) -> ModelSpec:
         spec = ModelSpec(**values)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
-    if spec.trust_remote_code:
-        folders = {*path.absolute().parents, *path.resolve().parents}
-        foreign = min((each for folder in folders for name in _FOREIGN for each in folder.glob(name)), default=None)
-        if foreign is not None:
-            raise UsageError(
-                f"{path}: trust_remote_code = true must be in a spec of your own, and this one lies with {foreign}, "
-                "which may have been downloaded; copy it elsewhere if you trust that"
-            )
+    if spec.trust_remote_code and (foreign := min(foreign_beside(path), default=None)) is not None:
+        raise UsageError(
+            f"{path}: trust_remote_code = true must be in a spec of your own, and this one lies with {foreign}, "
+            "which may have been downloaded; copy it elsewhere if you trust that"
+        )
     return spec
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from kdtrain.config import MonitorConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import SMALL, open_regular, parse_json, publish_text, typed
 from kdtrain.monitor.loggers import Logger, TensorBoard, WeightsAndBiases, histograms
+from kdtrain.monitor.on_event import EventCommand
 from kdtrain.monitor.progress import early_warnings, log, warn_early
 from kdtrain.ranks import copies
 
@@ -45,6 +47,7 @@ class Writers:
     def __init__(self, folder: Path, resume_step: int, validated_step: int | None, config: MonitorConfig) -> None:
         self.folder = folder
         self.shows_histograms = config.tensorboard or config.wandb_project is not None
+        self.on_event = None if config.on_event is None else EventCommand(config.on_event, str(folder))
         self.loggers: list[Logger] = []
         if config.tensorboard:
             self.loggers.append(TensorBoard(folder / "tensorboard", resume_step + 1 if resume_step else 0))
@@ -68,10 +71,13 @@ class Writers:
         }
         for logger in self.loggers:
             logger.scalars(step, shown)
+        self._report_on_event(step)
 
     def event(self, kind: str, step: int, level: Level = "info", **details: Any) -> None:
         """Write an intervention (start, resume, stop, best, ...) with its time in seconds since 1970."""
         record = {"time": time.time(), "event": kind, "level": level, "step": step, **details}
+        if self.on_event is not None:  # first: the disk may be full
+            self.on_event.send(record)
         _append(self.folder / "events.jsonl", record)
         for logger in self.loggers:
             logger.event(step, kind, details)
@@ -116,6 +122,17 @@ class Writers:
         for logger in self.loggers:
             logger.rewind(step)
 
+    def _report_on_event(self, step: int) -> None:
+        if self.on_event is not None and (text := self.on_event.failure()) is not None:
+            self.warning("on-event", step, text)
+
+    def end_on_event(self, step: int) -> None:
+        """Give the command of `--on-event` a few seconds for the last events."""
+        if self.on_event is not None:
+            self.on_event.close()
+            with suppress(OSError):  # a full disk may be what the last event was about
+                self._report_on_event(step)
+
     def close(self) -> None:
         """Close everything; `event` still works, for the file."""
         self.file.close()
@@ -132,7 +149,7 @@ class SilentWriters(Writers):
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    metrics = event = samples = hyperparameters = rewind = close = _nothing
+    metrics = event = samples = hyperparameters = rewind = end_on_event = close = _nothing
 
     def histograms(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add this rank's parts of sharded tensors to the histograms of rank 0."""

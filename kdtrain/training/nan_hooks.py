@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from kdtrain import __version__
 from kdtrain.cache.reader import CachedBatch
-from kdtrain.config import DistillConfig, sections
+from kdtrain.config import DistillConfig, shareable
 from kdtrain.objective.loss import LossOutput
 from kdtrain.objective.targets import EMPTY, DenseTargets
 from kdtrain.parallel.parallelize import peak, total_norm
@@ -211,7 +211,7 @@ def write_bundle(
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "numpy")}
     report = {
         "finding": None if finding is None else asdict(finding) | {"text": str(finding)},
-        "options": sections(config),
+        "options": shareable(config),
         "versions": {"kdtrain": __version__, "python": platform.python_version(), **versions},
     }
     (folder / "finding.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,101 @@
+"""`--on-event`: a command of the user that is run for each event that someone may want to know of, such as a rollback.
+
+It gets the event as one JSON object on its stdin, and nothing of the event on its command line; no shell is involved.
+One thread runs the commands, one at a time and in order, each in a session of its own and for at most `SECONDS`; at
+most `WAITING` events wait, and later ones are dropped. The training only adds to a queue. What fails is logged once,
+from the training thread. At the end of a run the last events get up to `LAST_SECONDS`.
+
+What it gives up: what the command prints is not kept; it can write a log of its own.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+EVENTS = frozenset({"switch", "rollback", "recovery", "skip", "divergence", "stop", "disk-full"})
+"""The kinds for which the command runs, besides every event of level error."""
+WAITING = 64
+SECONDS = 60.0
+"""How long one command may take."""
+LAST_SECONDS = 10.0
+"""How long the end of a run waits for commands."""
+
+
+class EventCommand:
+    """Runs a command line for events, in the background.
+
+    Args:
+        command: words as a shell would split them; the first is a program.
+        run: the run's folder, which each event names.
+    """
+
+    def __init__(self, command: str, run: str) -> None:
+        self.words, self.run = shlex.split(command), run
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(WAITING)
+        self._failure = None if shutil.which(self.words[0]) else f"there is no command {self.words[0]}"
+        self._reported = False
+        self._deadline = float("inf")
+        self._thread: threading.Thread | None = None
+
+    def send(self, record: Mapping[str, Any]) -> None:
+        """Queue an event, if the command is to run for its kind."""
+        if record["event"] not in EVENTS and record["level"] != "error":
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="on-event", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(json.dumps({"run": self.run, **record}).encode() + b"\n")
+        except queue.Full:
+            self._failure = f"{WAITING} events wait for it already; later ones are dropped"
+
+    def failure(self) -> str | None:
+        """The first thing that went wrong, the first time it is asked for; else None."""
+        if self._failure is None or self._reported:
+            return None
+        self._reported = True
+        return f"--on-event {shlex.join(self.words)}: {self._failure}; the run continues, and this is logged once"
+
+    def close(self) -> None:
+        """Let what waits run for up to `LAST_SECONDS`, and end what runs then."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._deadline = time.monotonic() + LAST_SECONDS
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)  # if it is full, the deadline ends the thread
+        thread.join(LAST_SECONDS + 1)
+
+    def _work(self) -> None:
+        while (event := self._waiting.get()) is not None and time.monotonic() < self._deadline:
+            try:
+                self._run(event)
+            except (OSError, ValueError) as error:
+                self._failure = self._failure or f"cannot be run: {getattr(error, 'strerror', None) or error}"
+
+    def _run(self, event: bytes) -> None:
+        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+        process = subprocess.Popen(self.words, stdin=pipe, stdout=quiet, stderr=quiet, start_new_session=True)
+        give_up, unsent = time.monotonic() + SECONDS, cast(bytes | None, event)
+        while time.monotonic() < min(give_up, self._deadline):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(unsent, timeout=0.2)
+                break
+            unsent = None  # what is left of it is sent by the next call
+        if process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it started
+            process.wait()
+            limit = f"over {SECONDS:g} seconds" if give_up <= self._deadline else "too long at the end of the run"
+            self._failure = self._failure or f"took {limit}, and was ended"
+        elif process.returncode:
+            self._failure = self._failure or f"ended with exit code {process.returncode}"
