@@ -26,7 +26,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.config import DistillConfig
-from kdtrain.monitor.progress import status
+from kdtrain.models.hub import one_line
+from kdtrain.monitor.progress import log, status
 from kdtrain.monitor.writers import Writers
 from kdtrain.parallel.parallelize import peaks, reshard
 from kdtrain.precision.modes import autocast
@@ -139,6 +140,41 @@ class LearnedSamples:
             f"the divergence from the teacher is {self.mean:.3f} nats over the last {len(self.steps)} steps, and fresh "
             f"samples give none below 0: after {epochs:.1f} epochs the student has memorized the {self.samples} "
             "samples a token; cache more text, use a larger --top-k or --num-samples, or train fewer steps"
+        )
+
+
+class DataWait:
+    """Warns once when more than a tenth of the steps' time goes by waiting for their data.
+
+    An online teacher computes while the step waits, so that it has no limit.
+
+    Args:
+        reads_ahead: whether data is read while the step before computes.
+        window: how many steps count.
+        first: steps of a process that do not count: files are opened, and graphs compiled.
+    """
+
+    limit = 0.1
+
+    def __init__(self, reads_ahead: bool, window: int = 50, first: int = 10) -> None:
+        self.reads_ahead, self.left = reads_ahead, first
+        self.steps: deque[tuple[float, float]] = deque(maxlen=window)
+        self.warned = False
+
+    def add(self, waited: float, seconds: float) -> str | None:
+        """Take the seconds that a step `waited`, and those it took; return the warning when a full window exceeds."""
+        if not self.reads_ahead or self.left > 0:
+            self.left -= 1
+            return None
+        self.steps.append((waited, seconds))
+        total = math.fsum(seconds for _, seconds in self.steps)
+        share = math.fsum(waited for waited, _ in self.steps) / total if total > 0 else 0.0
+        if self.warned or len(self.steps) < (self.steps.maxlen or 0) or share <= self.limit:
+            return None
+        self.warned = True
+        return (
+            f"training waited for its data in {share:.0%} of the time of the last {len(self.steps)} steps; put the "
+            "cache on a faster disk of this machine, or leave the process a core for reading (--sanity times it)"
         )
 
 
@@ -298,6 +334,7 @@ class Reporter:
         total: planned steps of the run.
         finished: steps finished before this process.
         samples: entries drawn for a token of the targets.
+        reads_ahead: whether the training data is read while the step before computes.
     """
 
     def __init__(
@@ -312,6 +349,7 @@ class Reporter:
         total: int,
         finished: int,
         samples: int = 0,
+        reads_ahead: bool = True,
     ) -> None:
         self.config, self.student, self.writers, self.init = config, student, writers, init
         self.sampler = None if tokenizer is None else Sampler(student, validation, tokenizer, config.seed)
@@ -319,6 +357,7 @@ class Reporter:
         every = (config.checkpoint.checkpoint_freq, validation_interval(total, config.monitor.eval_freq))
         self.memory = MemoryGrowth(finished + 1, every=every)
         self.learned = LearnedSamples(samples)
+        self.data_wait = DataWait(reads_ahead)
         self.gradients_checked = False
         self.bound: str | None = None
         self.utilization_known = student.device.type == "cuda"
@@ -376,6 +415,11 @@ class Reporter:
             self.writers.warning("learned-samples", number, memorized, **fields)
         if clipped is not None:
             self.writers.warning("clipped", number, clipped)
+        if "tok/s_last" in numbers:
+            seconds = numbers["tokens"] / numbers["tok/s_last"] if numbers["tok/s_last"] else 0.0
+            slow = self.data_wait.add(numbers["data_wait_s"], seconds)
+            if slow is not None:
+                self.writers.warning("data-wait", number, slow)
         own = {"ckpt": checkpoint - number, "memory_mb": held, "mem_delta": grown, "mode": self.student.present_mode}
         return status({**numbers, **own})
 
@@ -402,8 +446,11 @@ class Reporter:
         if self.utilization_known and _due(number, self.config.monitor.log_freq):
             try:
                 resources["gpu_utilization"] = float(torch.cuda.utilization(device))
-            except Exception:  # NVML's bindings fail in many ways where NVML, or the permission to use it, is missing
+            except Exception as error:  # NVML's bindings fail in many ways, without NVML or the permission to use it
                 self.utilization_known = False
+                missing = isinstance(error, ModuleNotFoundError)
+                why = "pip install 'kdtrain[gpu]' brings nvidia-ml-py, which reads it" if missing else one_line(error)
+                log.info("no gpu_utilization in metrics.jsonl: %s", why)
         return resources
 
 

@@ -173,6 +173,7 @@ class Trainer:
             total=self.planned,
             finished=progress.step,
             samples=samples,
+            reads_ahead=self.train_source.overlaps,
         )
         if self.collector is not None:
             self.collector.forget_after(progress.step)

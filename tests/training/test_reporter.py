@@ -138,6 +138,8 @@ def test_the_memory_of_a_gpu_is_logged_and_with_nvml_its_utilization(workshop, m
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**20)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**20)
+    logged = []
+    monkeypatch.setattr(log, "info", lambda text, *words: logged.append(text % words))
     with workshop.run(log_freq=2) as run:
         monkeypatch.setattr(type(run.student), "device", torch.device("cuda"))
         reporter = reporter_of(run)
@@ -147,6 +149,8 @@ def test_the_memory_of_a_gpu_is_logged_and_with_nvml_its_utilization(workshop, m
     assert [(each["memory_allocated_mb"], each["memory_reserved_mb"]) for each in found] == [(3.0, 5.0)] * 4
     assert [each.get("gpu_utilization") for each in found] == ([None, 87.0] * 2 if nvml else [None] * 4)
     assert len(asked) == (2 if nvml else 1)
+    said = [text for text in logged if "gpu_utilization" in text]
+    assert len(said) == (0 if nvml else 1) and all("pip install 'kdtrain[gpu]'" in text for text in said)
 
 
 def test_the_time_a_step_waits_for_data_and_the_rate_of_the_last_interval_are_written(workshop):
@@ -162,6 +166,29 @@ def test_the_time_a_step_waits_for_data_and_the_rate_of_the_last_interval_are_wr
     assert ["tok/s_last" in each for each in found] == [False, True, True]
     assert all(0 < each["tok/s_last"] < each["tokens"] / 0.04 for each in found[1:])
     assert not any("loss_scale" in each for each in found)
+
+
+@pytest.mark.parametrize("waits, warned", [(0.5, 1), (0.05, 0)])
+def test_a_run_that_waits_for_its_data_is_warned_once_after_its_first_steps(workshop, said, waits, warned):
+    with workshop.run() as run:
+        reporter, run_of = reporter_of(run), {"tokens": 100.0, "tok/s_last": 50.0, "grad_norm": 0.0}
+        for number in range(1, 150):
+            first = number <= 10  # opens files, compiles
+            reporter.finished(number, run_of | {"data_wait_s": 2.0 if first else waits}, checkpoint=0, epochs=0.0)
+            assert len(said) == (warned if number >= 60 else 0)
+    kinds = [each for each in lines_of(run, "events.jsonl") if each["event"] == "data-wait"] if warned else []
+    assert [each["step"] for each in kinds] == [60] * warned
+    assert not warned or "waited for its data in 25% of the time of the last 50 steps" in said[0]
+
+
+def test_an_online_teacher_that_computes_while_a_step_waits_is_no_reason_for_a_warning(workshop):
+    class Taught(workshop.source):
+        overlaps = False
+
+    for source in (Taught(10), workshop.source(10)):
+        with workshop.run(train=source) as run:
+            texts = [run.reporter.data_wait.add(0.9, 1.0) for _ in range(99)]
+        assert sum(text is not None for text in texts) == source.overlaps
 
 
 def test_each_halving_of_the_loss_scale_is_logged_and_an_event(workshop, monkeypatch):
