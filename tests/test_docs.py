@@ -1,5 +1,6 @@
 """The commands, flags, links and files that README and docs name exist."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from benchmarks.performance import scaling
 from kdtrain import cli
 from kdtrain.models.spec import read_spec
+from kdtrain.monitor.on_event import EVENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -81,6 +83,47 @@ def test_every_flag_that_a_page_names_exists(page):
 def test_every_link_into_the_repository_has_a_target(page):
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def kinds_of_events() -> set[str]:
+    """The kinds in the calls of `event`, `warning` and `warn_early`, and of functions that pass their `kind` on."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "kdtrain").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    position = {"event": 0, "warning": 0, "warn_early": 0}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and "kind" in (names := [each.arg for each in node.args.args]):
+            calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+            passed = [kind for call in calls for kind in argument(call, position) if getattr(kind, "id", "") == "kind"]
+            if passed and names[0] != "self":
+                position[node.name] = names.index("kind")
+    found = [kind for node in nodes if isinstance(node, ast.Call) for kind in argument(node, position)]
+    parts = [each for kind in found for each in ast.walk(kind)]  # "start" if ... else "resume"
+    return {each.value for each in parts if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+
+
+def argument(call: ast.Call, position: dict[str, int]) -> list[ast.expr]:
+    """The argument of a call that is the kind of an event, if it is such a call."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if getattr(getattr(call.func, "value", None), "id", "") == "log":  # log.warning is about no event
+        return []
+    return call.args[position[name] :][:1] if name in position else []
+
+
+def test_the_tables_of_warnings_and_events_have_every_kind_that_is_written_and_no_other():
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    section = page[page.index("## Warnings") : page.index("## TensorBoard")]
+    cells = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
+    documented = [kind for cell in cells for kind in re.findall(r"`([a-z-]+)`", cell)]
+    assert len(documented) == len(set(documented))
+    found = kinds_of_events()
+    assert {"rollback", "recovery", "spike", "lost-config", "disk-full", "save", "checkpoint"} <= found
+    assert set(documented) == found
+
+
+def test_the_page_names_the_events_for_which_the_command_of_on_event_runs():
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    (text,) = re.findall(r"runs the command at each (.*?), and at every\nevent of level `error`", page)
+    assert set(re.findall(r"`([a-z-]+)`", text)) == EVENTS
 
 
 def test_the_readmes_example_of_a_student_is_a_spec(tmp_path):

@@ -11,6 +11,7 @@ Shape suffixes: B sequences, T tokens, N tokens (B*T), D width, V vocabulary, K 
 """
 
 import math
+import re
 import shutil
 import statistics
 import time
@@ -29,6 +30,7 @@ from torch._dynamo.utils import counters
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.cache.reader import CachedBatch
+from kdtrain.checkpoint import tiers
 from kdtrain.commands.build_run import BuiltRun
 from kdtrain.commands.common import literal, show
 from kdtrain.commands.dry_run import checkpoints_kept, existing, state_bytes, timed_steps, trial_run
@@ -43,7 +45,7 @@ from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.modes import autocast
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.training.reporter import gradients_of, initial_loss
-from kdtrain.training.state import make_optimizer
+from kdtrain.training.state import load_saved, make_optimizer
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer, validate
 
@@ -160,7 +162,7 @@ def dead_units(student: Student, batch: CachedBatch) -> tuple[int, int, list[str
 
 
 def graph_breaks(student: Student, batch: CachedBatch) -> list[str]:
-    """Return where torch.compile would cut the student's forward in training, each as file:line and reason.
+    """Return where torch.compile would cut the student's forward in training, each as file:line, reason and advice.
 
     A break before the first operation leaves no graph with a line number; it is listed by its reason alone. This
     resets the compiled code of the process, which compiles again when needed.
@@ -172,9 +174,30 @@ def graph_breaks(student: Student, batch: CachedBatch) -> list[str]:
     with student.eager(), autocast(student.mode, student.device):
         explained = torch._dynamo.explain(student.model.forward)(batch.tokens[:, :-1], segments_BT)
     student.train(training)
-    frames = {_first_line(each.reason): each.user_stack[-1] for each in explained.break_reasons if each.user_stack}
-    breaks = [f"{frame.filename}:{frame.lineno}: {reason}" for reason, frame in frames.items()]
-    return breaks + [reason for reason in map(_first_line, counters["graph_break"]) if reason not in frames]
+    breaks: dict[str, str | None] = {}
+    for each in explained.break_reasons:
+        if each.user_stack:
+            frame = each.user_stack[-1]
+            breaks[f"{frame.filename}:{frame.lineno}: {_first_line(each.reason)}"] = remedy(each.reason, frame.line)
+    known = {_first_line(each.reason) for each in explained.break_reasons if each.user_stack}
+    breaks |= {_first_line(each): remedy(each) for each in counters["graph_break"] if _first_line(each) not in known}
+    return [f"{text}; {advice}" if advice else text for text, advice in breaks.items()]
+
+
+_REMEDIES = (
+    (r"builtin operator `print`|\bprint\(|\blogg(?:ing|er)\b", "printing or logging in the forward: take it out"),
+    (r"\bnp\.|[Nn]um[Pp]y|ndarray|tolist\(", "NumPy in the forward: compute it with torch, or before the forward"),
+    (
+        r"generic_jump|[Dd]ata[- ]dependent|\.item\(|Dynamic shape",
+        "an `if`, a number or a shape that depends on a tensor's values: use torch.where, or decide before the forward",
+    ),
+)
+
+
+def remedy(reason: str, line: str | None = None) -> str | None:
+    """Advice against a graph break, by dynamo's `reason` and the `line` of code; None for an unknown cause."""
+    said = f"{reason.partition('Hint:')[0]}\n{line or ''}"  # the hints speak of causes that others have
+    return next((advice for pattern, advice in _REMEDIES if re.search(pattern, said)), None)
 
 
 def _first_line(reason: str) -> str:
@@ -424,6 +447,35 @@ def _loader(built: BuiltRun, config: DistillConfig) -> Check:
     )
 
 
+def _resume(built: BuiltRun, config: DistillConfig) -> Check:
+    """A step, and the same step after a save and a resume."""
+    trainer, name = built.trainer, tiers.rolling_name(built.trainer.state.progress.step)
+    trainer.save(name)
+    trainer.saver.wait()
+    first = _after_a_step(trainer)
+    saved = load_saved(trainer.store.path(name), trainer.state.like)
+    trainer.state.load(saved.tensors, saved.state)
+    second = _after_a_step(trainer)
+    differ = [each for each in first if not torch.equal(first[each], second[each])]
+    exact = trainer.student.device.type == "cpu" or config.precision.deterministic
+    where = (
+        f"{len(differ)} of {len(first)} tensors differ ({', '.join(differ[:3])}{', ...' if len(differ) > 3 else ''})"
+    )
+    return Check(
+        "resume",
+        _verdict(not differ) if exact else "-",
+        where if differ else f"{len(first)} tensors equal to the last bit",
+        "equal bits" if exact else "nothing: the device repeats its bits only with --deterministic",
+        {"tensors": len(first), "differ": differ},
+    )
+
+
+def _after_a_step(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Take a step, and copy the state after it to the host."""
+    timed_steps(trainer, 1)
+    return {name: each.detach().to("cpu", copy=True) for name, each in trainer.state.own_tensors().items()}
+
+
 def _reading_seconds(trainer: Trainer, step: int) -> float:
     indices = trainer.sequences(step * trainer.config.batch_size)
     started = time.perf_counter()
@@ -480,10 +532,11 @@ CHECKS: tuple[Callable[[BuiltRun, DistillConfig], Check], ...] = (
     _distillation,
     _graph_breaks,
     _loader,
+    _resume,
     _disk,
     _overfit,
 )
-"""In this order: `_loader` and `_overfit` change the student, which does not matter to the checks after them."""
+"""`_loader`, `_resume` and `_overfit` change the student, which does not matter to those after them."""
 
 
 def _batch(trainer: Trainer, most: int | None = None) -> CachedBatch:

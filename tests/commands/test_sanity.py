@@ -6,10 +6,11 @@ import pytest
 
 from kdtrain.commands import sanity
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
+from kdtrain.training.state import TrainState
 
 NAMES = [
     *("initial loss", "gradients", "teacher-student correlation", "dead units", "distillation term and T²"),
-    *("graph breaks", "loader", "disk", "overfitting"),
+    *("graph breaks", "loader", "resume", "disk", "overfitting"),
 ]
 FAST = ("--lr", 1e-2)
 """A student of width 32 memorizes at a high rate only."""
@@ -46,6 +47,7 @@ def test_a_sound_fresh_student_passes_every_check(workbench):
     assert abs(checks["teacher-student correlation"]["values"]["correlation"]) < 0.5
     assert checks["graph breaks"]["values"]["breaks"] == []
     assert checks["disk"]["values"]["checkpoint_bytes"] > 0
+    assert checks["resume"]["values"]["differ"] == [] and checks["resume"]["values"]["tensors"] > 9
     terms = checks["distillation term and T²"]["values"]
     assert [each["temperature"] for each in terms["at"]] == [1.0, 2.0]
     assert terms["factors_over_T2"] == pytest.approx([1.0, 1.0], rel=1e-5)
@@ -119,13 +121,28 @@ def test_a_slow_reader_and_a_full_disk_get_the_verdict_look(workbench, monkeypat
     assert "1: model.py:7: a reason" in checks["graph breaks"]["found"]
 
 
+def test_a_resume_that_loses_a_moment_gets_the_verdict_look(workbench, monkeypatch):
+    monkeypatch.setattr(sanity, "STEPS", 1)
+    load = TrainState.load
+
+    def forgetful(state, tensors, numbers, **options):
+        load(state, tensors, numbers, **options)
+        next(iter(state.optimizer.state.values()))["exp_avg_sq"].zero_()
+
+    monkeypatch.setattr(TrainState, "load", forgetful)
+    checks = checked(workbench, "--cache", "cache", "--student", "student.toml")
+    assert verdicts(checks)["resume"] == "look"
+    assert any(name.startswith("student.") for name in checks["resume"]["values"]["differ"])
+    assert "tensors differ (" in checks["resume"]["found"]
+
+
 def test_the_table_has_a_verdict_a_line(workbench, monkeypatch):
     monkeypatch.setattr(sanity, "STEPS", 1)
     monkeypatch.setenv("COLUMNS", "250")
     options = ("--cache", "cache", "--student", "student.toml", "--out", "checked", *workbench.plain)
     code, out, err = workbench.call("distill", *options, "--sanity")
     rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in out.splitlines() if line.startswith("│ ")]
-    assert code == 0 and "check 9 of 9" in err
+    assert code == 0 and "check 10 of 10" in err
     assert [name for name, _ in rows if name] == NAMES
     assert {verdict for name, verdict in rows if name} == {"ok", "look", "-"}
 

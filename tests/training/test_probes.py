@@ -1,5 +1,6 @@
 """The measurements of --sanity, on students and batches with known results."""
 
+import contextlib
 import dataclasses
 import math
 from itertools import islice
@@ -12,7 +13,7 @@ from torch import nn
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import Coding
 from kdtrain.cache.reader import CachedBatch
-from kdtrain.commands.sanity import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
+from kdtrain.commands.sanity import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit, remedy
 from kdtrain.config import OptimizerConfig
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 from kdtrain.training.state import make_optimizer
@@ -213,6 +214,50 @@ def test_a_break_of_the_graph_is_named(workshop, monkeypatch, early):
         assert run.student.training
     assert "torch._dynamo.graph_break()" in found
     assert ("test_probes.py:" in found) is not early
+
+
+def prints(hidden):
+    print("width", hidden.shape[-1])
+    return hidden
+
+
+def branches(hidden):
+    return hidden if hidden.sum() > 0 else hidden + 1
+
+
+def through_numpy(hidden):
+    return hidden + float(np.mean(hidden.detach().tolist()))
+
+
+@pytest.mark.parametrize(
+    "cause, advice",
+    [
+        (prints, "printing or logging in the forward: take it out"),
+        (branches, "depends on a tensor's values: use torch.where"),
+        (through_numpy, "NumPy in the forward: compute it with torch"),
+    ],
+)
+def test_a_break_by_print_by_a_tensors_value_or_by_numpy_has_its_line_and_its_remedy(cause, advice):
+    class Small(nn.Module):
+        """As little of a student as `graph_breaks` looks at: a real one takes a quarter of a minute to trace."""
+
+        document_mask, mode, device = False, "fp32", torch.device("cpu")
+        eager = contextlib.nullcontext
+
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Embedding(9, 4)
+            self.model.forward = lambda tokens_BT, segments_BT: cause(self.model.weight[tokens_BT] * 2)
+
+    found = graph_breaks(Small(), batch_of([[1, 2, 3]]))
+    line = cause.__code__.co_firstlineno + 1
+    assert any(f"test_probes.py:{line}: " in each and advice in each for each in found), found
+
+
+def test_the_hints_of_dynamo_are_no_cause():
+    reason = "Failed to trace builtin operator\n  Explanation: `breakpoint`\n  Hint: a logging function (e.g. `print`)"
+    assert remedy(reason) is None
+    assert remedy(reason, "    print(hidden)") is not None
 
 
 def test_a_whole_graph_has_no_break(workshop):
