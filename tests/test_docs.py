@@ -104,7 +104,8 @@ def kinds_of_events() -> set[str]:
 def argument(call: ast.Call, position: dict[str, int]) -> list[ast.expr]:
     """The argument of a call that is the kind of an event, if it is such a call."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-    if getattr(getattr(call.func, "value", None), "id", "") == "log":  # log.warning is about no event
+    owner = getattr(call.func, "value", None)
+    if getattr(owner, "id", "") == "log" or isinstance(owner, ast.Call):  # a logger's warning is no event
         return []
     return call.args[position[name] :][:1] if name in position else []
 

@@ -193,7 +193,8 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         if (pattern := config.precision.collect_tensors) is not None:
             path = config.out / "tensors.h5" if is_main() else None
             dtype = head_dtype(formats.high) or torch.float32
-            collector = Collector(path, model.model, pattern, config.precision.collect_every, formats.recipe, dtype)
+            every, raw = config.precision.collect_every, config.precision.collect_raw
+            collector = Collector(path, model.model, pattern, every, formats.recipe, dtype, raw)
         identity: dict[str, object] = {
             "cache": manifest.digest,
             "options": deciding(config),

@@ -56,7 +56,7 @@ FREE = {
         *("activation_checkpointing", "allow_mismatch", "dry_run", "sanity"),
     },
     "data": {"num_workers", "streaming"},
-    "precision": {"compile", "compile_mode", "collect_tensors", "collect_every"},
+    "precision": {"compile", "compile_mode", "collect_tensors", "collect_every", "collect_raw"},
     "guards": {"max_skips", "nan_hooks", "max_rollbacks", "divergence_factor"},
     "stopping": {
         *("early_stopping", "early_stopping_interval", "early_stopping_patience", "early_stopping_min_delta"),

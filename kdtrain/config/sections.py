@@ -454,6 +454,8 @@ class PrecisionConfig:
     """Write statistics of the linear layers whose names match this pattern, such as '*.mlp.*', to tensors.h5."""
     collect_every: int = 100
     """Steps between two collections."""
+    collect_raw: bool = False
+    """With --collect-tensors: store the numbers too, at most 65,536 of a tensor, until the file has 512 MiB."""
     compile: bool = True
     """Compile the student and the objective with torch.compile."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
@@ -465,6 +467,10 @@ class PrecisionConfig:
         settle(self)
         refuse_below(0, self, "quant_skip_first", "quant_skip_last")
         refuse_below(1, self, "collect_every")
+        refuse(
+            self.collect_raw and self.collect_tensors is None,
+            "--collect-raw has no effect without --collect-tensors; name the layers, such as '*.mlp.*'",
+        )
         refuse(
             not self.compile and self.compile_mode != "default",
             f"--compile-mode {self.compile_mode} has no effect with --no-compile; leave one of them out",

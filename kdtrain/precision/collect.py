@@ -10,6 +10,10 @@ Each collection replaces the file as a whole, so that a killed run leaves one th
 moved aside. The layout:
 `/LAYER/{weight,activation,gradient}/{step,mode,amax,error,saturated,flushed,zeros,histogram}`, one row a collection;
 `/exponents` names the histogram's columns: e counts magnitudes in [2^e, 2^(e+1)), and the two ends all beyond them.
+On request `raw/STEP` beside them holds the numbers of the operand [rows, columns] as float32: all of them, or where
+these are more than `RAW_ELEMENTS`, as many whole rows as fit, evenly spaced (row i * rows // kept for i < kept; of a
+row that alone is longer, its beginning). Its attribute `shape` is that of the whole operand. Once the file has
+`RAW_BYTES`, no further raw numbers are written, which is logged; statistics are.
 """
 
 import fnmatch
@@ -33,6 +37,10 @@ from kdtrain.precision.emulated import ELEMENTS, Recipe, mx_scale, quantized_ope
 
 MOST_BYTES = 2**32
 """Of the file; it is copied at each collection."""
+RAW_ELEMENTS = 2**16
+"""Most raw numbers of one operand at one step."""
+RAW_BYTES = 2**29
+"""Size of the file from which no more raw numbers are written."""
 EXPONENTS = range(-40, 21)
 """Columns of the histograms."""
 _TEXT = h5py.string_dtype()
@@ -49,20 +57,30 @@ class Collector:
         every: steps between collections.
         recipe: the format whose errors are measured; None if the run has none.
         dtype: of the products, without a recipe.
+        raw: also store the operands themselves, within bounds.
 
     Raises:
         UsageError: no linear layer has such a name.
     """
 
     def __init__(
-        self, path: Path | None, model: nn.Module, pattern: str, every: int, recipe: Recipe | None, dtype: torch.dtype
+        self,
+        path: Path | None,
+        model: nn.Module,
+        pattern: str,
+        every: int,
+        recipe: Recipe | None,
+        dtype: torch.dtype,
+        raw: bool = False,
     ) -> None:
         linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
         self.layers = {name: each for name, each in linear.items() if fnmatch.fnmatchcase(name, pattern)}
         if not self.layers:
             some = ", ".join(list(linear)[:3])
             raise UsageError(f"--collect-tensors '{pattern}' matches no linear layer; there are {some}, ...")
-        self.path, self.every, self.recipe, self.dtype = path, every, recipe, dtype
+        self.path, self.every, self.recipe, self.dtype, self.raw = path, every, recipe, dtype, raw
+        self.said: set[str] = set()
+        """What is logged once."""
 
     def collect(self, step: int, mode: str, run_eagerly: Callable[[], None]) -> bool:
         """Collect at `step` if it is due; True if it was.
@@ -76,6 +94,7 @@ class Collector:
             return True
         with _watched(self.layers) as seen:
             run_eagerly()
+        cut: list[str] = []
         with self._replacing() as file:
             if "exponents" not in file:
                 file["exponents"] = np.array(EXPONENTS)
@@ -85,7 +104,28 @@ class Collector:
                     values = statistics(tensor, kind, self.recipe, self.dtype)
                     for name, value in {"step": step, "mode": mode, **values}.items():
                         _append(group, name, value)
+                    if self.raw and not self._is_full(file, step):
+                        cut += _write_raw(group, step, tensor)
+        if cut:
+            more = f" and {len(cut) - 1} more" if len(cut) > 1 else ""
+            self._say(
+                "cut",
+                f"{self.path} holds {RAW_ELEMENTS:,} raw numbers at most of each operand, in whole rows that are "
+                f"evenly spaced: {cut[0]}{more} are cut",
+            )
         return True
+
+    def _is_full(self, file: h5py.File, step: int) -> bool:
+        if file.id.get_filesize() < RAW_BYTES:
+            return False
+        size = f"{RAW_BYTES / 2**20:,.0f} MiB"
+        self._say("full", f"{self.path} has {size}: from step {step} on no raw numbers are added, only statistics")
+        return True
+
+    def _say(self, kind: str, text: str) -> None:
+        if kind not in self.said:
+            self.said.add(kind)
+            logging.getLogger("kdtrain").warning("%s", text)
 
     def forget_after(self, step: int) -> None:
         """Drop the rows of later steps: a run that resumes at `step` collects them again."""
@@ -99,7 +139,10 @@ class Collector:
             for layer in groups:
                 kept = int(np.searchsorted(layer["step"][:], step, side="right"))
                 for dataset in layer.values():
-                    dataset.resize(kept, axis=0)
+                    if isinstance(dataset, h5py.Dataset):
+                        dataset.resize(kept, axis=0)
+                for name in [name for name in layer.get("raw", ()) if int(name) > step]:
+                    del layer["raw"][name]
 
     @contextmanager
     def _replacing(self) -> Iterator[h5py.File]:
@@ -195,6 +238,16 @@ def _append(group: h5py.Group, name: str, value: Any) -> None:
     group[name][-1] = value
 
 
+def _write_raw(group: h5py.Group, step: int, operand: Tensor) -> list[str]:
+    """Store an operand [rows, columns] of a step, within the bounds; return its name if it is cut."""
+    rows, columns = operand.shape
+    kept = min(rows, max(1, RAW_ELEMENTS // columns))
+    picked = torch.arange(kept, device=operand.device) * rows // kept
+    numbers = operand.detach()[picked, :RAW_ELEMENTS].float().cpu().numpy()
+    group.create_dataset(f"raw/{step:08d}", data=numbers, dtype="f4").attrs["shape"] = (rows, columns)
+    return [group.name] if numbers.size < operand.numel() else []
+
+
 def _is_ours(path: Path) -> bool:
     """True if a file has this module's layout, so that rows can be appended: a run may come from elsewhere."""
     size = path.stat().st_size
@@ -210,13 +263,22 @@ def _is_ours(path: Path) -> bool:
 
 
 def _has_rows(group: h5py.Group, size: int) -> bool:
-    rows = len(group["step"])
-    return group.keys() == {"step", "mode", *_FLOATS, "histogram"} and all(
+    rows, raw = len(group["step"]), group.get("raw", {})
+    if raw and not (
+        isinstance(raw, h5py.Group)
+        and all(
+            name.isdecimal() and (data.ndim, data.dtype, data.external, data.is_virtual) == (2, "f4", None, False)
+            for name, data in raw.items()
+        )
+    ):
+        return False
+    return group.keys() - {"raw"} == {"step", "mode", *_FLOATS, "histogram"} and all(
         (data.shape, data.maxshape, data.chunks) == ((rows, *inner), (None, *inner), (64, *inner))
         and h5py.check_string_dtype(data.dtype) == (h5py.check_string_dtype(_TEXT) if name == "mode" else None)
         and (name == "mode" or data.dtype == ("f8" if name in _FLOATS else "i8"))
         and data.id.get_create_plist().get_nfilters() == 0
         and rows * 8 <= size
         for name, data in group.items()
+        if name != "raw"
         for inner in [(len(EXPONENTS),) if name == "histogram" else ()]
     )

@@ -1,5 +1,6 @@
 """Collected numbers are those of the operands, and collecting changes no other step."""
 
+import logging
 import os
 
 import h5py
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from kdtrain.config import PrecisionConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import split
+from kdtrain.precision import collect
 from kdtrain.precision.collect import EXPONENTS, Collector, statistics
 from kdtrain.precision.emulated import Recipe
 from kdtrain.testing import tiny_model
@@ -16,9 +19,9 @@ from kdtrain.testing import tiny_model
 MXFP4 = Recipe("mx", "e2m1", "e2m1")
 
 
-def collector(tmp_path, shape="llama", pattern="*.mlp.*", every=2, recipe=MXFP4):
+def collector(tmp_path, shape="llama", pattern="*.mlp.*", every=2, recipe=MXFP4, **options):
     student = split(tiny_model(shape))
-    made = Collector(tmp_path / "tensors.h5", student.model, pattern, every, recipe, torch.bfloat16)
+    made = Collector(tmp_path / "tensors.h5", student.model, pattern, every, recipe, torch.bfloat16, **options)
     return student, made
 
 
@@ -61,6 +64,76 @@ def test_a_resumed_run_drops_the_rows_that_it_will_collect_again(tmp_path):
     made.collect(8, "bf16", eager_pass(student))
     with h5py.File(tmp_path / "tensors.h5") as file:
         assert file[next(iter(made.layers))]["gradient"]["step"][:].tolist() == [2, 4, 8]
+
+
+@pytest.fixture
+def said(monkeypatch):
+    texts = []
+    monkeypatch.setattr(logging.getLogger("kdtrain"), "warning", lambda text, *words: texts.append(text % words))
+    return texts
+
+
+def test_raw_numbers_are_those_of_the_operands_and_go_with_their_steps(tmp_path, said):
+    student, made = collector(tmp_path, raw=True)
+    seen = {}
+    name = "model.layers.0.mlp.up_proj"
+    layer = made.layers[name]
+
+    def see(kind, tensor):
+        seen.setdefault(kind, tensor.detach().flatten(0, 1))  # returns nothing, which would replace the operand
+
+    layer.register_forward_pre_hook(lambda _, inputs: see("activation", inputs[0]))
+    layer.register_full_backward_hook(lambda _, __, outputs: see("gradient", outputs[0]))
+    for step in (2, 4, 6):
+        made.collect(step, "bf16", eager_pass(student))
+    with h5py.File(tmp_path / "tensors.h5") as file:
+        for kind, values in (seen | {"weight": layer.weight.detach()}).items():
+            raw = file[name][kind]["raw"]
+            assert list(raw) == ["00000002", "00000004", "00000006"] and list(raw["00000002"].attrs["shape"]) == [
+                *values.shape
+            ]
+            assert torch.equal(torch.from_numpy(raw["00000002"][:]), values)
+    made.forget_after(4)
+    made.collect(8, "bf16", eager_pass(student))
+    with h5py.File(tmp_path / "tensors.h5") as file:
+        for kind in ("weight", "activation", "gradient"):
+            assert list(file[name][kind]["raw"]) == ["00000002", "00000004", "00000008"]
+            assert file[name][kind]["step"][:].tolist() == [2, 4, 8]
+    assert said == [] and not (tmp_path / "tensors.h5.old-1").exists()
+
+
+def test_a_large_operand_is_cut_to_whole_rows_from_all_over_it_which_is_logged_once(tmp_path, said, monkeypatch):
+    monkeypatch.setattr(collect, "RAW_ELEMENTS", 7 * 32)
+    student, made = collector(tmp_path, pattern="*.0.mlp.up_proj", raw=True)
+    for step in (2, 4):
+        made.collect(step, "bf16", eager_pass(student))
+    (layer,) = made.layers.values()
+    with h5py.File(tmp_path / "tensors.h5") as file:
+        raw = file["model.layers.0.mlp.up_proj/weight/raw/00000002"]
+        assert list(raw.attrs["shape"]) == [64, 32] and raw.shape == (7, 32)
+        assert torch.equal(torch.from_numpy(raw[:]), layer.weight.detach()[[0, 9, 18, 27, 36, 45, 54]])
+    (line,) = said
+    assert "224 raw numbers at most of each operand" in line and "up_proj/weight and 2 more are cut" in line
+
+
+def test_no_raw_numbers_are_added_to_a_file_that_is_full_which_is_logged_once_and_statistics_go_on(
+    tmp_path, said, monkeypatch
+):
+    monkeypatch.setattr(collect, "RAW_BYTES", 200_000)
+    student, made = collector(tmp_path, pattern="*.0.mlp.up_proj", raw=True)
+    for step in range(2, 21, 2):
+        made.collect(step, "bf16", eager_pass(student))
+    with h5py.File(tmp_path / "tensors.h5") as file:
+        group = file["model.layers.0.mlp.up_proj/weight"]
+        assert 0 < len(group["raw"]) < 10 and len(group["step"]) == 10
+    (line,) = said
+    assert "on no raw numbers are added, only statistics" in line
+    assert (tmp_path / "tensors.h5").stat().st_size < 200_000 + 40_000  # one operand more, and the statistics
+
+
+def test_raw_numbers_without_layers_are_refused():
+    with pytest.raises(UsageError, match="--collect-raw has no effect without --collect-tensors"):
+        PrecisionConfig(collect_raw=True)
 
 
 def test_a_pattern_that_matches_nothing_is_refused(tmp_path):
@@ -124,6 +197,13 @@ STRANGE = {
         STEP, lambda file, name: file.create_dataset(name, (6 * 10**9,), "i8", chunks=(64,), maxshape=(None,))
     ),
     "missing": put(STEP, lambda file, name: None),
+    "raw as a number": put(
+        "model.layers.0.mlp.up_proj/weight/raw", lambda file, name: file.create_dataset(name, data=3)
+    ),
+    "raw elsewhere": put(
+        "model.layers.0.mlp.up_proj/weight/raw/00000001",
+        lambda file, name: file.create_dataset(name, (1, 2), "f4", external=[("others.h5", 0, 8)]),
+    ),
     "another kind": put("a/b", lambda file, name: file.create_dataset(f"{name}/step", data=3)),
 }
 
