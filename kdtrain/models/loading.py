@@ -405,8 +405,9 @@ def _build(spec: ModelSpec, dtype: torch.dtype, vocab_size: int | None, seed: in
 
 def _pretrained(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     source, trusted = cast(str, spec.source), spec.trust_remote_code
-    options = {"revision": revision_of(spec), "dtype": dtype, "attn_implementation": attention_option(spec.attention)}
     config = ask_config(spec)
+    attention = attention_option(spec.attention, config)
+    options = {"revision": revision_of(spec), "dtype": dtype, "attn_implementation": attention}
 
     def load() -> Any:
         refuse_large_generation(source, revision_of(spec))

@@ -94,7 +94,7 @@ def new_model(name: str, config: PreTrainedConfig, attention: str, *, trust_remo
     """Make a float32 model of a configuration with initial weights. Raises `UsageError` that begins with `name`."""
 
     def make() -> PreTrainedModel:
-        how = attention_option(attention)
+        how = attention_option(attention, config)
         made = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation=how, trust_remote_code=trust_remote_code, dtype=torch.float32
         )

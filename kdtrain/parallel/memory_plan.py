@@ -103,7 +103,7 @@ def model_footprint(
     with FakeTensorMode(), torch.random.fork_rng(devices=[]), never_asking():
         model: Any = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
-            attn_implementation=attention_option(spec.attention),
+            attn_implementation=attention_option(spec.attention, config),
             trust_remote_code=spec.trust_remote_code,
             dtype=torch.float32,
         ).train()
