@@ -9,10 +9,10 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint fuzz bench torture teacher clean
+.PHONY: help venv demo test test-oldest lint fuzz bench torture teacher clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
 
 venv: $(STAMP) ## install everything, pinned, into .venv
 
@@ -30,6 +30,15 @@ demo: venv ## distil the shipped teacher into a small student and show what it g
 
 test: lint ## lint, then every test
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile
+
+test-oldest: .venv-oldest/.installed ## every test but the slow ones, on the oldest releases that are allowed
+	.venv-oldest/bin/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile
+
+.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
+	@if [ -f $@ ] && .venv-oldest/bin/python -c ''; then rm $@; else $(PYTHON) -m venv --clear .venv-oldest; fi
+	PIP_CONSTRAINT=constraints-oldest.txt .venv-oldest/bin/python -m pip install --disable-pip-version-check \
+		-e '.[fp8,plot]' accelerate pytest pytest-timeout pytest-xdist hypothesis packaging
+	@touch $@
 
 lint: venv ## ruff and mypy
 	$(PY) -m ruff check .
@@ -56,4 +65,4 @@ teacher: venv ## make the shipped teacher and its tokenizer again (hours)
 
 clean: ## remove what tests and builds left; .venv, caches of teachers and runs stay
 	rm -rf build dist kdtrain.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kdtrain"
@@ -183,10 +184,23 @@ def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text().splitlines()
+    found = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(package): version for package, version in found.items()}
+
+
+def test_the_oldest_release_of_each_dependency_that_is_allowed_is_the_one_that_is_tested():
+    oldest = pins("constraints-oldest.txt")
+    for line in [*project()["dependencies"], *project()["optional-dependencies"]["fp8"]]:
+        requirement = Requirement(line)
+        (bound,) = requirement.specifier
+        lowest, tested = Version(bound.version).release, Version(oldest[canonicalize_name(requirement.name)]).release
+        assert bound.operator == ">=" and tested[: len(lowest)] == lowest and not any(tested[len(lowest) : 2]), line
+
+
 def test_every_requirement_is_pinned_to_a_version_that_satisfies_it():
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    versions = pins("constraints.txt")
     extras = project()["optional-dependencies"].values()
     for line in [*project()["dependencies"], *(line for extra in extras for line in extra)]:
         requirement = Requirement(line)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kdtrain.models.head import split
-from kdtrain.precision.backends import Torchao
+from kdtrain.precision.backends import Torchao, capability
 from kdtrain.precision.emulated import Recipe, quantized_linear
 from kdtrain.precision.linear import Emulated, Switch, convert
 from kdtrain.testing import tiny_model
@@ -18,6 +18,8 @@ BACKENDS = {
     "mxfp8": Emulated(MXFP8),
     "mxfp4": Emulated(MXFP4),
 }
+if not capability("fp8", "torchao", torch.device("cpu"), Recipe("rowwise")).works:
+    del BACKENDS["torchao rowwise"]  # torch 2.11 multiplies with scaled rows on a GPU only; a run there is told so
 POSITIONS = ("high", "quantized", "high-forward")
 
 
