@@ -12,6 +12,7 @@ a read from a stuck file system for example, still sends its heartbeat.
 
 import os
 import re
+import signal
 import threading
 import time
 import uuid
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from kdtrain import faults
 from kdtrain.errors import RunError, UsageError, reason
 
 T = TypeVar("T")
@@ -36,6 +38,10 @@ _control: Any = None
 """The gloo group for objects; None for a single process."""
 _timeout = timedelta(0)
 """How long a rank waits for another."""
+_stop: tuple[int, float] | None = None
+"""A signal that came before the ranks formed a group, and when."""
+_STOP_WAIT = 10.0
+"""Seconds that rank 0 waits for the others after such a signal."""
 
 
 def rank() -> int:
@@ -95,6 +101,18 @@ def refuse_many_processes() -> None:
         raise reported(UsageError("several processes were started, and only one is supported; leave torchrun out"))
 
 
+def stop_when_joined(number: int) -> bool:
+    """Keep the signal `number` until the ranks form a group, so that all stop alike.
+
+    Returns False, and keeps nothing, for a single process, for ranks that are a group already, and for a second signal.
+    """
+    global _stop
+    if world_size() == 1 or _control is not None or _stop is not None:
+        return False
+    _stop = number, time.monotonic()
+    return True
+
+
 @contextmanager
 def process_group(device: torch.device, timeout: float) -> Iterator[None]:
     """Join the processes that torchrun has started into a group while the block runs; a single process has none.
@@ -106,6 +124,7 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
     Raises:
         UsageError: the environment names no address at which the ranks meet.
         RunError: another rank ended or did not arrive in time.
+        KeyboardInterrupt: on every rank, if one received a signal before (`stop_when_joined`).
     """
     global _control, _timeout
     if world_size() == 1:
@@ -118,11 +137,14 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
     if not os.environ.get("MASTER_ADDR") or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 65536:
         found = f"MASTER_ADDR={os.environ.get('MASTER_ADDR', '')} and MASTER_PORT={port}"
         raise reported(UsageError(f"{found} in the environment name no host and port (1 to 65535); use torchrun"))
+    faults.point("ranks.before-group")
     try:
         _timeout = timedelta(seconds=timeout)
-        store, number, world = _own_store(_timeout)
-        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=_timeout)
+        store, own, world = _own_store(_timeout)
+        dist.init_process_group(backend, store=store, rank=own, world_size=world, timeout=_timeout)
         _control = control_group()
+        if number := all_reduce_max(_stop[0] if _stop else 0):
+            raise KeyboardInterrupt(signal.Signals(number).name)
         yield
     except RuntimeError as error:
         if (gone := lost_rank(error)) is None:
@@ -166,6 +188,8 @@ def _name_of_attempt(store: dist.Store, number: int, world: int, timeout: timede
                 store.set(f"kdtrain/answer/{store.get(f'kdtrain/ask/{each}').decode()}", own)
         time.sleep(0.02)
         missing = {each for each in missing if not store.check([f"kdtrain/heard/{own}/{each}"])}
+        if missing and _stop is not None and time.monotonic() > _stop[1] + _STOP_WAIT:
+            raise KeyboardInterrupt(signal.Signals(_stop[0]).name)
         if missing and time.monotonic() > deadline:
             raise RunError(f"rank 0 waited {timeout.total_seconds():g} s for rank {min(missing)} (--rank-timeout)")
     return own

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from kdtrain.errors import RunError
-from kdtrain.ranks import all_reduce_max, is_main, raise_on_all_ranks, world_size
+from kdtrain.ranks import all_reduce_max, is_main, raise_on_all_ranks, stop_when_joined, world_size
 
 T = TypeVar("T")
 
@@ -23,20 +23,25 @@ _FAILED = signal.NSIG
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Make SIGTERM end the block at once, as Ctrl-C does: outside of training there is no step to finish.
+    """Make SIGINT and SIGTERM end the block at once: outside of training there is no step to finish.
+
+    One of several ranks stops as soon as it has met the others, which would wait for it in vain; at a second signal at
+    once.
 
     Raises:
-        KeyboardInterrupt: with "SIGTERM" as its message for that signal.
+        KeyboardInterrupt: with the name of the signal as its message.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
+        if not stop_when_joined(number):
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:

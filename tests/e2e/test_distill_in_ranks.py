@@ -161,6 +161,15 @@ def test_a_signal_to_one_rank_stops_all_and_the_same_command_resumes_bitwise(who
     assert_bitwise(whole.tensors(f"whole-{how[1]}"), whole.tensors(f"asked-{how[1]}"))
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_signal_to_one_rank_before_the_ranks_have_met_stops_all_of_them_alike(ranks, stopped):
+    command = (*RUN, *CACHED, *DDP, "--out", f"early-{stopped}", "--rank-timeout", 60, "--json")
+    ended = ranks.launch(2, *command, fault=f"ranks.before-group:term:1@{stopped}")
+    assert [each.code for each in ended] == [0, 0], [each.stderr for each in ended]
+    assert (ended[0].json["stopped_by"], ended[1].stdout) == ("SIGTERM", "")
+    assert ranks.apart < 20 and not (ranks.root / f"early-{stopped}").exists()
+
+
 SHAPES = {
     "2 fsdp to 1": ((2, FSDP), (1, ())),
     "2 fsdp to 2 ddp": ((2, FSDP), (2, DDP)),
