@@ -104,7 +104,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         # In place, and without a second reference: dWeight is never copied.
-        assert ctx.gradients is not None, "the fused loss can be differentiated once"
+        if ctx.gradients is None:
+            raise RuntimeError("the fused loss can be differentiated once; compute it again for a second backward")
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in (each for each in gradients if each is not None):
             _scale(gradient, outer[0], ctx.kernels)

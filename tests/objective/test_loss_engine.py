@@ -43,6 +43,13 @@ def test_only_requested_gradients_are_computed():
     assert p.hidden.grad is not None and p.head.weight.grad is None
 
 
+def test_a_second_backward_is_refused():
+    loss = run(p := problem().cast(torch.float64), targets_for(p, "ghost"), 2.0, "ghost").loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="the fused loss can be differentiated once; compute it again"):
+        loss.backward()
+
+
 def test_the_incoming_gradient_scales_all_gradients():
     ours = [problem().cast(torch.float64) for _ in range(2)]
     for p, factor in zip(ours, (1.0, 1024.0), strict=True):

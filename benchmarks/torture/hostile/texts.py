@@ -238,12 +238,21 @@ def _models(found: Cases) -> None:
         found.add(
             f"tokenizer's {where} is {shown}", "build", _in_json("teacher/tokenizer.json", where, value), ends="either"
         )
+    for name, where, value in _MODEL_CONFIG:
+        attack = _in_json(f"model/{name}", where, value)
+        found.add(f"model's {name}: {where} is {json.dumps(value)[:40]}", "model", attack, says="model|tensor")
     for where, value in _TOKENIZER_CONFIG:
         shown = json.dumps(value)[:40]
         attack = _in_json("teacher/tokenizer_config.json", where, value)
         found.add(f"tokenizer_config's {where} is {shown}", "build", attack, ends="either")
 
 
+def _replace(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+_BYTES = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 _TOKENIZER: list[tuple[str, Any]] = [
     *(("model", value) for value in (None, [], {"type": "no-such"}, {"type": "BPE", "vocab": {}, "merges": []})),
     *(("model.vocab", value) for value in ({"a": -1}, {"a": 2**70}, {"a": "0"}, [])),
@@ -252,7 +261,16 @@ _TOKENIZER: list[tuple[str, Any]] = [
     *(("pre_tokenizer", value) for value in ({"type": "no-such"}, 5)),
     ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}),
     ("normalizer", {"type": "Replace", "pattern": {"Regex": "(("}, "content": ""}),
+    ("normalizer", {"type": "Sequence", "normalizers": [_replace("a", "aa")] * 40}),
+    ("normalizer", _replace("a", "a" * 10_000)),
+    ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"} | _BYTES] * 40}),
+    ("added_tokens", [{"id": 300 + n, "content": f"<{n}>", "special": True} | _FLAGS for n in range(300_000)]),
     ("truncation", {"direction": "Right", "max_length": -1, "strategy": "LongestFirst", "stride": 0}),
+]
+_MODEL_CONFIG: list[tuple[str, str, Any]] = [
+    ("config.json", "eos_token_id", list(range(10**6))),
+    ("config.json", "head_dim", 3),
+    ("generation_config.json", "bad_words_ids", [[1]] * 10**6),
 ]
 _TOKENIZER_CONFIG: list[tuple[str, Any]] = [
     *(("tokenizer_class", value) for value in ("no-such", 5, "os.system", "LlamaTokenizer")),
