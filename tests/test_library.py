@@ -205,7 +205,7 @@ def test_a_student_whose_vocabulary_is_too_small_gets_the_sentence_of_the_comman
     ids=["4.5", "0.5", "scheduled", "likelihood", "adversarial"],
 )
 def test_a_temperature_outside_the_range_of_the_cache_is_refused(temperature):
-    with pytest.raises(kd.UsageError, match=r"leave the cache's range of 0\.667 to 4"):
+    with pytest.raises(kd.UsageError, match=r"leaves the cache's range of 0\.667 to 4"):
         student_of(temperature=temperature)(**batch_of())
     student_of(temperature=4.0)(**batch_of())
 

@@ -255,9 +255,10 @@ class Student(PreTrainedModel):
             low, high = temperature_range[0].tolist()
             lowest, highest = self.temperature.reach
             if not low <= lowest <= highest <= high:
+                used = f"T = {lowest:g}" if lowest == highest else f"T from {lowest:g} to {highest:g}"
                 raise UsageError(
-                    f"temperatures {lowest:g} to {highest:g} leave the cache's range of {low:.3g} to {high:.3g}; "
-                    "choose a temperature, its end or its bounds inside"
+                    f"the temperature ({used}) leaves the cache's range of {low:.3g} to {high:.3g}; choose it, its end "
+                    "or its bounds inside"
                 )
         self._checked = True
 
