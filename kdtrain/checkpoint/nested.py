@@ -101,7 +101,7 @@ class CheckpointStore:
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_ALONE)
-            checkpoint = load(self._store.choose(wanted))
+            checkpoint = load(self._store.choose(wanted, loads=True))
         try:
             return _unflatten(checkpoint.state["tree"], checkpoint.tensors)
         except (KeyError, TypeError, ValueError) as error:

@@ -73,11 +73,12 @@ def seal(step: int, rollbacks: int, files: Mapping[str, tuple[int, str]]) -> str
     return json.dumps({**content, "digest": digest}, indent=1) + "\n"
 
 
-def problem(path: Path, digests: bool = True) -> str | None:
-    """What is wrong with the checkpoint folder `path`: a missing, unknown, unreadable or changed file, a changed
-    manifest, or content that `load` refuses; None if it is whole.
+def problem(path: Path, digests: bool = True, loads: bool = False) -> str | None:
+    """What is wrong with the checkpoint folder `path`: a missing, unknown, unreadable or changed file, or a changed
+    manifest; None if it is whole.
 
-    `digests=False` compares only names and sizes, which takes no time.
+    `digests=False` compares only names and sizes, which takes no time. With `loads`, content that `load` would refuse
+    is wrong as well, even if it is as it was sealed.
     """
     try:
         files = _files(path)
@@ -91,7 +92,7 @@ def problem(path: Path, digests: bool = True) -> str | None:
     unknown = sorted(each.name for each in path.glob(f"*{shards.SUFFIX}") if each.name not in files)
     if unknown:
         return f"{unknown[0]} does not belong to it"
-    return _unreadable(path) if digests else None
+    return _unreadable(path) if loads else None
 
 
 def _unreadable(path: Path) -> str | None:
@@ -323,33 +324,38 @@ class Store:
         """What is wrong with a checkpoint, or None."""
         return problem(self.path(name))
 
-    def newest_valid(self, before: int | None = None, planned: bool = False) -> tuple[str | None, list[str]]:
+    def newest_valid(
+        self, before: int | None = None, planned: bool = False, loads: bool = False
+    ) -> tuple[str | None, list[str]]:
         """The newest checkpoint that verifies, and a line for each newer damaged one.
 
         Args:
             before: only checkpoints of steps before this.
             planned: only checkpoints that an uninterrupted run also has.
+            loads: see `problem`.
         """
         damaged: list[str] = []
         for entry in reversed(self.entries()):
             if (before is not None and entry.step >= before) or (planned and not tiers.is_planned(entry.name)):
                 continue
-            if (wrong := self.problem(entry.name)) is None:
+            if (wrong := problem(self.path(entry.name), loads=loads)) is None:
                 return entry.name, damaged
             if not self.path(entry.name).exists():  # pruned by a run that is training
                 continue
             damaged.append(f"checkpoint {entry.name} is damaged and skipped: {wrong}")
         return None, damaged
 
-    def choose(self, wanted: str) -> Path:
+    def choose(self, wanted: str, loads: bool = False) -> Path:
         """The folder of the checkpoint called `wanted`: latest, best, a name in this run, or a path.
+
+        loads: see `problem`.
 
         Raises:
             UsageError: no checkpoint has that name.
             RunError: it is damaged.
         """
         if wanted == "latest":
-            name, damaged = self.newest_valid()
+            name, damaged = self.newest_valid(loads=loads)
             if name is None:
                 kind = RunError if damaged else UsageError
                 raise kind("; ".join(damaged) or f"{self.folder} holds no checkpoint")
@@ -357,7 +363,7 @@ class Store:
         named = self.linked("best") if wanted == "best" else wanted
         for path in (self.path(named), Path(wanted)) if named else ():
             if is_checkpoint(path.resolve()):
-                if (wrong := problem(path)) is not None:
+                if (wrong := problem(path, loads=loads)) is not None:
                     if not path.exists():  # pruned by a run that is training
                         break
                     raise RunError(
@@ -505,13 +511,13 @@ class Store:
             sweep(self.folder)
 
     def _is_whole(self, name: str) -> bool:
-        """Whether `problem` finds nothing, cached until a file changes."""
+        """Whether a checkpoint can be loaded, cached until a file changes."""
         try:
             fingerprint = _fingerprint(self.path(name))
         except OSError:
             return False
         if self._whole.get(name) != fingerprint:
-            if self.problem(name) is not None:
+            if problem(self.path(name), loads=True) is not None:
                 return False
             self._whole[name] = fingerprint
         return True
