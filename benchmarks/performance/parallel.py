@@ -269,7 +269,7 @@ def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:
         counts = folder.root / "counts.json"
         words = folder.argv("exchanged", case, steps=3)
         script = ("-m", "benchmarks.performance.exchange_script", str(counts), "distill")
-        launch([*script, *words, "--eval-freq", "100"], world, 1)
+        launch([*script, *words, "--eval-freq", "3"], world, 1)
         # the last: DDP puts its buckets in order in the first, and later ones are all alike
         counted = json.loads(counts.read_text())[-1]
         if how == "ddp":
@@ -294,7 +294,7 @@ def throughput(folder: Folder, steps: int = 30) -> dict[str, Any]:
         ("two ranks, a thread each", 2, 1),
         ("one process, two threads", 1, 2),
     ):
-        options = ("--batch-size", 16, "--precision", "fp32", "--eval-freq", 1000, "--checkpoint-freq", 1000)
+        options = ("--batch-size", 16, "--precision", "fp32", "--eval-freq", steps, "--checkpoint-freq", 1000)
         case = replace(THROUGHPUT, options=options)
         words = ["-m", "kdtrain", "distill", *folder.argv("throughput", case, steps), "--json"]
         rates[name] = json.loads(launch(words, world, threads))["tokens_per_second"]
