@@ -19,11 +19,13 @@ from kdtrain.cache.reader import CachedBatch, CacheReader
 from kdtrain.cache.writer import write_cache
 from kdtrain.config import DistillConfig, GuardsConfig, MonitorConfig, OptimizerConfig, PrecisionConfig, StoppingConfig
 from kdtrain.errors import RunError
+from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.precision.linear import Switch
+from kdtrain.precision.modes import head_dtype
 from kdtrain.training.data import CachedSource, Feed, Source
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import Progress
@@ -114,6 +116,7 @@ class Bench:
             monitor=MonitorConfig(tensorboard=False),
             stopping=StoppingConfig(early_stopping=False),
         )
+        choose_kernel(student.model.config, batch, seq_len, head_dtype(mode), options.device)
         temperature = build_temperature(temperature_mode, start=2.0, minimum=1.0, maximum=4.0, total_steps=total)
         module = Student(
             student,

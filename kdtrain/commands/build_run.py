@@ -30,6 +30,7 @@ from kdtrain.commands.run_folder import deciding
 from kdtrain.config import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
+from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
     architecture,
@@ -211,6 +212,11 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     if teacher is not None and plan.teacher == "fsdp":
         shard(teacher, device, shard_size=plan.shard_size)
     compiled = compiled_teacher(teacher) if teacher is not None and compiles_teacher(compiles, device) else None
+
+    if not manifest.settings.document_mask:
+        length, narrow = manifest.settings.seq_len, head_dtype(formats.high)
+        if (chosen := choose_kernel(model.model.config, micro, length, narrow, device)) is not None:
+            log.info("%s", chosen)
 
     objective = config.objective
     student = Student(

@@ -11,24 +11,33 @@ FlexAttention has no dropout and no heads of fewer than 16 numbers; there, on a 
 gets the mask. Scores with a soft cap (Gemma 2) need FlexAttention: on a CPU such a model keeps its own attention.
 Grouped queries in fp32 get repeated keys on a GPU, because no fused kernel takes them grouped.
 
+For plain causal attention in 16 bits a GPU has several fused kernels, of which none is the fastest everywhere:
+`choose_kernel` times them once a process on the student's own shape, and SDPA tries the faster one first.
+
 A mask is made once a batch and window, for all layers; in a compiled graph the compiler merges equal ones. What it
 gives up: `causal_attention` ignores padding masks of transformers. Packed rows have no padding.
 
 Shape suffixes: B batch, T time, Q blocks of queries, K blocks of keys.
 """
 
+import math
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kdtrain.ranks import on_main
 
 CAUSAL = "kdtrain_causal"
 FUSED = "kdtrain_fused"
@@ -123,7 +132,11 @@ def causal_attention(
     if mask is None and grouped_in_fp32(query, key):
         key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
         module = _UNGROUPED
-    return sdpa_attention_forward(module, query, key, value, mask, **keywords)
+    order = kernel_orders.get(query.shape[3])
+    if mask is not None or order is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **keywords)
+    with sdpa_kernel(order, set_priority=True):
+        return sdpa_attention_forward(module, query, key, value, mask, **keywords)
 
 
 def is_cuda(tensor: Tensor) -> bool:
@@ -184,6 +197,89 @@ def _mask(make: Any, first_B1T1: Tensor | None, window: int | None, query: Tenso
     if (make, window) not in shared:
         shared[make, window] = make(first_B1T1 if window is None else first_B1T1.maximum(here_T1 - window + 1))
     return shared[make, window]
+
+
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+"""SDPA's kernels for 16 bits. Flash attention 3 takes flash's place where the user has activated it in torch."""
+_OTHERS = [*KERNELS.values(), SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+kernel_orders: dict[int, list[SDPBackend]] = {}
+"""By head width: the order in which SDPA tries its kernels; torch's own where there is none."""
+
+
+class Shape(NamedTuple):
+    """What a kernel is timed on; a group is a head of keys and values."""
+
+    batch: int
+    heads: int
+    groups: int
+    length: int
+    width: int
+
+
+_times: dict[tuple[Shape, torch.dtype], dict[str, float]] = {}
+
+
+def kernel_seconds(kernel: SDPBackend, shape: Shape, dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds of a layer's causal attention, forward and backward; infinite where the kernel does not fit."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (shape.heads, shape.groups, shape.groups)
+    made = [torch.empty(shape.batch, shape.length, each, shape.width, dtype=dtype, device=device) for each in heads]
+    query, key, value = (each.normal_(generator=generator).transpose(1, 2).requires_grad_() for each in made)
+    found = []
+    for _ in range(6):  # the first builds plans
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        try:
+            with torch.enable_grad(), sdpa_kernel([kernel]):
+                grouped = shape.groups != shape.heads
+                output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+            torch.autograd.grad(output, [query, key, value], torch.ones_like(output))
+        except RuntimeError:  # no memory for it, too
+            return math.inf
+        torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - started)
+    return min(found[1:])
+
+
+def choose_kernel(
+    config: PreTrainedConfig,
+    batch: int,
+    length: int,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    seconds: Callable[[SDPBackend, Shape, torch.dtype, torch.device], float] = kernel_seconds,
+) -> str | None:
+    """Let SDPA try first what rank 0 finds to be the fastest kernel for a model, and return a line for the log.
+
+    None, and nothing changes, on a CPU, in fp32, and for a model that does not use `causal_attention`. Under
+    torch.use_deterministic_algorithms nothing is timed, so that a resumed run does not depend on a clock.
+
+    Args:
+        batch, length: of a micro-batch of one rank; at most 8,192 tokens of it are timed.
+        dtype: of queries and keys.
+        seconds: times a kernel.
+    """
+    config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if device.type != "cuda" or dtype is None or config._attn_implementation != CAUSAL or not isinstance(heads, int):
+        return None
+    if torch.are_deterministic_algorithms_enabled():
+        return "attention by torch's own order of kernels: nothing is timed with --deterministic"
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shape = Shape(max(1, min(batch, 8192 // length)), heads, groups, length, width)
+    if (shape, dtype) not in _times:
+        _times[shape, dtype] = on_main(
+            lambda: {name: seconds(kernel, shape, dtype, device) for name, kernel in KERNELS.items()}
+        )
+    times = _times[shape, dtype]
+    fastest = min(times, key=lambda name: times[name])
+    if times[fastest] == math.inf:
+        return None
+    kernel_orders[width] = list(dict.fromkeys([KERNELS[fastest], *_OTHERS]))
+    shown = {name: "not possible" if each == math.inf else f"{1e3 * each:.3g} ms" for name, each in times.items()}
+    return f"attention by {fastest}: " + ", ".join(f"{name} {text}" for name, text in shown.items()) + " a layer"
 
 
 def _cast(*tensors: Tensor) -> list[Tensor]:

@@ -22,6 +22,15 @@ def test_max_autotune_compiles_without_cuda_graphs(workbench, monkeypatch, optio
     assert told == [mode]
 
 
+def test_a_run_times_the_kernels_of_attention_in_its_own_shape_and_logs_the_choice(workbench, monkeypatch, caplog):
+    asked = []
+    caplog.set_level("INFO")
+    monkeypatch.setattr(build_run, "choose_kernel", lambda config, *shape: asked.append(shape) or "attention by cuDNN")
+    built = build_run.build_run(cli.parse("distill", [*RUN, "--precision", "bf16"]), resuming=False)
+    assert asked == [(8, built.manifest.settings.seq_len, torch.bfloat16, torch.device("cpu"))]
+    assert "attention by cuDNN" in caplog.messages
+
+
 @pytest.mark.parametrize("planned", [False, True], ids=["asked for", "planned"])
 def test_cuda_graphs_are_refused_where_a_step_has_several_micro_batches(workbench, monkeypatch, planned):
     monkeypatch.setattr(build_run, "fitting_micro_batch", lambda config, device, free: 4)

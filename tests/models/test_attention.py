@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.nn.attention import flex_attention as torch_flex
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -104,6 +106,80 @@ def test_fp32_with_grouped_queries_on_a_gpu_repeats_the_keys_for_the_memory_effi
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)  # to 16 bits, which flash takes grouped
     pieces(packed_row()[0])
     assert seen == [False] * config.num_hidden_layers
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Times kernels by a table, and counts how often."""
+    monkeypatch.setattr(attention, "kernel_orders", {})
+    monkeypatch.setattr(attention, "_times", {})
+    asked = []
+
+    def choose(model, flash, cudnn, device="cuda", dtype=torch.bfloat16, batch=4):
+        def seconds(kernel, shape, dtype, device):
+            asked.append(shape)
+            return {SDPBackend.FLASH_ATTENTION: flash, SDPBackend.CUDNN_ATTENTION: cudnn}[kernel]
+
+        return attention.choose_kernel(model.config, batch, 4096, dtype, torch.device(device), seconds)
+
+    choose.asked = asked
+    return choose
+
+
+def test_the_faster_attention_kernel_is_tried_first_and_timed_once_a_process(timed):
+    pieces = split(tiny_model())
+    width = pieces.model.config.head_dim
+    assert timed(pieces.model, 2e-3, 1e-3) == "attention by cuDNN: flash 2 ms, cuDNN 1 ms a layer"
+    heads = (pieces.model.config.num_attention_heads, pieces.model.config.num_key_value_heads)
+    assert timed.asked == [(2, *heads, 4096, width)] * 2
+    assert attention.kernel_orders[width][:2] == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    assert set(attention.kernel_orders[width][2:]) == {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH}
+    timed(pieces.model, 9.0, 9.0)
+    assert len(timed.asked) == 2
+    timed(pieces.model, 1e-3, float("inf"), dtype=torch.float16)
+    assert attention.kernel_orders[width][0] == SDPBackend.FLASH_ATTENTION
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"dtype": None}, {"flash": float("inf")}], ids=str)
+def test_where_no_kernel_is_timed_torchs_own_order_stays(timed, options):
+    given = {"flash": 1.0, "cudnn": float("inf")} | options
+    assert timed(split(tiny_model()).model, **given) is None
+    assert timed(tiny_model(), 1.0, 2.0) is None  # not ours: transformers' attention
+    assert not attention.kernel_orders
+
+
+def test_a_deterministic_run_times_no_kernel(timed, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "nothing is timed with --deterministic" in timed(split(tiny_model()).model, 1.0, 2.0)
+    assert not timed.asked and not attention.kernel_orders
+
+
+def test_the_chosen_order_holds_in_eager_and_compiled_layers_and_nowhere_else(timed, monkeypatch):
+    pieces, orders = split(tiny_model().eval()), []
+    plain = _cur_sdpa_kernel_backends(with_priority=True)
+    expected = pieces(packed_row()[0])
+    timed(pieces.model, 2.0, 1.0)
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is real:
+                orders.append(_cur_sdpa_kernel_backends(with_priority=True)[0])
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.testing.assert_close(pieces(packed_row()[0]), expected)
+    assert orders == [SDPBackend.CUDNN_ATTENTION] * 2
+    graphs = []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        pieces, fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or graph.forward
+    )
+    torch.testing.assert_close(compiled(packed_row()[0]), expected)
+    names = [getattr(node.target, "__name__", "") for node in graphs[0].graph.nodes]
+    places = [place for place, name in enumerate(names) if name in ("_sdpa_kernel", "scaled_dot_product_attention")]
+    assert [names[place] for place in places] == ["_sdpa_kernel", "scaled_dot_product_attention", "_sdpa_kernel"] * 2
+    assert _cur_sdpa_kernel_backends(with_priority=True) == plain
 
 
 def attention_inputs(graph):
@@ -286,6 +362,21 @@ def test_a_model_with_flex_attention_compiles_to_one_graph_for_all_batches(monke
 def test_flex_attention_is_for_a_gpu_without_dropout_and_for_heads_of_sixteen(is_cuda, width, dropout, fits):
     query = SimpleNamespace(is_cuda=is_cuda, shape=(2, 4, 300, width))
     assert attention.flex_fits(query, dropout) == fits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", attention.KERNELS)
+def test_on_a_gpu_each_kernel_is_timed_and_gives_the_logits_of_the_others(kernel, timed):
+    model = tiny_model("llama", hidden_size=256, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
+    pieces, tokens_BT = split(model.to("cuda")), packed_row()[0].to("cuda")
+    seconds = attention.kernel_seconds(
+        attention.KERNELS[kernel], attention.Shape(2, 4, 2, 256, 64), torch.bfloat16, tokens_BT.device
+    )
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        expected = pieces(tokens_BT)
+        attention.kernel_orders[64] = [attention.KERNELS[kernel], SDPBackend.MATH]
+        torch.testing.assert_close(pieces(tokens_BT), expected, rtol=0.05, atol=0.05)
+    assert 0 < seconds < 1 or seconds == float("inf")
 
 
 @pytest.mark.gpu
