@@ -89,7 +89,7 @@ def kinds_of_events() -> set[str]:
     """The kinds in the calls of `event`, `warning` and `warn_early`, and of functions that pass their `kind` on."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "kdtrain").rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    position = {"event": 0, "warning": 0, "warn_early": 0}
+    position = {"event": 0, "warning": 0, "warn_early": 0, "_warn": 0}
     for node in nodes:
         if isinstance(node, ast.FunctionDef) and "kind" in (names := [each.arg for each in node.args.args]):
             calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]

@@ -69,7 +69,7 @@ class Saver:
         self.asked_to_stop: Callable[[], bool] = lambda: False
         """Whether a save must stop waiting for space; called on rank 0."""
         self._warnings: list[tuple[str, str]] = []
-        store.warn = partial(self._warn, "prune")
+        store.warn = lambda text: self._warn("prune", text)
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

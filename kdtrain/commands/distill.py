@@ -32,7 +32,7 @@ from kdtrain.models.loading import export_lock, export_model, is_export, tokeniz
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.loggers import require_wandb
 from kdtrain.monitor.progress import end_log, log, setup_logging
-from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, rank, world_size
+from kdtrain.ranks import is_main, lost_rank, on_main, raise_on_all_ranks, rank, reported, world_size
 from kdtrain.training.schedule import warmup_steps
 from kdtrain.training.signals import interruptible
 from kdtrain.training.state import load_saved
@@ -91,8 +91,8 @@ def distill(config: DistillConfig) -> dict[str, Any]:
         length = on_main(lambda: new_length(trainer)) if resumed else None  # before config.toml has the new one
         _write_metadata(built)
         with _result_of_failure(trainer):
+            stack.callback(lambda: _end_on_event(trainer))  # after the last event
             built.open(init=None if loaded is None else "loaded")
-            stack.callback(lambda: trainer.writers.end_on_event(trainer.state.progress.step))  # after the last event
             trainer.writers.hyperparameters(used(config))
             _log_start(built, loaded, length)
             _fit(trainer)
@@ -104,7 +104,10 @@ def distill(config: DistillConfig) -> dict[str, Any]:
             stopped_early = trainer.state.progress.stopped is not None
             result = run_result(trainer, "signal" if trainer.stopped_by else "early-stop" if stopped_early else "done")
             if trainer.stopped_by is None:  # still as a group of ranks, and under the run's lock
-                on_main(lambda: _export(trainer))
+                try:
+                    on_main(lambda: _export(trainer))
+                except UsageError as error:  # training is over: it failed while running
+                    raise reported(RunError(str(error))) from None
                 result["student"] = str(config.out / "student")
         write_result(trainer, result)
         return result
@@ -140,16 +143,18 @@ def _result_of_failure(trainer: Trainer) -> Iterator[None]:
         yield
     except UsageError:
         raise
-    except Exception as error:
+    except Exception as found:
+        error = lost_rank(found) or found
         text = str(error) or type(error).__name__
         if isinstance(error, OSError):
             where, intact = error.filename or trainer.config.out, "published checkpoints are intact"
             text = f"{where}: {error.strerror or error}; {intact}{advice(error)}"
         step, writers = trainer.state.progress.step, getattr(trainer, "writers", None)  # which may have failed to open
-        with suppress(OSError):  # the error may be a full disk
-            end_log(text)
-            if writers is not None:
+        if writers is not None:
+            with suppress(OSError):  # the error may be a full disk
                 writers.event("failure", step, "error", reason=reason(error), message=text)
+        with suppress(OSError):
+            end_log(text)
         result = run_result(trainer, reason(error), text)
         with suppress(RunError):
             write_result(trainer, result)
@@ -157,7 +162,15 @@ def _result_of_failure(trainer: Trainer) -> Iterator[None]:
             show("", result, True)
         if isinstance(error, OSError):
             raise RunError(text, reason=reason(error)) from None
+        if error is not found:
+            raise error from found
         raise
+
+
+def _end_on_event(trainer: Trainer) -> None:
+    """Let the commands for the last events end, if the logs were opened."""
+    if hasattr(trainer, "writers"):
+        trainer.writers.end_on_event(trainer.state.progress.step)
 
 
 def _log_start(built: BuiltRun, loaded: Path | None, length: str | None) -> None:

@@ -33,7 +33,11 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple | list) and all(_fits(each, get_args(kind)[0]) for each in value)
+        wanted = get_args(kind)
+        length = len(value) if isinstance(value, tuple | list) and wanted[-1] is ... else len(wanted)
+        return (
+            isinstance(value, tuple | list) and len(value) == length and all(_fits(each, wanted[0]) for each in value)
+        )
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, kind)

@@ -41,7 +41,7 @@ class EventCommand:
     def __init__(self, command: str, run: str) -> None:
         self.words, self.run = shlex.split(command), run
         self._waiting: queue.Queue[bytes | None] = queue.Queue(WAITING)
-        self._failure = None if shutil.which(self.words[0]) else f"there is no command {self.words[0]}"
+        self._failure = None if shutil.which(self.words[0]) else "there is no such program"
         self._reported = False
         self._deadline = float("inf")
         self._thread: threading.Thread | None = None
@@ -59,11 +59,14 @@ class EventCommand:
             self._failure = f"{WAITING} events wait for it already; later ones are dropped"
 
     def failure(self) -> str | None:
-        """The first thing that went wrong, the first time it is asked for; else None."""
+        """The first thing that went wrong, the first time it is asked for; else None.
+
+        It does not name the command, which may hold a secret and is never written into a run.
+        """
         if self._failure is None or self._reported:
             return None
         self._reported = True
-        return f"--on-event {shlex.join(self.words)}: {self._failure}; the run continues, and this is logged once"
+        return f"--on-event: the command failed: {self._failure}; the run continues, and this is logged once"
 
     def close(self) -> None:
         """Let what waits run for up to `LAST_SECONDS`, and end what runs then."""
@@ -80,7 +83,7 @@ class EventCommand:
             try:
                 self._run(event)
             except (OSError, ValueError) as error:
-                self._failure = self._failure or f"cannot be run: {getattr(error, 'strerror', None) or error}"
+                self._failure = self._failure or f"it cannot be run: {getattr(error, 'strerror', None) or error}"
 
     def _run(self, event: bytes) -> None:
         pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
@@ -96,6 +99,6 @@ class EventCommand:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it started
             process.wait()
             limit = f"over {SECONDS:g} seconds" if give_up <= self._deadline else "too long at the end of the run"
-            self._failure = self._failure or f"took {limit}, and was ended"
+            self._failure = self._failure or f"it took {limit}, and was ended"
         elif process.returncode:
-            self._failure = self._failure or f"ended with exit code {process.returncode}"
+            self._failure = self._failure or f"it ended with exit code {process.returncode}"

@@ -68,28 +68,34 @@ def skip(trainer: "Trainer", numbers: dict[str, float]) -> bool:
     return True
 
 
-def roll_back_skips(trainer: "Trainer") -> bool:
-    """After more than `--max-skips` skips in a row, roll back; return whether it did.
+def roll_back_skips(trainer: "Trainer", loss: float) -> bool:
+    """After more than `--max-skips` skips in a row, roll back; return whether it did. loss: of the last one, nats.
 
     Raises:
         RunError: as many steps failed again after the rollback, it would exceed `--max-rollbacks`, or there is no
             checkpoint from before the last update.
     """
     progress, guards = trainer.state.progress, trainer.config.guards
-    limit = guards.max_skips
-    first = progress.skips_in_a_row == limit + 1
-    if not first and progress.skips_in_a_row <= 2 * limit + 1:
+    size, limit = trainer.config.batch_size, guards.max_skips
+    # the place in the stream of data where the last rollback ended, and where this row of skips began
+    rolled_back = progress.skipped_data[-1][1] if progress.skipped_data else 0
+    began = progress.sequences - progress.skips_in_a_row * size
+    again = rolled_back > began
+    failed = (progress.sequences - rolled_back) // size if again else progress.skips_in_a_row
+    if failed <= limit:
         return False
     trainer.saver.wait()
-    name = on_main(lambda: trainer.store.newest_valid(before=progress.step, planned=True)[0])
-    rows = f"{limit + 1} steps in a row" + ("" if first else ", and as many after a rollback")
+    before = progress.step + _weights_work(trainer, loss)
+    name = on_main(lambda: trainer.store.newest_valid(before=before, planned=True)[0])
+    rows = f"{failed} steps in a row" + (", and as many after a rollback" if again else "")
     what = f"{rows}, the last one batch {trainer.batch_number - 1} at step {progress.step + 1}, had a non-finite loss "
     what += f"or gradient (--max-skips {limit})"
-    if first and name is not None and progress.rollbacks < guards.max_rollbacks:
+    if not again and name is not None and progress.rollbacks < guards.max_rollbacks:
         trainer.writers.warning("non-finite", progress.step, what)
         restore(trainer, _load(trainer, name), "rollback", guards.spike_lr_factor)
         return True
-    _set_aside_broken(trainer)
+    if not _weights_work(trainer, loss):
+        _set_aside_broken(trainer)
     newest = on_main(lambda: trainer.store.newest_valid()[0])
     raise reported(
         RunError(
@@ -106,6 +112,14 @@ def _load(trainer: "Trainer", name: str) -> Checkpoint:
         return load_saved(trainer.store.path(name), trainer.state.like)
 
 
+def _weights_work(trainer: "Trainer", loss: float) -> bool:
+    """Whether the present weights gave a finite validation loss and a training batch a non-finite one: its data then
+    is at fault. Where a loss is finite and its gradient is not, the weights may be."""
+    progress = trainer.state.progress
+    validated = progress.validated_step == progress.step and progress.last_loss is not None
+    return validated and not math.isfinite(loss)
+
+
 def _set_aside_broken(trainer: "Trainer") -> None:
     """Set aside the checkpoints of the present weights, from which no step could be taken, where earlier ones exist.
 
@@ -116,10 +130,11 @@ def _set_aside_broken(trainer: "Trainer") -> None:
     def set_aside() -> None:
         names = [f"{kind}_{progress.rollbacks}_iter{progress.step}" for kind in ("rollback", "recovery")]
         rolled_back = any(store.path(name).is_dir() for name in names)
-        if not rolled_back and progress.best_step != progress.step and store.newest_valid(before=progress.step)[0]:
+        if not rolled_back and store.newest_valid(before=progress.step)[0]:
             store.set_aside_after(progress.step - 1)
 
     on_main(set_aside)
+    trainer.relink_best()
 
 
 def _investigate(trainer: "Trainer", number: int, indices: np.ndarray) -> None:
@@ -230,7 +245,8 @@ def restore(trainer: "Trainer", to: Checkpoint, kind: str, lr_factor: float = 1.
     """
     bad = trainer.state.progress
     if bad.rollbacks >= trainer.config.guards.max_rollbacks:
-        _set_aside_broken(trainer)
+        if bad.best_step != bad.step:
+            _set_aside_broken(trainer)
         raise reported(
             RunError(
                 f"rolling back to {to.name} would exceed --max-rollbacks {trainer.config.guards.max_rollbacks}; "

@@ -16,7 +16,8 @@ def total_steps(config: DistillConfig, sequences: int) -> int:
     if config.epochs is not None:
         return max(round(config.epochs * sequences / config.batch_size), 1)
     if config.steps is None and config.checkpoint.override_opt_param_scheduler and config.optimizer.decay_steps:
-        return config.optimizer.warmup_steps + config.optimizer.decay_steps  # only a decay, from another run's weights
+        decay = config.optimizer.decay_steps  # only a decay, from another run's weights
+        return min(config.optimizer.warmup_steps, decay) + decay
     return config.steps or 2000
 
 

@@ -232,11 +232,11 @@ class Trainer:
                         loss, norm = numbers["loss"], numbers["grad_norm"]
                         what, value = ("Gradient norm", norm) if math.isfinite(loss) else ("Loss", loss)
                         if recovery.skip(self, numbers):
-                            if recovery.roll_back_skips(self):
-                                break
                             names, recovered = recovery.decide(self, state.progress.step + 1, value, what)
-                            if names:
+                            if names:  # a switch of the format, which the next step tries first
                                 self.save(*names)
+                            elif not recovered:
+                                recovered = recovery.roll_back_skips(self, loss)
                             if recovered:
                                 break
                         if stop:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kdtrain import faults, files
 from kdtrain.commands import distill
 from kdtrain.commands.run_folder import LOCK, run_lock
 from kdtrain.config import DistillConfig
+from kdtrain.errors import RunError, UsageError
 
 
 @pytest.fixture
@@ -182,3 +184,38 @@ def test_a_student_with_a_non_finite_loss_fails(workbench):
     save_file(weights, workbench.root / "broken" / "model.safetensors", {"format": "pt"})
     code, said = line(workbench.call("evaluate", "--student", "broken", "--cache", "cache"))
     assert (code, said) == (1, "--student broken has a loss of nan; look at its weights")
+
+
+def test_a_run_that_cannot_export_at_its_end_failed_while_running_and_says_why(workbench, command, monkeypatch):
+    def taken(trainer):
+        raise UsageError("another process is exporting to runs/student")
+
+    monkeypatch.setattr(distill, "_export", taken)
+    code, said = line(workbench.call(*command, "--cache", "cache", "--out", "no-export"))
+    result = json.loads((workbench.root / "no-export/result.json").read_text())
+    last = json.loads((workbench.root / "no-export/events.jsonl").read_text().splitlines()[-1])
+    assert (code, said) == (1, "another process is exporting to runs/student")
+    assert (last["event"], last["message"], result["error"]) == ("failure", said, said)
+    monkeypatch.undo()
+    monkeypatch.chdir(workbench.root)
+    assert workbench.call(*command, "--cache", "cache", "--out", "no-export")[0] == 0
+
+
+def test_a_lost_rank_is_named_in_the_logs_as_on_stderr_even_if_the_log_is_full(tmp_path, monkeypatch):
+    told = []
+    writers = SimpleNamespace(event=lambda kind, step, level, **more: told.append((kind, level, more["message"])))
+    trainer = SimpleNamespace(
+        writers=writers,
+        config=SimpleNamespace(out=tmp_path, json=False),
+        state=SimpleNamespace(progress=SimpleNamespace(step=3)),
+    )
+
+    def full(text):
+        raise OSError(errno.ENOSPC, "No space left on device", "train.log")
+
+    monkeypatch.setattr(distill, "end_log", full)
+    monkeypatch.setattr(distill, "run_result", lambda trainer, reason, error: {"error": error})
+    monkeypatch.setattr(distill, "write_result", lambda trainer, result: told.append(result["error"]))
+    with pytest.raises(RunError, match="rank 0 lost another rank") as ended, distill._result_of_failure(trainer):
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    assert told == [("failure", "error", str(ended.value)), str(ended.value)]

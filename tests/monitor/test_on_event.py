@@ -62,7 +62,7 @@ def test_what_an_event_says_never_reaches_a_shell_or_the_command_line(tmp_path):
     "command, why",
     [
         ("false", "ended with exit code 1"),
-        ("no-such-command --now", "there is no command no-such-command"),
+        ("no-such-command --now", "there is no such program"),
         (python("import sys; sys.stdin.close(); raise SystemExit(4)"), "ended with exit code 4"),
     ],
 )
@@ -73,6 +73,7 @@ def test_a_command_that_fails_is_one_warning(tmp_path, said, command, why):
     made.end_on_event(3)
     made.end_on_event(3)
     assert len(said) == 1 and why in said[0] and said[0].endswith("the run continues, and this is logged once")
+    assert command not in said[0] + (tmp_path / "events.jsonl").read_text(), "it may hold a secret"
     kinds = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert kinds == ["rollback"] * 3 + ["on-event"]
 

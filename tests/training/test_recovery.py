@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -273,6 +274,58 @@ def test_a_run_whose_steps_fail_after_the_rollback_too_ends_at_weights_that_can_
     assert monkeypatched == {"train.loss"} and ended.value.reason == "non-finite"
     assert [each["in_a_row"] for each in events(run, "skip")] == [1, 2, 3, 4, 5, 6]
     assert run.store.newest_valid()[0] == run.store.linked("latest") == "rollback_1_iter4"
+
+
+def test_a_lower_limit_of_skips_in_the_middle_of_a_row_still_goes_back_once(workshop, spikes, monkeypatch):
+    """As where a run that was stopped in a row of skips resumes with another `--max-skips`."""
+    spikes("6-100", factor="nan")
+    roll_back = recovery.roll_back_skips
+
+    def lowered(run, loss):
+        if run.state.progress.skips_in_a_row == 4:
+            run.config = replace(run.config, guards=replace(run.config.guards, max_skips=2))
+        return roll_back(run, loss)
+
+    monkeypatch.setattr(recovery, "roll_back_skips", lowered)
+    options = SPIKE | {"checkpoint_freq": 1, "max_skips": 10, "nan_hooks": "off"}
+    with (
+        workshop.run(train=workshop.source(400), **options) as run,
+        pytest.raises(RunError, match="3 steps in a row, and as many after a rollback"),
+    ):
+        run.fit()
+    assert len(events(run, "rollback")) == 1 and len(events(run, "skip")) == 4 + 3
+
+
+@pytest.mark.parametrize(
+    "fault, kept",
+    [("train.loss:nan:6-100", True), ("train.gradient:nan:6-100", False)],
+    ids=["no batch has a finite loss", "no gradient is finite"],
+)
+def test_weights_that_were_just_validated_stay_the_best_unless_their_gradients_are_not_finite(
+    workshop, fault, kept, monkeypatch
+):
+    monkeypatch.setenv("KDTRAIN_FAULT", fault)
+    faults.read()
+    options = SPIKE | {"checkpoint_freq": 1, "max_skips": 2, "nan_hooks": "off", "max_rollbacks": 0, "eval_freq": 1}
+    try:
+        with workshop.run(train=workshop.source(400), **options) as run, pytest.raises(RunError, match="3 steps in"):
+            run.fit()
+    finally:
+        monkeypatch.delenv("KDTRAIN_FAULT")
+        faults.read()
+    last = run.store.folder / "step-00000005"
+    assert last.is_dir() == kept and (run.store.newest_valid()[0] == last.name) == kept
+    assert run.store.linked("best") in (None, *run.store.names()), "the link leads to a checkpoint that is there"
+    assert kept or run.store.linked("best") != last.name
+
+
+def test_a_rollback_for_bad_data_returns_to_the_weights_that_were_just_validated(workshop, spikes):
+    spikes("6-9", factor="nan")
+    options = SPIKE | {"checkpoint_freq": 1, "max_skips": 2, "nan_hooks": "off", "eval_freq": 1, "steps": 8}
+    with workshop.run(train=workshop.source(400), **options) as run:
+        run.fit()
+    (back,) = events(run, "rollback")
+    assert back["step"] == 5 and run.state.progress.step == 8
 
 
 def test_without_rollbacks_the_checkpoint_of_broken_weights_is_set_aside(workshop, spikes):
