@@ -102,10 +102,12 @@ def test_fp32_with_grouped_queries_on_a_gpu_repeats_the_keys_for_the_memory_effi
     torch._dynamo.reset()
     compiled = torch.compile(pieces, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(packed_row()[0]), expected, rtol=0, atol=1e-6)
-    seen.clear()
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)  # to 16 bits, which flash takes grouped
-    pieces(packed_row()[0])
-    assert seen == [False] * config.num_hidden_layers
+    query, key = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
+    assert attention.grouped_in_fp32(query, key)
+    assert not attention.grouped_in_fp32(query, query) and not attention.grouped_in_fp32(query.half(), key.half())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "is_autocast_enabled", lambda device: True)  # to 16 bits, which flash takes grouped
+        assert not attention.grouped_in_fp32(query, key)
 
 
 @pytest.fixture
