@@ -120,7 +120,7 @@ class Bench:
         temperature = build_temperature(temperature_mode, start=2.0, minimum=1.0, maximum=4.0, total_steps=total)
         module = Student(
             student,
-            DistillationLoss(temperature=temperature.to(options.device)),
+            DistillationLoss(alpha=0.9 if has_teacher else 0.0, temperature=temperature.to(options.device)),
             vocab_size=vocab_size,
             mode=mode,
             compile=options.compile,
@@ -140,6 +140,7 @@ class Bench:
         self.trainer.open(None, init="scratch")
         self.trainer.halves_until = 0  # see `step`
         self.batch, self.seq_len, self.optimizer = batch, seq_len, self.trainer.state.optimizer
+        self.has_teacher = has_teacher
         self.stop = StopRequest()  # never entered: signals end a benchmark as they end any script
 
     @property
@@ -155,8 +156,10 @@ class Bench:
         order = np.random.RandomState(0).permutation(len(source)) if shuffled else np.arange(len(source))
         feed = Feed(source, lambda number: order[self._numbers(number, len(source))], self.batch)
         batches = feed.steps()
+        taught = self.has_teacher and not isinstance(source, Tokens)
 
         def step() -> dict[str, float]:
+            self.trainer.has_teacher = taught  # sides of one bench differ: without targets alpha is 0
             return self.step(next(batches))
 
         return step

@@ -223,7 +223,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         model,
         DistillationLoss(
             divergence=objective.divergence,
-            alpha=objective.alpha,
+            alpha=objective.alpha if has_teacher else 0.0,
             tail=objective.tail,
             temperature=_temperature(config, total).to(device),
         ),

@@ -85,8 +85,7 @@ def roll_back_skips(trainer: "Trainer", loss: float) -> bool:
     if failed <= limit:
         return False
     trainer.saver.wait()
-    before = progress.step + _weights_work(trainer, loss)
-    name = on_main(lambda: trainer.store.newest_valid(before=before, planned=True)[0])
+    name = on_main(lambda: trainer.store.newest_valid(before=progress.step, planned=True)[0])
     rows = f"{failed} steps in a row" + (", and as many after a rollback" if again else "")
     what = f"{rows}, the last one batch {trainer.batch_number - 1} at step {progress.step + 1}, had a non-finite loss "
     what += f"or gradient (--max-skips {limit})"

@@ -319,15 +319,6 @@ def test_weights_that_were_just_validated_stay_the_best_unless_their_gradients_a
     assert kept or run.store.linked("best") != last.name
 
 
-def test_a_rollback_for_bad_data_returns_to_the_weights_that_were_just_validated(workshop, spikes):
-    spikes("6-9", factor="nan")
-    options = SPIKE | {"checkpoint_freq": 1, "max_skips": 2, "nan_hooks": "off", "eval_freq": 1, "steps": 8}
-    with workshop.run(train=workshop.source(400), **options) as run:
-        run.fit()
-    (back,) = events(run, "rollback")
-    assert back["step"] == 5 and run.state.progress.step == 8
-
-
 def test_without_rollbacks_the_checkpoint_of_broken_weights_is_set_aside(workshop, spikes):
     spikes("6-100", factor="nan")
     options = SPIKE | {"checkpoint_freq": 1, "max_skips": 2, "nan_hooks": "off", "max_rollbacks": 0}
