@@ -30,7 +30,15 @@ from torch import Tensor
 
 from kdtrain.objective import kernels, matmul
 from kdtrain.objective.dense import DenseLoss, measure_dense, spread_dense, sum_dense, value_dense, weigh
-from kdtrain.objective.logits import Head, WholeHead, bare_logits, bounded_bias, chunk_rows, shape_logits
+from kdtrain.objective.logits import (
+    Head,
+    WholeHead,
+    bare_logits,
+    bounded_bias,
+    chunk_rows,
+    shape_logits,
+    weight_chunks,
+)
 from kdtrain.objective.matmul import Products, maybe_compiled
 from kdtrain.objective.sparse import TailSums, differentiate, reduce_logits, spread_gradients
 from kdtrain.objective.statistics import Places, Rows, SparseLoss
@@ -138,10 +146,10 @@ def _run(walk: Walk, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
     for start in range(0, rows, walk.chunk):
         part = slice(start, start + walk.chunk)
         hidden_RD = hidden_ND[part]
-        loss, sums, dbeta, dz_RV = measure(student(hidden_RD), part, student.narrow(hidden_RD))
+        loss, sums, dbeta, dz_RV = measure(student(hidden_RD), part, student.narrow(start, len(hidden_RD)))
         found.append((loss, sums, dbeta))
         if dz_RV is not None:
-            _accumulate(grads, part, dz_RV, hidden_RD, student.products, walk.vocab_size)
+            _accumulate(grads, part, dz_RV, hidden_ND, student)
     student.close()
     if isinstance(measure, _Dense):
         measure.close()
@@ -165,8 +173,11 @@ class _Logits:
         rows = 0 if self.products is None else min(walk.chunk or 0, len(hidden_ND))
         self.buffer_RV = matmul.take_rows("logits", rows, self.size, dtype=self.dtype, device=hidden_ND.device)
         kind = None if self.products is None else self.products.gradient_dtype
-        self.narrow_RV = None
+        self.narrow_RV, self.chunk, self.held = None, walk.chunk or 0, walk.chunk or 0
+        """`held`: rows whose gradients in the logits wait for one product of dWeight."""
         if narrow and kind not in (None, self.dtype):
+            self.held *= weight_chunks(hidden_ND.device.type)
+            rows = min(self.held, len(hidden_ND))
             self.narrow_RV = matmul.take_rows("logit gradient", rows, self.size, dtype=kind, device=hidden_ND.device)
 
     def __call__(self, hidden_RD: Tensor) -> Tensor:
@@ -177,9 +188,9 @@ class _Logits:
             u_RV = self.products.logits(hidden_RD, self.buffer_RV[: len(hidden_RD)])
         return shape_logits(u_RV, self.bias_V, self.scale, self.softcap)
 
-    def narrow(self, hidden_RD: Tensor) -> Tensor | None:
-        """Where the gradient in the logits belongs, [R,V] in 16 bits; None if it replaces the logits."""
-        return None if self.narrow_RV is None else self.narrow_RV[: len(hidden_RD)]
+    def narrow(self, start: int, rows: int) -> Tensor | None:
+        """Where the gradient in the logits of a chunk belongs, [R,V] in 16 bits; None if it replaces the logits."""
+        return None if self.narrow_RV is None else self.narrow_RV[start % self.held :][:rows]
 
     def close(self) -> None:
         """Return the buffers; logits and gradients become invalid."""
@@ -206,10 +217,9 @@ def _empty_gradients(walk: Walk, hidden_ND: Tensor, weight_PD: Any, bias_P: Any,
     return found
 
 
-def _accumulate(
-    grads: dict[str, Any], part: slice, dz_RV: Tensor, hidden_RD: Tensor, products: Products | None, size: int
-) -> None:
-    """Carry a chunk's gradient in u = h W^T + b on to hidden, weight and bias."""
+def _accumulate(grads: dict[str, Any], part: slice, dz_RV: Tensor, hidden_ND: Tensor, student: _Logits) -> None:
+    """Carry a chunk's gradient in u = h W^T + b on to hidden, weight and bias; to the weight once for `held` rows."""
+    products, size = student.products, student.size
     if grads["bias"] is not None:
         grads["bias"][:size] += dz_RV.sum(0)
     if products is None:
@@ -218,8 +228,15 @@ def _accumulate(
         return
     into_RD = None if grads["hidden"] is None else grads["hidden"][part]
     into_VD = None if grads["weight"] is None else grads["weight"][:size]
-    dz_RV = dz_RV.to(products.gradient_dtype)
-    products.gradients(dz_RV, hidden_RD, into_RD, into_VD, first=part.start == 0)
+    dz_RV, first = dz_RV.to(products.gradient_dtype), part.start - part.start % student.held
+    if student.narrow_RV is None or student.held == student.chunk:
+        products.gradients(dz_RV, hidden_ND[part], into_RD, into_VD, first=first == 0)
+        return
+    products.gradients(dz_RV, hidden_ND[part], into_RD, None)
+    held = part.start - first + len(dz_RV)
+    if into_VD is not None and (held == student.held or first + held == len(hidden_ND)):
+        held_ND = hidden_ND[first : first + held]
+        products.gradients(student.narrow_RV[:held], held_ND, None, into_VD, first=first == 0)
 
 
 Chunk = tuple[Tensor, Tensor, Tensor, Tensor | None]

@@ -25,6 +25,11 @@ _CHUNK_ELEMENTS = {"cpu": 40_000_000, "cuda": 2**28}
 reads and writes the whole of dWeight."""
 
 
+_WEIGHT_CHUNKS = {"cuda": 4}
+"""Chunks whose 16-bit gradients in the logits wait for one product of dWeight, which reads and writes all of the fp32
+dWeight however many rows it adds up."""
+
+
 class Head(Protocol):
     """An output head: logits = softcap(scale * (h @ weight^T + bias)). Without a weight, h are the logits."""
 
@@ -81,6 +86,11 @@ def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "c
     computing = torch.promote_types(dtype, torch.float32)
     most = _CHUNK_ELEMENTS.get(device, _CHUNK_ELEMENTS["cpu"]) * 4 // computing.itemsize // max(vocab_size, width)
     return min(2048, 1 << max(0, most.bit_length() - 1))
+
+
+def weight_chunks(device: str) -> int:
+    """Chunks whose share of dWeight is one product, where the gradient in the logits is in 16 bits."""
+    return _WEIGHT_CHUNKS.get(device, 1)
 
 
 def chunk_logits(hidden_RD: Tensor, head: Head, vocab_size: int) -> Tensor:

@@ -6,7 +6,8 @@
     dWeight += dz^T h    summed over chunks in fp32
 
 Inputs in bf16 are multiplied as 16-bit numbers with an fp32 result where the back end can: on a GPU by `out_dtype`,
-where dWeight is added up inside the product if this torch can (a probe decides). A CPU has no `out_dtype`. There the
+where dWeight is added up inside the product if this torch can (a probe decides), and four chunks share one product of
+dWeight (`logits.weight_chunks`), for 2 bytes a logit of three chunks more. A CPU has no `out_dtype`. There the
 logits are oneDNN's fp32 product, which may take its inputs as bf16: on a CPU with AMX it rounds them, elsewhere it is
 exact, and for bf16 inputs both are exact. The gradients' products take dz rounded to bf16, an error as large as that of
 rounding their results. fp16 has too few exponents for dz, so only its logits are 16-bit products.

@@ -54,7 +54,7 @@ from kdtrain.models.loading import checkpoint_activations, load_tokenizer, vocab
 from kdtrain.models.scratch import configuration, layers_config
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
-from kdtrain.objective.logits import chunk_rows
+from kdtrain.objective.logits import chunk_rows, weight_chunks
 from kdtrain.precision import backends as formats
 from kdtrain.precision.linear import layers_of
 from kdtrain.precision.modes import head_dtype
@@ -179,6 +179,7 @@ class Job:
     activation_checkpointing: bool = False
     compiled: bool = False
     copies: bool = False  # True if the copy of a background save is in the same memory, as on a CPU
+    waiting_rows: int = 0  # rows beside a chunk whose 16-bit gradients in the logits wait for dWeight
     snapshots: int = 0  # states that adaptive quantisation keeps in the same memory
 
     def micro(self, world: int) -> int:
@@ -347,6 +348,7 @@ def _moments(plan: Plan, job: Job, world: int) -> dict[str, dict[str, float]]:
     head = 4.0 * head_weight + 2.0 * job.compute_bytes * tokens * student.width
     head += 2.0 * head_weight if job.compute_bytes == 2 else 0.0
     head += LOGITS[kind] * 4.0 * min(job.chunk_rows, tokens) * student.vocabulary
+    head += 2.0 * min(job.waiting_rows, max(tokens - job.chunk_rows, 0)) * student.vocabulary
     kept, once = student.kept, student.kept_once
     if job.activation_checkpointing:
         kept, once = student.kept_by_checkpoints, student.kept_once_by_checkpoints
@@ -423,6 +425,7 @@ def job_of(config: DistillConfig, device: torch.device) -> Job | None:
     if measured is None or (teacher is not None and asked is None):
         return None
     narrow, quantization = head_dtype(mode), config.quantization
+    rows = chunk_rows(measured.vocabulary, measured.width, narrow or torch.float32, device.type)
     in_memory = device.type == "cpu" and quantization.time_resume and quantization.quant_snapshot == "memory"
     return Job(
         student=measured,
@@ -430,7 +433,8 @@ def job_of(config: DistillConfig, device: torch.device) -> Job | None:
         batch_size=config.batch_size,
         micro_batch_size=config.micro_batch_given,
         seq_len=seq_len,
-        chunk_rows=chunk_rows(measured.vocabulary, measured.width, narrow or torch.float32, device.type),
+        chunk_rows=rows,
+        waiting_rows=(weight_chunks(device.type) - 1) * rows if narrow == torch.bfloat16 else 0,
         compute_bytes=4 if narrow is None else 2,
         activation_checkpointing=config.activation_checkpointing,
         compiled=config.precision.compile and config.guards.nan_hooks != "always",

@@ -5,11 +5,13 @@ that rounds alike: so every branch is tested on every machine, and none of it de
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kdtrain.objective import matmul
+from kdtrain.objective import engine, matmul
+from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.matmul import Products
 
 MACHINES = {
@@ -152,3 +154,35 @@ def test_compiled_roundings_change_nothing():
         found.append([logits, into_hidden, into_weight])
     for plain, compiled in zip(*found, strict=True):
         assert torch.equal(plain, compiled)
+
+
+@pytest.mark.parametrize("rows", [70, 64, 20], ids=["a part of four chunks left", "four chunks twice", "fewer"])
+def test_chunks_that_share_a_product_of_dweight_give_the_gradients_of_chunks_alone(monkeypatch, rows):
+    """As on a GPU; there one product for four chunks reads and writes the fp32 dWeight a quarter as often."""
+    play(monkeypatch, **MACHINES["AVX512"])
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(rows, 16, generator=g).bfloat16(), torch.randn(300, 16, generator=g)
+    labels, mask = torch.randint(0, 290, (rows,), generator=g), torch.rand(rows, generator=g) < 0.8
+    products, into_weight = [], Products._into_weight
+
+    def counted(self, dz_RB, *rest):
+        products.append(len(dz_RB))
+        into_weight(self, dz_RB, *rest)
+
+    monkeypatch.setattr(Products, "_into_weight", counted)
+
+    def gradients(chunks):
+        monkeypatch.setattr(engine, "weight_chunks", lambda device: chunks)
+        products.clear()
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        head = SimpleNamespace(weight=w, bias=None, scale=1.0, softcap=None)
+        options = {"temperature": 1.0, "alpha": 0.0, "vocab_size": 290, "normalizer": 10.0, "chunk": 8}
+        distillation_loss(h, head, labels, mask, None, **options).loss.backward()
+        return h.grad, w.grad, list(products)
+
+    alone_h, alone_w, each = gradients(1)
+    shared_h, shared_w, four = gradients(4)
+    assert each == [8] * (rows // 8) + [rows % 8] * (rows % 8 > 0)
+    assert four == [32] * (rows // 32) + [rows % 32] * (rows % 32 > 0)
+    assert torch.equal(alone_h, shared_h)
+    assert relative(shared_w, alone_w.double()) < 1e-2 and not shared_w[290:].any()
