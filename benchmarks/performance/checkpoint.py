@@ -42,6 +42,7 @@ from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
+from kdtrain.monitor.record import RunRecord
 
 RESULT = RESULTS / "checkpoint.json"
 GOAL = 0.5
@@ -215,8 +216,8 @@ def training(scratch: Path, steps: int) -> dict[str, Any]:
         out = scratch / kind
         argv = ("--cache", str(cache), "--student", STUDENT, "--out", str(out), "--steps", str(steps))
         done = kdtrain("distill", *argv, "--lr", "3e-3", "--batch-size", "16", "--eval-freq", str(steps), flag)
-        events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-        stalls = [event["stood_still"] for event in events if event["event"] == "checkpoint"]
+        events = RunRecord.read(out).events
+        stalls = [event.details["stood_still"] for event in events if event.event == "checkpoint"]
         share = 100 * sum(stalls) / done["seconds"]
         result[kind] = {"seconds": done["seconds"], "stalls": stalls, "share_percent": share}
     return result

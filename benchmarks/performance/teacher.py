@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.machine import missing
 from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.sections import script
 from kdtrain import cli
+from kdtrain.monitor.record import RunRecord
 from teachers import make_teacher
 
 
@@ -65,13 +67,11 @@ def _pace(options: Options, sizes: Sizes) -> float:
     )
     with folder:
         made = make_teacher.train(make_teacher._parser().parse_args(words))
-        return last_pace((made / "metrics.jsonl").read_text())
+        return _last_pace(made)
 
 
-def last_pace(metrics: str) -> float:
-    """The pace that the last step of a run's metrics states."""
-    found = [json.loads(line).get("tok/s") for line in metrics.splitlines()]
-    return float([each for each in found if each][-1])
+def _last_pace(run: Path) -> float:
+    return [line["tok/s"] for line in RunRecord.read(run).steps if line["tok/s"]][-1]
 
 
 def _trained(options: Options, sizes: Sizes) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _tiny(options: Options, _: Sizes) -> dict[str, Any]:
     try:
         with folder:
             made = make_teacher.train(make_teacher._parser().parse_args(words))
-            return {"steps": 2, "tokens_a_second": last_pace((made / "metrics.jsonl").read_text())}
+            return {"steps": 2, "tokens_a_second": _last_pace(made)}
     finally:
         make_teacher.kdtrain = before
 

@@ -2,9 +2,8 @@
 
 It runs the real command, as a user would: `kdtrain cache-teacher` once; then, for each seed, `kdtrain distill` twice on
 the same cache, tokens, steps and learning rate, by cross-entropy (`--alpha 0`) and by distillation with the command's
-defaults; and `kdtrain
-evaluate` for both students, on the test split, against the teacher itself. Stopped at any point, the same command goes
-on, because each of the commands resumes by itself.
+defaults; and `kdtrain evaluate` for both students, on the test split, against the teacher itself. If interrupted, the
+same command resumes, because each of its commands does.
 
 Three seeds of the default settings are the published result: `benchmarks/results`, `benchmarks/figures` and the table
 in README.md, which `python -m benchmarks.tables demo` writes as well. A plain `make demo` draws into
@@ -12,8 +11,6 @@ in README.md, which `python -m benchmarks.tables demo` writes as well. A plain `
 """
 
 import dataclasses
-import json
-import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ import tyro
 from benchmarks import figures, tables
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, environment, stop
+from kdtrain.monitor.record import RunRecord
 
 RESULT = RESULTS / "demo.json"
 PUBLISHED_SEEDS = 3
@@ -135,19 +133,16 @@ def evaluate_command(settings: Settings, folder: Path) -> list[str]:
 
 def record(kind: str, seed: int, folder: Path, trained: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """One student: how it was trained, its learning curves, and what the test split says."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    validations = [line for line in lines if "validation/loss" in line]
-    rates = [line["tok/s"] for line in lines if line.get("tok/s")]
+    run, measures = RunRecord.read(folder), ("loss", "kl", "teacher_loss")
     own = ("student", "sequences", "calibration")
     return {
         "student": kind,
         "seed": seed,
         **{name: trained[name] for name in ("step", "tokens", "seconds")},
-        # the later half: the first steps wait for the compiler
-        "tokens_per_second": statistics.median(rates[len(rates) // 2 :]) if rates else None,
+        "tokens_per_second": run.median_rate("tok/s"),
         "validation": {
-            "step": [line["step"] for line in validations],
-            **{name: [line[f"validation/{name}"] for line in validations] for name in ("loss", "kl", "teacher_loss")},
+            "step": [line["step"] for line in run.validations],
+            **{name: [line[f"validation/{name}"] for line in run.validations] for name in measures},
         },
         "test": {name: value for name, value in measured.items() if name not in own},
         "calibration": measured["calibration"],

@@ -10,7 +10,6 @@ its parts, as it is where a student moves away from text and teacher alike. It c
 """
 
 import argparse
-import json
 import math
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
 from benchmarks.harness.machine import cpu_model, version
 from kdtrain.config import GuardsConfig
+from kdtrain.monitor.record import Line, RunRecord
 from kdtrain.training.guards import DivergenceWatch, SpikeDetector
 
 CACHES = {"c": ("--top-k", "16"), "s": ("--top-k", "8", "--num-samples", "24")}
@@ -48,7 +48,6 @@ WRONG: dict[str, tuple[str, ...]] = {
 }
 WITHIN, EVERY = 20, 5
 
-Line = dict[str, float]
 Rule = Callable[[Line], bool]
 
 
@@ -59,7 +58,7 @@ def main() -> int:
     options = parser.parse_args()
     for name, how in {**SOUND, **WRONG}.items():
         train(options.runs, name, how)
-    series = {name: lines(options.runs / name) for name in {**SOUND, **WRONG}}
+    series = {name: RunRecord.read(options.runs / name).metrics for name in {**SOUND, **WRONG}}
     table = {name: judge(make, series) for name, make in RULES.items()}
     where = {"date": time.strftime("%Y-%m-%d"), "torch": version("torch"), "cpu": cpu_model()}
     record = {"environment": where, "sound": list(SOUND), "wrong": list(WRONG), "rules": table}
@@ -87,12 +86,6 @@ def train(runs: Path, name: str, how: tuple[str, ...]) -> None:
 def kdtrain(*argv: str) -> None:
     """The real command; a run that ends badly is what some of these are for."""
     subprocess.run([sys.executable, "-m", "kdtrain", *argv], cwd=ROOT, check=False)
-
-
-def lines(folder: Path) -> list[Line]:
-    """What metrics.jsonl holds, in order; the first validation stands before the first step."""
-    found = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: math.nan if v is None else v for k, v in line.items()} for line in found]
 
 
 def doubled(series: list[Line], begin: int) -> list[Line]:

@@ -13,7 +13,6 @@ Stopped at any point, the same command resumes. `--seeds 1` is the pilot; it wri
 """
 
 import dataclasses
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import tyro
 from benchmarks import figures
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, environment
+from kdtrain.monitor.record import RunRecord
 
 RESULT = RESULTS / "precision.json"
 FIXED = ("bf16", "fp8", "mxfp8", "mxfp4")
@@ -145,13 +145,13 @@ def distill_command(settings: Settings, out: Path, kind: str, seed: int, folder:
 
 def record(kind: str, seed: int, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
     """One student: its losses, in which mode each step was, and where it ended."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    run = RunRecord.read(folder)
+    steps = run.steps
     quantized = [line.get("quantized", 0.0) for line in steps]
     return {
         "kind": kind,
         "seed": seed,
-        "validation_loss": [line["validation/loss"] for line in lines if "validation/loss" in line][-1],
+        "validation_loss": run.validations[-1]["validation/loss"],
         "quantized_share": sum(quantized) / len(quantized),
         "switches": trained.get("switches", 0),
         "gaps": [[line["step"], line["gap"]] for line in steps if "gap" in line],

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import os
-import statistics
 import threading
 import time
 from collections.abc import Iterable
@@ -37,6 +36,7 @@ from benchmarks.science.quality_tables import MEASURES, compact
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CacheReader
 from kdtrain.files import publish_text
+from kdtrain.monitor.record import RunRecord
 
 QUIET = ("--histogram-freq", "0", "--sample-freq", "0", "--no-tensorboard")
 
@@ -224,43 +224,35 @@ def record(
     quality: Quality, run: Run, folder: Path, trained: dict[str, Any], measured: dict[str, Any]
 ) -> dict[str, Any]:
     """What is kept of one student."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    validations = [line for line in lines if "validation/loss" in line]
-    path = [round(line["T"], 4) for line in lines if "T" in line]
+    kept = RunRecord.read(folder)
+    path = [round(line["T"], 4) for line in kept.steps if "T" in line]
     moving = path if len(set(path)) > 1 else path[:1]
-    known = json.loads((folder / "environment.json").read_text())
     return {
         **dataclasses.asdict(run),
-        "parameters": known["student"]["parameters"],
+        "parameters": kept.environment["student"]["parameters"],
         "tokens": trained["tokens"],
-        "tokens_per_second": median_rate(lines),
-        "made_with": made_with(known, quality),
+        "tokens_per_second": short(kept.median_rate()),
+        "made_with": made_with(kept, quality),
         "T": moving[:: max(len(moving) // 100, 1)],
         "validation": {
-            "step": [line["step"] for line in validations],
-            **{name: [short(line[f"validation/{name}"]) for line in validations] for name in ("loss", "kl")},
+            "step": [line["step"] for line in kept.validations],
+            **{name: [short(line[f"validation/{name}"]) for line in kept.validations] for name in ("loss", "kl")},
         },
         "test": {name: short(measured[name]) for name in MEASURES},
         "calibration": [{name: short(value) for name, value in each.items()} for each in measured["calibration"]],
     }
 
 
-def median_rate(lines: list[dict[str, Any]]) -> float | None:
-    """Tokens a second in the later half of a run: the first steps wait for the compiler."""
-    rates = [line["tok/s_last"] for line in lines if line.get("tok/s_last")]
-    return round(statistics.median(rates[len(rates) // 2 :]), 1) if rates else None
-
-
-def made_with(known: dict[str, Any], quality: Quality) -> dict[str, Any]:
+def made_with(run: RunRecord, quality: Quality) -> dict[str, Any]:
     """What a figure was made with; nothing that names a machine or a person."""
     return {
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "cpu": cpu_model(),
-        "threads": known["threads"],
+        "threads": run.environment["threads"],
         "at_once": quality.at_once,
         "torch": version("torch"),
-        "precision": known["mode"],
+        "precision": run.environment["mode"],
         "attention": grid.ATTENTION,
     }
 
@@ -284,10 +276,9 @@ def measure_speed(quality: Quality, kdtrain: Kdtrain) -> None:
                 *QUIET,
                 *([] if settings.compile else ["--no-compile"]),
             )
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            found[name].append(median_rate(lines))
-    known = json.loads((folder / "environment.json").read_text())
-    write(quality.out / "records/speed.json", {"tokens_per_second": found, "made_with": made_with(known, quality)})
+            last = RunRecord.read(folder)
+            found[name].append(short(last.median_rate()))
+    write(quality.out / "records/speed.json", {"tokens_per_second": found, "made_with": made_with(last, quality)})
 
 
 def short(value: float | None) -> float | None:

@@ -12,7 +12,6 @@ The teacher is the one that ships, the student is trained from its cache by the 
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
+from kdtrain.monitor.record import RunRecord
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.training.data import CachedSource, OnlineSource
@@ -175,16 +175,14 @@ def _trained(kdtrain: Kdtrain, out: Path, mode: str, start: float, steps: int) -
     name = f"{mode}-{start}"
     learned = ("--temperature", f"{start}", "--temperature-mode", mode, "--temperature-lr", "0.1")
     kdtrain(*_train(out, name, steps), *learned)
-    lines = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (out / name / "events.jsonl").read_text().splitlines()]
-    named = [event["bound"] for event in events if event["event"] == "temperature-bound"]
-    last = [line for line in lines if "validation/kl" in line][-1]
+    run = RunRecord.read(out / name)
+    named = [event.details["bound"] for event in run.events if event.event == "temperature-bound"]
     return {
         "mode": mode,
         "start": start,
-        "T": [round(line["T"], 4) for line in lines if "T" in line],
+        "T": [round(line["T"], 4) for line in run.steps],
         "bound": named[-1] if named else None,
-        "validation_kl": last["validation/kl"],
+        "validation_kl": run.validations[-1]["validation/kl"],
     }
 
 

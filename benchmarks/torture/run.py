@@ -28,6 +28,7 @@ from benchmarks.torture import resume_matrix as matrix
 from benchmarks.torture.forks import command, fired, said
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.monitor.progress import bar
+from kdtrain.monitor.record import RunRecord
 from kdtrain.testing import SHAPES, tiny_model
 
 RESULT = RESULTS / "torture-run.json"
@@ -141,9 +142,10 @@ def _newest(run: Path) -> Any:
     return load(store.folder / name)
 
 
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
+def _metrics(run: Path) -> list[str]:
+    """Each line without its times, as text: a NaN is not equal to itself."""
+    found = RunRecord.read(run).metrics
+    return [repr({name: value for name, value in line.items() if name not in CLOCK}) for line in found]
 
 
 def _materials() -> None:

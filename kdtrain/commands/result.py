@@ -8,16 +8,12 @@ from typing import Any, TypedDict
 
 from kdtrain.commands.common import finite
 from kdtrain.errors import RunError
-from kdtrain.files import SMALL, open_regular, parse_json, publish_text, read_json, typed
+from kdtrain.files import publish_text, read_json
+from kdtrain.monitor.record import events
 from kdtrain.ranks import is_main, peak_memory_mb
 from kdtrain.training.trainer import Trainer
 
 RESULT = "result.json"
-
-
-class _Event(TypedDict):
-    event: str
-    level: str
 
 
 class Result(TypedDict):
@@ -164,10 +160,6 @@ def _plain_cross_entropy(trainer: Trainer) -> tuple[str, float] | None:
 
 def _count_warnings(out: Path) -> dict[str, int]:
     """The number of warnings of each kind, over all starts of the run."""
-    counts: Counter[str] = Counter()
-    with contextlib.suppress(OSError, ValueError), open_regular(out / "events.jsonl") as file:
-        for line in iter(lambda: file.readline(SMALL), b""):
-            with contextlib.suppress(ValueError):
-                event = typed(parse_json(line.decode()), _Event)
-                counts[event["event"]] += event["level"] == "warning"
-    return {kind: count for kind, count in sorted(counts.items()) if count}
+    with contextlib.suppress(OSError, ValueError):
+        return dict(sorted(Counter(each.event for each in events(out) if each.level == "warning").items()))
+    return {}

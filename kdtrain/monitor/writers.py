@@ -18,16 +18,14 @@ import torch
 
 from kdtrain.config import MonitorConfig
 from kdtrain.errors import UsageError
-from kdtrain.files import SMALL, open_regular, parse_json, publish_text, typed
+from kdtrain.files import publish_text
 from kdtrain.monitor.loggers import Logger, TensorBoard, WeightsAndBiases, histograms
 from kdtrain.monitor.on_event import EventCommand
 from kdtrain.monitor.progress import early_warnings, log, warn_early
+from kdtrain.monitor.record import lines
 from kdtrain.ranks import copies
 
 Level = Literal["info", "warning", "error"]
-
-MOST_BYTES = 2**30
-"""Most bytes of a log that is read again; a million steps have about 4e8."""
 
 
 class Writers:
@@ -176,23 +174,18 @@ def _forget(path: Path, trained: float, validated: float) -> None:
     Raises:
         UsageError: it is not a regular file, or too large to be a log.
     """
+    if not os.path.lexists(path):
+        return
     kept, unreadable = [], []
     try:
-        with open_regular(path) as file:
-            if os.fstat(file.fileno()).st_size > MOST_BYTES:
-                raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
-            for number, line in enumerate(iter(lambda: file.readline(SMALL), b""), 1):
-                try:
-                    record = typed(parse_json(line.decode()), dict[str, Any])
-                    if typed(record.get("step"), int) <= (validated if "validation/loss" in record else trained):
-                        kept.append(line.decode().rstrip("\n"))
-                except ValueError:
-                    unreadable.append(number)
-    except FileNotFoundError:
-        return
+        for number, (text, record) in enumerate(lines(path), 1):
+            if record is None:
+                unreadable.append(number)
+            elif record["step"] <= (validated if "validation/loss" in record else trained):
+                kept.append(text)
     except ValueError as error:
-        raise UsageError(f"{path}: {error}; move it away") from None
+        raise UsageError(f"{error}; move it away") from None
     if unreadable:
-        lines = f"{len(unreadable)} lines that cannot be read, first line {unreadable[0]}"
-        warn_early("unreadable-lines", f"{path}: removed {lines}")
+        count = f"{len(unreadable)} lines that cannot be read, first line {unreadable[0]}"
+        warn_early("unreadable-lines", f"{path}: removed {count}")
     publish_text(path, "".join(text + "\n" for text in kept), "monitor.forget")

@@ -17,7 +17,6 @@ from benchmarks.harness import record as records
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.record import Goal, Options, Record, attempt
 from benchmarks.performance import adaptive, fp8
-from benchmarks.performance import teacher as teacher_section
 from kdtrain import faults
 from teachers import make_teacher as make
 
@@ -401,4 +400,3 @@ def test_a_longer_recipe_keeps_its_proportions():
     assert make.recipe(4200, 8) == make.RECIPE
     longer = make.recipe(42_000, 64)
     assert (longer["--warmup-steps"], longer["--decay-steps"], longer["--lr"]) == ("2000", "15000", make.RECIPE["--lr"])
-    assert teacher_section.last_pace('{"tok/s": 1.0}\n{"tok/s": 2.5}\n{"validation/loss": 3}\n') == 2.5

@@ -1,0 +1,128 @@
+"""Reads a run from its folder: options, environment, metrics, events and result, each typed and bounded.
+
+`RunRecord.read` is the one place that parses what `monitor.writers` and `commands` write, for reports, comparisons and
+studies. A run may be of unknown origin, or still be training: a file that is missing is empty here, and a line that
+cannot be read (cut short by a kill, or damaged) is left out, as a resuming run would leave it out.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kdtrain.files import SMALL, open_regular, parse_json, read_json, read_toml, typed
+
+MOST_BYTES = 2**30
+"""Most bytes of a log that is read; a million steps have about 4e8."""
+
+Line = dict[str, float]
+"""The numbers of one line of metrics.jsonl by name, `step` among them; NaN where a number was non-finite."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An intervention or a warning: a line of events.jsonl."""
+
+    event: str
+    """Its kind: start, resume, switch, skip, rollback, stop, ..."""
+    level: str
+    """info, warning or error."""
+    step: int
+    """The last finished step."""
+    details: dict[str, Any]
+    """Its other fields."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run has logged."""
+
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The options of config.toml by section."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    metrics: list[Line] = field(default_factory=list)
+    """In the order of the file: a step, then its validation."""
+    events: list[Event] = field(default_factory=list)
+    result: dict[str, Any] | None = None
+    """How the run ended; None while it trains, and after a kill."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunRecord":
+        """Read the run in `folder`.
+
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: a file is not what a run writes, or is too large; names the file.
+        """
+        return cls(
+            _table(folder / "config.toml"),
+            _table(folder / "environment.json"),
+            [_finite(record) for _, record in lines(folder / "metrics.jsonl") if record is not None],
+            list(events(folder)),
+            _table(folder / "result.json") or None,
+        )
+
+    @property
+    def steps(self) -> list[Line]:
+        """The lines of optimizer steps."""
+        return [line for line in self.metrics if "loss" in line]
+
+    @property
+    def validations(self) -> list[Line]:
+        """The lines of validations."""
+        return [line for line in self.metrics if "validation/loss" in line]
+
+    def median_rate(self, name: str = "tok/s_last") -> float | None:
+        """The median of a rate, tokens/s, in the later half of the steps: the first ones wait for the compiler."""
+        rates = [line[name] for line in self.metrics if line.get(name)]
+        return statistics.median(rates[len(rates) // 2 :]) if rates else None
+
+
+def events(folder: Path) -> Iterator[Event]:
+    """The events of the run in `folder`. OSError, ValueError: as `lines`."""
+    for _, record in lines(folder / "events.jsonl"):
+        with suppress(ValueError):
+            known = {name: (record or {}).pop(name, None) for name in ("event", "level", "step")}
+            yield typed({**known, "details": record or {}}, Event)
+
+
+def lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each line of a log, as text and as a record; the record is None where the line is none. Without a file: nothing.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a regular file, or too large to be a log.
+    """
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    with file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise ValueError(f"{path}: it has more than {MOST_BYTES:,} bytes")
+        for line in iter(lambda: file.readline(SMALL), b""):
+            text, record = line.decode(errors="replace").rstrip("\n"), None
+            with suppress(ValueError):
+                found = typed(parse_json(line.decode()), dict[str, Any])
+                typed(found.get("step"), int)
+                record = found
+            yield text, record
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        return read_toml(path) if path.suffix == ".toml" else read_json(path, dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _finite(record: dict[str, Any]) -> Line:
+    return {name: math.nan if value is None else value for name, value in record.items()}
