@@ -15,12 +15,13 @@ import torch
 from benchmarks.harness.record import Options
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import CacheSettings
-from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
 from kdtrain.config import DistillConfig, GuardsConfig, MonitorConfig, OptimizerConfig, PrecisionConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature

@@ -39,11 +39,11 @@ from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.sections import script
 from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, without_graphs
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.commands.common import open_teacher, teacher_hidden_states, wide_head
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 from kdtrain.training.data import OnlineSource, Source

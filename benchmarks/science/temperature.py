@@ -22,7 +22,7 @@ import torch
 from benchmarks import figures
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, environment
-from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.cache.reader import CacheReader
 from kdtrain.commands.common import open_teacher, teacher_hidden_states, wide_head
 from kdtrain.commands.export import open_student
 from kdtrain.config.choices import DIVERGENCES
@@ -30,6 +30,7 @@ from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.record import RunRecord
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.training.data import CachedSource, OnlineSource

@@ -28,9 +28,10 @@ import torch
 from benchmarks.harness import RESULTS, write
 from benchmarks.torture import forks
 from kdtrain.cache.manifest import read_manifest
-from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.testing import tiny_model
 
 

@@ -37,9 +37,9 @@ from einops import rearrange
 from torch import Tensor
 
 from kdtrain.cache.codec import broken
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.config.choices import TAILS
 from kdtrain.errors import RunError
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.divergence import forward_kl
 from kdtrain.objective.sparse import TailSums, reduce_logits
 from kdtrain.objective.statistics import Places

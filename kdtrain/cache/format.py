@@ -1,4 +1,4 @@
-"""The HDF5 format, version 3: which data sets a shard holds, and the index that shows all shards as one.
+"""The cache format, version 3: which files a cache has, and which data sets a shard holds; `hdf5` reads and writes it.
 
 A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
 (`dense`: a block of positions; masks: many sequences), shuffled by bytes or bits, compressed with zstd and
@@ -13,15 +13,10 @@ read.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import h5py
-import hdf5plugin
 import numpy as np
 
 from kdtrain.cache.codec import CodecSpec
@@ -38,7 +33,6 @@ DICTIONARY = "dictionary"
 BROKEN = 2
 """`loss_mask` of a sequence for which the teacher's logits were non-finite."""
 _DENSE_CHUNK_BYTES = 2**21
-_LEVEL = 9
 _BLOCK = 2**17  # numbers in a block of the bit shuffle at most: 256 KiB
 _FLAGS = 2**15  # positions in a chunk of loss_mask and segments, which take a few bytes a sequence
 
@@ -151,143 +145,7 @@ def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, Datase
     return {name: DatasetLayout(shape, dtype, shape, "", bits=False) for name, (shape, dtype) in shapes.items()}
 
 
-class _Sink(RawIOBase):
-    """A file whose writes never fail: HDF5 2.0 crashes the process that closes a file after a failed write.
-
-    It keeps the first error for the caller, and everything that it could not write in memory.
-    """
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self.raw, self.error, self.unwritten = raw, None, []  # type: tuple[BinaryIO, OSError | None, list]
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self.raw.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self.raw.tell()
-
-    def write(self, data: Any) -> int:
-        view, start = memoryview(data).cast("B"), self.tell()
-        done = 0
-        try:
-            while self.error is None and done < len(view):
-                done += self.raw.write(view[done:])
-        except OSError as error:
-            self.error = error
-        if done < len(view):
-            self.unwritten.append((start + done, bytes(view[done:])))
-        return len(view)
-
-    def readinto(self, buffer: Any) -> int:
-        view, start = memoryview(buffer).cast("B"), self.tell()
-        stored = self.raw.read(len(view))
-        view[:] = stored + bytes(len(view) - len(stored))
-        for offset, piece in self.unwritten:
-            low, high = max(offset, start), min(offset + len(piece), start + len(view))
-            if low < high:
-                view[low - start : high - start] = piece[low - offset : high - offset]
-        return len(view)
-
-    def truncate(self, size: int | None = None) -> int:
-        try:
-            self.raw.truncate(size)
-        except OSError as error:
-            self.error = self.error or error
-        return size or 0
-
-    def flush(self) -> None:
-        """Nothing is buffered here."""
-
-    def check(self) -> None:
-        """Raise the first error of a write."""
-        if self.error:
-            raise self.error
-
-
-@contextmanager
-def creating(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
-    """A new HDF5 file, and a function that raises the OSError of a failed write; so does leaving the block."""
-    with open(path, "wb+", buffering=0) as raw:
-        sink = _Sink(raw)
-        with h5py.File(sink, "w") as file:
-            yield file, sink.check
-        sink.check()
-
-
 def attributes(spec: CodecSpec, seq_len: int, split: str) -> dict[str, Any]:
     """The attributes that a shard and a group of the index have in common."""
     codec = {"codec": spec.kind, "top_k": spec.top_k, "num_samples": spec.num_samples, "vocab_size": spec.vocab_size}
     return {"format_version": FORMAT_VERSION, "split": split, "seq_len": seq_len, **codec, "knots": spec.knots}
-
-
-def _describe(target: h5py.File | h5py.Group, spec: CodecSpec, seq_len: int, split: str, **more: int) -> None:
-    found = attributes(spec, seq_len, split) | more
-    target.attrs.update({**found, "knots": np.asarray(found["knots"], np.float64)})
-
-
-def create_shard(file: h5py.File, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
-    """Lay out an empty shard for sequences first .. first + number - 1 of `split`."""
-    _describe(file, spec, seq_len, split, first_sequence=first, sequences=number)
-    for name, layout in datasets(spec, seq_len).items():
-        dataset = file.create_dataset(
-            name,
-            (number, *layout.shape),
-            layout.dtype,
-            chunks=(min(number, layout.sequences), *layout.chunk),
-            fillvalue=layout.fill,
-            fletcher32=True,
-            track_times=False,
-            **_compression(layout),
-        )
-        dataset.attrs["about"] = layout.about
-
-
-def _compression(layout: DatasetLayout | None = None) -> dict[str, Any]:
-    if layout is None or not layout.bits:
-        return {"shuffle": True, "compression": hdf5plugin.Zstd(clevel=_LEVEL)}
-    return {"compression": hdf5plugin.Bitshuffle(nelems=layout.block, cname="zstd", clevel=_LEVEL)}
-
-
-def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
-    """The arrays of `Coding.to_arrays`, one chunk each."""
-    group = file.create_group(DICTIONARY)
-    for name, values in arrays.items():
-        options = {"chunks": values.shape, "fletcher32": True, "track_times": False, **_compression()}
-        group.create_dataset(name, data=values, **options)
-
-
-def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
-    """The inverse of `write_dictionary`. KeyError: there is none."""
-    group = file[DICTIONARY]
-    # Not over `items`: an error inside such a loop keeps h5py's lock, forever if another thread raises it again.
-    return {name: group[name][()] for name in list(group)}
-
-
-def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, Sequence[tuple[str, int]]]) -> None:
-    """Write virtual data sets over the shards (name, number of sequences) of each split into a group of its name,
-    and links to the dictionaries of the shards into SPLIT/dictionary.
-
-    Paths of shards are relative to the index, so that the folder can be moved.
-    """
-    with creating(path) as (file, _):
-        for split, parts in shards.items():
-            group = file.create_group(split)
-            _describe(group, spec, seq_len, split, sequences_per_shard=parts[0][1])
-            total = sum(number for _, number in parts)
-            if spec.kind == "sparse":
-                links = group.create_group(DICTIONARY)
-                for shard, _ in parts:
-                    links[shard] = h5py.ExternalLink(f"{SHARDS}/{shard}.h5", f"/{DICTIONARY}")
-            for name, layout in datasets(spec, seq_len).items():
-                virtual = h5py.VirtualLayout((total, *layout.shape), layout.dtype)
-                virtual.dcpl.set_obj_track_times(False)  # equal caches have equal digests, whenever they are built
-                start = 0
-                for shard, number in parts:
-                    shape = (number, *layout.shape)
-                    virtual[start : start + number] = h5py.VirtualSource(f"{SHARDS}/{shard}.h5", name, shape)
-                    start += number
-                dataset = group.create_virtual_dataset(name, virtual, fillvalue=layout.fill)
-                dataset.attrs["about"] = layout.about

@@ -12,19 +12,14 @@ What it gives up: the first read from a shard reads all of it, once a reader; in
 `MAX_OPEN` shards a random read has to open one, which takes as long as twenty sequences (larger shards help).
 """
 
-import errno
 import operator
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import h5py
-import hdf5plugin  # noqa: F401  (registers the decompressor)
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,223 +27,17 @@ from torch.utils.data import Dataset
 
 from kdtrain import faults
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.checks import check_flags, check_lists, check_stored, check_structure, check_values
-from kdtrain.cache.codec import CodecSpec, decode
-from kdtrain.cache.compression import Coding, unpack
+from kdtrain.cache.hdf5 import check_structure
 from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
-from kdtrain.errors import RunError, UsageError, as_path, system_error
+from kdtrain.cache.shard import Shard, batch_of, shard_errors
+from kdtrain.cache.verify import verify_cache
+from kdtrain.errors import UsageError, as_path
 from kdtrain.files import file_digest
-from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
+from kdtrain.objective.batch import CachedBatch
 
 MAX_OPEN = 16
 """Shards kept open at once. Each holds 0.6 MiB of HDF5's own, which no setting lowers, and its lists: 0.25 MiB at
 V = 2,048, 2 MiB at V = 151,936."""
-_TARGETS = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
-
-
-@dataclass(frozen=True)
-class CachedBatch:
-    """B sequences of a cache, on the CPU."""
-
-    tokens: Tensor
-    """[B, T+1] int64; tokens[:, t+1] is the label of position t."""
-    loss_mask: Tensor
-    """[B, T] bool."""
-    segments: Tensor
-    """[B, T] int64, document number within the sequence."""
-    targets: Targets | None
-    """N = B*T rows, sequence by sequence; None for the codec `tokens`."""
-
-    def fields(self) -> dict[str, Tensor]:
-        """The batch as named tensors whose first dimension is B, which any trainer can move, split and concatenate.
-
-        tokens, loss_mask, segments as above; labels [B, T+1], the tokens with -100 where the loss mask is off, for
-        trainers that count the tokens of the loss themselves. Sparse targets (`SparseTargets`): ids, logprobs
-        [B, T, K], counts [B, T, D] of the last D columns, which were sampled, tail [B, T, 2G], label_logprob,
-        logit_mean, logit_std [B, T], knots [B, G] and num_samples [B]. Dense targets: logprobs [B, T, V],
-        label_logprob [B, T].
-        """
-        size, length = self.loss_mask.shape
-        unseen = torch.cat([self.loss_mask.new_ones(size, 1), ~self.loss_mask], 1)
-        found = {"tokens": self.tokens, "loss_mask": self.loss_mask, "segments": self.segments}
-        found["labels"] = self.tokens.masked_fill(unseen, -100)
-        if self.targets is None:
-            return found
-        targets = {name: value for name, value in vars(self.targets).items() if isinstance(value, Tensor)}
-        found |= {name: value.unflatten(0, (size, length)) for name, value in targets.items()}
-        if isinstance(self.targets, SparseTargets):
-            found["counts"] = found["counts"][..., self.targets.top_k :]
-            found["knots"] = torch.tensor(self.targets.knots, dtype=torch.float64).expand(size, -1)
-            found["num_samples"] = torch.tensor(self.targets.num_samples).expand(size)
-        return found
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Tensor], knots: tuple[float, ...] = (), num_samples: int = 0) -> "CachedBatch":
-        """The inverse of `fields`. knots, num_samples: those of sparse targets, as plain Python numbers."""
-        tokens, loss_mask = fields["tokens"], fields["loss_mask"]
-        segments = fields.get("segments")
-        batch = cls(tokens, loss_mask, torch.zeros_like(tokens[:, :-1]) if segments is None else segments, None)
-        flat: dict[str, Any] = {name: value.flatten(0, 1) for name, value in fields.items() if name in _TARGETS}
-        if "ids" in flat:
-            absent = flat["ids"].shape[1] - flat["counts"].shape[1]
-            flat["counts"] = torch.nn.functional.pad(flat["counts"], (absent, 0))
-            sparse = SparseTargets(**flat, top_k=absent, num_samples=num_samples, knots=knots)
-            return replace(batch, targets=sparse)
-        return replace(batch, targets=DenseTargets(**flat)) if "logprobs" in flat else batch
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Sequences of one shard as they are stored, and the coding that decodes them (None for `dense` and `tokens`)."""
-
-    arrays: dict[str, np.ndarray]
-    coding: Coding | None
-    checked: bool
-    """True when their numbers have been checked before."""
-
-    def __len__(self) -> int:
-        return len(self.arrays["tokens"])
-
-    def sequence(self, row: int) -> tuple[Coding, np.ndarray, np.ndarray, np.ndarray]:
-        """One sparse sequence, as `unpack` takes it."""
-        assert self.coding is not None
-        return self.coding, self.arrays["tokens"][row], self.arrays["ids"][row], self.arrays["numbers"][row]
-
-
-class Shard:
-    """An open shard that has passed `check_structure`. ValueError: it has impossible numbers. OSError: a read fails."""
-
-    def __init__(self, path: Path, spec: CodecSpec) -> None:
-        # No chunk cache: a chunk is a sequence, read once an epoch; HDF5 would keep 8 MiB a data set of each shard.
-        self._file, self._spec = h5py.File(path, "r", rdcc_nbytes=0), spec
-        try:
-            self._coding: Coding | None = None
-            if spec.kind == "sparse":
-                self._coding = Coding.from_arrays(cache_format.read_dictionary(self._file), spec)
-                check_lists(self._coding)
-            sets = {name: self._file[name] for name in list(self._file) if name != cache_format.DICTIONARY}
-            # Masks are few runs in few chunks: read once, kept as runs.
-            flags = {name: sets.pop(name)[()] for name in ("loss_mask", "segments")}
-            check_flags(flags["loss_mask"], flags["segments"])
-            self._flags = {name: Runs(values) for name, values in flags.items()}
-            self._sets = {name: _Set(each) for name, each in sets.items()}
-        except BaseException:
-            self._file.close()
-            raise
-
-    def read(self, rows: np.ndarray, *, checked: bool) -> Stored:
-        """The given sequences, every array [len(rows), ...]; `rows` ascending.
-
-        checked: their numbers have been checked before.
-
-        ValueError: impossible numbers, or numbers that were never written. OSError: a checksum fails.
-        """
-        arrays = {name: each.read(rows) for name, each in self._sets.items()}
-        arrays |= {name: runs.read(rows) for name, runs in self._flags.items()}
-        if not checked:
-            check_stored(arrays, self._spec)
-        return Stored(arrays, self._coding, checked)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-class _Set:
-    """One data set, read by h5py's low-level calls: a read by `dataset[...]` takes four times as long."""
-
-    def __init__(self, dataset: h5py.Dataset) -> None:
-        self._handle, self._dtype = dataset.id, dataset.dtype
-        self._type, self._space = h5py.h5t.py_create(dataset.dtype), dataset.id.get_space()
-        self._shape, self._rest = dataset.shape[1:], (0,) * len(dataset.shape[1:])
-        self._one = h5py.h5s.create_simple((1, *self._shape))
-
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """The rows, ascending, one call for each run of neighbours."""
-        values = np.empty((len(rows), *self._shape), self._dtype)
-        breaks = [start for start in range(1, len(rows)) if rows[start] != rows[start - 1] + 1]
-        for start, stop in zip([0, *breaks], [*breaks, len(rows)], strict=True):
-            part = values[start:stop]
-            self._space.select_hyperslab((int(rows[start]), *self._rest), part.shape)
-            memory = self._one if len(part) == 1 else h5py.h5s.create_simple(part.shape)
-            self._handle.read(memory, self._space, part, self._type)
-        return values
-
-
-class Runs:
-    """An array [n, T] whose rows hold few runs of equal values, kept as these runs."""
-
-    def __init__(self, values_nT: np.ndarray) -> None:
-        starts_nT = np.ones(values_nT.shape, bool)
-        np.not_equal(values_nT[:, 1:], values_nT[:, :-1], out=starts_nT[:, 1:])
-        places = np.flatnonzero(starts_nT)
-        self._lengths = np.diff(places, append=values_nT.size).astype(np.uint32)
-        self._values = values_nT.ravel()[places]
-        self._first = np.concatenate([[0], np.cumsum(starts_nT.sum(1))])
-        self._length = values_nT.shape[1]
-
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """The rows [len(rows), T]."""
-        found = np.empty((len(rows), self._length), self._values.dtype)
-        for row, out in zip(rows, found, strict=True):
-            runs = slice(self._first[row], self._first[row + 1])
-            out[:] = np.repeat(self._values[runs], self._lengths[runs])
-        return found
-
-
-def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None = None) -> CachedBatch:
-    """One batch of the sequences of all `parts`: those at `places`, or all of them, in order.
-
-    ValueError: they unpack to impossible numbers. IndexError: a code that a dictionary does not have.
-    """
-    sequences = [(part, row) for part in parts for row in range(len(part))]
-    if places is not None:
-        sequences = [sequences[place] for place in places]
-    coded = ("ids", "numbers") if spec.kind == "sparse" else ()
-    plain = [name for name in parts[0].arrays if name not in coded]
-    arrays = {name: np.stack([part.arrays[name][row] for part, row in sequences]) for name in plain}
-    if spec.kind == "sparse":
-        kept = unpack([part.sequence(row) for part, row in sequences])
-        if not all(part.checked for part in parts):
-            check_values(kept, spec)
-        arrays |= kept
-    return CachedBatch(
-        tokens=torch.from_numpy(arrays["tokens"].astype(np.int64)),
-        loss_mask=torch.from_numpy(arrays["loss_mask"] == 1),
-        segments=torch.from_numpy(arrays["segments"].astype(np.int64)),
-        targets=decode(arrays, spec),
-    )
-
-
-@contextmanager
-def shard_errors(path: Path) -> Iterator[None]:
-    """Turn any error of the block into a RunError that names the shard at `path` and its cache."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        cache, system = path.parents[1], system_error(error)
-        if not cache.is_dir():
-            raise RunError(
-                f"the cache {cache} is gone and shard {path.name} cannot be read; put it back, and run the same "
-                "command again"
-            ) from error
-        if system is not None and system.errno not in (None, errno.ENOENT):
-            # The shard is not damaged: a repair would move a sound one aside.
-            raise RunError(
-                f"shard {path} cannot be read now ({system.strerror}): make it readable, and run the same command again"
-            ) from error
-        reason = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
-        raise RunError(
-            f"shard {path} cannot be read ({reason}): run kdtrain verify {cache} --repair, "
-            "then the same cache-teacher command again"
-        ) from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type: h5py raises a dozen kinds for a damaged file."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 class CacheReader(Dataset[dict[str, Tensor]]):
@@ -420,8 +209,6 @@ class Cache:
 
     def verify(self) -> list[str]:
         """Read the whole cache and compare every digest; one line for each problem."""
-        from kdtrain.cache.verify import verify_cache  # which reads shards by this module
-
         return verify_cache(self.folder)
 
 

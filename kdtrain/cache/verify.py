@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.checks import check_structure
 from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.hdf5 import check_structure
 from kdtrain.cache.manifest import (
     CacheSettings,
     Manifest,
@@ -26,7 +26,7 @@ from kdtrain.cache.manifest import (
     read_sidecar,
     shard_problem,
 )
-from kdtrain.cache.reader import Shard, batch_of, first_line
+from kdtrain.cache.shard import Shard, batch_of, first_line
 from kdtrain.errors import UsageError, system_error, writing
 from kdtrain.files import LARGE, MEDIUM, file_digest, publish_json, read_sealed, refuse_links, set_aside
 
@@ -34,7 +34,7 @@ _AT_ONCE = 2**20  # entries that `check_content` unpacks at once
 
 
 def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
-    """Read all of a shard, and compare its structure with what `format.create_shard` makes of the same arguments.
+    """Read all of a shard, and compare its structure with what `hdf5.create_shard` makes of the same arguments.
 
     ValueError: the structure differs, or a number is impossible. OSError: the file cannot be read.
     """

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
-from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.cache.reader import CacheReader
 from kdtrain.commands.build_cache import build_tokens
 from kdtrain.commands.common import check_fits, digest_of, open_teacher, show, teacher_hidden_states, wide_head
 from kdtrain.commands.export import open_student
@@ -25,6 +25,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, setup_logging
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes

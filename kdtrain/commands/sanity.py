@@ -29,7 +29,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers.pytorch_utils import Conv1D
 
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.checkpoint import tiers
 from kdtrain.commands.build_run import BuiltRun
 from kdtrain.commands.common import literal, show
@@ -39,6 +38,7 @@ from kdtrain.data import order
 from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import DTYPES, read_spec
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.logits import chunk_logits
 from kdtrain.objective.targets import OnlineTargets, SparseTargets
 from kdtrain.objective.temperature import Temperature

@@ -23,9 +23,10 @@ from einops import rearrange
 from torch import Tensor
 
 from kdtrain import faults
-from kdtrain.cache.reader import CachedBatch, CacheReader
+from kdtrain.cache.reader import CacheReader
 from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.targets import DenseTargets, OnlineTargets
 from kdtrain.parallel.parallelize import whole
 

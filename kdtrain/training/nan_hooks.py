@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kdtrain import __version__
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import DistillConfig, shareable
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.objective.targets import EMPTY, DenseTargets
 from kdtrain.parallel.parallelize import peak, total_norm

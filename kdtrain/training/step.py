@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kdtrain import faults
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.errors import RunError
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.parallelize import clip_factor, clip_norm_, total_norm
 from kdtrain.ranks import all_reduce_sum, is_main, local, world_size

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kdtrain.cache.manifest import refuse_vocabulary
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import ObjectiveConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, layer_widths, split
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.hidden import HiddenLoss, layer_pairs
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.targets import per_token

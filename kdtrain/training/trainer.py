@@ -17,7 +17,6 @@ from enum import Enum
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.host_copies import HostCopies
 from kdtrain.checkpoint.saver import Saver
@@ -27,6 +26,7 @@ from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import Bar, Rate, line, log
 from kdtrain.monitor.writers import SilentWriters, Writers
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.parallel.parallelize import Alone
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive

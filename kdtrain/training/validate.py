@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 
 from kdtrain import faults
-from kdtrain.cache.reader import CachedBatch
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.metrics import Metrics, measure
 from kdtrain.ranks import all_reduce_sum, rank, world_size
 from kdtrain.training.data import Source

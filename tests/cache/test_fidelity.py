@@ -9,7 +9,7 @@ from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import Coding
 from kdtrain.cache.fidelity import GRID, TOLERANCE, measure, sample_size, temperature_range
 from kdtrain.cache.manifest import read_manifest
-from kdtrain.cache.reader import CachedBatch
+from kdtrain.objective.batch import CachedBatch
 
 VOCAB = 500
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from hostile_kit import COUNTS, DENSE, FAMILIES, TYPES, Change, payload, remade, reseal
 
-from kdtrain.cache import checks, reader
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.checks import check_structure
+from kdtrain.cache import hdf5, reader, shard
+from kdtrain.cache.hdf5 import check_structure
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.verify import check_content, verify_cache
@@ -90,8 +90,8 @@ def test_a_shard_that_unpacks_to_far_more_than_its_file_is_refused(sound, monkey
     manifest, path = read_manifest(sound["both"]), cache_format.shard_path(sound["both"], "train-00000")
     arguments = (path, manifest.codec, manifest.settings.seq_len, "train", 0, 4)
     check_structure(*arguments)
-    monkeypatch.setattr(checks, "SLACK", 0)
-    monkeypatch.setattr(checks, "LARGEST_RATIO", 0.1)
+    monkeypatch.setattr(hdf5, "SLACK", 0)
+    monkeypatch.setattr(hdf5, "LARGEST_RATIO", 0.1)
     with pytest.raises(ValueError, match=r"it declares \d+ bytes of data in a file of \d+"):
         check_structure(*arguments)
 
@@ -100,7 +100,7 @@ def test_a_shard_that_unpacks_to_far_more_than_its_file_is_refused(sound, monkey
 def test_numbers_are_checked_once_and_again_when_the_file_has_changed(sound, tmp_path, codec, monkeypatch) -> None:
     cache, looked = tmp_path / "cache", []
     shutil.copytree(sound[codec], cache)
-    for module, name in ((reader, "check_structure"), (reader, "check_stored"), (reader, "check_values")):
+    for module, name in ((reader, "check_structure"), (shard, "check_stored"), (shard, "check_values")):
         check = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, name=name, check=check: looked.append(name) or check(*given))
     shards = CacheReader(cache, "train")

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache import reader
+from kdtrain.cache import hdf5, reader
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import STEP_SLOPE, STEP_SPREAD, STEP_VALUE
-from kdtrain.cache.reader import CacheReader, Runs, Shard
+from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.shard import Runs, Shard
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import file_digest
 from kdtrain.objective.targets import SparseTargets
@@ -227,10 +228,10 @@ def test_a_shard_is_verified_again_when_its_file_changes(tmp_path: Path, worksho
 def test_targets_that_were_never_written_are_an_error(tmp_path: Path, workshop, codecs) -> None:
     spec = codecs["top_k"]
     with h5py.File(tmp_path / "empty.h5", "w") as file:
-        cache_format.create_shard(file, spec, 16, "train", 0, 2)
+        hdf5.create_shard(file, spec, 16, "train", 0, 2)
         lists = {"context_row": np.zeros(64, np.uint8), "candidates": np.zeros((1, 64), np.uint16)}
         lists |= {"common": np.zeros(1, np.uint16), "tail_weights": np.zeros((12, 19), np.float32)}
-        cache_format.write_dictionary(file, lists)
+        hdf5.write_dictionary(file, lists)
         for name in ("ids", "numbers", "tokens"):
             assert file[name][0].min() == 65_535
         for name in ("tokens", "loss_mask", "segments"):

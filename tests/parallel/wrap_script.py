@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.checkpoint import shards
 from kdtrain.config import OptimizerConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import split
 from kdtrain.monitor.loggers import histograms
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature

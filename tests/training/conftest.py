@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.config import (
     CheckpointConfig,
     DistillConfig,
@@ -21,6 +20,7 @@ from kdtrain.config import (
     StoppingConfig,
 )
 from kdtrain.models.head import SplitModel, split
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from kdtrain.cache.codec import CodecSpec, decode, encode
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.models.head import split
 from kdtrain.models.loading import checkpoint_activations
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.testing import tiny_model
 from kdtrain.training.nan_hooks import Finding, NanHooks, find_first, write_bundle

@@ -12,9 +12,9 @@ from torch import nn
 
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import Coding
-from kdtrain.cache.reader import CachedBatch
 from kdtrain.commands.sanity import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit, remedy
 from kdtrain.config import OptimizerConfig
+from kdtrain.objective.batch import CachedBatch
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 from kdtrain.training.state import make_optimizer
 

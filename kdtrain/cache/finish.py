@@ -1,0 +1,99 @@
+"""Finishing a cache: the records of its shards, the index, and the manifest that makes it whole."""
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from kdtrain import __version__
+from kdtrain.cache import format as cache_format
+from kdtrain.cache import hdf5
+from kdtrain.cache.folder import file_digests
+from kdtrain.cache.manifest import CacheSettings, Manifest, Sidecar, SplitRecord, read_manifest, read_sidecar
+from kdtrain.cache.shard_writer import ShardPlace, is_of
+from kdtrain.errors import RunError, writing
+from kdtrain.files import file_digest, publish_json, published, set_aside
+
+_LIBRARIES = ("torch", "transformers", "numpy", "h5py", "hdf5plugin")
+
+
+def read_sidecars(
+    folder: Path, settings: CacheSettings, splits: Mapping[str, Sequence[ShardPlace]]
+) -> dict[str, list[Sidecar]]:
+    """The records of all shards. RunError: one is missing, damaged, or of other data."""
+    return {split: [_sidecar(folder, settings, each) for each in places] for split, places in splits.items()}
+
+
+def _sidecar(folder: Path, settings: CacheSettings, place: ShardPlace) -> Sidecar:
+    try:
+        record = read_sidecar(folder, place.name)
+    except (OSError, ValueError) as error:
+        path = cache_format.sidecar_path(folder, place.name)
+        raise RunError(f"{path} is missing or damaged ({error}); run the same command again") from error
+    if not is_of(record, place.digest, settings):
+        raise RunError(f"the shard {place.name} of {folder} is of other data; run the same command again")
+    return record
+
+
+def set_aside_others(folder: Path, names: set[str]) -> None:
+    """Set aside shards with other names, which longer data left."""
+    with writing(folder / cache_format.SHARDS):
+        for path in sorted((folder / cache_format.SHARDS).iterdir()):
+            if path.stem not in names and cache_format.is_shard_file(path.name):
+                set_aside(folder, f"{cache_format.SHARDS}/{path.name}", "left")
+
+
+def publish_manifest(
+    folder: Path,
+    settings: CacheSettings,
+    sidecars: Mapping[str, list[Sidecar]],
+    tokens: Mapping[str, str],
+    fidelity: dict[str, Any] | None,
+    temperature_range: Any,
+) -> Manifest:
+    """Write the index, then the manifest; return the manifest as it is read again.
+
+    tokens: SHA-256 of all tokens, by split.
+    """
+    index, length = folder / cache_format.INDEX, settings.seq_len
+    with published(index, "cache.index") as temporary:
+        parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
+        hdf5.write_index(temporary, settings.codec, length, parts)
+    manifest = Manifest(
+        settings=settings,
+        splits={split: _summary(each, tokens[split]) for split, each in sidecars.items()},
+        fidelity=fidelity,
+        temperature_range=temperature_range,
+        bytes_per_token=_bytes_per_token([record for each in sidecars.values() for record in each], length),
+        index_sha256=file_digest(index),
+        tokenizer_files=file_digests(folder / cache_format.TOKENIZER),
+        versions={
+            "kdtrain": __version__,
+            **{name: importlib.metadata.version(name) for name in _LIBRARIES},
+            "hdf5": h5py.version.hdf5_version,
+        },
+    )
+    publish_json(folder / cache_format.MANIFEST, manifest.to_json(), "cache.manifest")
+    return read_manifest(folder)
+
+
+def _summary(records: list[Sidecar], tokens: str) -> SplitRecord:
+    return {
+        "sequences": sum(record["sequences"] for record in records),
+        "broken": sum(len(record["broken"]) for record in records),
+        "tokens_sha256": tokens,
+        "shards": [
+            {key: record[key] for key in ("name", "sequences", "sha256", "bytes")}  # type: ignore[literal-required, misc]
+            for record in records
+        ],
+    }
+
+
+def _bytes_per_token(records: list[Sidecar], seq_len: int) -> dict[str, float]:
+    tokens = sum(record["sequences"] for record in records) * seq_len
+    names = list(records[0]["stored"])
+    by_name = {name: sum(record["stored"][name] for record in records) / tokens for name in names}
+    total = sum(record["bytes"] for record in records) / tokens
+    return {**by_name, "overhead": total - sum(by_name.values()), "total": total}

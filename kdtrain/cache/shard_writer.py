@@ -1,0 +1,249 @@
+"""One shard, written: its rows, the thread and the stream that encode them, and the file they go into.
+
+The dictionary of a sparse shard (`compression`) is fitted to its first sequences, so `ShardWriter` holds these in
+memory until there are enough of them, or the shard ends. Which ones they are does not depend on the batches, so a shard
+is the same for every batch size. A sequence with a non-finite logit is kept with its loss masked out, and counted.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, islice
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdtrain import faults
+from kdtrain.cache import format as cache_format
+from kdtrain.cache import hdf5
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.compression import Arrays, Coding, fit_sequences
+from kdtrain.cache.manifest import CacheSettings, Sidecar, read_sidecar, shard_problem
+from kdtrain.data.packing import PackedRow
+from kdtrain.errors import RunError
+from kdtrain.files import file_digest, publish_json, published, read_sealed, set_aside
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The rows of one shard: n sequences of `split`, from number `first` on."""
+
+    name: str
+    split: str
+    first: int
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    segments: np.ndarray
+    kept: dict[str, np.ndarray]
+    """What is kept of the teacher's distributions, [n, T, ...], where the rows bring it; else empty."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over tokens, loss_mask and segments: it tells a shard of other rows."""
+        sha = hashlib.sha256()
+        for part, dtype in ((self.tokens, "<u4"), (self.loss_mask, "u1"), (self.segments, "<u4")):
+            sha.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
+        return sha.hexdigest()
+
+
+def shards_of(split: str, rows: Iterator[PackedRow], number: int) -> Iterator[ShardRows]:
+    """The rows of one shard after another, `number` of them each but the last."""
+    for shard in count():
+        part = list(islice(rows, number))
+        if not part:
+            return
+        yield ShardRows(
+            name=cache_format.shard_name(split, shard),
+            split=split,
+            first=shard * number,
+            tokens=np.stack([row.tokens for row in part]),
+            loss_mask=np.stack([row.loss_mask for row in part]),
+            segments=np.stack([row.segments for row in part]),
+            kept={name: np.stack([row.kept[name] for row in part]) for name in part[0].kept},
+        )
+
+
+class SideStream:
+    """One stream on which another thread encodes tensors that the current stream is still computing.
+
+    On the main stream each copy to the host would wait for the teacher's next forward, which is queued there already,
+    and that forward would wait for the encoding. It serves one device; on a CPU it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def ready(self, tensor: Tensor | None) -> torch.cuda.Event | None:
+        """Mark where the current stream has computed a tensor; None if it is not on a GPU."""
+        if tensor is None or not tensor.is_cuda:
+            return None
+        with torch.cuda.device(tensor.device):
+            self._stream = self._stream or torch.cuda.Stream(tensor.device)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(tensor.device))
+        return event
+
+    @contextlib.contextmanager
+    def after(self, ready: torch.cuda.Event | None) -> Iterator[None]:
+        """Run the block on the stream once the tensor is there, and wait at the end until the stream is done.
+
+        So the tensor may be freed after the block, although its memory belongs to another stream.
+        """
+        if ready is None or self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
+
+
+_AT_ONCE = 16  # sequences packed at once: bounds the memory
+_ROWS = ("tokens", "loss_mask", "segments")
+
+
+class ShardWriter:
+    """Writes the sequences of one shard into `file`, which `hdf5.create_shard` has laid out.
+
+    check: raises the error of a failed write, see `hdf5.creating`.
+    """
+
+    def __init__(self, file: h5py.File, check: Callable[[], None], spec: CodecSpec, part: ShardRows) -> None:
+        self._file, self._check, self._spec, self._part = file, check, spec, part
+        self._wanted = fit_sequences(spec, part.segments.shape[1]) if spec.kind == "sparse" else 0
+        self._held: list[Arrays] = []
+        self._coding: Coding | None = None
+        self._taken = self._written = 0
+        self.broken: list[str] = []
+        """Sequences with a non-finite logit, as SPLIT and number."""
+
+    def add(self, batch: slice, kept: Arrays) -> None:
+        """Take the sequences `batch` of the shard, the next ones, and what is kept of them."""
+        arrays = {name: getattr(self._part, name)[batch] for name in _ROWS}
+        broken = kept.get("broken", np.zeros(len(arrays["tokens"]), bool))
+        self.broken += [f"{self._part.split} {self._part.first + self._taken + b}" for b in np.flatnonzero(broken)]
+        arrays["loss_mask"] = np.where(broken[:, None], cache_format.BROKEN, arrays["loss_mask"]).astype(np.uint8)
+        self._held.append(arrays | {name: values for name, values in kept.items() if name != "broken"})
+        self._taken += len(broken)
+        if self._taken >= self._wanted:
+            self._write_held()
+        faults.point("cache.shard.after-batch")
+
+    def finish(self) -> dict[str, int]:
+        """Write what is held back; compressed bytes by data set, all of the dictionary as one."""
+        if self._held:
+            self._write_held()
+        self._file.flush()
+        found = {
+            name: each.id.get_storage_size() for name, each in self._file.items() if isinstance(each, h5py.Dataset)
+        }
+        if self._coding is not None:
+            lists = self._file[cache_format.DICTIONARY].values()
+            found[cache_format.DICTIONARY] = sum(each.id.get_storage_size() for each in lists)
+        return found
+
+    def _write_held(self) -> None:
+        arrays = {name: np.concatenate([each[name] for each in self._held]) for name in self._held[0]}
+        self._held = []
+        if self._spec.kind == "sparse" and self._coding is None:
+            first = {name: values[: self._wanted] for name, values in arrays.items()}
+            self._coding = Coding.fit(first["tokens"], first, self._spec)
+            hdf5.write_dictionary(self._file, self._coding.to_arrays())
+        for start in range(0, len(arrays["tokens"]), _AT_ONCE):
+            part = {name: values[start : start + _AT_ONCE] for name, values in arrays.items()}
+            if self._coding is not None:
+                part = {name: part[name] for name in _ROWS} | self._coding.pack(part["tokens"], part)
+            number = len(part["tokens"])
+            for name, values in part.items():
+                self._file[name][self._written : self._written + number] = values
+            self._written += number
+            self._check()
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """A shard without its rows."""
+
+    name: str
+    sequences: int
+    digest: str
+    """Of its rows."""
+
+
+def finished_record(folder: Path, settings: CacheSettings, part: ShardRows) -> Sidecar | None:
+    """The record of a shard that need not be built. RunError: the file in its place cannot be read."""
+    record = _intact_record(folder, part.name)
+    if record is None or not is_of(record, part.digest, settings):
+        return None
+    path = cache_format.shard_path(folder, part.name)
+    try:
+        hdf5.check_structure(path, settings.codec, settings.seq_len, part.split, part.first, len(part))
+    except ValueError:
+        return None
+    return record
+
+
+def is_of(record: Sidecar, digest: str, settings: CacheSettings) -> bool:
+    """True for a shard of these rows and settings."""
+    return record["rows_sha256"] == digest and record["settings_sha256"] == settings.digest()
+
+
+def publish_shard(
+    folder: Path, settings: CacheSettings, part: ShardRows, fill: Callable[[ShardWriter, ShardRows], None]
+) -> None:
+    """Write a shard and its sidecar; `fill` adds the sequences."""
+    spec, length, path = settings.codec, settings.seq_len, cache_format.shard_path(folder, part.name)
+    with published(path, "cache.shard") as temporary:
+        with hdf5.creating(temporary) as (file, check):
+            hdf5.create_shard(file, spec, length, part.split, part.first, len(part))
+            shard = ShardWriter(file, check, spec, part)
+            fill(shard, part)
+            stored = shard.finish()
+            faults.point("cache.shard.before-close")
+        sha256, size = file_digest(temporary), temporary.stat().st_size
+        _make_way(folder, part.name, sha256)
+    record = {
+        **{"sha256": sha256, "bytes": size, "name": part.name, "split": part.split, "first_sequence": part.first},
+        **{"sequences": len(part), "stored": stored, "broken": shard.broken},
+        **{"rows_sha256": part.digest, "settings_sha256": settings.digest()},
+    }
+    publish_json(cache_format.sidecar_path(folder, part.name), record, "cache.sidecar")
+
+
+def _intact_record(folder: Path, name: str) -> Sidecar | None:
+    """The record of a shard that is as it was written; None if there is none, or it is damaged."""
+    try:
+        record = read_sidecar(folder, name)
+    except (FileNotFoundError, ValueError):
+        return None
+    except OSError as error:
+        path = cache_format.sidecar_path(folder, name)
+        raise RunError(f"{path} cannot be read: {error.strerror}; make it readable") from error
+    problem = shard_problem(folder, record)
+    if problem is not None and problem.aside is None:
+        raise RunError(problem.text)
+    return record if problem is None else None
+
+
+def _make_way(folder: Path, name: str, digest: str) -> None:
+    """Move aside a file in the place of a shard, unless it is equal or kdtrain's own."""
+    if _intact_record(folder, name) is None:
+        path, sidecar = cache_format.shard_path(folder, name), cache_format.sidecar_path(folder, name)
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or file_digest(path) != digest):
+            set_aside(folder, f"{cache_format.SHARDS}/{path.name}", "damaged")
+        if os.path.lexists(sidecar):
+            try:
+                read_sealed(sidecar)
+            except ValueError:
+                set_aside(folder, f"{cache_format.SHARDS}/{sidecar.name}", "damaged")

@@ -1,0 +1,66 @@
+"""A micro-batch: sequences of tokens, and what a teacher said about each of their positions.
+
+Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, K kept entries, D sampled ones, G knots of beta.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
+
+_TARGETS = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
+
+
+@dataclass(frozen=True)
+class CachedBatch:
+    """B sequences of a cache, on the CPU."""
+
+    tokens: Tensor
+    """[B, T+1] int64; tokens[:, t+1] is the label of position t."""
+    loss_mask: Tensor
+    """[B, T] bool."""
+    segments: Tensor
+    """[B, T] int64, document number within the sequence."""
+    targets: Targets | None
+    """N = B*T rows, sequence by sequence; None for the codec `tokens`."""
+
+    def fields(self) -> dict[str, Tensor]:
+        """The batch as named tensors whose first dimension is B, which any trainer can move, split and concatenate.
+
+        tokens, loss_mask, segments as above; labels [B, T+1], the tokens with -100 where the loss mask is off, for
+        trainers that count the tokens of the loss themselves. Sparse targets (`SparseTargets`): ids, logprobs
+        [B, T, K], counts [B, T, D] of the last D columns, which were sampled, tail [B, T, 2G], label_logprob,
+        logit_mean, logit_std [B, T], knots [B, G] and num_samples [B]. Dense targets: logprobs [B, T, V],
+        label_logprob [B, T].
+        """
+        size, length = self.loss_mask.shape
+        unseen = torch.cat([self.loss_mask.new_ones(size, 1), ~self.loss_mask], 1)
+        found = {"tokens": self.tokens, "loss_mask": self.loss_mask, "segments": self.segments}
+        found["labels"] = self.tokens.masked_fill(unseen, -100)
+        if self.targets is None:
+            return found
+        targets = {name: value for name, value in vars(self.targets).items() if isinstance(value, Tensor)}
+        found |= {name: value.unflatten(0, (size, length)) for name, value in targets.items()}
+        if isinstance(self.targets, SparseTargets):
+            found["counts"] = found["counts"][..., self.targets.top_k :]
+            found["knots"] = torch.tensor(self.targets.knots, dtype=torch.float64).expand(size, -1)
+            found["num_samples"] = torch.tensor(self.targets.num_samples).expand(size)
+        return found
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Tensor], knots: tuple[float, ...] = (), num_samples: int = 0) -> "CachedBatch":
+        """The inverse of `fields`. knots, num_samples: those of sparse targets, as plain Python numbers."""
+        tokens, loss_mask = fields["tokens"], fields["loss_mask"]
+        segments = fields.get("segments")
+        batch = cls(tokens, loss_mask, torch.zeros_like(tokens[:, :-1]) if segments is None else segments, None)
+        flat: dict[str, Any] = {name: value.flatten(0, 1) for name, value in fields.items() if name in _TARGETS}
+        if "ids" in flat:
+            absent = flat["ids"].shape[1] - flat["counts"].shape[1]
+            flat["counts"] = torch.nn.functional.pad(flat["counts"], (absent, 0))
+            sparse = SparseTargets(**flat, top_k=absent, num_samples=num_samples, knots=knots)
+            return replace(batch, targets=sparse)
+        return replace(batch, targets=DenseTargets(**flat)) if "logprobs" in flat else batch
