@@ -17,7 +17,7 @@ import importlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -52,18 +52,29 @@ class Registry:
         group: the group of entry points by which a package adds a name.
         home: the module that registers the built-in names.
         builtin: the built-in names, each with a line of help.
+        traits: what an option's checks ask about the built-in names, so that no code asks for a name (`has`).
     """
 
-    def __init__(self, option: str, group: str, home: str, builtin: dict[str, str]) -> None:
+    def __init__(
+        self,
+        option: str,
+        group: str,
+        home: str,
+        builtin: dict[str, str],
+        traits: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
         self.option, self.group, self.home, self.builtin = option, group, home, builtin
+        self._traits = dict(traits or {})
         self.entries: dict[str, Any] = {}
         """What is registered so far: the built-in names once `home` is imported, and the packages used."""
         self._help = dict(builtin)
         self.modules: dict[str, str] = {}
         """The module that registered each."""
 
-    def add(self, name: str, entry: Any, source: Any, help: str = "") -> None:
+    def add(self, name: str, entry: Any, source: Any, help: str = "", traits: Collection[str] = ()) -> None:
         """Register `entry`, made from the function or class `source`, whose first docstring line is the default help.
+
+        traits: of a name that is not built in.
 
         Raises:
             UsageError: another module has registered this name.
@@ -73,6 +84,7 @@ class Registry:
         self.entries[name] = entry
         if name not in self.builtin:
             self._help[name] = help or first_line(source)
+            self._traits[name] = traits
 
     def get(self, name: str) -> Any:
         """The entry called `name`.
@@ -93,6 +105,11 @@ class Registry:
         """As `get`, without importing anything for a built-in name."""
         if name not in self.builtin:
             self.get(name)
+
+    def has(self, name: str, trait: str) -> bool:
+        """True if the entry called `name` has a trait; imports nothing for a built-in name. UsageError: as `get`."""
+        self.check(name)
+        return trait in self._traits.get(name, ())
 
     def help(self) -> dict[str, str]:
         """Every name with its line of help, or with its package if that is not imported yet."""

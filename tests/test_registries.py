@@ -172,6 +172,44 @@ def test_a_run_uses_the_loss_and_the_temperature_and_the_back_end_of_a_package(b
     assert abs(one_bit[0]["ce"] - rounded[0]["ce"]) > 1e-3
 
 
+def test_a_packages_scheduled_temperature_needs_no_teacher_and_a_divergence_that_ignores_T_learns_none(tmp_path):
+    """What the checks of options ask is said at the registration, not found by the name."""
+    flat = "from kdtrain import register_divergence\n"
+    flat += "register_divergence('flat', depends_on_temperature=False)(lambda events, number: events.student.sum(-1))\n"
+    rising = "from kdtrain import register_divergence\n"
+    rising += "register_divergence('rising', grows_with_temperature=True)(lambda events, n: events.student.sum(-1))\n"
+    for group, name, code in (
+        *(("divergences", "flat", flat), ("divergences", "rising", rising)),
+        ("temperatures", "cooling", TEMPERATURE),
+        ("temperatures", "warm", TEMPERATURE.replace("cooling", "warm").replace("learns=False, ", "")),
+    ):
+        install(tmp_path / "p", f"more-{name}", group, name, code)
+    ask = """
+import sys
+from kdtrain.cli import parse
+from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T
+from kdtrain.errors import UsageError
+run = ["--student", "s", "--out", "o", "--data", "stdlib"]
+assert not parse("distill", [*run, "--temperature-mode", "cooling"]).objective.learns_temperature
+assert DIVERGENCES.has("rising", GROWS_WITH_T) and not DIVERGENCES.has("flat", GROWS_WITH_T)
+for more in (["--temperature-mode", "warm"], ["--temperature-mode", "likelihood", "--divergence", "flat"]):
+    try:
+        parse("distill", [*run[:4], "--cache", "c", *more] if "flat" in more else [*run, *more])
+    except UsageError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "p")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    needs_teacher, ignores = done.stdout.splitlines()
+    assert "warm" in needs_teacher and "teacher" in needs_teacher
+    assert "flat, whose loss does not depend on T" in ignores
+
+
 def test_a_package_adds_a_command_with_its_own_options(bench):
     done = kdtrain(bench, bench / "packages", "say", "--word", "ho")
     assert (done.returncode, done.stdout) == (0, "ho\n")

@@ -71,7 +71,7 @@ def _pace(options: Options, sizes: Sizes) -> float:
 
 
 def _last_pace(run: Path) -> float:
-    return [line["tok/s"] for line in RunRecord.read(run).steps if line["tok/s"]][-1]
+    return [line["tok/s"] for line in RunRecord.read(run).steps if line.get("tok/s")][-1]
 
 
 def _trained(options: Options, sizes: Sizes) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from kdtrain.commands.common import (
 from kdtrain.commands.resume import allowing
 from kdtrain.commands.run_folder import deciding
 from kdtrain.config import DistillConfig
+from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, MAXIMIZES, TEMPERATURES
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.attention import choose_kernel
@@ -342,10 +343,12 @@ def _check_objective(config: DistillConfig, manifest: Manifest) -> None:
     if objective.distils:
         dense = codec.kind != "sparse"
         refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.num_samples, dense=dense)
-        if dense and (objective.divergence, objective.temperature_mode) == ("tvd", "adversarial"):
+        grows = dense and DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
+        if grows and TEMPERATURES.has(objective.temperature_mode, MAXIMIZES):
             raise UsageError(
-                "--temperature-mode adversarial cannot be used with --divergence tvd over whole distributions, whose "
-                "loss grows with T without limit; use --temperature-mode fixed, another --divergence, or a sparse cache"
+                f"--temperature-mode {objective.temperature_mode} cannot be used with --divergence "
+                f"{objective.divergence} over whole distributions, whose loss grows with T without limit; use "
+                "--temperature-mode fixed, another --divergence, or a sparse cache"
             )
 
 

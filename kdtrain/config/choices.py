@@ -1,9 +1,14 @@
 """The options to which a package can add names: the built-in names, each with its line of `--help`.
 
-The modules named here hold the code and register it; see `kdtrain.registry`.
+The modules named here hold the code and register it; see `kdtrain.registry`. Traits are what checks of options ask.
 """
 
 from kdtrain.registry import Registry
+
+IGNORES_T, GROWS_WITH_T = "ignores T", "grows with T"
+"""Of a divergence: T^2 times it does not depend on T; it grows with T without limit (over whole distributions)."""
+LEARNS, MAXIMIZES = "learns", "maximizes"
+"""Of a temperature: T is a parameter; it goes where the loss is largest."""
 
 DIVERGENCES = Registry(
     "--divergence",
@@ -18,6 +23,7 @@ DIVERGENCES = Registry(
         "tvd": "total variation distance",
         "logit-mse": "mean squared difference of centred logits; dense targets only",
     },
+    {"tvd": {GROWS_WITH_T}, "logit-mse": {IGNORES_T}},
 )
 TAILS = Registry(
     "--tail",
@@ -42,6 +48,7 @@ TEMPERATURES = Registry(
         "adversarial": "learned: the T at which the student is worst",
         "minimize": "learned: the T that minimises the loss; runs to a bound",
     },
+    {"likelihood": {LEARNS}, "adversarial": {LEARNS, MAXIMIZES}, "minimize": {LEARNS}},
 )
 BACKENDS = Registry(
     "--fp8-backend",

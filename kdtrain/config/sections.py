@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kdtrain.config.choices import BACKENDS, DIVERGENCES, TAILS, TEMPERATURES
+from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, TAILS, TEMPERATURES
 from kdtrain.config.values import settle
 from kdtrain.errors import UsageError
 
@@ -185,8 +185,8 @@ class ObjectiveConfig:
             f"{mode} has nothing to learn from at --alpha 0, where the loss has no divergence; raise --alpha",
         )
         refuse(
-            self.learns_temperature and self.divergence == "logit-mse",
-            f"{mode} cannot be used with --divergence logit-mse, whose loss does not depend on T; "
+            self.learns_temperature and DIVERGENCES.has(divergence, IGNORES_T),
+            f"{mode} cannot be used with --divergence {divergence}, whose loss does not depend on T; "
             "use --temperature-mode fixed, or another --divergence",
         )
         for name in ("hidden_weight", "hidden_layers"):
@@ -198,8 +198,8 @@ class ObjectiveConfig:
 
     @property
     def learns_temperature(self) -> bool:
-        """True if T is learned: in every mode but fixed and schedule."""
-        return self.temperature_mode not in ("fixed", "schedule")
+        """True if T is a parameter."""
+        return TEMPERATURES.has(self.temperature_mode, LEARNS)
 
     @property
     def distils(self) -> bool:

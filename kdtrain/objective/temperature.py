@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kdtrain.config.choices import TEMPERATURES
+from kdtrain.config.choices import LEARNS, MAXIMIZES, TEMPERATURES
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import SparseTargets, Targets, per_token
 
@@ -81,7 +81,7 @@ class TemperatureOptions:
     start: float
     """T at step 0."""
     minimum: float
-    """Bounds for every mode but fixed and schedule, normally the range at which the cache is right."""
+    """Bounds for a T that is learned, normally the range at which the cache is right."""
     maximum: float
     end: float
     """T at the end of a schedule."""
@@ -96,18 +96,21 @@ class TemperatureOptions:
 Maker = TypeVar("Maker", bound=Callable[[TemperatureOptions], Temperature])
 
 
-def register_temperature(name: str, *, help: str = "") -> Callable[[Maker], Maker]:
+def register_temperature(
+    name: str, *, learns: bool = True, maximizes: bool = False, help: str = ""
+) -> Callable[[Maker], Maker]:
     """Decorator: make a function or a subclass of `Temperature` the mode that `--temperature-mode NAME` takes.
-
-    A run keeps the start between the bounds, and refuses the mode without a teacher.
 
     Args:
         name: as users write it.
+        learns: whether T is a parameter: a run then keeps the start between the bounds, and refuses the mode where
+            there is nothing to learn from (without a teacher, at alpha 0). False for a T that follows a schedule.
+        maximizes: whether T goes where the loss is largest, which a divergence that grows with T does not have.
         help: its line in `--help`; by default the first of the docstring.
     """
 
     def register(maker: Maker) -> Maker:
-        TEMPERATURES.add(name, maker, maker, help)
+        TEMPERATURES.add(name, maker, maker, help, [LEARNS] * learns + [MAXIMIZES] * maximizes)
         return maker
 
     return register
@@ -282,7 +285,7 @@ def _check(mode: str, options: TemperatureOptions) -> None:
         raise UsageError(f"the temperature schedule {options.schedule} is unknown; use {', '.join(SCHEDULES)}")
     if not (0 < start < math.inf and 0 < end < math.inf):
         raise UsageError(f"a temperature must be above 0, --temperature is {start:g} and its end {end:g}")
-    if mode not in ("fixed", "schedule") and not 0 < minimum < maximum < math.inf:
+    if TEMPERATURES.has(mode, LEARNS) and not 0 < minimum < maximum < math.inf:
         raise UsageError(
             f"--temperature-min {minimum:g} and --temperature-max {maximum:g} leave no room to learn a "
             "temperature in; set 0 < minimum < maximum"
