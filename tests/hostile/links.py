@@ -5,7 +5,7 @@ from collections.abc import Callable
 import h5py
 import numpy as np
 
-from benchmarks.torture.hostile.case import COMMANDS, Cases, Place
+from tests.hostile.case import COMMANDS, Cases, Place
 
 CACHE = (
     *("manifest.json", "settings.json", "index.h5", "shards", "shards/train-00000.h5", "shards/train-00000.json"),

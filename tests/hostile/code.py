@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.torture.hostile import seal
-from benchmarks.torture.hostile.case import COMMANDS, Cases, Place
+from tests.hostile import seal
+from tests.hostile.case import COMMANDS, Cases, Place
 
 _EVIL = """
 import os, pathlib

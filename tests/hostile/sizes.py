@@ -7,9 +7,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from benchmarks.torture.hostile import seal
-from benchmarks.torture.hostile.case import Cases, Place
-from benchmarks.torture.hostile.shapes import LISTS, PLAIN, header_of, in_shards, write_safetensors
+from tests.hostile import seal
+from tests.hostile.case import Cases, Place
+from tests.hostile.shapes import LISTS, PLAIN, header_of, in_shards, write_safetensors
 
 HUGE = 10**12
 

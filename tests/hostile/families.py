@@ -1,6 +1,6 @@
 """Every case, family by family."""
 
-from benchmarks.torture.hostile import (
+from tests.hostile import (
     code,
     controls,
     environments,
@@ -13,7 +13,7 @@ from benchmarks.torture.hostile import (
     texts,
     values,
 )
-from benchmarks.torture.hostile.case import Case
+from tests.hostile.case import Case
 
 FAMILIES = (controls, links, kinds, shapes, sizes, values, texts, names, environments, code, fuzz)
 

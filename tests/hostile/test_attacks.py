@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 
-from benchmarks.torture.hostile import families
-from benchmarks.torture.hostile.bench import Bench, named
+from tests.hostile import families
+from tests.hostile.bench import Bench, named
 
 SECONDS = 60.0  # torture asks for 20; here other tests run beside it
 CASES = families.all_cases()

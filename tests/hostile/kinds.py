@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from benchmarks.torture.hostile.case import COMMANDS, Cases, Place, remove
+from tests.hostile.case import COMMANDS, Cases, Place, remove
 
 _SHARD, _SIDECAR = "shards/train-00000.h5", "shards/train-00000.json"
 CACHE = ("manifest.json", "settings.json", _SHARD, _SIDECAR, "tokenizer/tokenizer.json")

@@ -9,8 +9,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from benchmarks.torture.hostile import seal
-from benchmarks.torture.hostile.case import Cases, Place
+from tests.hostile import seal
+from tests.hostile.case import Cases, Place
 
 PLAIN = ("tokens", "loss_mask", "segments", "ids", "numbers")
 LISTS = ("dictionary/context_row", "dictionary/candidates", "dictionary/common", "dictionary/tail_weights")

@@ -9,8 +9,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from benchmarks.torture.hostile.case import Case, Place
-from benchmarks.torture.hostile.server import MEMORY, Done
+from tests.hostile.case import Case, Place
+from tests.hostile.server import MEMORY, Done
 
 Tree = dict[str, tuple[Any, ...]]
 

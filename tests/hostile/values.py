@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.torture.hostile import seal
-from benchmarks.torture.hostile.case import COMMANDS, Cases, Place
-from benchmarks.torture.hostile.shapes import header_of, in_shards, write_as, write_safetensors
+from tests.hostile import seal
+from tests.hostile.case import COMMANDS, Cases, Place
+from tests.hostile.shapes import header_of, in_shards, write_as, write_safetensors
 
 V, K, D = 300, 10, 6
 """Vocabulary, kept entries and drawn entries of the cache."""

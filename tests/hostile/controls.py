@@ -1,7 +1,7 @@
 """What is sound and has to work: without these, a harness that breaks everything would find that all is refused."""
 
-from benchmarks.torture.hostile import seal
-from benchmarks.torture.hostile.case import COMMANDS, Cases, Place, remove
+from tests.hostile import seal
+from tests.hostile.case import COMMANDS, Cases, Place, remove
 
 
 def cases() -> Cases:

@@ -65,7 +65,7 @@ class Runner:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment |= {"HF_HOME": str(folder / "hub"), "TOKENIZERS_PARALLELISM": "false"}
         self._server = subprocess.Popen(
-            [sys.executable, "-c", "from benchmarks.torture.hostile.server import serve; serve()"],
+            [sys.executable, "-c", "from tests.hostile.server import serve; serve()"],
             env=environment,
             cwd=folder,
             stdin=subprocess.PIPE,

@@ -13,8 +13,8 @@ from typing import Any
 import h5py
 import hdf5plugin  # noqa: F401  (registers the filters of a shard)
 
-from benchmarks.torture.hostile import seal
-from benchmarks.torture.hostile.base import BUILD, SPARSE, TRAIN
+from tests.hostile import seal
+from tests.hostile.base import BUILD, SPARSE, TRAIN
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "verify": ("verify", "cache", "--json"),

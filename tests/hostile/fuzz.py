@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from benchmarks.torture.hostile import seal
-from benchmarks.torture.hostile.case import COMMANDS, Cases, Place
+from tests.hostile import seal
+from tests.hostile.case import COMMANDS, Cases, Place
 
 _NEWEST = "run/checkpoints/step-00000004"
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from benchmarks.torture.hostile.case import COMMANDS, Cases, Place, remove
+from tests.hostile.case import COMMANDS, Cases, Place, remove
 
 _RANKS: dict[str, dict[str, str | None]] = {
     "RANK=x": {"RANK": "x", "WORLD_SIZE": "2"},

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.torture.hostile import seal
-from benchmarks.torture.hostile.case import COMMANDS, Cases, Place
+from tests.hostile import seal
+from tests.hostile.case import COMMANDS, Cases, Place
 
 DEEP = 100_000
 JSON: dict[str, bytes] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import write_spec
-from benchmarks.torture.hostile.server import Runner
+from tests.hostile.server import Runner
 
 TEXT = ("--seq-len", "32", "--num-workers", "0", "--num-sequences", "24", "--validation-sequences", "8")
 """How text becomes a cache of two shards of train and one of validation."""

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.torture.hostile import seal
-from benchmarks.torture.hostile.case import COMMANDS, Cases, Place
-from benchmarks.torture.hostile.shapes import header_of, write_safetensors
+from tests.hostile import seal
+from tests.hostile.case import COMMANDS, Cases, Place
+from tests.hostile.shapes import header_of, write_safetensors
 
 PATHS = {
     "up and out": "../docs/letter.txt",

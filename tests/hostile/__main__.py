@@ -1,6 +1,6 @@
 """What becomes of commands that are given what a stranger made? Each attack is run, judged and counted.
 
-`make torture`, or `python -m benchmarks.torture.hostile [--only FAMILY] [--case NAME] [--few N] [--cold N]`.
+`make torture`, or `python -m tests.hostile [--only FAMILY] [--case NAME] [--few N] [--cold N]`.
 
 Caches, runs, checkpoints, model folders, specs, data and environments are attacked in the ways of `families`, with
 all digests made anew where there are any, and the real command is run on each: in a fork of a process that has
@@ -25,10 +25,10 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, write
 from benchmarks.harness.machine import cpu_model
-from benchmarks.torture.hostile import families
-from benchmarks.torture.hostile.bench import Bench, named
-from benchmarks.torture.hostile.case import Case
-from benchmarks.torture.hostile.server import MEMORY, SECONDS, Done
+from tests.hostile import families
+from tests.hostile.bench import Bench, named
+from tests.hostile.case import Case
+from tests.hostile.server import MEMORY, SECONDS, Done
 
 RESULT = RESULTS / "torture-hostile.json"
 

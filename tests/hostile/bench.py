@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from benchmarks.torture.hostile import base
-from benchmarks.torture.hostile.case import Case, Place, remove
-from benchmarks.torture.hostile.judge import failures, tree
-from benchmarks.torture.hostile.server import SECONDS, Done, Runner
+from tests.hostile import base
+from tests.hostile.case import Case, Place, remove
+from tests.hostile.judge import failures, tree
+from tests.hostile.server import SECONDS, Done, Runner
 
 
 class Bench:
