@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 20.0
 MEMORY = 4 * 2**30
 _GRACE = 1.0  # seconds that a helper process has for ending after the command
