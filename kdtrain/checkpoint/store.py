@@ -96,7 +96,7 @@ def problem(path: Path, digests: bool = True, loads: bool = False) -> str | None
 
 
 def _unreadable(path: Path) -> str | None:
-    """Why `load` would refuse the files of a checkpoint, whoever sealed them; None: it reads them."""
+    """Why `load` would refuse the files of a checkpoint, sealed or not; None: it reads them."""
     try:
         read_state(path)
         shards.tensor_names(path)

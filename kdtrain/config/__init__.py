@@ -73,7 +73,7 @@ def sections(config: Any) -> dict[str, dict[str, Any]]:
 def shareable(config: Any) -> dict[str, dict[str, Any]]:
     """`sections` without `on_event`, for what is written into a run and may be published with it.
 
-    A command may hold a secret address, and whoever repeats a run from its config.toml must not run a command unasked.
+    A command may hold a secret address, and repeating a run from its config.toml must not run a command unasked.
     """
     tables = sections(config)
     tables["monitor"].pop("on_event")
