@@ -173,7 +173,7 @@ def test_a_run_uses_the_loss_and_the_temperature_and_the_back_end_of_a_package(b
 
 
 def test_a_packages_scheduled_temperature_needs_no_teacher_and_a_divergence_that_ignores_T_learns_none(tmp_path):
-    """What the checks of options ask is said at the registration, not found by the name."""
+    """A registration states what the checks of options need to know; no check compares names."""
     flat = "from kdtrain import register_divergence\n"
     flat += "register_divergence('flat', depends_on_temperature=False)(lambda events, number: events.student.sum(-1))\n"
     rising = "from kdtrain import register_divergence\n"

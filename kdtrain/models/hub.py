@@ -338,7 +338,7 @@ def ask_tokenizer(source: str, *, revision: str = "main", trust_remote_code: boo
 
 
 def refuse_template_names(source: str, tokenizer: Any) -> None:
-    """Refuse a tokenizer whose chat templates have names that are no file names: transformers writes to them."""
+    """Refuse a tokenizer whose chat templates have names that lead out of a folder, into which transformers writes."""
     templates = getattr(tokenizer, "chat_template", None)
     for name, text in templates.items() if isinstance(templates, dict) else ():
         if not (isinstance(name, str) and _TEMPLATE_NAME.fullmatch(name) and isinstance(text, str)):
