@@ -21,7 +21,7 @@ from kdtrain.config import DistillConfig, GuardsConfig, MonitorConfig, Optimizer
 from kdtrain.errors import RunError
 from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature
@@ -39,13 +39,13 @@ class Held:
 
     overlaps = False
 
-    def __init__(self, batch: CachedBatch) -> None:
+    def __init__(self, batch: Batch) -> None:
         self.batch = batch
 
     def __len__(self) -> int:
         return len(self.batch.tokens)
 
-    def read(self, indices: np.ndarray) -> CachedBatch:
+    def read(self, indices: np.ndarray) -> Batch:
         """The batch."""
         return self.batch
 
@@ -61,7 +61,7 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def read(self, indices: np.ndarray) -> CachedBatch:
+    def read(self, indices: np.ndarray) -> Batch:
         """The sequences `indices`, every token of which counts."""
         first, last = int(indices[0]), int(indices[-1])
         if np.array_equal(indices, np.arange(first, last + 1)):
@@ -69,10 +69,10 @@ class Tokens:
         return held_batch(self.tokens[torch.as_tensor(indices, device=self.tokens.device)], None)
 
 
-def held_batch(tokens_BT1: torch.Tensor, targets: Targets | None) -> CachedBatch:
+def held_batch(tokens_BT1: torch.Tensor, targets: Targets | None) -> Batch:
     """A batch in which every token counts and every sequence is one document."""
     mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
-    return CachedBatch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), targets)
+    return Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), targets)
 
 
 class Bench:
@@ -165,7 +165,7 @@ class Bench:
 
         return step
 
-    def step(self, batches: Iterator[CachedBatch]) -> dict[str, float]:
+    def step(self, batches: Iterator[Batch]) -> dict[str, float]:
         """One optimizer step over its micro-batches.
 
         Raises:

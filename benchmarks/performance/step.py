@@ -43,7 +43,7 @@ from kdtrain.commands.common import open_teacher, teacher_hidden_states, wide_he
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 from kdtrain.training.data import OnlineSource, Source
@@ -163,7 +163,7 @@ class _Shape:
         make_cache(folder, self.rows, models.CheapTeacher(self.vocab, self.device), spec, self.length, 2)
         return cached(folder, self.device)
 
-    def _dense(self) -> CachedBatch:
+    def _dense(self) -> Batch:
         tokens_BT1 = self.tokens.tokens[: self.bench.batch]
         teacher = models.CheapTeacher(self.vocab, self.device)
         parts = [teacher(row[None, :-1], None)[0].log_softmax(-1).half() for row in tokens_BT1]

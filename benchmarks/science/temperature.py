@@ -30,7 +30,7 @@ from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.record import RunRecord
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.training.data import CachedSource, OnlineSource
@@ -149,7 +149,7 @@ class Logits:
         return {"mode": mode, "start": start, "T": path, "bound": temperature.at_bound()}
 
 
-def _loss(hidden_ND: torch.Tensor, head: Any, batch: CachedBatch, T: Any, divergence: str) -> torch.Tensor:
+def _loss(hidden_ND: torch.Tensor, head: Any, batch: Batch, T: Any, divergence: str) -> torch.Tensor:
     return distillation_loss(
         hidden_ND,
         head,

@@ -31,7 +31,7 @@ from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.testing import tiny_model
 
 
@@ -101,12 +101,12 @@ def _kill(choose: random.Random, wanted: int, seconds: float, sound: dict[str, n
     return {"kills": kills, "caches_finished": caches, "caches_that_differ": differing}
 
 
-def _read_all(folder: Path) -> list[CachedBatch]:
+def _read_all(folder: Path) -> list[Batch]:
     readers = [CacheReader(folder, split) for split in ("train", "validation")]
     return [reader.read(range(len(reader))) for reader in readers]
 
 
-def _equal(one: CachedBatch, other: CachedBatch) -> bool:
+def _equal(one: Batch, other: Batch) -> bool:
     mine, theirs = vars(one) | vars(one.targets), vars(other) | vars(other.targets)
     return all(torch.equal(mine[name], theirs[name]) for name in mine if torch.is_tensor(mine[name]))
 

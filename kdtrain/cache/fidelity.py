@@ -39,7 +39,7 @@ from torch import Tensor
 from kdtrain.cache.codec import broken
 from kdtrain.config.choices import TAILS
 from kdtrain.errors import RunError
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import forward_kl
 from kdtrain.objective.sparse import TailSums, reduce_logits
 from kdtrain.objective.statistics import Places
@@ -165,7 +165,7 @@ def sample_size(sequences: int, seq_len: int, vocab_size: int) -> tuple[int, int
     return taken, min(seq_len, max(1, tokens // taken))
 
 
-def measure(batch: CachedBatch, teacher: Teacher, *, document_mask: bool, positions: int) -> tuple[dict, dict]:
+def measure(batch: Batch, teacher: Teacher, *, document_mask: bool, positions: int) -> tuple[dict, dict]:
     """(fidelity, temperature_range) of the stored sequences in `batch`, at `positions` positions of each.
 
     teacher: tokens [1,T] int64, segments [1,T] or None -> logits [1,T,V].

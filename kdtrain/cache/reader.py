@@ -33,7 +33,7 @@ from kdtrain.cache.shard import Shard, batch_of, shard_errors
 from kdtrain.cache.verify import verify_cache
 from kdtrain.errors import UsageError, as_path
 from kdtrain.files import file_digest
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 
 MAX_OPEN = 16
 """Shards kept open at once. Each holds 0.6 MiB of HDF5's own, which no setting lowers, and its lists: 0.25 MiB at
@@ -76,7 +76,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return self.manifest.splits[self.split]["sequences"]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sequence as named tensors, see `CachedBatch.fields`; -1 is the last."""
+        """One sequence as named tensors, see `Batch.fields`; -1 is the last."""
         index = operator.index(index)
         return self.__getitems__([index + len(self) if index < 0 else index])[0]
 
@@ -97,7 +97,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         """This process's own: one that another thread held at a fork is never released in the child."""
         return self._locks.setdefault(os.getpid(), threading.Lock())
 
-    def read(self, indices: Sequence[int]) -> CachedBatch:
+    def read(self, indices: Sequence[int]) -> Batch:
         """The sequences `indices` (0 .. len - 1, any order, repeats allowed), in that order.
 
         RunError: a shard is missing or damaged (named). IndexError: a number outside the split.

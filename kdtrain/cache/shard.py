@@ -20,7 +20,7 @@ from kdtrain.cache.compression import Coding, unpack
 from kdtrain.cache.format import DICTIONARY
 from kdtrain.cache.hdf5 import Rows, read_dictionary
 from kdtrain.errors import RunError, system_error
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Runs:
         return found
 
 
-def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None = None) -> CachedBatch:
+def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None = None) -> Batch:
     """One batch of the sequences of all `parts`: those at `places`, or all of them, in order.
 
     ValueError: they unpack to impossible numbers. IndexError: a code that a dictionary does not have.
@@ -117,7 +117,7 @@ def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None
         if not all(part.checked for part in parts):
             check_values(kept, spec)
         arrays |= kept
-    return CachedBatch(
+    return Batch(
         tokens=torch.from_numpy(arrays["tokens"].astype(np.int64)),
         loss_mask=torch.from_numpy(arrays["loss_mask"] == 1),
         segments=torch.from_numpy(arrays["segments"].astype(np.int64)),

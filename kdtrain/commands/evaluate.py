@@ -25,7 +25,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, setup_logging
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
@@ -60,7 +60,7 @@ def main(config: EvaluateConfig) -> int:
         )
         with bar("evaluate", len(source)) as shown:
 
-            def read(action: Callable[[], CachedBatch]) -> CachedBatch:
+            def read(action: Callable[[], Batch]) -> Batch:
                 shown.update(min(shown.done + config.batch_size, len(source)))
                 return action()
 

@@ -38,7 +38,7 @@ from kdtrain.data import order
 from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import DTYPES, read_spec
 from kdtrain.monitor.progress import log, setup_logging
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.logits import chunk_logits
 from kdtrain.objective.targets import OnlineTargets, SparseTargets
 from kdtrain.objective.temperature import Temperature
@@ -53,7 +53,7 @@ _DEAD_RANGE = 1e-6
 """A unit is dead if its range is below this share of the median range of its layer."""
 
 
-def entropy_floor(batches: Sequence[CachedBatch], document_mask: bool) -> float:
+def entropy_floor(batches: Sequence[Batch], document_mask: bool) -> float:
     """Return the lowest mean cross-entropy, nats a token, that any model can have on these sequences.
 
     It is the entropy of the next token given all tokens before it: a model that has memorized the sequences errs only
@@ -81,7 +81,7 @@ def entropy_floor(batches: Sequence[CachedBatch], document_mask: bool) -> float:
 
 
 def overfit(
-    student: Student, optimizer: torch.optim.Optimizer, batches: Sequence[CachedBatch], config: OptimizerConfig
+    student: Student, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], config: OptimizerConfig
 ) -> Iterator[float]:
     """Train on the same batches by cross-entropy, without end; yield the loss of each step, nats a token.
 
@@ -106,7 +106,7 @@ def overfit(
         yield loss
 
 
-def correlation(student: Student, batch: CachedBatch, most: int = 256) -> float | None:
+def correlation(student: Student, batch: Batch, most: int = 256) -> float | None:
     """Return the correlation of the teacher's and the student's logits, -1 to 1: a mean over unmasked tokens.
 
     It covers the first `most` tokens and the top-k entries, or the drawn ones where there is no top-k, each side less
@@ -134,7 +134,7 @@ def correlation(student: Student, batch: CachedBatch, most: int = 256) -> float 
     return float(cosine_N[mask_N].mean()) if mask_N.any() else None
 
 
-def dead_units(student: Student, batch: CachedBatch) -> tuple[int, int, list[str]]:
+def dead_units(student: Student, batch: Batch) -> tuple[int, int, list[str]]:
     """Return how many units are constant over the batch, how many there are, and the layers with constant units.
 
     A unit is an input of a linear layer: an output of a norm, of attention, or of an activation.
@@ -161,7 +161,7 @@ def dead_units(student: Student, batch: CachedBatch) -> tuple[int, int, list[str
     return sum(dead.values()), sum(map(len, ranges.values())), [name for name in dead if dead[name]]
 
 
-def graph_breaks(student: Student, batch: CachedBatch) -> list[str]:
+def graph_breaks(student: Student, batch: Batch) -> list[str]:
     """Return where torch.compile would cut the student's forward in training, each as file:line, reason and advice.
 
     A break before the first operation leaves no graph with a line number; it is listed by its reason alone. This
@@ -217,7 +217,7 @@ class KdAt:
     """The loss's slope along its own gradient, by difference, over the gradient's norm: 1 where they agree."""
 
 
-def kd_at(student: Student, batch: CachedBatch, temperature: float) -> KdAt:
+def kd_at(student: Student, batch: Batch, temperature: float) -> KdAt:
     """Measure the distillation term alone at `temperature`, in fp32; the student's gradients are cleared."""
     parameters = [each for each in student.model.parameters() if each.requires_grad]
     tokens = max(float(batch.loss_mask.sum()), 1.0)
@@ -241,7 +241,7 @@ def kd_at(student: Student, batch: CachedBatch, temperature: float) -> KdAt:
 @torch.no_grad()
 def _loss_at(
     student: Student,
-    batch: CachedBatch,
+    batch: Batch,
     tokens: float,
     parameters: Sequence[torch.Tensor],
     directions: Sequence[torch.Tensor],
@@ -539,7 +539,7 @@ CHECKS: tuple[Callable[[BuiltRun, DistillConfig], Check], ...] = (
 """`_loader`, `_resume` and `_overfit` change the student, which does not matter to those after them."""
 
 
-def _batch(trainer: Trainer, most: int | None = None) -> CachedBatch:
+def _batch(trainer: Trainer, most: int | None = None) -> Batch:
     """The first micro-batch of the run, or the first `most` sequences of it."""
     return trainer.train_source.read(trainer.sequences(0)[: min(trainer.micro, most or trainer.micro)])
 

@@ -16,8 +16,8 @@ _TARGETS = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", 
 
 
 @dataclass(frozen=True)
-class CachedBatch:
-    """B sequences of a cache, on the CPU."""
+class Batch:
+    """B sequences and a teacher's targets."""
 
     tokens: Tensor
     """[B, T+1] int64; tokens[:, t+1] is the label of position t."""
@@ -26,7 +26,9 @@ class CachedBatch:
     segments: Tensor
     """[B, T] int64, document number within the sequence."""
     targets: Targets | None
-    """N = B*T rows, sequence by sequence; None for the codec `tokens`."""
+    """N = B*T rows, sequence by sequence; None without a teacher."""
+    states: tuple[Tensor, ...] = ()
+    """[N, D] for each layer of the teacher that a hidden-state loss compares, at the student's positions."""
 
     def fields(self) -> dict[str, Tensor]:
         """The batch as named tensors whose first dimension is B, which any trainer can move, split and concatenate.
@@ -52,7 +54,7 @@ class CachedBatch:
         return found
 
     @classmethod
-    def of(cls, fields: Mapping[str, Tensor], knots: tuple[float, ...] = (), num_samples: int = 0) -> "CachedBatch":
+    def of(cls, fields: Mapping[str, Tensor], knots: tuple[float, ...] = (), num_samples: int = 0) -> "Batch":
         """The inverse of `fields`. knots, num_samples: those of sparse targets, as plain Python numbers."""
         tokens, loss_mask = fields["tokens"], fields["loss_mask"]
         segments = fields.get("segments")

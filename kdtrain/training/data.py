@@ -26,7 +26,7 @@ from kdtrain import faults
 from kdtrain.cache.reader import CacheReader
 from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets, OnlineTargets
 from kdtrain.parallel.parallelize import whole
 
@@ -76,7 +76,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: np.ndarray) -> CachedBatch:
+    def read(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices` and their targets, on the source's device."""
         ...
 
@@ -101,7 +101,7 @@ class CachedSource:
     def __len__(self) -> int:
         return len(self.reader)
 
-    def read(self, indices: np.ndarray) -> CachedBatch:
+    def read(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices` on the device.
 
         Raises:
@@ -129,14 +129,6 @@ class CachedSource:
                 segments=copy(batch.segments),
                 targets=None if targets is None else targets.each(copy),
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class TaughtBatch(CachedBatch):
-    """A micro-batch with hidden states of its teacher."""
-
-    states: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """[N, D] for each layer of the hidden-state loss, at the student's positions."""
 
 
 class OnlineSource:
@@ -169,7 +161,7 @@ class OnlineSource:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def read(self, indices: np.ndarray) -> TaughtBatch:
+    def read(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices` with targets from the teacher."""
         batch = self.tokens.read(indices)
         with torch.no_grad():
@@ -177,12 +169,12 @@ class OnlineSource:
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         hidden_ND = rearrange(hidden_BTD, "B T D -> (B T) D")
         head = dataclasses.replace(self.head, weight=whole(self.head.weight), bias=whole(self.head.bias))
-        return TaughtBatch(
+        return Batch(
             batch.tokens,
             batch.loss_mask,
             batch.segments,
             OnlineTargets(hidden_ND, labels_N, head, self.tokens.vocab_size),
-            [rearrange(each, "B T D -> (B T) D") for each in states],
+            tuple(rearrange(each, "B T D -> (B T) D") for each in states),
         )
 
 
@@ -200,15 +192,15 @@ class Feed:
         self.indices = indices
         self.micro = micro
 
-    def steps(self) -> Iterator[Iterator[CachedBatch]]:
+    def steps(self) -> Iterator[Iterator[Batch]]:
         """For each step, yield an iterator over its micro-batches; the caller must exhaust it."""
         batches = self._read_ahead() if self.source.overlaps else map(self.source.read, self._micro_batches())
         for step in itertools.count():
             yield itertools.islice(batches, len(self.indices(step)) // self.micro)
 
-    def _read_ahead(self) -> Iterator[CachedBatch]:
+    def _read_ahead(self) -> Iterator[Batch]:
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
-        pending: deque[Future[CachedBatch]] = deque()
+        pending: deque[Future[Batch]] = deque()
         try:
             for indices in self._micro_batches():
                 pending.append(reader.submit(self.source.read, indices))

@@ -28,12 +28,11 @@ from torch import Tensor, nn
 
 from kdtrain import __version__
 from kdtrain.config import DistillConfig, shareable
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.objective.targets import EMPTY, DenseTargets
 from kdtrain.parallel.parallelize import peak, total_norm
 from kdtrain.ranks import local, world_size
-from kdtrain.training.data import TaughtBatch
 from kdtrain.training.student import Student
 
 _NORM = "the norm of all gradients"
@@ -124,7 +123,7 @@ class NanHooks:
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self._check(module, f"the gradient of {what}", "backward", gradient))
 
-    def _begin(self, student: nn.Module, arguments: tuple[CachedBatch, ...]) -> None:
+    def _begin(self, student: nn.Module, arguments: tuple[Batch, ...]) -> None:
         self._micro_batch += 1
         for what, tensor in _teacher_tensors(arguments[0]):
             self._check("teacher", what, "forward", tensor)
@@ -171,7 +170,7 @@ class NanHooks:
         return hook
 
 
-def find_first(student: Student, batches: Sequence[CachedBatch], normalizer: float) -> Finding | None:
+def find_first(student: Student, batches: Sequence[Batch], normalizer: float) -> Finding | None:
     """Run the micro-batches of a step again, in eager mode and with hooks; None where all tensors are finite.
 
     Clears the gradients before and after. The caller seeds the random generators. On one rank the search ends with the
@@ -198,7 +197,7 @@ def find_first(student: Student, batches: Sequence[CachedBatch], normalizer: flo
 
 
 def write_bundle(
-    folder: Path, config: DistillConfig, indices: np.ndarray, batches: Sequence[CachedBatch], finding: Finding | None
+    folder: Path, config: DistillConfig, indices: np.ndarray, batches: Sequence[Batch], finding: Finding | None
 ) -> None:
     """Write what reproduces a finding: `batch.safetensors` (tokens, masks, sequence indices) and `finding.json`.
 
@@ -227,10 +226,10 @@ def _norm(student: Student, micro_batch: int) -> Finding | None:
     return Finding(module, f"{_NORM}, with that of {what} as the largest,", "backward", (), 1, (), micro_batch)
 
 
-def _teacher_tensors(batch: CachedBatch) -> Iterator[tuple[str, Tensor]]:
+def _teacher_tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """The teacher's numbers at unmasked tokens, by name; log 0 in a dense distribution is clamped to a finite value."""
     mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
-    for number, states_ND in enumerate(batch.states if isinstance(batch, TaughtBatch) else ()):
+    for number, states_ND in enumerate(batch.states):
         yield f"hidden states {number}", states_ND.masked_fill(~mask_N[:, None], 0)
     if batch.targets is None:
         return

@@ -23,7 +23,7 @@ import torch
 
 from kdtrain import faults
 from kdtrain.errors import RunError
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.parallelize import clip_factor, clip_norm_, total_norm
 from kdtrain.ranks import all_reduce_sum, is_main, local, world_size
@@ -70,7 +70,7 @@ def halve_micro_batch(trainer: "Trainer") -> None:
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def take_step(trainer: "Trainer", batches: Iterator[CachedBatch], stop: StopRequest) -> dict[str, float] | None:
+def take_step(trainer: "Trainer", batches: Iterator[Batch], stop: StopRequest) -> dict[str, float] | None:
     """Take the next step and return its numbers, means over its tokens.
 
     None when a stop request interrupted it, or when it ran out of memory and must be repeated from `trainer.feed`.
@@ -131,10 +131,10 @@ def settle_buckets(trainer: "Trainer") -> None:
     trainer.state.optimizer.zero_grad(set_to_none=True)
 
 
-def accumulate(trainer: "Trainer", batches: Iterator[CachedBatch], stop: StopRequest) -> LossOutput | None:
+def accumulate(trainer: "Trainer", batches: Iterator[Batch], stop: StopRequest) -> LossOutput | None:
     """Accumulate the gradients of a step, over all ranks; None when a stop request interrupts it."""
 
-    def next_batch() -> CachedBatch:
+    def next_batch() -> Batch:
         started = time.perf_counter()
         batch = next(batches)
         trainer.waited += time.perf_counter() - started
@@ -191,7 +191,7 @@ def _all_reduce_gradients(gradients: list[torch.Tensor]) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
-def _measure(trainer: "Trainer", batch: CachedBatch, number: int) -> None:
+def _measure(trainer: "Trainer", batch: Batch, number: int) -> None:
     """Collect tensor statistics and the quantisation gap on the first micro-batch of step `number`, where due.
 
     The gap is the difference of the losses of two forwards, quantised and high, with the step's random numbers and the

@@ -24,7 +24,7 @@ from kdtrain.cache.manifest import refuse_vocabulary
 from kdtrain.config import ObjectiveConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, layer_widths, split
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.hidden import HiddenLoss, layer_pairs
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.targets import per_token
@@ -32,7 +32,6 @@ from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import MODES, autocast, head_dtype
-from kdtrain.training.data import TaughtBatch
 
 
 class Student(PreTrainedModel):
@@ -169,7 +168,7 @@ class Student(PreTrainedModel):
 
     def forward(
         self,
-        batch: CachedBatch | None = None,
+        batch: Batch | None = None,
         num_items_in_batch: Tensor | float | None = None,
         *,
         tokens: Tensor | None = None,
@@ -194,7 +193,7 @@ class Student(PreTrainedModel):
             batch: B sequences of T + 1 tokens with their targets.
             num_items_in_batch: the divisor of sums over tokens: the unmasked tokens of the whole optimizer step, over
                 micro-batches and ranks. None: the unmasked tokens of this batch. The value of a tensor is not checked.
-            tokens, loss_mask, ...: the tensors of `CachedBatch.fields`, with or without targets, and the two that
+            tokens, loss_mask, ...: the tensors of `Batch.fields`, with or without targets, and the two that
                 `CacheReader` adds. `knots`, `num_samples`, `vocabulary` and `temperature_range` are read from the first
                 batch only, and apply to all.
 
@@ -220,7 +219,7 @@ class Student(PreTrainedModel):
             if knots is not None and num_samples is not None and self._codec is None:
                 self._codec = tuple(knots[0].tolist()), int(num_samples[0])
             fields = {name: tensor for name, tensor in named.items() if tensor is not None}
-            batch = CachedBatch.of(fields, *(self._codec or ()))
+            batch = Batch.of(fields, *(self._codec or ()))
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
         normalizer = mask_N.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -236,7 +235,6 @@ class Student(PreTrainedModel):
             compile=self.compile_objective,
         )
         if self.hidden_loss is not None:
-            assert isinstance(batch, TaughtBatch)
             distance = self.hidden_loss(states, batch.states, mask_N)
             loss = output.loss + per_token(self.hidden_weight * distance, normalizer)
             output = output._replace(loss=loss, hidden=distance.detach().to(output.hidden.dtype))
@@ -278,7 +276,7 @@ class Student(PreTrainedModel):
         finally:
             self.backbone, self.compile_objective = before
 
-    def hidden_eager(self, batch: CachedBatch) -> Tensor:
+    def hidden_eager(self, batch: Batch) -> Tensor:
         """Return the backbone's output for a micro-batch, [B*T, D], without a compiled graph.
 
         Validation is rare, and its own graph would cost half a minute. It is never quantised, as the exported student.
@@ -293,7 +291,7 @@ class Student(PreTrainedModel):
         return self.model(tokens_BT, segments_BT), []
 
     def _hidden(
-        self, backbone: Callable[..., tuple[Tensor, list[Tensor]]], batch: CachedBatch
+        self, backbone: Callable[..., tuple[Tensor, list[Tensor]]], batch: Batch
     ) -> tuple[Tensor, list[Tensor]]:
         with autocast(self.mode, batch.tokens.device):
             hidden_BTD, states = backbone(batch.tokens[:, :-1], batch.segments if self.document_mask else None)

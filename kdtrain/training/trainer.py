@@ -26,7 +26,7 @@ from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import Bar, Rate, line, log
 from kdtrain.monitor.writers import SilentWriters, Writers
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.parallel.parallelize import Alone
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive
@@ -273,7 +273,7 @@ class Trainer:
             self.log_published()
             stop.raise_failed()
 
-    def step(self, batches: Iterator[CachedBatch], stop: StopRequest) -> dict[str, float] | None:
+    def step(self, batches: Iterator[Batch], stop: StopRequest) -> dict[str, float] | None:
         """Take the next step: see `step.take_step`. The caller counts it with `count`, unless it was skipped."""
         return take_step(self, batches, stop)
 

@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 
 from kdtrain import faults
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.metrics import Metrics, measure
 from kdtrain.ranks import all_reduce_sum, rank, world_size
 from kdtrain.training.data import Source
@@ -21,7 +21,7 @@ def validate(
     *,
     micro: int,
     batches: int | None,
-    read: Callable[[Callable[[], CachedBatch]], CachedBatch | None] = lambda action: action(),
+    read: Callable[[Callable[[], Batch]], Batch | None] = lambda action: action(),
 ) -> Metrics | None:
     """Return sums over the first sequences of `source`, over all ranks; None when `read` returns None.
 

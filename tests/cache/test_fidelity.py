@@ -9,7 +9,7 @@ from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import Coding
 from kdtrain.cache.fidelity import GRID, TOLERANCE, measure, sample_size, temperature_range
 from kdtrain.cache.manifest import read_manifest
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 
 VOCAB = 500
 
@@ -30,7 +30,7 @@ def _measured(spec: CodecSpec, rows: int = 4, length: int = 64) -> tuple[dict, d
     tokens[:, 0] = torch.arange(rows)
     arrays = _stored(encode_sequences(logits, tokens[:, 1:], spec, seed=0, split="validation", first=0), tokens, spec)
     mask, segments = torch.ones(rows, length, dtype=torch.bool), torch.zeros(rows, length, dtype=torch.int64)
-    batch = CachedBatch(tokens, mask, segments, decode(arrays, spec))
+    batch = Batch(tokens, mask, segments, decode(arrays, spec))
 
     def teacher(tokens_BT: torch.Tensor, segments_BT: torch.Tensor | None) -> torch.Tensor:
         return logits[tokens_BT[:, 0]]
@@ -85,7 +85,7 @@ def test_sampled_gradients_converge_to_the_full_one() -> None:
     tokens = torch.zeros(4, 65, dtype=torch.int64)
     arrays = _stored(encode_sequences(logits, tokens[:, 1:], spec, seed=0, split="validation", first=0), tokens, spec)
     mask, segments = torch.ones(4, 64, dtype=torch.bool), torch.zeros(4, 64, dtype=torch.int64)
-    batch = CachedBatch(tokens, mask, segments, decode(arrays, spec))
+    batch = Batch(tokens, mask, segments, decode(arrays, spec))
     found, _ = measure(batch, lambda *_: logits[:1], document_mask=False, positions=64)
     for temperature, degrees in (("T=1", 5), ("T=2", 10)):
         assert found[temperature]["gradient"]["sampled"]["mean_norm"] == pytest.approx(1, abs=0.02)

@@ -20,7 +20,7 @@ from kdtrain.config import OptimizerConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import split
 from kdtrain.monitor.loggers import histograms
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
@@ -48,14 +48,14 @@ def parallelized(kind: str, accumulate: str = "whole") -> Alone:
     return parallelize.parallelize(step, "fsdp" if kind == "hybrid" else kind, accumulate)
 
 
-def batch(number: int) -> CachedBatch:
+def batch(number: int) -> Batch:
     """Micro-batch `number` of a step, with a mask of its own."""
     g = torch.Generator().manual_seed(number)
     tokens = torch.randint(VOCABULARY, (2, SEQ_LEN + 1), generator=g)
     mask = torch.rand(2, SEQ_LEN, generator=g) < 0.2 + 0.1 * number
     logits = 3 * torch.randn(2 * SEQ_LEN, VOCABULARY, generator=g)
     targets = DenseTargets.from_logits(logits, tokens[:, 1:].flatten())
-    return CachedBatch(tokens, mask, torch.zeros(2, SEQ_LEN, dtype=torch.int64), targets)
+    return Batch(tokens, mask, torch.zeros(2, SEQ_LEN, dtype=torch.int64), targets)
 
 
 def accumulate(wrapped: Alone, numbers: range) -> None:

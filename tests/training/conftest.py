@@ -20,7 +20,7 @@ from kdtrain.config import (
     StoppingConfig,
 )
 from kdtrain.models.head import SplitModel, split
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
@@ -50,13 +50,13 @@ class RandomSource:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def read(self, indices: np.ndarray) -> CachedBatch:
+    def read(self, indices: np.ndarray) -> Batch:
         """The sequences `indices`; records which were read."""
         self.reads.append(indices.tolist())
         rows = torch.as_tensor(indices)
         targets = DenseTargets.from_logits(self.logits[rows].flatten(0, 1), self.tokens[rows, 1:].flatten())
         segments = torch.zeros(len(rows), SEQ_LEN, dtype=torch.int64)
-        return CachedBatch(self.tokens[rows], self.loss_mask[rows], segments, targets)
+        return Batch(self.tokens[rows], self.loss_mask[rows], segments, targets)
 
 
 class Workshop:

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 from kdtrain.config import ObjectiveConfig
 from kdtrain.models.head import split
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
-from kdtrain.training.data import TaughtBatch
 from kdtrain.training.student import Student, plan_hidden_loss
 
 VOCABULARY, SEQ_LEN, SEQUENCES = 300, 8, 8
@@ -52,7 +52,7 @@ def gradients(divergence: str, mode: str, rank: int, world: int, micro: int) -> 
     return {name: each * (full / tokens) for name, each in found.items()} | {"tokens": tokens}
 
 
-def _batch(teacher, layers, rows: slice) -> TaughtBatch:
+def _batch(teacher, layers, rows: slice) -> Batch:
     """Some of the step's sequences; the masks leave none of the tokens of two of them, and all of one."""
     g = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCABULARY, (SEQUENCES, SEQ_LEN + 1), generator=g)[rows]
@@ -62,7 +62,7 @@ def _batch(teacher, layers, rows: slice) -> TaughtBatch:
         hidden, states = teacher.with_layers(tokens[:, :-1], None, layers)
         targets = DenseTargets.from_logits(5 * teacher.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
     segments = torch.zeros(len(tokens), SEQ_LEN, dtype=torch.int64)
-    return TaughtBatch(tokens, mask, segments, targets, [each.flatten(0, 1) for each in states])
+    return Batch(tokens, mask, segments, targets, tuple(each.flatten(0, 1) for each in states))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from kdtrain.config import ObjectiveConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import layer_widths, split
 from kdtrain.models.loading import checkpoint_activations
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.testing import tiny_model
-from kdtrain.training.data import TaughtBatch
 from kdtrain.training.student import Student, plan_hidden_loss
 
 VOCABULARY, SEQ_LEN = 300, 8
@@ -42,14 +42,14 @@ def batch_of(teacher, plan, size=4):
     with torch.no_grad():
         hidden, states = teacher.with_layers(tokens[:, :-1], None, plan.teacher_layers)
         targets = DenseTargets.from_logits(teacher.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
-    states = [each.flatten(0, 1) for each in states]
-    return TaughtBatch(tokens, mask, torch.zeros(size, SEQ_LEN, dtype=torch.int64), targets, states)
+    states = tuple(each.flatten(0, 1) for each in states)
+    return Batch(tokens, mask, torch.zeros(size, SEQ_LEN, dtype=torch.int64), targets, states)
 
 
 def part(batch, rows):
     flat = slice(rows.start * SEQ_LEN, rows.stop * SEQ_LEN)
-    states = [each[flat] for each in batch.states]
-    return TaughtBatch(batch.tokens[rows], batch.loss_mask[rows], batch.segments[rows], batch.targets[flat], states)
+    states = tuple(each[flat] for each in batch.states)
+    return Batch(batch.tokens[rows], batch.loss_mask[rows], batch.segments[rows], batch.targets[flat], states)
 
 
 def gradients(step, batches, normalizer):

@@ -13,7 +13,7 @@ from torch import nn
 from kdtrain.cache.codec import CodecSpec, decode, encode
 from kdtrain.models.head import split
 from kdtrain.models.loading import checkpoint_activations
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.testing import tiny_model
 from kdtrain.training.nan_hooks import Finding, NanHooks, find_first, write_bundle
@@ -227,7 +227,7 @@ def test_a_bad_number_of_a_cached_teacher_is_named(field):
     arrays = {key: values.reshape(2, 8, *values.shape[1:]) for key, values in encode(logits, labels_N, spec).items()}
     targets = decode(arrays, spec)
     getattr(targets, field).view(16, -1)[11, -1] = math.nan
-    batch = CachedBatch(tokens, torch.ones(2, 8, dtype=torch.bool), torch.zeros(2, 8, dtype=torch.int64), targets)
+    batch = Batch(tokens, torch.ones(2, 8, dtype=torch.bool), torch.zeros(2, 8, dtype=torch.int64), targets)
     found = find_first(step_of("llama"), [batch], NORMALIZER)
     assert (found.module, found.tensor, found.place[0]) == ("teacher", field, 11)
 

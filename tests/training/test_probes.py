@@ -14,7 +14,7 @@ from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import Coding
 from kdtrain.commands.sanity import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit, remedy
 from kdtrain.config import OptimizerConfig
-from kdtrain.objective.batch import CachedBatch
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 from kdtrain.training.state import make_optimizer
 
@@ -24,7 +24,7 @@ def batch_of(rows, mask=None, segments=None):
     shape = (len(rows), tokens.shape[1] - 1)
     mask = torch.ones(shape, dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
     segments = torch.zeros(shape, dtype=torch.int64) if segments is None else torch.tensor(segments)
-    return CachedBatch(tokens, mask, segments, None)
+    return Batch(tokens, mask, segments, None)
 
 
 def test_sequences_that_differ_from_the_first_token_on_can_be_memorized():
