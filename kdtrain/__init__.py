@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kdtrain.commands.cache_teacher import cache_teacher
     from kdtrain.commands.distill import distill
     from kdtrain.config import CacheTeacherConfig, DistillConfig
-    from kdtrain.data.corpus import register_source
+    from kdtrain.data.corpus import register_text
     from kdtrain.errors import RunError, UsageError
     from kdtrain.models.head import Head
     from kdtrain.objective.divergence import register_divergence
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from kdtrain.precision.backends import quantize_, register_backend
     from kdtrain.precision.controller import Policy, PrecisionController
+    from kdtrain.training.sources.source import Facts, SourceRequest, register_source
     from kdtrain.training.student import Student
 
 _HOME = {
@@ -54,7 +55,7 @@ _HOME = {
     "kdtrain.commands.cache_teacher": ("cache_teacher",),
     "kdtrain.commands.distill": ("distill",),
     "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
-    "kdtrain.data.corpus": ("register_source",),
+    "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),
     "kdtrain.models.head": ("Head",),
     "kdtrain.objective.divergence": ("register_divergence",),
@@ -67,6 +68,7 @@ _HOME = {
     ),
     "kdtrain.precision.backends": ("quantize_", "register_backend"),
     "kdtrain.precision.controller": ("Policy", "PrecisionController"),
+    "kdtrain.training.sources.source": ("Facts", "SourceRequest", "register_source"),
     "kdtrain.training.student": ("Student",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -78,6 +80,7 @@ __all__ = [
     "DenseTargets",
     "DistillConfig",
     "DistillationLoss",
+    "Facts",
     "Head",
     "Keep",
     "LikelihoodTemperature",
@@ -87,6 +90,7 @@ __all__ = [
     "PrecisionController",
     "RunError",
     "ScheduledTemperature",
+    "SourceRequest",
     "Student",
     "Temperature",
     "UsageError",
@@ -101,6 +105,7 @@ __all__ = [
     "register_source",
     "register_tail",
     "register_temperature",
+    "register_text",
 ]
 
 

@@ -64,10 +64,10 @@ def half(targets, statistics, beta):
     weight[:, -1] /= 2
     return replace(events, weight=weight)
 '''
-SOURCE = '''
-from kdtrain.data.corpus import register_source
+TEXT = '''
+from kdtrain.data.corpus import register_text
 
-@register_source("count")
+@register_text("count")
 def count(rest):
     """Texts that count to a number."""
     for first in range(int(rest)):
@@ -94,7 +94,7 @@ CODE = {
     "temperatures": ("cooling", TEMPERATURE),
     "backends": ("signs", BACKEND),
     "tails": ("half", TAIL),
-    "sources": ("count", SOURCE),
+    "texts": ("count", TEXT),
     "commands": ("say", COMMAND),
 }
 

@@ -59,7 +59,7 @@ from kdtrain.models.head import split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.precision.modes import autocast
-from kdtrain.training.data import Source
+from kdtrain.training.sources.source import Source
 
 CPU = torch.device("cpu")
 

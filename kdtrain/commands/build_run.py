@@ -18,6 +18,7 @@ from kdtrain.cache.reader import CacheReader
 from kdtrain.commands.agreement import agree, weights_digest
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.common import (
+    OnlineTeacher,
     check_fits,
     compiled_teacher,
     digest_of,
@@ -54,8 +55,10 @@ from kdtrain.precision.controller import Adaptive, PrecisionController
 from kdtrain.precision.linear import convert
 from kdtrain.precision.modes import compiles_teacher, head_dtype, why_not_compile, why_not_tf32
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
-from kdtrain.training.data import CachedSource, OnlineSource, Source
 from kdtrain.training.schedule import decay_start, total_steps
+from kdtrain.training.sources.build import build_source
+from kdtrain.training.sources.cache import CachedSource
+from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student, plan_hidden_loss
 from kdtrain.training.trainer import Trainer
 
@@ -242,12 +245,12 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     )
     sources: dict[str, Source] = {}
     for name, reader in readers.items():
-        cached = CachedSource(reader, device, student.vocab_size)
-        sources[name] = cached
+        taught = None
         if teacher is not None:
             layers = hidden.teacher_layers if hidden is not None and name == "train" else ()
             forward = teacher_hidden_states(teacher, device, formats.high, layers, compiled)
-            sources[name] = OnlineSource(cached, forward, wide_head(teacher), student.document_mask)
+            taught = OnlineTeacher(str(config.teacher), forward, wide_head(teacher), student.document_mask)
+        sources[name] = build_source(CachedSource(reader), device, student.vocab_size, taught)
     trainer = Trainer(
         config,
         student,

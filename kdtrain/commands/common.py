@@ -24,8 +24,10 @@ from kdtrain.models.head import OutputHead, SplitModel, split
 from kdtrain.models.loading import load_teacher, load_tokenizer, max_positions
 from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.progress import log
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.matmul import wide_product
-from kdtrain.parallel.parallelize import reshard
+from kdtrain.objective.targets import OnlineTargets
+from kdtrain.parallel.parallelize import reshard, whole
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast
 from kdtrain.ranks import is_main
@@ -126,6 +128,27 @@ def teacher_hidden_states(
         return hidden_BTD if hidden_BTD.dtype == dtype else hidden_BTD.float(), states
 
     return forward if compiled is None else compiled.calling(forward)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineTeacher:
+    """A teacher that computes targets while a student trains."""
+
+    name: str
+    forward: TeacherLayers
+    head: OutputHead
+    document_mask: bool
+
+    def targets(self, batch: Batch, vocab_size: int) -> Batch:
+        """Return the batch with the teacher's hidden states as targets."""
+        with torch.no_grad():
+            hidden_BTD, states = self.forward(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
+        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
+        hidden_ND = rearrange(hidden_BTD, "B T D -> (B T) D")
+        head = dataclasses.replace(self.head, weight=whole(self.head.weight), bias=whole(self.head.bias))
+        taught = OnlineTargets(hidden_ND, labels_N, head, vocab_size)
+        states_ND = tuple(rearrange(each, "B T D -> (B T) D") for each in states)
+        return dataclasses.replace(batch, targets=taught, states=states_ND)
 
 
 def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) -> None:

@@ -61,8 +61,14 @@ BACKENDS = Registry(
     },
 )
 SOURCES = Registry(
-    "--data",
+    "--source",
     "kdtrain.sources",
+    "kdtrain.training.sources.cache",
+    {"cache": "a cache, or the packed text of --data"},
+)
+TEXTS = Registry(
+    "--data",
+    "kdtrain.texts",
     "kdtrain.data.corpus",
     {
         "stdlib": "code and documentation of Python's standard library",

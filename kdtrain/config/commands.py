@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kdtrain.config.choices import SOURCES
 from kdtrain.config.sections import (
     CacheParallelConfig,
     CheckpointConfig,
@@ -107,6 +108,8 @@ class DistillConfig:
     """A finished cache: the teacher's distributions and their tokens."""
     teacher: str | None = None
     """An online teacher instead of a cache: a TOML of teachers/, a model folder, or a hub id."""
+    source: str = "cache"
+    """What reads the sequences of --cache or of the packed --data; a package can add others."""
     config: Path | None = None
     """TOML file with the same options, grouped in sections; a flag wins over it."""
     steps: int | None = None
@@ -144,7 +147,9 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
+        SOURCES.check(self.source)
+        if self.source == "cache" or self.cache is not None:
+            _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
         mode = self.quantization.mode(self.precision.precision)
         self.precision.refuse_idle(mode)

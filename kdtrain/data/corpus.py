@@ -2,7 +2,7 @@
 
 A source is a file or folder of text (prose and source code, by the suffixes in `_TEXT`) or of rows (jsonl, parquet or
 arrow, one kind), `stdlib` (code and documentation of the running interpreter's standard library), `hf:NAME[:SUBSET]`,
-or a source that `register_source` adds. Train, validation and test are the source's own splits where it has them: on
+or a source that `register_text` adds. Train, validation and test are the source's own splits where it has them: on
 the hub by name, in a folder if every file names its split (`train-00000.parquet`, `valid/a.txt`).
 
 A missing split is withheld from train, 5 % each. A document's rank is a number in [0, 1) from a SHA-256, of the path
@@ -31,7 +31,7 @@ from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kdtrain.config.choices import SOURCES
+from kdtrain.config.choices import TEXTS
 from kdtrain.errors import RunError, UsageError
 
 SPLITS = ("train", "validation", "test")
@@ -141,8 +141,8 @@ def documents(
     if split not in SPLITS:
         raise UsageError(f"split '{split}' is unknown; use train, validation or test")
     name, colon, _ = source.partition(":")
-    if source == "stdlib" or (colon and name in SOURCES.help()):
-        parts = SOURCES.get(name)(source, text_column, messages_column, streaming)
+    if source == "stdlib" or (colon and name in TEXTS.help()):
+        parts = TEXTS.get(name)(source, text_column, messages_column, streaming)
     else:
         parts = _local(Path(source), text_column, messages_column, streaming)
     found = _select(parts, split)
@@ -154,7 +154,7 @@ def documents(
     return chain([first], found)
 
 
-def register_source(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
+def register_text(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
     """Decorator: make a function the source that `--data NAME:REST` reads.
 
     The function gets REST and yields texts, the same ones at every call; blank ones are left out. Splits follow from
@@ -178,7 +178,7 @@ def register_source(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
 
             return {"train": _Part(texts, _rank_of_content, sum(1 for _ in islice(texts(), SMALL + 1)))}
 
-        SOURCES.add(name, parts, read, help)
+        TEXTS.add(name, parts, read, help)
         return read
 
     return register
@@ -429,5 +429,5 @@ def _conversation(key: str, value: Any) -> Document | None:
     return Document(key, messages=[{k: v for k, v in m.items() if isinstance(v, str)} for m in messages])
 
 
-SOURCES.add("stdlib", _stdlib, _stdlib)
-SOURCES.add("hf", _hub, _hub)
+TEXTS.add("stdlib", _stdlib, _stdlib)
+TEXTS.add("hf", _hub, _hub)

@@ -3,7 +3,7 @@
 Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, K kept entries, D sampled ones, G knots of beta.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,12 @@ class Batch:
     """N = B*T rows, sequence by sequence; None without a teacher."""
     states: tuple[Tensor, ...] = ()
     """[N, D] for each layer of the teacher that a hidden-state loss compares, at the student's positions."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same batch with `change` applied to every tensor."""
+        targets = None if self.targets is None else self.targets.each(change)
+        own = change(self.tokens), change(self.loss_mask), change(self.segments)
+        return Batch(*own, targets, tuple(map(change, self.states)))
 
     def fields(self) -> dict[str, Tensor]:
         """The batch as named tensors whose first dimension is B, which any trainer can move, split and concatenate.

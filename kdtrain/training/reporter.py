@@ -32,8 +32,8 @@ from kdtrain.monitor.writers import Writers
 from kdtrain.parallel.parallelize import peaks, reshard
 from kdtrain.precision.modes import autocast
 from kdtrain.ranks import memory_mb, resident_mb
-from kdtrain.training.data import Source
 from kdtrain.training.schedule import validation_interval, warmup_steps
+from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student
 
 NextLogits = Callable[[torch.Tensor], torch.Tensor]

@@ -32,12 +32,13 @@ from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import is_main, on_main, rank, reported, world_size
 from kdtrain.training import recovery
-from kdtrain.training.data import Feed, Source
 from kdtrain.training.guards import Guards
 from kdtrain.training.nan_hooks import NanHooks
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.schedule import decay_steps, validation_interval, warmup_steps
 from kdtrain.training.signals import StopRequest
+from kdtrain.training.sources.feed import Feed
+from kdtrain.training.sources.source import Source
 from kdtrain.training.state import TrainState, make_optimizer, packed
 from kdtrain.training.step import FIRST_STEPS, settle_buckets, take_step
 from kdtrain.training.student import Student

@@ -11,7 +11,7 @@ from kdtrain import faults
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.metrics import Metrics, measure
 from kdtrain.ranks import all_reduce_sum, rank, world_size
-from kdtrain.training.data import Source
+from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student
 
 

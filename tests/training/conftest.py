@@ -25,18 +25,23 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.testing import tiny_model
+from kdtrain.training.sources.source import Facts
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
 
 VOCABULARY, SEQ_LEN = 300, 8
+FACTS = Facts(
+    name="random", identity="c", seq_len=SEQ_LEN, vocab_size=VOCABULARY, tokenizer_size=VOCABULARY, targets="dense"
+)
 CPU = torch.device("cpu")
 
 
 class RandomSource:
     """`size` random sequences with dense targets; `masked` of them have no unmasked token, `broken` has a NaN."""
 
+    facts = FACTS
     overlaps = False
-    vocab_size = VOCABULARY
+    repeatable = True
 
     def __init__(self, size: int, seed: int = 0, masked: tuple[int, ...] = (), broken: tuple[int, ...] = ()) -> None:
         generator = torch.Generator().manual_seed(seed)

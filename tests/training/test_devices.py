@@ -1,17 +1,16 @@
 """Training on any device: batches arrive whole, the result is the CPU's, and a resumed run is the same run."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
 from kdtrain.checkpoint.store import load
 from kdtrain.models.head import split
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.testing import tiny_model
-from kdtrain.training.data import DeviceCopy
 from kdtrain.training.recovery import restore
+from kdtrain.training.sources.device import OnDevice
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -23,24 +22,6 @@ def repeatable(monkeypatch):
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-class Moved:
-    """Sequences of the workshop's source, moved to a device as a cached source moves them."""
-
-    overlaps = True
-
-    def __init__(self, source, device):
-        self.source, self.mover = source, DeviceCopy(torch.device(device))
-
-    def __len__(self):
-        return len(self.source)
-
-    def read(self, indices: np.ndarray):
-        batch = self.source.read(indices)
-        with self.mover.copying() as move:
-            plain = {name: move(getattr(batch, name)) for name in ("tokens", "loss_mask", "segments")}
-            return dataclasses.replace(batch, **plain, targets=batch.targets.each(move))
 
 
 def sparse_targets() -> SparseTargets:
@@ -59,11 +40,24 @@ def sparse_targets() -> SparseTargets:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_copied_tensor_is_complete_for_any_memory_layout(device):
-    mover, targets = DeviceCopy(torch.device(device)), sparse_targets()
+def test_a_copied_tensor_is_complete_for_any_memory_layout(workshop, device):
+    targets = sparse_targets()
+    tokens, mask = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
+
+    class One:
+        facts, overlaps, repeatable = workshop.source.facts, True, True
+
+        def __len__(self):
+            return 2
+
+        def read(self, indices):
+            return Batch(tokens, mask, tokens[:, 1:], targets, (torch.randn(3, 6).T,))
+
+    source = OnDevice(One(), torch.device(device), 300)
     for _ in range(3):
-        with mover.copying() as move:
-            moved = targets.each(move)
+        batch = source.read(np.arange(2))
+        moved = batch.targets
+        assert {each.device.type for each in (batch.tokens, batch.loss_mask, *batch.states)} == {device}
         assert isinstance(moved, SparseTargets) and moved.knots == targets.knots
         for name, tensor in vars(targets).items():
             if torch.is_tensor(tensor):
@@ -76,7 +70,7 @@ def on(run, device):
     """The run on a device: its student, temperature and sources."""
     run.student.to(device)
     run.train_source, run.validation_source = (
-        Moved(each, device) for each in (run.train_source, run.validation_source)
+        OnDevice(each, torch.device(device), 300) for each in (run.train_source, run.validation_source)
     )
     return run
 

@@ -9,9 +9,9 @@ import torch
 from kdtrain.config import OptimizerConfig, StoppingConfig
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.testing import tiny_model
-from kdtrain.training.data import Feed
 from kdtrain.training.guards import GradientExplosion, guarded_step, non_finite
 from kdtrain.training.signals import StopRequest
+from kdtrain.training.sources.feed import Feed
 from kdtrain.training.state import make_optimizer
 from kdtrain.training.student import Student
 

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from kdtrain.cache.reader import CacheReader
+from kdtrain.commands.common import OnlineTeacher
 from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.targets import OnlineTargets
-from kdtrain.training.data import CachedSource, Feed, OnlineSource
+from kdtrain.training.sources.build import build_source
+from kdtrain.training.sources.cache import CachedSource
+from kdtrain.training.sources.feed import Feed
+from kdtrain.training.sources.online import OnlineSource
 
 
 def indices(step):
@@ -94,11 +98,12 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
     # its output head is padded beyond the vocabulary of the student
     table = torch.nn.Parameter(torch.randn(300, 310, generator=torch.Generator().manual_seed(0)))
 
-    def teacher(tokens_BT, segments_BT):
+    def forward(tokens_BT, segments_BT):
         asked.append((tokens_BT, segments_BT))
         return table[tokens_BT].detach(), [table[tokens_BT].detach()[..., :5]]
 
-    source = OnlineSource(tokens, teacher, OutputHead(), document_mask)
+    source = OnlineSource(tokens, OnlineTeacher("table", forward, OutputHead(), document_mask), 300)
+    assert source.facts.teacher == "table" and source.facts.targets == "dense"
     batch, plain = source.read(np.array([4, 1])), tokens.read(np.array([4, 1]))
     assert torch.equal(batch.tokens, plain.tokens)
     assert torch.equal(asked[0][0], plain.tokens[:, :-1])
@@ -119,7 +124,8 @@ def test_a_token_that_a_narrower_student_has_no_row_for_is_refused_with_both_num
     reader = CacheReader(Path(__file__).parents[1] / "golden" / "cache" / "sparse", "train")
     largest = int(reader.read(range(len(reader))).tokens.max())
     numbers = np.arange(len(reader))
-    assert len(CachedSource(reader, torch.device("cpu"), largest + 1).read(numbers).tokens) == len(reader)
+    cached, cpu = CachedSource(reader), torch.device("cpu")
+    assert len(build_source(cached, cpu, largest + 1).read(numbers).tokens) == len(reader)
     line = f"sparse holds token {largest}, .* the student has a vocabulary of {largest}: set its vocab_size to"
     with pytest.raises(RunError, match=line):
-        CachedSource(reader, torch.device("cpu"), largest).read(numbers)
+        build_source(cached, cpu, largest).read(numbers)

@@ -1,0 +1,50 @@
+"""The source `cache`: sequences and targets of a cache, or tokens alone where it has no teacher."""
+
+import numpy as np
+
+from kdtrain.cache.reader import CacheReader
+from kdtrain.errors import UsageError
+from kdtrain.objective.batch import Batch
+from kdtrain.training.sources.source import Facts, SourceRequest, register_source
+
+
+class CachedSource:
+    """One split of a cache, on the CPU."""
+
+    overlaps = True
+    repeatable = True
+
+    def __init__(self, reader: CacheReader) -> None:
+        manifest, settings, codec = reader.manifest, reader.manifest.settings, reader.manifest.codec
+        span = manifest.temperature_range
+        self.reader = reader
+        self.facts = Facts(
+            name=str(reader.folder),
+            identity=manifest.digest,
+            seq_len=settings.seq_len,
+            vocab_size=manifest.vocab_size,
+            tokenizer_size=settings.tokenizer_size,
+            tokenizer_digest=settings.tokenizer_digest,
+            tokenizer=reader.folder / "tokenizer",
+            document_mask=settings.document_mask,
+            targets="none" if codec.kind == "tokens" else codec.kind,
+            top_k=codec.top_k,
+            num_samples=codec.num_samples,
+            **({} if span is None else {"temperature_range": (span["min"], span["max"])}),
+            teacher=(settings.teacher or {}).get("spec"),
+        )
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        """Return the sequences `indices`. RunError: a shard is missing or damaged (named)."""
+        return self.reader.read(indices.tolist())
+
+
+@register_source("cache")
+def open_cache(request: SourceRequest) -> CachedSource:
+    """A cache, or the packed tokens of --data."""
+    if request.folder is None:
+        raise UsageError("--source cache needs --cache FOLDER or --data SOURCE")
+    return CachedSource(CacheReader(request.folder, request.split))

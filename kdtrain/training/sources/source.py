@@ -1,0 +1,96 @@
+"""What a source is: sequences by index, with or without targets, and the facts that a run must know of them.
+
+A source returns batches on any device. `build_source` (`build`) completes it for a student: the batch moves to the
+student's device, is checked against its vocabulary, and gets targets from an online teacher where there is one.
+Nothing after that knows where a batch came from.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from kdtrain.config.choices import SOURCES
+from kdtrain.objective.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a run must know of its data before it builds anything."""
+
+    name: str
+    """What messages call it, such as the cache's folder."""
+    identity: str
+    """A digest, or another name that changes with the data: a run resumes with the same one only."""
+    seq_len: int
+    """T, positions of a sequence."""
+    vocab_size: int
+    """Rows of the teacher's output head; without a teacher the entries of the tokenizer."""
+    tokenizer_size: int
+    """Entries of the tokenizer; at most `vocab_size`."""
+    tokenizer_digest: str | None = None
+    """See `cache.manifest.tokenizer_digest`; None: not compared with the student's."""
+    tokenizer: Path | None = None
+    """The folder of the tokenizer's files; None: the student is exported without, and no text is sampled."""
+    document_mask: bool = False
+    """Packed documents must not see each other."""
+    targets: str = "none"
+    """What each batch brings of a teacher: none, sparse or dense."""
+    top_k: int = 0
+    """Entries of sparse targets that are kept exactly."""
+    num_samples: int = 0
+    """Samples of the rest, for sparse targets."""
+    temperature_range: tuple[float, float] = (0.25, 20.0)
+    """The lowest and the highest T at which the targets are right."""
+    teacher: str | None = None
+    """The name of the teacher that made the targets."""
+
+
+class Source(Protocol):
+    """Sequences by index."""
+
+    facts: Facts
+    overlaps: bool
+    """Whether a thread can read ahead without slowing the student down."""
+    repeatable: bool
+    """Whether the same indices give the same batch again; otherwise a failed step's batches are kept in memory."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: np.ndarray) -> Batch:
+        """Return the sequences `indices` (int64, 0 .. len - 1), in that order."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRequest:
+    """What a source is opened for."""
+
+    split: str
+    """train or validation."""
+    folder: Path | None
+    """The cache: of a teacher, or of the packed tokens of `--data`. None where neither is given."""
+    seed: int
+    """The run's."""
+
+
+Opener = Callable[[SourceRequest], Source]
+
+
+def register_source(name: str, *, help: str = "") -> Callable[[Opener], Opener]:
+    """Decorator: make a function, or a class, the source that `--source NAME` opens.
+
+    It is called once a split with a `SourceRequest` and returns a `Source`.
+
+    Args:
+        name: the name that users type.
+        help: its line in `--help`; by default the first line of the docstring.
+    """
+
+    def register(opener: Opener) -> Opener:
+        SOURCES.add(name, opener, opener, help)
+        return opener
+
+    return register
