@@ -181,6 +181,39 @@ def student_of(vocab_size=300, temperature=1.0, **loss):
     ).train()
 
 
+def other_codec(fields, kind):
+    """The same sequences as a cache with fewer knots, or with more samples, has them."""
+    number = fields["knots"].shape[-1]
+    kept = [0, number - 1, number, 2 * number - 1]
+    if kind == "knots":
+        return fields | {"tail": fields["tail"][..., kept], "knots": fields["knots"][..., [0, -1]]}
+    return fields | {"num_samples": 2 * fields["num_samples"]}
+
+
+@pytest.mark.parametrize("kind", ["knots", "samples"])
+def test_each_batch_is_decoded_by_the_codec_of_its_own_cache(kind):
+    dataset = kd.Cache(GOLDEN)["train"]
+    first = kd.collate([dataset[0], dataset[1]])
+    second = other_codec(first, kind)
+
+    def losses(*batches):
+        model = kd.Student(tiny_model("llama", 300), kd.DistillationLoss(temperature=1.2)).eval()
+        return [float(model(**batch).loss.detach()) for batch in batches]
+
+    assert losses(first, second, first) == [*losses(first), *losses(second), *losses(first)]
+    assert losses(first) != losses(second)
+
+
+def test_a_batch_of_sequences_from_caches_with_different_codecs_is_refused():
+    dataset = kd.Cache(GOLDEN)["train"]
+    mixed = kd.collate([dataset[0], other_codec(dataset[1], "samples")])
+    model = kd.Student(tiny_model("llama", 300), kd.DistillationLoss())
+    with pytest.raises(kd.UsageError, match="mixes sequences of caches"):
+        model(**mixed)
+    with pytest.raises(kd.UsageError, match="the batch has no tensor 'knots'"):
+        model(**{name: tensor for name, tensor in mixed.items() if name != "knots"})
+
+
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 def test_a_student_whose_vocabulary_is_too_small_gets_the_sentence_of_the_command(kind):
     with pytest.raises(kd.UsageError) as command:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdtrain.errors import UsageError
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
 _TARGETS = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
@@ -60,15 +61,45 @@ class Batch:
         return found
 
     @classmethod
-    def of(cls, fields: Mapping[str, Tensor], knots: tuple[float, ...] = (), num_samples: int = 0) -> "Batch":
-        """The inverse of `fields`. knots, num_samples: those of sparse targets, as plain Python numbers."""
+    def of(cls, fields: Mapping[str, Tensor], codecs: "Codecs") -> "Batch":
+        """The inverse of `fields`. UsageError: a tensor is missing, or caches with different codecs are mixed."""
         tokens, loss_mask = fields["tokens"], fields["loss_mask"]
         segments = fields.get("segments")
         batch = cls(tokens, loss_mask, torch.zeros_like(tokens[:, :-1]) if segments is None else segments, None)
         flat: dict[str, Any] = {name: value.flatten(0, 1) for name, value in fields.items() if name in _TARGETS}
         if "ids" in flat:
+            if missing := {*_TARGETS, "knots", "num_samples"} - set(fields):
+                name = sorted(missing)[0]
+                raise UsageError(f"the batch has no tensor '{name}'; make batches by collate, of a cache's sequences")
             absent = flat["ids"].shape[1] - flat["counts"].shape[1]
             flat["counts"] = torch.nn.functional.pad(flat["counts"], (absent, 0))
+            knots, num_samples = codecs.read(fields["knots"], fields["num_samples"], absent)
             sparse = SparseTargets(**flat, top_k=absent, num_samples=num_samples, knots=knots)
             return replace(batch, targets=sparse)
         return replace(batch, targets=DenseTargets(**flat)) if "logprobs" in flat else batch
+
+
+class Codecs:
+    """Reads the codec of each batch: knots of beta and number of samples, as Python numbers.
+
+    On a GPU a read waits for all queued work. There only the first batch with as many knots and top-k entries is read;
+    later ones are compared with it on the device, where a difference is an error.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[Tensor, Tensor, tuple[tuple[float, ...], int]]] = {}
+
+    def read(self, knots_BG: Tensor, num_samples_B: Tensor, top_k: int) -> tuple[tuple[float, ...], int]:
+        """Knots and number of samples of a batch of sparse targets. UsageError: its sequences differ in them."""
+        shape = knots_BG.shape[1], top_k
+        if knots_BG.is_cuda and shape in self._known:
+            knots_G, num_samples, codec = self._known[shape]
+            same = (knots_BG == knots_G).all() & (num_samples_B == num_samples).all()
+            torch._assert_async(same, "the batch is of another cache than earlier ones, with other knots or samples")
+            return codec
+        rows = {(*knots, number) for *knots, number in torch.column_stack([knots_BG, num_samples_B]).tolist()}
+        if len(rows) > 1:
+            raise UsageError("the batch mixes sequences of caches with different codecs; make batches of one cache")
+        *knots, number = rows.pop()
+        self._known[shape] = knots_BG[0], num_samples_B[0], (tuple(knots), int(number))
+        return self._known[shape][-1]

@@ -24,7 +24,7 @@ from kdtrain.cache.manifest import refuse_vocabulary
 from kdtrain.config import ObjectiveConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, layer_widths, split
-from kdtrain.objective.batch import Batch
+from kdtrain.objective.batch import Batch, Codecs
 from kdtrain.objective.hidden import HiddenLoss, layer_pairs
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.targets import per_token
@@ -107,7 +107,7 @@ class Student(PreTrainedModel):
         self.layers = layers
         self.switch = switch or Switch()
         self.quantized = quantized
-        self._codec: tuple[tuple[float, ...], int] | None = None
+        self._codecs = Codecs()
         self._checked = False
         self.compiled = CompiledLayers(self.model, mode=compile_mode) if compile and by_layer else None
         self.backbone = self._backbone
@@ -194,8 +194,7 @@ class Student(PreTrainedModel):
             num_items_in_batch: the divisor of sums over tokens: the unmasked tokens of the whole optimizer step, over
                 micro-batches and ranks. None: the unmasked tokens of this batch. The value of a tensor is not checked.
             tokens, loss_mask, ...: the tensors of `Batch.fields`, with or without targets, and the two that
-                `CacheReader` adds. `knots`, `num_samples`, `vocabulary` and `temperature_range` are read from the first
-                batch only, and apply to all.
+                `CacheReader` adds. `vocabulary` and `temperature_range` are read from the first batch only.
 
         Raises:
             UsageError: there are no targets, and alpha is not 0; a tensor has another shape or dtype, or `labels` are
@@ -216,10 +215,8 @@ class Student(PreTrainedModel):
             named = {"tokens": tokens, "loss_mask": loss_mask, "segments": segments, "ids": ids, "logprobs": logprobs}
             named |= {"counts": counts, "tail": tail, "label_logprob": label_logprob}
             named |= {"logit_mean": logit_mean, "logit_std": logit_std}
-            if knots is not None and num_samples is not None and self._codec is None:
-                self._codec = tuple(knots[0].tolist()), int(num_samples[0])
-            fields = {name: tensor for name, tensor in named.items() if tensor is not None}
-            batch = Batch.of(fields, *(self._codec or ()))
+            named |= {"knots": knots, "num_samples": num_samples}
+            batch = Batch.of({name: tensor for name, tensor in named.items() if tensor is not None}, self._codecs)
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
         normalizer = mask_N.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
