@@ -25,10 +25,9 @@ from torch import Tensor
 from kdtrain import faults
 from kdtrain.cache.reader import CacheReader
 from kdtrain.errors import RunError
-from kdtrain.models.head import OutputHead
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets, OnlineTargets
-from kdtrain.parallel.parallelize import whole
+from kdtrain.teaching.teacher import Teacher
 
 _PIN_LIMIT = 2**30
 """Larger tensors, in bytes, are copied from pageable memory: pinned memory is taken from every process."""
@@ -134,48 +133,27 @@ class CachedSource:
 class OnlineSource:
     """Tokens of a cache of bare tokens, with targets that a teacher computes when they are read.
 
-    The loss computes the teacher's logits later, a few rows at a time.
-
     Args:
         tokens: where the tokens come from.
-        teacher: tokens_BT, segments_BT | None -> the input of its head, [B, T, D], and the outputs [B, T, D] of the
-            layers of the hidden-state loss, if any; run under `torch.no_grad()`.
-        head: the teacher's output head.
+        teacher: loaded and prepared.
         document_mask: whether the teacher receives the segments.
+        layers: the teacher's layers that a hidden-state loss compares.
     """
 
     overlaps = False  # the teacher and the student compete for the same cores
 
     def __init__(
-        self,
-        tokens: CachedSource,
-        teacher: Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, list[torch.Tensor]]],
-        head: OutputHead,
-        document_mask: bool,
+        self, tokens: CachedSource, teacher: Teacher, document_mask: bool = False, layers: tuple[int, ...] = ()
     ) -> None:
-        self.tokens = tokens
-        self.teacher = teacher
-        self.head = head
-        self.document_mask = document_mask
+        self.tokens, self.teacher, self.document_mask, self.layers = tokens, teacher, document_mask, layers
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def read(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices` with targets from the teacher."""
-        batch = self.tokens.read(indices)
-        with torch.no_grad():
-            hidden_BTD, states = self.teacher(batch.tokens[:, :-1], batch.segments if self.document_mask else None)
-        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
-        hidden_ND = rearrange(hidden_BTD, "B T D -> (B T) D")
-        head = dataclasses.replace(self.head, weight=whole(self.head.weight), bias=whole(self.head.bias))
-        return Batch(
-            batch.tokens,
-            batch.loss_mask,
-            batch.segments,
-            OnlineTargets(hidden_ND, labels_N, head, self.tokens.vocab_size),
-            tuple(rearrange(each, "B T D -> (B T) D") for each in states),
-        )
+        batch, size = self.tokens.read(indices), self.tokens.vocab_size
+        return self.teacher.targets(batch, size, document_mask=self.document_mask, layers=self.layers)
 
 
 class Feed:

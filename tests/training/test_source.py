@@ -11,7 +11,9 @@ import torch
 from kdtrain.cache.reader import CacheReader
 from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
+from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.targets import OnlineTargets
+from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.data import CachedSource, Feed, OnlineSource
 
 
@@ -94,11 +96,15 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
     # its output head is padded beyond the vocabulary of the student
     table = torch.nn.Parameter(torch.randn(300, 310, generator=torch.Generator().manual_seed(0)))
 
-    def teacher(tokens_BT, segments_BT):
-        asked.append((tokens_BT, segments_BT))
-        return table[tokens_BT].detach(), [table[tokens_BT].detach()[..., :5]]
+    class Table(LocalTeacher):
+        head = OutputHead()
 
-    source = OnlineSource(tokens, teacher, OutputHead(), document_mask)
+        def hidden_states(self, tokens_BT, segments_BT, layers):
+            asked.append((tokens_BT, segments_BT))
+            return table[tokens_BT].detach(), [table[tokens_BT].detach()[..., :5] for _ in layers]
+
+    teacher = Table(ModelSpec(name="table", source="."), torch.device("cpu"), "fp32")
+    source = OnlineSource(tokens, teacher, document_mask, layers=(1,))
     batch, plain = source.read(np.array([4, 1])), tokens.read(np.array([4, 1]))
     assert torch.equal(batch.tokens, plain.tokens)
     assert torch.equal(asked[0][0], plain.tokens[:, :-1])
