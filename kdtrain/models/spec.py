@@ -63,7 +63,7 @@ class ModelSpec:
     """Run the Python code that comes with a model; only in a spec of your own."""
     kind: str = LOCAL
     """The kind of a teacher: local, or one that a package registers; a student is local."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     """What a kind other than local is given; this table is free."""
 
     def __post_init__(self) -> None:
