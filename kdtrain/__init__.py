@@ -9,6 +9,7 @@ The library, every name of which is imported when it is first used:
     CheckpointStore, Keep         checkpoints published whole, verified before they are loaded, pruned by tier
     quantize_, PrecisionController, Policy   fp8 products, and when to switch them on and off
     register_...                  a divergence, tail rule, temperature mode, back end, source or command of one's own
+    Teacher, register_teacher     a kind of teacher of one's own
     distill, cache_teacher        the commands as functions, with DistillConfig and CacheTeacherConfig
 
 Bad arguments raise `UsageError`, what fails while running raises `RunError`.
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     )
     from kdtrain.precision.backends import quantize_, register_backend
     from kdtrain.precision.controller import Policy, PrecisionController
+    from kdtrain.teaching.teacher import Teacher, register_teacher
     from kdtrain.training.sources.source import Facts, SourceRequest, register_source
     from kdtrain.training.student import Student
 
@@ -69,6 +71,7 @@ _HOME = {
     "kdtrain.precision.backends": ("quantize_", "register_backend"),
     "kdtrain.precision.controller": ("Policy", "PrecisionController"),
     "kdtrain.training.sources.source": ("Facts", "SourceRequest", "register_source"),
+    "kdtrain.teaching.teacher": ("Teacher", "register_teacher"),
     "kdtrain.training.student": ("Student",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -92,6 +95,7 @@ __all__ = [
     "ScheduledTemperature",
     "SourceRequest",
     "Student",
+    "Teacher",
     "Temperature",
     "UsageError",
     "cache_teacher",
@@ -104,6 +108,7 @@ __all__ = [
     "register_divergence",
     "register_source",
     "register_tail",
+    "register_teacher",
     "register_temperature",
     "register_text",
 ]

@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from kdtrain.cache.reader import Cache
 from kdtrain.config import choices
 from kdtrain.registry import Registry
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
@@ -28,6 +30,7 @@ def example(page: str) -> str:
 
 
 LOSS, TEMPERATURE = example("objective.md"), example("temperature.md")
+TEACHER = example("../teachers/README.md")
 BACKEND = '''
 """Products of weights that are worth their sign."""
 import torch
@@ -96,6 +99,7 @@ CODE = {
     "tails": ("half", TAIL),
     "texts": ("count", TEXT),
     "commands": ("say", COMMAND),
+    "teachers": ("bigram", TEACHER),
 }
 
 
@@ -133,10 +137,11 @@ def bench(tmp_path_factory):
     return root
 
 
-def trained(bench: Path, run: str, *argv: object) -> list[dict]:
+def trained(bench: Path, run: str, *argv: object, cache: str | None = "cache") -> list[dict]:
     """The steps of a run of three with these options."""
+    source = ("--cache", cache) if cache and "--cache" not in argv else ()
     done = kdtrain(
-        *(bench, bench / "packages", "distill", "--cache", "cache", "--student", "student.toml", "--out", run),
+        *(bench, bench / "packages", "distill", *source, "--student", "student.toml", "--out", run),
         *("--steps", 3, "--batch-size", 4, "--no-compile", "--no-tensorboard", "--log-freq", 1, *argv),
     )
     assert done.returncode == 0, done.stderr
@@ -208,6 +213,29 @@ for more in (["--temperature-mode", "warm"], ["--temperature-mode", "likelihood"
     needs_teacher, ignores = done.stdout.splitlines()
     assert "warm" in needs_teacher and "teacher" in needs_teacher
     assert "flat, whose loss does not depend on T" in ignores
+
+
+def test_a_packages_teacher_builds_a_cache_teaches_a_run_and_is_compared_with_the_student(bench):
+    (bench / "bigram.toml").write_text("kind = 'bigram'\ntokenizer = 'teacher'\n[options]\nseed = 3\n")
+    data = ("--data", "count:80", "--seq-len", 32, "--num-sequences", 8)
+    text = (*data, "--validation-sequences", 4)
+    words = ("cache-teacher", "--teacher", "bigram.toml", "--out", "bigrams", *text, "--dense", "--precision", "fp32")
+    assert (done := kdtrain(bench, bench / "packages", *words)).returncode == 0, done.stderr
+    cache = Cache(bench / "bigrams")
+    options = {"seed": 3}
+    identity = {"spec": "bigram", "kind": "bigram", "options": options, "weights_digest": "seed 3"}
+    assert cache.manifest.settings.teacher == identity
+    row, table = cache["train"][0], 2 * torch.randn(300, 300, generator=torch.Generator().manual_seed(3))
+    expected = table[row["tokens"][:-1]].log_softmax(-1)
+    torch.testing.assert_close(row["logprobs"].float(), expected, rtol=0, atol=1e-2)
+    cached = trained(bench, "cached", "--cache", "bigrams", "--precision", "fp32")
+    online = trained(bench, "online", "--teacher", "bigram.toml", *text, "--precision", "fp32", cache=None)
+    assert [step["ce"] for step in online] == pytest.approx([step["ce"] for step in cached], rel=1e-3)
+    assert [step["kd"] for step in online] == pytest.approx([step["kd"] for step in cached], rel=1e-3)
+    words = ("evaluate", "--student", "online/student", "--teacher", "bigram.toml", *data, "--json")
+    done = kdtrain(bench, bench / "packages", *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kl"] > 0.5
 
 
 def test_a_package_adds_a_command_with_its_own_options(bench):

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import ROOT
-from kdtrain.commands.common import rows
 from kdtrain.config import DataConfig
+from kdtrain.data.packing import packed_rows
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_tokenizer
 
@@ -53,7 +53,7 @@ def make_student(shape: str, device: torch.device, seed: int = 0) -> SplitModel:
 
 
 def make_teacher(shape: str, device: torch.device, seed: int = 1) -> SplitModel:
-    """A teacher in bf16 (fp32 on a CPU), without gradients, in evaluation mode, as `open_teacher` gives one."""
+    """A teacher in bf16 (fp32 on a CPU), without gradients, in evaluation mode, as `LocalTeacher` loads one."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return split(_made(shape, device, dtype, seed).eval().requires_grad_(False))
 
@@ -97,7 +97,7 @@ def text(sequences: int, seq_len: int) -> list[Any]:
     """Packed rows of the standard library; they begin anew where there are not enough."""
     tokenizer = load_tokenizer(ROOT / "teachers" / "stdlib-5m")
     data = DataConfig(data="stdlib", seq_len=seq_len, num_workers=2)
-    found = list(rows(data, "train", tokenizer, sequences))
+    found = list(packed_rows(data, "train", tokenizer, sequences))
     return [found[number % len(found)] for number in range(sequences)]
 
 

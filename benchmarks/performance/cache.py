@@ -54,12 +54,12 @@ from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.manifest import CacheSettings, read_manifest
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import CacheWriter, write_cache
-from kdtrain.commands.common import teacher_logits
 from kdtrain.models.head import split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.precision.modes import autocast
 from kdtrain.training.sources.source import Source
+from kdtrain.teaching.local import LocalTeacher
 
 CPU = torch.device("cpu")
 
@@ -142,7 +142,7 @@ def _building(options: Options, sizes: Sizes, name: str) -> dict[str, Any]:
     device, rows = options.device, models.text(sizes.sequences, sizes.length)
     teacher = models.make_teacher(name, device)
     mode = "bf16" if device.type == "cuda" else "fp32"
-    asked = teacher_logits(teacher, device, mode)
+    asked = LocalTeacher.of(teacher, mode).logits
     spec = CodecSpec(kind="sparse", vocab_size=models.vocabulary(name), top_k=sizes.top_k)
     settings = CacheSettings(
         codec=spec, seq_len=sizes.length, tokenizer_size=spec.vocab_size, sequences={"train": None}
@@ -356,7 +356,7 @@ def _large_teacher(material: Material) -> tuple[Material, int]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=material.vocab_size, **shape)).eval()
     size = sum(weight.numel() for weight in model.parameters())
-    return replace(material, name="random-100m", teacher=teacher_logits(split(model), CPU, "fp32")), size
+    return replace(material, name="random-100m", teacher=LocalTeacher.of(split(model)).logits), size
 
 
 def _build(material: Material, batch_size: int, rounds: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ at each position. Everything is a pure function of seeds. What this gives up: a 
 less, so that its ids cost more.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +18,17 @@ import numpy as np
 import torch
 
 from benchmarks.harness import TEACHER
-from kdtrain.commands.common import open_teacher, rows, teacher_logits
+from kdtrain.cache import fidelity
 from kdtrain.config import DataConfig
-from kdtrain.data.packing import PackedRow
+from kdtrain.data.packing import PackedRow, packed_rows
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
+from kdtrain.teaching.teacher import open_teacher
 
 HEAD = 12
 MOVED = 4096
 """Entries whose rank depends on the context."""
 _SAMPLE = 4096  # tokens that the figures are measured on
-Teacher = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Facts = dict[str, float]
 
 
@@ -41,7 +40,7 @@ class Material:
     vocab_size: int
     seq_len: int
     rows: dict[str, list[Any]]
-    teacher: Teacher
+    teacher: fidelity.Teacher
     facts: Facts
     """top_12_mass, entropy (nats), token_repetition, head_repetition, on 4,096 tokens."""
 
@@ -49,14 +48,16 @@ class Material:
 def shipped(number: int, length: int) -> Material:
     """The teacher of the repository over the standard library, `number` sequences to train on."""
     spec, cpu = read_spec(TEACHER), torch.device("cpu")
-    tokenizer, model = load_tokenizer(spec), open_teacher(spec, cpu, "fp32")
+    tokenizer, teacher = load_tokenizer(spec), open_teacher(spec, cpu, "fp32")
+    teacher.load()
     data = DataConfig(data="stdlib", seq_len=length)
-    parts = {split: list(rows(data, split, tokenizer, n)) for split, n in wanted(number).items()}
-    teacher = teacher_logits(model, cpu, "fp32")
+    parts = {split: list(packed_rows(data, split, tokenizer, n)) for split, n in wanted(number).items()}
     sample = np.stack([row.tokens for row in parts["train"][: max(1, _SAMPLE // length)]]).astype(np.int64)
-    logprobs_NV = torch.cat([teacher(torch.from_numpy(row[None, :-1]), None)[0].log_softmax(-1) for row in sample])
+    logprobs_NV = torch.cat(
+        [teacher.logits(torch.from_numpy(row[None, :-1]), None)[0].log_softmax(-1) for row in sample]
+    )
     facts = _facts(sample, logprobs_NV)
-    return Material(spec.name, logprobs_NV.shape[1], length, parts, teacher, facts)
+    return Material(spec.name, logprobs_NV.shape[1], length, parts, teacher.logits, facts)
 
 
 def wanted(number: int) -> dict[str, int]:

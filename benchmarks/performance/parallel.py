@@ -41,9 +41,11 @@ from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.writer import write_cache
 from kdtrain.data.packing import PackedRow
 from kdtrain.models.loading import load_student
-from kdtrain.models.spec import ModelSpec
+from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.memory_plan import Plan, estimated, job_of
+from kdtrain.precision.backends import formats_of
+from kdtrain.teaching.teacher import open_teacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 RESULT = RESULTS / "parallel.json"
@@ -163,8 +165,12 @@ def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
 
 def estimate(folder: Folder, name: str, case: Case) -> Plan:
     """The plan of a case in one process, with what it needs."""
-    config = cli.parse("distill", folder.argv(name, case, cached=False))
-    job = job_of(config, torch.device("cpu"))
+    config, cpu = cli.parse("distill", folder.argv(name, case, cached=False)), torch.device("cpu")
+    teacher = None
+    if config.teacher is not None:
+        mode = formats_of(config.precision, config.quantization, cpu).high
+        teacher = open_teacher(read_spec(config.teacher), cpu, mode).footprint(config.data.seq_len)
+    job = job_of(config, cpu, teacher)
     assert job is not None
     return estimated(Plan("single", "none" if case.teacher is None else "replicate"), job, 1)
 

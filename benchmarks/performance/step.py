@@ -39,12 +39,12 @@ from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.sections import script
 from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, without_graphs
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.commands.common import open_teacher, teacher_hidden_states, wide_head
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets
+from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 from kdtrain.training.data import OnlineSource, Source
 
@@ -173,10 +173,8 @@ class _Shape:
         return held_batch(tokens_BT1, targets)
 
     def _online(self) -> Source:
-        teacher = models.make_teacher(self.sizes.teacher, self.device)
-        mode = self.bench.trainer.student.mode
-        asked = teacher_hidden_states(teacher, self.device, mode, ())
-        return OnlineSource(self.tokens, asked, wide_head(teacher), False)  # type: ignore[arg-type]
+        model = models.make_teacher(self.sizes.teacher, self.device)
+        return OnlineSource(self.tokens, LocalTeacher.of(model, self.bench.trainer.student.mode))  # type: ignore[arg-type]
 
     def _copy(self, targets: DenseTargets) -> float | None:
         """Seconds to copy a batch's whole distributions from pinned memory, by a sixteenth of them."""
@@ -284,20 +282,20 @@ def _data(sequences: int) -> list[str]:
 
 def _on_cpu(student: Student, settings: Settings) -> dict[str, Any]:
     """Seconds a step of every side in turn, and what they amount to."""
-    teacher = open_teacher(read_spec(student.teacher), CPU, settings.precision)
+    teacher = LocalTeacher(read_spec(student.teacher), CPU, settings.precision)
+    teacher.load()
     targets, tokens = (cached(folder, CPU) for folder in (student.cached, student.tokens))
-    asked = teacher_hidden_states(teacher, CPU, settings.precision, ())
     fixed, learned = (_bench(student, settings, mode) for mode in ("fixed", "likelihood"))
     sides = {
         "cross-entropy": fixed.steps(tokens),
         "cached": fixed.steps(targets),
         "cached-likelihood": learned.steps(targets),
-        "online": fixed.steps(OnlineSource(tokens, asked, wide_head(teacher), False)),
+        "online": fixed.steps(OnlineSource(tokens, teacher)),
     }
     seconds = in_turn(sides, settings.steps, CPU, warm=2)
     middle = medians(seconds)
     model = fixed.trainer.student.model
-    forward, teachers = _flops(model, student), _flops(teacher, student)
+    forward, teachers = _flops(model, student), _flops(teacher.model, student)
     return {
         "parameters": sum(each.numel() for each in model.parameters()),
         "vocabulary": student.vocab_size,

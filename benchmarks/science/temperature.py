@@ -23,7 +23,6 @@ from benchmarks import figures
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, environment
 from kdtrain.cache.reader import CacheReader
-from kdtrain.commands.common import open_teacher, teacher_hidden_states, wide_head
 from kdtrain.commands.export import open_student
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.head import SplitModel, split
@@ -33,6 +32,7 @@ from kdtrain.monitor.record import RunRecord
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
+from kdtrain.teaching.teacher import open_teacher
 from kdtrain.training.data import CachedSource, OnlineSource
 
 BOUNDS = (2 / 3, 4.0)
@@ -100,8 +100,9 @@ class Logits:
     def __init__(self, out: Path) -> None:
         self.out = out
         teacher = open_teacher(read_spec(TEACHER), CPU, "fp32")
+        teacher.load()
         cached = CachedSource(CacheReader(out / "cache", "validation"), CPU, 2048)
-        online = OnlineSource(cached, teacher_hidden_states(teacher, CPU, "fp32", ()), wide_head(teacher), False)
+        online = OnlineSource(cached, teacher)
         self.batches = {"cache": cached.read(np.arange(4)), "whole": online.read(np.arange(4))}
 
     def student(self, step: int) -> SplitModel:

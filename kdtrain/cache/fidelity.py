@@ -146,6 +146,7 @@ def compare(inner: float, full: float, cached: float) -> tuple[float, float]:
 
 Targets = SparseTargets | DenseTargets
 Teacher = Callable[[Tensor, Tensor | None], Tensor]
+"""CPU int64 tokens [B,T] and segments [B,T] (None without a document mask) -> logits [B,T,V], any device."""
 
 TEMPERATURES = (1.0, 2.0, 4.0)
 GRID = (2 / 3, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1, 1.1, 1.2, 1.3, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4)

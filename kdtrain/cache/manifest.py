@@ -7,7 +7,6 @@ reader starts at it. Both may be downloaded, with a valid seal of a stranger: re
 that decide on memory or paths against each other.
 """
 
-import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
@@ -20,13 +19,11 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.errors import UsageError
 from kdtrain.files import (
-    LARGE,
     MEDIUM,
     canonical_json,
     file_digest,
     json_digest,
     read_sealed,
-    read_text,
     sealed,
     typed,
 )
@@ -305,31 +302,3 @@ def check_tokenizer(manifest: Manifest, digest: str | None) -> None:
             f"the student has another tokenizer ({str(digest)[:12]}) than the teacher's text ({str(stated)[:12]}): "
             "give the student the teacher's tokenizer"
         )
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 over the parts of a tokenizer that decide the ids.
-
-    These are the model (vocabulary, merges), the normalizer, the pre-tokenizer and the added tokens with their ids;
-    padding and truncation, which loading and use change, are left out.
-
-    tokenizer: a folder with tokenizer.json, or a loaded fast tokenizer. UsageError: the folder has no tokenizer.json.
-    """
-    if isinstance(tokenizer, str | Path):
-        path = Path(tokenizer) / "tokenizer.json"
-        if not path.is_file():
-            raise UsageError(f"{path} is missing; the folder must hold a fast tokenizer")
-        try:
-            text = read_text(path, LARGE)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from error
-    else:
-        text = tokenizer.backend_tokenizer.to_str()
-    content = json.loads(text)
-    model = content["model"]
-    # Older files spell a merge "a b", newer ones ["a", "b"].
-    merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges", [])]
-    decides = {key: content.get(key) for key in ("normalizer", "pre_tokenizer")}
-    added = sorted([token["id"], token["content"]] for token in content.get("added_tokens", []))
-    decides |= {"model": {**model, "merges": merges}, "added_tokens": added}
-    return hashlib.sha256(canonical_json(decides).encode()).hexdigest()

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
@@ -45,6 +45,11 @@ class ShardRows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def __getitem__(self, part: slice) -> "ShardRows":
+        kept = {name: values[part] for name, values in self.kept.items()}
+        rows = {name: getattr(self, name)[part] for name in _ROWS}
+        return replace(self, first=self.first + part.start, kept=kept, **rows)
 
     @cached_property
     def digest(self) -> str:

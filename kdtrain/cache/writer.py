@@ -29,6 +29,7 @@ from kdtrain import faults
 from kdtrain.cache import codec, fidelity
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import encode_sequences
+from kdtrain.cache.compression import Arrays
 from kdtrain.cache.finish import publish_manifest, read_sidecars, set_aside_others
 from kdtrain.cache.folder import open_folder
 from kdtrain.cache.manifest import CacheSettings, Manifest
@@ -47,9 +48,6 @@ from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest
 
-Teacher = Callable[[Tensor, Tensor | None], Tensor]
-"""CPU int64 tokens [B,T] and segments [B,T] (None without a document mask) -> logits [B,T,V], any device."""
-
 _PUBLISHED = ("cache.settings", "cache.shard", "cache.sidecar", "cache.index", "cache.manifest")
 FAULT_POINTS = (
     "cache.shard.after-batch",
@@ -67,8 +65,9 @@ class CacheWriter:
     Args:
         settings: what to build. A folder that holds a cache of others, or in which another command builds, is refused
             (UsageError).
-        teacher: called under no_grad with at most `batch_size` sequences; None for the codec `tokens`, and where rows
-            bring what is kept of them (`PackedRow.kept`).
+        teacher: gives the logits of at most `batch_size` sequences, under no_grad; None for the codec `tokens`, and
+            where no more than a top-k is known.
+        kept: gives instead what is kept of as many rows; by default what they bring (`PackedRow.kept`).
         sharded: True when a forward of the teacher needs all ranks.
         tokenizer: a folder, or anything with `save_pretrained(folder)`; its files are copied into the cache.
         all_ranks: True when all ranks build, calling the same methods in the same order; False for this process alone.
@@ -79,7 +78,8 @@ class CacheWriter:
         folder: Path | str,
         settings: CacheSettings,
         *,
-        teacher: Teacher | None,
+        teacher: fidelity.Teacher | None,
+        kept: Callable[[ShardRows], Arrays] | None = None,
         sharded: bool = False,
         tokenizer: Any = None,
         batch_size: int = 16,
@@ -88,6 +88,7 @@ class CacheWriter:
     ) -> None:
         assert teacher is None or settings.codec.kind != "tokens", "the codec 'tokens' has no teacher"
         self.folder, self.settings, self.teacher = Path(folder), settings, teacher
+        self.kept = kept or (lambda rows: rows.kept)
         self.batch_size, self.sharded = batch_size, sharded and teacher is not None
         self.rounds = Rounds(all_ranks, progress)
         self._splits: dict[str, list[ShardPlace]] = {}
@@ -173,12 +174,14 @@ class CacheWriter:
                 if waiting and alone:
                     end(*waiting)
                     waiting = None
-                logits_BTV = self._ask(part, batch)
+                rows = part[batch]
+                answer = self._ask(rows)
                 if waiting:
                     end(*waiting)
-                job = thread.submit(self._encode, shard, part, batch, logits_BTV, self._side.ready(logits_BTV))
+                ready = self._side.ready(answer) if isinstance(answer, Tensor) else None
+                job = thread.submit(self._encode, shard, rows, batch, answer, ready)
                 waiting = (number, job)
-                del logits_BTV
+                del answer
                 if alone:
                     wait([job])
                     self._compiled.add(number)
@@ -186,11 +189,12 @@ class CacheWriter:
             assert waiting
             end(*waiting)
 
-    def _ask(self, part: ShardRows, batch: slice) -> Tensor | None:
+    def _ask(self, rows: ShardRows) -> Tensor | Arrays:
+        """The logits [B,T,V] of some rows, or what is kept of them."""
         if self.teacher is None:
-            return None
-        tokens_BT = torch.from_numpy(part.tokens[batch, :-1].astype(np.int64))
-        segments_BT = torch.from_numpy(part.segments[batch].astype(np.int64)) if self.settings.document_mask else None
+            return self.kept(rows)
+        tokens_BT = torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))
+        segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if self.settings.document_mask else None
         with torch.no_grad():
             logits_BTV = self.teacher(tokens_BT, segments_BT)
         assert logits_BTV.shape[-1] == self.settings.vocab_size, "the teacher's vocabulary is not that of the settings"
@@ -199,19 +203,18 @@ class CacheWriter:
     def _encode(
         self,
         shard: ShardWriter,
-        part: ShardRows,
+        rows: ShardRows,
         batch: slice,
-        logits_BTV: Tensor | None,
+        answer: Tensor | Arrays,
         ready: torch.cuda.Event | None,
     ) -> None:
-        kept = {name: values[batch] for name, values in part.kept.items()}
-        assert kept or logits_BTV is not None or self.settings.codec.kind == "tokens", "no teacher and no targets"
-        if logits_BTV is not None:
-            labels_BT = torch.from_numpy(part.tokens[batch, 1:].astype(np.int64))
-            spec, seed, first = self.settings.codec, self.settings.seed, part.first + batch.start
+        if isinstance(answer, Tensor):
+            labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))
+            spec, seed = self.settings.codec, self.settings.seed
             with self._side.after(ready):
-                kept = encode_sequences(logits_BTV, labels_BT, spec, seed=seed, split=part.split, first=first)
-        shard.add(batch, kept)
+                answer = encode_sequences(answer, labels_BT, spec, seed=seed, split=rows.split, first=rows.first)
+        assert answer or self.settings.codec.kind == "tokens", "no teacher and no targets"
+        shard.add(batch, answer)
 
     def _finish_rounds(self) -> None:
         """Meet the other ranks, with nothing left to do here, until all are done."""

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import torch
 from msgspec import Meta
@@ -48,6 +48,8 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.ranks import is_main, on_main, reported
+
+T = TypeVar("T")
 
 log = logging.getLogger("kdtrain")
 
@@ -571,3 +573,25 @@ def _fingerprint(path: Path) -> object:
     """A value that changes when a file of the folder is replaced or written to."""
     found = [(each.name, each.stat()) for each in sorted(path.iterdir())]
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found]
+
+
+def read_checkpoint(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
+    """What `read` makes of the checkpoint that `find` names; again if a run that is training has removed that one.
+
+    Raises:
+        UsageError, RunError: those of `find`, and of `read` for a checkpoint that is still there.
+    """
+    while True:
+        path = find()
+        try:
+            return read(path)
+        except (RunError, OSError):
+            if path.exists():
+                raise
+
+
+def checkpoint_at(path: Path) -> Path:
+    """The folder of the checkpoint `path`, which may be a link. UsageError: a run that is training has removed it."""
+    if not path.exists():
+        raise UsageError(f"{path} was removed while it was read, by the run that is training; name a newer checkpoint")
+    return path.resolve()

@@ -17,15 +17,6 @@ from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
 from kdtrain.commands.agreement import agree, weights_digest
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
-from kdtrain.commands.common import (
-    OnlineTeacher,
-    check_fits,
-    compiled_teacher,
-    digest_of,
-    open_teacher,
-    teacher_hidden_states,
-    wide_head,
-)
 from kdtrain.commands.resume import allowing
 from kdtrain.commands.run_folder import deciding
 from kdtrain.config import DistillConfig
@@ -36,11 +27,12 @@ from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import (
     architecture,
+    check_fits,
     checkpoint_activations,
+    digest_of,
     generation_settings,
     load_student,
     load_tokenizer,
-    model_digest,
 )
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
@@ -53,8 +45,9 @@ from kdtrain.precision.backends import Formats, formats_of, policy
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive, PrecisionController
 from kdtrain.precision.linear import convert
-from kdtrain.precision.modes import compiles_teacher, head_dtype, why_not_compile, why_not_tf32
+from kdtrain.precision.modes import head_dtype, why_not_compile, why_not_tf32
 from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
+from kdtrain.teaching.teacher import Teacher, open_teacher
 from kdtrain.training.schedule import decay_start, total_steps
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.sources.cache import CachedSource
@@ -171,14 +164,15 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     with raise_on_all_ranks():
         formats = formats_of(config.precision, config.quantization, device)
         micro = micro_batch(config)
+        teacher = None if config.teacher is None else open_teacher(read_spec(config.teacher), device, formats.high)
+        asked = None if teacher is None else teacher.footprint(config.data.seq_len)
         if config.micro_batch_size == "auto":
-            micro = micro_batch(replace(config, micro_batch_size=fitting_micro_batch(config, device, free)))
-        plan = plan_run(replace(config, micro_batch_size=micro), device, free)
-    teacher = None
+            micro = micro_batch(replace(config, micro_batch_size=fitting_micro_batch(config, device, free, asked)))
+        plan = plan_run(replace(config, micro_batch_size=micro), device, free, asked)
     with raise_on_all_ranks():
         spec = read_spec(config.student)
-        if config.teacher is not None:
-            teacher = open_teacher(read_spec(config.teacher), _loading_device(plan.teacher, device), formats.high)
+        if teacher is not None:
+            teacher.load(sharded=plan.teacher == "fsdp")
     folder = config.cache or Path(on_main(lambda: str(_tokens(config, spec, teacher, resuming))))
     with raise_on_all_ranks():
         readers = {name: CacheReader(folder, name) for name in ("train", "validation")}
@@ -205,7 +199,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
             "options": deciding(config),
             "student": {"name": spec.name, "architecture": architecture(model), "attention": spec.attention},
             "generation": generation_settings(model),
-            "teacher": None if teacher is None else model_digest(teacher),
+            "teacher": None if teacher is None else teacher.digest,
         }
     compared = {name: identity[name] for name in ("cache", "student", "teacher")}
     agree(lambda: {**compared, "the student's weights": weights_digest(model)})
@@ -213,9 +207,8 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     compiles = _compiles(config, device)
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         shard(model, device, dtype=formats.gathered, shard_size=plan.shard_size)
-    if teacher is not None and plan.teacher == "fsdp":
-        shard(teacher, device, shard_size=plan.shard_size)
-    compiled = compiled_teacher(teacher) if teacher is not None and compiles_teacher(compiles, device) else None
+    if teacher is not None:
+        teacher.prepare(sharded=plan.teacher == "fsdp", shard_size=plan.shard_size, compile=compiles)
 
     if not manifest.settings.document_mask:
         length, narrow = manifest.settings.seq_len, head_dtype(formats.high)
@@ -245,12 +238,8 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
     )
     sources: dict[str, Source] = {}
     for name, reader in readers.items():
-        taught = None
-        if teacher is not None:
-            layers = hidden.teacher_layers if hidden is not None and name == "train" else ()
-            forward = teacher_hidden_states(teacher, device, formats.high, layers, compiled)
-            taught = OnlineTeacher(str(config.teacher), forward, wide_head(teacher), student.document_mask)
-        sources[name] = build_source(CachedSource(reader), device, student.vocab_size, taught)
+        layers = hidden.teacher_layers if hidden is not None and name == "train" else ()
+        sources[name] = build_source(CachedSource(reader), device, student.vocab_size, teacher, layers)
     trainer = Trainer(
         config,
         student,
@@ -279,12 +268,11 @@ def _adaptive(config: DistillConfig, formats: Formats, total: int) -> Adaptive |
     return Adaptive(PrecisionController(rules), formats.switch, "high-forward" if forward_only else "high")
 
 
-def _tokens(config: DistillConfig, spec: ModelSpec, teacher: SplitModel | None, resuming: bool) -> Path:
+def _tokens(config: DistillConfig, spec: ModelSpec, teacher: Teacher | None, resuming: bool) -> Path:
     """Build the run's own cache of bare tokens with the teacher's tokenizer, or without a teacher the student's."""
-    tokenizer_of = spec if config.teacher is None else read_spec(config.teacher)
     if teacher is not None:
-        check_fits(teacher, tokenizer_of.name, config.data.seq_len, config.data.document_mask)
-    tokenizer = load_tokenizer(tokenizer_of)
+        teacher.check(config.data.seq_len, config.data.document_mask)
+    tokenizer = load_tokenizer(spec) if teacher is None else teacher.tokenizer
     width = len(tokenizer) if teacher is None else teacher.vocab_size
     folder = config.out / "data"
     try:

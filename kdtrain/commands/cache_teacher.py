@@ -1,24 +1,24 @@
 """`kdtrain cache-teacher`: runs the teacher once over the data and caches its distributions, on one or many ranks."""
 
 import time
+from dataclasses import replace
 
 import torch
 
 from kdtrain.cache.manifest import Manifest
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_cache import build_cache, build_from_logprobs
-from kdtrain.commands.common import check_fits, compiled_teacher, open_teacher, show, teacher_logits, wide_head
+from kdtrain.commands.build_cache import build_cache
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
-from kdtrain.models.loading import load_tokenizer, model_digest, vocabulary
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.tables import show
 from kdtrain.parallel.memory_plan import free_everywhere, shards_teacher
-from kdtrain.parallel.parallelize import shard
-from kdtrain.precision.modes import compiles_teacher, pick_mode
+from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, raise_on_all_ranks, reported, world_size
+from kdtrain.teaching.teacher import open_teacher
 
 
 def main(config: CacheTeacherConfig) -> int:
@@ -64,31 +64,20 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
         spec = read_spec(config.teacher)
-        tokenizer = load_tokenizer(spec)
-        many = f" in {world_size()} ranks" if world_size() > 1 else ""
-    if config.from_logprobs is not None:
-        source = f"the log-probabilities of {spec.name} in {config.from_logprobs}"
-        log.info("caching %s into %s%s", source, config.out, many)
-        build_from_logprobs(config, spec, tokenizer, vocabulary(spec))
-        return
-    mode = pick_mode(config.precision, device)
+        if config.from_logprobs is not None:
+            spec = replace(spec, kind="recorded", options={"logprobs": str(config.from_logprobs)})
+        teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
+        _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():
-        sharded = shards_teacher(config, spec, mode, device, free)
-        # a teacher that is sharded later may be too large for one device
-        teacher = open_teacher(spec, torch.device("cpu") if sharded else device, mode)
-        check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
-        digest = model_digest(teacher)
-        head = wide_head(teacher).to(device)  # whole on each rank: no loss gathers it
-    if sharded:
-        shard(teacher, device)
-    compiled = compiled_teacher(teacher) if compiles_teacher(config.compile, device) else None
-    forward = teacher_logits(teacher, device, mode, head, compiled)
-    how = f"{mode} on {device}{many}{', the teacher sharded' if sharded else ''}"
-    how += ", compiled" if compiled else ""
-    log.info("caching %s over %s into %s (%s)", spec.name, config.data.data, config.out, how)
-    parts = (config, spec, teacher, forward, mode, tokenizer)
-    build_cache(*parts, digest=digest, sharded=sharded, compiled=compiled is not None)
+        sharded = shards_teacher(config, teacher.footprint(config.data.seq_len), free)
+        teacher.load(sharded)
+        teacher.check(config.data.seq_len, config.data.document_mask)
+    teacher.prepare(sharded=sharded, compile=config.compile)
+    over = "" if config.data.data is None else f" over {config.data.data}"
+    many = f" in {world_size()} ranks" if world_size() > 1 else ""
+    log.info("caching %s%s into %s%s", teacher, over, config.out, many)
+    build_cache(config, teacher)
 
 
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:

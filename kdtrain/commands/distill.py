@@ -11,7 +11,6 @@ import torch
 from kdtrain.commands import dry_run, sanity
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_run import BuiltRun, build_run, micro_batch, run_device
-from kdtrain.commands.common import show
 from kdtrain.commands.export import student_at
 from kdtrain.commands.result import log_outcome, refuse_no_progress, run_result, write_result
 from kdtrain.commands.resume import new_length, resume_or_start
@@ -32,6 +31,7 @@ from kdtrain.models.loading import export_lock, export_model, is_export, tokeniz
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.loggers import require_wandb
 from kdtrain.monitor.progress import end_log, log, setup_logging
+from kdtrain.monitor.tables import show
 from kdtrain.ranks import is_main, lost_rank, on_main, raise_on_all_ranks, rank, reported, world_size
 from kdtrain.training.schedule import warmup_steps
 from kdtrain.training.signals import interruptible

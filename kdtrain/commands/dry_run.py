@@ -23,13 +23,13 @@ from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build_run import BuiltRun, build_run, run_device
-from kdtrain.commands.common import show
 from kdtrain.commands.resume import start_from
 from kdtrain.commands.run_folder import is_run, refuse_changes, refuse_foreign_files
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError, making
 from kdtrain.files import hidden_folder
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.tables import show
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.memory_plan import Plan
 from kdtrain.precision.backends import formats_of

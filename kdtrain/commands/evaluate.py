@@ -17,26 +17,18 @@ import torch
 from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
 from kdtrain.commands.build_cache import build_tokens
-from kdtrain.commands.common import (
-    OnlineTeacher,
-    check_fits,
-    digest_of,
-    open_teacher,
-    show,
-    teacher_hidden_states,
-    wide_head,
-)
 from kdtrain.commands.export import open_student
 from kdtrain.config import EvaluateConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.models.head import SplitModel
-from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.loading import check_fits, digest_of, load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import bar, setup_logging
+from kdtrain.monitor.tables import show
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
+from kdtrain.teaching.teacher import Teacher, open_teacher
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.source import Source
@@ -95,11 +87,12 @@ def _source(
         reader = CacheReader(config.cache, config.data.split)
         yield build_source(CachedSource(reader), device, vocab_size), reader.manifest
         return
-    teacher: SplitModel | None = None
+    teacher: Teacher | None = None
     if config.teacher is not None:
         spec = read_spec(config.teacher)
         teacher = open_teacher(spec, device, mode)
-        check_fits(teacher, spec.name, config.data.seq_len, config.data.document_mask)
+        teacher.load()
+        teacher.check(config.data.seq_len, config.data.document_mask)
         own, theirs = digest_of(tokenizer), digest_of(spec)
         if own is not None and theirs is not None and own != theirs:
             raise UsageError(f"--student {config.student} and --teacher {spec.name} have different tokenizers")
@@ -111,8 +104,4 @@ def _source(
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         build_tokens(Path(folder) / "data", config.data, loaded, width, {"validation": config.data.num_sequences})
         reader = CacheReader(Path(folder) / "data", "validation")
-        taught = None
-        if teacher is not None:
-            forward = teacher_hidden_states(teacher, device, mode, ())
-            taught = OnlineTeacher(str(config.teacher), forward, wide_head(teacher), config.data.document_mask)
-        yield build_source(CachedSource(reader), device, vocab_size, taught), reader.manifest
+        yield build_source(CachedSource(reader), device, vocab_size, teacher), reader.manifest

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import Store, is_checkpoint, problem
-from kdtrain.commands.common import checkpoint_at, read_checkpoint, show
+from kdtrain.checkpoint.store import Store, checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
@@ -23,6 +22,7 @@ from kdtrain.models.loading import (
 )
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.tables import show
 from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.training.state import load_saved, read_saved
 

@@ -13,14 +13,14 @@ import torch
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import check_sizes, read_manifest
 from kdtrain.checkpoint import tiers
-from kdtrain.checkpoint.store import MANIFEST, Store, problem
-from kdtrain.commands.common import checkpoint_at, read_checkpoint, show
+from kdtrain.checkpoint.store import MANIFEST, Store, checkpoint_at, problem, read_checkpoint
 from kdtrain.commands.result import read_result
 from kdtrain.commands.verify import damage_of, kind_of
 from kdtrain.config import InspectConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, read_json
 from kdtrain.monitor.progress import setup_logging
+from kdtrain.monitor.tables import show
 from kdtrain.objective.tails import resolve_tail
 from kdtrain.precision.backends import capabilities
 from kdtrain.precision.modes import has_bf16, why_not_compile

@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kdtrain.commands.common import finite
 from kdtrain.errors import RunError
 from kdtrain.files import publish_text, read_json
 from kdtrain.monitor.record import events
+from kdtrain.monitor.tables import finite
 from kdtrain.ranks import is_main, peak_memory_mb
 from kdtrain.training.trainer import Trainer
 

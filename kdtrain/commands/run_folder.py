@@ -21,10 +21,8 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from kdtrain.cache.manifest import tokenizer_digest
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.build_cache import holds_tokens
-from kdtrain.commands.common import digest_of
 from kdtrain.config import DistillConfig, plain, sections, shareable
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
@@ -44,7 +42,7 @@ from kdtrain.files import (
     temporary_of,
     typed,
 )
-from kdtrain.models.loading import ChatTokenizer, generation_of, load_tokenizer
+from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import ModelSpec, paths_of, read_spec
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.ranks import on_main

@@ -31,13 +31,13 @@ from transformers.pytorch_utils import Conv1D
 
 from kdtrain.checkpoint import tiers
 from kdtrain.commands.build_run import BuiltRun
-from kdtrain.commands.common import literal, show
 from kdtrain.commands.dry_run import checkpoints_kept, existing, state_bytes, timed_steps, trial_run
 from kdtrain.config import DistillConfig, OptimizerConfig
 from kdtrain.data import order
 from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import DTYPES, read_spec
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.tables import literal, show
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.logits import chunk_logits
 from kdtrain.objective.targets import OnlineTargets, SparseTargets

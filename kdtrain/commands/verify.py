@@ -4,13 +4,13 @@ from pathlib import Path
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.verify import repair, verify_cache
-from kdtrain.checkpoint.store import Store, is_checkpoint, problem
+from kdtrain.checkpoint.store import Store, checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.commands.build_cache import holds_tokens
-from kdtrain.commands.common import checkpoint_at, read_checkpoint, show
 from kdtrain.commands.run_folder import is_run
 from kdtrain.config import VerifyConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.tables import show
 
 
 def main(config: VerifyConfig) -> int:

@@ -60,6 +60,15 @@ BACKENDS = Registry(
         "emulated": "every format on every device, rounded in fp32; slower than no quantisation",
     },
 )
+TEACHERS = Registry(
+    "the kind of teacher",
+    "kdtrain.teachers",
+    "kdtrain.teaching",
+    {
+        "local": "a model of transformers, loaded here",
+        "recorded": "a file of an inference server's top log-probabilities (--from-logprobs)",
+    },
+)
 SOURCES = Registry(
     "--source",
     "kdtrain.sources",

@@ -40,6 +40,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kdtrain.config import DataConfig
+from kdtrain.data import corpus
 from kdtrain.data.corpus import Document
 from kdtrain.errors import UsageError, panics_refused
 
@@ -188,6 +190,22 @@ def pack(
     if seq_len < 1 or num_workers < 0:
         raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
     return _packed(_Encoder(tokenizer), _batches(documents), num_workers, seq_len, document_mask)
+
+
+def packed_rows(
+    data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None
+) -> Iterator[PackedRow]:
+    """Yield the first `limit` packed rows of a split."""
+    assert data.data is not None
+    texts = corpus.documents(
+        data.data,
+        split_name,
+        text_column=data.text_column,
+        messages_column=data.messages_column,
+        streaming=data.streaming,
+    )
+    packed = pack(texts, tokenizer, data.seq_len, num_workers=data.num_workers, document_mask=data.document_mask)
+    return itertools.islice(packed, limit)
 
 
 def _packed(

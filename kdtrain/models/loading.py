@@ -25,6 +25,7 @@ from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
     LARGE,
     Lock,
+    canonical_json,
     file_digest,
     hidden_folder,
     hidden_lock,
@@ -32,6 +33,7 @@ from kdtrain.files import (
     publish_json,
     read_bytes,
     read_sealed,
+    read_text,
     refuse_displacing,
     refuse_mount,
     remove_empty,
@@ -40,6 +42,7 @@ from kdtrain.files import (
     sweep,
     typed,
 )
+from kdtrain.models.head import SplitModel
 from kdtrain.models.hub import (
     TOKENIZER_FILES,
     ask,
@@ -56,7 +59,7 @@ from kdtrain.models.hub import (
     save_tokenizer,
 )
 from kdtrain.models.scratch import configuration, model_from_config, model_from_layers, new_model
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import LOCAL, ModelSpec, read_spec
 
 ORIGIN = "kdtrain.json"
 """A sealed file in an exported model: its origin, and the SHA-256 of its files."""
@@ -226,6 +229,42 @@ def model_digest(model: nn.Module, *dtypes: torch.dtype) -> str:
     return digest.hexdigest()
 
 
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 over the parts of a tokenizer that decide the ids.
+
+    These are the model (vocabulary, merges), the normalizer, the pre-tokenizer and the added tokens with their ids;
+    padding and truncation, which loading and use change, are left out.
+
+    tokenizer: a folder with tokenizer.json, or a loaded fast tokenizer. UsageError: the folder has no tokenizer.json.
+    """
+    if isinstance(tokenizer, str | Path):
+        path = Path(tokenizer) / "tokenizer.json"
+        if not path.is_file():
+            raise UsageError(f"{path} is missing; the folder must hold a fast tokenizer")
+        try:
+            text = read_text(path, LARGE)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read: {error}") from error
+    else:
+        text = tokenizer.backend_tokenizer.to_str()
+    content = json.loads(text)
+    model = content["model"]
+    # Older files spell a merge "a b", newer ones ["a", "b"].
+    merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges", [])]
+    decides = {key: content.get(key) for key in ("normalizer", "pre_tokenizer")}
+    added = sorted([token["id"], token["content"]] for token in content.get("added_tokens", []))
+    decides |= {"model": {**model, "merges": merges}, "added_tokens": added}
+    return hashlib.sha256(canonical_json(decides).encode()).hexdigest()
+
+
+def digest_of(tokenizer: ModelSpec | Path | str | None) -> str | None:
+    """Return the digest of the tokenizer of a spec, in a folder or on the hub; None for a model without one."""
+    where = tokenizer.tokenizer or tokenizer.source if isinstance(tokenizer, ModelSpec) else tokenizer
+    if where is None or (Path(where).is_dir() and not (Path(where) / "tokenizer.json").is_file()):
+        return None
+    return tokenizer_digest(load_tokenizer(tokenizer or where))
+
+
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
     """The files of a tokenizer in a folder that may have been downloaded, by name, to be published with a student.
 
@@ -385,6 +424,15 @@ def max_positions(model: nn.Module) -> int | None:
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
+def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) -> None:
+    """Refuse sequences longer than a model's positions, and a document mask that it cannot apply."""
+    longest = max_positions(model)
+    if longest is not None and seq_len > longest:
+        raise UsageError(f"--seq-len {seq_len} is beyond the {longest} positions of {name}; choose at most {longest}")
+    if document_mask and not model.separates_documents:
+        raise UsageError(f"{name} cannot keep packed documents apart; leave --document-mask out")
+
+
 def _whole(model: nn.Module) -> PreTrainedModel:
     whole = model if isinstance(model, PreTrainedModel) else model.model
     assert isinstance(whole, PreTrainedModel)
@@ -392,6 +440,8 @@ def _whole(model: nn.Module) -> PreTrainedModel:
 
 
 def _build(spec: ModelSpec, dtype: torch.dtype, vocab_size: int | None, seed: int) -> PreTrainedModel:
+    if spec.kind != LOCAL:
+        raise UsageError(f"{spec.name}: kind = '{spec.kind}' is of a teacher; a student's layers are local")
     if spec.init == "pretrained":
         return _pretrained(spec, dtype)
     model: Any

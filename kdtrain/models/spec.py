@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from kdtrain.files import read_toml
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 INITS = ("pretrained", "scratch", "teacher-layers")
+LOCAL = "local"
+"""The kind of a teacher whose model is loaded here."""
 
 MAX_TEACHERS = 8
 """Longest chain of specs by `teacher`."""
@@ -59,6 +61,10 @@ class ModelSpec:
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model; only in a spec of your own."""
+    kind: str = LOCAL
+    """The kind of a teacher: local, or one that a package registers; a student is local."""
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """What a kind other than local is given; this table is free."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work, by a `ValueError` of one line that names the key."""
@@ -75,9 +81,14 @@ class ModelSpec:
                 raise ValueError(f"layers = {list(self.layers)}: layers are counted from 0")
         elif self.teacher is not None or self.layers:
             raise ValueError("teacher and layers need init = 'teacher-layers'; set it, or take them out")
+        elif self.kind != LOCAL:
+            if self.tokenizer is None and self.source is None:
+                raise ValueError(f"kind = '{self.kind}' needs tokenizer; name a folder or a hub id")
         elif (self.source is None) == (self.config is None):
             found = "neither source nor [config]" if self.source is None else "both source and [config]"
             raise ValueError(f"{found}; give one of them")
+        if self.options and self.kind == LOCAL:
+            raise ValueError("[options] are for a kind other than local; set kind, or take them out")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("[config] has no model_type; add one, such as model_type = 'llama'")
         if self.init == "pretrained" and self.config is not None:
@@ -202,13 +213,14 @@ def _relative_to(folder: Path, source: str, where: str) -> str:
 
 
 def _refuse_wrong_types(spec: ModelSpec) -> None:
-    for key in ("name", "source", "tokenizer", "dtype", "attention", "init", "teacher", "revision"):
+    for key in ("name", "kind", "source", "tokenizer", "dtype", "attention", "init", "teacher", "revision"):
         value = getattr(spec, key)
         optional = key in ("source", "tokenizer", "teacher", "revision")
         if not (isinstance(value, str) and value) and not (optional and value is None):
             raise ValueError(f"{key} = {value!r}: write a string that is not empty")
-    if spec.config is not None and not isinstance(spec.config, dict):
-        raise ValueError("config is a table; write [config] and its entries below it")
+    for key in ("config", "options"):
+        if not isinstance(getattr(spec, key), dict | None):
+            raise ValueError(f"{key} is a table; write [{key}] and its entries below it")
     if not isinstance(spec.layers, tuple) or any(type(layer) is not int for layer in spec.layers):
         raise ValueError("layers is a list of numbers, such as layers = [0, 2, 5]")
     if not isinstance(spec.trust_remote_code, bool):

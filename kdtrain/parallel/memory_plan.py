@@ -50,7 +50,7 @@ from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
 from kdtrain.models.hub import attention_option, never_asking
-from kdtrain.models.loading import checkpoint_activations, load_tokenizer, vocabulary
+from kdtrain.models.loading import checkpoint_activations, load_tokenizer
 from kdtrain.models.scratch import configuration, layers_config
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
@@ -379,10 +379,12 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
     return teacher.weight_bytes * numbers + wide
 
 
-def plan_run(config: DistillConfig, device: torch.device, free: float | None) -> Plan:
+def plan_run(
+    config: DistillConfig, device: torch.device, free: float | None, teacher: ModelFootprint | None = None
+) -> Plan:
     """The plan of a run.
 
-    free: see `free_everywhere`.
+    free: see `free_everywhere`. teacher: of an online teacher.
 
     Raises:
         UsageError: it does not fit, or there is no such model or cache.
@@ -390,18 +392,21 @@ def plan_run(config: DistillConfig, device: torch.device, free: float | None) ->
     own = config.parallel
     if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
-    return choose(own, world_size(), online=config.teacher is not None, job=job_of(config, device), free=free)
+    return choose(own, world_size(), online=config.teacher is not None, job=job_of(config, device, teacher), free=free)
 
 
-def fitting_micro_batch(config: DistillConfig, device: torch.device, free: float | None) -> int:
+def fitting_micro_batch(
+    config: DistillConfig, device: torch.device, free: float | None, teacher: ModelFootprint | None = None
+) -> int:
     """The size for `--micro-batch-size auto`: a rank's share of a step, halved until it fits.
 
-    free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share.
+    free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share. teacher: of an
+    online teacher.
 
     Raises:
         UsageError: as `plan_run`, for the smallest size.
     """
-    micro, job = config.batch_size // world_size(), job_of(config, device)
+    micro, job = config.batch_size // world_size(), job_of(config, device, teacher)
     if job is not None and free is not None:
         while micro % 2 == 0 and not _fits(config.parallel, world_size(), replace(job, micro_batch_size=micro), free):
             micro //= 2
@@ -410,26 +415,25 @@ def fitting_micro_batch(config: DistillConfig, device: torch.device, free: float
     return micro
 
 
-def job_of(config: DistillConfig, device: torch.device) -> Job | None:
-    """The sizes of a run; None if a model cannot be measured."""
+def job_of(config: DistillConfig, device: torch.device, teacher: ModelFootprint | None = None) -> Job | None:
+    """The sizes of a run; None if the student or an online teacher cannot be measured."""
     mode = formats.formats_of(config.precision, config.quantization, device).high
-    spec, teacher = read_spec(config.student), None if config.teacher is None else read_spec(config.teacher)
+    spec = read_spec(config.student)
     settings = None if config.cache is None else read_manifest(config.cache).settings
     seq_len = config.data.seq_len if settings is None else settings.seq_len
-    size = settings.vocab_size if settings is not None else vocabulary(teacher) if teacher is not None else None
+    size = settings.vocab_size if settings is not None else teacher.vocabulary if teacher is not None else None
     if size is None and spec.config is not None and "vocab_size" not in spec.config:
         size = len(load_tokenizer(spec))
     how = {"seq_len": seq_len, "mode": mode, "on_gpu": device.type == "cuda"}
-    measured = _footprint(spec, vocab_size=size, trained=True, **how)
-    asked = None if teacher is None else _footprint(teacher, vocab_size=None, trained=False, **how)
-    if measured is None or (teacher is not None and asked is None):
+    measured = footprint_of(spec, vocab_size=size, trained=True, **how)
+    if measured is None or (config.teacher is not None and teacher is None):
         return None
     narrow, quantization = head_dtype(mode), config.quantization
     rows = chunk_rows(measured.vocabulary, measured.width, narrow or torch.float32, device.type)
     in_memory = device.type == "cpu" and quantization.time_resume and quantization.quant_snapshot == "memory"
     return Job(
         student=measured,
-        teacher=asked,
+        teacher=teacher,
         batch_size=config.batch_size,
         micro_batch_size=config.micro_batch_given,
         seq_len=seq_len,
@@ -443,12 +447,10 @@ def job_of(config: DistillConfig, device: torch.device) -> Job | None:
     )
 
 
-def shards_teacher(
-    config: CacheTeacherConfig, spec: ModelSpec, mode: str, device: torch.device, free: float | None
-) -> bool:
+def shards_teacher(config: CacheTeacherConfig, teacher: ModelFootprint | None, free: float | None) -> bool:
     """True if cache-teacher shards its teacher over the ranks.
 
-    free: see `free_everywhere`.
+    teacher: None if it cannot be estimated. free: see `free_everywhere`.
 
     Raises:
         UsageError: the teacher does not fit, or one process is asked to shard it.
@@ -456,8 +458,6 @@ def shards_teacher(
     wanted, world = config.parallel.teacher_parallel, world_size()
     if wanted == "fsdp" and world == 1:
         raise UsageError("--teacher-parallel fsdp needs several processes; start the command with torchrun")
-    how = {"seq_len": config.data.seq_len, "mode": mode, "on_gpu": device.type == "cuda"}
-    teacher = _footprint(spec, vocab_size=None, trained=False, **how)
     if teacher is None or free is None:
         return wanted == "fsdp"
     tokens = config.batch_size * config.data.seq_len
@@ -468,12 +468,13 @@ def shards_teacher(
         if need <= USABLE * free:
             return shared > 1
     raise UsageError(
-        f"the teacher {spec.name} needs {min(needs.values()) / GIB:.2f} GiB on each of {world} devices and "
+        f"the teacher {teacher.name} needs {min(needs.values()) / GIB:.2f} GiB on each of {world} devices and "
         f"{free / GIB:.2f} GiB are free: use a smaller --batch-size, more ranks (torchrun), or a larger device"
     )
 
 
-def _footprint(spec: ModelSpec, **how: Any) -> ModelFootprint | None:
+def footprint_of(spec: ModelSpec, **how: Any) -> ModelFootprint | None:
+    """As `model_footprint`; None, and a line in the log, for a model that does not run without numbers."""
     try:
         return model_footprint(spec, **how)
     except UsageError:

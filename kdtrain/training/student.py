@@ -32,6 +32,7 @@ from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import MODES, autocast, head_dtype
+from kdtrain.teaching.teacher import Teacher
 
 
 class Student(PreTrainedModel):
@@ -360,7 +361,7 @@ class HiddenPlan:
 
 
 def plan_hidden_loss(
-    objective: ObjectiveConfig, student: SplitModel, teacher: SplitModel | None, seed: int
+    objective: ObjectiveConfig, student: SplitModel, teacher: Teacher | None, seed: int
 ) -> HiddenPlan | None:
     """Return the hidden-state loss of `objective`, on the student's device; None where it has none.
 
@@ -375,7 +376,7 @@ def plan_hidden_loss(
             f"--hidden-loss {objective.hidden_loss} needs the teacher's hidden states at the student's {len(own) - 1} "
             f"layers of width {own[-1]}, and a cache holds distributions alone; give --teacher and --data for --cache"
         )
-    theirs = layer_widths(teacher)
+    theirs = teacher.layer_widths()
     pairs = layer_pairs(objective.hidden_layers, len(own) - 1, len(theirs) - 1)
     loss = HiddenLoss(objective.hidden_loss, [(own[s], theirs[t]) for s, t in pairs], seed)
     return HiddenPlan(loss.to(student.model.device), *(tuple(layers) for layers in zip(*pairs, strict=True)))

@@ -11,11 +11,12 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
-from kdtrain.commands.common import open_teacher, rows, teacher_logits
 from kdtrain.config import DataConfig
+from kdtrain.data.packing import packed_rows
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.targets import SparseTargets
+from kdtrain.teaching.teacher import open_teacher
 
 SPEC = Path(__file__).parents[2] / "teachers" / "stdlib-5m.toml"
 SPLITS, LENGTH = {"train": 6, "validation": 6}, 256
@@ -36,14 +37,15 @@ def shipped() -> Shipped:
     if not (SPEC.with_suffix("") / "model.safetensors").exists():
         pytest.skip("the shipped teacher is not here; make teacher makes it")
     spec, cpu = read_spec(str(SPEC)), torch.device("cpu")
-    teacher = teacher_logits(open_teacher(spec, cpu, "fp32"), cpu, "fp32")
+    teacher = open_teacher(spec, cpu, "fp32")
+    teacher.load()
     data, tokenizer = DataConfig(data="stdlib", seq_len=LENGTH, num_workers=0), load_tokenizer(spec)
-    parts = {split: list(rows(data, split, tokenizer, number)) for split, number in SPLITS.items()}
+    parts = {split: list(packed_rows(data, split, tokenizer, number)) for split, number in SPLITS.items()}
     tokens = {
         split: torch.from_numpy(np.stack([r.tokens for r in part]).astype(np.int64)) for split, part in parts.items()
     }
-    energies = {s: teacher(t[:, :-1], None).flatten(0, 1).double().log_softmax(-1) for s, t in tokens.items()}
-    return Shipped(teacher, parts, energies)
+    energies = {s: teacher.logits(t[:, :-1], None).flatten(0, 1).double().log_softmax(-1) for s, t in tokens.items()}
+    return Shipped(teacher.logits, parts, energies)
 
 
 def _cache(shipped: Shipped, folder: Path, top_k: int, num_samples: int) -> CacheReader:

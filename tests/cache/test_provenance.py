@@ -17,13 +17,13 @@ from kdtrain.cache.manifest import (
     check_student,
     check_tokenizer,
     read_manifest,
-    tokenizer_digest,
 )
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.verify import repair, verify_cache
 from kdtrain.cache.writer import write_cache
 from kdtrain.errors import UsageError
 from kdtrain.files import publish_json, read_sealed
+from kdtrain.models.loading import tokenizer_digest
 
 
 @pytest.fixture(scope="module")

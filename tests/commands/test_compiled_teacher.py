@@ -8,8 +8,9 @@ import torch
 
 from kdtrain import cli
 from kdtrain.cache.reader import Cache
-from kdtrain.commands import build_run, cache_teacher
+from kdtrain.commands import build_run
 from kdtrain.precision.modes import compiles_teacher
+from kdtrain.teaching import local
 
 
 @pytest.fixture
@@ -23,8 +24,7 @@ def graphs(monkeypatch):
 
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    for command in (build_run, cache_teacher):
-        monkeypatch.setattr(command, "compiles_teacher", lambda wanted, device: wanted)
+    monkeypatch.setattr(local, "compiles_teacher", lambda wanted, device: wanted)
     return found
 
 

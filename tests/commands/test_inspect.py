@@ -7,9 +7,9 @@ import pytest
 
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import read_manifest
-from kdtrain.commands.common import show
 from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
+from kdtrain.monitor.tables import show
 
 CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"
 

@@ -33,6 +33,12 @@ def test_paths_in_a_toml_are_relative_to_the_toml(tmp_path, monkeypatch):
     assert (read_spec("specs/b.toml").teacher, read_spec("specs/b.toml").layers) == ("specs/a.toml", (1, 0))
 
 
+def test_a_teacher_of_another_kind_needs_a_tokenizer_alone_and_has_options_of_its_own(tmp_path):
+    spec = read_spec(write(tmp_path, "kind = 'table'\ntokenizer = 'org/name'\n[options]\nseed = 3\n"))
+    assert (spec.kind, spec.source, spec.options) == ("table", None, {"seed": 3})
+    assert read_spec("org/name").kind == "local"
+
+
 def test_a_configuration_without_init_starts_from_scratch(tmp_path):
     assert read_spec(write(tmp_path, CONFIG)).init == "scratch"
 
@@ -94,6 +100,10 @@ def test_a_spec_that_is_not_a_file_a_folder_or_a_hub_id_is_refused_in_one_line(t
         ("init = 'teacher-layers'\nteacher = 'a/b'\nlayers = ['0']", "layers is a list of numbers"),
         ("init = 'teacher-layers'\nteacher = 'a/b'\nlayers = [0]\nsource = 'c/d'", "take source out"),
         ("source = 'a/b'\ntrust_remote_code = 'yes'", "trust_remote_code is true or false"),
+        ("kind = 'table'\n[options]\nseed = 3", "kind = 'table' needs tokenizer"),
+        ("source = 'a/b'\n[options]\nseed = 3", "[options] are for a kind other than local"),
+        ("kind = 7\nsource = 'a/b'", "kind = 7: write a string"),
+        ("options = 3\nkind = 'table'\ntokenizer = 'a/b'", "write [options] and its entries below it"),
         ("x = " + "[" * 20_000 + "]" * 20_000, "nested too deep"),
         ("source = '~no-such-user/m'", "source = '~no-such-user/m': there is no user of that name"),
         ("source = 'a\\u0000b'".replace("'", '"'), "holds a NUL; take it out"),

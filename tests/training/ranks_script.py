@@ -16,6 +16,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
+from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model
 from kdtrain.training.student import Student, plan_hidden_loss
 
@@ -28,7 +29,7 @@ def gradients(divergence: str, mode: str, rank: int, world: int, micro: int) -> 
     teacher = split(tiny_model("llama", VOCABULARY, seed=1, hidden_size=48).eval())
     student = split(tiny_model("llama", VOCABULARY, seed=3))
     objective = ObjectiveConfig(divergence=divergence, temperature_mode=mode, hidden_loss="mse")
-    plan = plan_hidden_loss(objective, student, teacher, seed=0)
+    plan = plan_hidden_loss(objective, student, LocalTeacher.of(teacher), seed=0)
     assert plan is not None
     temperature = build_temperature(mode, start=2.0, minimum=0.5, maximum=4.0, total_steps=10, ramp_steps=0)
     step = Student(

@@ -10,6 +10,7 @@ from kdtrain.models.loading import checkpoint_activations
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
+from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model
 from kdtrain.training.student import Student, plan_hidden_loss
 
@@ -20,7 +21,7 @@ def made(student, kind="mse", compile=False, **objective):
     """A step of `student` towards a teacher of another width and depth, and four sequences with uneven masks."""
     teacher = split(tiny_model("llama", VOCABULARY, seed=1, hidden_size=48, num_hidden_layers=3).eval())
     config = ObjectiveConfig(hidden_loss=kind, **objective)
-    plan = plan_hidden_loss(config, student, teacher, seed=0)
+    plan = plan_hidden_loss(config, student, LocalTeacher.of(teacher), seed=0)
     step = Student(
         student,
         DistillationLoss(alpha=config.alpha, temperature=2.0),
@@ -128,8 +129,8 @@ def test_the_head_of_a_model_that_is_not_split_takes_part_too():
 def test_a_plan_describes_what_it_compares_and_a_cache_is_refused():
     student = split(tiny_model("llama", VOCABULARY, seed=3))
     teacher = split(tiny_model("llama", VOCABULARY, seed=1, hidden_size=48, num_hidden_layers=4).eval())
-    assert plan_hidden_loss(ObjectiveConfig(), student, teacher, 0) is None
-    plan = plan_hidden_loss(ObjectiveConfig(hidden_loss="cosine"), student, teacher, 0)
+    assert plan_hidden_loss(ObjectiveConfig(), student, LocalTeacher.of(teacher), 0) is None
+    plan = plan_hidden_loss(ObjectiveConfig(hidden_loss="cosine"), student, LocalTeacher.of(teacher), 0)
     assert plan.describe().endswith(
         "cosine of the student's layers to the teacher's: 1 to 2 (32 -> 48), 2 to 4 (32 -> 48)"
     )

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from kdtrain.cache.reader import CacheReader
-from kdtrain.commands.common import OnlineTeacher
 from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
+from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.targets import OnlineTargets
+from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.feed import Feed
@@ -98,11 +100,16 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
     # its output head is padded beyond the vocabulary of the student
     table = torch.nn.Parameter(torch.randn(300, 310, generator=torch.Generator().manual_seed(0)))
 
-    def forward(tokens_BT, segments_BT):
-        asked.append((tokens_BT, segments_BT))
-        return table[tokens_BT].detach(), [table[tokens_BT].detach()[..., :5]]
+    class Table(LocalTeacher):
+        head = OutputHead()
 
-    source = OnlineSource(tokens, OnlineTeacher("table", forward, OutputHead(), document_mask), 300)
+        def hidden_states(self, tokens_BT, segments_BT, layers):
+            asked.append((tokens_BT, segments_BT))
+            return table[tokens_BT].detach(), [table[tokens_BT].detach()[..., :5] for _ in layers]
+
+    teacher = Table(ModelSpec(name="table", source="."), torch.device("cpu"), "fp32")
+    tokens.facts = replace(tokens.facts, document_mask=document_mask)
+    source = OnlineSource(tokens, teacher, 300, layers=(1,))
     assert source.facts.teacher == "table" and source.facts.targets == "dense"
     batch, plain = source.read(np.array([4, 1])), tokens.read(np.array([4, 1]))
     assert torch.equal(batch.tokens, plain.tokens)

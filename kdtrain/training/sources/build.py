@@ -4,8 +4,9 @@ import torch
 
 from kdtrain.config.choices import SOURCES
 from kdtrain.errors import UsageError
+from kdtrain.teaching.teacher import Teacher
 from kdtrain.training.sources.device import OnDevice
-from kdtrain.training.sources.online import OnlineSource, Teacher
+from kdtrain.training.sources.online import OnlineSource
 from kdtrain.training.sources.source import Source, SourceRequest
 
 
@@ -21,14 +22,21 @@ def open_source(name: str, request: SourceRequest) -> Source:
     return source
 
 
-def build_source(source: Source, device: torch.device, vocab_size: int, teacher: Teacher | None = None) -> Source:
+def build_source(
+    source: Source,
+    device: torch.device,
+    vocab_size: int,
+    teacher: Teacher | None = None,
+    layers: tuple[int, ...] = (),
+) -> Source:
     """Return `source` as a student reads it.
 
     Args:
         source: an opened one.
         device: the student's.
         vocab_size: logits of the student that count; a token beyond them is an error, dense targets are narrowed.
-        teacher: an online teacher, whose targets replace those of the source.
+        teacher: an online teacher, loaded and prepared, whose targets replace those of the source.
+        layers: the teacher's layers that a hidden-state loss compares.
     """
     moved = OnDevice(source, device, vocab_size)
-    return moved if teacher is None else OnlineSource(moved, teacher, vocab_size)
+    return moved if teacher is None else OnlineSource(moved, teacher, vocab_size, layers)

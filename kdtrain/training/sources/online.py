@@ -1,38 +1,28 @@
-"""Targets that a teacher computes when they are read; the loss computes its logits later, a few rows at a time."""
+"""Another source's tokens, with targets that a teacher computes when they are read."""
 
 import dataclasses
-from typing import Protocol
 
 import numpy as np
 
 from kdtrain.objective.batch import Batch
+from kdtrain.teaching.teacher import Teacher
 from kdtrain.training.sources.source import Source
 
 
-class Teacher(Protocol):
-    """What an online source asks of a teacher."""
-
-    @property
-    def name(self) -> str: ...
-
-    def targets(self, batch: Batch, vocab_size: int) -> Batch:
-        """Return the batch with the teacher's targets, over the first `vocab_size` entries."""
-        ...
-
-
 class OnlineSource:
-    """Another source's tokens with a teacher's targets.
+    """A source whose targets a teacher computes.
 
     Args:
         tokens: where the tokens come from, on the student's device.
-        teacher: runs under `torch.no_grad()`, in the thread that reads.
+        teacher: loaded and prepared; runs in the thread that reads.
         vocab_size: logits of the student that count.
+        layers: the teacher's layers that a hidden-state loss compares.
     """
 
     overlaps = False  # the teacher and the student compete for the same cores
 
-    def __init__(self, tokens: Source, teacher: Teacher, vocab_size: int) -> None:
-        self.tokens, self.teacher, self.vocab_size = tokens, teacher, vocab_size
+    def __init__(self, tokens: Source, teacher: Teacher, vocab_size: int, layers: tuple[int, ...] = ()) -> None:
+        self.tokens, self.teacher, self.vocab_size, self.layers = tokens, teacher, vocab_size, layers
         self.repeatable = tokens.repeatable
         self.facts = dataclasses.replace(
             tokens.facts, targets="dense", top_k=0, num_samples=0, temperature_range=(0.25, 20.0), teacher=teacher.name
@@ -43,4 +33,5 @@ class OnlineSource:
 
     def read(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices` with targets from the teacher."""
-        return self.teacher.targets(self.tokens.read(indices), self.vocab_size)
+        batch, mask = self.tokens.read(indices), self.facts.document_mask
+        return self.teacher.targets(batch, self.vocab_size, document_mask=mask, layers=self.layers)

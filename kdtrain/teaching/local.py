@@ -1,0 +1,155 @@
+"""A teacher whose model is loaded here: the kind of every spec that names no other.
+
+The layers run in the mode that was asked for, and the output head's product ends in fp32 in every mode, because bf16
+rounds a logit of 20 by up to 0.06 before the softmax. While a run trains, the teacher returns hidden states and the
+loss makes its logits a few rows at a time.
+
+The output head is held beside the model and whole on each rank, also where the model is sharded: no loss gathers it.
+
+Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from kdtrain.models.head import OutputHead, SplitModel, layer_widths, split
+from kdtrain.models.loading import check_fits, load_teacher, model_digest, vocabulary
+from kdtrain.models.spec import ModelSpec
+from kdtrain.monitor.progress import log
+from kdtrain.objective.batch import Batch
+from kdtrain.objective.matmul import wide_product
+from kdtrain.objective.targets import OnlineTargets
+from kdtrain.parallel.memory_plan import ModelFootprint, footprint_of
+from kdtrain.parallel.parallelize import reshard, shard
+from kdtrain.precision.compiled import CompiledLayers
+from kdtrain.precision.modes import autocast, compiles_teacher
+from kdtrain.teaching.teacher import Teacher, register_teacher
+
+
+@register_teacher("local")
+class LocalTeacher(Teacher):
+    """A causal language model of transformers, in evaluation mode and without gradients."""
+
+    gives: ClassVar[Literal["hidden", "logits", "top-k"]] = "hidden"
+    model: SplitModel
+    """Backbone and output head, once it is loaded."""
+    head: OutputHead
+    """Its output head in fp32; on a GPU, which multiplies 16-bit numbers into an fp32 result at a tenth of the price,
+    16-bit weights keep their dtype."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
+        super().__init__(spec, device, mode)
+        self._forward = self._plain_forward
+        self._compiled = False
+
+    @classmethod
+    def of(cls, model: SplitModel, mode: str = "fp32") -> "LocalTeacher":
+        """The teacher of a model that is loaded already, in evaluation mode."""
+        name = type(model.model).__name__
+        teacher = cls(ModelSpec(name=name, source=name), model.model.device, mode)
+        teacher._use(model)
+        return teacher
+
+    def __str__(self) -> str:
+        how = f"{self.mode} on {self.device}{', sharded' * self.sharded}{', compiled' * self._compiled}"
+        return f"{self.name} ({how})"
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Spec, digest and number formats; compiled layers round differently, so that they count too."""
+        found = {"spec": self.name, "weights_digest": self.digest, "dtype": self.spec.dtype, "precision": self.mode}
+        return found | {"attention": self.spec.attention} | ({"compiled": True} if self._compiled else {})
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the weights, taken while they are whole."""
+        return model_digest(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head; before the model is loaded by its configuration."""
+        return self.model.vocab_size if hasattr(self, "model") else vocabulary(self.spec)
+
+    def footprint(self, seq_len: int) -> ModelFootprint | None:
+        """The model's, from its configuration alone."""
+        how = {"seq_len": seq_len, "mode": self.mode, "on_gpu": self.device.type == "cuda"}
+        return footprint_of(self.spec, vocab_size=None, trained=False, **how)
+
+    def load(self, sharded: bool = False) -> None:
+        """Load the model; on the CPU if it is sharded later, because it may be too large for one device."""
+        model = load_teacher(self.spec, "cpu" if sharded else str(self.device))
+        self._use(split(model.float() if self.mode == "fp32" else model))
+        if not self.model.fused:
+            log.info("teacher %s: output head not split off: %s", self.name, self.model.reason)
+
+    def _use(self, model: SplitModel) -> None:
+        self.model, head = model, model.head
+        weight, bias = (None if each is None else each.detach().to(self.device) for each in (head.weight, head.bias))
+        weight = weight if weight is None or weight.is_cuda else weight.float()
+        self.head = dataclasses.replace(head, weight=weight, bias=None if bias is None else bias.float())
+
+    def check(self, seq_len: int, document_mask: bool) -> None:
+        """Refuse sequences beyond the model's positions, and a document mask that it cannot apply."""
+        check_fits(self.model, self.name, seq_len, document_mask)
+
+    def prepare(self, *, sharded: bool = False, shard_size: int | None = None, compile: bool = False) -> None:
+        """Shard the model, then compile its layers on a GPU: without timing kernels, which could change the bits."""
+        self.sharded, self._compiled = sharded, compiles_teacher(compile, self.device)
+        if sharded:
+            _ = self.digest  # of the whole weights
+            shard(self.model, self.device, shard_size=shard_size)
+        if self._compiled:
+            layers = CompiledLayers(self.model, options={"deterministic": True})
+            self._forward = layers.calling(self._plain_forward)
+
+    def hidden_states(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The input of `head`, [B, T, D], and outputs [B, T, D] of `layers`, without gradients.
+
+        In fp32, or on a GPU in the 16-bit dtype of the head if the backbone returns that.
+        """
+        return self._forward(tokens_BT, segments_BT, layers)
+
+    def _plain_forward(
+        self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...]
+    ) -> tuple[Tensor, list[Tensor]]:
+        inputs = tokens_BT.to(self.device), None if segments_BT is None else segments_BT.to(self.device)
+        with torch.no_grad(), autocast(self.mode, self.device):
+            hidden_BTD, states = self.model.with_layers(*inputs, layers) if layers else (self.model(*inputs), [])
+        reshard(self.model)
+        dtype = torch.float32 if self.head.weight is None else self.head.weight.dtype
+        return hidden_BTD if hidden_BTD.dtype == dtype else hidden_BTD.float(), states
+
+    def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+        """Logits [B, T, V] in fp32."""
+        hidden_BTD, _ = self.hidden_states(tokens_BT, segments_BT)
+        head = self.head
+        with torch.no_grad():
+            if head.weight is None or head.weight.dtype == torch.float32:
+                return head(hidden_BTD)
+            product_NV = wide_product(rearrange(hidden_BTD, "B T D -> (B T) D"), head.weight)
+            product_NV = product_NV if head.bias is None else product_NV + head.bias
+            return rearrange(head.shape_logits(product_NV), "(B T) V -> B T V", T=tokens_BT.shape[1])
+
+    def targets(
+        self, batch: Batch, vocab_size: int, *, document_mask: bool = False, layers: tuple[int, ...] = ()
+    ) -> Batch:
+        """`batch` with the hidden states from which the loss makes the logits."""
+        segments_BT = batch.segments if document_mask else None
+        hidden_BTD, states = self.hidden_states(batch.tokens[:, :-1], segments_BT, layers)
+        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
+        targets = OnlineTargets(rearrange(hidden_BTD, "B T D -> (B T) D"), labels_N, self.head, vocab_size)
+        return dataclasses.replace(
+            batch, targets=targets, states=tuple(rearrange(each, "B T D -> (B T) D") for each in states)
+        )
+
+    def layer_widths(self) -> list[int]:
+        """D of the embedding and of each layer, found by a probe. UsageError: the model does not return them."""
+        return layer_widths(self.model)
