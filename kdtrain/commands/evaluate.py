@@ -17,8 +17,9 @@ import torch
 from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
 from kdtrain.cache.reader import CacheReader
 from kdtrain.commands.build_cache import build_tokens
-from kdtrain.commands.common import check_fits, digest_of, open_teacher, show, teacher_hidden_states, wide_head
+from kdtrain.commands.common import check_fits, digest_of, open_teacher, show
 from kdtrain.commands.export import open_student
+from kdtrain.commands.sources import build_source
 from kdtrain.config import EvaluateConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import SplitModel
@@ -29,7 +30,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
-from kdtrain.training.data import CachedSource, OnlineSource, Source
+from kdtrain.training.data import Source
 from kdtrain.training.student import Student
 from kdtrain.training.validate import calibration, summary, validate
 
@@ -83,7 +84,7 @@ def _source(
     """Yield the data to measure on: a split of a cache, or text packed into a temporary folder."""
     if config.cache is not None:
         reader = CacheReader(config.cache, config.data.split)
-        yield CachedSource(reader, device, vocab_size), reader.manifest
+        yield build_source(reader, device, vocab_size, mode), reader.manifest
         return
     teacher: SplitModel | None = None
     if config.teacher is not None:
@@ -101,9 +102,4 @@ def _source(
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         build_tokens(Path(folder) / "data", config.data, loaded, width, {"validation": config.data.num_sequences})
         reader = CacheReader(Path(folder) / "data", "validation")
-        cached = CachedSource(reader, device, vocab_size)
-        source: Source = cached
-        if teacher is not None:
-            forward = teacher_hidden_states(teacher, device, mode, ())
-            source = OnlineSource(cached, forward, wide_head(teacher), config.data.document_mask)
-        yield source, reader.manifest
+        yield build_source(reader, device, vocab_size, mode, teacher), reader.manifest

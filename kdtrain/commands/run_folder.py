@@ -14,7 +14,7 @@ import platform
 import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -45,10 +45,9 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.loading import ChatTokenizer, generation_of, load_tokenizer
-from kdtrain.models.spec import ModelSpec, paths_of, read_spec
+from kdtrain.models.spec import ModelSpec, paths_of
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.ranks import on_main
-from kdtrain.training.state import read_saved
 
 FREE = {
     "run": {
@@ -90,17 +89,7 @@ _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+")
 _LINKS = ("checkpoints/best", "checkpoints/latest")
 """The links that a run makes."""
 
-LIBRARIES = (
-    "kdtrain",
-    "torch",
-    "transformers",
-    "datasets",
-    "h5py",
-    "hdf5plugin",
-    "numpy",
-    "safetensors",
-    "torchao",
-)
+_LIBRARIES = ["kdtrain", "torch", "transformers", "datasets", "h5py", "hdf5plugin", "numpy", "safetensors", "torchao"]
 
 
 def holds_run(config: DistillConfig) -> bool:
@@ -171,44 +160,20 @@ def restarted(config: DistillConfig) -> bool:
     return launched_by is not None and launched_by == launch()
 
 
-def resuming(config: DistillConfig, restarted: bool) -> DistillConfig:
-    """Return `config`; after a restart by torchrun, one that resumes from the newest checkpoint."""
-    if not restarted:
-        return config
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
-
-
 def launch() -> str | None:
     """Identify this launch of torchrun; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return None if name is None else f"{name} {os.environ.get('MASTER_ADDR')} {os.getppid()}"
 
 
-class RunOptions(TypedDict):
-    """The options of a run that other commands need."""
-
+class _Run(TypedDict):
     student: str
-    cache: NotRequired[str | None]
-
-
-class _Run(RunOptions):
     out: str
+    cache: NotRequired[str | None]
 
 
 class _Config(TypedDict):
     run: _Run
-
-
-class _Libraries(TypedDict):
-    kdtrain: str | None
-
-
-class _Environment(TypedDict):
-    """The entries of environment.json by which kdtrain recognizes its own file."""
-
-    python: str
-    platform: str
-    libraries: _Libraries
 
 
 _recovered: set[Path] = set()
@@ -216,36 +181,24 @@ _recovered: set[Path] = set()
 
 
 def is_run(folder: Path) -> bool:
-    """Whether `folder` was written by `kdtrain distill`."""
-    return options_of(folder) is not None
+    """Whether `folder` was written by `kdtrain distill`.
 
-
-def options_of(folder: Path) -> RunOptions | None:
-    """Return the options of a run; None where `folder` is not a run.
-
-    They are in its config.toml or, where that is lost or unreadable, in the newest valid checkpoint. A config.toml
-    alone does not make a run: it may be the user's own file for `--config`.
+    It then has a config.toml and an environment.json, or a valid checkpoint where these are lost or unreadable. A
+    config.toml alone does not make a run: it may be the user's own file for `--config`.
     """
-    options = reason = None
+    lost = None
     try:
-        options = typed(read_toml(folder / "config.toml"), _Config)["run"]
+        typed(read_toml(folder / "config.toml"), _Config)
     except (OSError, ValueError) as error:
-        reason = "is lost" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-    if options is not None and _is_environment(folder / "environment.json"):
-        return options
-    store = Store(folder / "checkpoints")
-    name = store.newest_valid()[0]
-    if name is None or options is not None:
-        return options if name else None
-    try:
-        saved = typed(read_saved(store.path(name))["options"].get("run"), RunOptions)
-    except ValueError as error:
-        raise RunError(f"{store.path(name)}/state.json is not what a run writes: options.run: {error}") from error
-    if folder.resolve() not in _recovered:
+        lost = "is lost" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+    if lost is None and _is_environment(folder / "environment.json"):
+        return True
+    name = Store(folder / "checkpoints").newest_valid()[0]
+    if name is not None and lost is not None and folder.resolve() not in _recovered:
         _recovered.add(folder.resolve())
-        text = f"{folder / 'config.toml'} {reason}; the options of the run are those in its checkpoint {name}"
+        text = f"{folder / 'config.toml'} {lost}; the options of the run are those in its checkpoint {name}"
         warn_early("lost-config", text)
-    return saved
+    return name is not None
 
 
 def refuse_foreign_files(out: Path) -> None:
@@ -287,17 +240,19 @@ def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-def changes(saved: dict[str, Any], config: DistillConfig, only: str | None = None) -> list[str]:
+def changes(
+    saved: dict[str, Any], config: DistillConfig, only: str | None = None, but: Collection[str] = ()
+) -> list[str]:
     """Describe the deciding options that differ from `saved`; an option that is missing there had its default.
 
-    only: the one section to compare.
+    only: the one section to compare. but: options to leave out.
     """
     return [
         f"--{name.replace('_', '-')} (was {before}, now {value})"
         for section, table in deciding(config).items()
         if only in (None, section)
         for name, value in table.items()
-        if (before := saved.get(section, {}).get(name, _default(section, name))) != value
+        if name not in but and (before := saved.get(section, {}).get(name, _default(section, name))) != value
     ]
 
 
@@ -307,12 +262,14 @@ def _default(section: str, name: str) -> Any:
     return None if default is dataclasses.MISSING else plain(default)
 
 
-def refuse_changes(saved: dict[str, Any], config: DistillConfig, checkpoint: str) -> None:
-    """Refuse to resume from a checkpoint with other deciding options, and name them."""
-    if changed := changes(saved, config):
-        load = f" (with --load {config.out} --override-opt-param-scheduler to start from its weights)"
+def refuse_changes(
+    saved: dict[str, Any], config: DistillConfig, out: Path, checkpoint: str, but: Collection[str] = ()
+) -> None:
+    """Refuse to resume the run in `out` from a checkpoint with other deciding options, and name them."""
+    if changed := changes(saved, config, but=but):
+        load = f" (with --load {out} --override-opt-param-scheduler to start from its weights)"
         raise UsageError(
-            f"{config.out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "
+            f"{out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "
             f"give the same ones, name another --out{load if changes(saved, config, only='optimizer') else ''}, "
             "or use --resume never --overwrite"
         )
@@ -330,7 +287,7 @@ def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
     A file of that name that kdtrain did not write is the user's, and is moved aside.
     """
     versions: dict[str, str | None] = {}
-    for name in LIBRARIES:
+    for name in _LIBRARIES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -357,7 +314,7 @@ def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
 def _is_environment(path: Path) -> bool:
     """Whether `write_description` wrote this environment.json."""
     try:
-        return bool(read_json(path, _Environment))
+        return {"python", "platform", "libraries"} <= read_json(path, dict[str, Any]).keys()
     except (OSError, ValueError):
         return False
 
@@ -371,7 +328,7 @@ def _is_written(path: Path) -> bool:
         return False
 
 
-def write_tokenizer(out: Path, student: ModelSpec, cached: Path, teacher: str | None) -> None:
+def write_tokenizer(out: Path, student: ModelSpec, cached: Path, teacher: ModelSpec | None) -> None:
     """Copy the tokenizer for the export into the run, unless it is there: the cache may be gone by then.
 
     It is the student's own, with the chat template of the one in the folder `cached` if it has none; or the one in
@@ -383,7 +340,7 @@ def write_tokenizer(out: Path, student: ModelSpec, cached: Path, teacher: str | 
         return
     tokenizer = load_tokenizer(cached)
     named = student if student.tokenizer or student.init == "pretrained" else None
-    sources: list[ModelSpec | Path] = [] if teacher is None else [read_spec(teacher)]
+    sources: list[ModelSpec | Path] = [] if teacher is None else [teacher]
     if digest_of(named) == tokenizer_digest(tokenizer):
         own = load_tokenizer(student)
         own.chat_template = own.chat_template or tokenizer.chat_template

@@ -45,7 +45,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from kdtrain.cache.manifest import read_manifest
+from kdtrain.cache.manifest import CacheSettings
 from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
@@ -55,7 +55,6 @@ from kdtrain.models.scratch import configuration, layers_config
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import chunk_rows, weight_chunks
-from kdtrain.precision import backends as formats
 from kdtrain.precision.linear import layers_of
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
@@ -379,48 +378,47 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
     return teacher.weight_bytes * numbers + wide
 
 
-def plan_run(config: DistillConfig, device: torch.device, free: float | None) -> Plan:
+def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> Plan:
     """The plan of a run.
 
-    free: see `free_everywhere`.
+    job: see `job_of`. free: see `free_everywhere`.
 
     Raises:
-        UsageError: it does not fit, or there is no such model or cache.
+        UsageError: it does not fit.
     """
     own = config.parallel
     if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
-    return choose(own, world_size(), online=config.teacher is not None, job=job_of(config, device), free=free)
+    return choose(own, world_size(), online=config.teacher is not None, job=job, free=free)
 
 
-def fitting_micro_batch(config: DistillConfig, device: torch.device, free: float | None) -> int:
-    """The size for `--micro-batch-size auto`: a rank's share of a step, halved until it fits.
+def fitting_micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:
+    """The size for `--micro-batch-size auto`: a rank's share of a step, halved until it fits or is odd.
 
     free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share.
-
-    Raises:
-        UsageError: as `plan_run`, for the smallest size.
     """
-    micro, job = config.batch_size // world_size(), job_of(config, device)
+    micro = config.batch_size // world_size()
     if job is not None and free is not None:
         while micro % 2 == 0 and not _fits(config.parallel, world_size(), replace(job, micro_batch_size=micro), free):
             micro //= 2
-        tried = replace(job, micro_batch_size=micro)
-        choose(config.parallel, world_size(), online=config.teacher is not None, job=tried, free=free)
     return micro
 
 
-def job_of(config: DistillConfig, device: torch.device) -> Job | None:
-    """The sizes of a run; None if a model cannot be measured."""
-    mode = formats.formats_of(config.precision, config.quantization, device).high
-    spec, teacher = read_spec(config.student), None if config.teacher is None else read_spec(config.teacher)
-    settings = None if config.cache is None else read_manifest(config.cache).settings
-    seq_len = config.data.seq_len if settings is None else settings.seq_len
-    size = settings.vocab_size if settings is not None else vocabulary(teacher) if teacher is not None else None
-    if size is None and spec.config is not None and "vocab_size" not in spec.config:
-        size = len(load_tokenizer(spec))
+def job_of(
+    config: DistillConfig,
+    mode: str,
+    device: torch.device,
+    student: ModelSpec,
+    teacher: ModelSpec | None = None,
+    cached: CacheSettings | None = None,
+) -> Job | None:
+    """The sizes of a run in `mode`; None if a model cannot be measured. cached: the settings of its cache, if any."""
+    seq_len = config.data.seq_len if cached is None else cached.seq_len
+    size = cached.vocab_size if cached is not None else vocabulary(teacher) if teacher is not None else None
+    if size is None and student.config is not None and "vocab_size" not in student.config:
+        size = len(load_tokenizer(student))
     how = {"seq_len": seq_len, "mode": mode, "on_gpu": device.type == "cuda"}
-    measured = _footprint(spec, vocab_size=size, trained=True, **how)
+    measured = _footprint(student, vocab_size=size, trained=True, **how)
     asked = None if teacher is None else _footprint(teacher, vocab_size=None, trained=False, **how)
     if measured is None or (teacher is not None and asked is None):
         return None

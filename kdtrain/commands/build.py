@@ -1,0 +1,178 @@
+"""Builds a run by its recipe: student, teacher, temperature, sources, optimizer and guards."""
+
+from typing import Any
+
+import torch
+
+from kdtrain.cache.manifest import check_student, check_tokenizer
+from kdtrain.commands.agreement import agree, weights_digest
+from kdtrain.commands.common import check_fits, compiled_teacher, digest_of, open_teacher
+from kdtrain.commands.recipe import PARTS, Recipe
+from kdtrain.commands.run import Run
+from kdtrain.commands.sources import build_source
+from kdtrain.models.attention import choose_kernel
+from kdtrain.models.head import SplitModel, split
+from kdtrain.models.loading import (
+    architecture,
+    checkpoint_activations,
+    generation_settings,
+    load_student,
+    model_digest,
+)
+from kdtrain.monitor.progress import log
+from kdtrain.objective.loss import DistillationLoss
+from kdtrain.objective.temperature import build_temperature
+from kdtrain.parallel.parallelize import parallelize, shard
+from kdtrain.precision.backends import policy
+from kdtrain.precision.collect import Collector
+from kdtrain.precision.controller import Adaptive, PrecisionController
+from kdtrain.precision.linear import convert
+from kdtrain.precision.modes import compiles_teacher, head_dtype
+from kdtrain.ranks import is_main, raise_on_all_ranks
+from kdtrain.training.schedule import decay_start
+from kdtrain.training.student import HiddenPlan, Student, plan_hidden_loss
+from kdtrain.training.trainer import Trainer
+
+
+def build(recipe: Recipe) -> Run:
+    """Build the run of `recipe`, inside `run_device`; writes nothing.
+
+    Raises:
+        UsageError: cache, student and teacher do not fit together, or differ between ranks.
+    """
+    config, device, plan = recipe.config, recipe.device, recipe.plan
+    with raise_on_all_ranks():
+        teacher, model = _load_teacher(recipe), _load_student(recipe)
+        hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
+        quantised, collector = _quantize(recipe, model), _collector(recipe, model)
+        identity = recipe.identity | _identity(recipe, model, teacher)
+    agree(lambda: {name: identity[name] for name in PARTS} | {"the student's weights": weights_digest(model)})
+    if plan.student == "fsdp":  # before the optimizer, which holds the parameters
+        shard(model, device, dtype=recipe.formats.gathered, shard_size=plan.shard_size)
+    if teacher is not None and plan.teacher == "fsdp":
+        shard(teacher, device, shard_size=plan.shard_size)
+    compiled = compiled_teacher(teacher) if teacher is not None and compiles_teacher(recipe.compiles, device) else None
+    student = _student(recipe, model, hidden)
+    shared = device, student.vocab_size, recipe.formats.high, teacher, compiled
+    trainer = Trainer(
+        config,
+        student,
+        build_source(recipe.readers["train"], *shared, layers=() if hidden is None else hidden.teacher_layers),
+        build_source(recipe.readers["validation"], *shared),
+        total_steps=recipe.total,
+        micro=recipe.micro,
+        seq_len=recipe.manifest.settings.seq_len,
+        has_teacher=recipe.has_teacher,
+        engine=parallelize(student, plan.student, plan.accumulate),
+        adaptive=_adaptive(recipe),
+        collector=collector,
+        identity=identity,
+    )
+    return Run(recipe, trainer, identity, quantised, "" if hidden is None else hidden.describe())
+
+
+def _loading_device(kind: str, device: torch.device) -> torch.device:
+    """Where a model is loaded: a model that is sharded later may be too large for one device."""
+    return torch.device("cpu") if kind == "fsdp" else device
+
+
+def _load_teacher(recipe: Recipe) -> SplitModel | None:
+    if recipe.teacher is None:
+        return None
+    settings = recipe.manifest.settings
+    teacher = open_teacher(recipe.teacher, _loading_device(recipe.plan.teacher, recipe.device), recipe.formats.high)
+    check_fits(teacher, recipe.teacher.name, settings.seq_len, settings.document_mask)
+    return teacher
+
+
+def _load_student(recipe: Recipe) -> SplitModel:
+    """Load the student with fp32 weights, split it into backbone and head, and check it against the cache."""
+    config, spec, manifest = recipe.config, recipe.student, recipe.manifest
+    named = spec.config is None or "vocab_size" in spec.config
+    device, size = _loading_device(recipe.plan.student, recipe.device), None if named else manifest.vocab_size
+    model = load_student(spec, vocab_size=size, seed=config.seed, device=str(device))
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    student = split(model)
+    check_student(manifest, student.vocab_size)
+    check_fits(student, spec.name, manifest.settings.seq_len, manifest.settings.document_mask)
+    with recipe.allowing("tokenizer"):
+        check_tokenizer(manifest, digest_of(spec if spec.tokenizer or spec.init == "pretrained" else None))
+    if not student.fused:
+        log.info("student %s: output head not split off: %s", spec.name, student.reason)
+    return student
+
+
+def _identity(recipe: Recipe, model: SplitModel, teacher: SplitModel | None) -> dict[str, Any]:
+    """What checkpoints belong to, as far as the models say it."""
+    student = {"name": recipe.student.name, "architecture": architecture(model), "attention": recipe.student.attention}
+    digest = None if teacher is None else model_digest(teacher)
+    return {"student": student, "generation": generation_settings(model), "teacher": digest}
+
+
+def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
+    """Make the student's linear layers switchable, if the run quantises; return log lines on that."""
+    formats, options = recipe.formats, recipe.config.precision
+    if formats.choice is None:
+        return formats.lines
+    skip = {"skip_first": options.quant_skip_first, "skip_last": options.quant_skip_last}
+    head = model.model.get_output_embeddings()
+    return *formats.lines, str(convert(model.model, formats.switch, formats.choice.backend, head=head, **skip))
+
+
+def _collector(recipe: Recipe, model: SplitModel) -> Collector | None:
+    options, formats = recipe.config.precision, recipe.formats
+    if (pattern := options.collect_tensors) is None:
+        return None
+    path, dtype = recipe.config.out / "tensors.h5" if is_main() else None, head_dtype(formats.high) or torch.float32
+    every, raw = options.collect_every, options.collect_raw
+    return Collector(path, model.model, pattern, every, formats.recipe, dtype, raw)
+
+
+def _student(recipe: Recipe, model: SplitModel, hidden: HiddenPlan | None) -> Student:
+    """The student and its objective as one module."""
+    settings, formats, objective = recipe.manifest.settings, recipe.formats, recipe.config.objective
+    if not settings.document_mask:
+        shape = (recipe.micro, settings.seq_len, head_dtype(formats.high), recipe.device)
+        if (chosen := choose_kernel(model.model.config, *shape)) is not None:
+            log.info("%s", chosen)
+    low, high = objective.temperature_min, objective.temperature_max
+    temperature = build_temperature(
+        objective.temperature_mode,
+        start=objective.temperature,
+        minimum=objective.temperature if low is None else low,
+        maximum=objective.temperature if high is None else high,
+        end=objective.temperature_end,
+        schedule=objective.temperature_schedule,
+        total_steps=max(recipe.total - 1, 1),  # steps count from 0: step total - 1 is the end of the schedule
+    )
+    return Student(
+        model,
+        DistillationLoss(
+            divergence=objective.divergence,
+            alpha=objective.alpha if recipe.has_teacher else 0.0,
+            tail=objective.tail,
+            temperature=temperature.to(recipe.device),
+        ),
+        vocab_size=min(settings.vocab_size, model.vocab_size),
+        mode=formats.high,
+        document_mask=settings.document_mask,
+        compile=recipe.compiles,
+        compile_mode=recipe.config.precision.torch_compile_mode,
+        by_layer=recipe.plan.student != "single",
+        hidden_loss=None if hidden is None else hidden.loss.to(recipe.device),
+        hidden_weight=objective.hidden_weight,
+        layers=() if hidden is None else hidden.student_layers,
+        switch=formats.switch,
+        quantized=None if formats.choice is None else formats.choice.mode,
+    )
+
+
+def _adaptive(recipe: Recipe) -> Adaptive | None:
+    options, formats = recipe.config.quantization, recipe.formats
+    if formats.choice is None or not options.time_resume:
+        return None
+    schedule = recipe.config.optimizer
+    rules = policy(options, formats.choice.mode, schedule.lr_schedule, decay_start(recipe.total, schedule))
+    forward_only = options.quant_fallback_scope == "forward"
+    return Adaptive(PrecisionController(rules), formats.switch, "high-forward" if forward_only else "high")
