@@ -37,8 +37,7 @@ from kdtrain.training.trainer import Trainer
 def build(recipe: Recipe) -> Run:
     """Build the run of `recipe`, inside `run_device`; writes nothing.
 
-    Raises:
-        UsageError: cache, student and teacher do not fit together, or differ between ranks.
+    UsageError: cache, student and teacher do not fit together, or differ between ranks.
     """
     config, device, plan = recipe.config, recipe.device, recipe.plan
     with raise_on_all_ranks():

@@ -20,9 +20,7 @@ from kdtrain.training.signals import interruptible
 def main(config: DistillConfig) -> int:
     """Train the student of `config` and export it, or try the run out; return 0 when done or gracefully stopped.
 
-    Raises:
-        UsageError: data, cache, student or options do not fit together.
-        RunError: the training failed.
+    UsageError: data, cache, student or options do not fit together. RunError: the training failed.
     """
     trial = sanity.main if config.sanity else dry_run.main if config.dry_run else None
     try:
@@ -45,9 +43,7 @@ def distill(config: DistillConfig) -> dict[str, Any]:
         The contents of result.json: stop_reason, steps, validation losses in nats a token, the exported student's
         folder.
 
-    Raises:
-        UsageError: data, cache, student or options do not fit together.
-        RunError: the training failed, or diverged.
+    UsageError: data, cache, student or options do not fit together. RunError: the training failed, or diverged.
     """
     setup_logging(quiet=not is_main())
     with ExitStack() as stack:

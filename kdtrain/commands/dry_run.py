@@ -33,9 +33,7 @@ from kdtrain.training.validate import validate
 def main(config: DistillConfig) -> int:
     """Print the plan of a run and its estimates, and leave nothing on disk.
 
-    Raises:
-        UsageError: the run is impossible.
-        RunError: a step or the save fails, as it would in the run.
+    UsageError: the run is impossible. RunError: a step or the save fails, as it would in the run.
     """
     setup_logging(quiet=not is_main())
     with trial_run(config) as trial:

@@ -38,9 +38,7 @@ from kdtrain.training.validate import calibration, summary, validate
 def main(config: EvaluateConfig) -> int:
     """Print loss, perplexity, KL, agreement, calibration and acceptance of the student.
 
-    Raises:
-        UsageError: student, teacher and data do not fit together.
-        RunError: the loss is non-finite.
+    UsageError: student, teacher and data do not fit together. RunError: the loss is non-finite.
     """
     setup_logging()
     refuse_many_processes()

@@ -118,8 +118,7 @@ def resolve(given: DistillConfig, device: torch.device, claim: Callable[[Distill
         claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals
             that do not need the folder.
 
-    Raises:
-        UsageError: data, cache, student or options do not fit together.
+    UsageError: data, cache, student or options do not fit together.
     """
     restart = on_main(lambda: restarted(given))
     free = free_everywhere(device, given.parallel.device_memory)
@@ -163,8 +162,7 @@ def resolve(given: DistillConfig, device: torch.device, claim: Callable[[Distill
 def run_device(config: DistillConfig) -> Iterator[torch.device]:
     """Yield the device of a run; while the block runs, torch is set as `--deterministic` and `--tf32` ask.
 
-    Raises:
-        UsageError: this machine does not have the device, or the device has no TF32.
+    UsageError: this machine does not have the device, or the device has no TF32.
     """
     asked, memory = config.precision, cast(Any, torch.utils.deterministic)
     if asked.deterministic:

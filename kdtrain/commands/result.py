@@ -35,8 +35,7 @@ class _OtherResult(TypedDict):
 def write_result(out: Path, result: dict[str, Any], *, trained: bool) -> None:
     """Publish `result` in the folder of a run; one of the same end stays there, unless the run has trained.
 
-    Raises:
-        RunError: the folder cannot be written.
+    RunError: the folder cannot be written.
     """
     before = read_result(out)
     if trained or before is None or (before["stop_reason"], before["step"]) != (result["stop_reason"], result["step"]):

@@ -39,9 +39,8 @@ class Start:
 
         A run with a checkpoint of its own resumes from it and ignores `--load`, which was its start.
 
-        Raises:
-            UsageError: the checkpoint belongs to another student, cache, teacher or other options.
-            RunError: the named checkpoint is damaged.
+        UsageError: the checkpoint belongs to another student, cache, teacher or other options. RunError: the named
+        checkpoint is damaged.
         """
         options = self.recipe.config.checkpoint
         if self.recipe.resumed or options.resume not in ("auto", "never"):

@@ -261,8 +261,7 @@ class Run:
     def write_result(self, result: dict[str, Any]) -> None:
         """Publish result.json, on rank 0. Starting a finished run again keeps its seconds and tokens.
 
-        Raises:
-            RunError: the folder cannot be written.
+        RunError: the folder cannot be written.
         """
         if is_main():
             write_result(self.out, result, trained=self.trainer.tokens > 0)

@@ -95,9 +95,8 @@ _LIBRARIES = ["kdtrain", "torch", "transformers", "datasets", "h5py", "hdf5plugi
 def holds_run(config: DistillConfig) -> bool:
     """Return whether `config.out` holds an earlier run.
 
-    Raises:
-        UsageError: the folder holds something that is not a run, a run that `--resume never` would overwrite, or one
-            that cannot be moved aside, because the command needs what is in it.
+    UsageError: the folder holds something that is not a run, a run that `--resume never` would overwrite, or one that
+    cannot be moved aside, because the command needs what is in it.
     """
     out = config.out
     if out.exists() and not out.is_dir():
@@ -126,8 +125,7 @@ def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
 def claim_folder(config: DistillConfig) -> bool:
     """Return whether to resume an earlier run in `config.out`; with `--resume never` move it aside.
 
-    Raises:
-        UsageError: as `holds_run`, or the user declines.
+    UsageError: as `holds_run`, or the user declines.
     """
     if not holds_run(config):
         return False
@@ -378,9 +376,8 @@ def run_lock(config: DistillConfig) -> Iterator[bool]:
 
     Every rank must enter it; rank 0 claims the folder. A folder that it makes and that stays empty is removed.
 
-    Raises:
-        UsageError: another process trains there, the folder cannot be made, or `claim_folder` refuses it.
-        RunError: the folder is not writable.
+    UsageError: another process trains there, the folder cannot be made, or `claim_folder` refuses it. RunError: the
+    folder is not writable.
     """
 
     def enter() -> bool:

@@ -1,7 +1,7 @@
 """`kdtrain distill --sanity`: the checks that a careful researcher does by hand before a long run, each with a verdict.
 
 `ok`: as expected. `look`: unexpected; docs/monitoring.md says what it may mean. `-`: there is no expectation. The
-limits are rules of thumb; docs/monitoring.md gives the source of each. `commands.probes` measures.
+limits are rules of thumb; docs/monitoring.md gives the source of each. `training.probes` measures.
 """
 
 import math
@@ -18,7 +18,6 @@ from rich.table import Table
 
 from kdtrain.checkpoint import tiers
 from kdtrain.commands.common import literal, show
-from kdtrain.commands.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
 from kdtrain.commands.trial import Trial, trial_run
 from kdtrain.config import DistillConfig
 from kdtrain.data import order
@@ -27,6 +26,7 @@ from kdtrain.models.spec import DTYPES
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.objective.batch import Batch
 from kdtrain.ranks import refuse_many_processes
+from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit
 from kdtrain.training.reporter import gradients_of, initial_loss
 from kdtrain.training.state import load_saved, make_optimizer
 from kdtrain.training.validate import validate
@@ -55,9 +55,7 @@ class Check:
 def main(config: DistillConfig) -> int:
     """Print the table, and leave nothing on disk.
 
-    Raises:
-        UsageError: the run is impossible.
-        RunError: a step fails, as it would in the run.
+    UsageError: the run is impossible. RunError: a step fails, as it would in the run.
     """
     setup_logging()
     if config.cache is None:

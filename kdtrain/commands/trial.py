@@ -9,8 +9,9 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build import build
@@ -24,8 +25,7 @@ from kdtrain.ranks import all_gather_object, on_main, reported
 from kdtrain.training.signals import StopRequest
 
 
-@dataclass(frozen=True)
-class TimedStep:
+class TimedStep(NamedTuple):
     """The time and the numbers of a step."""
 
     seconds: float
@@ -46,8 +46,7 @@ class Trial:
     def timed_steps(self, count: int) -> list[TimedStep]:
         """Take the next steps of the run.
 
-        Raises:
-            RunError: the loss or a gradient is non-finite.
+        RunError: the loss or a gradient is non-finite.
         """
         trainer, taken = self.trainer, list[TimedStep]()
         started = time.perf_counter()
@@ -85,9 +84,8 @@ class Trial:
 
     @property
     def rolling_steps(self) -> set[int]:
-        """The steps with a rolling checkpoint, if no validation after the first is better than those before."""
-        every = self.recipe.config.checkpoint.checkpoint_freq
-        return {*range(0, self.trainer.total + 1, every), self.trainer.total}
+        """The steps with a rolling checkpoint, if each validation is better than those before."""
+        return {*range(0, self.trainer.total, self.recipe.config.checkpoint.checkpoint_freq), *self.validation_steps}
 
     @property
     def epoch_steps(self) -> set[int]:
@@ -103,13 +101,13 @@ class Trial:
             windows = self.trainer.total // options.quant_window_size
             if options.quant_snapshot == "disk":
                 windows += self.trainer.total // options.quant_checkpoint_interval
-        return len(self.epoch_steps | self.rolling_steps | self.validation_steps) + windows
+        return len(self.epoch_steps | self.rolling_steps) + windows
 
     @property
     def checkpoints_kept(self) -> int:
         """Most checkpoints on disk: all tiers full, the best one, and the one in writing."""
         keep, adaptive = self.recipe.config.checkpoint, self.trainer.adaptive
-        rolling = min(keep.keep_rolling, len(self.rolling_steps | self.validation_steps))
+        rolling = min(keep.keep_rolling, len(self.rolling_steps))
         windows = self.recipe.config.quantization.quant_recovery_buffer if adaptive is not None else 0
         return rolling + min(keep.keep_epochs, len(self.epoch_steps)) + keep.keep_special + windows + 2
 
@@ -123,9 +121,8 @@ class Trial:
 def trial_run(config: DistillConfig) -> Iterator[Trial]:
     """Build and open the run of `config`, untrained; all its files are removed when the block ends.
 
-    Raises:
-        UsageError: data, cache, student or options do not fit together, or `--out` holds something that is not a run.
-        RunError: the folder of `--out` cannot be written.
+    UsageError: data, cache, student or options do not fit together, or `--out` holds something that is not a run.
+    RunError: the folder of `--out` cannot be written.
     """
     silent = replace(config.monitor, tensorboard=False, wandb_project=None, wandb_name=None, on_event=None)
     with run_device(config) as device, same_ranks(config, device), trial_folder(config.out) as folder:
