@@ -1,13 +1,11 @@
 """The result of a run: `result.json`, which `distill --json` also prints."""
 
 import contextlib
-import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
-from kdtrain.commands.common import finite
-from kdtrain.files import publish_text, read_json
+from kdtrain.files import read_json
 from kdtrain.monitor.record import events
 
 RESULT = "result.json"
@@ -30,16 +28,6 @@ class _OtherResult(TypedDict):
     student_name: str
     tokens: int
     best_validation_loss: float
-
-
-def write_result(out: Path, result: dict[str, Any], *, trained: bool) -> None:
-    """Publish `result` in the folder of a run; one of the same end stays there, unless the run has trained.
-
-    RunError: the folder cannot be written.
-    """
-    before = read_result(out)
-    if trained or before is None or (before["stop_reason"], before["step"]) != (result["stop_reason"], result["step"]):
-        publish_text(out / RESULT, json.dumps(finite(result), indent=1) + "\n", "trainer.result")
 
 
 def read_result(out: Path) -> Result | None:

@@ -1,5 +1,6 @@
 """A run of the command: a recipe, its trainer, and what surrounds training: logs, metadata, the export, the result."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,13 +10,13 @@ from typing import Any
 
 import torch
 
-from kdtrain.commands.common import show
+from kdtrain.commands.common import finite, show
 from kdtrain.commands.export import student_at
 from kdtrain.commands.recipe import Recipe
-from kdtrain.commands.result import below, best_plain_run, count_warnings, write_result
+from kdtrain.commands.result import RESULT, below, best_plain_run, count_warnings, read_result
 from kdtrain.commands.run_folder import TOKENIZER, launch, used, write_description, write_tokenizer
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
-from kdtrain.files import set_aside
+from kdtrain.files import publish_text, set_aside
 from kdtrain.models.loading import export_lock, export_model, is_export, load_tokenizer, tokenizer_files
 from kdtrain.monitor.progress import end_log, log, setup_logging
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, rank, world_size
@@ -263,8 +264,10 @@ class Run:
 
         RunError: the folder cannot be written.
         """
-        if is_main():
-            write_result(self.out, result, trained=self.trainer.tokens > 0)
+        before, end = read_result(self.out), (result["stop_reason"], result["step"])
+        again = before is not None and (before["stop_reason"], before["step"]) == end
+        if is_main() and (self.trainer.tokens or not again):
+            publish_text(self.out / RESULT, json.dumps(finite(result), indent=1) + "\n", "trainer.result")
 
     def refuse_no_progress(self) -> None:
         """Raise a `RunError` if no validation was better than the first one: the best student is the initial one."""

@@ -95,14 +95,11 @@ _LIBRARIES = ["kdtrain", "torch", "transformers", "datasets", "h5py", "hdf5plugi
 def holds_run(config: DistillConfig) -> bool:
     """Return whether `config.out` holds an earlier run.
 
-    UsageError: the folder holds something that is not a run, a run that `--resume never` would overwrite, or one that
-    cannot be moved aside, because the command needs what is in it.
+    UsageError: it holds something else, a run that `--resume never` would overwrite, or one that cannot be moved aside,
+    because the command needs what is in it.
     """
     out = config.out
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is a file; name a folder")
-    if not is_run(out):
-        refuse_foreign_files(out)
+    if not check_out(out):
         return False
     if config.checkpoint.resume == "never" and not config.checkpoint.overwrite:
         raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
@@ -199,19 +196,21 @@ def is_run(folder: Path) -> bool:
     return name is not None
 
 
-def refuse_foreign_files(out: Path) -> None:
-    """Refuse a folder that holds anything except the files of an attempt that did not become a run."""
-    foreign = sorted(path.name for path in out.iterdir() if not _is_left(path.name)) if out.is_dir() else []
+def check_out(out: Path) -> bool:
+    """Whether `out` holds a run; refuses what is neither that nor left by an attempt that did not become a run."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file; name a folder")
+    if is_run(out):
+        return True
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
     if "data" in foreign and holds_tokens(out / "data"):
         foreign.remove("data")
     if "environment.json" in foreign and _is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:
         raise UsageError(f"--out {out} holds something that is not a run ({foreign[0]}); name another folder")
-
-
-def _is_left(name: str) -> bool:
-    return bool(_LEFT.fullmatch(name) or temporary_of(name))
+    return False
 
 
 def make(out: Path) -> list[Path]:

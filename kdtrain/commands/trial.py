@@ -17,9 +17,9 @@ from kdtrain.commands.agreement import same_ranks
 from kdtrain.commands.build import build
 from kdtrain.commands.recipe import resolve, run_device
 from kdtrain.commands.run import Run
-from kdtrain.commands.run_folder import is_run, refuse_foreign_files
+from kdtrain.commands.run_folder import check_out
 from kdtrain.config import DistillConfig
-from kdtrain.errors import RunError, UsageError, making
+from kdtrain.errors import RunError, making
 from kdtrain.files import hidden_folder
 from kdtrain.ranks import all_gather_object, on_main, reported
 from kdtrain.training.signals import StopRequest
@@ -142,10 +142,7 @@ def trial_folder(out: Path) -> Iterator[Path]:
 
         def make() -> str:
             with making(out):
-                if out.exists() and not out.is_dir():
-                    raise UsageError(f"--out {out} is a file; name a folder")
-                if not is_run(out):
-                    refuse_foreign_files(out)
+                check_out(out)
                 return str(stack.enter_context(hidden_folder(_existing(out.resolve().parent) / f"{out.name}.trial")))
 
         yield Path(on_main(make))
