@@ -71,11 +71,6 @@ class Recipe:
         return self.readers["train"].manifest
 
     @property
-    def folder(self) -> Path:
-        """That of the cache."""
-        return self.readers["train"].folder
-
-    @property
     def has_teacher(self) -> bool:
         """Whether micro-batches have targets; without them the loss is cross-entropy."""
         return self.teacher is not None or self.manifest.codec.kind != "tokens"

@@ -65,7 +65,7 @@ class Run:
     def write_metadata(self) -> None:
         """Write config.toml, environment.json and the tokenizer into the run's folder, and open its log."""
         recipe, config, student = self.recipe, self.recipe.config, self.trainer.student
-        vocabulary = student.model.vocab_size
+        vocabulary, cached = student.model.vocab_size, recipe.readers["train"].folder / "tokenizer"
         metadata = {
             "student": {"name": recipe.student.name, "parameters": self.parameters, "vocab_size": vocabulary},
             "cache": recipe.manifest.digest,
@@ -79,14 +79,14 @@ class Run:
             "launch": launch(),
         }
         on_main(lambda: write_description(config, metadata))
-        on_main(lambda: write_tokenizer(self.out, recipe.student, recipe.folder / "tokenizer", recipe.teacher))
+        on_main(lambda: write_tokenizer(self.out, recipe.student, cached, recipe.teacher))
         of_rank = self.out / f"rank-{rank():05d}.log" if config.parallel.log_all_ranks else None
         setup_logging(self.out / "train.log" if is_main() else of_rank, quiet=not is_main())
 
     def open(self, init: str | None = None) -> None:
         """Open the trainer's logs; `init` is where the student's weights come from, None: as in its spec."""
         recipe = self.recipe
-        tokenizer = load_tokenizer(recipe.folder / "tokenizer")
+        tokenizer = load_tokenizer(recipe.readers["train"].folder / "tokenizer")
         self.trainer.open(tokenizer, init=init or recipe.student.init, samples=recipe.manifest.codec.num_samples)
 
     def end_on_event(self) -> None:
@@ -95,36 +95,22 @@ class Run:
             self.trainer.writers.end_on_event(self.trainer.state.progress.step)
 
     def log_start(self, loaded: Path | None, length: str | None) -> None:
-        """Log what is trained.
-
-        Args:
-            loaded: the checkpoint at which the run starts.
-            length: what changes because the run has another length than before.
-        """
+        """Log what is trained, from which checkpoint, and what changes because of a new length."""
         recipe, trainer, config = self.recipe, self.trainer, self.recipe.config
         trainer.writers.hyperparameters(used(config))
-        log.info(
-            "%s: %s of %s (%s parameters), %d steps of %d x %d tokens, %s on %s",
-            self.out,
-            f"distillation from {recipe.teacher_name}" if recipe.distils else "cross-entropy",
-            recipe.student.name,
-            f"{self.parameters:,}",
-            trainer.total,
-            config.batch_size,
-            recipe.manifest.settings.seq_len,
-            self.mode,
-            trainer.student.device,
-        )
+        kind = f"distillation from {recipe.teacher_name}" if recipe.distils else "cross-entropy"
+        lines = [
+            f"{self.out}: {kind} of {recipe.student.name} ({self.parameters:,} parameters), {trainer.total} steps of "
+            f"{config.batch_size} x {recipe.manifest.settings.seq_len} tokens, {self.mode} on {trainer.student.device}"
+        ]
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
-            log.info("warm-up of %d steps, half of the run, not %d", warmup, config.optimizer.warmup_steps)
+            lines.append(f"warm-up of {warmup} steps, half of the run, not {config.optimizer.warmup_steps}")
         if world_size() > 1:
-            log.info(
-                "%d ranks, %s: each step %d micro-batches of %d sequences on each",
-                *(world_size(), recipe.plan, trainer.micros, trainer.micro),
-            )
+            step = f"each step {trainer.micros} micro-batches of {trainer.micro} sequences on each"
+            lines.append(f"{world_size()} ranks, {recipe.plan}: {step}")
         enabled = "" if trainer.adaptive is None else "[TimeResume] Adaptive quantization training enabled"
         resumed = "" if loaded is None else f"resuming from {loaded}"
-        for line in filter(None, (*self.quantised, enabled, self.hidden, resumed, length)):
+        for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, resumed, length)):
             log.info("%s", line)
         trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step)
 
