@@ -12,10 +12,10 @@ from torch import nn
 
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import Coding
-from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit, remedy
 from kdtrain.config import OptimizerConfig
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit, remedy
 from kdtrain.training.state import make_optimizer
 
 
