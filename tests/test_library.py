@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import kdtrain as kd
 from kdtrain import errors
-from kdtrain.cache.manifest import check_student
+from kdtrain.cache.manifest import refuse_vocabulary
 from kdtrain.config import CheckpointConfig, CodecConfig, DataConfig, MonitorConfig, OptimizerConfig, PrecisionConfig
 from kdtrain.testing import tiny_model
 
@@ -217,7 +217,8 @@ def test_a_batch_of_sequences_from_caches_with_different_codecs_is_refused():
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 def test_a_student_whose_vocabulary_is_too_small_gets_the_sentence_of_the_command(kind):
     with pytest.raises(kd.UsageError) as command:
-        check_student(kd.Cache(GOLDEN.parent / kind).manifest, 250)
+        manifest = kd.Cache(GOLDEN.parent / kind).manifest
+        refuse_vocabulary(250, manifest.vocab_size, manifest.settings.tokenizer_size)
     with pytest.raises(kd.UsageError) as library:
         student_of(250)(**batch_of(kind))
     assert str(library.value) == str(command.value)

@@ -27,8 +27,11 @@ from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import head_dtype
-from kdtrain.training.data import CachedSource, Feed, Source
 from kdtrain.training.signals import StopRequest
+from kdtrain.training.sources.build import build_source
+from kdtrain.training.sources.cache import CachedSource
+from kdtrain.training.sources.feed import Feed
+from kdtrain.training.sources.source import Facts, Source
 from kdtrain.training.state import Progress
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
@@ -37,10 +40,10 @@ from kdtrain.training.trainer import Trainer
 class Held:
     """A source that gives the same batch for ever, which lies on the device: no reading is in a step."""
 
-    overlaps = False
+    overlaps, repeatable = False, True
 
     def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+        self.batch, self.facts = batch, _facts(batch.tokens, None)
 
     def __len__(self) -> int:
         return len(self.batch.tokens)
@@ -53,10 +56,10 @@ class Held:
 class Tokens:
     """A source of tokens that lie on the device, without targets."""
 
-    overlaps = False
+    overlaps, repeatable = False, True
 
     def __init__(self, tokens_nT1: torch.Tensor, device: torch.device, vocab_size: int | None = None) -> None:
-        self.tokens, self.vocab_size = tokens_nT1.to(device), vocab_size
+        self.tokens, self.facts = tokens_nT1.to(device), _facts(tokens_nT1, vocab_size)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -67,6 +70,12 @@ class Tokens:
         if np.array_equal(indices, np.arange(first, last + 1)):
             return held_batch(self.tokens[first : last + 1], None)  # a view: nothing is copied, nobody waits
         return held_batch(self.tokens[torch.as_tensor(indices, device=self.tokens.device)], None)
+
+
+def _facts(tokens_nT1: torch.Tensor, vocab_size: int | None) -> Facts:
+    size = vocab_size or int(tokens_nT1.max()) + 1
+    length = tokens_nT1.shape[1] - 1
+    return Facts(name="tokens", identity="", seq_len=length, vocab_size=size, tokenizer_size=size)
 
 
 def held_batch(tokens_BT1: torch.Tensor, targets: Targets | None) -> Batch:
@@ -207,7 +216,7 @@ def make_cache(folder: Path, rows: list[Any], teacher: Any, codec: CodecSpec, se
     write_cache(folder, settings, {"train": rows}, teacher=teacher, batch_size=batch_size)
 
 
-def cached(folder: Path, device: torch.device) -> CachedSource:
+def cached(folder: Path, device: torch.device) -> Source:
     """The training split of a cache, on the device."""
     reader = CacheReader(folder, "train")
-    return CachedSource(reader, device, reader.manifest.vocab_size)
+    return build_source(CachedSource(reader), device, reader.manifest.vocab_size)

@@ -58,8 +58,8 @@ from kdtrain.models.head import split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.precision.modes import autocast
-from kdtrain.training.sources.source import Source
 from kdtrain.teaching.local import LocalTeacher
+from kdtrain.training.sources.source import Source
 
 CPU = torch.device("cpu")
 

@@ -39,11 +39,12 @@ from kdtrain import cli
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.writer import write_cache
+from kdtrain.config import DistillConfig
 from kdtrain.data.packing import PackedRow
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.parallel import parallelize
-from kdtrain.parallel.memory_plan import Plan, estimated, job_of
+from kdtrain.parallel.memory_plan import Job, Plan, estimated, job_of
 from kdtrain.precision.backends import formats_of
 from kdtrain.teaching.teacher import open_teacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
@@ -163,15 +164,23 @@ def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
     return json.loads(done.stdout)["peak_memory_mb"] * 2**20
 
 
+def _job(config: DistillConfig) -> Job:
+    """The sizes of a run without a cache, on a CPU."""
+    device, length = torch.device("cpu"), config.data.seq_len
+    mode = formats_of(config.precision, config.quantization, device).high
+    sizes: tuple[Any, ...] = ()
+    if config.teacher is not None:
+        teacher = open_teacher(read_spec(config.teacher), device, mode)
+        sizes = teacher.vocab_size, teacher.footprint(length)
+    job = job_of(config, mode, device, read_spec(config.student), length, *sizes)
+    assert job is not None
+    return job
+
+
 def estimate(folder: Folder, name: str, case: Case) -> Plan:
     """The plan of a case in one process, with what it needs."""
-    config, cpu = cli.parse("distill", folder.argv(name, case, cached=False)), torch.device("cpu")
-    teacher = None
-    if config.teacher is not None:
-        mode = formats_of(config.precision, config.quantization, cpu).high
-        teacher = open_teacher(read_spec(config.teacher), cpu, mode).footprint(config.data.seq_len)
-    job = job_of(config, cpu, teacher)
-    assert job is not None
+    config = cli.parse("distill", folder.argv(name, case, cached=False))
+    job = _job(config)
     return estimated(Plan("single", "none" if case.teacher is None else "replicate"), job, 1)
 
 
@@ -255,8 +264,7 @@ def in_ranks(options: tuple[object, ...]) -> Case:
 def estimate_in_ranks(folder: Folder, name: str, world: int = 2) -> Plan:
     """The plan of one of `IN_RANKS`, with what a rank needs."""
     config = cli.parse("distill", folder.argv("ranks", in_ranks(IN_RANKS[name]), cached=False))
-    job = job_of(config, torch.device("cpu"))
-    assert job is not None
+    job = _job(config)
     return estimated(Plan("ddp" if name == "DDP" else "fsdp", "none"), job, world)
 
 

@@ -24,7 +24,7 @@ from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.timing import in_turn, over
 from benchmarks.science import precision
-from kdtrain.commands.dry_run import timed_steps, trial_run
+from kdtrain.commands.trial import trial_run
 from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, QuantizationConfig
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
@@ -97,8 +97,8 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
         monitor=MonitorConfig(tensorboard=False),
     )
     every, found = config.quantization.quant_probe_every, {"probe_every": config.quantization.quant_probe_every}
-    with trial_run(config) as made:
-        run = made.trainer
+    with trial_run(config) as trial:
+        run = trial.trainer
         assert run.adaptive is not None
         warm_up(run, StopRequest())
         for position, name in (("quantized", "quantized"), ("high", "fallback")):
@@ -107,7 +107,7 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
             for number in range(2 * pairs + 4):
                 probing = (number + number // 2) % 2 == 0  # in turns, and each first as often as second
                 run.adaptive.controller.wants_gap = lambda step, probing=probing: probing
-                (with_it if probing else without).append(timed_steps(run, 1)[0].seconds)
+                (with_it if probing else without).append(trial.timed_steps(1)[0].seconds)
             step, probe = (statistics.median(each[2:]) for each in (without, with_it))
             found |= {f"{name}_seconds": step, f"probe_share_{name}": (probe - step) / every / step}
     return found

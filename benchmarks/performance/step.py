@@ -46,7 +46,8 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
-from kdtrain.training.data import OnlineSource, Source
+from kdtrain.training.sources.online import OnlineSource
+from kdtrain.training.sources.source import Source
 
 CPU = torch.device("cpu")
 
@@ -174,7 +175,7 @@ class _Shape:
 
     def _online(self) -> Source:
         model = models.make_teacher(self.sizes.teacher, self.device)
-        return OnlineSource(self.tokens, LocalTeacher.of(model, self.bench.trainer.student.mode))  # type: ignore[arg-type]
+        return OnlineSource(self.tokens, LocalTeacher.of(model, self.bench.trainer.student.mode), self.vocab)
 
     def _copy(self, targets: DenseTargets) -> float | None:
         """Seconds to copy a batch's whole distributions from pinned memory, by a sixteenth of them."""
@@ -290,7 +291,7 @@ def _on_cpu(student: Student, settings: Settings) -> dict[str, Any]:
         "cross-entropy": fixed.steps(tokens),
         "cached": fixed.steps(targets),
         "cached-likelihood": learned.steps(targets),
-        "online": fixed.steps(OnlineSource(tokens, teacher)),
+        "online": fixed.steps(OnlineSource(tokens, teacher, tokens.facts.vocab_size)),
     }
     seconds = in_turn(sides, settings.steps, CPU, warm=2)
     middle = medians(seconds)

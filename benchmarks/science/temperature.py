@@ -33,7 +33,8 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.teaching.teacher import open_teacher
-from kdtrain.training.data import CachedSource, OnlineSource
+from kdtrain.training.sources.build import build_source
+from kdtrain.training.sources.cache import CachedSource
 
 BOUNDS = (2 / 3, 4.0)
 MODES = ("minimize", "adversarial", "likelihood")
@@ -101,8 +102,8 @@ class Logits:
         self.out = out
         teacher = open_teacher(read_spec(TEACHER), CPU, "fp32")
         teacher.load()
-        cached = CachedSource(CacheReader(out / "cache", "validation"), CPU, 2048)
-        online = OnlineSource(cached, teacher)
+        cached = CachedSource(CacheReader(out / "cache", "validation"))
+        online = build_source(cached, CPU, 2048, teacher)
         self.batches = {"cache": cached.read(np.arange(4)), "whole": online.read(np.arange(4))}
 
     def student(self, step: int) -> SplitModel:

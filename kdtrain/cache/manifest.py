@@ -199,8 +199,10 @@ def read_manifest(folder: Path | str) -> Manifest:
     folder = Path(folder)
     path = folder / cache_format.MANIFEST
     if not path.exists():
-        if (folder / cache_format.SETTINGS).exists() or (folder / cache_format.SHARDS).exists():
+        if any((folder / cache_format.SHARDS).glob("*.h5")):
             raise UsageError(f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it")
+        if (folder / cache_format.SETTINGS).exists():
+            raise UsageError(f"the cache {folder} holds no shard yet; run cache-teacher, as its last message says")
         raise UsageError(f"{folder} holds no cache (no {cache_format.MANIFEST}); make one with kdtrain cache-teacher")
     try:
         record = read_sealed(path, MEDIUM)
@@ -275,17 +277,14 @@ def file_problem(path: Path, error: OSError | ValueError, aside: str) -> Problem
     return Problem(f"{path}: {error}", aside)
 
 
-def check_student(manifest: Manifest, vocab_size: int) -> None:
-    """UsageError: the student's vocabulary cannot hold the cache's ids (both sizes named).
-
-    More rows than the teacher's are fine, the trainer ignores them. Fewer are fine while only padding is
-    missing: the tokenizer fits, and the difference is at most 1,024 or 1 % of the teacher's rows.
-    """
-    refuse_vocabulary(vocab_size, manifest.vocab_size, manifest.settings.tokenizer_size)
-
-
 def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:
-    """`check_student`, by the rows of the teacher's head and the entries of its tokenizer."""
+    """UsageError: a student's `vocab_size` logits cannot hold the ids of a cache (both sizes named).
+
+    More rows than the teacher's are fine, the trainer ignores them. Fewer are fine while only padding is missing: the
+    tokenizer fits, and the difference is at most 1,024 or 1 % of the teacher's rows.
+
+    cached: rows of the teacher's output head. used: entries of its tokenizer.
+    """
     if vocab_size >= cached or (vocab_size >= used and cached - vocab_size <= max(1024, cached // 100)):
         return
     raise UsageError(
@@ -294,11 +293,10 @@ def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:
     )
 
 
-def check_tokenizer(manifest: Manifest, digest: str | None) -> None:
-    """UsageError: the digest is not that of the cache's tokenizer (both named); None is not checked."""
-    stated = manifest.settings.tokenizer_digest
-    if None not in (digest, stated) and digest != stated:
+def refuse_tokenizer(digest: str | None, cached: str | None) -> None:
+    """UsageError: the digest of the student's tokenizer is not the cache's (both named); None is not checked."""
+    if None not in (digest, cached) and digest != cached:
         raise UsageError(
-            f"the student has another tokenizer ({str(digest)[:12]}) than the teacher's text ({str(stated)[:12]}): "
+            f"the student has another tokenizer ({str(digest)[:12]}) than the teacher's text ({str(cached)[:12]}): "
             "give the student the teacher's tokenizer"
         )

@@ -47,13 +47,15 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     [2] int64, the rows of the teacher's output head and the entries of its tokenizer, and, where there is a teacher,
     `temperature_range` [2] fp64, the lowest and the highest T at which the cache is right.
 
+    manifest: of this folder, if it is read already.
+
     UsageError: the folder holds no finished cache, the cache has no such split, or a shard of any split is missing or
     has another size than the manifest states.
     """
 
-    def __init__(self, folder: Path | str, split: str) -> None:
+    def __init__(self, folder: Path | str, split: str, manifest: Manifest | None = None) -> None:
         self.folder = Path(folder)
-        self.manifest: Manifest = read_manifest(folder)
+        self.manifest = manifest or read_manifest(folder)
         check_sizes(folder, self.manifest)
         if split not in self.manifest.splits:
             there = ", ".join(self.manifest.splits)
@@ -185,7 +187,7 @@ class Cache:
     def __getitem__(self, split: str) -> "CacheReader":
         """The split `train` or `validation`. UsageError: see `CacheReader`."""
         if split not in self._splits:
-            self._splits[split] = CacheReader(self.folder, split)
+            self._splits[split] = CacheReader(self.folder, split, self.manifest)
         return self._splits[split]
 
     def __iter__(self) -> Iterator[str]:

@@ -34,8 +34,7 @@ _SHOWN = 3
 def same_ranks(config: CacheTeacherConfig | DistillConfig, device: torch.device) -> Iterator[None]:
     """Make the ranks a process group in the block, after a check that all have the same options and code.
 
-    Raises:
-        UsageError: they differ; the message names what differs and on which rank.
+    UsageError: they differ; the message names what differs and on which rank.
     """
     tables = sections(config).values()
     options = {name: value for table in tables for name, value in table.items() if name not in PER_RANK}
@@ -49,8 +48,7 @@ def agree(metadata: Callable[[], Mapping[str, Any]]) -> None:
 
     Every rank must call it. `metadata` may be slow; a single process does not call it.
 
-    Raises:
-        UsageError: on every rank, reported by rank 0: what differs, and on which rank.
+    UsageError: on every rank, reported by rank 0: what differs, and on which rank.
     """
     if world_size() == 1:
         return

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.manifest import Manifest, check_student, check_tokenizer
-from kdtrain.cache.reader import CacheReader
+from kdtrain.cache.manifest import refuse_tokenizer, refuse_vocabulary
+from kdtrain.cache.reader import Cache
 from kdtrain.commands.build_cache import build_tokens
 from kdtrain.commands.export import open_student
 from kdtrain.config import EvaluateConfig
@@ -39,26 +39,25 @@ from kdtrain.training.validate import calibration, summary, validate
 def main(config: EvaluateConfig) -> int:
     """Print loss, perplexity, KL, agreement, calibration and acceptance of the student.
 
-    Raises:
-        UsageError: student, teacher and data do not fit together.
-        RunError: the loss is non-finite.
+    UsageError: student, teacher and data do not fit together. RunError: the loss is non-finite.
     """
     setup_logging()
     refuse_many_processes()
     device = pick_device(config.device)
     mode = pick_mode(config.precision, device)
     student, tokenizer = open_student(config.student, device)
-    with _source(config, tokenizer, device, mode, student.vocab_size) as (source, manifest):
-        check_student(manifest, student.vocab_size)
-        check_fits(student, config.student, manifest.settings.seq_len, manifest.settings.document_mask)
+    with _source(config, tokenizer, device, mode, student.vocab_size) as source:
+        facts = source.facts
+        refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
+        check_fits(student, config.student, facts.seq_len, facts.document_mask)
         if config.cache is not None:
-            check_tokenizer(manifest, digest_of(tokenizer))
+            refuse_tokenizer(digest_of(tokenizer), facts.tokenizer_digest)
         measured = Student(
             student,
             DistillationLoss(),
-            vocab_size=min(manifest.vocab_size, student.vocab_size),
+            vocab_size=min(facts.vocab_size, student.vocab_size),
             mode=mode,
-            document_mask=manifest.settings.document_mask,
+            document_mask=facts.document_mask,
         )
         with bar("evaluate", len(source)) as shown:
 
@@ -81,11 +80,10 @@ def main(config: EvaluateConfig) -> int:
 @contextmanager
 def _source(
     config: EvaluateConfig, tokenizer: Path | str | None, device: torch.device, mode: str, vocab_size: int
-) -> Iterator[tuple[Source, Manifest]]:
+) -> Iterator[Source]:
     """Yield the data to measure on: a split of a cache, or text packed into a temporary folder."""
     if config.cache is not None:
-        reader = CacheReader(config.cache, config.data.split)
-        yield build_source(CachedSource(reader), device, vocab_size), reader.manifest
+        yield build_source(CachedSource(Cache(config.cache)[config.data.split]), device, vocab_size)
         return
     teacher: Teacher | None = None
     if config.teacher is not None:
@@ -103,5 +101,5 @@ def _source(
     width = len(loaded) if teacher is None else teacher.vocab_size
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         build_tokens(Path(folder) / "data", config.data, loaded, width, {"validation": config.data.num_sequences})
-        reader = CacheReader(Path(folder) / "data", "validation")
-        yield build_source(CachedSource(reader), device, vocab_size, teacher), reader.manifest
+        packed = CachedSource(Cache(Path(folder) / "data")["validation"])
+        yield build_source(packed, device, vocab_size, teacher)

@@ -14,7 +14,7 @@ import platform
 import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -43,10 +43,9 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
-from kdtrain.models.spec import ModelSpec, paths_of, read_spec
+from kdtrain.models.spec import ModelSpec, paths_of
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.ranks import on_main
-from kdtrain.training.state import read_saved
 
 FREE = {
     "run": {
@@ -88,31 +87,17 @@ _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+")
 _LINKS = ("checkpoints/best", "checkpoints/latest")
 """The links that a run makes."""
 
-LIBRARIES = (
-    "kdtrain",
-    "torch",
-    "transformers",
-    "datasets",
-    "h5py",
-    "hdf5plugin",
-    "numpy",
-    "safetensors",
-    "torchao",
-)
+_LIBRARIES = ["kdtrain", "torch", "transformers", "datasets", "h5py", "hdf5plugin", "numpy", "safetensors", "torchao"]
 
 
 def holds_run(config: DistillConfig) -> bool:
     """Return whether `config.out` holds an earlier run.
 
-    Raises:
-        UsageError: the folder holds something that is not a run, a run that `--resume never` would overwrite, or one
-            that cannot be moved aside, because the command needs what is in it.
+    UsageError: it holds something else, a run that `--resume never` would overwrite, or one that cannot be moved aside,
+    because the command needs what is in it.
     """
     out = config.out
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is a file; name a folder")
-    if not is_run(out):
-        refuse_foreign_files(out)
+    if not check_out(out):
         return False
     if config.checkpoint.resume == "never" and not config.checkpoint.overwrite:
         raise UsageError(f"--out {out} holds a run; name another folder, or add --overwrite to move it aside")
@@ -135,8 +120,7 @@ def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
 def claim_folder(config: DistillConfig) -> bool:
     """Return whether to resume an earlier run in `config.out`; with `--resume never` move it aside.
 
-    Raises:
-        UsageError: as `holds_run`, or the user declines.
+    UsageError: as `holds_run`, or the user declines.
     """
     if not holds_run(config):
         return False
@@ -169,44 +153,20 @@ def restarted(config: DistillConfig) -> bool:
     return launched_by is not None and launched_by == launch()
 
 
-def resuming(config: DistillConfig, restarted: bool) -> DistillConfig:
-    """Return `config`; after a restart by torchrun, one that resumes from the newest checkpoint."""
-    if not restarted:
-        return config
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
-
-
 def launch() -> str | None:
     """Identify this launch of torchrun; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return None if name is None else f"{name} {os.environ.get('MASTER_ADDR')} {os.getppid()}"
 
 
-class RunOptions(TypedDict):
-    """The options of a run that other commands need."""
-
+class _Run(TypedDict):
     student: str
-    cache: NotRequired[str | None]
-
-
-class _Run(RunOptions):
     out: str
+    cache: NotRequired[str | None]
 
 
 class _Config(TypedDict):
     run: _Run
-
-
-class _Libraries(TypedDict):
-    kdtrain: str | None
-
-
-class _Environment(TypedDict):
-    """The entries of environment.json by which kdtrain recognizes its own file."""
-
-    python: str
-    platform: str
-    libraries: _Libraries
 
 
 _recovered: set[Path] = set()
@@ -214,51 +174,41 @@ _recovered: set[Path] = set()
 
 
 def is_run(folder: Path) -> bool:
-    """Whether `folder` was written by `kdtrain distill`."""
-    return options_of(folder) is not None
+    """Whether `folder` was written by `kdtrain distill`.
 
-
-def options_of(folder: Path) -> RunOptions | None:
-    """Return the options of a run; None where `folder` is not a run.
-
-    They are in its config.toml or, where that is lost or unreadable, in the newest valid checkpoint. A config.toml
-    alone does not make a run: it may be the user's own file for `--config`.
+    It then has a config.toml and an environment.json, or a valid checkpoint where these are lost or unreadable. A
+    config.toml alone does not make a run: it may be the user's own file for `--config`.
     """
-    options = reason = None
+    lost = None
     try:
-        options = typed(read_toml(folder / "config.toml"), _Config)["run"]
+        typed(read_toml(folder / "config.toml"), _Config)
     except (OSError, ValueError) as error:
-        reason = "is lost" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-    if options is not None and _is_environment(folder / "environment.json"):
-        return options
-    store = Store(folder / "checkpoints")
-    name = store.newest_valid()[0]
-    if name is None or options is not None:
-        return options if name else None
-    try:
-        saved = typed(read_saved(store.path(name))["options"].get("run"), RunOptions)
-    except ValueError as error:
-        raise RunError(f"{store.path(name)}/state.json is not what a run writes: options.run: {error}") from error
-    if folder.resolve() not in _recovered:
+        lost = "is lost" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+    if lost is None and _is_environment(folder / "environment.json"):
+        return True
+    name = Store(folder / "checkpoints").newest_valid()[0]
+    if name is not None and lost is not None and folder.resolve() not in _recovered:
         _recovered.add(folder.resolve())
-        text = f"{folder / 'config.toml'} {reason}; the options of the run are those in its checkpoint {name}"
+        text = f"{folder / 'config.toml'} {lost}; the options of the run are those in its checkpoint {name}"
         warn_early("lost-config", text)
-    return saved
+    return name is not None
 
 
-def refuse_foreign_files(out: Path) -> None:
-    """Refuse a folder that holds anything except the files of an attempt that did not become a run."""
-    foreign = sorted(path.name for path in out.iterdir() if not _is_left(path.name)) if out.is_dir() else []
+def check_out(out: Path) -> bool:
+    """Whether `out` holds a run; refuses what is neither that nor left by an attempt that did not become a run."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file; name a folder")
+    if is_run(out):
+        return True
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
     if "data" in foreign and holds_tokens(out / "data"):
         foreign.remove("data")
     if "environment.json" in foreign and _is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:
         raise UsageError(f"--out {out} holds something that is not a run ({foreign[0]}); name another folder")
-
-
-def _is_left(name: str) -> bool:
-    return bool(_LEFT.fullmatch(name) or temporary_of(name))
+    return False
 
 
 def make(out: Path) -> list[Path]:
@@ -285,17 +235,19 @@ def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-def changes(saved: dict[str, Any], config: DistillConfig, only: str | None = None) -> list[str]:
+def changes(
+    saved: dict[str, Any], config: DistillConfig, only: str | None = None, but: Collection[str] = ()
+) -> list[str]:
     """Describe the deciding options that differ from `saved`; an option that is missing there had its default.
 
-    only: the one section to compare.
+    only: the one section to compare. but: options to leave out.
     """
     return [
         f"--{name.replace('_', '-')} (was {before}, now {value})"
         for section, table in deciding(config).items()
         if only in (None, section)
         for name, value in table.items()
-        if (before := saved.get(section, {}).get(name, _default(section, name))) != value
+        if name not in but and (before := saved.get(section, {}).get(name, _default(section, name))) != value
     ]
 
 
@@ -305,12 +257,14 @@ def _default(section: str, name: str) -> Any:
     return None if default is dataclasses.MISSING else plain(default)
 
 
-def refuse_changes(saved: dict[str, Any], config: DistillConfig, checkpoint: str) -> None:
-    """Refuse to resume from a checkpoint with other deciding options, and name them."""
-    if changed := changes(saved, config):
-        load = f" (with --load {config.out} --override-opt-param-scheduler to start from its weights)"
+def refuse_changes(
+    saved: dict[str, Any], config: DistillConfig, out: Path, checkpoint: str, but: Collection[str] = ()
+) -> None:
+    """Refuse to resume the run in `out` from a checkpoint with other deciding options, and name them."""
+    if changed := changes(saved, config, but=but):
+        load = f" (with --load {out} --override-opt-param-scheduler to start from its weights)"
         raise UsageError(
-            f"{config.out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "
+            f"{out} holds a run with other options: {', '.join(changed)} (in {checkpoint}); "
             f"give the same ones, name another --out{load if changes(saved, config, only='optimizer') else ''}, "
             "or use --resume never --overwrite"
         )
@@ -328,7 +282,7 @@ def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
     A file of that name that kdtrain did not write is the user's, and is moved aside.
     """
     versions: dict[str, str | None] = {}
-    for name in LIBRARIES:
+    for name in _LIBRARIES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -355,7 +309,7 @@ def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
 def _is_environment(path: Path) -> bool:
     """Whether `write_description` wrote this environment.json."""
     try:
-        return bool(read_json(path, _Environment))
+        return {"python", "platform", "libraries"} <= read_json(path, dict[str, Any]).keys()
     except (OSError, ValueError):
         return False
 
@@ -369,19 +323,19 @@ def _is_written(path: Path) -> bool:
         return False
 
 
-def write_tokenizer(out: Path, student: ModelSpec, cached: Path, teacher: str | None) -> None:
+def write_tokenizer(out: Path, student: ModelSpec, cached: Path | None, teacher: ModelSpec | None) -> None:
     """Copy the tokenizer for the export into the run, unless it is there: the cache may be gone by then.
 
-    It is the student's own, with the chat template of the one in the folder `cached` if it has none; or the one in
-    `cached` if the student has no tokenizer, or another one than its training tokens. The generation settings of a chat
-    model are copied with it: the student's, the online `teacher`'s, or those in `cached`.
+    Without `cached` there is none. It is the student's own, with the chat template of the one in the folder `cached` if
+    it has none; or the one in `cached` if the student has no tokenizer, or another one than its training tokens. The
+    generation settings of a chat model are copied with it: the student's, the online `teacher`'s, or those in `cached`.
     """
     target = out / TOKENIZER
-    if target.is_dir():
+    if target.is_dir() or cached is None:
         return
     tokenizer = load_tokenizer(cached)
     named = student if student.tokenizer or student.init == "pretrained" else None
-    sources: list[ModelSpec | Path] = [] if teacher is None else [read_spec(teacher)]
+    sources: list[ModelSpec | Path] = [] if teacher is None else [teacher]
     if digest_of(named) == tokenizer_digest(tokenizer):
         own = load_tokenizer(student)
         own.chat_template = own.chat_template or tokenizer.chat_template
@@ -419,9 +373,8 @@ def run_lock(config: DistillConfig) -> Iterator[bool]:
 
     Every rank must enter it; rank 0 claims the folder. A folder that it makes and that stays empty is removed.
 
-    Raises:
-        UsageError: another process trains there, the folder cannot be made, or `claim_folder` refuses it.
-        RunError: the folder is not writable.
+    UsageError: another process trains there, the folder cannot be made, or `claim_folder` refuses it. RunError: the
+    folder is not writable.
     """
 
     def enter() -> bool:

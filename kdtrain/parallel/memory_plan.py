@@ -45,7 +45,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from kdtrain.cache.manifest import read_manifest
 from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
@@ -55,7 +54,6 @@ from kdtrain.models.scratch import configuration, layers_config
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import chunk_rows, weight_chunks
-from kdtrain.precision import backends as formats
 from kdtrain.precision.linear import layers_of
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
@@ -379,53 +377,49 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
     return teacher.weight_bytes * numbers + wide
 
 
-def plan_run(
-    config: DistillConfig, device: torch.device, free: float | None, teacher: ModelFootprint | None = None
-) -> Plan:
+def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> Plan:
     """The plan of a run.
 
-    free: see `free_everywhere`. teacher: of an online teacher.
+    job: see `job_of`. free: see `free_everywhere`.
 
     Raises:
-        UsageError: it does not fit, or there is no such model or cache.
+        UsageError: it does not fit.
     """
     own = config.parallel
     if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
-    return choose(own, world_size(), online=config.teacher is not None, job=job_of(config, device, teacher), free=free)
+    return choose(own, world_size(), online=config.teacher is not None, job=job, free=free)
 
 
-def fitting_micro_batch(
-    config: DistillConfig, device: torch.device, free: float | None, teacher: ModelFootprint | None = None
-) -> int:
-    """The size for `--micro-batch-size auto`: a rank's share of a step, halved until it fits.
+def fitting_micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:
+    """The size for `--micro-batch-size auto`: a rank's share of a step, halved until it fits or is odd.
 
-    free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share. teacher: of an
-    online teacher.
-
-    Raises:
-        UsageError: as `plan_run`, for the smallest size.
+    free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share.
     """
-    micro, job = config.batch_size // world_size(), job_of(config, device, teacher)
+    micro = config.batch_size // world_size()
     if job is not None and free is not None:
         while micro % 2 == 0 and not _fits(config.parallel, world_size(), replace(job, micro_batch_size=micro), free):
             micro //= 2
-        tried = replace(job, micro_batch_size=micro)
-        choose(config.parallel, world_size(), online=config.teacher is not None, job=tried, free=free)
     return micro
 
 
-def job_of(config: DistillConfig, device: torch.device, teacher: ModelFootprint | None = None) -> Job | None:
-    """The sizes of a run; None if the student or an online teacher cannot be measured."""
-    mode = formats.formats_of(config.precision, config.quantization, device).high
-    spec = read_spec(config.student)
-    settings = None if config.cache is None else read_manifest(config.cache).settings
-    seq_len = config.data.seq_len if settings is None else settings.seq_len
-    size = settings.vocab_size if settings is not None else teacher.vocabulary if teacher is not None else None
-    if size is None and spec.config is not None and "vocab_size" not in spec.config:
-        size = len(load_tokenizer(spec))
-    how = {"seq_len": seq_len, "mode": mode, "on_gpu": device.type == "cuda"}
-    measured = footprint_of(spec, vocab_size=size, trained=True, **how)
+def job_of(
+    config: DistillConfig,
+    mode: str,
+    device: torch.device,
+    student: ModelSpec,
+    seq_len: int,
+    vocab_size: int | None = None,
+    teacher: ModelFootprint | None = None,
+) -> Job | None:
+    """The sizes of a run in `mode`; None if the student or an online teacher cannot be measured.
+
+    vocab_size: of the data, for a student whose spec names none; None: that of the student's tokenizer.
+    """
+    if vocab_size is None and student.config is not None and "vocab_size" not in student.config:
+        vocab_size = len(load_tokenizer(student))
+    on_gpu = device.type == "cuda"
+    measured = footprint_of(student, vocab_size=vocab_size, trained=True, seq_len=seq_len, mode=mode, on_gpu=on_gpu)
     if measured is None or (config.teacher is not None and teacher is None):
         return None
     narrow, quantization = head_dtype(mode), config.quantization

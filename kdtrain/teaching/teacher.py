@@ -87,9 +87,10 @@ class Teacher:
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
         """Its memory in a forward of sequences of `seq_len`, before it is loaded; None if it cannot be estimated."""
-        who = {"name": self.name, "vocabulary": self.vocab_size, "tied": False}
-        none = dict.fromkeys(("parameters", "layers", "in_layers", "width", "kept", "kept_by_checkpoints"), 0)
-        return ModelFootprint(**who, **none)
+        nothing: dict[str, Any] = dict.fromkeys(
+            ("parameters", "layers", "in_layers", "width", "kept", "kept_by_checkpoints"), 0
+        )
+        return ModelFootprint(name=self.name, vocabulary=self.vocab_size, tied=False, **nothing)
 
     def load(self, sharded: bool = False) -> None:
         """Load its weights; `sharded`: `prepare` will shard them. UsageError: they cannot be loaded."""

@@ -14,9 +14,9 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import (
     CacheSettings,
     Manifest,
-    check_student,
-    check_tokenizer,
     read_manifest,
+    refuse_tokenizer,
+    refuse_vocabulary,
 )
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.verify import repair, verify_cache
@@ -221,20 +221,20 @@ def test_a_padded_vocabulary_fits_and_a_smaller_one_is_refused(
 ) -> None:
     manifest = _manifest(sound, cached, used)
     if fits:
-        check_student(manifest, student)
+        refuse_vocabulary(student, manifest.vocab_size, manifest.settings.tokenizer_size)
         return
     with pytest.raises(UsageError, match=f"vocabulary of {student}, the cache one of {cached}"):
-        check_student(manifest, student)
+        refuse_vocabulary(student, manifest.vocab_size, manifest.settings.tokenizer_size)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path, sound: Path) -> None:
     manifest = read_manifest(sound)
     stated = CacheSettings(**{**vars(manifest.settings), "tokenizer_digest": tokenizer_digest(_tokenizer())})
     manifest = type(manifest)(**{**vars(manifest), "settings": stated})
-    check_tokenizer(manifest, tokenizer_digest(_tokenizer()))
-    check_tokenizer(manifest, None)
+    refuse_tokenizer(tokenizer_digest(_tokenizer()), manifest.settings.tokenizer_digest)
+    refuse_tokenizer(None, manifest.settings.tokenizer_digest)
     with pytest.raises(UsageError, match="another tokenizer"):
-        check_tokenizer(manifest, tokenizer_digest(_tokenizer("z")))
+        refuse_tokenizer(tokenizer_digest(_tokenizer("z")), manifest.settings.tokenizer_digest)
 
 
 def test_a_tokenizer_has_one_digest_in_a_folder_loaded_and_used(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from kdtrain.commands.dry_run import _folder
+from kdtrain.commands.trial import trial_folder
 from kdtrain.ranks import is_main, process_group, rank
 
 with process_group(torch.device("cpu"), timeout=300.0):
-    with _folder(Path(sys.argv[1])) as folder:
+    with trial_folder(Path(sys.argv[1])) as folder:
         time.sleep(0.5 * rank())
         assert folder.is_dir(), "rank 0 did not wait"
     assert not (is_main() and folder.exists())

@@ -8,7 +8,8 @@ import torch
 
 from kdtrain import cli
 from kdtrain.cache.reader import Cache
-from kdtrain.commands import build_run
+from kdtrain.commands import build
+from kdtrain.commands.recipe import resolve
 from kdtrain.precision.modes import compiles_teacher
 from kdtrain.teaching import local
 
@@ -58,7 +59,8 @@ def test_an_online_teacher_is_compiled_with_its_student_and_answers_the_same(wor
     for option in ("--compile", "--no-compile"):
         graphs.clear()
         words = [str(word) for word in (*run[1:], option, "--out", f"run{option}", "--batch-size", 8)]
-        source = build_run.build_run(cli.parse("distill", words), resuming=False).trainer.train_source
+        recipe = resolve(cli.parse("distill", words), torch.device("cpu"), claim=lambda used: False)
+        source = build.build(recipe).trainer.train_source
         hidden[option] = source.read(np.arange(8)).targets.hidden
         assert len(graphs) == (option == "--compile"), option
     assert torch.equal(*hidden.values())

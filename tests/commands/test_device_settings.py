@@ -7,33 +7,39 @@ import pytest
 import torch
 
 from kdtrain import cli
-from kdtrain.commands import build_run, distill
+from kdtrain.commands import build, distill, recipe
 from kdtrain.precision import modes
 
 RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-size", "8", "--precision", "fp32")
+
+
+def built(*options):
+    """The run of these options, which has not started."""
+    config = cli.parse("distill", [*RUN, *options])
+    return build.build(recipe.resolve(config, torch.device("cpu"), claim=lambda used: False))
 
 
 @pytest.mark.parametrize("option, mode", [("max-autotune", "max-autotune-no-cudagraphs"), ("reduce-overhead",) * 2])
 def test_max_autotune_compiles_without_cuda_graphs(workbench, monkeypatch, option, mode):
     told = []
     monkeypatch.setattr(torch, "compile", lambda model, **options: told.append(options["mode"]) or model)
-    monkeypatch.setattr(build_run, "why_not_compile", lambda device: None)
-    build_run.build_run(cli.parse("distill", [*RUN, "--compile-mode", option]), resuming=False)
+    monkeypatch.setattr(recipe, "why_not_compile", lambda device: None)
+    built("--compile-mode", option)
     assert told == [mode]
 
 
 def test_a_run_times_the_kernels_of_attention_in_its_own_shape_and_logs_the_choice(workbench, monkeypatch, caplog):
     asked = []
     caplog.set_level("INFO")
-    monkeypatch.setattr(build_run, "choose_kernel", lambda config, *shape: asked.append(shape) or "attention by cuDNN")
-    built = build_run.build_run(cli.parse("distill", [*RUN, "--precision", "bf16"]), resuming=False)
-    assert asked == [(8, built.manifest.settings.seq_len, torch.bfloat16, torch.device("cpu"))]
+    monkeypatch.setattr(build, "choose_kernel", lambda config, *shape: asked.append(shape) or "attention by cuDNN")
+    run = built("--precision", "bf16")
+    assert asked == [(8, run.recipe.manifest.settings.seq_len, torch.bfloat16, torch.device("cpu"))]
     assert "attention by cuDNN" in caplog.messages
 
 
 @pytest.mark.parametrize("planned", [False, True], ids=["asked for", "planned"])
 def test_cuda_graphs_are_refused_where_a_step_has_several_micro_batches(workbench, monkeypatch, planned):
-    monkeypatch.setattr(build_run, "fitting_micro_batch", lambda config, device, free: 4)
+    monkeypatch.setattr(recipe, "fitting_micro_batch", lambda config, job, free: 4)
     size = "auto" if planned else 4
     before = workbench.everything()
     code, _, err = workbench.call("distill", *RUN, "--compile-mode", "reduce-overhead", "--micro-batch-size", size)
@@ -52,30 +58,28 @@ def settings():
 
 
 def test_deterministic_sets_cublas_before_a_device_is_looked_for_and_torch_for_the_run_alone(workbench, monkeypatch):
-    pick, build, found = build_run.pick_device, distill.build_run, []
+    pick, resolve, found = recipe.pick_device, distill.resolve, []
 
     def look(name):
         found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         return pick(name)
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(build_run, "pick_device", look)
-    monkeypatch.setattr(distill, "build_run", lambda *run: found.append(settings()) or build(*run))
+    monkeypatch.setattr(recipe, "pick_device", look)
+    monkeypatch.setattr(distill, "resolve", lambda *run, **how: found.append(settings()) or resolve(*run, **how))
     before = settings()
     options = ("distill", *RUN[:4], *workbench.plain, "--steps", 1, "--deterministic", "--out")
     assert workbench.call(*options, "repeatable")[0] == 0
     assert found[:2] == [":4096:8", (True, True, False)] and settings() == before == (False, False, True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     assert workbench.call(*options, "dry", "--dry-run")[0] == 0
-    assert found[-2] == ":16:8"  # of the user
+    assert found[-1] == ":16:8"  # of the user
 
 
 def test_tf32_is_set_for_the_run_alone_and_recorded(workbench, monkeypatch):
-    monkeypatch.setattr(build_run, "why_not_tf32", lambda device: None)
-    build, found = distill.build_run, []
-    monkeypatch.setattr(
-        distill, "build_run", lambda *run: found.append(torch.get_float32_matmul_precision()) or build(*run)
-    )
+    monkeypatch.setattr(recipe, "why_not_tf32", lambda device: None)
+    make, found = distill.build, []
+    monkeypatch.setattr(distill, "build", lambda run: found.append(torch.get_float32_matmul_precision()) or make(run))
     before = torch.get_float32_matmul_precision()
     for more, out in (("--tf32", "rounded"), ("--no-tf32", "exact")):
         options = ("distill", *RUN[:4], *workbench.plain, "--steps", 1, more, "--out", out)

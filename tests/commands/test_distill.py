@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kdtrain import faults, files
-from kdtrain.commands import distill
+from kdtrain.commands import run
+from kdtrain.commands.run import Run
 from kdtrain.commands.run_folder import LOCK, run_lock
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, UsageError
@@ -46,15 +47,15 @@ def test_a_second_launch_into_a_folder_is_refused_by_one_line_and_leaves_the_fir
         assert workbench.everything() == before
 
 
-@pytest.mark.parametrize("name", ["_export", "write_result"])
+@pytest.mark.parametrize("name", ["export", "write_result"])
 def test_the_folder_is_locked_until_the_student_and_the_result_are_written(workbench, command, monkeypatch, name):
-    held, write = [], getattr(distill, name)
+    held, write = [], getattr(Run, name)
 
-    def watched(trainer, *rest):
-        held.append((trainer.config.out / LOCK).exists())
-        write(trainer, *rest)
+    def watched(run, *rest):
+        held.append((run.out / LOCK).exists())
+        write(run, *rest)
 
-    monkeypatch.setattr(distill, name, watched)
+    monkeypatch.setattr(Run, name, watched)
     assert workbench.call(*command, "--cache", "cache", "--out", f"locked-{name}")[0] == 0
     assert held == [True]
 
@@ -187,10 +188,10 @@ def test_a_student_with_a_non_finite_loss_fails(workbench):
 
 
 def test_a_run_that_cannot_export_at_its_end_failed_while_running_and_says_why(workbench, command, monkeypatch):
-    def taken(trainer):
+    def taken(run):
         raise UsageError("another process is exporting to runs/student")
 
-    monkeypatch.setattr(distill, "_export", taken)
+    monkeypatch.setattr(Run, "export", taken)
     code, said = line(workbench.call(*command, "--cache", "cache", "--out", "no-export"))
     result = json.loads((workbench.root / "no-export/result.json").read_text())
     last = json.loads((workbench.root / "no-export/events.jsonl").read_text().splitlines()[-1])
@@ -204,18 +205,15 @@ def test_a_run_that_cannot_export_at_its_end_failed_while_running_and_says_why(w
 def test_a_lost_rank_is_named_in_the_logs_as_on_stderr_even_if_the_log_is_full(tmp_path, monkeypatch):
     told = []
     writers = SimpleNamespace(event=lambda kind, step, level, **more: told.append((kind, level, more["message"])))
-    trainer = SimpleNamespace(
-        writers=writers,
-        config=SimpleNamespace(out=tmp_path, json=False),
-        state=SimpleNamespace(progress=SimpleNamespace(step=3)),
-    )
+    trainer = SimpleNamespace(writers=writers, state=SimpleNamespace(progress=SimpleNamespace(step=3)))
+    lost = Run(SimpleNamespace(config=SimpleNamespace(out=tmp_path, json=False)), trainer, {})
 
     def full(text):
         raise OSError(errno.ENOSPC, "No space left on device", "train.log")
 
-    monkeypatch.setattr(distill, "end_log", full)
-    monkeypatch.setattr(distill, "run_result", lambda trainer, reason, error: {"error": error})
-    monkeypatch.setattr(distill, "write_result", lambda trainer, result: told.append(result["error"]))
-    with pytest.raises(RunError, match="rank 0 lost another rank") as ended, distill._result_of_failure(trainer):
+    monkeypatch.setattr(run, "end_log", full)
+    monkeypatch.setattr(Run, "result", lambda run, reason, error: {"error": error})
+    monkeypatch.setattr(Run, "write_result", lambda run, result: told.append(result["error"]))
+    with pytest.raises(RunError, match="rank 0 lost another rank") as ended, lost.recording_failure():
         raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")
     assert told == [("failure", "error", str(ended.value)), str(ended.value)]

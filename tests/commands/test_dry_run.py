@@ -25,10 +25,10 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(workbench):
     assert plan["batch"] == "8 x 32 tokens, 4 micro-batches of 2"
     assert plan["sequences"] == {"train": 40, "validation": 8}
     assert (plan["epochs"], plan["tokens"]) == (20.0, 100 * 8 * 32)
-    assert plan["checkpoints"] == 20  # at the end of an epoch, every 5 steps; 30, 60, 90 and 100 are among these
+    assert plan["checkpoints"] == 21  # at step 0, and every 5 steps an epoch ends; all others are among these
     assert plan["validations"] == 4  # 0, 40, 80, 100
     assert "the last 20 steps down to 1e-06" in plan["learning rate"]
-    parts = {"first step": 1, "a step": 99, "a validation": 4, "of it training stands still": 20}
+    parts = {"first step": 1, "a step": 99, "a validation": 4, "training paused for it": 21}
     total = sum(number * plan["seconds"][part] for part, number in parts.items())
     assert plan["estimated_hours"] * 3600 == pytest.approx(total, abs=0.3)  # what rounding takes
     assert sum(plan["shares of the time"].values()) == pytest.approx(1.0, abs=1e-3)

@@ -4,11 +4,19 @@ import pytest
 import torch
 
 from kdtrain import cli
+from kdtrain.cache.manifest import read_manifest
 from kdtrain.errors import UsageError
+from kdtrain.models.spec import read_spec
 from kdtrain.parallel import memory_plan
 from kdtrain.parallel.memory_plan import USABLE
 
 STUDENT = ("--student", "student.toml")
+
+
+def job(config):
+    """The sizes of the run of a cache in fp32."""
+    cached = read_manifest(config.cache).settings
+    return memory_plan.job_of(config, "fp32", torch.device("cpu"), read_spec(config.student), None, cached)
 
 
 @pytest.fixture
@@ -57,14 +65,14 @@ def test_a_model_that_cannot_be_measured_is_planned_without_numbers(workbench, m
 
     monkeypatch.setattr(memory_plan, "model_footprint", needs_numbers)
     config = cli.parse("distill", ["--cache", "cache", *STUDENT, "--out", "x"])
-    assert memory_plan.plan_run(config, torch.device("cpu"), free=1e6).needs == {}
+    assert job(config) is None and memory_plan.plan_run(config, None, free=1e6).needs == {}
 
 
 @pytest.mark.parametrize("option", [("--parallel", "fsdp"), ("--shard-size", "1"), ()])
 def test_a_plan_that_needs_several_processes_is_refused_in_one(workbench, caplog, option):
     caplog.set_level("INFO", "kdtrain")
     config = cli.parse("distill", ["--cache", "cache", *STUDENT, "--out", "x", *option])
-    assert memory_plan.plan_run(config, torch.device("cpu"), free=None).student == "single"
+    assert memory_plan.plan_run(config, job(config), free=None).student == "single"
     assert ("are for torchrun" in caplog.text) == bool(option)
 
 
@@ -79,16 +87,19 @@ def test_the_ranks_of_a_node_share_what_its_cpu_has(monkeypatch):
 
 def test_the_automatic_micro_batch_is_the_largest_that_the_plan_finds_room_for(workbench):
     words = ["--cache", "cache", *STUDENT, "--out", "x", "--batch-size", "12", "--micro-batch-size"]
-    cpu, needs = torch.device("cpu"), {}
+    needs = {}
     for micro in (12, 6, 3):
-        needs[micro] = memory_plan.plan_run(cli.parse("distill", [*words, str(micro)]), cpu, None).total
+        given = cli.parse("distill", [*words, str(micro)])
+        needs[micro] = memory_plan.plan_run(given, job(given), None).total
     assert needs[12] > needs[6] > needs[3]
     config = cli.parse("distill", [*words, "auto"])
     for micro in (12, 6, 3):
-        assert memory_plan.fitting_micro_batch(config, cpu, free=needs[micro] / USABLE * 1.001) == micro
-    assert memory_plan.fitting_micro_batch(config, cpu, free=None) == 12
+        assert memory_plan.fitting_micro_batch(config, job(config), free=needs[micro] / USABLE * 1.001) == micro
+    assert memory_plan.fitting_micro_batch(config, job(config), free=None) == 12
+    free = needs[3] / USABLE * 0.99
+    assert memory_plan.fitting_micro_batch(config, job(config), free) == 3
     with pytest.raises(UsageError, match="are free"):
-        memory_plan.fitting_micro_batch(config, cpu, free=needs[3] / USABLE * 0.99)
+        memory_plan.plan_run(given, job(given), free)
 
 
 def test_a_run_takes_the_automatic_micro_batch_and_says_so_in_its_result(workbench):

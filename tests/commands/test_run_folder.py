@@ -21,7 +21,6 @@ from kdtrain.commands.run_folder import (
     make,
     refuse_changes,
     restarted,
-    resuming,
     to_toml,
     write_description,
 )
@@ -208,7 +207,6 @@ def test_a_restart_by_torchrun_resumes_its_own_run_and_no_other(tmp_path, monkey
     assert not restarted(config)  # the first try
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert restarted(config)
-    assert resuming(config, True).checkpoint.resume == "auto" and resuming(config, False) == config
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
     assert not restarted(config)
     assert not restarted(config_of(tmp_path / "none", checkpoint=never()))
@@ -237,10 +235,10 @@ def test_every_option_that_is_free_to_change_exists():
 
 def test_an_option_that_decides_the_result_may_not_change_and_is_named():
     saved = json.loads(json.dumps(deciding(config_of("o"))))
-    refuse_changes(saved, config_of("elsewhere", steps=9, micro_batch_size=4), "step-00000004")
+    refuse_changes(saved, config_of("elsewhere", steps=9, micro_batch_size=4), Path("o"), "step-00000004")
     changed = config_of("o", optimizer=OptimizerConfig(lr=0.5), objective=ObjectiveConfig(alpha=0.25), seed=3)
     with pytest.raises(UsageError) as caught:
-        refuse_changes(saved, changed, "step-00000004")
+        refuse_changes(saved, changed, Path("o"), "step-00000004")
     message = str(caught.value)
     assert "--lr (was 0.0003, now 0.5)" in message
     assert "--alpha (was 0.9, now 0.25)" in message
@@ -251,9 +249,9 @@ def test_an_option_that_decides_the_result_may_not_change_and_is_named():
 def test_an_option_that_the_checkpoint_does_not_know_had_its_default():
     saved = deciding(config_of("o"))
     del saved["optimizer"]["clip"]
-    refuse_changes(saved, config_of("o"), "step-00000004")
+    refuse_changes(saved, config_of("o"), Path("o"), "step-00000004")
     with pytest.raises(UsageError, match=r"--clip \(was 1.0, now 2.0\)"):
-        refuse_changes(saved, config_of("o", optimizer=OptimizerConfig(clip=2.0)), "step-00000004")
+        refuse_changes(saved, config_of("o", optimizer=OptimizerConfig(clip=2.0)), Path("o"), "step-00000004")
 
 
 def test_the_written_configuration_is_read_back_by_the_command(tmp_path):

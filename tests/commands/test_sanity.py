@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from kdtrain.commands import sanity
+from kdtrain.commands.trial import Trial
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 from kdtrain.training.state import TrainState
 
@@ -19,8 +20,8 @@ FAST = ("--lr", 1e-2)
 @pytest.fixture(autouse=True)
 def quick_to_read(monkeypatch):
     """Whether a tiny student is trained in less time than its batch is read in is up to the machine."""
-    seconds = sanity._reading_seconds
-    monkeypatch.setattr(sanity, "_reading_seconds", lambda run, step: min(0.0, seconds(run, step)))
+    seconds = sanity.Checks._reading_seconds
+    monkeypatch.setattr(sanity.Checks, "_reading_seconds", lambda checks, step: min(0.0, seconds(checks, step)))
 
 
 def checked(workbench, *options):
@@ -113,8 +114,8 @@ def test_the_time_of_an_online_teacher_is_reported(workbench, monkeypatch):
 
 def test_a_slow_reader_and_a_full_disk_get_the_verdict_look(workbench, monkeypatch):
     monkeypatch.setattr(sanity, "STEPS", 1)
-    monkeypatch.setattr(sanity, "_reading_seconds", lambda run, step: 1e6)
-    monkeypatch.setattr(sanity, "checkpoints_kept", lambda run: 10**12)
+    monkeypatch.setattr(sanity.Checks, "_reading_seconds", lambda checks, step: 1e6)
+    monkeypatch.setattr(Trial, "checkpoints_kept", 10**12)
     monkeypatch.setattr(sanity, "graph_breaks", lambda step, batch: ["model.py:7: a reason"])
     checks = checked(workbench, "--cache", "cache", "--student", "student.toml")
     assert verdicts(checks)["loader"] == verdicts(checks)["disk"] == "look"

@@ -12,9 +12,10 @@ import torch
 from wrap_script import Counted
 
 from kdtrain import cli
-from kdtrain.commands import build_run as module
-from kdtrain.commands import dry_run
-from kdtrain.commands.dry_run import timed_steps
+from kdtrain.commands import recipe as module
+from kdtrain.commands.build import build
+from kdtrain.commands.dry_run import gigabytes_sent
+from kdtrain.commands.trial import Trial
 from kdtrain.parallel.parallelize import fsdp
 from kdtrain.precision.backends import formats_of
 from kdtrain.precision.linear import layers_of
@@ -52,10 +53,11 @@ def main() -> None:
     for kind, formats, gathered in (("ddp", formats_of, 0), ("fsdp", formats_of, 4), ("fsdp", as_hardware, 2)):
         with mock.patch.object(module, "formats_of", formats):
             options = [*OPTIONS, "--out", f"{kind}-{gathered}", "--parallel", kind]
-            built = module.build_run(cli.parse("distill", options), resuming=False)
+            config = cli.parse("distill", options)
+            built = build(module.resolve(config, torch.device("cpu"), claim=lambda used: False))
         built.open()
         with Counted() as seen:
-            losses[gathered] = torch.tensor([each.numbers["loss"] for each in timed_steps(built.trainer, 3)])
+            losses[gathered] = torch.tensor([each.numbers["loss"] for each in Trial(built, Path()).timed_steps(3)])
         assert built.trainer.student.present_mode == "mxfp8"
         if kind == "fsdp":
             student = built.trainer.student.model
@@ -66,7 +68,7 @@ def main() -> None:
             assert sum(seen.calls["allgather_base"]) == expected.all_gather, (gathered, seen.calls, expected)
         if (kind, formats) == ("fsdp", formats_of):  # what --dry-run says of a step
             step = fsdp(layers, root, sharing=2, micro_batches=built.trainer.micros, gathered=gathered)
-            assert dry_run._sent(built.trainer, built.plan) == step.sent(2) / 1e9
+            assert gigabytes_sent(student, built.recipe, built.trainer.micros) == step.sent(2) / 1e9
     assert torch.allclose(losses[4], losses[0], rtol=1e-5), losses
     assert torch.allclose(losses[2], losses[0], rtol=1e-2), losses
     assert losses[0][0] - losses[0][2] > 0.1, losses  # it learns

@@ -12,10 +12,10 @@ from torch import nn
 
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import Coding
-from kdtrain.commands.sanity import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit, remedy
 from kdtrain.config import OptimizerConfig
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.training.probes import correlation, dead_units, entropy_floor, graph_breaks, kd_at, overfit, remedy
 from kdtrain.training.state import make_optimizer
 
 
@@ -159,7 +159,6 @@ def test_the_distillation_term_and_its_gradient_agree_at_every_temperature(works
 
 
 def test_a_gradient_that_forgot_the_factor_of_the_loss_is_seen(workshop, monkeypatch):
-    from kdtrain.commands import sanity
     from kdtrain.training.student import Student
 
     whole = Student.forward
@@ -171,7 +170,7 @@ def test_a_gradient_that_forgot_the_factor_of_the_loss_is_seen(workshop, monkeyp
 
     monkeypatch.setattr(Student, "forward", forgetful)
     with workshop.run() as run:
-        assert sanity.kd_at(run.student, first(run), 2.0).slope == pytest.approx(4.0, rel=0.02)
+        assert kd_at(run.student, first(run), 2.0).slope == pytest.approx(4.0, rel=0.02)
 
 
 def test_probing_leaves_the_settings_of_the_step_as_they_were(workshop):

@@ -110,7 +110,7 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
     teacher = Table(ModelSpec(name="table", source="."), torch.device("cpu"), "fp32")
     tokens.facts = replace(tokens.facts, document_mask=document_mask)
     source = OnlineSource(tokens, teacher, 300, layers=(1,))
-    assert source.facts.teacher == "table" and source.facts.targets == "dense"
+    assert source.facts.teacher == {"spec": "table"} and source.facts.targets == "dense"
     batch, plain = source.read(np.array([4, 1])), tokens.read(np.array([4, 1]))
     assert torch.equal(batch.tokens, plain.tokens)
     assert torch.equal(asked[0][0], plain.tokens[:, :-1])

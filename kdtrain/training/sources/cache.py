@@ -31,7 +31,7 @@ class CachedSource:
             top_k=codec.top_k,
             num_samples=codec.num_samples,
             **({} if span is None else {"temperature_range": (span["min"], span["max"])}),
-            teacher=(settings.teacher or {}).get("spec"),
+            teacher=settings.teacher or {},
         )
 
     def __len__(self) -> int:
@@ -45,6 +45,6 @@ class CachedSource:
 @register_source("cache")
 def open_cache(request: SourceRequest) -> CachedSource:
     """A cache, or the packed tokens of --data."""
-    if request.folder is None:
+    if request.cache is None:
         raise UsageError("--source cache needs --cache FOLDER or --data SOURCE")
-    return CachedSource(CacheReader(request.folder, request.split))
+    return CachedSource(request.cache[request.split])

@@ -25,7 +25,12 @@ class OnlineSource:
         self.tokens, self.teacher, self.vocab_size, self.layers = tokens, teacher, vocab_size, layers
         self.repeatable = tokens.repeatable
         self.facts = dataclasses.replace(
-            tokens.facts, targets="dense", top_k=0, num_samples=0, temperature_range=(0.25, 20.0), teacher=teacher.name
+            tokens.facts,
+            targets="dense",
+            top_k=0,
+            num_samples=0,
+            temperature_range=(0.25, 20.0),
+            teacher={"spec": teacher.name},
         )
 
     def __len__(self) -> int:

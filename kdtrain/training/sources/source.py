@@ -5,13 +5,14 @@ student's device, is checked against its vocabulary, and gets targets from an on
 Nothing after that knows where a batch came from.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from kdtrain.cache.reader import Cache
 from kdtrain.config.choices import SOURCES
 from kdtrain.objective.batch import Batch
 
@@ -44,8 +45,8 @@ class Facts:
     """Samples of the rest, for sparse targets."""
     temperature_range: tuple[float, float] = (0.25, 20.0)
     """The lowest and the highest T at which the targets are right."""
-    teacher: str | None = None
-    """The name of the teacher that made the targets."""
+    teacher: Mapping[str, Any] = field(default_factory=dict)
+    """Of the teacher that made the targets: `spec`, its name, and where they are known `weights_digest` and `dtype`."""
 
 
 class Source(Protocol):
@@ -70,8 +71,8 @@ class SourceRequest:
 
     split: str
     """train or validation."""
-    folder: Path | None
-    """The cache: of a teacher, or of the packed tokens of `--data`. None where neither is given."""
+    cache: Cache | None
+    """A teacher's, or that of the packed tokens of `--data`. None where neither is given."""
     seed: int
     """The run's."""
 

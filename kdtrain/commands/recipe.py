@@ -1,0 +1,282 @@
+"""What a run is, resolved once from its options before a model is loaded.
+
+`resolve` reads each spec and the manifest of the cache once, chooses number formats, micro-batch and memory plan, fills
+in the bounds of T, and refuses what cannot work before the folder of the run is touched. A run without a cache then
+packs its text once into a cache of bare tokens in its own folder: all runs read in the same way and the same order, in
+constant memory, and a resumed run does not tokenize again.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from kdtrain.cache.reader import Cache
+from kdtrain.commands.build_cache import build_tokens, holds_tokens
+from kdtrain.commands.run_folder import deciding, restarted
+from kdtrain.config import DistillConfig, ObjectiveConfig
+from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, MAXIMIZES, TEMPERATURES
+from kdtrain.errors import UsageError
+from kdtrain.files import set_aside
+from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.monitor.loggers import require_wandb
+from kdtrain.monitor.progress import log, warn_early
+from kdtrain.objective.divergence import refuse
+from kdtrain.parallel.memory_plan import Job, Plan, fitting_micro_batch, free_everywhere, job_of, plan_run
+from kdtrain.precision.backends import Formats, formats_of
+from kdtrain.precision.modes import why_not_compile, why_not_tf32
+from kdtrain.ranks import on_main, pick_device, raise_on_all_ranks, reported, world_size
+from kdtrain.teaching.teacher import Teacher, open_teacher
+from kdtrain.training.schedule import total_steps
+from kdtrain.training.sources.build import open_source
+from kdtrain.training.sources.source import Facts, Source, SourceRequest
+
+LEARNED_RANGE = (2 / 3, 4.0)
+"""Default bounds of a learnable T: far above them T^2 KL rises again without limit."""
+PARTS = ("cache", "student", "teacher")
+"""What checkpoints belong to besides the options, and ranks compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that a run is before anything is built."""
+
+    given: DistillConfig
+    """The options as given."""
+    config: DistillConfig
+    """The options as used: with bounds of T, and `--resume auto` where torchrun has restarted the run."""
+    device: torch.device
+    resumed: bool
+    """Whether `config.out` already holds this run."""
+    student: ModelSpec
+    teacher: Teacher | None
+    """The online teacher, opened and not loaded."""
+    sources: dict[str, Source]
+    """The splits train and validation."""
+    formats: Formats
+    plan: Plan
+    micro: int
+    """Sequences in one forward of a rank."""
+    total: int
+    """Planned optimizer steps."""
+    compiles: bool
+
+    @property
+    def facts(self) -> Facts:
+        """Those of the data."""
+        return self.sources["train"].facts
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether micro-batches have targets; without them the loss is cross-entropy."""
+        return self.teacher is not None or self.facts.targets != "none"
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss has a divergence."""
+        return self.has_teacher and self.config.objective.distils
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint belongs to, as far as it is known before the models are loaded."""
+        return {"cache": self.facts.identity, "options": deciding(self.config)}
+
+    @property
+    def teacher_name(self) -> str | None:
+        """The spec of the teacher, online or of the cache; None without one."""
+        return self.config.teacher or self.facts.teacher.get("spec")
+
+    @contextmanager
+    def allowing(self, name: str) -> Iterator[None]:
+        """Turn a refusal inside into a warning with `--allow-mismatch NAME`, and mention that option without it."""
+        try:
+            yield
+        except UsageError as error:
+            if name in self.config.allow_mismatch:
+                warn_early("mismatch", f"--allow-mismatch {name}: {error}")
+            elif name in ("tokenizer", "cache"):
+                raise UsageError(f"{error}; or add --allow-mismatch {name}") from None
+            else:
+                raise
+
+
+def resolve(given: DistillConfig, device: torch.device, claim: Callable[[DistillConfig], bool]) -> Recipe:
+    """Resolve the options of a run, inside `run_device`; writes nothing except the tokens of `--data`.
+
+    Args:
+        given: the options.
+        device: that of `run_device`.
+        claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals
+            that do not need the folder.
+
+    UsageError: data, cache, student or options do not fit together.
+    """
+    restart = on_main(lambda: restarted(given))
+    free = free_everywhere(device, given.parallel.device_memory)
+    with raise_on_all_ranks():
+        require_wandb(given.monitor.wandb_project)
+        student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
+        teacher = None if given.teacher is None else open_teacher(read_spec(given.teacher), device, formats.high)
+        sources = {} if given.data.data is not None else _open(given, given.cache)
+        facts = sources["train"].facts if sources else None
+        seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
+        asked = None if teacher is None else teacher.footprint(seq_len)
+        size = teacher.vocab_size if size is None and teacher is not None else size
+        job = job_of(given, formats.high, device, student, seq_len, size, asked)
+        micro = _micro_batch(given, job, free)
+        plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
+        config = replace(
+            given,
+            objective=_with_bounds(given.objective, facts, teacher is not None),
+            checkpoint=replace(given.checkpoint, resume="auto") if restart else given.checkpoint,
+        )
+        compiles = _compiles(config, device)
+    resumed = claim(config)
+    if not sources:
+        folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))
+        with raise_on_all_ranks():
+            sources = _open(given, Path(folder))
+    return Recipe(
+        given=given,
+        config=config,
+        device=device,
+        resumed=resumed,
+        student=student,
+        teacher=teacher,
+        sources=sources,
+        formats=formats,
+        plan=plan,
+        micro=micro,
+        total=total_steps(config, len(sources["train"])),
+        compiles=compiles,
+    )
+
+
+@contextmanager
+def run_device(config: DistillConfig) -> Iterator[torch.device]:
+    """Yield the device of a run; while the block runs, torch is set as `--deterministic` and `--tf32` ask.
+
+    UsageError: this machine does not have the device, or the device has no TF32.
+    """
+    asked, memory = config.precision, cast(Any, torch.utils.deterministic)
+    if asked.deterministic:
+        # cuBLAS is deterministic only with this, and reads it once: it must be there before the first call of CUDA
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = pick_device(config.device)
+    if asked.tf32 and (why := why_not_tf32(device)) is not None:
+        error = UsageError(f"--tf32 cannot be used on {device}: {why}; leave it out")
+        raise error if device.type == "cuda" else reported(error)
+    with ExitStack() as before:
+        if asked.deterministic:
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            enabled = torch.are_deterministic_algorithms_enabled()
+            before.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
+            before.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)
+            torch.use_deterministic_algorithms(True)  # also makes inductor choose kernels without timing them
+            memory.fill_uninitialized_memory = False  # it would fill each new tensor, and nothing reads that
+        if asked.tf32:
+            before.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            # not `torch.backends.cuda.matmul.fp32_precision`, under which inductor fails
+            torch.set_float32_matmul_precision("high")
+        yield device
+
+
+def _open(config: DistillConfig, folder: Path | None) -> dict[str, Source]:
+    cache = None if folder is None else Cache(folder)
+    requests = (SourceRequest(split=split, cache=cache, seed=config.seed) for split in ("train", "validation"))
+    return {request.split: open_source(config.source, request) for request in requests}
+
+
+def _micro_batch(config: DistillConfig, job: Job | None, free: float | None) -> int:
+    """The sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
+    ranks, batch, micro = world_size(), config.batch_size, config.micro_batch_given
+    if (size := config.parallel.shard_size) is not None and ranks % size:
+        raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")
+    if batch % (ranks * (micro or 1)):
+        by = f" x --micro-batch-size {micro}" if micro else ""
+        raise UsageError(f"--batch-size {batch} is not a multiple of {ranks} ranks{by}; choose one that is")
+    if config.micro_batch_size == "auto":
+        micro = fitting_micro_batch(config, job, free)
+    micro = micro or batch // ranks
+    if config.precision.compile_mode == "reduce-overhead" and batch > ranks * micro:
+        raise UsageError(
+            "--compile-mode reduce-overhead replays CUDA graphs, which would overwrite the gradients that the "
+            f"{batch // (ranks * micro)} micro-batches of a step add up; use --compile-mode max-autotune or default, "
+            f"or --micro-batch-size {batch // ranks}"
+        )
+    return micro
+
+
+def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) -> ObjectiveConfig:
+    """Return `objective` with default bounds of T; refuse what the targets are not good for.
+
+    facts: of the data, if they are known; None for text that is not packed yet.
+    """
+    taught = facts is not None and facts.targets != "none"
+    least, most = (0.25, 20.0) if facts is None else facts.temperature_range
+    low = objective.temperature_min or max(least, LEARNED_RANGE[0])
+    high = objective.temperature_max or min(most, LEARNED_RANGE[1])
+    used = [objective.temperature]
+    used += [objective.temperature_end] if objective.temperature_mode == "schedule" else []
+    learnable = objective.learns_temperature
+    used += [low, high] if learnable else []
+    counts_only = facts is not None and facts.targets == "sparse" and not facts.top_k
+    more = ", or build a cache with --top-k, which serves others" if counts_only else ""
+    if taught and not all(least <= each <= most for each in used):
+        raise UsageError(
+            f"temperatures {sorted(set(used))} leave the cache's range of {least:.3g} to {most:.3g}; "
+            f"choose --temperature, --temperature-end, --temperature-min and --temperature-max inside{more}"
+        )
+    if learnable and least == most:
+        raise UsageError(
+            f"--temperature-mode {objective.temperature_mode} needs more than one T, and the cache is valid at T = "
+            f"{least:g} only; use --temperature-mode fixed{more}"
+        )
+    if learnable and not low < objective.temperature < high:
+        raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
+    if objective.distils and (online or taught):
+        dense = facts is None or online or facts.targets == "dense"
+        top_k, samples = (0, 0) if facts is None else (facts.top_k, facts.num_samples)
+        refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples, dense=dense)
+        grows = dense and DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
+        if grows and TEMPERATURES.has(objective.temperature_mode, MAXIMIZES):
+            raise UsageError(
+                f"--temperature-mode {objective.temperature_mode} cannot be used with --divergence "
+                f"{objective.divergence} over whole distributions, whose loss grows with T without limit; use "
+                "--temperature-mode fixed, another --divergence, or a sparse cache"
+            )
+    if low == high:
+        return objective  # the cache is valid at one T only, which is fixed: there are no bounds
+    return replace(objective, temperature_min=low, temperature_max=high)
+
+
+def _compiles(config: DistillConfig, device: torch.device) -> bool:
+    if not config.precision.compile:
+        return False
+    if config.guards.nan_hooks == "always":
+        log.info("not compiled: --nan-hooks always needs the modules, which a compiled graph does not have")
+        return False
+    reason = why_not_compile(device)
+    if reason is not None:
+        log.info("not compiled: %s; the run is slower, with the same result to rounding", reason)
+    return reason is None
+
+
+def _tokens(config: DistillConfig, student: ModelSpec, teacher: Teacher | None, resumed: bool) -> Path:
+    """Build the run's own cache of bare tokens with the teacher's tokenizer, or without a teacher the student's."""
+    tokenizer = load_tokenizer(student) if teacher is None else teacher.tokenizer
+    width = len(tokenizer) if teacher is None else teacher.vocab_size
+    folder = config.out / "data"
+    try:
+        build_tokens(folder, config.data, tokenizer, width)
+    except UsageError:
+        if resumed or not holds_tokens(folder):
+            raise
+        set_aside(config.out, folder.name, "left")  # the tokens of an earlier attempt with other options
+        build_tokens(folder, config.data, tokenizer, width)
+    return folder

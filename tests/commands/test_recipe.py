@@ -1,0 +1,89 @@
+"""A run is resolved once from its options, and resumed by what they mean, not by how they are spelt."""
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kdtrain import cli, commands
+from kdtrain.cache import manifest
+from kdtrain.commands.build import build
+from kdtrain.commands.recipe import resolve
+from kdtrain.models import spec
+
+STUDENT = ("--student", "student.toml")
+
+
+def test_each_spec_and_the_manifest_are_read_once_in_a_run(workbench, monkeypatch):
+    read, toml, sealed = [], spec.read_toml, manifest.read_sealed
+    monkeypatch.setattr(spec, "read_toml", lambda path: read.append(path.name) or toml(path))
+    monkeypatch.setattr(manifest, "read_sealed", lambda path, *limit: read.append(path.name) or sealed(path, *limit))
+    workbench.json("distill", "--cache", "cache", *STUDENT, *workbench.plain, "--steps", 1, "--out", "once")
+    assert sorted(read) == ["manifest.json", "student.toml"]
+
+
+def test_a_recipe_cannot_be_changed_and_its_options_are_those_of_the_trainer(workbench):
+    config = cli.parse("distill", ["--cache", "cache", *STUDENT, "--out", "x", "--batch-size", "8"])
+    claimed = []
+    recipe = resolve(config, torch.device("cpu"), claim=lambda used: bool(claimed.append(used)))
+    assert recipe.given is config and claimed == [recipe.config] and not recipe.resumed
+    assert config.objective.temperature_min is None and recipe.config.objective.temperature_min is not None
+    assert build(recipe).trainer.config is recipe.config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.config = config
+
+
+def test_after_a_run_is_resolved_nothing_replaces_its_options_or_hands_its_trainer_around():
+    for path in Path(commands.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        assert [each.name for each in functions if each.args.args and each.args.args[0].arg == "trainer"] == [], path
+        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        if path.stem in ("build", "distill", "run", "resume", "run_folder"):
+            assert not called & {"replace", "dataclasses.replace"}, path
+
+
+def test_what_a_cache_cannot_do_is_refused_before_an_earlier_run_is_moved_aside(workbench):
+    options = ("distill", "--cache", "cache", *STUDENT, *workbench.plain, "--steps", 1, "--out", "precious")
+    workbench.json(*options)
+    before = workbench.everything()
+    code, _, err = workbench.call(*options, "--temperature", 500, "--resume", "never", "--overwrite")
+    assert code == 2 and "leave the cache's range" in err
+    assert workbench.everything() == before
+
+
+def test_another_spelling_of_the_same_cache_and_student_resumes(workbench):
+    options = ("distill", *workbench.plain, "--out", "spelt")
+    workbench.json(*options, "--cache", "cache", *STUDENT, "--steps", 1)
+    (workbench.root / "linked").symlink_to("cache")
+    for steps, cache in enumerate(("./cache", workbench.root / "cache", "linked"), 2):
+        student = ("--student", workbench.root / "student.toml")
+        assert workbench.json(*options, "--cache", cache, *student, "--steps", steps)["step"] == steps
+    events = [json.loads(line) for line in (workbench.root / "spelt/events.jsonl").read_text().splitlines()]
+    assert sum(each["event"] == "resume" for each in events) == 3
+
+
+def test_another_cache_is_refused_by_its_name_alone_and_allowed_under_any_name(workbench):
+    build = ("cache-teacher", "--teacher", "teacher", "--num-sequences", 40, *workbench.text, "--precision", "fp32")
+    workbench.json(*build, "--out", "other", "--top-k", 12, "--num-samples", 4, "--seed", 3)
+    workbench.json(*build, "--out", "narrow", "--num-samples", 4)  # good at T = 1 only, so it has other bounds
+    run = ("distill", *STUDENT, *workbench.plain, "--out", "begun")
+    workbench.json(*run, "--cache", "other", "--steps", 1)
+    for more in ((), ("--dry-run",)):
+        code, _, err = workbench.call(*run, "--cache", "narrow", "--steps", 2, *more)
+        line = err.splitlines()[-1]
+        assert code == 2 and "--cache (was other, now narrow) (in step-00000001)" in line
+        assert "--temperature-m" not in line
+    code, _, err = workbench.call(*run, "--cache", "narrow", "--steps", 2, "--allow-mismatch", "cache")
+    assert code == 0 and "was trained with another cache" in err
+
+
+def test_a_build_that_was_refused_is_not_called_unfinished(workbench):
+    (workbench.root / "few.txt").write_text("".join(f"{n}\n" for n in range(9)))
+    build = ("cache-teacher", "--teacher", "teacher", "--data", "few.txt", "--seq-len", 100, "--out", "refused")
+    assert "give no whole sequence" in workbench.call(*build)[2]
+    code, _, err = workbench.call("distill", "--cache", "refused", *STUDENT, "--out", "x")
+    assert code == 2 and "refused holds no shard yet" in err and "finish it" not in err
