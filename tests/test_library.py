@@ -216,8 +216,8 @@ def test_a_batch_of_sequences_from_caches_with_different_codecs_is_refused():
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 def test_a_student_whose_vocabulary_is_too_small_gets_the_sentence_of_the_command(kind):
+    manifest = kd.Cache(GOLDEN.parent / kind).manifest
     with pytest.raises(kd.UsageError) as command:
-        manifest = kd.Cache(GOLDEN.parent / kind).manifest
         refuse_vocabulary(250, manifest.vocab_size, manifest.settings.tokenizer_size)
     with pytest.raises(kd.UsageError) as library:
         student_of(250)(**batch_of(kind))
