@@ -17,13 +17,13 @@ Shapes: T positions, K entries.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kdtrain.data.corpus import readable, refuse_decoded
+from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.files import LARGE, parse_json
 
@@ -33,26 +33,12 @@ _NUMBERS = 2**24
 _COLUMNS = ("tokens", "top_ids", "top_logprobs")
 
 
-@dataclass(frozen=True)
-class LogprobRow:
-    """A packed row with the log-probabilities of its labels."""
+def logprob_rows(path: Path, split: str, seq_len: int, entries: int) -> Iterator[PackedRow]:
+    """The rows of `split` (train or validation) with `entries` entries a position, as lists of the server in `kept`.
 
-    tokens: np.ndarray
-    """int32 [T+1]."""
-    loss_mask: np.ndarray
-    """bool [T]; false where the server gave none."""
-    segments: np.ndarray
-    """int32 [T]; number of the record within the row."""
-    top_ids: np.ndarray
-    """int64 [T, K], most likely first; 0 .. K-1 where the server gave none."""
-    top_logprobs: np.ndarray
-    """float64 [T, K]; NaN where the server gave none."""
-    label_logprob: np.ndarray
-    """float64 [T]; NaN where the label is in no list."""
-
-
-def logprob_rows(path: Path, split: str, seq_len: int, entries: int) -> Iterator[LogprobRow]:
-    """The rows of `split` (train or validation) with `entries` entries a position.
+    These are top_ids int64 [T, K], most likely first (0 .. K-1 where the server gave none), top_logprobs float64 [T, K]
+    (NaN where it gave none), and label_logprob float64 [T] (NaN where the label is in no list). The loss mask is false
+    where the server gave none.
 
     UsageError: names the file, the line and the fault.
     """
@@ -139,13 +125,15 @@ def _top(ids: Any, logprobs: Any, token: int, at: str, entries: int) -> tuple[An
     return ids_K[order], logprobs_K[order], float(own[0]) if len(own) else np.nan
 
 
-def _row(stream: list[tuple[Any, ...]], entries: int) -> LogprobRow:
+def _row(stream: list[tuple[Any, ...]], entries: int) -> PackedRow:
     labels = stream[1:]
-    return LogprobRow(
-        tokens=np.array([each[0] for each in stream], np.int32),
-        loss_mask=np.array([each[2] is not None for each in labels]),
-        segments=np.cumsum([False, *(each[1] for each in stream[1:-1])], dtype=np.int32),
-        top_ids=np.stack([np.arange(entries) if each[2] is None else each[2] for each in labels]),
-        top_logprobs=np.stack([np.full(entries, np.nan) if each[3] is None else each[3] for each in labels]),
-        label_logprob=np.array([each[4] for each in labels]),
+    return PackedRow(
+        np.array([each[0] for each in stream], np.int32),
+        np.array([each[2] is not None for each in labels]),
+        np.cumsum([False, *(each[1] for each in stream[1:-1])], dtype=np.int32),
+        {
+            "top_ids": np.stack([np.arange(entries) if each[2] is None else each[2] for each in labels]),
+            "top_logprobs": np.stack([np.full(entries, np.nan) if each[3] is None else each[3] for each in labels]),
+            "label_logprob": np.array([each[4] for each in labels]),
+        },
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.errors import UsageError, refuse_no_path
-from kdtrain.files import read_toml
+from kdtrain.files import canonical_json, read_toml
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
@@ -221,6 +221,10 @@ def _refuse_wrong_types(spec: ModelSpec) -> None:
     for key in ("config", "options"):
         if not isinstance(getattr(spec, key), dict | None):
             raise ValueError(f"{key} is a table; write [{key}] and its entries below it")
+    try:
+        canonical_json(spec.options)  # they stand in the manifest of a cache
+    except (TypeError, ValueError):
+        raise ValueError("[options] hold text, finite numbers, lists and tables only") from None
     if not isinstance(spec.layers, tuple) or any(type(layer) is not int for layer in spec.layers):
         raise ValueError("layers is a list of numbers, such as layers = [0, 2, 5]")
     if not isinstance(spec.trust_remote_code, bool):

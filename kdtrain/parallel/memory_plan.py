@@ -79,7 +79,7 @@ class ModelFootprint:
     vocabulary: int  # rows of the output head
     tied: bool  # True if the head's weight is the embedding's
     kept: float  # bytes a token that a forward keeps for the backward
-    kept_by_checkpoints: float  # the same with activation checkpointing; equal if the model does not support it
+    kept_by_checkpoints: float = 0.0  # the same with activation checkpointing; equal if the model does not support it
     kept_once: float = 0.0  # bytes that a forward keeps besides, whatever its number of sequences
     kept_once_by_checkpoints: float = 0.0
     weight_bytes: int = 4  # of a stored weight

@@ -43,10 +43,7 @@ class LocalTeacher(Teacher):
     """Its output head in fp32; on a GPU, which multiplies 16-bit numbers into an fp32 result at a tenth of the price,
     16-bit weights keep their dtype."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
-        super().__init__(spec, device, mode)
-        self._forward = self._plain_forward
-        self._compiled = False
+    _compiled: CompiledLayers | None = None
 
     @classmethod
     def of(cls, model: SplitModel, mode: str = "fp32") -> "LocalTeacher":
@@ -57,7 +54,7 @@ class LocalTeacher(Teacher):
         return teacher
 
     def __str__(self) -> str:
-        how = f"{self.mode} on {self.device}{', sharded' * self.sharded}{', compiled' * self._compiled}"
+        how = f"{self.mode} on {self.device}{', sharded' * self.sharded}{', compiled' if self._compiled else ''}"
         return f"{self.name} ({how})"
 
     @property
@@ -100,13 +97,12 @@ class LocalTeacher(Teacher):
 
     def prepare(self, *, sharded: bool = False, shard_size: int | None = None, compile: bool = False) -> None:
         """Shard the model, then compile its layers on a GPU: without timing kernels, which could change the bits."""
-        self.sharded, self._compiled = sharded, compiles_teacher(compile, self.device)
+        self.sharded = sharded
         if sharded:
             _ = self.digest  # of the whole weights
             shard(self.model, self.device, shard_size=shard_size)
-        if self._compiled:
-            layers = CompiledLayers(self.model, options={"deterministic": True})
-            self._forward = layers.calling(self._plain_forward)
+        if compiles_teacher(compile, self.device):
+            self._compiled = CompiledLayers(self.model, options={"deterministic": True})
 
     def hidden_states(
         self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...] = ()
@@ -115,14 +111,10 @@ class LocalTeacher(Teacher):
 
         In fp32, or on a GPU in the 16-bit dtype of the head if the backbone returns that.
         """
-        return self._forward(tokens_BT, segments_BT, layers)
-
-    def _plain_forward(
-        self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...]
-    ) -> tuple[Tensor, list[Tensor]]:
-        inputs = tokens_BT.to(self.device), None if segments_BT is None else segments_BT.to(self.device)
+        inputs = tokens_BT.to(self.device), None if segments_BT is None else segments_BT.to(self.device), layers
+        forward = self.model if self._compiled is None else self._compiled.calling(self.model.__call__)
         with torch.no_grad(), autocast(self.mode, self.device):
-            hidden_BTD, states = self.model.with_layers(*inputs, layers) if layers else (self.model(*inputs), [])
+            hidden_BTD, states = forward(*inputs) if layers else (forward(*inputs), [])
         reshard(self.model)
         dtype = torch.float32 if self.head.weight is None else self.head.weight.dtype
         return hidden_BTD if hidden_BTD.dtype == dtype else hidden_BTD.float(), states

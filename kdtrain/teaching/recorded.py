@@ -5,6 +5,7 @@ not have; no model is loaded, and the spec gives name, tokenizer and vocabulary 
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,7 +19,6 @@ from kdtrain.errors import UsageError
 from kdtrain.files import file_digest
 from kdtrain.models.loading import vocabulary
 from kdtrain.models.spec import ModelSpec
-from kdtrain.parallel.memory_plan import ModelFootprint
 from kdtrain.teaching.teacher import Teacher, register_teacher
 
 
@@ -52,10 +52,6 @@ class RecordedTeacher(Teacher):
         """The spec and the file."""
         return {"spec": self.name, "logprobs": self.path.name}
 
-    def footprint(self, seq_len: int) -> ModelFootprint | None:
-        """None: a file takes no memory that counts."""
-        return None
-
     def load(self, sharded: bool = False) -> None:
         """Read the file once, for its digest."""
         if not self.path.is_file():
@@ -73,5 +69,5 @@ class RecordedTeacher(Teacher):
                     f"--from-logprobs {self.path} has the token {token}, the teacher's vocabulary only "
                     f"{codec.vocab_size}; name the teacher that made the file"
                 )
-            kept = keep(row.top_ids, row.top_logprobs, row.label_logprob, codec)
-            yield PackedRow(row.tokens, row.loss_mask, row.segments, kept)
+            lists = (row.kept[name] for name in ("top_ids", "top_logprobs", "label_logprob"))
+            yield replace(row, kept=keep(*lists, codec))

@@ -1,16 +1,14 @@
 """What a teacher is: tokens in; hidden states, logits or a top-k out; who it is, what it costs, how it is sharded.
 
-A spec chooses the kind of its teacher (`kind`, by default `local`), and the kind is a class that `register_teacher`
-adds. A training step asks for `targets`. A cache is built from `logits`, or from the arrays that a teacher with no more
-than a top-k gives (`kept`).
+A spec names the kind of its teacher (`kind`, by default `local`), and the kind is a class that `register_teacher` adds.
+A training step calls `targets`; a cache is built from `logits`, or, of a teacher that gives a top-k, from `kept`.
 
-A teacher goes through four stages, so that the memory plan can be made before a weight is loaded, and so that a rank
-that fails while it loads does not leave others in a collective:
+The stages of a teacher, so that the memory plan comes before the weights, and an error of one rank before collectives:
 
-    open_teacher   reads configurations only; `vocab_size` and `footprint` can be asked
-    load           takes memory; no rank waits for another
-    prepare        shards and compiles; every rank must call it
-    targets, logits, kept
+    open_teacher            reads configurations only; `vocab_size` and `footprint` are known
+    load, check             one rank at a time may fail
+    prepare                 shards and compiles; every rank must call it
+    targets, logits, kept   in any number
 
 Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
 """
@@ -86,11 +84,15 @@ class Teacher:
         return load_tokenizer(self.spec)
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
-        """Its memory in a forward of sequences of `seq_len`, before it is loaded; None if it cannot be estimated."""
-        nothing: dict[str, Any] = dict.fromkeys(
-            ("parameters", "layers", "in_layers", "width", "kept", "kept_by_checkpoints"), 0
-        )
-        return ModelFootprint(name=self.name, vocabulary=self.vocab_size, tied=False, **nothing)
+        """Its memory in a forward of sequences of `seq_len`, before it is loaded; None if there is no estimate.
+
+        By default that of its logits alone, [B, T, V] in fp32, once while they are made and once as targets.
+        """
+        if self.gives == "top-k":
+            return None
+        size = self.vocab_size
+        sizes = {"vocabulary": size, "width": size, "parameters": 0, "layers": 0, "in_layers": 0}
+        return ModelFootprint(name=self.name, tied=False, kept=4.0 * size, **sizes)
 
     def load(self, sharded: bool = False) -> None:
         """Load its weights; `sharded`: `prepare` will shard them. UsageError: they cannot be loaded."""

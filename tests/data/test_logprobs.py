@@ -34,11 +34,11 @@ def test_rows_overlap_by_one_and_labels_without_logprobs_are_masked(file: Path) 
     assert len(rows) == 5
     assert [row.loss_mask.tolist() for row in rows[:2]] == [[True] * 5, [True, True, True, False, True]]
     assert rows[1].segments.tolist() == [0, 0, 0, 0, 1]
-    assert rows[0].top_ids.tolist() == [[90, token] for token in (1, 2, 3, 4, 5)]
-    assert rows[0].top_logprobs.tolist() == [[-0.5, -1.2]] * 5
-    assert rows[0].label_logprob.tolist() == [-1.2] * 5
-    assert np.isnan(rows[1].top_logprobs[3]).all()
-    assert math.isnan(rows[1].label_logprob[3])
+    assert rows[0].kept["top_ids"].tolist() == [[90, token] for token in (1, 2, 3, 4, 5)]
+    assert rows[0].kept["top_logprobs"].tolist() == [[-0.5, -1.2]] * 5
+    assert rows[0].kept["label_logprob"].tolist() == [-1.2] * 5
+    assert np.isnan(rows[1].kept["top_logprobs"][3]).all()
+    assert math.isnan(rows[1].kept["label_logprob"][3])
     assert [row.tokens.tolist() for row in logprob_rows(file, "validation", 5, 2)] == [[60, 61, 62, 63, 64, 65]]
 
 

@@ -102,6 +102,8 @@ def test_a_spec_that_is_not_a_file_a_folder_or_a_hub_id_is_refused_in_one_line(t
         ("source = 'a/b'\ntrust_remote_code = 'yes'", "trust_remote_code is true or false"),
         ("kind = 'table'\n[options]\nseed = 3", "kind = 'table' needs tokenizer"),
         ("source = 'a/b'\n[options]\nseed = 3", "[options] are for a kind other than local"),
+        ("kind = 'table'\ntokenizer = 'a/b'\n[options]\nday = 2026-01-01", "[options] hold text, finite numbers"),
+        ("kind = 'table'\ntokenizer = 'a/b'\n[options]\nT = nan", "[options] hold text, finite numbers"),
         ("kind = 7\nsource = 'a/b'", "kind = 7: write a string"),
         ("options = 3\nkind = 'table'\ntokenizer = 'a/b'", "write [options] and its entries below it"),
         ("x = " + "[" * 20_000 + "]" * 20_000, "nested too deep"),

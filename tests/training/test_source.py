@@ -103,7 +103,7 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
     class Table(LocalTeacher):
         head = OutputHead()
 
-        def hidden_states(self, tokens_BT, segments_BT, layers):
+        def hidden_states(self, tokens_BT, segments_BT, layers=()):
             asked.append((tokens_BT, segments_BT))
             return table[tokens_BT].detach(), [table[tokens_BT].detach()[..., :5] for _ in layers]
 
