@@ -18,16 +18,10 @@ def build_source(
     compiled: CompiledLayers | None = None,
     layers: tuple[int, ...] = (),
 ) -> Source:
-    """Return the source of a split.
+    """Return the source of a split: its batches go to `device`, for a student of `vocab_size` logits.
 
-    Args:
-        reader: the split; of bare tokens with a `teacher`.
-        device: where the batches go.
-        vocab_size: logits of the student.
-        mode: number format of the teacher's forward.
-        teacher: the online teacher.
-        compiled: its compiled layers.
-        layers: its layers whose outputs the hidden-state loss compares.
+    With a `teacher` the split has bare tokens. mode: number format of its forward. compiled: its compiled layers.
+    layers: those whose outputs the hidden-state loss compares.
     """
     cached = CachedSource(reader, device, vocab_size)
     if teacher is None:
