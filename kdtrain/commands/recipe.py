@@ -108,11 +108,8 @@ class Recipe:
 def resolve(given: DistillConfig, device: torch.device, claim: Callable[[DistillConfig], bool]) -> Recipe:
     """Resolve the options of a run, inside `run_device`; writes nothing except the tokens of `--data`.
 
-    Args:
-        given: the options.
-        device: that of `run_device`.
-        claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals
-            that do not need the folder.
+    claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals that do
+    not need the folder.
 
     UsageError: data, cache, student or options do not fit together.
     """

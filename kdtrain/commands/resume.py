@@ -25,11 +25,7 @@ class _Environment(TypedDict):
 
 
 class Start:
-    """The start of a run.
-
-    Args:
-        run: built, with fresh weights; its logs are not open yet.
-    """
+    """The start of a run that is built, with fresh weights, and whose logs are not open yet."""
 
     def __init__(self, run: Run) -> None:
         self.recipe, self.trainer, self.identity = run.recipe, run.trainer, run.identity

@@ -83,11 +83,7 @@ def main(config: DistillConfig) -> int:
 
 
 class Checks:
-    """The checks, each of which returns a line; `loader`, `resume` and `overfitting` change the student.
-
-    Args:
-        trial: the untrained run.
-    """
+    """The checks of an untrained run; `loader`, `resume` and `overfitting` change the student."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial, self.recipe, self.config = trial, trial.recipe, trial.recipe.config

@@ -33,21 +33,13 @@ class TimedStep(NamedTuple):
 
 
 class Trial:
-    """A run that is tried out, with what it will write.
-
-    Args:
-        run: opened.
-        out: the folder that the run would have.
-    """
+    """A run that is tried out, and what it would write into `out`."""
 
     def __init__(self, run: Run, out: Path) -> None:
         self.run, self.recipe, self.trainer, self.out = run, run.recipe, run.trainer, out
 
     def timed_steps(self, count: int) -> list[TimedStep]:
-        """Take the next steps of the run.
-
-        RunError: the loss or a gradient is non-finite.
-        """
+        """Take the next steps of the run. RunError: the loss or a gradient is non-finite."""
         trainer, taken = self.trainer, list[TimedStep]()
         started = time.perf_counter()
         for batches in trainer.feed().steps():
@@ -60,11 +52,9 @@ class Trial:
                 if trainer.guards.scale.absorbs(math.isfinite(numbers["loss"])):
                     trainer.guards.scale.update(overflowed=True)
                     continue
-                text = (
-                    f"step {len(taken) + 1}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; "
-                    "look at the data (kdtrain verify) or lower --lr"
-                )
-                raise reported(RunError(text))
+                found = f"loss {numbers['loss']} with gradient norm {numbers['grad_norm']}"
+                advice = "look at the data (kdtrain verify) or lower --lr"
+                raise reported(RunError(f"step {len(taken) + 1}: {found}; {advice}"))
             trainer.count(numbers)
             taken.append(TimedStep(time.perf_counter() - started, numbers))
             if len(taken) == count:
