@@ -257,7 +257,7 @@ def build_run(config: DistillConfig, resuming: bool) -> BuiltRun:
         micro=micro,
         seq_len=manifest.settings.seq_len,
         has_teacher=has_teacher,
-        engine=parallelize(student, plan.student, plan.accumulate),
+        wrapper=parallelize(student, plan.student, plan.accumulate),
         adaptive=_adaptive(config, formats, total),
         collector=collector,
         identity=identity,

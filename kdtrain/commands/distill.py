@@ -91,7 +91,7 @@ def distill(config: DistillConfig) -> dict[str, Any]:
         length = on_main(lambda: new_length(trainer)) if resumed else None  # before config.toml has the new one
         _write_metadata(built)
         with _result_of_failure(trainer):
-            stack.callback(lambda: _end_on_event(trainer))  # after the last event
+            stack.callback(lambda: trainer.writers.end_on_event(trainer.state.progress.step))  # after the last event
             built.open(init=None if loaded is None else "loaded")
             trainer.writers.hyperparameters(used(config))
             _log_start(built, loaded, length)
@@ -124,7 +124,7 @@ def _write_metadata(built: BuiltRun) -> None:
         "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
         "compiled": student.compile_objective,
         "ranks": world_size(),
-        "student over ranks": built.trainer.engine.kind,
+        "student over ranks": built.trainer.stepper.wrapper.kind,
         "launch": launch(),
     }
     on_main(lambda: write_description(config, metadata))
@@ -149,10 +149,9 @@ def _result_of_failure(trainer: Trainer) -> Iterator[None]:
         if isinstance(error, OSError):
             where, intact = error.filename or trainer.config.out, "published checkpoints are intact"
             text = f"{where}: {error.strerror or error}; {intact}{advice(error)}"
-        step, writers = trainer.state.progress.step, getattr(trainer, "writers", None)  # which may have failed to open
-        if writers is not None:
-            with suppress(OSError):  # the error may be a full disk
-                writers.event("failure", step, "error", reason=reason(error), message=text)
+        with suppress(OSError):  # the error may be a full disk
+            step = trainer.state.progress.step
+            trainer.writers.event("failure", step, "error", reason=reason(error), message=text)
         with suppress(OSError):
             end_log(text)
         result = run_result(trainer, reason(error), text)
@@ -167,16 +166,10 @@ def _result_of_failure(trainer: Trainer) -> Iterator[None]:
         raise
 
 
-def _end_on_event(trainer: Trainer) -> None:
-    """Let the commands for the last events end, if the logs were opened."""
-    if hasattr(trainer, "writers"):
-        trainer.writers.end_on_event(trainer.state.progress.step)
-
-
 def _log_start(built: BuiltRun, loaded: Path | None, length: str | None) -> None:
     trainer, config, student = built.trainer, built.trainer.config, built.trainer.student
     kind = "cross-entropy"
-    if trainer.has_teacher and config.objective.distils:
+    if trainer.stepper.has_teacher and config.objective.distils:
         kind = f"distillation from {config.teacher or (built.manifest.settings.teacher or {}).get('spec')}"
     log.info(
         "%s: %s of %s (%s parameters), %d steps of %d x %d tokens, %s on %s",
@@ -186,18 +179,18 @@ def _log_start(built: BuiltRun, loaded: Path | None, length: str | None) -> None
         f"{built.parameters:,}",
         trainer.total,
         config.batch_size,
-        trainer.seq_len,
+        trainer.stepper.seq_len,
         student.quantized or student.mode,
         student.device,
     )
-    if (warmup := warmup_steps(trainer.planned, config.optimizer)) < config.optimizer.warmup_steps:
+    if (warmup := warmup_steps(trainer.stepper.planned, config.optimizer)) < config.optimizer.warmup_steps:
         log.info("warm-up of %d steps, half of the run, not %d", warmup, config.optimizer.warmup_steps)
     if world_size() > 1:
         log.info(
             "%d ranks, %s: each step %d micro-batches of %d sequences on each",
-            *(world_size(), built.plan, trainer.micros, trainer.micro),
+            *(world_size(), built.plan, trainer.stepper.micros, trainer.stepper.micro),
         )
-    enabled = () if trainer.adaptive is None else ("[TimeResume] Adaptive quantization training enabled",)
+    enabled = () if trainer.state.adaptive is None else ("[TimeResume] Adaptive quantization training enabled",)
     for line in (*built.quantised, *enabled, *built.hidden):
         log.info(line)
     if loaded is not None:
@@ -214,7 +207,7 @@ def _fit(trainer: Trainer) -> None:
     except BaseException as failure:
         try:
             trainer.saver.close()
-            trainer.log_published()
+            trainer.checkpoints.log_published()
         except (RunError, OSError) as error:
             log.warning("%s", error)
             with suppress(OSError):  # for example on a full disk: raise the first error
@@ -231,7 +224,7 @@ def _export(trainer: Trainer) -> None:
     out, step = trainer.config.out / "student", trainer.state.progress.step
     has_best = trainer.state.progress.best_step is not None
     student: torch.nn.Module = trainer.student.model
-    if trainer.engine.kind == "fsdp":  # no rank holds the whole student
+    if trainer.stepper.wrapper.kind == "fsdp":  # no rank holds the whole student
         path = _best(trainer) if has_best else trainer.store.choose("latest")
         checkpoint = load_saved(path)
         student, step = student_at(path, torch.device("cpu")), checkpoint.state["progress"]["step"]
@@ -239,7 +232,7 @@ def _export(trainer: Trainer) -> None:
         checkpoint = load_saved(_best(trainer))
         trainer.state.load(checkpoint.tensors, checkpoint.state)
         step = trainer.state.progress.step
-    origin = {"cache": str(trainer.identity["cache"]), "step": step}
+    origin = {"cache": str(trainer.checkpoints.identity["cache"]), "step": step}
     tokenizer = tokenizer_files(trainer.config.out / TOKENIZER)
     with export_lock(out, wait=_OTHER_EXPORT):
         with writing(out):

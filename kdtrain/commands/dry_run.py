@@ -46,7 +46,9 @@ from kdtrain.ranks import (
 from kdtrain.training.schedule import decay_steps, warmup_steps
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import packed, read_saved
-from kdtrain.training.trainer import Trainer, validate
+from kdtrain.training.step import Status
+from kdtrain.training.trainer import Trainer
+from kdtrain.training.validate import validate
 
 
 @contextmanager
@@ -109,23 +111,23 @@ def timed_steps(trainer: Trainer, count: int) -> list[TimedStep]:
     """
     taken: list[TimedStep] = []
     started = time.perf_counter()
-    for batches in trainer.feed().steps():
+    for batches in trainer.stepper.feed().steps():
         stop = StopRequest()
-        numbers = trainer.step(batches, stop)
+        result = trainer.stepper.take(batches, stop)
         stop.raise_failed()
-        if numbers is None:  # there are no stop requests here: the micro-batch was halved
+        if result.status is Status.OUT_OF_MEMORY:
+            log.warning(result.message)
             return timed_steps(trainer, count)
-        if numbers.pop("skipped"):
-            if trainer.guards.scale.absorbs(math.isfinite(numbers["loss"])):
-                trainer.guards.scale.update(overflowed=True)
+        if result.status is Status.SKIPPED:
+            if trainer.state.guards.scale.absorbs(math.isfinite(result.loss)):
+                trainer.state.guards.scale.update(overflowed=True)
                 continue
             text = (
-                f"step {len(taken) + 1}: loss {numbers['loss']} with gradient norm {numbers['grad_norm']}; "
+                f"step {len(taken) + 1}: loss {result.loss} with gradient norm {result.grad_norm}; "
                 "look at the data (kdtrain verify) or lower --lr"
             )
             raise reported(RunError(text))
-        trainer.count(numbers)
-        taken.append(TimedStep(time.perf_counter() - started, numbers))
+        taken.append(TimedStep(time.perf_counter() - started, result.metrics))
         if len(taken) == count:
             break
         started = time.perf_counter()
@@ -140,9 +142,9 @@ def state_bytes(trainer: Trainer) -> int:
 def checkpoints_kept(trainer: Trainer) -> int:
     """Largest number of checkpoints on disk: all tiers full, the best one, and the one in writing."""
     keep = trainer.config.checkpoint
-    epochs = trainer.total * trainer.config.batch_size // len(trainer.train_source)
+    epochs = trainer.total * trainer.config.batch_size // len(trainer.stepper.source)
     rolling = min(keep.keep_rolling, len(checkpoint_steps(trainer)))
-    windows = trainer.config.quantization.quant_recovery_buffer if trainer.adaptive is not None else 0
+    windows = trainer.config.quantization.quant_recovery_buffer if trainer.state.adaptive is not None else 0
     return rolling + min(keep.keep_epochs, epochs) + keep.keep_special + windows + 2
 
 
@@ -155,9 +157,9 @@ def checkpoint_steps(trainer: Trainer) -> Sequence[int]:
 def saves(trainer: Trainer) -> int:
     """How many checkpoints the run writes: rolling ones, epochs', and those of the windows of adaptive quantisation."""
     own, windows = trainer.config.quantization, 0
-    size, sequences = trainer.config.batch_size, len(trainer.train_source)
+    size, sequences = trainer.config.batch_size, len(trainer.stepper.source)
     epochs = {step for step in range(1, trainer.total + 1) if step * size // sequences > (step - 1) * size // sequences}
-    if trainer.adaptive is not None:
+    if trainer.state.adaptive is not None:
         windows = trainer.total // own.quant_window_size
         windows += trainer.total // own.quant_checkpoint_interval if own.quant_snapshot == "disk" else 0
     return len(epochs.union(checkpoint_steps(trainer))) + windows
@@ -186,20 +188,20 @@ def _plan(config: DistillConfig, built: BuiltRun) -> dict[str, Any]:
     trainer, settings = built.trainer, built.manifest.settings
     student = trainer.student.model
     each = f" on each of {world_size()} ranks" if world_size() > 1 else ""
-    micro_batches = f"{trainer.micros} micro-batches of {trainer.micro}"
+    micro_batches = f"{trainer.stepper.micros} micro-batches of {trainer.stepper.micro}"
     return {
         "student": {"name": built.spec.name, "parameters": sum(each.numel() for each in student.parameters())},
-        "teacher": (config.teacher or (settings.teacher or {}).get("spec")) if trainer.has_teacher else None,
+        "teacher": (config.teacher or (settings.teacher or {}).get("spec")) if trainer.stepper.has_teacher else None,
         "device": str(trainer.student.device),
         "parallel": {"ranks": world_size(), **built.plan.table(), "GB sent a step": _sent(trainer, built.plan)},
         "mode": trainer.student.quantized or trainer.student.mode,
         **({"quantised": list(built.quantised)} if built.quantised else {}),
         "compiled": trainer.student.compile_objective,
         "steps": trainer.total,
-        "batch": f"{config.batch_size} x {trainer.seq_len} tokens, {micro_batches}{each}",
-        "sequences": {"train": len(trainer.train_source), "validation": len(trainer.validation_source)},
-        "epochs": round(trainer.total * config.batch_size / len(trainer.train_source), 3),
-        "tokens": trainer.total * config.batch_size * trainer.seq_len,
+        "batch": f"{config.batch_size} x {trainer.stepper.seq_len} tokens, {micro_batches}{each}",
+        "sequences": {"train": len(trainer.stepper.source), "validation": len(trainer.validation_source)},
+        "epochs": round(trainer.total * config.batch_size / len(trainer.stepper.source), 3),
+        "tokens": trainer.total * config.batch_size * trainer.stepper.seq_len,
         "learning rate": _schedule(trainer),
         "validations": len(_validation_steps(trainer)),
         "checkpoints": saves(trainer),
@@ -210,7 +212,7 @@ def _estimates(config: DistillConfig, trainer: Trainer) -> dict[str, Any]:
     first, second = timed_steps(trainer, 2)
     validation = _validation_seconds(trainer)
     step, started = trainer.state.progress.step, time.perf_counter()
-    numbers = {**trainer.identity, **trainer.state.numbers()}
+    numbers = {**trainer.checkpoints.identity, **trainer.state.numbers()}
     tensors, snapshots = trainer.state.own_tensors(), packed(trainer.state.snapshots)
     stall = trainer.saver.save([tiers.rolling_name(step)], step, tensors, numbers, kept=snapshots)
     trainer.saver.wait()
@@ -261,7 +263,7 @@ def _sent(trainer: Trainer, plan: Plan) -> float:
         [each.shape for each in student.parameters() if id(each) not in inside],
         sharing=sharing,
         replicas=world // sharing,
-        micro_batches=trainer.micros,
+        micro_batches=trainer.stepper.micros,
         gathered=4 if formats.gathered is None else 2,
         accumulate=plan.accumulate,
     )
@@ -306,8 +308,8 @@ def _validation_steps(trainer: Trainer) -> list[int]:
 def _validation_seconds(trainer: Trainer) -> float:
     """Seconds of a whole validation, extrapolated from one forward on each rank."""
     most = trainer.validation_batches
-    forwards = math.ceil(min(math.ceil(len(trainer.validation_source) / trainer.micro), most) / world_size())
+    forwards = math.ceil(min(math.ceil(len(trainer.validation_source) / trainer.stepper.micro), most) / world_size())
     started = time.perf_counter()
-    validate(trainer.student.eval(), trainer.validation_source, micro=trainer.micro, batches=1)
-    trainer.engine.reshard()
+    validate(trainer.student.eval(), trainer.validation_source, micro=trainer.stepper.micro, batches=1)
+    trainer.stepper.wrapper.reshard()
     return forwards * (time.perf_counter() - started)

@@ -38,7 +38,7 @@ class _OtherResult(TypedDict):
 def run_result(trainer: Trainer, reason: str, error: str | None = None) -> dict[str, Any]:
     """Return the contents of `result.json`: losses in nats a token, None where there is no value."""
     progress, config = trainer.state.progress, trainer.config
-    distils = trainer.has_teacher and config.objective.distils
+    distils = trainer.stepper.has_teacher and config.objective.distils
     best, plain = progress.best_loss, _plain_cross_entropy(trainer)
     result: dict[str, Any] = {
         "run": str(config.out),
@@ -50,7 +50,7 @@ def run_result(trainer: Trainer, reason: str, error: str | None = None) -> dict[
         "decay_from": progress.decay_from,
         "tokens": progress.tokens,
         "seconds": round(trainer.seconds, 1),
-        "tokens_per_second": round(trainer.tokens / trainer.seconds, 1) if trainer.seconds else None,
+        "tokens_per_second": round(trainer.stepper.tokens / trainer.seconds, 1) if trainer.seconds else None,
         "temperature": float(trainer.student.temperature.value().detach()) if distils else None,
         "objective": "distillation" if distils else "cross-entropy",
         "first_validation_loss": progress.first_loss,
@@ -66,14 +66,14 @@ def run_result(trainer: Trainer, reason: str, error: str | None = None) -> dict[
         "rollbacks": progress.rollbacks,
         "skipped_steps": progress.skips,
         "warnings": _count_warnings(config.out),
-        "cache": trainer.identity["cache"],
+        "cache": trainer.checkpoints.identity["cache"],
         "student_name": _student_name(trainer),
         "student": None,
-        "micro_batch_size": trainer.micro,
+        "micro_batch_size": trainer.stepper.micro,
         "peak_memory_mb": round(peak_memory_mb(trainer.student.device), 1),
     }
-    if trainer.adaptive is not None:
-        controller = trainer.adaptive.controller
+    if trainer.state.adaptive is not None:
+        controller = trainer.state.adaptive.controller
         result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
     return result
 
@@ -88,7 +88,7 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
         return
     out, before = trainer.config.out, read_result(trainer.config.out)
     end = result["stop_reason"], result["step"]
-    if trainer.tokens or before is None or (before["stop_reason"], before["step"]) != end:
+    if trainer.stepper.tokens or before is None or (before["stop_reason"], before["step"]) != end:
         publish_text(out / RESULT, json.dumps(finite(result), indent=1) + "\n", "trainer.result")
 
 
@@ -136,7 +136,7 @@ def _below(loss: float | None, other: float | None) -> bool | None:
 
 
 def _student_name(trainer: Trainer) -> str:
-    student: Any = trainer.identity["student"]
+    student: Any = trainer.checkpoints.identity["student"]
     return str(student["name"])
 
 
@@ -145,14 +145,14 @@ def _plain_cross_entropy(trainer: Trainer) -> tuple[str, float] | None:
 
     None without such a run, and for a run by cross-entropy.
     """
-    if not (trainer.has_teacher and trainer.config.objective.distils):
+    if not (trainer.stepper.has_teacher and trainer.config.objective.distils):
         return None
     runs: list[tuple[float, str]] = []
     for path in sorted(trainer.config.out.parent.glob(f"*/{RESULT}")):
         with contextlib.suppress(OSError, ValueError):
             other = read_json(path, _OtherResult)
             job = other["cache"], other["student_name"], other["tokens"]
-            same = job == (trainer.identity["cache"], _student_name(trainer), trainer.state.progress.tokens)
+            same = job == (trainer.checkpoints.identity["cache"], _student_name(trainer), trainer.state.progress.tokens)
             if same and other["objective"] == "cross-entropy":
                 runs.append((other["best_validation_loss"], str(path.parent)))
     return min(runs)[::-1] if runs else None

@@ -63,16 +63,16 @@ def _resume(trainer: Trainer) -> Path | None:
     if progress.decay_from is not None and not trainer.config.stopping.early_stopping:
         log.info("--no-early-stopping cancels the decay that a plateau began at step %d", progress.decay_from)
         progress.decay_from = None
-        if trainer.adaptive is not None:
-            trainer.adaptive.controller.begin_decay(None)
+        if trainer.state.adaptive is not None:
+            trainer.state.adaptive.controller.begin_decay(None)
     own = path.parent == trainer.store.folder.resolve()
     at = (progress.step, progress.rollbacks) if own else (-1, 0)
     # with auto, later checkpoints are damaged; they stay for inspection
     if name != "auto" and (later := on_main(lambda: trainer.store.set_aside_after(*at))):
         log.info("set aside %s, which are later than the checkpoint of this run", ", ".join(later))
     if own:
-        trainer.published = (progress.step, progress.validated_step)
-        trainer.relink_best()  # a kill may have come between the checkpoint and its link
+        trainer.checkpoints.published = (progress.step, progress.validated_step)
+        trainer.checkpoints.relink_best()  # a kill may have come between the checkpoint and its link
         return trainer.store.folder / path.name
     progress.best_loss = progress.best_step = progress.first_loss = None  # those of the other run's checkpoints
     on_main(lambda: trainer.store.remove_link("best"))
@@ -117,7 +117,8 @@ def start_from(trainer: Trainer, path: Path) -> Path:
         path = checkpoint_of(path, "best") if is_run(path) else trainer.store.choose(str(path.resolve()))
         checkpoint = load_saved(path, trainer.state.like)
         _refuse_other(trainer, checkpoint, path, ("student",))
-        saved, same_data = checkpoint.state["options"], checkpoint.state["cache"] == trainer.identity["cache"]
+        saved = checkpoint.state["options"]
+        same_data = checkpoint.state["cache"] == trainer.checkpoints.identity["cache"]
         changed = [each for each in changes(saved, trainer.config) if not each.startswith(("--load", "--override"))]
         if changed:
             log.info("unlike the loaded run: %s", ", ".join(changed))
@@ -135,13 +136,13 @@ def start_from(trainer: Trainer, path: Path) -> Path:
     same_order = saved.get("run", {}).get("seed") == trainer.config.seed
     cursor = progress.sequences if same_data and same_order else 0
     if restart:
-        trainer.state.progress = Progress(sequences=cursor, epoch=cursor // len(trainer.train_source))
+        trainer.state.progress = Progress(sequences=cursor, epoch=cursor // len(trainer.stepper.source))
     else:
         progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
         progress.first_loss = progress.last_loss = None
-        progress.sequences, progress.epoch = cursor, cursor // len(trainer.train_source)
-        if trainer.adaptive is not None:
-            trainer.adaptive.controller.forget_buffer()
+        progress.sequences, progress.epoch = cursor, cursor // len(trainer.stepper.source)
+        if trainer.state.adaptive is not None:
+            trainer.state.adaptive.controller.forget_buffer()
             trainer.state.snapshots.clear()
         if progress.step >= trainer.total:
             text = f"{path} is at step {progress.step}, and --steps {trainer.total} leaves none; raise --steps"
@@ -168,7 +169,7 @@ def new_length(trainer: Trainer) -> str | None:
         earlier = replace(own, steps=before.get("steps"), epochs=before.get("epochs"))
     except (OSError, ValueError):
         return None  # config.toml is lost
-    planned, now = total_steps(earlier, len(trainer.train_source)), trainer.planned
+    planned, now = total_steps(earlier, len(trainer.stepper.source)), trainer.stepper.planned
     if planned == now or not 0 < step < now:
         return None
     factor, decay_from = trainer.state.progress.lr_factor, trainer.state.progress.decay_from
@@ -186,7 +187,7 @@ def new_length(trainer: Trainer) -> str | None:
 def _refuse_other(trainer: Trainer, checkpoint: Checkpoint, path: Path, parts: tuple[str, ...]) -> None:
     for part in parts:
         with allowing(part, trainer.config):
-            if checkpoint.state[part] != trainer.identity[part]:
+            if checkpoint.state[part] != trainer.checkpoints.identity[part]:
                 raise UsageError(f"{path} was trained with another {part}; give that one, or name another --out")
 
 

@@ -38,16 +38,18 @@ from kdtrain.data import order
 from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import DTYPES, read_spec
 from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.watchers import initial_loss
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.logits import chunk_logits
 from kdtrain.objective.targets import OnlineTargets, SparseTargets
 from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.modes import autocast
 from kdtrain.ranks import refuse_many_processes
-from kdtrain.training.reporter import gradients_of, initial_loss
+from kdtrain.training.reporter import gradients_of
 from kdtrain.training.state import load_saved, make_optimizer
 from kdtrain.training.student import Student
-from kdtrain.training.trainer import Trainer, validate
+from kdtrain.training.trainer import Trainer
+from kdtrain.training.validate import validate
 
 _DEAD_RANGE = 1e-6
 """A unit is dead if its range is below this share of the median range of its layer."""
@@ -328,7 +330,7 @@ def _initial_loss(built: BuiltRun, config: DistillConfig) -> Check:
     """The loss before the first step."""
     trainer = built.trainer
     student, source, batches = trainer.student.eval(), trainer.validation_source, min(4, config.monitor.eval_batches)
-    metrics = validate(student, source, micro=trainer.micro, batches=batches)
+    metrics = validate(student, source, micro=trainer.stepper.micro, batches=batches)
     loss = math.nan if metrics is None else metrics.mean("cross_entropy")
     assert loss is not None
     sound, text = initial_loss(loss, trainer.student.vocab_size, built.spec.init)
@@ -354,7 +356,7 @@ def _expected_correlation(built: BuiltRun, config: DistillConfig) -> float | Non
     if built.spec.init != "pretrained":
         return None
     teacher = built.manifest.settings.teacher or {}
-    digests = (teacher.get("weights_digest"), built.trainer.identity.get("teacher"))
+    digests = (teacher.get("weights_digest"), built.trainer.checkpoints.identity.get("teacher"))
     stated = teacher.get("dtype") if config.teacher is None else read_spec(config.teacher).dtype
     dtype = getattr(torch, stated) if stated in DTYPES else torch.float32
     # an fp32 teacher has weights that were rounded to its dtype first
@@ -380,7 +382,7 @@ def _dead_units(built: BuiltRun, config: DistillConfig) -> Check:
 def _distillation(built: BuiltRun, config: DistillConfig) -> Check:
     """The distillation term at two temperatures, and its slope."""
     trainer = built.trainer
-    if not (trainer.has_teacher and config.objective.distils):
+    if not (trainer.stepper.has_teacher and config.objective.distils):
         return Check("distillation term and T²", "-", "plain cross-entropy", "", {})
     objective = trainer.config.objective
     own, low, high = objective.temperature, objective.temperature_min, objective.temperature_max
@@ -404,7 +406,7 @@ def _gradients(built: BuiltRun, config: DistillConfig) -> Check:
     trainer = built.trainer
     trainer.student.train()
     with trainer.student.eager():
-        trainer.student(_batch(trainer), trainer.full_tokens).loss.backward()
+        trainer.student(_batch(trainer), trainer.stepper.full_tokens).loss.backward()
     found = gradients_of(trainer.student.model)
     trainer.student.zero_grad(set_to_none=True)
     unsound = {"without": found.missing, "zero": found.zero, "non-finite": found.broken}
@@ -436,7 +438,7 @@ def _loader(built: BuiltRun, config: DistillConfig) -> Check:
     taken = timed_steps(trainer, 3)
     step = min(each.seconds for each in taken[1:])
     reading = statistics.median(_reading_seconds(trainer, number) for number in range(4, 8))
-    hidden = trainer.train_source.overlaps
+    hidden = trainer.stepper.source.overlaps
     how = "read during a step" if hidden else "computed by the teacher before each step"
     return Check(
         "loader",
@@ -450,7 +452,7 @@ def _loader(built: BuiltRun, config: DistillConfig) -> Check:
 def _resume(built: BuiltRun, config: DistillConfig) -> Check:
     """A step, and the same step after a save and a resume."""
     trainer, name = built.trainer, tiers.rolling_name(built.trainer.state.progress.step)
-    trainer.save(name)
+    trainer.checkpoints.save(name)
     trainer.saver.wait()
     first = _after_a_step(trainer)
     saved = load_saved(trainer.store.path(name), trainer.state.like)
@@ -477,10 +479,10 @@ def _after_a_step(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def _reading_seconds(trainer: Trainer, step: int) -> float:
-    indices = trainer.sequences(step * trainer.config.batch_size)
+    indices = trainer.stepper.sequences(step * trainer.config.batch_size)
     started = time.perf_counter()
-    for each in rearrange(indices, "(a m) -> a m", m=trainer.micro):
-        trainer.train_source.read(each)
+    for each in rearrange(indices, "(a m) -> a m", m=trainer.stepper.micro):
+        trainer.stepper.source.read(each)
     return time.perf_counter() - started
 
 
@@ -501,9 +503,10 @@ def _disk(built: BuiltRun, config: DistillConfig) -> Check:
 def _overfit(built: BuiltRun, config: DistillConfig) -> Check:
     """Sixteen sequences memorized."""
     trainer = built.trainer
-    count = min(SEQUENCES, len(trainer.train_source))
-    numbers = order.batch(config.seed, 0, count, len(trainer.train_source))
-    batches = [trainer.train_source.read(numbers[at : at + trainer.micro]) for at in range(0, count, trainer.micro)]
+    count = min(SEQUENCES, len(trainer.stepper.source))
+    numbers = order.batch(config.seed, 0, count, len(trainer.stepper.source))
+    micro = trainer.stepper.micro
+    batches = [trainer.stepper.source.read(numbers[at : at + micro]) for at in range(0, count, micro)]
     floor = entropy_floor(batches, trainer.student.document_mask)
     own = replace(config.optimizer, lr=max(config.optimizer.lr, 1e-3 if built.spec.init == "scratch" else 0.0))
     trainer.state.optimizer.state.clear()
@@ -541,7 +544,8 @@ CHECKS: tuple[Callable[[BuiltRun, DistillConfig], Check], ...] = (
 
 def _batch(trainer: Trainer, most: int | None = None) -> Batch:
     """The first micro-batch of the run, or the first `most` sequences of it."""
-    return trainer.train_source.read(trainer.sequences(0)[: min(trainer.micro, most or trainer.micro)])
+    stepper = trainer.stepper
+    return stepper.source.read(stepper.sequences(0)[: min(stepper.micro, most or stepper.micro)])
 
 
 def _verdict(sound: bool) -> str:

@@ -73,6 +73,8 @@ class Source(Protocol):
 
     overlaps: bool
     """Whether a thread can read ahead without slowing the student down."""
+    repeatable: bool
+    """Whether the same indices give the same batch again."""
 
     def __len__(self) -> int: ...
 
@@ -91,6 +93,7 @@ class CachedSource:
     """
 
     overlaps = True
+    repeatable = True
 
     def __init__(self, reader: CacheReader, device: torch.device, vocab_size: int) -> None:
         self.reader = reader
@@ -145,6 +148,7 @@ class OnlineSource:
     """
 
     overlaps = False  # the teacher and the student compete for the same cores
+    repeatable = True
 
     def __init__(
         self,

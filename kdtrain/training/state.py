@@ -22,11 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.store import Checkpoint, load, read_state
-from kdtrain.config import OptimizerConfig
+from kdtrain.config import GuardsConfig, OptimizerConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.parallel.parallelize import cut_like, part_of, reshard
+from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import local, rank
+from kdtrain.training.guards import Guards
 from kdtrain.training.student import Student
 
 _PREFIX = "snapshot."
@@ -169,17 +171,22 @@ def load_saved(path: Path, like: shards.Like | None = None) -> Checkpoint:
 
 @dataclass
 class TrainState:
-    """The student with all learned parameters, the optimizer, the progress, and the watchers.
-
-    `watchers` are the guards that have a state, by their names in a checkpoint.
-    """
+    """The student with all learned parameters, the optimizer, the progress, and the watchers."""
 
     student: Student
     optimizer: torch.optim.AdamW
     progress: Progress = field(default_factory=Progress)
-    watchers: dict[str, Stateful] = field(default_factory=dict)
+    guards: Guards = field(default_factory=lambda: Guards(GuardsConfig(), StoppingConfig(), fp16=False))
+    """Watch the numbers of each step."""
+    adaptive: Adaptive | None = None
+    """Decides when the student is quantised; None where the mode does not change."""
     snapshots: deque[Checkpoint] = field(default_factory=deque)
     """Earlier states in memory that adaptive quantisation may restore, oldest first."""
+
+    @property
+    def watchers(self) -> dict[str, Stateful]:
+        """The guards and the controller of adaptive quantisation, by their names in a checkpoint."""
+        return vars(self.guards) | ({} if self.adaptive is None else {"adaptive": self.adaptive})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors of the complete state; tied weights appear once."""
@@ -232,7 +239,7 @@ class TrainState:
         Raises:
             RunError: an entry is missing, unknown, or of another shape or type.
         """
-        if memory and "adaptive" in self.watchers:
+        if memory and self.adaptive is not None:
             self.snapshots = unpacked(tensors, numbers.get("snapshots", []))
         tensors = without(tensors)
         for part, module in self._parts():

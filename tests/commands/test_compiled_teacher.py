@@ -58,7 +58,7 @@ def test_an_online_teacher_is_compiled_with_its_student_and_answers_the_same(wor
     for option in ("--compile", "--no-compile"):
         graphs.clear()
         words = [str(word) for word in (*run[1:], option, "--out", f"run{option}", "--batch-size", 8)]
-        source = build_run.build_run(cli.parse("distill", words), resuming=False).trainer.train_source
+        source = build_run.build_run(cli.parse("distill", words), resuming=False).trainer.stepper.source
         hidden[option] = source.read(np.arange(8)).targets.hidden
         assert len(graphs) == (option == "--compile"), option
     assert torch.equal(*hidden.values())

@@ -36,6 +36,7 @@ class RandomSource:
     """`size` random sequences with dense targets; `masked` of them have no unmasked token, `broken` has a NaN."""
 
     overlaps = False
+    repeatable = True
     vocab_size = VOCABULARY
 
     def __init__(self, size: int, seed: int = 0, masked: tuple[int, ...] = (), broken: tuple[int, ...] = ()) -> None:
@@ -106,7 +107,7 @@ class Workshop:
             identity=IDENTITY,
         )
         trainer.open(None, init="scratch")
-        trainer.halves_until = 0
+        trainer.stepper.halves_for = 0
         yield trainer
         trainer.writers.close()
 

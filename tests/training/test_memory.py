@@ -31,10 +31,10 @@ def test_a_first_step_without_memory_is_taken_in_half_micro_batches_with_the_sam
         whole.fit()
     fired = no_memory("2")
     with workshop.run("halved", **options) as run:
-        run.halves_until = 3
+        run.stepper.halves_for = 3
         run.fit()
     assert fired == {"train.after-micro-batch"}
-    assert (run.micro, run.micros, run.state.progress.step) == (2, 2, 3)
+    assert (run.stepper.micro, run.stepper.micros, run.state.progress.step) == (2, 2, 3)
     ours, theirs = (load(each.store.path("step-00000003")).tensors for each in (run, whole))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
     events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
@@ -59,7 +59,7 @@ def test_memory_that_is_not_enough_after_that_is_an_error_with_a_reason(
 ):
     no_memory(when)
     with workshop.run(steps=4, **options) as run:
-        run.halves_until = halves_until
+        run.stepper.halves_for = halves_until
         with pytest.raises(RunError, match=words) as caught:
             run.fit()
     assert caught.value.reason == "oom"

@@ -24,7 +24,7 @@ ROWS = np.arange(4)
 
 
 def look(run, source=None, micro=2):
-    batches = [(source or run.train_source).read(rows) for rows in np.split(ROWS, len(ROWS) // micro)]
+    batches = [(source or run.stepper.source).read(rows) for rows in np.split(ROWS, len(ROWS) // micro)]
     return find_first(run.student, batches, NORMALIZER)
 
 
@@ -266,7 +266,7 @@ def test_running_out_of_memory_is_a_finding_and_not_an_error(workshop):
 def test_hooks_that_stay_on_see_each_step_by_itself(workshop):
     with workshop.run() as run:
         hooks = NanHooks(run.student)
-        batch = run.train_source.read(ROWS)
+        batch = run.stepper.source.read(ROWS)
 
         def step():
             for _ in range(2):
@@ -296,7 +296,7 @@ def test_looking_leaves_no_trace(workshop):
         assert all(torch.equal(tensor, before[name]) for name, tensor in run.student.state_dict().items())
         assert [parameter for parameter in run.student.parameters() if parameter.grad is not None] == []
         assert [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in run.student.modules()] == hooks
-        batch = run.train_source.read(ROWS)
+        batch = run.stepper.source.read(ROWS)
         for each in (run, whole):
             each.student(batch, NORMALIZER).loss.backward()
         for ours, theirs in zip(run.student.parameters(), whole.student.parameters(), strict=True):
@@ -330,5 +330,5 @@ def test_the_bundle_holds_the_batch_the_finding_and_the_options(workshop, tmp_pa
 
 def test_a_bundle_of_no_finding_says_so(workshop, tmp_path):
     with workshop.run() as run:
-        write_bundle(tmp_path, run.config, ROWS, [run.train_source.read(ROWS)], None)
+        write_bundle(tmp_path, run.config, ROWS, [run.stepper.source.read(ROWS)], None)
     assert json.loads((tmp_path / "finding.json").read_text())["finding"] is None
