@@ -42,7 +42,8 @@ class Next(Enum):
     """What a run does next."""
 
     CONTINUE = "continue"
-    READ_AGAIN = "read again, from the cursor of the state"
+    READ_AGAIN = "read again"
+    """From the state's cursor."""
     STOP = "stop"
 
 
@@ -182,22 +183,9 @@ class Recovery:
         return True
 
     def _skip_or_roll_back(self, result: StepResult) -> bool:
-        """Leave out the data of a non-finite step, and roll back where the controller or `--max-skips` asks for it.
-
-        Returns whether the run was rolled back.
-        """
-        self._skip(result)
-        finite = math.isfinite(result.loss)
-        what, value = ("Gradient norm", result.grad_norm) if finite else ("Loss", result.loss)
-        names, recovered = self.act(self.state.progress.step + 1, value, what)
-        if names:  # a switch of the format, which the next step tries first
-            self.checkpoints.save(*names)
-            return recovered
-        return recovered or self._roll_back_skips(result.loss)
-
-    def _skip(self, result: StepResult) -> None:
-        """Count a skipped step, leave out its data, and investigate the first one."""
-        progress, batch = self.state.progress, self.stepper.batch_number
+        """Count a non-finite step, leave out its data, and investigate the first one; roll back where the controller or
+        `--max-skips` asks for it, and return whether that happened."""
+        progress, batch, finite = self.state.progress, self.stepper.batch_number, math.isfinite(result.loss)
         progress.skips_in_a_row += 1
         text = (
             f"batch {batch} at step {progress.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: skipped"
@@ -207,6 +195,12 @@ class Recovery:
             self._investigate(batch, progress.step + 1)
         progress.skips += 1
         progress.sequences += self.config.batch_size
+        what, value = ("Gradient norm", result.grad_norm) if finite else ("Loss", result.loss)
+        names, recovered = self.act(progress.step + 1, value, what)
+        if names:  # a switch of the format, which the next step tries first
+            self.checkpoints.save(*names)
+            return recovered
+        return recovered or self._roll_back_skips(result.loss)
 
     def _investigate(self, batch: int, number: int) -> None:
         """Log the first non-finite tensor, found by active hooks or by running the step again; write what reproduces

@@ -58,9 +58,12 @@ class Status(Enum):
     """What became of a step."""
 
     TAKEN = "taken"
-    SKIPPED = "skipped: the loss or a gradient is non-finite on some rank, and nothing was updated"
-    INTERRUPTED = "interrupted by a stop request"
-    OUT_OF_MEMORY = "out of memory: the micro-batch is halved, and the data must be read again"
+    SKIPPED = "skipped"
+    """The loss or a gradient is non-finite on some rank; nothing was updated."""
+    INTERRUPTED = "interrupted"
+    """By a stop request."""
+    OUT_OF_MEMORY = "out of memory"
+    """The micro-batch is halved from now on, and the data must be read again."""
 
 
 @dataclass(frozen=True)

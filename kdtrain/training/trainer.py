@@ -1,9 +1,9 @@
 """The trainer: one run from its first step to its last, to be read from top to bottom.
 
-`fit` takes steps (`step`). After each one it checks the numbers (`recovery` skips a non-finite step, and rolls back a
-spike or a divergence; `guards.EarlyStopping` ends the run at a plateau), reports them, and validates (`validate`) and
-saves (`checkpoints`) when due. A stop request takes effect after the current micro-batch: the unfinished step leaves no
-trace.
+`fit` takes one step after another (`step.Stepper`). After each one it checks the numbers (`recovery` skips a non-finite
+step, and rolls back a spike or a divergence; `guards.EarlyStopping` ends the run at a plateau), reports them, and
+validates (`validate`) and saves (`checkpoints`) when due. A stop request takes effect after the current micro-batch:
+the unfinished step leaves no trace.
 
 The trainer writes a state once: a rolling checkpoint every `--checkpoint-freq` steps, at the last step, and where the
 validation loss is lowest; one at the end of each epoch; a special one at a stop, a rollback or a switch; and one after
@@ -12,6 +12,7 @@ validation loss is lowest; one at the end of each epoch; a special one at a stop
 
 import math
 import time
+from collections.abc import Iterator
 from enum import Enum
 
 from transformers import PreTrainedTokenizerFast
@@ -23,6 +24,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.monitor.progress import line, log
 from kdtrain.monitor.writers import Writers
+from kdtrain.objective.batch import Batch
 from kdtrain.parallel.parallelize import SingleProcess
 from kdtrain.precision.collect import Collector
 from kdtrain.precision.controller import Adaptive
@@ -43,10 +45,10 @@ from kdtrain.training.validate import summary, validate
 class Outcome(Enum):
     """The result of a validation."""
 
-    BEST = "the lowest loss so far"
-    NOT_BEST = "an earlier loss was lower"
-    DIVERGED = "above the limit of divergence"
-    INTERRUPTED = "interrupted by a stop request"
+    BEST = "best"
+    NOT_BEST = "not the best"
+    DIVERGED = "diverged"
+    INTERRUPTED = "interrupted"
 
 
 class Trainer:
@@ -174,20 +176,26 @@ class Trainer:
             if self.checkpoints.published is None and not stop:  # so that a rollback always finds a checkpoint
                 self.checkpoints.save(tiers.rolling_name(self.state.progress.step))
             self.stepper.warm_up(stop)
-            while not (self.finished() or stop):
+            then = Next.STOP if self.finished() or stop else Next.READ_AGAIN
+            while then is not Next.STOP:
                 for batches in self.stepper.feed().steps():
-                    result = self.stepper.take(batches, stop, self.checkpoints.clock_is_due())
-                    stop.compiling = False
-                    then = self.recovery.after_step(result)
-                    if then is Next.CONTINUE and result.status is Status.TAKEN:
-                        self._report(result)
-                        then = self._validate_and_save(stop, result)
-                    if then is not Next.CONTINUE or self.finished() or stop:
+                    then = self._step(batches, stop)
+                    if then is not Next.CONTINUE:
                         break
             self._end(stop)
             self.saver.wait()
             self.checkpoints.log_published()
             stop.raise_failed()
+
+    def _step(self, batches: Iterator[Batch], stop: StopRequest) -> Next:
+        """Take the next step, and recover, report, validate and save as its result asks for; STOP after the last."""
+        result = self.stepper.take(batches, stop, self.checkpoints.clock_is_due())
+        stop.compiling = False
+        then = self.recovery.after_step(result)
+        if then is Next.CONTINUE and result.status is Status.TAKEN:
+            self._report(result)
+            then = self._validate_and_save(stop, result)
+        return Next.STOP if self.finished() or stop else then
 
     def validate(self, stop: StopRequest) -> tuple[Outcome, float]:
         """Validate; return the outcome, and the loss in nats, NaN where a stop request prevented it.

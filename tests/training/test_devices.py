@@ -28,6 +28,7 @@ class Moved:
     """Sequences of the workshop's source, moved to a device as a cached source moves them."""
 
     overlaps = True
+    repeatable = True
 
     def __init__(self, source, device):
         self.source, self.mover = source, DeviceCopy(torch.device(device))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from kdtrain.cache.codec import CodecSpec, decode, encode
+from kdtrain.data import order
 from kdtrain.models.head import split
 from kdtrain.models.loading import checkpoint_activations
 from kdtrain.objective.batch import Batch
@@ -332,3 +333,18 @@ def test_a_bundle_of_no_finding_says_so(workshop, tmp_path):
     with workshop.run() as run:
         write_bundle(tmp_path, run.config, ROWS, [run.stepper.source.read(ROWS)], None)
     assert json.loads((tmp_path / "finding.json").read_text())["finding"] is None
+
+
+def test_a_batch_that_cannot_be_read_again_is_kept_until_its_step_was_investigated(workshop):
+    class Once(workshop.source):
+        repeatable = False
+
+    source = Once(40, broken=(order.batch(0, 4, 4, 40).tolist()[3],))
+    with workshop.run(train=source, micro_batch_size=2, steps=3) as run:
+        run.fit()
+    indices = [index for each in source.reads for index in each]
+    assert len(indices) == len(set(indices)) == 4 * (3 + 1), "nothing is read twice"
+    tensors = load_file(run.config.out / "non-finite-00000002" / "batch.safetensors")
+    assert torch.equal(tensors["tokens"], source.tokens[indices[4:8]])
+    about = json.loads((run.config.out / "non-finite-00000002" / "finding.json").read_text())
+    assert (about["finding"]["module"], about["finding"]["micro_batch"]) == ("teacher", 2)

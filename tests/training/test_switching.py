@@ -322,13 +322,13 @@ def test_a_checkpoint_of_adaptive_quantisation_and_an_ordinary_one_of_the_same_s
 
 def test_a_signal_in_a_broken_step_does_not_hide_it_from_the_controller(workshop, fault, monkeypatch):
     fault("train.loss:nan:6-6")
-    skip = Recovery._skip
+    skip = Recovery._skip_or_roll_back
 
     def signalled(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return skip(*arguments)
 
-    monkeypatch.setattr(Recovery, "_skip", signalled)
+    monkeypatch.setattr(Recovery, "_skip_or_roll_back", signalled)
     with workshop.run(steps=12, **CALM) as run:
         controller = quantise(run, **LOSS)
         run.fit()
