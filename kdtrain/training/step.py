@@ -210,7 +210,13 @@ class Stepper:
         stop.settle(int(read["signal"]))
         self.halves_for = max(self.halves_for - 1, 0)
         if result.status is Status.TAKEN:
-            self._count(result)
+            progress = self.state.progress
+            progress.step += 1
+            progress.sequences += self.config.batch_size
+            progress.tokens += result.tokens
+            progress.skips_in_a_row, progress.loss = 0, result.loss
+            self.state.guards.scale.update(overflowed=False)
+            self.tokens += result.tokens
         return result
 
     def settle_buckets(self) -> None:
@@ -405,16 +411,6 @@ class Stepper:
         status = Status.SKIPPED if read["skipped"] else Status.TAKEN
         tokens, save_due = int(read["tokens"]), read["save_due"] > 0
         return StepResult(status, read["loss"], read["grad_norm"], tokens, save_due, metrics)
-
-    def _count(self, result: StepResult) -> None:
-        progress = self.state.progress
-        progress.step += 1
-        progress.sequences += self.config.batch_size
-        progress.tokens += result.tokens
-        progress.skips_in_a_row = 0
-        progress.loss = result.loss
-        self.state.guards.scale.update(overflowed=False)
-        self.tokens += result.tokens
 
     def _halve_micro_batch(self) -> str:
         """After an out-of-memory error: drop the gradients and halve the micro-batch from now on; return what changed.

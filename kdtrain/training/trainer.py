@@ -58,13 +58,8 @@ class Trainer:
         config: every option.
         student: the model and its loss.
         train, validation: where sequences come from.
-        total_steps: planned optimizer steps; a plateau may end the run earlier (`total`).
-        micro: sequences in a micro-batch of one rank.
-        seq_len: T, tokens in a sequence.
-        has_teacher: whether micro-batches have targets; without them the loss is cross-entropy.
-        wrapper: calls the student and exchanges gradients; None: in one process.
+        total_steps, micro, seq_len, has_teacher, wrapper, collector: see `Stepper`; without a wrapper, in one process.
         adaptive: decides when the student is quantised; None where the mode does not change.
-        collector: collects tensor statistics; None: none.
         identity: what a checkpoint belongs to (options, cache, student).
     """
 
