@@ -1,6 +1,7 @@
 """A step that does not fit into memory is repeated once with half the micro-batch, and gives the same weights."""
 
 import json
+import signal
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.errors import RunError
-from kdtrain.training.step import out_of_memory
+from kdtrain.training.recovery import Next
+from kdtrain.training.signals import StopRequest
+from kdtrain.training.step import Status, out_of_memory
 
 
 @pytest.fixture
@@ -70,3 +73,16 @@ def test_a_cpu_without_memory_is_known_by_its_words():
         torch.empty(2**60, dtype=torch.uint8)
     assert out_of_memory(caught.value)
     assert not out_of_memory(RuntimeError("shapes differ"))
+
+
+def test_a_step_that_ran_out_of_memory_and_one_that_was_interrupted_are_two_results(workshop, no_memory):
+    fired, stopped = no_memory("1"), StopRequest()
+    stopped.settle(signal.SIGTERM)
+    with workshop.run(steps=3) as run:
+        run.stepper.halves_for = 3
+        halved = run.stepper.take(next(run.stepper.feed().steps()), StopRequest())
+        assert fired and (halved.status, run.stepper.micro) == (Status.OUT_OF_MEMORY, 2)
+        assert run.recovery.after_step(halved) is Next.READ_AGAIN
+        interrupted = run.stepper.take(next(run.stepper.feed().steps()), stopped)
+        assert interrupted.status is Status.INTERRUPTED and run.recovery.after_step(interrupted) is Next.STOP
+    assert run.state.progress.step == run.stepper.tokens == 0
