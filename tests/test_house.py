@@ -251,6 +251,15 @@ def texts() -> list[Path]:
     return sorted(found)
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "training").glob("*.py")), ids=lambda path: path.name)
+def test_the_parts_of_a_run_do_not_know_the_trainer_that_holds_them(path):
+    if path.name != "trainer.py":
+        imported = imported_names(tree_of(path), "kdtrain.training")
+        assert not [name for name in imported if name.startswith("kdtrain.training.trainer")]
+        arguments = [each.arg for each in ast.walk(tree_of(path)) if isinstance(each, ast.arg)]
+        assert "trainer" not in arguments
+
+
 def findings(text: str) -> list[str]:
     """The lines that postpone work, or that name a path on one machine."""
     rules = [UNFINISHED, ABOUT_A_MACHINE]

@@ -1,8 +1,8 @@
 """Training steps as `kdtrain distill` takes them, over a model that is already there.
 
-A `Bench` holds a `Trainer` and calls its `step`. What it leaves out is `fit`: validation, the log, TensorBoard, and
-checkpoints where a section does not ask for them. One student and one optimizer serve all sides that are compared, each
-with a source of its own.
+A `Bench` holds a `Trainer` and takes steps with its `stepper`. What it leaves out is `fit`: validation, the log,
+TensorBoard, and checkpoints where a section does not ask for them. One student and one optimizer serve all sides that
+are compared, each with a source of its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,6 +33,7 @@ from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.feed import Feed
 from kdtrain.training.sources.source import Facts, Source
 from kdtrain.training.state import Progress
+from kdtrain.training.step import Status
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
 
@@ -148,7 +149,7 @@ class Bench:
         )
         folder.mkdir(parents=True, exist_ok=True)
         self.trainer.open(None, init="scratch")
-        self.trainer.halves_until = 0  # see `step`
+        self.trainer.stepper.halves_for = 0  # see `step`
         self.batch, self.seq_len, self.optimizer = batch, seq_len, self.trainer.state.optimizer
         self.has_teacher = has_teacher
         self.stop = StopRequest()  # never entered: signals end a benchmark as they end any script
@@ -169,7 +170,7 @@ class Bench:
         taught = self.has_teacher and not isinstance(source, Tokens)
 
         def step() -> dict[str, float]:
-            self.trainer.has_teacher = taught  # sides of one bench differ: without targets alpha is 0
+            self.trainer.stepper.has_teacher = taught  # sides of one bench differ: without targets alpha is 0
             return self.step(next(batches))
 
         return step
@@ -182,15 +183,14 @@ class Bench:
                 make this side and all after it another measurement. The next step begins without its gradients.
         """
         try:
-            numbers = self.trainer.step(batches, self.stop)
+            result = self.trainer.stepper.take(batches, self.stop)
         except RunError as error:
             if error.reason != "oom":
                 raise
             self.optimizer.zero_grad(set_to_none=True)
             raise torch.OutOfMemoryError(str(error)) from None
-        assert numbers is not None
-        self.trainer.count(numbers)
-        return numbers
+        assert result.status is Status.TAKEN
+        return result.metrics
 
     def restart(self, weights: dict[str, torch.Tensor]) -> None:
         """Back to step 0: these weights, and an optimizer that has seen nothing."""

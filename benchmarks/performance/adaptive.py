@@ -27,7 +27,6 @@ from benchmarks.harness.timing import synchronize, without_graphs
 from kdtrain.precision.backends import Choice, choose, make_recipe
 from kdtrain.precision.controller import Adaptive, Policy, PrecisionController
 from kdtrain.precision.linear import Switch, convert
-from kdtrain.training.recovery import decide, warm_up
 from kdtrain.training.trainer import Trainer
 
 HIGH, LOW, THRESHOLD = 9.0, 1.0, 5.0
@@ -112,16 +111,16 @@ class _Training:
         )
         tokens = models.token_tensor(models.text(sizes.batch * min(sizes.steps, 256), sizes.length))
         run = self.bench.trainer
-        run.train_source, run.saver = Tokens(tokens, device), cast(Any, _NoSaver())
+        run.stepper.source, run.checkpoints.saver = Tokens(tokens, device), cast(Any, _NoSaver())
         run.store.folder.mkdir(parents=True, exist_ok=True)
         self.initial = {name: weight.detach().to("cpu", copy=True) for name, weight in student.named_parameters()}
 
     def fixed(self, kind: str) -> dict[str, Any]:
         """A run in one format throughout."""
-        run, self.bench.trainer.adaptive = self.bench.trainer, None
+        run, self.bench.trainer.state.adaptive = self.bench.trainer, None
         run.student.switch.position = "quantized" if kind == "fp8" else "high"
         self.bench.restart(self.initial)
-        step = self.bench.steps(run.train_source)
+        step = self.bench.steps(run.stepper.source)
         return _summary([step()["loss"] for _ in range(self.sizes.steps)], self.sizes)
 
     def adaptive(self) -> dict[str, Any]:
@@ -142,12 +141,12 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
         keep=1,
     )
     controller = PrecisionController(policy)
-    run.adaptive = Adaptive(controller, run.student.switch, "high")
+    run.state.adaptive = Adaptive(controller, run.student.switch, "high")
     started, made = time.perf_counter(), _graphs()
-    warm_up(run, bench.stop)
+    run.stepper.warm_up(bench.stop)
     synchronize(device)
     warmed, graphs = time.perf_counter() - started, _graphs()
-    step, losses, times, modes = bench.steps(run.train_source), [], [], []
+    step, losses, times, modes = bench.steps(run.stepper.source), [], [], []
     snapshots = []
     for number in range(1, sizes.steps + 1):
         synchronize(device)
@@ -159,7 +158,7 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
         # the loss that decides is made up: up and down in turn, so that the rule has something to say
         shown = LOW if (number - 1) // sizes.stretch % 2 == 0 else HIGH
         before, started = _newest(run), time.perf_counter()
-        decide(run, number, shown)
+        run.recovery.act(number, shown)
         synchronize(device)
         if _newest(run) not in (None, before):
             snapshots.append(time.perf_counter() - started)

@@ -97,7 +97,7 @@ def _in_steps(
     tensors, tries = bench.trainer.state.tensors(), int(KINDS[kind])
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         store = Store(Path(folder) / "checkpoints", keep_rolling=1)
-        saver = Saver(store, KINDS[kind], copies=bench.trainer.copies)
+        saver = Saver(store, KINDS[kind], copies=bench.trainer.checkpoints.copies)
         found = saves(saver, tensors, bench.trainer.state.numbers(), step, sizes.saves, tries, options.device)
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
     share = 100 * found["stall"] / (sizes.every * seconds)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from kdtrain import cli
 from kdtrain.ranks import is_main
-from kdtrain.training.trainer import Trainer
+from kdtrain.training.step import Stepper
 
 SMALL = 1024
 """Bytes below which a call is about numbers that ranks agree on, and is counted as "numbers"."""
@@ -54,7 +54,7 @@ def _bytes(value: Any) -> int:
 
 
 def counting(step: Callable[..., Any], steps: list[dict[str, list[int]]]) -> Callable[..., Any]:
-    """`Trainer.step`, which leaves what it exchanged in `steps`."""
+    """`Stepper.take`, which leaves what it exchanged in `steps`."""
 
     def taken(*args: Any) -> Any:
         counted.clear()
@@ -71,7 +71,7 @@ def main(file: str, *words: str) -> None:
     for name, collective in NAMES.items():
         if hasattr(dist, name):
             setattr(dist, name, count(collective, getattr(dist, name)))
-    Trainer.step = counting(Trainer.step, steps)  # type: ignore[method-assign]
+    Stepper.take = counting(Stepper.take, steps)  # type: ignore[method-assign]
     try:
         cli.main(list(words))
     finally:

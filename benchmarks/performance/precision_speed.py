@@ -31,7 +31,6 @@ from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, Switch, convert
-from kdtrain.training.recovery import warm_up
 from kdtrain.training.signals import StopRequest
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 2048
@@ -99,14 +98,14 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
     every, found = config.quantization.quant_probe_every, {"probe_every": config.quantization.quant_probe_every}
     with trial_run(config) as trial:
         run = trial.trainer
-        assert run.adaptive is not None
-        warm_up(run, StopRequest())
+        assert run.state.adaptive is not None
+        run.stepper.warm_up(StopRequest())
         for position, name in (("quantized", "quantized"), ("high", "fallback")):
-            run.adaptive.switch.position = position
+            run.state.adaptive.switch.position = position
             with_it, without = [], []
             for number in range(2 * pairs + 4):
                 probing = (number + number // 2) % 2 == 0  # in turns, and each first as often as second
-                run.adaptive.controller.wants_gap = lambda step, probing=probing: probing
+                run.state.adaptive.controller.wants_gap = lambda step, probing=probing: probing
                 (with_it if probing else without).append(trial.timed_steps(1)[0].seconds)
             step, probe = (statistics.median(each[2:]) for each in (without, with_it))
             found |= {f"{name}_seconds": step, f"probe_share_{name}": (probe - step) / every / step}

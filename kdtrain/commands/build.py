@@ -65,7 +65,7 @@ def build(recipe: Recipe) -> Run:
         micro=recipe.micro,
         seq_len=recipe.facts.seq_len,
         has_teacher=recipe.has_teacher,
-        engine=parallelize(student, plan.student, plan.accumulate),
+        wrapper=parallelize(student, plan.student, plan.accumulate),
         adaptive=_adaptive(recipe),
         collector=collector,
         identity=identity,

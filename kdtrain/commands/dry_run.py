@@ -69,9 +69,9 @@ def _begins(config: DistillConfig, start: Start) -> str:
 def _plan(trial: Trial) -> dict[str, Any]:
     trainer, recipe, config, student = trial.trainer, trial.recipe, trial.recipe.config, trial.trainer.student
     each = f" on each of {world_size()} ranks" if world_size() > 1 else ""
-    micro_batches = f"{trainer.micros} micro-batches of {trainer.micro}"
-    sequences, seq_len = len(trainer.train_source), recipe.facts.seq_len
-    sent = gigabytes_sent(student.model, recipe, trainer.micros)
+    micro_batches = f"{trainer.stepper.micros} micro-batches of {trainer.stepper.micro}"
+    sequences, seq_len = len(trainer.stepper.source), recipe.facts.seq_len
+    sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
     return {
         "student": {"name": recipe.student.name, "parameters": trial.run.parameters},
         "teacher": recipe.teacher_name,
@@ -164,7 +164,7 @@ def _schedule(total: int, options: OptimizerConfig) -> str:
 def _validation_seconds(trial: Trial) -> float:
     """Seconds of a whole validation, extrapolated from one forward on each rank."""
     trainer = trial.trainer
-    student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.micro
+    student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.stepper.micro
     forwards = math.ceil(min(math.ceil(len(source) / micro), trainer.validation_batches) / world_size())
     started = time.perf_counter()
     validate(student, source, micro=micro, batches=1)

@@ -69,16 +69,16 @@ class Start:
         if progress.decay_from is not None and not stopping.early_stopping:
             log.info("--no-early-stopping cancels the decay that a plateau began at step %d", progress.decay_from)
             progress.decay_from = None
-            if trainer.adaptive is not None:
-                trainer.adaptive.controller.begin_decay(None)
+            if trainer.state.adaptive is not None:
+                trainer.state.adaptive.controller.begin_decay(None)
         own = path.parent == trainer.store.folder.resolve()
         at = (progress.step, progress.rollbacks) if own else (-1, 0)
         # with auto, later checkpoints are damaged; they stay for inspection
         if name != "auto" and (later := on_main(lambda: trainer.store.set_aside_after(*at))):
             log.info("set aside %s, which are later than the checkpoint of this run", ", ".join(later))
         if own:
-            trainer.published = (progress.step, progress.validated_step)
-            trainer.relink_best()  # a kill may have come between the checkpoint and its link
+            trainer.checkpoints.published = (progress.step, progress.validated_step)
+            trainer.checkpoints.relink_best()  # a kill may have come between the checkpoint and its link
             return trainer.store.folder / path.name
         progress.best_loss = progress.best_step = progress.first_loss = None  # those of the other run's checkpoints
         on_main(lambda: trainer.store.remove_link("best"))
@@ -134,15 +134,15 @@ class Start:
         same_order = saved.get("run", {}).get("seed") == config.seed
         progress = trainer.state.progress
         cursor = progress.sequences if same_data and same_order else 0
-        epoch = cursor // len(trainer.train_source)
+        epoch = cursor // len(trainer.stepper.source)
         if restart:
             trainer.state.progress = Progress(sequences=cursor, epoch=epoch)
         else:
             progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
             progress.first_loss = progress.last_loss = None
             progress.sequences, progress.epoch = cursor, epoch
-            if trainer.adaptive is not None:
-                trainer.adaptive.controller.forget_buffer()
+            if trainer.state.adaptive is not None:
+                trainer.state.adaptive.controller.forget_buffer()
                 trainer.state.snapshots.clear()
             if progress.step >= trainer.total:
                 text = f"{path} is at step {progress.step}, and --steps {trainer.total} leaves none; raise --steps"

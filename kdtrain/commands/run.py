@@ -91,8 +91,7 @@ class Run:
 
     def end_on_event(self) -> None:
         """Let the commands for the last events end, if the logs were opened."""
-        if hasattr(self.trainer, "writers"):
-            self.trainer.writers.end_on_event(self.trainer.state.progress.step)
+        self.trainer.writers.end_on_event(self.trainer.state.progress.step)
 
     def log_start(self, loaded: Path | None, length: str | None) -> None:
         """Log what is trained, from which checkpoint, and what changes because of a new length."""
@@ -106,9 +105,9 @@ class Run:
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
             lines.append(f"warm-up of {warmup} steps, half of the run, not {config.optimizer.warmup_steps}")
         if world_size() > 1:
-            step = f"each step {trainer.micros} micro-batches of {trainer.micro} sequences on each"
+            step = f"each step {trainer.stepper.micros} micro-batches of {trainer.stepper.micro} sequences on each"
             lines.append(f"{world_size()} ranks, {recipe.plan}: {step}")
-        enabled = "" if trainer.adaptive is None else "[TimeResume] Adaptive quantization training enabled"
+        enabled = "" if trainer.state.adaptive is None else "[TimeResume] Adaptive quantization training enabled"
         resumed = "" if loaded is None else f"resuming from {loaded}"
         for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, resumed, length)):
             log.info("%s", line)
@@ -122,7 +121,7 @@ class Run:
         except BaseException as failure:
             try:
                 trainer.saver.close()
-                trainer.log_published()
+                trainer.checkpoints.log_published()
             except (RunError, OSError) as error:
                 log.warning("%s", error)
                 with suppress(OSError):  # for example on a full disk: raise the first error
@@ -178,7 +177,7 @@ class Run:
             "decay_from": progress.decay_from,
             "tokens": progress.tokens,
             "seconds": round(trainer.seconds, 1),
-            "tokens_per_second": round(trainer.tokens / trainer.seconds, 1) if trainer.seconds else None,
+            "tokens_per_second": round(trainer.stepper.tokens / trainer.seconds, 1) if trainer.seconds else None,
             "temperature": float(trainer.student.temperature.value().detach()) if recipe.distils else None,
             "objective": "distillation" if recipe.distils else "cross-entropy",
             "first_validation_loss": progress.first_loss,
@@ -197,11 +196,11 @@ class Run:
             "cache": self.identity["cache"],
             "student_name": recipe.student.name,
             "student": None,
-            "micro_batch_size": trainer.micro,
+            "micro_batch_size": trainer.stepper.micro,
             "peak_memory_mb": round(peak_memory_mb(recipe.device), 1),
         }
-        if trainer.adaptive is not None:
-            controller = trainer.adaptive.controller
+        if trainer.state.adaptive is not None:
+            controller = trainer.state.adaptive.controller
             result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
         return result
 
@@ -227,11 +226,9 @@ class Run:
             if isinstance(error, OSError):
                 where = error.filename or self.out
                 text = f"{where}: {error.strerror or error}; published checkpoints are intact{advice(error)}"
-            writers = getattr(self.trainer, "writers", None)  # which may have failed to open
-            if writers is not None:
-                step = self.trainer.state.progress.step
-                with suppress(OSError):  # the error may be a full disk
-                    writers.event("failure", step, "error", reason=reason(error), message=text)
+            with suppress(OSError):  # the error may be a full disk
+                step, said = self.trainer.state.progress.step, reason(error)
+                self.trainer.writers.event("failure", step, "error", reason=said, message=text)
             with suppress(OSError):
                 end_log(text)
             result = self.result(reason(error), text)
@@ -252,7 +249,7 @@ class Run:
         """
         before, end = read_result(self.out), (result["stop_reason"], result["step"])
         again = before is not None and (before["stop_reason"], before["step"]) == end
-        if is_main() and (self.trainer.tokens or not again):
+        if is_main() and (self.trainer.stepper.tokens or not again):
             publish_text(self.out / RESULT, json.dumps(finite(result), indent=1) + "\n", "trainer.result")
 
     def refuse_no_progress(self) -> None:

@@ -87,12 +87,12 @@ class Checks:
 
     def __init__(self, trial: Trial) -> None:
         self.trial, self.recipe, self.config = trial, trial.recipe, trial.recipe.config
-        self.trainer, self.student, self.source = trial.trainer, trial.trainer.student, trial.trainer.train_source
+        self.trainer, self.student, self.source = trial.trainer, trial.trainer.student, trial.trainer.stepper.source
 
     def initial_loss(self) -> Check:
         """The loss before the first step."""
         student, batches, init = self.student.eval(), min(4, self.config.monitor.eval_batches), self.recipe.student.init
-        metrics = validate(student, self.trainer.validation_source, micro=self.trainer.micro, batches=batches)
+        metrics = validate(student, self.trainer.validation_source, micro=self.trainer.stepper.micro, batches=batches)
         loss = math.nan if metrics is None else metrics.mean("cross_entropy")
         assert loss is not None
         sound, text = initial_loss(loss, student.vocab_size, init)
@@ -104,7 +104,7 @@ class Checks:
         """The gradient of every parameter."""
         self.student.train()
         with self.student.eager():
-            self.student(self._batch(), self.trainer.full_tokens).loss.backward()
+            self.student(self._batch(), self.trainer.stepper.full_tokens).loss.backward()
         found = gradients_of(self.student.model)
         self.student.zero_grad(set_to_none=True)
         unsound = {"without": found.missing, "zero": found.zero, "non-finite": found.broken}
@@ -196,16 +196,16 @@ class Checks:
         )
 
     def _reading_seconds(self, step: int) -> float:
-        indices = self.trainer.sequences(step * self.config.batch_size)
+        indices = self.trainer.stepper.sequences(step * self.config.batch_size)
         started = time.perf_counter()
-        for each in rearrange(indices, "(a m) -> a m", m=self.trainer.micro):
+        for each in rearrange(indices, "(a m) -> a m", m=self.trainer.stepper.micro):
             self.source.read(each)
         return time.perf_counter() - started
 
     def resume(self) -> Check:
         """A step, and the same step after a save and a resume."""
         trainer, name = self.trainer, tiers.rolling_name(self.trainer.state.progress.step)
-        trainer.save(name)
+        trainer.checkpoints.save(name)
         trainer.saver.wait()
         first = self._state_after_a_step()
         saved = load_saved(trainer.store.path(name), trainer.state.like)
@@ -241,7 +241,7 @@ class Checks:
 
     def overfitting(self) -> Check:
         """Sixteen sequences memorized."""
-        config, micro, student, source = self.config, self.trainer.micro, self.student, self.source
+        config, micro, student, source = self.config, self.trainer.stepper.micro, self.student, self.source
         count = min(SEQUENCES, len(source))
         numbers = order.batch(config.seed, 0, count, len(source))
         batches = [source.read(numbers[at : at + micro]) for at in range(0, count, micro)]
@@ -267,8 +267,8 @@ class Checks:
 
     def _batch(self, most: int | None = None) -> Batch:
         """The first micro-batch of the run, or the first `most` sequences of it."""
-        micro = self.trainer.micro
-        return self.source.read(self.trainer.sequences(0)[: min(micro, most or micro)])
+        micro = self.trainer.stepper.micro
+        return self.source.read(self.trainer.stepper.sequences(0)[: min(micro, most or micro)])
 
 
 CHECKS: tuple[Callable[[Checks], Check], ...] = (

@@ -21,8 +21,10 @@ from kdtrain.commands.run_folder import check_out
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError, making
 from kdtrain.files import hidden_folder
+from kdtrain.monitor.progress import log
 from kdtrain.ranks import all_gather_object, on_main, reported
 from kdtrain.training.signals import StopRequest
+from kdtrain.training.step import Status
 
 
 class TimedStep(NamedTuple):
@@ -42,21 +44,21 @@ class Trial:
         """Take the next steps of the run. RunError: the loss or a gradient is non-finite."""
         trainer, taken = self.trainer, list[TimedStep]()
         started = time.perf_counter()
-        for batches in trainer.feed().steps():
+        for batches in trainer.stepper.feed().steps():
             stop = StopRequest()
-            numbers = trainer.step(batches, stop)
+            result = trainer.stepper.take(batches, stop)
             stop.raise_failed()
-            if numbers is None:  # there are no stop requests here: the micro-batch was halved
+            if result.status is Status.OUT_OF_MEMORY:
+                log.warning(result.message)
                 return self.timed_steps(count)
-            if numbers.pop("skipped"):
-                if trainer.guards.scale.absorbs(math.isfinite(numbers["loss"])):
-                    trainer.guards.scale.update(overflowed=True)
+            if result.status is Status.SKIPPED:
+                if trainer.state.guards.scale.absorbs(math.isfinite(result.loss)):
+                    trainer.state.guards.scale.update(overflowed=True)
                     continue
-                found = f"loss {numbers['loss']} with gradient norm {numbers['grad_norm']}"
+                found = f"loss {result.loss} with gradient norm {result.grad_norm}"
                 advice = "look at the data (kdtrain verify) or lower --lr"
                 raise reported(RunError(f"step {len(taken) + 1}: {found}; {advice}"))
-            trainer.count(numbers)
-            taken.append(TimedStep(time.perf_counter() - started, numbers))
+            taken.append(TimedStep(time.perf_counter() - started, result.metrics))
             if len(taken) == count:
                 break
             started = time.perf_counter()
@@ -80,14 +82,14 @@ class Trial:
     @property
     def epoch_steps(self) -> set[int]:
         """The steps that end an epoch."""
-        size, count = self.recipe.config.batch_size, len(self.trainer.train_source)
+        size, count = self.recipe.config.batch_size, len(self.trainer.stepper.source)
         return {step for step in range(1, self.trainer.total + 1) if step * size // count > (step - 1) * size // count}
 
     @property
     def saves(self) -> int:
         """Most checkpoints that the run writes: rolling, best, of epochs, and those of adaptive quantisation."""
         options, windows = self.recipe.config.quantization, 0
-        if self.trainer.adaptive is not None:
+        if self.trainer.state.adaptive is not None:
             windows = self.trainer.total // options.quant_window_size
             if options.quant_snapshot == "disk":
                 windows += self.trainer.total // options.quant_checkpoint_interval
@@ -96,7 +98,7 @@ class Trial:
     @property
     def checkpoints_kept(self) -> int:
         """Most checkpoints on disk: all tiers full, the best one, and the one in writing."""
-        keep, adaptive = self.recipe.config.checkpoint, self.trainer.adaptive
+        keep, adaptive = self.recipe.config.checkpoint, self.trainer.state.adaptive
         rolling = min(keep.keep_rolling, len(self.rolling_steps))
         windows = self.recipe.config.quantization.quant_recovery_buffer if adaptive is not None else 0
         return rolling + min(keep.keep_epochs, len(self.epoch_steps)) + keep.keep_special + windows + 2

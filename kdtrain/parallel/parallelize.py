@@ -53,22 +53,22 @@ from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import agreed_max, local, with_local
 
 
-class Alone:
-    """A step in one process, called without a wrapper.
+class SingleProcess:
+    """A module in one process, called as it is.
 
     Args:
-        step: one micro-batch -> the loss to differentiate, and the numbers to report.
-        student: the part of it that is replicated or sharded.
+        module: one micro-batch -> the loss to differentiate, and the numbers to report.
+        model: the part of it that is replicated or sharded.
     """
 
     kind = "single"
 
-    def __init__(self, step: nn.Module, student: nn.Module) -> None:
-        self.step, self.student = step, student
+    def __init__(self, module: nn.Module, model: nn.Module) -> None:
+        self.module, self.model = module, model
 
     def __call__(self, *batch: Any, **options: Any) -> Any:
-        """Call the step through its wrapper."""
-        return self.step(*batch, **options)
+        """Call the module through its wrapper."""
+        return self.module(*batch, **options)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -79,39 +79,39 @@ class Alone:
         """Free the weights that a forward without a backward has gathered."""
 
 
-class Replicated(Alone):
-    """A step under DDP, with the whole student on each rank.
+class Replicated(SingleProcess):
+    """A module under DDP, with the whole model on each rank.
 
     Args:
-        own: names of the step's parameters that DDP ignores, besides those that no loss reaches.
+        own: names of the module's parameters that DDP ignores, besides those that no loss reaches.
         probe: a call whose summed result has a gradient in every parameter that training reaches.
     """
 
     kind = "ddp"
 
-    def __init__(self, step: nn.Module, student: nn.Module, own: set[str], probe: Callable[[], torch.Tensor]) -> None:
-        super().__init__(step, student)
+    def __init__(self, module: nn.Module, model: nn.Module, own: set[str], probe: Callable[[], torch.Tensor]) -> None:
+        super().__init__(module, model)
         # DDP would wait for the gradient of a parameter that no loss reaches.
-        named = {name: each for name, each in step.named_parameters() if each.requires_grad}
+        named = {name: each for name, each in module.named_parameters() if each.requires_grad}
         with torch.enable_grad():
             found = torch.autograd.grad(probe().float().sum(), list(named.values()), allow_unused=True)
         unreached = {name for name, gradient in zip(named, found, strict=True) if gradient is None}
         # Buffers are constants, the same on each rank, and need no broadcast.
-        left = own | unreached | {name for name, _ in step.named_buffers()}
+        left = own | unreached | {name for name, _ in module.named_buffers()}
         # A private method: DDP has no public one to ignore parameters.
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, sorted(left))
-        device = next(student.parameters()).device
-        self.wrapper = DistributedDataParallel(
-            step,
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(left))
+        device = next(model.parameters()).device
+        self.ddp = DistributedDataParallel(
+            module,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             init_sync=True,
         )
-        self.wrapper.register_comm_hook(None, _sum)
+        self.ddp.register_comm_hook(None, _sum)
 
     def __call__(self, *batch: Any, **options: Any) -> Any:
-        """Call the step through DDP."""
-        return self.wrapper(*batch, **options)
+        """Call the module through DDP."""
+        return self.ddp(*batch, **options)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -119,12 +119,12 @@ class Replicated(Alone):
         if last:
             yield
         else:
-            with self.wrapper.no_sync():
+            with self.ddp.no_sync():
                 yield
 
 
-class Sharded(Alone):
-    """A step whose student was sharded by `shard`.
+class Sharded(SingleProcess):
+    """A module whose model was sharded by `shard`.
 
     Args:
         accumulate: what each rank holds while micro-batches add up, in fp32: `whole` gradients, not exchanged before
@@ -133,27 +133,27 @@ class Sharded(Alone):
 
     kind = "fsdp"
 
-    def __init__(self, step: nn.Module, student: nn.Module, accumulate: str = "whole") -> None:
-        super().__init__(step, student)
+    def __init__(self, module: nn.Module, model: nn.Module, accumulate: str = "whole") -> None:
+        super().__init__(module, model)
         self.accumulate = accumulate
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Wraps forward and backward: FSDP2 decides in the backward what it exchanges."""
-        student: Any = self.student
-        student.set_requires_gradient_sync(last or self.accumulate == "sharded")
-        student.set_requires_all_reduce(last)
+        model: Any = self.model
+        model.set_requires_gradient_sync(last or self.accumulate == "sharded")
+        model.set_requires_all_reduce(last)
         yield
 
     def reshard(self) -> None:
         """Drop the gathered root, which would be out of date once weights are loaded."""
-        reshard(self.student)
+        reshard(self.model)
 
 
-def parallelize(student: Any, kind: str, accumulate: str = "whole") -> Alone:
+def parallelize(student: Any, kind: str, accumulate: str = "whole") -> SingleProcess:
     """The wrapper of a `training.student.Student`: `single`, `ddp`, or `fsdp` for a sharded model (see `Sharded`)."""
     if kind == "single":
-        return Alone(student, student.model)
+        return SingleProcess(student, student.model)
     if kind == "fsdp":
         return Sharded(student, student.model, accumulate)
     own = {name for name, _ in student.named_parameters() if not name.startswith("model.")}

@@ -69,5 +69,6 @@ class RecordedTeacher(Teacher):
                     f"--from-logprobs {self.path} has the token {token}, the teacher's vocabulary only "
                     f"{codec.vocab_size}; name the teacher that made the file"
                 )
-            lists = (row.kept[name] for name in ("top_ids", "top_logprobs", "label_logprob"))
-            yield replace(row, kept=keep(*lists, codec))
+            said = row.kept
+            kept = keep(said["top_ids"], said["top_logprobs"], said["label_logprob"], codec)
+            yield replace(row, kept=kept)

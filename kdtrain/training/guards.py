@@ -39,11 +39,12 @@ no unmasked token, it uses the mean of the last 50 training losses. A plateau is
 an improvement, none of them during the warm-up. A non-finite loss is not an improvement.
 """
 
+import json
 import math
-from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, TypedDict
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -78,37 +79,50 @@ def guarded_step(optimizer: torch.optim.AdamW, found_inf: torch.Tensor, scale: t
         del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
 
-class _ExplosionState(TypedDict):
+M = TypeVar("M", bound="_Huge | _Losses | _Plateau | _Clean")
+
+
+class Watcher(Generic[M]):
+    """A watcher of numbers, pure but for its `memory`, which is a dataclass of plain numbers."""
+
+    memory: M
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory; JSON keeps the numbers to the last bit."""
+        return asdict(self.memory)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. ValueError: an entry is missing, of another type, or non-finite."""
+        memory = typed(state, type(self.memory))
+        text = json.dumps(asdict(memory))
+        if "NaN" in text or "Infinity" in text:
+            raise ValueError("it holds a non-finite number")
+        self.memory = memory
+
+
+@dataclass
+class _Huge:
     huge: int
 
 
-class GradientExplosion:
+class GradientExplosion(Watcher[_Huge]):
     """Counts the steps in a row whose gradient norm lies above a threshold, after the warm-up steps."""
 
     def __init__(self, config: StoppingConfig) -> None:
-        self.config = config
-        self._huge = 0
+        self.config, self.memory = config, _Huge(0)
 
     def update(self, step: int, grad_norm: float) -> str | None:
         """Take the gradient norm of a step before clipping; return why the run must end, or None."""
         config = self.config
         if step <= config.early_stopping_warmup or not math.isfinite(grad_norm):
             return None
-        self._huge = self._huge + 1 if grad_norm > config.grad_spike_threshold else 0
-        if self._huge < config.grad_spike_patience:
+        self.memory.huge = self.memory.huge + 1 if grad_norm > config.grad_spike_threshold else 0
+        if self.memory.huge < config.grad_spike_patience:
             return None
         return (
-            f"gradient norm above {config.grad_spike_threshold:g} (--grad-spike-threshold) at {self._huge} steps in a "
-            f"row, {grad_norm:.4g} at step {step}; lower --lr"
+            f"gradient norm above {config.grad_spike_threshold:g} (--grad-spike-threshold) at {self.memory.huge} steps "
+            f"in a row, {grad_norm:.4g} at step {step}; lower --lr"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counter."""
-        return {"huge": self._huge}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._huge = typed(state, _ExplosionState)["huge"]
 
 
 MAD_FACTOR = 6 * 1.4826
@@ -117,14 +131,15 @@ LEAST_RISE = 0.5
 LEAST_NATS = 0.1
 
 
-class _SpikeState(TypedDict):
+@dataclass
+class _Clean:
     clean: dict[str, list[float]]
     spiky: int
     suspicious_since: int | None
 
 
-class SpikeDetector:
-    """Watches the parts of the loss at each step; pure except for its own state.
+class SpikeDetector(Watcher[_Clean]):
+    """Watches the parts of the loss at each step.
 
     Args:
         rule: mad, factor, or none, which disables the detector.
@@ -135,20 +150,18 @@ class SpikeDetector:
     """
 
     def __init__(self, rule: str, factor: float = 3.0, patience: int = 3, window: int = 32, minimum: int = 10) -> None:
-        self.rule = rule
-        self.factor = factor
-        self.patience = patience
-        self.window = window
-        self.minimum = minimum
-        self.suspicious_since: int | None = None
-        """The first step of the current series of spiky steps; None after a clean step."""
-        self._spiky = 0
-        self._clean: dict[str, deque[float]] = {}
+        self.rule, self.factor, self.patience, self.window, self.minimum = rule, factor, patience, window, minimum
+        self.memory = _Clean({}, 0, None)
 
     @classmethod
     def of(cls, config: GuardsConfig) -> "SpikeDetector":
         """Return the detector with these options."""
         return cls(config.spike_rule, config.spike_factor, config.spike_patience)
+
+    @property
+    def suspicious_since(self) -> int | None:
+        """The first step of the current series of spiky steps; None after a clean step."""
+        return self.memory.suspicious_since
 
     def update(self, step: int, parts: Mapping[str, float]) -> int | None:
         """Take the parts of a step's loss, nats; return the first step of a confirmed spike, or None."""
@@ -156,17 +169,17 @@ class SpikeDetector:
             return None
         if all(value <= self.threshold(name) for name, value in parts.items()):
             for name, value in parts.items():
-                self._clean.setdefault(name, deque(maxlen=self.window)).append(value)
+                self.memory.clean[name] = [*self.memory.clean.get(name, ()), value][-self.window :]
             self.reset()
             return None
-        if self.suspicious_since is None:
-            self.suspicious_since = step
-        self._spiky += 1
-        return self.suspicious_since if self._spiky >= self.patience else None
+        if self.memory.suspicious_since is None:
+            self.memory.suspicious_since = step
+        self.memory.spiky += 1
+        return self.memory.suspicious_since if self.memory.spiky >= self.patience else None
 
     def threshold(self, part: str) -> float:
         """The value above which a part is spiky; infinite while there are too few clean values."""
-        clean = self._clean.get(part, ())
+        clean = self.memory.clean.get(part, ())
         if len(clean) < self.minimum:
             return math.inf
         if self.rule == "factor" and min(clean) > 0:
@@ -177,20 +190,7 @@ class SpikeDetector:
 
     def reset(self) -> None:
         """Forget the spike; the clean values from before it stay."""
-        self.suspicious_since, self._spiky = None, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the windows and counters; JSON keeps the numbers to the last bit."""
-        clean = {name: list(values) for name, values in self._clean.items()}
-        return {"clean": clean, "spiky": self._spiky, "suspicious_since": self.suspicious_since}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        saved = typed(state, _SpikeState)
-        if not all(math.isfinite(value) for values in saved["clean"].values() for value in values):
-            raise ValueError("clean holds a non-finite value")
-        self._clean = {name: deque(values, maxlen=self.window) for name, values in saved["clean"].items()}
-        self._spiky, self.suspicious_since = saved["spiky"], saved["suspicious_since"]
+        self.memory.suspicious_since, self.memory.spiky = None, 0
 
 
 DIVERGENCE_WINDOW = 20
@@ -198,133 +198,98 @@ DIVERGENCE_WINDOW = 20
 DIVERGENCE_LEAST_NATS = 0.1
 
 
-class _DivergenceState(TypedDict):
+@dataclass
+class _Losses:
     validation: float | None
     first: float | None
     losses: list[float]
 
 
-class DivergenceWatch:
-    """Watches training and validation loss; pure except for its own state. factor: `--divergence-factor`."""
+class DivergenceWatch(Watcher[_Losses]):
+    """Watches training and validation loss. factor: `--divergence-factor`."""
 
     def __init__(self, factor: float) -> None:
-        self.factor = factor
-        self._validation: float | None = None
-        self._first: float | None = None
-        self._losses: deque[float] = deque(maxlen=DIVERGENCE_WINDOW)
+        self.factor, self.memory = factor, _Losses(None, None, [])
 
     @property
     def limit(self) -> float:
         """The largest loss that is not a divergence, nats; infinite before the first loss."""
-        known = [each for each in (self._validation, self._first) if each is not None]
+        known = [each for each in (self.memory.validation, self.memory.first) if each is not None]
         return max(self.factor * max(known), max(known) + DIVERGENCE_LEAST_NATS) if known else math.inf
 
     def validated(self, loss: float) -> bool:
         """Take the cross-entropy of a validation; return whether the run has diverged. A non-finite loss has."""
-        if self._validation is None:
-            self._validation = loss
+        if self.memory.validation is None:
+            self.memory.validation = loss
         return not loss <= self.limit
 
     def update(self, loss: float) -> bool:
         """Take the cross-entropy of a training step; return whether the run has diverged. 0: no unmasked token."""
         if not math.isfinite(loss) or loss == 0:
             return False
-        if self._first is None:
-            self._first = loss
-        self._losses.append(loss)
-        return len(self._losses) >= DIVERGENCE_WINDOW // 2 and median(self._losses) > self.limit
+        if self.memory.first is None:
+            self.memory.first = loss
+        self.memory.losses = [*self.memory.losses, loss][-DIVERGENCE_WINDOW:]
+        return len(self.memory.losses) >= DIVERGENCE_WINDOW // 2 and median(self.memory.losses) > self.limit
 
     def reset(self) -> None:
         """Forget the last training losses, after a rollback."""
-        self._losses.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the losses; JSON keeps them to the last bit."""
-        return {"validation": self._validation, "first": self._first, "losses": list(self._losses)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        saved = typed(state, _DivergenceState)
-        losses = [*saved["losses"], *(each for each in (saved["validation"], saved["first"]) if each is not None)]
-        if not all(map(math.isfinite, losses)):
-            raise ValueError("a loss is non-finite")
-        self._validation, self._first = saved["validation"], saved["first"]
-        self._losses = deque(saved["losses"], maxlen=DIVERGENCE_WINDOW)
+        self.memory.losses = []
 
 
 AVERAGE_WINDOW = 50
 """Training losses in the average."""
 
 
-class _EarlyState(TypedDict):
+@dataclass
+class _Plateau:
     losses: list[float]
     validation: float | None
+    """The newest one, until it is compared."""
     validates: bool
     best: float | None
     waited: int
 
 
-class EarlyStopping:
+class EarlyStopping(Watcher[_Plateau]):
     """Watches the loss for a plateau, and averages the last 50 training losses."""
 
     def __init__(self, config: StoppingConfig) -> None:
-        self.config = config
-        self._losses: deque[float] = deque(maxlen=AVERAGE_WINDOW)
-        self._validation: float | None = None
-        self._validates = False
-        self._best: float | None = None
-        self._waited = 0
+        self.config, self.memory = config, _Plateau([], None, False, None, 0)
 
     @property
     def average(self) -> float:
         """Mean of the last 50 finite losses, nats; NaN while there is none."""
-        return math.fsum(self._losses) / len(self._losses) if self._losses else math.nan
+        losses = self.memory.losses
+        return math.fsum(losses) / len(losses) if losses else math.nan
 
     def add(self, loss: float) -> None:
         """Take the training loss of a step, nats."""
         if math.isfinite(loss):
-            self._losses.append(loss)
+            self.memory.losses = [*self.memory.losses, loss][-AVERAGE_WINDOW:]
 
     def validated(self, loss: float) -> None:
         """Take a validation loss, nats; from the first one on, only validation losses count."""
-        self._validates = True
-        self._validation = loss
+        self.memory.validates, self.memory.validation = True, loss
 
     def plateau(self, step: int) -> str | None:
         """Return the reason for a plateau after step `step` and its validation, or None."""
-        config = self.config
+        config, memory = self.config, self.memory
         if not config.early_stopping or step <= config.early_stopping_warmup or step % config.early_stopping_interval:
             return None
-        loss = self._validation if self._validates else self.average
+        loss = memory.validation if memory.validates else self.average
         if loss is None:
             return None  # no validation since the last comparison
-        self._validation = None
-        if math.isfinite(loss) and (self._best is None or loss < self._best - config.early_stopping_min_delta):
-            self._best, self._waited = loss, 0
+        memory.validation = None
+        if math.isfinite(loss) and (memory.best is None or loss < memory.best - config.early_stopping_min_delta):
+            memory.best, memory.waited = loss, 0
             return None
-        self._waited += 1
-        if self._waited < config.early_stopping_patience:
+        memory.waited += 1
+        if memory.waited < config.early_stopping_patience:
             return None
-        what = "validation loss" if self._validates else f"{AVERAGE_WINDOW}-step average of the training loss"
-        best = "a finite one" if self._best is None else f"{config.early_stopping_min_delta:g} below {self._best:.4f}"
-        return f"{what} {loss:.4f} at step {step}, not {best} in {self._waited} comparisons in a row"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the losses and counters; JSON keeps the numbers to the last bit."""
-        return {
-            "losses": list(self._losses),
-            "validation": self._validation,
-            "validates": self._validates,
-            "best": self._best,
-            "waited": self._waited,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        saved = typed(state, _EarlyState)
-        self._losses = deque(saved["losses"], maxlen=AVERAGE_WINDOW)
-        self._validation, self._validates = saved["validation"], saved["validates"]
-        self._best, self._waited = saved["best"], saved["waited"]
+        what = "validation loss" if memory.validates else f"{AVERAGE_WINDOW}-step average of the training loss"
+        best = "a finite one" if memory.best is None else f"{config.early_stopping_min_delta:g} below {memory.best:.4f}"
+        return f"{what} {loss:.4f} at step {step}, not {best} in {memory.waited} comparisons in a row"
 
 
 class Guards:

@@ -4,20 +4,14 @@ The reporter does not change the training: it draws none of its random numbers a
 survives a restart, so that a warning given once a process is given again by the next one. A step without histogram or
 sample costs the reading of one file of /proc.
 
-Each warning is a pure function of the run's numbers, which returns a line or None. A learned temperature at one of its
-bounds is no longer learned: the loss pushes it further than the bound allows. `minimize` always ends at a bound
-(docs/temperature.md).
+A learned temperature at one of its bounds is no longer learned: the loss pushes it further than the bound allows.
+`minimize` always ends at a bound (docs/temperature.md).
 
-The student continues a few prompts of the validation split, greedily and by sampling. Sampling uses its own generator
-with the same seed each time, so that two samples differ by what the student learned in between. There is no KV cache:
-this works with every kind of model, at the price of a whole forward a token.
-
-Shape suffixes: B rows, T tokens so far, V vocabulary.
+Shape suffixes: B rows, T tokens so far, D width.
 """
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,192 +20,17 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.config import DistillConfig
+from kdtrain.models.generate import generate
 from kdtrain.models.hub import one_line
-from kdtrain.monitor.progress import log, status
-from kdtrain.monitor.writers import Writers
+from kdtrain.monitor.progress import Bar, Rate, log, status
+from kdtrain.monitor.watchers import ClippedShare, DataWait, LearnedSamples, MemoryGrowth, initial_loss
+from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.parallelize import peaks, reshard
 from kdtrain.precision.modes import autocast
-from kdtrain.ranks import memory_mb, resident_mb
+from kdtrain.ranks import is_main, memory_mb, resident_mb
 from kdtrain.training.schedule import validation_interval, warmup_steps
 from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student
-
-NextLogits = Callable[[torch.Tensor], torch.Tensor]
-"""tokens_BT -> logits_BV of the next token."""
-
-
-@torch.no_grad()
-def generate(next_logits: NextLogits, prompts_BT: torch.Tensor, tokens: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Continue each prompt by `tokens` tokens: greedily, and sampled at temperature 1; both int64 [B, tokens].
-
-    Args:
-        next_logits: the model.
-        prompts_BT: int64, all of the same length.
-        tokens: how many tokens to add.
-        seed: of the sampled tokens.
-    """
-    generator = torch.Generator(prompts_BT.device).manual_seed(seed)
-    rows, start = prompts_BT.shape
-    written = torch.cat([prompts_BT, prompts_BT])
-    for _ in range(tokens):
-        logits = next_logits(written).float()
-        best = logits[:rows].argmax(-1, keepdim=True)
-        drawn = torch.multinomial(torch.softmax(logits[rows:], -1), 1, generator=generator)
-        written = torch.cat([written, torch.cat([best, drawn])], dim=1)
-    return written[:rows, start:], written[rows:, start:]
-
-
-class ClippedShare:
-    """The share of recent steps whose gradient was clipped; warns above a tenth if the loss does not fall meanwhile.
-
-    Clipping alone is no fault, it shortens a step: fresh small students learn best at a rate at which most steps are
-    clipped (docs/quality.md).
-
-    Args:
-        clip: largest norm of a gradient; 0 clips nothing.
-        warmup: first steps of the run, which never count for the warning.
-        window: how many steps count.
-    """
-
-    limit = 0.1
-
-    def __init__(self, clip: float, warmup: int = 0, window: int = 100) -> None:
-        self.clip, self.warmup, self.window = clip, warmup, window
-        self.steps: deque[bool] = deque(maxlen=window)
-        self.losses: deque[float] = deque(maxlen=window)
-        """Cross-entropies of the steps of the window that lie after the warm-up, nats."""
-        self.warned = False
-
-    @property
-    def share(self) -> float:
-        """0 to 1; 0 before the first step."""
-        return sum(self.steps) / len(self.steps) if self.steps else 0.0
-
-    def add(self, step: int, norm: float, loss: float) -> str | None:
-        """Count a step with this gradient norm and cross-entropy; return the warning when a full window deserves it."""
-        self.steps.append(0 < self.clip < norm)
-        if step > self.warmup:
-            self.losses.append(loss)
-        if len(self.losses) < self.window or self.share <= self.limit:
-            self.warned = False
-            return None
-        losses, half = list(self.losses), self.window // 2
-        earlier, later = math.fsum(losses[:half]) / half, math.fsum(losses[half:]) / (self.window - half)
-        is_new, self.warned = not self.warned and not later < earlier, not later < earlier
-        if not is_new:
-            return None
-        return (
-            f"the gradient was clipped in {self.share:.0%} of the last {self.window} steps (above --clip "
-            f"{self.clip:g}), and their loss did not fall ({earlier:.4f}, then {later:.4f}): the steps may be too "
-            "long; lower --lr"
-        )
-
-
-class LearnedSamples:
-    """Warns once when the student has memorized the samples in its targets.
-
-    A divergence is at least 0, and so is the mean of its estimates from fresh samples. A cache's samples are the same
-    in every epoch: a student that fits them brings the estimate to 0 and below while it moves away from the teacher.
-
-    Args:
-        samples: entries drawn for a token; 0 disables the check.
-        window: steps in the mean.
-    """
-
-    def __init__(self, samples: int, window: int = 50) -> None:
-        self.samples = samples
-        self.steps: deque[float] = deque(maxlen=window)
-        self.warned = False
-
-    @property
-    def mean(self) -> float:
-        """Mean divergence of the window, nats; infinite until the window is full."""
-        return math.fsum(self.steps) / len(self.steps) if len(self.steps) == self.steps.maxlen else math.inf
-
-    def add(self, divergence: float, epochs: float) -> str | None:
-        """Take the divergence of a step, a mean over its tokens; return the warning when the mean is 0 or less."""
-        if not self.samples or not math.isfinite(divergence):
-            return None
-        self.steps.append(divergence)
-        if self.warned or self.mean > 0:
-            return None
-        self.warned = True
-        return (
-            f"the divergence from the teacher is {self.mean:.3f} nats over the last {len(self.steps)} steps, and fresh "
-            f"samples give none below 0: after {epochs:.1f} epochs the student has memorized the {self.samples} "
-            "samples a token; cache more text, use a larger --top-k or --num-samples, or train fewer steps"
-        )
-
-
-class DataWait:
-    """Warns once when more than a tenth of the steps' time goes by waiting for their data.
-
-    An online teacher computes while the step waits, so that it has no limit.
-
-    Args:
-        reads_ahead: whether data is read while the step before computes.
-        window: how many steps count.
-        first: steps of a process that do not count: files are opened, and graphs compiled.
-    """
-
-    limit = 0.1
-
-    def __init__(self, reads_ahead: bool, window: int = 50, first: int = 10) -> None:
-        self.reads_ahead, self.left = reads_ahead, first
-        self.steps: deque[tuple[float, float]] = deque(maxlen=window)
-        self.warned = False
-
-    def add(self, waited: float, seconds: float) -> str | None:
-        """Take the seconds that a step `waited`, and those it took; return the warning when a full window exceeds."""
-        if not self.reads_ahead or self.left > 0:
-            self.left -= 1
-            return None
-        self.steps.append((waited, seconds))
-        total = math.fsum(seconds for _, seconds in self.steps)
-        share = math.fsum(waited for waited, _ in self.steps) / total if total > 0 else 0.0
-        if self.warned or len(self.steps) < (self.steps.maxlen or 0) or share <= self.limit:
-            return None
-        self.warned = True
-        return (
-            f"training waited for its data in {share:.0%} of the time of the last {len(self.steps)} steps; put the "
-            "cache on a faster disk of this machine, or leave the process a core for reading (--sanity times it)"
-        )
-
-
-class MemoryGrowth:
-    """How much the memory of a process has grown since its warm-up; warns once when it grows by more than half.
-
-    The reference is measured after `warmup` steps of the process, and again after the first checkpoint and the first
-    validation, whose buffers stay.
-
-    Args:
-        first: the first step of this process.
-        warmup: steps until memory is expected to be stable.
-        every: intervals, in steps, of the events whose buffers stay (checkpoints, validations).
-    """
-
-    limit = 0.5
-
-    def __init__(self, first: int, warmup: int = 50, every: Iterable[int] = ()) -> None:
-        warm = first + warmup - 1
-        self.settles = {warm + 1, *(max(warm, -(-first // each) * each) + 1 for each in every)}
-        self.reference: float | None = None
-        self.warned = False
-
-    def add(self, step: int, held: float) -> tuple[float, str | None]:
-        """Take the `held` MiB of a step; return the growth in MiB (0 without a reference), and the warning or None."""
-        if step in self.settles:
-            self.reference = held
-        if not self.reference:
-            return 0.0, None
-        grown = held - self.reference
-        if self.warned or grown <= self.limit * self.reference:
-            return grown, None
-        self.warned = True
-        return grown, (
-            f"the process holds {held:,.0f} MiB, {grown:,.0f} more than after its warm-up; if it keeps growing "
-            "there is a memory leak; you can stop and resume the run"
-        )
 
 
 @dataclass(frozen=True)
@@ -254,28 +73,6 @@ def gradients_of(module: nn.Module) -> Gradients:
         broken=[name for name, size in by_name.items() if not math.isfinite(size)],
         good=sum(math.isfinite(size) and size > 0 for size in by_name.values()),
     )
-
-
-def initial_loss(loss: float, vocab_size: int, init: str) -> tuple[bool, str]:
-    """Return whether the cross-entropy before the first step is plausible, and a line that explains it.
-
-    Args:
-        loss: nats a token.
-        vocab_size: V; a uniform prediction costs ln V.
-        init: where the weights come from, as in a spec. Weights from scratch predict nothing: the loss is ln V, and up
-            to a tenth more where random logits are wide. Pretrained weights are below. Others may be anywhere.
-    """
-    uniform = math.log(vocab_size)
-    text = f"initial loss {loss:.3f} nats a token, ln V is {uniform:.3f}"
-    if not math.isfinite(loss):
-        return False, f"{text}: non-finite; look at the weights and the data"
-    if init == "scratch" and loss > 1.1 * uniform:
-        return False, f"{text}: fresh weights are worse than a uniform prediction; their scale is too large"
-    if init == "scratch" and loss < 0.9 * uniform:
-        return False, f"{text}: too low for fresh weights; the student sees its labels, or the weights are not fresh"
-    if init == "pretrained" and loss > uniform:
-        return False, f"{text}: a trained student is worse than a uniform prediction; is the tokenizer its own?"
-    return True, text
 
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 32, 48
@@ -322,45 +119,46 @@ class Sampler:
 
 
 class Reporter:
-    """Reports how one run is doing.
+    """Reports how one run is doing; until `open`, nothing is written.
 
     Args:
         config: every option.
         student: the module in training.
-        writers: where numbers go.
-        validation: where prompts come from.
-        tokenizer: turns tokens into text; without one there are no samples.
-        init: where the student's weights come from, as in its spec.
         total: planned steps of the run.
-        finished: steps finished before this process.
-        samples: entries drawn for a token of the targets.
         reads_ahead: whether the training data is read while the step before computes.
     """
 
-    def __init__(
-        self,
-        config: DistillConfig,
-        student: Student,
-        writers: Writers,
-        validation: Source,
-        tokenizer: PreTrainedTokenizerFast | None,
-        *,
-        init: str,
-        total: int,
-        finished: int,
-        samples: int = 0,
-        reads_ahead: bool = True,
-    ) -> None:
-        self.config, self.student, self.writers, self.init = config, student, writers, init
-        self.sampler = None if tokenizer is None else Sampler(student, validation, tokenizer, config.seed)
+    def __init__(self, config: DistillConfig, student: Student, total: int, reads_ahead: bool = True) -> None:
+        self.config, self.student, self.total = config, student, total
+        self.writers: Writers = SilentWriters(config.monitor)
+        self.bar, self.rate = Bar("distill", total, every=math.inf), Rate(total)
+        self.init = ""
+        self.sampler: Sampler | None = None
         self.clipped = ClippedShare(config.optimizer.clip, warmup_steps(total, config.optimizer))
-        every = (config.checkpoint.checkpoint_freq, validation_interval(total, config.monitor.eval_freq))
-        self.memory = MemoryGrowth(finished + 1, every=every)
-        self.learned = LearnedSamples(samples)
-        self.data_wait = DataWait(reads_ahead)
+        self.memory, self.learned, self.data_wait = MemoryGrowth(1), LearnedSamples(0), DataWait(reads_ahead)
         self.gradients_checked = False
         self.bound: str | None = None
         self.utilization_known = student.device.type == "cuda"
+
+    def open(
+        self, step: int, validated_step: int | None, *, init: str, sampler: Sampler | None = None, samples: int = 0
+    ) -> None:
+        """Open the run's logs and metrics; only rank 0 writes any.
+
+        Args:
+            step: steps finished before this process.
+            validated_step: the last one with a validation.
+            init: where the student's weights come from, as in its spec.
+            sampler: continues prompts; without one there are no samples.
+            samples: entries drawn for a token of the targets.
+        """
+        monitor = self.config.monitor
+        if is_main():
+            self.writers = Writers(self.config.out, step, validated_step, monitor)
+        every = (self.config.checkpoint.checkpoint_freq, validation_interval(self.total, monitor.eval_freq))
+        self.memory, self.learned = MemoryGrowth(step + 1, every=every), LearnedSamples(samples)
+        self.init, self.sampler = init, sampler
+        self.bar.update(step)
 
     def initial(self, loss: float) -> None:
         """Warn if the validation loss before the first step, nats a token, is implausible."""
@@ -436,6 +234,10 @@ class Reporter:
             fields = {"bound": bound, "temperature": value, "mode": mode}
             self.writers.warning("temperature-bound", number, f"{text} inside the bounds", **fields)
         self.bound = bound
+
+    def saved_by_clock(self, number: int) -> None:
+        """After a checkpoint of step `number` for which only the clock asked: a first save's buffers are no leak."""
+        self.memory.settle_after(number)
 
     def _resources(self, number: int) -> dict[str, float]:
         """MiB of memory by kind, and with a log line the GPU's utilization in the last second, in percent."""

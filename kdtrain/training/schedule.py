@@ -21,6 +21,11 @@ def total_steps(config: DistillConfig, sequences: int) -> int:
     return config.steps or 2000
 
 
+def run_length(planned: int, config: OptimizerConfig, decay_from: int | None) -> int:
+    """Optimizer steps of the whole run. decay_from: where a plateau ended the stable phase of `wsd`, None: nowhere."""
+    return planned if decay_from is None else decay_from + decay_steps(planned, config)
+
+
 def learning_rate(step: int, total: int, config: OptimizerConfig, decay_from: int | None = None) -> float:
     """The rate of optimizer step `step` (1 .. total). decay_from: where a plateau ended the stable phase of `wsd`."""
     warmup = warmup_steps(total, config)

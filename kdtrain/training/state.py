@@ -8,11 +8,12 @@ otherwise a run that resumes between the ends of two windows would restore anoth
 """
 
 import random
+import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, Protocol, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -22,11 +23,14 @@ from torch.distributed.tensor import DTensor
 
 from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.store import Checkpoint, load, read_state
-from kdtrain.config import OptimizerConfig
+from kdtrain.config import GuardsConfig, OptimizerConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.parallel.parallelize import cut_like, part_of, reshard
+from kdtrain.precision.controller import Adaptive
+from kdtrain.precision.loss_scale import LossScale
 from kdtrain.ranks import local, rank
+from kdtrain.training.guards import Guards, Watcher
 from kdtrain.training.student import Student
 
 _PREFIX = "snapshot."
@@ -39,16 +43,6 @@ def packed(snapshots: Iterable[Checkpoint]) -> dict[str, torch.Tensor]:
         for number, kept in enumerate(snapshots)
         for name, tensor in kept.tensors.items()
     }
-
-
-def plain(name: str) -> str:
-    """The name of a tensor without the prefix of a snapshot."""
-    return name.removeprefix(_PREFIX).partition(".")[2] if name.startswith(_PREFIX) else name
-
-
-def without(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint that do not belong to a snapshot."""
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_PREFIX)}
 
 
 def unpacked(tensors: Mapping[str, torch.Tensor], states: list[dict[str, Any]]) -> deque[Checkpoint]:
@@ -67,14 +61,6 @@ def snapshot(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Checkpo
 
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-
-
-class Stateful(Protocol):
-    """A watcher with a state of plain numbers."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -169,17 +155,22 @@ def load_saved(path: Path, like: shards.Like | None = None) -> Checkpoint:
 
 @dataclass
 class TrainState:
-    """The student with all learned parameters, the optimizer, the progress, and the watchers.
-
-    `watchers` are the guards that have a state, by their names in a checkpoint.
-    """
+    """The student with all learned parameters, the optimizer, the progress, and the watchers."""
 
     student: Student
     optimizer: torch.optim.AdamW
     progress: Progress = field(default_factory=Progress)
-    watchers: dict[str, Stateful] = field(default_factory=dict)
+    guards: Guards = field(default_factory=lambda: Guards(GuardsConfig(), StoppingConfig(), fp16=False))
+    """Watch the numbers of each step."""
+    adaptive: Adaptive | None = None
+    """Decides when the student is quantised; None where the mode does not change."""
     snapshots: deque[Checkpoint] = field(default_factory=deque)
     """Earlier states in memory that adaptive quantisation may restore, oldest first."""
+
+    @property
+    def watchers(self) -> dict[str, Watcher[Any] | LossScale | Adaptive]:
+        """The guards and the controller of adaptive quantisation, by their names in a checkpoint."""
+        return vars(self.guards) | ({} if self.adaptive is None else {"adaptive": self.adaptive})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named tensors of the complete state; tied weights appear once."""
@@ -197,7 +188,7 @@ class TrainState:
 
     def like(self, name: str, shape: torch.Size) -> torch.Tensor | None:
         """The parameter by which this tensor of a checkpoint is sharded; None where it is not sharded."""
-        name = plain(name)
+        name = re.sub(rf"^{re.escape(_PREFIX)}\d+\.", "", name)
         for part, parameter in self._parameters():
             matches = name == part or name.startswith(f"optimizer.{part}.")
             if matches and isinstance(parameter, DTensor) and parameter.shape == shape:
@@ -232,9 +223,9 @@ class TrainState:
         Raises:
             RunError: an entry is missing, unknown, or of another shape or type.
         """
-        if memory and "adaptive" in self.watchers:
+        if memory and self.adaptive is not None:
             self.snapshots = unpacked(tensors, numbers.get("snapshots", []))
-        tensors = without(tensors)
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PREFIX)}
         for part, module in self._parts():
             if part in leave:
                 tensors = {name: each for name, each in tensors.items() if part not in name.split(".")[:2]}

@@ -8,35 +8,46 @@ The host reads all numbers of the step at once, at its end.
 On several ranks the gradients are exchanged with the last micro-batch. One more exchange after it carries the sums and
 the stop requests; from there on every number is that of all ranks, and the same on each.
 
-If a forward or a backward runs out of memory in the first steps of a process, the trainer halves the micro-batch, once.
-The step is the same to rounding, since losses are sums over tokens. Only a single process does so: of several ranks,
-those with enough memory would wait in a collective for the one without.
+If a forward or a backward runs out of memory in the first steps of a process, the micro-batch is halved, once. The step
+is the same to rounding, since losses are sums over tokens. Only a single process does so: of several ranks, those with
+enough memory would wait in a collective for the one without.
 """
 
 import gc
 import signal
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from enum import Enum
 
+import numpy as np
 import torch
+from einops import rearrange
 
 from kdtrain import faults
+from kdtrain.checkpoint.host_copies import HostCopies
+from kdtrain.config import DistillConfig
+from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
-from kdtrain.parallel.parallelize import clip_factor, clip_norm_, total_norm
-from kdtrain.ranks import all_reduce_sum, is_main, local, world_size
+from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_, total_norm
+from kdtrain.precision.collect import Collector
+from kdtrain.ranks import all_reduce_sum, is_main, local, rank, world_size
 from kdtrain.training.guards import guarded_step, non_finite
-from kdtrain.training.schedule import alpha, learning_rate
+from kdtrain.training.nan_hooks import NanHooks
+from kdtrain.training.reporter import Reporter
+from kdtrain.training.schedule import alpha, learning_rate, run_length
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.state import seed_everything
-
-if TYPE_CHECKING:
-    from kdtrain.training.trainer import Trainer
+from kdtrain.training.sources.feed import Feed
+from kdtrain.training.sources.source import Source
+from kdtrain.training.state import TrainState, seed_everything
+from kdtrain.training.student import Student
 
 FIRST_STEPS = 10
 """Steps of a process after which running out of memory is an error."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -44,142 +55,386 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def halve_micro_batch(trainer: "Trainer") -> None:
-    """After an out-of-memory error: drop the gradients and halve the micro-batch from now on.
+class Status(Enum):
+    """What became of a step."""
 
-    Raises:
-        RunError: it was halved before, the first steps are over, its size is odd, there are several processes, or
-            `--compile-mode` allows one micro-batch only.
-    """
-    number, micro = trainer.state.progress.step + 1, trainer.micro
-    text = f"out of memory in step {number} with micro-batches of {micro} sequences"
-    if trainer.config.precision.compile_mode == "reduce-overhead":
-        text += "; --compile-mode reduce-overhead cannot split them: leave it out, or add --activation-checkpointing"
-        raise RunError(text, reason="oom")
-    if number > trainer.halves_until or micro % 2 or world_size() > 1:
-        raise RunError(f"{text}; lower --micro-batch-size, or add --activation-checkpointing", reason="oom")
-    trainer.halves_until, trainer.micro = 0, micro // 2
-    trainer.state.optimizer.zero_grad(set_to_none=True)
-    gc.collect()
-    if trainer.student.device.type == "cuda":
-        torch.cuda.empty_cache()
-    text += f": continuing with {trainer.micro}, as --micro-batch-size {trainer.micro} does from the start"
-    trainer.writers.warning("memory", number - 1, text, micro_batch_size=trainer.micro)
+    TAKEN = "taken"
+    SKIPPED = "skipped"
+    """The loss or a gradient is non-finite on some rank; nothing was updated."""
+    INTERRUPTED = "interrupted"
+    """By a stop request."""
+    OUT_OF_MEMORY = "out of memory"
+    """The micro-batch is halved from now on, and the data must be read again."""
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+@dataclass(frozen=True)
+class StepResult:
+    """A step, over all ranks; only `status` and `message` count where it was neither taken nor skipped."""
+
+    status: Status
+    loss: float = float("nan")
+    """Mean over the unmasked tokens, nats."""
+    grad_norm: float = float("nan")
+    """Before clipping."""
+    tokens: int = 0
+    """Unmasked tokens."""
+    save_due: bool = False
+    """Whether rank 0 asked for a checkpoint."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Everything that is logged, by the names of metrics.jsonl; means over the tokens."""
+    message: str = ""
+    """What ran out of memory, and what changes."""
 
 
-def take_step(trainer: "Trainer", batches: Iterator[Batch], stop: StopRequest) -> dict[str, float] | None:
-    """Take the next step and return its numbers, means over its tokens.
+@dataclass(kw_only=True)
+class Stepper:
+    """Takes the steps of a run, whoever asks for one: the run itself, a trial of it, or a benchmark."""
 
-    None when a stop request interrupted it, or when it ran out of memory and must be repeated from `trainer.feed`.
-    `skipped` is 1 where the loss or a gradient is non-finite on any rank and nothing was updated, else 0.
-    """
-    state, number = trainer.state, trainer.state.progress.step + 1
-    if trainer.hooks is not None:
-        trainer.hooks.take()  # drop the findings of a validation
-    rate = _prepare(trainer, number)
-    trainer.waited = 0.0
-    own, fits = None, True
-    try:
-        own = accumulate(trainer, batches, stop)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        fits = False
-    if not fits:  # after the except block, in which the error still holds the tensors
-        halve_micro_batch(trainer)
-    if own is None:
-        return None
-    temperature = trainer.student.temperature.value().detach().clone()
-    loss, sums, stop_signal, clock = _all_reduce(trainer, own, temperature, stop)
-    _all_reduce_gradients(_unclipped(trainer))
-    trainer.reporter.backward(number)
-    norm, scale = _clip(trainer, sums.tokens, trainer.reporter.shows_gradients(number))
-    trainer.reporter.gradients(number)
-    temperature_gradient = trainer.student.temperature.log_gradient()
-    skipped = non_finite(loss, norm, *_unclipped(trainer))
-    trainer.copies.before_change()
-    if scale is not None:
-        for gradient in _unclipped(trainer):
-            gradient.mul_(scale)  # the optimizer divides all gradients by it, and these are not clipped
-    guarded_step(state.optimizer, skipped, scale)
-    state.optimizer.zero_grad(set_to_none=True)
-    faults.point("train.after-step")
-    numbers = _numbers(trainer, sums, loss, norm, temperature, temperature_gradient, skipped, stop_signal, clock, rate)
-    numbers["data_wait_s"] = trainer.waited
-    if trainer.guards.scale.enabled:
-        numbers["loss_scale"] = trainer.guards.scale.value
-    stop.settle(int(numbers.pop("stop_signal")))
-    return numbers
+    config: DistillConfig
+    state: TrainState
+    source: Source
+    """The training split."""
+    wrapper: SingleProcess
+    """Calls the student and exchanges gradients."""
+    reporter: Reporter
+    """Looks at the gradients."""
+    copies: HostCopies
+    """Copies of the state that must be complete before it changes."""
+    planned: int
+    """Optimizer steps; a plateau may end the run earlier (`total`)."""
+    micro: int
+    """Sequences in a micro-batch of one rank."""
+    seq_len: int
+    """T, tokens in a sequence."""
+    has_teacher: bool = True
+    """Whether micro-batches have targets; without them the loss is cross-entropy."""
+    collector: Collector | None = None
+    """Collects tensor statistics."""
 
+    def __post_init__(self) -> None:
+        self.hooks = NanHooks(self.student) if self.config.guards.nan_hooks == "always" else None
+        self.halves_for = FIRST_STEPS
+        """Steps from now on in which running out of memory halves the micro-batch; 0 once it is halved."""
+        self.tokens = 0
+        """Unmasked tokens that this process trained on."""
+        self.kept: list[Batch] = []
+        """The last step's micro-batches, where the source cannot read them again."""
 
-def settle_buckets(trainer: "Trainer") -> None:
-    """Run one micro-batch through DDP before the first step, and drop its gradients.
+    @property
+    def student(self) -> Student:
+        """The model and its loss."""
+        return self.state.student
 
-    DDP orders its buckets by the first arrival of the gradients, and sums them in that order from the next step on. A
-    resumed run would reach that order one step later than an uninterrupted one.
-    """
-    if trainer.engine.kind != "ddp":
-        return
-    batch = trainer.train_source.read(trainer.share(trainer.state.progress.sequences)[: trainer.micro])
-    trainer.student.train()
-    for _ in range(2):  # DDP orders its buckets at the beginning of the second forward
-        with trainer.engine.micro_batch(last=True):
-            trainer.engine(batch, trainer.full_tokens).loss.backward()
-    trainer.state.optimizer.zero_grad(set_to_none=True)
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the whole run, as known now."""
+        return run_length(self.planned, self.config.optimizer, self.state.progress.decay_from)
 
+    @property
+    def micros(self) -> int:
+        """Micro-batches in a step, on each rank."""
+        return self.config.batch_size // (self.micro * world_size())
 
-def accumulate(trainer: "Trainer", batches: Iterator[Batch], stop: StopRequest) -> LossOutput | None:
-    """Accumulate the gradients of a step, over all ranks; None when a stop request interrupts it."""
+    @property
+    def full_tokens(self) -> float:
+        """Tokens of a step without a mask: the constant divisor of the losses."""
+        return float(self.config.batch_size * self.seq_len)
 
-    def next_batch() -> Batch:
-        started = time.perf_counter()
-        batch = next(batches)
-        trainer.waited += time.perf_counter() - started
-        return batch
+    @property
+    def batch_number(self) -> int:
+        """The number of the step's batch in the stream of data, from 1; differs from the step after a rollback."""
+        return self.state.progress.sequences // self.config.batch_size + 1
 
-    sums: LossOutput | None = None
-    for number in range(1, trainer.micros + 1):
-        # before the forward: a rank without a batch could not take part in the collectives of the others
-        batch = stop.read(next_batch)
-        if batch is None:
-            return None
-        if sums is None:
-            _measure(trainer, batch, trainer.state.progress.step + 1)
-        last = number == trainer.micros
-        with trainer.engine.micro_batch(last):
-            # the loss scale is part of the normalizer, because the engine computes gradients in its forward
-            output: LossOutput = trainer.engine(batch, trainer.full_tokens / trainer.guards.scale.value)
-            faults.changed("train.loss", output.loss, trainer.batch_number).backward()
-        output = LossOutput(*(each.detach() for each in output))
-        sums = output if sums is None else LossOutput(*(a + b for a, b in zip(sums, output, strict=True)))
-        faults.point("train.after-micro-batch")
-        if stop:
-            return None
-    return sums
+    def sequences(self, cursor: int) -> np.ndarray:
+        """The indices of the sequences of the step at `cursor`, for all ranks."""
+        return order.batch(self.config.seed, cursor, self.config.batch_size, len(self.source))
 
+    def share(self, cursor: int) -> np.ndarray:
+        """The indices for this rank: an even part in order, so that a step is the same for any number of ranks."""
+        return np.array_split(self.sequences(cursor), world_size())[rank()]
 
-def _all_reduce(
-    trainer: "Trainer", own: LossOutput, temperature: torch.Tensor, stop: StopRequest
-) -> tuple[torch.Tensor, LossOutput, torch.Tensor, torch.Tensor]:
-    """Return over all ranks the mean loss in fp64, the sums, the signal of a stop request (0: none), and whether a
-    checkpoint is due by the clock of rank 0 (1 or 0)."""
-    named = own._asdict().items()
-    parts = {name: faults.changed("train.loss", each, trainer.batch_number) for name, each in named if name != "tokens"}
-    own = LossOutput(**parts, tokens=own.tokens)
-    total = trainer.student.total(own, temperature)
-    # filled on the device: `new_tensor` would copy from the host, which waits for all work in the queue
-    clock = total.new_full((), float(is_main() and trainer.clock_is_due()))
-    if world_size() == 1:
-        return total / own.tokens.double().clamp(min=1), own, total.new_zeros(()), clock
-    requests = [total.new_full((), float(stop.received == each)) for each in _SIGNALS]
-    vector = all_reduce_sum(torch.stack([total, *(each.double() for each in own), clock, *requests]))
-    sums = LossOutput(*vector[1 : 1 + len(own)])
-    clock, votes = vector[1 + len(own)], vector[2 + len(own) :]
-    numbers = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
-    return vector[0] / sums.tokens.clamp(min=1), sums, torch.stack(numbers).max(), clock
+    def feed(self) -> Feed:
+        """The micro-batches from the cursor on."""
+        cursor, size = self.state.progress.sequences, self.config.batch_size
+        return Feed(self.source, lambda step: self.share(cursor + step * size), self.micro)
+
+    def batches(self) -> list[Batch]:
+        """The micro-batches of the step at the cursor: as they were kept, or read again."""
+        indices = self.share(self.state.progress.sequences)
+        return self.kept or [self.source.read(each) for each in rearrange(indices, "(a m) -> a m", m=self.micro)]
+
+    def take(self, batches: Iterator[Batch], stop: StopRequest, save_due: bool = False) -> StepResult:
+        """Take the next step; one that is taken is counted in the state's progress.
+
+        Args:
+            batches: its micro-batches.
+            stop: interrupts the step between two micro-batches.
+            save_due: whether rank 0 asks for a checkpoint after it.
+
+        Raises:
+            RunError: out of memory, and the micro-batch cannot be halved.
+        """
+        number = self.state.progress.step + 1
+        if self.hooks is not None:
+            self.hooks.take()  # drop the findings of a validation
+        rate = self._prepare(number)
+        own, waited, fits = None, 0.0, True
+        try:
+            own, waited = self._accumulate(batches, stop)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            fits = False
+        if not fits:  # after the except block, in which the error still holds the tensors
+            return StepResult(Status.OUT_OF_MEMORY, message=self._halve_micro_batch())
+        if own is None:
+            return StepResult(Status.INTERRUPTED)
+        tensors = self._all_reduce(own, stop, save_due)
+        _all_reduce_gradients(self._unclipped())
+        self.reporter.backward(number)
+        norm, scale = self._clip(tensors["tokens"], self.reporter.shows_gradients(number))
+        self.reporter.gradients(number)
+        skipped = non_finite(tensors["loss"], norm, *self._unclipped())
+        tensors |= {"grad_norm": norm, "skipped": skipped}
+        if (slope := self.student.temperature.log_gradient()) is not None:
+            tensors["dL/dlogT"] = slope
+        self.copies.before_change()
+        if scale is not None:
+            for gradient in self._unclipped():
+                gradient.mul_(scale)  # the optimizer divides all gradients by it, and these are not clipped
+        guarded_step(self.state.optimizer, skipped, scale)
+        self.state.optimizer.zero_grad(set_to_none=True)
+        faults.point("train.after-step")
+        values = torch.stack([each.double() for each in tensors.values()]).tolist()
+        read = dict(zip(tensors, values, strict=True))
+        result = self._result(read, rate, waited)
+        stop.settle(int(read["signal"]))
+        self.halves_for = max(self.halves_for - 1, 0)
+        if result.status is Status.TAKEN:
+            progress = self.state.progress
+            progress.step += 1
+            progress.sequences += self.config.batch_size
+            progress.tokens += result.tokens
+            progress.skips_in_a_row, progress.loss = 0, result.loss
+            self.state.guards.scale.update(overflowed=False)
+            self.tokens += result.tokens
+        return result
+
+    def settle_buckets(self) -> None:
+        """Run one micro-batch through DDP before the first step, and drop its gradients.
+
+        DDP orders its buckets by the first arrival of the gradients, and sums them in that order from the next step on.
+        A resumed run would reach that order one step later than an uninterrupted one.
+        """
+        if self.wrapper.kind != "ddp":
+            return
+        batch = self.source.read(self.share(self.state.progress.sequences)[: self.micro])
+        self.student.train()
+        for _ in range(2):  # DDP orders its buckets at the beginning of the second forward
+            with self.wrapper.micro_batch(last=True):
+                self.wrapper(batch, self.full_tokens).loss.backward()
+        self.state.optimizer.zero_grad(set_to_none=True)
+
+    def warm_up(self, stop: StopRequest) -> None:
+        """Compile the graph of each mode before the first step, so that no switch waits for the compiler."""
+        adaptive = self.state.adaptive
+        if adaptive is None or not self.student.compile_objective:
+            return
+        batch = self.source.read(self.share(self.state.progress.sequences)[: self.micro])
+        for position in adaptive.positions:
+            if stop.agree():
+                break
+            self.student.train()
+            # through the wrapper, as in a step: FSDP2 gathers the weights that a graph is compiled for
+            with adaptive.switch.at(position), self.wrapper.micro_batch(last=self.wrapper.kind != "ddp"):
+                self.wrapper(batch, self.full_tokens).loss.backward()
+            # before the next graph: a CUDA graph may overwrite the gradients of another (--compile-mode
+            # reduce-overhead)
+            self.state.optimizer.zero_grad(set_to_none=True)
+
+    def _prepare(self, number: int) -> float:
+        """Set random generators, learning rate, temperature and alpha for step `number`; return the rate."""
+        seed_everything(self.config.seed, number)
+        progress = self.state.progress
+        rate = learning_rate(number, self.total, self.config.optimizer, progress.decay_from) * progress.lr_factor
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = rate * group["peak"]
+        self.student.temperature.set_step(number - 1)
+        weight = alpha(number, self.planned, self.config.objective)
+        self.student.loss.alpha = weight if self.has_teacher else 0.0
+        self.student.train()
+        self.kept.clear()
+        return rate
+
+    def _accumulate(self, batches: Iterator[Batch], stop: StopRequest) -> tuple[LossOutput | None, float]:
+        """Accumulate the gradients of a step on this rank; return its sums, None when interrupted, and the seconds
+        that it waited for data."""
+        waited = 0.0
+
+        def next_batch() -> Batch:
+            nonlocal waited
+            started = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - started
+            return batch
+
+        sums: LossOutput | None = None
+        for number in range(1, self.micros + 1):
+            # before the forward: a rank without a batch could not take part in the collectives of the others
+            batch = stop.read(next_batch)
+            if batch is None:
+                return None, waited
+            if not self.source.repeatable:
+                self.kept.append(batch)
+            if sums is None:
+                self._measure(batch, self.state.progress.step + 1)
+            with self.wrapper.micro_batch(last=number == self.micros):
+                # the loss scale is part of the normalizer, because the objective computes gradients in its forward
+                output: LossOutput = self.wrapper(batch, self.full_tokens / self.state.guards.scale.value)
+                faults.changed("train.loss", output.loss, self.batch_number).backward()
+            output = LossOutput(*(each.detach() for each in output))
+            sums = output if sums is None else LossOutput(*(a + b for a, b in zip(sums, output, strict=True)))
+            faults.point("train.after-micro-batch")
+            if stop:
+                return None, waited
+        return sums, waited
+
+    def _measure(self, batch: Batch, number: int) -> None:
+        """Collect tensor statistics and the quantisation gap on the first micro-batch of step `number`, where due.
+
+        The gap is the difference of the losses of two forwards, quantised and high, with the step's random numbers and
+        the compiled graphs of training.
+        """
+        if self.collector is not None:
+
+            def run_eagerly() -> None:
+                with self.student.eager():
+                    self.student(batch, self.full_tokens).loss.backward()
+
+            if self.collector.collect(number, self.student.present_mode, run_eagerly):
+                self.state.optimizer.zero_grad(set_to_none=True)
+                seed_everything(self.config.seed, number)
+        adaptive = self.state.adaptive
+        if adaptive is None:
+            return
+        adaptive.gap = None
+        if not adaptive.controller.wants_gap(number):
+            return
+        losses = []
+        for position in adaptive.positions:
+            seed_everything(self.config.seed, number)
+            with adaptive.switch.at(position):
+                sums = self.student(batch, self.full_tokens)
+            total = self.student.total(sums, self.student.temperature.value().detach())
+            loss, tokens = all_reduce_sum(torch.stack([total, sums.tokens.double()]))
+            losses.append(loss / tokens.clamp(min=1))
+        seed_everything(self.config.seed, number)
+        adaptive.gap = float(losses[0] - losses[1])
+
+    def _all_reduce(self, own: LossOutput, stop: StopRequest, save_due: bool) -> dict[str, torch.Tensor]:
+        """Return over all ranks: the sums of `own`, the mean loss in fp64, T as the loss used it, the signal of a stop
+        request (0: none), and whether rank 0 asks for a checkpoint (1 or 0)."""
+        temperature = self.student.temperature.value().detach().clone()
+        named = own._asdict().items()
+        own = LossOutput(
+            **{
+                name: each if name == "tokens" else faults.changed("train.loss", each, self.batch_number)
+                for name, each in named
+            }
+        )
+        total = self.student.total(own, temperature)
+        # filled on the device: `new_tensor` would copy from the host, which waits for all work in the queue
+        due, signal_ = total.new_full((), float(is_main() and save_due)), total.new_zeros(())
+        if world_size() == 1:
+            loss = total / own.tokens.double().clamp(min=1)
+        else:
+            requests = [total.new_full((), float(stop.received == each)) for each in _SIGNALS]
+            vector = all_reduce_sum(torch.stack([total, due, *requests, *(each.double() for each in own)]))
+            first = 2 + len(_SIGNALS)
+            due, votes, own = vector[1], vector[2:first], LossOutput(*vector[first:])
+            asked = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
+            loss, signal_ = vector[0] / own.tokens.clamp(min=1), torch.stack(asked).max()
+        return {**own._asdict(), "loss": loss, "T": temperature, "signal": signal_, "save_due": due}
+
+    @torch.no_grad()
+    def _clip(self, tokens: torch.Tensor, shown: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Turn the gradient into the mean over the step's unmasked tokens, clip it, and return its norm before.
+
+        Also returns the number by which the optimizer must divide the model's gradients, None where that is done.
+        shown: it must be done, because the gradients are looked at before the optimizer's step.
+
+        This also divides by the loss scale of fp16. The temperature's gradient is scaled, but neither clipped nor part
+        of the norm: a learnable T must not slow the student.
+        """
+        gradients = [local(each.grad) for each in self.student.parameters() if each.grad is not None]
+        gradients[0].copy_(faults.changed("train.gradient", gradients[0], self.batch_number))
+        factor = self.full_tokens / (self.state.guards.scale.value * tokens.clamp(min=1).to(gradients[0].dtype))
+        largest = self.config.optimizer.clip or float("inf")
+        if not _scales_in_optimizer(gradients[0].device):
+            torch._foreach_mul_(gradients, factor)
+            return clip_norm_(list(self.student.model.parameters()), largest), None
+        clipped = [each.grad for each in self.student.model.parameters() if each.grad is not None]
+        norm = total_norm(clipped) * factor
+        scale = (factor * clip_factor(norm, largest)).reciprocal()
+        for gradient in self._unclipped():
+            gradient.mul_(factor)
+        if shown:  # the same bits as in the optimizer, which rounds each quotient once too
+            torch._foreach_div_([local(each) for each in clipped], scale)
+            scale = torch.ones_like(scale)
+        return norm, scale
+
+    def _unclipped(self) -> list[torch.Tensor]:
+        """The gradients that are not part of the norm."""
+        others = [each for each in (self.student.temperature, self.student.hidden_loss) if each is not None]
+        return [each.grad for other in others for each in other.parameters() if each.grad is not None]
+
+    def _result(self, read: dict[str, float], rate: float, waited: float) -> StepResult:
+        """The result of a step from the numbers read from the device: sums over its tokens, and means."""
+        student, adaptive, count = self.student, self.state.adaptive, max(read["tokens"], 1.0)
+        metrics = {"loss": read["loss"]}
+        if student.loss.alpha:
+            means = {"ce": read["ce"] / count, "kd": read["kd"] / count, "kd_T1": read["kd_at_one"] / count}
+            metrics |= {**means, "T": read["T"]}
+            if self.config.objective.alpha_schedule != "constant":
+                metrics["alpha"] = student.loss.alpha
+        if student.hidden_loss is not None:
+            metrics |= {"ce": read["ce"] / count, "hidden": read["hidden"] / count}
+        metrics |= {"lr": rate, "grad_norm": read["grad_norm"], "tokens": read["tokens"]}
+        if student.quantized is not None:
+            metrics["quantized"] = float(student.present_mode == student.quantized)
+            if adaptive is not None and adaptive.gap is not None:
+                metrics["gap"] = adaptive.gap
+        if "dL/dlogT" in read:
+            metrics["dL/dlogT"] = read["dL/dlogT"]
+        metrics["data_wait_s"] = waited
+        if self.state.guards.scale.enabled:
+            metrics["loss_scale"] = self.state.guards.scale.value
+        status = Status.SKIPPED if read["skipped"] else Status.TAKEN
+        tokens, save_due = int(read["tokens"]), read["save_due"] > 0
+        return StepResult(status, read["loss"], read["grad_norm"], tokens, save_due, metrics)
+
+    def _halve_micro_batch(self) -> str:
+        """After an out-of-memory error: drop the gradients and halve the micro-batch from now on; return what changed.
+
+        Raises:
+            RunError: it was halved before, the first steps are over, its size is odd, there are several processes, or
+                `--compile-mode` allows one micro-batch only.
+        """
+        text = f"out of memory in step {self.state.progress.step + 1} with micro-batches of {self.micro} sequences"
+        if self.config.precision.compile_mode == "reduce-overhead":
+            text += (
+                "; --compile-mode reduce-overhead cannot split them: leave it out, or add --activation-checkpointing"
+            )
+            raise RunError(text, reason="oom")
+        if not self.halves_for or self.micro % 2 or world_size() > 1:
+            raise RunError(f"{text}; lower --micro-batch-size, or add --activation-checkpointing", reason="oom")
+        self.halves_for, self.micro = 0, self.micro // 2
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.kept.clear()
+        gc.collect()
+        if self.student.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return f"{text}: continuing with {self.micro}, as --micro-batch-size {self.micro} does from the start"
 
 
 def _all_reduce_gradients(gradients: list[torch.Tensor]) -> None:
@@ -191,126 +446,9 @@ def _all_reduce_gradients(gradients: list[torch.Tensor]) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
-def _measure(trainer: "Trainer", batch: Batch, number: int) -> None:
-    """Collect tensor statistics and the quantisation gap on the first micro-batch of step `number`, where due.
-
-    The gap is the difference of the losses of two forwards, quantised and high, with the step's random numbers and the
-    compiled graphs of training.
-    """
-    if trainer.collector is not None:
-
-        def run_eagerly() -> None:
-            with trainer.student.eager():
-                trainer.student(batch, trainer.full_tokens).loss.backward()
-
-        if trainer.collector.collect(number, trainer.student.present_mode, run_eagerly):
-            trainer.state.optimizer.zero_grad(set_to_none=True)
-            seed_everything(trainer.config.seed, number)
-    adaptive = trainer.adaptive
-    if adaptive is None:
-        return
-    adaptive.gap = None
-    if not adaptive.controller.wants_gap(number):
-        return
-    losses = []
-    for position in adaptive.positions:
-        seed_everything(trainer.config.seed, number)
-        with adaptive.switch.at(position):
-            sums = trainer.student(batch, trainer.full_tokens)
-        total = trainer.student.total(sums, trainer.student.temperature.value().detach())
-        loss, tokens = all_reduce_sum(torch.stack([total, sums.tokens.double()]))
-        losses.append(loss / tokens.clamp(min=1))
-    seed_everything(trainer.config.seed, number)
-    adaptive.gap = float(losses[0] - losses[1])
-
-
-def _prepare(trainer: "Trainer", number: int) -> float:
-    """Set random generators, learning rate, temperature and alpha for step `number`; return the rate."""
-    seed_everything(trainer.config.seed, number)
-    progress = trainer.state.progress
-    rate = learning_rate(number, trainer.total, trainer.config.optimizer, progress.decay_from) * progress.lr_factor
-    for group in trainer.state.optimizer.param_groups:
-        group["lr"] = rate * group["peak"]
-    trainer.student.temperature.set_step(number - 1)
-    weight = alpha(number, trainer.planned, trainer.config.objective)
-    trainer.student.loss.alpha = weight if trainer.has_teacher else 0.0
-    trainer.student.train()
-    return rate
-
-
 def _scales_in_optimizer(device: torch.device) -> bool:
     """Whether fused AdamW scales and clips the gradients as it reads them, and not two passes before it.
 
     On a GPU: 36 bytes a parameter for norm, clip and update, not 48. A CPU keeps the passes, and its bits.
     """
     return device.type == "cuda"
-
-
-@torch.no_grad()
-def _clip(trainer: "Trainer", tokens: torch.Tensor, shown: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn the gradient into the mean over the step's unmasked tokens, clip it, and return its norm before clipping.
-
-    Also returns the number by which the optimizer must divide the model's gradients, None where that is done.
-    shown: it must be done, because the gradients are looked at before the optimizer's step.
-
-    This also divides by the loss scale of fp16. The temperature's gradient is scaled, but neither clipped nor part of
-    the norm: a learnable T must not slow the student.
-    """
-    gradients = [local(each.grad) for each in trainer.student.parameters() if each.grad is not None]
-    gradients[0].copy_(faults.changed("train.gradient", gradients[0], trainer.batch_number))
-    factor = trainer.full_tokens / (trainer.guards.scale.value * tokens.clamp(min=1).to(gradients[0].dtype))
-    largest = trainer.config.optimizer.clip or float("inf")
-    if not _scales_in_optimizer(gradients[0].device):
-        torch._foreach_mul_(gradients, factor)
-        return clip_norm_(list(trainer.student.model.parameters()), largest), None
-    clipped = [each.grad for each in trainer.student.model.parameters() if each.grad is not None]
-    norm = total_norm(clipped) * factor
-    scale = (factor * clip_factor(norm, largest)).reciprocal()
-    for gradient in _unclipped(trainer):
-        gradient.mul_(factor)
-    if shown:  # the same bits as in the optimizer, which rounds each quotient once too
-        torch._foreach_div_([local(each) for each in clipped], scale)
-        scale = torch.ones_like(scale)
-    return norm, scale
-
-
-def _unclipped(trainer: "Trainer") -> list[torch.Tensor]:
-    """The gradients that are not part of the norm."""
-    others = [each for each in (trainer.student.temperature, trainer.student.hidden_loss) if each is not None]
-    return [each.grad for other in others for each in other.parameters() if each.grad is not None]
-
-
-def _numbers(
-    trainer: "Trainer",
-    sums: LossOutput,
-    loss: torch.Tensor,
-    norm: torch.Tensor,
-    temperature: torch.Tensor,
-    temperature_gradient: torch.Tensor | None,
-    skipped: torch.Tensor,
-    stop_signal: torch.Tensor,
-    clock: torch.Tensor,
-    rate: float,
-) -> dict[str, float]:
-    """The step's numbers as means over its tokens, read from the device at once; T as the loss used it."""
-    tensors = [loss, sums.ce, sums.kd, sums.kd_at_one, sums.hidden, sums.tokens, norm, temperature]
-    tensors += [skipped, stop_signal, clock] + ([] if temperature_gradient is None else [temperature_gradient])
-    read = torch.stack([each.double() for each in tensors]).tolist()
-    mean, ce, kd, kd_at_1, hidden, tokens, grad_norm, value, was_skipped, signal_number, by_clock, *slopes = read
-    count = max(tokens, 1.0)
-    parts: dict[str, float] = {}
-    if trainer.student.loss.alpha:
-        parts = {"ce": ce / count, "kd": kd / count, "kd_T1": kd_at_1 / count, "T": value}
-        if trainer.config.objective.alpha_schedule != "constant":
-            parts["alpha"] = trainer.student.loss.alpha
-    if trainer.student.hidden_loss is not None:
-        parts |= {"ce": ce / count, "hidden": hidden / count}
-    flags = {"skipped": was_skipped, "stop_signal": signal_number, "clock": by_clock}
-    numbers = {"loss": mean, **parts, "lr": rate, "grad_norm": grad_norm, "tokens": tokens, **flags}
-    if trainer.student.quantized is not None:
-        numbers["quantized"] = float(trainer.student.present_mode == trainer.student.quantized)
-        if trainer.adaptive is not None and trainer.adaptive.gap is not None:
-            numbers["gap"] = trainer.adaptive.gap
-    if slopes:
-        numbers["dL/dlogT"] = slopes[0]
-    return numbers

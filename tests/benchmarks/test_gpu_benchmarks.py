@@ -209,7 +209,7 @@ def test_a_side_without_memory_does_not_fit_and_leaves_the_next_side_as_it_was(o
         first = attempt(bench.steps(tokens)) if oom else {}
         assert not oom or faults._fired == {"train.after-micro-batch"}
         side = bench.steps(tokens)
-        return first, bench.trainer.micros, [side()["loss"] for _ in range(2)]
+        return first, bench.trainer.stepper.micros, [side()["loss"] for _ in range(2)]
 
     (failed, micros, after), (_, _, alone) = losses(oom=True), losses(oom=False)
     monkeypatch.undo()

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from kdtrain.training.reporter import generate
+from kdtrain.models.generate import generate
 
 VOCABULARY = 11
 

@@ -15,7 +15,7 @@ from wrap_script import CPU, VOCABULARY, batch
 from kdtrain.models.head import split
 from kdtrain.models.loading import checkpoint_activations
 from kdtrain.objective.loss import DistillationLoss
-from kdtrain.parallel.parallelize import Alone, parallelize, shard
+from kdtrain.parallel.parallelize import SingleProcess, parallelize, shard
 from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import local, process_group
 from kdtrain.testing import tiny_model, tiny_tokenizer
@@ -31,7 +31,7 @@ def keep(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
     return make_boxed_func(graph.forward)
 
 
-def wrapped(kind: str, *, compile: bool = True, checkpoints: bool = False) -> Alone:
+def wrapped(kind: str, *, compile: bool = True, checkpoints: bool = False) -> SingleProcess:
     """A step with a fresh student in one of the wrappers; nothing is compiled yet."""
     torch.compiler.reset()
     graphs.clear()
@@ -46,9 +46,9 @@ def wrapped(kind: str, *, compile: bool = True, checkpoints: bool = False) -> Al
     return parallelize(step, kind)
 
 
-def kept(step: Alone) -> int:
+def kept(step: SingleProcess) -> int:
     """Bytes that a forward keeps for the backward, besides weights."""
-    storages = {local(each.detach()).untyped_storage().data_ptr() for each in step.student.parameters()}
+    storages = {local(each.detach()).untyped_storage().data_ptr() for each in step.model.parameters()}
     found = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def kept(step: Alone) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden, _ = step.step._hidden(step.step.backbone, batch(1))
+        hidden, _ = step.module._hidden(step.module.backbone, batch(1))
     held = sum(each.nbytes() for each in found.values())  # gathered weights are freed by now
     hidden.sum().backward()
     return held
@@ -87,13 +87,13 @@ def validation_runs_layers_plainly_and_what_they_compile_themselves_compiled() -
     for kind in WRAPPERS:
         step = wrapped(kind)
         own.clear()
-        layer = layers_of(step.student)[0]
+        layer = layers_of(step.model)[0]
         with layer.self_attn.register_forward_pre_hook(attend):
             with torch.no_grad():
-                found = step.step.eval().hidden_eager(batch(1))
+                found = step.module.eval().hidden_eager(batch(1))
             assert own and not graphs, kind
         with torch.no_grad():
-            plain = wrapped(kind, compile=False).step.eval().hidden_eager(batch(1))
+            plain = wrapped(kind, compile=False).module.eval().hidden_eager(batch(1))
         assert torch.equal(found, plain), kind
 
 
@@ -107,10 +107,10 @@ def layers_share_one_graph_whatever_a_bucket_holds_and_samples_of_text_compile_n
 
     for kind in WRAPPERS:
         step = wrapped(kind)
-        assert len(Sampler(step.step, Source(), tiny_tokenizer(VOCABULARY), 0).texts()) == 2
+        assert len(Sampler(step.module, Source(), tiny_tokenizer(VOCABULARY), 0).texts()) == 2
         assert not graphs, kind
         if kind == "ddp":
-            step.wrapper.bucket_bytes_cap = 1000
+            step.ddp.bucket_bytes_cap = 1000
         with mock.patch.object(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1000):
             for number in (1, 2):
                 step(batch(number), 100.0).loss.backward()

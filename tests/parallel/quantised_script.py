@@ -67,8 +67,8 @@ def main() -> None:
             expected = fsdp(layers, root, sharing=2, micro_batches=3, gathered=gathered)
             assert sum(seen.calls["allgather_base"]) == expected.all_gather, (gathered, seen.calls, expected)
         if (kind, formats) == ("fsdp", formats_of):  # what --dry-run says of a step
-            step = fsdp(layers, root, sharing=2, micro_batches=built.trainer.micros, gathered=gathered)
-            assert gigabytes_sent(student, built.recipe, built.trainer.micros) == step.sent(2) / 1e9
+            step = fsdp(layers, root, sharing=2, micro_batches=built.trainer.stepper.micros, gathered=gathered)
+            assert gigabytes_sent(student, built.recipe, built.trainer.stepper.micros) == step.sent(2) / 1e9
     assert torch.allclose(losses[4], losses[0], rtol=1e-5), losses
     assert torch.allclose(losses[2], losses[0], rtol=1e-2), losses
     assert losses[0][0] - losses[0][2] > 0.1, losses  # it learns

@@ -25,7 +25,7 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel import parallelize
-from kdtrain.parallel.parallelize import Alone, clip_norm_, mesh_of, peaks, shard, whole
+from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, mesh_of, peaks, shard, whole
 from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 KINDS = ("ddp", "fsdp", "hybrid")
 
 
-def parallelized(kind: str, accumulate: str = "whole") -> Alone:
+def parallelized(kind: str, accumulate: str = "whole") -> SingleProcess:
     """A step with a fresh student, the same on each rank, in one of the wrappers."""
     student = split(tiny_model("llama", VOCABULARY, seed=3))
     temperature = build_temperature("minimize", start=2.0, minimum=0.5, maximum=4.0)
@@ -58,7 +58,7 @@ def batch(number: int) -> Batch:
     return Batch(tokens, mask, torch.zeros(2, SEQ_LEN, dtype=torch.int64), targets)
 
 
-def accumulate(wrapped: Alone, numbers: range) -> None:
+def accumulate(wrapped: SingleProcess, numbers: range) -> None:
     """The gradients of some micro-batches, exchanged with the last."""
     for number in numbers:
         with wrapped.micro_batch(last=number == numbers[-1]):
@@ -70,12 +70,12 @@ def own() -> range:
     return range(MICROS * dist.get_rank(), MICROS * (dist.get_rank() + 1))
 
 
-def gradients(wrapped: Alone) -> dict[str, torch.Tensor]:
+def gradients(wrapped: SingleProcess) -> dict[str, torch.Tensor]:
     """Whole gradients of the student by name."""
-    return {name: whole(each.grad) for name, each in wrapped.student.named_parameters() if each.grad is not None}
+    return {name: whole(each.grad) for name, each in wrapped.model.named_parameters() if each.grad is not None}
 
 
-def of_one_process() -> Alone:
+def of_one_process() -> SingleProcess:
     """All ranks' micro-batches in one step that is not wrapped."""
     alone = parallelized("single")
     for number in range(MICROS * dist.get_world_size()):
@@ -104,11 +104,11 @@ class Counted(TorchDispatchMode):
 
 def gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch() -> None:
     expected, size = gradients(of_one_process()), dist.get_world_size()
-    shapes = [list(each.shape) for each in parallelized("single").student.parameters()]
+    shapes = [list(each.shape) for each in parallelized("single").model.parameters()]
     for kind in KINDS:
         wrapped = parallelized(kind)
         for _ in range(2):  # DDP orders its buckets in the second
-            wrapped.step.zero_grad(set_to_none=True)
+            wrapped.module.zero_grad(set_to_none=True)
             with Counted() as early:
                 for number in own()[:-1]:
                     with wrapped.micro_batch(last=False):
@@ -121,9 +121,9 @@ def gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch() -> N
         if kind == "ddp":
             assert sum(late.calls["allreduce"]) == parallelize.ddp(shapes).all_reduce
         elif kind == "fsdp":
-            layers = [[list(each.shape) for each in layer.parameters()] for layer in layers_of(wrapped.student)]
-            inside = {id(each) for layer in layers_of(wrapped.student) for each in layer.parameters()}
-            root = [list(each.shape) for each in wrapped.student.parameters() if id(each) not in inside]
+            layers = [[list(each.shape) for each in layer.parameters()] for layer in layers_of(wrapped.model)]
+            inside = {id(each) for layer in layers_of(wrapped.model) for each in layer.parameters()}
+            root = [list(each.shape) for each in wrapped.model.parameters() if id(each) not in inside]
             formula = parallelize.fsdp(layers, root, sharing=size, micro_batches=1, gathered=4)
             assert sum(late.calls["reduce_scatter_base"]) == formula.reduce_scatter
             assert sum(late.calls["allgather_base"]) == formula.all_gather
@@ -135,11 +135,11 @@ def gradients_are_the_sum_over_ranks_and_travel_with_the_last_micro_batch() -> N
 
 def gradients_added_up_in_shards_are_the_same_sum_and_copies_exchange_theirs_with_the_last_micro_batch() -> None:
     expected = gradients(of_one_process())
-    groups = len(layers_of(parallelized("single").student)) + 1
+    groups = len(layers_of(parallelized("single").model)) + 1
     for kind in ("fsdp", "hybrid"):
         wrapped = parallelized(kind, "sharded")
         for _ in range(2):
-            wrapped.step.zero_grad(set_to_none=True)
+            wrapped.module.zero_grad(set_to_none=True)
             with Counted() as early:
                 for number in own()[:-1]:
                     with wrapped.micro_batch(last=False):
@@ -147,7 +147,7 @@ def gradients_added_up_in_shards_are_the_same_sum_and_copies_exchange_theirs_wit
             assert "allreduce" not in early.calls
             if kind == "fsdp":  # copies of a model keep their partial sums elsewhere
                 assert len(early.calls["reduce_scatter_base"]) == (MICROS - 1) * groups
-                assert all(each.grad is not None for each in wrapped.student.parameters())
+                assert all(each.grad is not None for each in wrapped.model.parameters())
             with wrapped.micro_batch(last=True):
                 wrapped(batch(own()[-1]), 100.0).loss.backward()
             assert near(gradients(wrapped), expected), kind
@@ -162,13 +162,13 @@ def a_call_past_the_wrapper_leaves_gradients_that_this_test_would_see() -> None:
 
 def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
     alone = of_one_process()
-    names = {name: each.grad.clone() for name, each in alone.student.named_parameters()}
+    names = {name: each.grad.clone() for name, each in alone.model.named_parameters()}
     shown, highest = histograms(names), peaks(list(names.values()))
-    norm = clip_norm_(list(alone.student.parameters()), 0.01)
+    norm = clip_norm_(list(alone.model.parameters()), 0.01)
     for kind in ("fsdp", "hybrid"):
         wrapped = parallelized(kind)
         accumulate(wrapped, own())
-        parameters = dict(wrapped.student.named_parameters())
+        parameters = dict(wrapped.model.named_parameters())
         assert torch.allclose(peaks([each.grad for each in parameters.values()]), highest, rtol=1e-5)
         found = histograms({name: each.grad for name, each in parameters.items()})
         assert {name: each.count for name, each in found.items()} == {name: each.count for name, each in shown.items()}
@@ -185,16 +185,16 @@ def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
 def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all() -> None:
     for kind in KINDS:
         wrapped = parallelized(kind)
-        optimizer = make_optimizer(wrapped.step, OptimizerConfig(), temperature_lr=0.01)
+        optimizer = make_optimizer(wrapped.module, OptimizerConfig(), temperature_lr=0.01)
         for broken in (False, True, False):
-            before = [local(each.detach()).clone() for each in wrapped.student.parameters()]
+            before = [local(each.detach()).clone() for each in wrapped.model.parameters()]
             accumulate(wrapped, own())
             loss = torch.tensor(float("nan") if broken and dist.get_rank() == 1 else 1.0)
             guarded_step(optimizer, non_finite(loss))
             optimizer.zero_grad(set_to_none=True)
-            after = [local(each.detach()) for each in wrapped.student.parameters()]
+            after = [local(each.detach()) for each in wrapped.model.parameters()]
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) is broken, kind
-        weights = torch.cat([whole(each.detach()).flatten() for each in wrapped.student.parameters()])
+        weights = torch.cat([whole(each.detach()).flatten() for each in wrapped.model.parameters()])
         parts = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, weights)
         assert all(torch.equal(each, parts[0]) for each in parts), kind
@@ -203,11 +203,11 @@ def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on
 def a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names() -> None:
     def state(kind: str) -> TrainState:
         wrapped = parallelized(kind)
-        optimizer = make_optimizer(wrapped.step, OptimizerConfig(), temperature_lr=0.01)
+        optimizer = make_optimizer(wrapped.module, OptimizerConfig(), temperature_lr=0.01)
         numbers = own() if kind != "single" else range(MICROS * dist.get_world_size())
         accumulate(wrapped, numbers)
         optimizer.step()
-        return TrainState(wrapped.step, optimizer)
+        return TrainState(wrapped.module, optimizer)
 
     one = state("single")
     for kind in KINDS:

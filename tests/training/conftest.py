@@ -111,7 +111,7 @@ class Workshop:
             identity=IDENTITY,
         )
         trainer.open(None, init="scratch")
-        trainer.halves_until = 0
+        trainer.stepper.halves_for = 0
         yield trainer
         trainer.writers.close()
 

@@ -39,8 +39,7 @@ def compiled(run, backend) -> None:
     convert(model, step.switch, backend, head=model.get_output_embeddings())
     step.quantized, step.mode, step.compile_objective = "quantised", "bf16", True
     step.backbone = torch.compile(step._backbone, dynamic=False, fullgraph=True)
-    run.adaptive = Adaptive(EachSecond(Policy(quantized="quantised")), step.switch, "high")
-    run.state.watchers["adaptive"] = run.adaptive
+    run.state.adaptive = Adaptive(EachSecond(Policy(quantized="quantised")), step.switch, "high")
 
 
 def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = None) -> dict[str, torch.Tensor]:
@@ -53,7 +52,7 @@ def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = 
         if begin_at is not None:
             found = load(workshop.folder / "whole" / "checkpoints" / f"step-{begin_at:08d}")
             run.state.load(found.tensors, found.state)
-        switch_to = run.adaptive.switch_to
+        switch_to = run.state.adaptive.switch_to
 
         def watched(mode: str) -> None:
             if run.state.progress.step == (begin_at or 0) + 1:
@@ -63,9 +62,9 @@ def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = 
             after = run.state.tensors()
             assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
-        run.adaptive.switch_to = watched
+        run.state.adaptive.switch_to = watched
         run.fit()
-        assert run.adaptive.controller.switches >= (6 if steps == STEPS else 0)
+        assert run.state.adaptive.controller.switches >= (6 if steps == STEPS else 0)
         return load(run.store.path(f"step-{steps:08d}")).tensors
 
 

@@ -9,7 +9,6 @@ from kdtrain.models.head import split
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.testing import tiny_model
-from kdtrain.training.recovery import restore
 from kdtrain.training.sources.device import OnDevice
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -69,8 +68,8 @@ def test_a_copied_tensor_is_complete_for_any_memory_layout(workshop, device):
 def on(run, device):
     """The run on a device: its student, temperature and sources."""
     run.student.to(device)
-    run.train_source, run.validation_source = (
-        OnDevice(each, torch.device(device), 300) for each in (run.train_source, run.validation_source)
+    run.stepper.source, run.validation_source = (
+        OnDevice(each, torch.device(device), 300) for each in (run.stepper.source, run.validation_source)
     )
     return run
 
@@ -83,7 +82,7 @@ def trained(workshop, name, device, steps, **options):
         if newest is not None:
             found = load(run.store.path(newest))
             run.state.load(found.tensors, found.state)
-        run.planned = steps
+        run.stepper.planned = steps
         run.fit()
         run.saver.close()
         return {key: each.detach().cpu().clone() for key, each in run.state.tensors().items()}
@@ -121,13 +120,13 @@ def test_the_copy_of_a_state_is_waited_for_before_the_state_changes(workshop, mo
         monkeypatch.setattr(owner, name, lambda *given, **options: order.append(name) or method(*given, **options))
 
     with workshop.run(steps=2, checkpoint_freq=1) as run:
-        for owner, names in ((run.copies, ("copy", "before_change", "wait")), (run.state, ("load",))):
+        for owner, names in ((run.checkpoints.copies, ("copy", "before_change", "wait")), (run.state, ("load",))):
             for name in names:
                 logged(owner, name)
         logged(run.state.optimizer, "step")
         run.fit()
         assert order == [*("copy", "before_change", "step") * 2, "copy"]
         order.clear()
-        restore(run, load(run.store.path("step-00000001")), "rollback")
+        run.recovery.restore(load(run.store.path("step-00000001")), "rollback")
         assert order == ["wait", "load", "copy"]
         run.saver.close()

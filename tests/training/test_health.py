@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kdtrain.training.reporter import ClippedShare, LearnedSamples, MemoryGrowth, gradients_of, initial_loss
+from kdtrain.monitor.watchers import ClippedShare, LearnedSamples, MemoryGrowth, initial_loss
+from kdtrain.training.reporter import gradients_of
 
 
 def shares(share, norms, losses=None):

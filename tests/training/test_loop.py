@@ -14,8 +14,8 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
-from kdtrain.training.recovery import skip
 from kdtrain.training.signals import StopRequest
+from kdtrain.training.step import Status
 
 
 def metrics(run):
@@ -117,10 +117,10 @@ def test_a_non_finite_step_leaves_no_trace_and_its_data_are_left_out(workshop, m
     with workshop.run(train=source, micro_batch_size=micro, steps=1, lr_schedule="constant", checkpoint_freq=1) as run:
         run.fit()
         before, moments = weights(run), copy.deepcopy(run.state.optimizer.state_dict()["state"])
-        bad = next(run.feed().steps())
-        numbers = run.step(bad, StopRequest())
-        skip(run, numbers)
-    assert not math.isfinite(numbers["loss"])
+        bad = next(run.stepper.feed().steps())
+        result = run.stepper.take(bad, StopRequest())
+        run.recovery.after_step(result)
+    assert result.status is Status.SKIPPED and not math.isfinite(result.loss)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
     for key, state in run.state.optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, moments[key][name]) for name, value in state.items())
@@ -264,7 +264,7 @@ def test_a_stop_in_the_last_validation_leaves_it_to_the_next_start(workshop):
     assert run.store.newest_valid()[0] == "step-00000002"
     run.stopped_by, run.validation_source = None, workshop.source(9)
     with workshop.run(steps=2, eval_freq=2) as later:
-        run.writers = later.writers
+        run.reporter.writers = later.writers
         run.fit()
     assert (run.stopped_by, run.state.progress.validated_step) == (None, 2)
 
@@ -354,14 +354,14 @@ def test_an_epoch_whose_last_batch_was_skipped_has_its_checkpoint_all_the_same(w
 def test_a_run_is_compiling_until_its_first_step_is_taken(workshop, monkeypatch):
     seen = []
     with workshop.run(steps=3) as run:
-        take = run.step
+        take = run.stepper.take
 
-        def spy(batches, stop):
+        def spy(batches, stop, save_due):
             seen.append(stop.compiling)
             run.student.compile_objective = False  # said, and not done
-            return take(batches, stop)
+            return take(batches, stop, save_due)
 
-        monkeypatch.setattr(run, "step", spy)
+        monkeypatch.setattr(run.stepper, "take", spy)
         run.student.compile_objective = True
         run.fit()
     assert seen == [True, False, False]

@@ -1,6 +1,7 @@
 """A step that does not fit into memory is repeated once with half the micro-batch, and gives the same weights."""
 
 import json
+import signal
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from kdtrain import faults
 from kdtrain.checkpoint.store import load
 from kdtrain.errors import RunError
-from kdtrain.training.step import out_of_memory
+from kdtrain.training.recovery import Next
+from kdtrain.training.signals import StopRequest
+from kdtrain.training.step import Status, out_of_memory
 
 
 @pytest.fixture
@@ -31,10 +34,10 @@ def test_a_first_step_without_memory_is_taken_in_half_micro_batches_with_the_sam
         whole.fit()
     fired = no_memory("2")
     with workshop.run("halved", **options) as run:
-        run.halves_until = 3
+        run.stepper.halves_for = 3
         run.fit()
     assert fired == {"train.after-micro-batch"}
-    assert (run.micro, run.micros, run.state.progress.step) == (2, 2, 3)
+    assert (run.stepper.micro, run.stepper.micros, run.state.progress.step) == (2, 2, 3)
     ours, theirs = (load(each.store.path("step-00000003")).tensors for each in (run, whole))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
     events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
@@ -59,7 +62,7 @@ def test_memory_that_is_not_enough_after_that_is_an_error_with_a_reason(
 ):
     no_memory(when)
     with workshop.run(steps=4, **options) as run:
-        run.halves_until = halves_until
+        run.stepper.halves_for = halves_until
         with pytest.raises(RunError, match=words) as caught:
             run.fit()
     assert caught.value.reason == "oom"
@@ -70,3 +73,16 @@ def test_a_cpu_without_memory_is_known_by_its_words():
         torch.empty(2**60, dtype=torch.uint8)
     assert out_of_memory(caught.value)
     assert not out_of_memory(RuntimeError("shapes differ"))
+
+
+def test_a_step_that_ran_out_of_memory_and_one_that_was_interrupted_are_two_results(workshop, no_memory):
+    fired, stopped = no_memory("1"), StopRequest()
+    stopped.settle(signal.SIGTERM)
+    with workshop.run(steps=3) as run:
+        run.stepper.halves_for = 3
+        halved = run.stepper.take(next(run.stepper.feed().steps()), StopRequest())
+        assert fired and (halved.status, run.stepper.micro) == (Status.OUT_OF_MEMORY, 2)
+        assert run.recovery.after_step(halved) is Next.READ_AGAIN
+        interrupted = run.stepper.take(next(run.stepper.feed().steps()), stopped)
+        assert interrupted.status is Status.INTERRUPTED and run.recovery.after_step(interrupted) is Next.STOP
+    assert run.state.progress.step == run.stepper.tokens == 0

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from kdtrain.cache.codec import CodecSpec, decode, encode
+from kdtrain.data import order
 from kdtrain.models.head import split
 from kdtrain.models.loading import checkpoint_activations
 from kdtrain.objective.batch import Batch
@@ -24,7 +25,7 @@ ROWS = np.arange(4)
 
 
 def look(run, source=None, micro=2):
-    batches = [(source or run.train_source).read(rows) for rows in np.split(ROWS, len(ROWS) // micro)]
+    batches = [(source or run.stepper.source).read(rows) for rows in np.split(ROWS, len(ROWS) // micro)]
     return find_first(run.student, batches, NORMALIZER)
 
 
@@ -266,7 +267,7 @@ def test_running_out_of_memory_is_a_finding_and_not_an_error(workshop):
 def test_hooks_that_stay_on_see_each_step_by_itself(workshop):
     with workshop.run() as run:
         hooks = NanHooks(run.student)
-        batch = run.train_source.read(ROWS)
+        batch = run.stepper.source.read(ROWS)
 
         def step():
             for _ in range(2):
@@ -296,7 +297,7 @@ def test_looking_leaves_no_trace(workshop):
         assert all(torch.equal(tensor, before[name]) for name, tensor in run.student.state_dict().items())
         assert [parameter for parameter in run.student.parameters() if parameter.grad is not None] == []
         assert [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in run.student.modules()] == hooks
-        batch = run.train_source.read(ROWS)
+        batch = run.stepper.source.read(ROWS)
         for each in (run, whole):
             each.student(batch, NORMALIZER).loss.backward()
         for ours, theirs in zip(run.student.parameters(), whole.student.parameters(), strict=True):
@@ -330,5 +331,20 @@ def test_the_bundle_holds_the_batch_the_finding_and_the_options(workshop, tmp_pa
 
 def test_a_bundle_of_no_finding_says_so(workshop, tmp_path):
     with workshop.run() as run:
-        write_bundle(tmp_path, run.config, ROWS, [run.train_source.read(ROWS)], None)
+        write_bundle(tmp_path, run.config, ROWS, [run.stepper.source.read(ROWS)], None)
     assert json.loads((tmp_path / "finding.json").read_text())["finding"] is None
+
+
+def test_a_batch_that_cannot_be_read_again_is_kept_until_its_step_was_investigated(workshop):
+    class Once(workshop.source):
+        repeatable = False
+
+    source = Once(40, broken=(order.batch(0, 4, 4, 40).tolist()[3],))
+    with workshop.run(train=source, micro_batch_size=2, steps=3) as run:
+        run.fit()
+    indices = [index for each in source.reads for index in each]
+    assert len(indices) == len(set(indices)) == 4 * (3 + 1), "nothing is read twice"
+    tensors = load_file(run.config.out / "non-finite-00000002" / "batch.safetensors")
+    assert torch.equal(tensors["tokens"], source.tokens[indices[4:8]])
+    about = json.loads((run.config.out / "non-finite-00000002" / "finding.json").read_text())
+    assert (about["finding"]["module"], about["finding"]["micro_batch"]) == ("teacher", 2)

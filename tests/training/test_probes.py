@@ -51,7 +51,7 @@ def test_with_a_document_mask_each_document_has_its_own_prefix():
 
 
 def first(run, count=4):
-    return run.train_source.read(np.arange(count))
+    return run.stepper.source.read(np.arange(count))
 
 
 def weights(run):
@@ -70,7 +70,7 @@ def test_a_student_overfits_towards_the_floor(workshop):
 
 def test_the_loss_that_is_overfitted_is_the_mean_over_all_its_micro_batches(workshop):
     with workshop.run() as run:
-        parts = [run.train_source.read(np.arange(start, start + 2)) for start in (0, 2)]
+        parts = [run.stepper.source.read(np.arange(start, start + 2)) for start in (0, 2)]
         optimizer = make_optimizer(run.student, OptimizerConfig(), 0.01)
         whole = next(overfit(run.student, optimizer, [first(run)], run.config.optimizer))
     with workshop.run("again") as run:

@@ -15,6 +15,7 @@ from kdtrain.checkpoint.store import load
 from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.training import recovery, step, trainer
+from kdtrain.training.recovery import Recovery
 
 SPIKE = {"steps": 40, "checkpoint_freq": 4, "eval_freq": 40, "early_stopping": False, "lr_schedule": "constant"}
 
@@ -126,7 +127,7 @@ def test_a_validation_that_was_interrupted_takes_the_run_back_in_the_next_start(
         assert (run.stopped_by, run.state.progress.step, run.state.progress.validated_step) == ("SIGTERM", 8, 4)
         run.stopped_by = None
         judged = iter([True])
-        monkeypatch.setattr(run.guards.divergence, "validated", lambda loss: next(judged, False))
+        monkeypatch.setattr(run.state.guards.divergence, "validated", lambda loss: next(judged, False))
         run.fit()
     assert (run.state.progress.step, run.state.progress.rollbacks) == (10, 1)
 
@@ -185,7 +186,7 @@ def test_the_clock_asks_for_a_checkpoint_after_its_minutes_without_one(workshop,
     now = [0.0]
     monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
     with workshop.run(train=workshop.source(400), steps=9, checkpoint_freq=4, checkpoint_minutes=0.5) as run:
-        run.saved_at = 0.0
+        run.checkpoints.saved_at = 0.0
         monkeypatch.setattr(
             faults, "point", lambda name, *_: now.__setitem__(0, next(clock)) if "after-s" in name else 0
         )
@@ -206,11 +207,11 @@ def test_a_rollback_does_not_bring_back_an_early_stop_that_was_put_aside(worksho
     with workshop.run(train=workshop.source(400), **SPIKE) as run:
         run.state.progress.stopped = "the loss is flat"
         run.state.progress.step, run.state.progress.sequences = 24, 96
-        run.saver.save(["step-00000024"], 24, run.state.tensors(), {**run.identity, **run.state.numbers()})
+        run.saver.save(["step-00000024"], 24, run.state.tensors(), {**run.checkpoints.identity, **run.state.numbers()})
         run.saver.wait()
         run.state.progress.stopped = None
         for step in range(1, 25):
-            run.guards.spikes.update(step, {"ce": 6.0})
+            run.state.guards.spikes.update(step, {"ce": 6.0})
         run.fit()
     assert (run.state.progress.rollbacks, run.state.progress.stopped, run.state.progress.step) == (1, None, 40)
 
@@ -220,7 +221,7 @@ def test_a_best_checkpoint_that_is_gone_is_forgotten(workshop):
         run.fit()
         assert (run.store.folder / "best").is_symlink()
         run.state.progress.best_step = 7
-        run.relink_best()
+        run.checkpoints.relink_best()
     assert (run.state.progress.best_step, run.state.progress.best_loss) == (None, None)
     assert not (run.store.folder / "best").is_symlink()
 
@@ -233,7 +234,7 @@ def test_the_best_is_found_under_whatever_name_its_step_has(workshop):
         run.saver.wait()
         run.store.copy(name, "window_end_1_iter2")
         run.store.remove(name)  # as a kill leaves it between the window's checkpoint and its own
-        run.relink_best()
+        run.checkpoints.relink_best()
     assert run.state.progress.best_step == best and run.store.linked("best") == "window_end_1_iter2"
 
 
@@ -279,14 +280,14 @@ def test_a_run_whose_steps_fail_after_the_rollback_too_ends_at_weights_that_can_
 def test_a_lower_limit_of_skips_in_the_middle_of_a_row_still_goes_back_once(workshop, spikes, monkeypatch):
     """As where a run that was stopped in a row of skips resumes with another `--max-skips`."""
     spikes("6-100", factor="nan")
-    roll_back = recovery.roll_back_skips
+    roll_back = Recovery._roll_back_skips
 
-    def lowered(run, loss):
-        if run.state.progress.skips_in_a_row == 4:
-            run.config = replace(run.config, guards=replace(run.config.guards, max_skips=2))
-        return roll_back(run, loss)
+    def lowered(self, loss):
+        if self.state.progress.skips_in_a_row == 4:
+            self.config = replace(self.config, guards=replace(self.config.guards, max_skips=2))
+        return roll_back(self, loss)
 
-    monkeypatch.setattr(recovery, "roll_back_skips", lowered)
+    monkeypatch.setattr(Recovery, "_roll_back_skips", lowered)
     options = SPIKE | {"checkpoint_freq": 1, "max_skips": 10, "nan_hooks": "off"}
     with (
         workshop.run(train=workshop.source(400), **options) as run,

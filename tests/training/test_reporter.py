@@ -23,12 +23,14 @@ def said(monkeypatch):
 
 
 def reporter_of(run, tokenizer=None, init="scratch"):
-    parts = (run.config, run.student, run.writers, run.validation_source, tokenizer)
-    return Reporter(*parts, init=init, total=run.planned, finished=0)
+    reporter = Reporter(run.config, run.student, run.stepper.planned)
+    sampler = None if tokenizer is None else Sampler(run.student, run.validation_source, tokenizer, 0)
+    reporter.open(0, None, init=init, sampler=sampler)
+    return reporter
 
 
 def backward(run):
-    run.student(run.train_source.read(torch.arange(4).numpy()), 32.0).loss.backward()
+    run.student(run.stepper.source.read(torch.arange(4).numpy()), 32.0).loss.backward()
 
 
 def test_a_line_holds_the_numbers_of_the_step_and_the_memory_of_the_process(workshop):
@@ -195,7 +197,7 @@ def test_each_halving_of_the_loss_scale_is_logged_and_an_event(workshop, monkeyp
     monkeypatch.setenv("KDTRAIN_FAULT", "train.gradient:nan:2-3")
     faults.read()
     with workshop.run(steps=3) as run:
-        run.guards.scale = LossScale(True)
+        run.state.guards.scale = LossScale(True)
         run.fit()
     monkeypatch.undo()
     faults.read()

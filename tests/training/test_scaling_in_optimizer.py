@@ -40,11 +40,10 @@ class Passes(TorchDispatchMode):
 def steps_of(workshop, name, **options):
     """A run of three steps: the numbers of each, and its weights."""
     with workshop.run(name, steps=3, clip=0.05, **options) as run:
-        batches = run.feed().steps()
+        batches = run.stepper.feed().steps()
         numbers = []
         for _ in range(3):
-            numbers.append(run.step(next(batches), StopRequest()))
-            run.count(numbers[-1])
+            numbers.append(run.stepper.take(next(batches), StopRequest()).metrics)
         weights = {key: each.detach().clone() for key, each in run.student.named_parameters()}
     return numbers, weights
 
@@ -67,10 +66,10 @@ def test_norm_clip_and_update_move_thirty_six_bytes_a_parameter_and_not_forty_ei
     for wanted in (False, True):
         on_gpu(wanted)
         with workshop.run(str(wanted)) as run:
-            batches = run.feed().steps()
-            run.step(next(batches), StopRequest())
+            batches = run.stepper.feed().steps()
+            run.stepper.take(next(batches), StopRequest())
             with Passes() as passes:
-                run.step(next(batches), StopRequest())
+                run.stepper.take(next(batches), StopRequest())
             size = sum(each.numel() for each in run.student.parameters())
         moved[wanted] = round(sum(passes.seen.values()) / size)
     assert moved == {False: 48, True: 36}
@@ -102,6 +101,6 @@ def test_a_step_that_is_skipped_changes_nothing_when_the_optimizer_scales(worksh
     source = workshop.source(10, broken=tuple(range(10)))
     with workshop.run(train=source, **LEARNED) as run:
         before = [each.detach().clone() for each in run.student.parameters()]
-        assert run.step(next(run.feed().steps()), StopRequest())["skipped"] == 1
+        assert run.stepper.take(next(run.stepper.feed().steps()), StopRequest()).status is step.Status.SKIPPED
         assert all(map(torch.equal, before, run.student.parameters()))
         assert all(float(state["step"]) == 0 for state in run.state.optimizer.state.values())

@@ -18,9 +18,8 @@ from kdtrain.precision.controller import Adaptive, Policy, PrecisionController, 
 from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, convert
 from kdtrain.precision.loss_scale import LossScale
-from kdtrain.training import recovery
 from kdtrain.training import step as step_module
-from kdtrain.training.recovery import decide
+from kdtrain.training.recovery import Recovery
 from kdtrain.training.schedule import learning_rate
 
 CALM = {
@@ -42,8 +41,7 @@ def quantise(run, **policy) -> PrecisionController:
     convert(model, switch, backend, head=model.get_output_embeddings())
     run.student.quantized = "mxfp4"
     controller = PrecisionController(Policy(quantized="mxfp4", **policy))
-    run.adaptive = Adaptive(controller, switch, "high")
-    run.state.watchers["adaptive"] = run.adaptive
+    run.state.adaptive = Adaptive(controller, switch, "high")
     return controller
 
 
@@ -230,7 +228,7 @@ def test_the_student_runs_in_the_mode_that_the_controller_answers(workshop, monk
         controller = quantise(run, **LOSS)
         for mode, position in (("bf16", "high"), ("mxfp4", "quantized")):
             monkeypatch.setattr(controller, "observe", lambda *told, mode=mode: [SwitchTo(mode)])
-            assert decide(run, 1, 3.0) == ([], False)
+            assert run.recovery.act(1, 3.0) == ([], False)
             assert run.student.switch.position == position
         events = [json.loads(line) for line in (run.config.out / "events.jsonl").read_text().splitlines()]
     assert [each["mode"] for each in events if each["event"] == "switch"] == ["bf16", "mxfp4"]
@@ -252,13 +250,13 @@ def test_the_gap_is_what_quantisation_costs_and_measuring_it_changes_nothing(wor
     for probe_every in (2, 1000):
         with workshop.run(f"every-{probe_every}", steps=6, **CALM | {"lr": 1e-3}) as run:
             quantise(run, rules=("gap",), threshold=100.0, window=100, probe_every=probe_every)
-            gaps, observe = [], run.adaptive.controller.observe
+            gaps, observe = [], run.state.adaptive.controller.observe
 
             def watched(step, loss, gap, broken, observe=observe, gaps=gaps):
                 gaps.append(gap)
                 return observe(step, loss, gap, broken)
 
-            run.adaptive.controller.observe = watched
+            run.state.adaptive.controller.observe = watched
             run.fit()
             ends.append({name: each.clone() for name, each in run.state.tensors().items()})
         measured = [gap for gap in gaps if gap is not None]
@@ -303,7 +301,7 @@ def test_a_run_that_every_update_breaks_ends_at_weights_that_can_be_resumed(work
             if (newest := run.store.newest_valid()[0]) is not None:
                 found = load(run.store.path(newest))
                 run.state.load(found.tensors, found.state)
-                run.published = (0, 0)
+                run.checkpoints.published = (0, 0)
             with pytest.raises(RunError, match=r"recovery_3_iter0 would exceed --max-rollbacks 3"):
                 run.fit()
             run.saver.wait()
@@ -324,13 +322,13 @@ def test_a_checkpoint_of_adaptive_quantisation_and_an_ordinary_one_of_the_same_s
 
 def test_a_signal_in_a_broken_step_does_not_hide_it_from_the_controller(workshop, fault, monkeypatch):
     fault("train.loss:nan:6-6")
-    skip = recovery.skip
+    skip = Recovery._skip_or_roll_back
 
     def signalled(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return skip(*arguments)
 
-    monkeypatch.setattr(recovery, "skip", signalled)
+    monkeypatch.setattr(Recovery, "_skip_or_roll_back", signalled)
     with workshop.run(steps=12, **CALM) as run:
         controller = quantise(run, **LOSS)
         run.fit()
@@ -353,8 +351,8 @@ def test_a_loss_scale_changes_no_weight_and_is_taken_out_before_the_clip(worksho
     ends = []
     for value in (1.0, 2.0**10):
         with workshop.run(f"scale-{value}", steps=4, **CALM | {"lr": 1e-3, "alpha": 0.9}) as run:
-            run.guards.scale = LossScale(True)
-            run.guards.scale.value = value
+            run.state.guards.scale = LossScale(True)
+            run.state.guards.scale.value = value
             run.fit()
             ends.append({name: each.clone() for name, each in run.state.tensors().items()})
             norms = [numbers["grad_norm"] for numbers in metrics(run).values()]
@@ -366,8 +364,8 @@ def test_a_loss_scale_changes_no_weight_and_is_taken_out_before_the_clip(worksho
 def test_an_overflow_halves_the_scale_and_is_not_a_failure(workshop, fault, caplog):
     fault("train.gradient:nan:2-12")
     with workshop.run(steps=3, **CALM) as run:
-        run.guards.scale = LossScale(True)
+        run.state.guards.scale = LossScale(True)
         run.fit()
-        assert run.guards.scale.value == 2.0**16 / 2**11 and run.state.progress.skips == 0
+        assert run.state.guards.scale.value == 2.0**16 / 2**11 and run.state.progress.skips == 0
     falling = [each.getMessage() for each in caplog.records if "has fallen to" in each.getMessage()]
     assert [text.split("fallen to ")[1].split(":")[0] for text in falling] == ["128", "64", "32"]

@@ -69,14 +69,15 @@ def test_a_step_waits_for_the_device_once(workshop, options, world, monkeypatch)
     monkeypatch.setattr(engine, "_scale", scale)
     monkeypatch.setattr(step, "_scales_in_optimizer", lambda device: True)
     with workshop.run(steps=3, **options) as run:
-        read = run.feed().steps()
-        run.step(next(read), StopRequest())  # the first names parameters without a gradient
+        read = run.stepper.feed().steps()
+        run.stepper.take(next(read), StopRequest())  # the first names parameters without a gradient
         batches = iter(list(next(read)))  # reading data is not the device's
+        run.stepper.micro //= world
         for module in (step, guards):
             for name in ("all_reduce_sum", "agreed_max"):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, torch.clone)
         with mock.patch.object(step, "world_size", return_value=world), Waits() as waits:
-            numbers = run.step(batches, StopRequest())
-    assert numbers is not None and numbers["skipped"] == 0
+            result = run.stepper.take(batches, StopRequest())
+    assert result.status is step.Status.TAKEN
     assert waits.names == ["tolist"]
