@@ -8,7 +8,7 @@ The library, every name of which is imported when it is first used:
     distillation_loss, Head, DenseTargets   the loss as a function of hidden states, an output head and targets
     CheckpointStore, Keep         checkpoints published whole, verified before they are loaded, pruned by tier
     quantize_, PrecisionController, Policy   fp8 products, and when to switch them on and off
-    register_...                  a divergence, tail rule, temperature mode, back end, source or command of one's own
+    register_...                  a divergence, tail rule, temperature mode, back end, source, logger or command
     distill, cache_teacher        the commands as functions, with DistillConfig and CacheTeacherConfig
 
 Bad arguments raise `UsageError`, what fails while running raises `RunError`.
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kdtrain.data.corpus import register_source
     from kdtrain.errors import RunError, UsageError
     from kdtrain.models.head import Head
+    from kdtrain.monitor.loggers import Logger, register_logger
     from kdtrain.objective.divergence import register_divergence
     from kdtrain.objective.loss import DistillationLoss, LossOutput, distillation_loss
     from kdtrain.objective.tails import register_tail
@@ -57,6 +58,7 @@ _HOME = {
     "kdtrain.data.corpus": ("register_source",),
     "kdtrain.errors": ("RunError", "UsageError"),
     "kdtrain.models.head": ("Head",),
+    "kdtrain.monitor.loggers": ("Logger", "register_logger"),
     "kdtrain.objective.divergence": ("register_divergence",),
     "kdtrain.objective.loss": ("DistillationLoss", "LossOutput", "distillation_loss"),
     "kdtrain.objective.tails": ("register_tail",),
@@ -81,6 +83,7 @@ __all__ = [
     "Head",
     "Keep",
     "LikelihoodTemperature",
+    "Logger",
     "LossOutput",
     "MinimizedTemperature",
     "Policy",
@@ -98,6 +101,7 @@ __all__ = [
     "register_backend",
     "register_command",
     "register_divergence",
+    "register_logger",
     "register_source",
     "register_tail",
     "register_temperature",

@@ -26,11 +26,11 @@ from kdtrain.commands.run_folder import (
     write_tokenizer,
 )
 from kdtrain.config import DistillConfig
+from kdtrain.config.choices import LOGGERS
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import set_aside
 from kdtrain.models.loading import export_lock, export_model, is_export, tokenizer_files
 from kdtrain.models.spec import read_spec
-from kdtrain.monitor.loggers import require_wandb
 from kdtrain.monitor.progress import end_log, log, setup_logging
 from kdtrain.ranks import is_main, lost_rank, on_main, raise_on_all_ranks, rank, reported, world_size
 from kdtrain.training.schedule import warmup_steps
@@ -83,7 +83,8 @@ def distill(config: DistillConfig) -> dict[str, Any]:
         with raise_on_all_ranks():  # refuse early, before --overwrite moves an earlier run aside
             read_spec(config.student)
             micro_batch(config)
-            require_wandb(config.monitor.wandb_project)
+            for name, text in config.monitor.loggers:
+                LOGGERS.get(name).ready(text)
         resumed = stack.enter_context(run_lock(config))
         built = build_run(config, resumed)
         trainer, config = built.trainer, built.trainer.config

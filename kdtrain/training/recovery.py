@@ -203,7 +203,7 @@ def roll_back_divergence(trainer: "Trainer", validation: float | None) -> None:
     """
     progress, watch = trainer.state.progress, trainer.guards.divergence
     which = "the last training losses are" if validation is None else f"the validation loss {validation:.4f} is"
-    limit = f"{watch.limit:.4f}, --divergence-factor {watch.factor:g} times the initial loss"
+    limit = f"{watch.limit:.4f}, --max-loss-ratio {watch.factor:g} times the initial loss"
     what = f"diverged at step {progress.step}: {which} above {limit}"
     _roll_back(trainer, "divergence", what, (progress.best_step or 0) + 1)
 
