@@ -7,7 +7,6 @@ command.
 """
 
 import contextlib
-import dataclasses
 import difflib
 import importlib
 import io
@@ -19,7 +18,6 @@ import re
 import shutil
 import sys
 import time
-import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable
@@ -29,7 +27,7 @@ from typing import Any
 
 from kdtrain import config as options
 from kdtrain.config import choices, commands
-from kdtrain.config.values import flag, marked
+from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable, refuse_no_path
 from kdtrain.files import read_toml
 from kdtrain.models.spec import foreign_beside
@@ -172,7 +170,7 @@ def parse(command: str, argv: list[str]) -> Any:
         if not stop.code:
             print(_choices(kind), end="")
             raise
-        raise UsageError(_one_line(caught.getvalue(), [key for keys in _keys(kind).values() for key in keys])) from None
+        raise UsageError(_one_line(caught.getvalue(), [each.name for _, each in fields_of(kind)])) from None
     for table in options.sections(config).values():
         for name, value in table.items():
             if isinstance(value, str):
@@ -304,19 +302,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _keys(kind: type) -> dict[str, list[str]]:
     """The option names of a command by section."""
     keys: dict[str, list[str]] = {"run": []}
-    hints = typing.get_type_hints(kind)
-    for each in dataclasses.fields(kind):
-        inner = hints[each.name]
-        if dataclasses.is_dataclass(inner) and not isinstance(inner, types.UnionType):
-            keys[each.name] = [option.name for option in dataclasses.fields(inner)]
-        else:
-            keys["run"].append(each.name)
+    for section, each in fields_of(kind):
+        keys.setdefault(section, []).append(each.name)
     return keys
 
 
 def _choices(kind: type) -> str:
     """The names that a command's extensible options take, a line each."""
-    names = {flag(name) for keys in _keys(kind).values() for name in keys}
+    names = {flag(each.name) for _, each in fields_of(kind)}
     lines = []
     for each in vars(choices).values():
         if isinstance(each, Registry) and each.option in names:

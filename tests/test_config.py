@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import typing
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,11 @@ import pytest
 from kdtrain import cli
 from kdtrain import config as options
 from kdtrain.config import sections
+from kdtrain.config.values import fields_of
 from kdtrain.errors import UsageError
 
 PACKAGE = Path(options.__file__).parent
-CLASSES = [getattr(options, name) for name in options.__all__ if isinstance(getattr(options, name), type)]
+CLASSES = [each for name, each in vars(options).items() if name.endswith("Config")]
 
 
 def distill(**changes):
@@ -22,14 +22,7 @@ def distill(**changes):
 
 def flags(kind):
     """Every option of a command with its section."""
-    found = []
-    for each in dataclasses.fields(kind):
-        inner = typing.get_type_hints(kind)[each.name]
-        if dataclasses.is_dataclass(inner):
-            found += [(option.name, each.name) for option in dataclasses.fields(inner)]
-        else:
-            found.append((each.name, "run"))
-    return found
+    return [(each.name, section) for section, each in fields_of(kind)]
 
 
 @pytest.mark.parametrize("kind", [each.config for each in cli.COMMANDS.entries.values()], ids=cli.COMMANDS.entries)

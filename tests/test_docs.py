@@ -12,7 +12,7 @@ import pytest
 from benchmarks.performance import scaling
 from kdtrain import cli
 from kdtrain.config import DistillConfig
-from kdtrain.config.values import flag, marked
+from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.on_event import EVENTS
 
@@ -53,14 +53,8 @@ def commands() -> list[str]:
 
 
 def flags_of_kdtrain() -> set[str]:
-    names = {
-        name
-        for each in cli.COMMANDS.entries.values()
-        for section in cli._keys(each.config).values()
-        for name in section
-    }
-    flags = {f"--{name.replace('_', '-')}" for name in names}
-    return flags | {"--help", "--version"} | {flag.replace("--", "--no-", 1) for flag in flags}
+    flags = {flag(option.name) for each in cli.COMMANDS.entries.values() for _, option in fields_of(each.config)}
+    return flags | {"--help", "--version"} | {each.replace("--", "--no-", 1) for each in flags}
 
 
 @pytest.mark.parametrize("line", commands())

@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import sys
-import typing
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.commands.build_cache import holds_tokens
 from kdtrain.commands.common import digest_of
 from kdtrain.config import DistillConfig, plain, sections, shareable
-from kdtrain.config.values import flag, marked
+from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
     Lock,
@@ -273,8 +272,7 @@ def changes(saved: dict[str, Any], config: DistillConfig, only: str | None = Non
     """
     found = []
     for section, table in deciding(config).items():
-        kind = DistillConfig if section == "run" else typing.get_type_hints(DistillConfig)[section]
-        before = {each.name: plain(each.default) for each in dataclasses.fields(kind)}
+        before = {each.name: plain(each.default) for home, each in fields_of(DistillConfig) if home == section}
         before |= _FIXED.get(section, {}) | saved.get(section, {})
         if before.get("fp8_recipe") == "current":
             before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions

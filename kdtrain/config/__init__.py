@@ -6,7 +6,6 @@ that cannot work, by a `UsageError` that names the option; the command that open
 depends on those. Nothing heavy is imported here, so that `--help` is instant.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -32,41 +31,15 @@ from kdtrain.config.sections import (
     QuantizationConfig,
     StoppingConfig,
 )
-
-__all__ = [
-    "CacheParallelConfig",
-    "CacheTeacherConfig",
-    "CheckpointConfig",
-    "CodecConfig",
-    "DataConfig",
-    "DistillConfig",
-    "EvaluateConfig",
-    "ExportConfig",
-    "GuardsConfig",
-    "InspectConfig",
-    "MonitorConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PrecisionConfig",
-    "QuantizationConfig",
-    "StoppingConfig",
-    "VerifyConfig",
-    "plain",
-    "sections",
-    "shareable",
-]
+from kdtrain.config.values import fields_of
 
 
 def sections(config: Any) -> dict[str, dict[str, Any]]:
     """The options of `config` by section, as plain values; options without a section are under "run"."""
     result: dict[str, dict[str, Any]] = {"run": {}}
-    for each in dataclasses.fields(config):
-        value = getattr(config, each.name)
-        if dataclasses.is_dataclass(value):
-            result[each.name] = {inner.name: plain(getattr(value, inner.name)) for inner in dataclasses.fields(value)}
-        else:
-            result["run"][each.name] = plain(value)
+    for section, each in fields_of(type(config)):
+        owner = config if section == "run" else getattr(config, section)
+        result.setdefault(section, {})[each.name] = plain(getattr(owner, each.name))
     return result
 
 

@@ -4,11 +4,11 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kdtrain.errors import UsageError
 
@@ -32,15 +32,17 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
     return dataclasses.field(default=default, metadata=attributes)
 
 
-def marked(kind: type, attribute: str) -> set[str]:
-    """The options of a command or section whose `attribute` is true; the names in a command are unique."""
-    found = set()
+def fields_of(kind: Any, section: str = "run") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Each option of a configuration's class with its section; the names of all are different."""
+    hints = get_type_hints(kind)
     for each in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(each.type):
-            found |= marked(each.type, attribute)  # type: ignore[arg-type]
-        elif each.metadata.get(attribute):
-            found.add(each.name)
-    return found
+        inner = hints[each.name]
+        yield from fields_of(inner, each.name) if dataclasses.is_dataclass(inner) else [(section, each)]
+
+
+def marked(kind: type, attribute: str) -> set[str]:
+    """The options of a command whose `attribute` is true."""
+    return {each.name for _, each in fields_of(kind) if each.metadata.get(attribute)}
 
 
 def flag(name: str) -> str:

@@ -34,19 +34,17 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of the finite numbers of one tensor; `broken` counts the non-finite ones."""
+    """Counts of the finite numbers of one tensor, by the names of TensorBoard's `add_histogram_raw`."""
 
-    minimum: float
-    maximum: float
-    count: int
-    total: float
-    squares: float
-    """Sum of the squares."""
-    broken: int
-    limits: list[float]
+    min: float
+    max: float
+    num: int
+    sum: float
+    sum_squares: float
+    bucket_limits: list[float]
     """Upper edges of the bins, ascending, without empty bins at either end."""
-    counts: list[int]
-    """Numbers in each bin, as many as `limits`."""
+    bucket_counts: list[int]
+    """Numbers in each bin, as many as `bucket_limits`."""
 
 
 def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
@@ -85,19 +83,10 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
 def _histogram(row: list[float]) -> Histogram:
     counts = [int(count) for count in row[:_BINS]]
     used = [place for place, count in enumerate(counts) if count]
-    first, last = used[0], used[-1]
-    broken, total, squares, lowest, maximum = row[_BINS:]
-    limits = [*EDGES.tolist(), max(maximum, float(EDGES[-1]) * 2)]
-    return Histogram(
-        minimum=-lowest,
-        maximum=maximum,
-        count=sum(counts),
-        total=total,
-        squares=squares,
-        broken=int(broken),
-        limits=limits[first : last + 1],
-        counts=counts[first : last + 1],
-    )
+    shown = slice(used[0], used[-1] + 1)
+    _, total, squares, lowest, highest = row[_BINS:]
+    limits = [*EDGES.tolist(), max(highest, float(EDGES[-1]) * 2)]
+    return Histogram(-lowest, highest, sum(counts), total, squares, limits[shown], counts[shown])
 
 
 METRICS = ("train/loss", "validation/loss", "validation/kl")
@@ -173,17 +162,7 @@ class TensorBoard(Logger):
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
         for name, each in found.items():
-            self.writer.add_histogram_raw(
-                name,
-                min=each.minimum,
-                max=each.maximum,
-                num=each.count,
-                sum=each.total,
-                sum_squares=each.squares,
-                bucket_limits=each.limits,
-                bucket_counts=each.counts,
-                global_step=step,
-            )
+            self.writer.add_histogram_raw(name, **vars(each), global_step=step)
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
         lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
@@ -259,7 +238,9 @@ class WeightsAndBiases(Logger):
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
         shown = {  # W&B also needs the lowest edge
-            name: self.wandb.Histogram(np_histogram=(each.counts, [min(each.minimum, each.limits[0]), *each.limits]))
+            name: self.wandb.Histogram(
+                np_histogram=(each.bucket_counts, [min(each.min, each.bucket_limits[0]), *each.bucket_limits])
+            )
             for name, each in found.items()
         }
         self.run.log({"step": step, **shown})
