@@ -199,9 +199,7 @@ def _named(kind: type, argv: list[str]) -> list[str]:
     positional = next(iter(marked(kind, "positional")), None)
     if positional is None:
         return argv
-    switches = {
-        f"--{no}{name}" for name, each in typing.get_type_hints(kind).items() if each is bool for no in ("", "no-")
-    }
+    switches = {f"--{no}{each.name}" for _, each in fields_of(kind) if each.type is bool for no in ("", "no-")}
     for position, word in enumerate(argv):
         before = argv[position - 1] if position else ""
         takes_word = before.startswith("-") and before not in switches and "=" not in before
@@ -246,7 +244,7 @@ def _one_line(box: str, known: list[str]) -> str:
 
 def _toml_flags(path: Path, kind: type) -> list[str]:
     """The options in a TOML file as flags."""
-    known = _keys(kind)
+    known, private = _keys(kind), marked(kind, "private")
     flags: list[str] = []
     tables = _read_toml(path)
     _refuse_old(
@@ -261,8 +259,8 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
             name = key.replace("-", "_")
             if name not in known[section] or name == "config":
                 raise UsageError(f"{path}: unknown key '{key}' in [{section}]; {_home(name, known, section)}")
-            if name == "on_event":
-                _refuse_foreign_command(path, key)
+            if name in private:
+                _refuse_foreign_command(path, name)
             if isinstance(value, bool):
                 flags.append(flag(name if value else f"no_{name}"))
             else:
@@ -270,13 +268,13 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
     return flags
 
 
-def _refuse_foreign_command(path: Path, key: str) -> None:
+def _refuse_foreign_command(path: Path, name: str) -> None:
     """Refuse a command line in a file that may have been downloaded with a run, a cache or a model."""
     others = (each for each in foreign_beside(path) if each.resolve() != path.resolve())
     if (foreign := min(others, default=None)) is not None:
         raise UsageError(
-            f"{path}: {key} runs a command, and this file lies with {foreign}, which may have been downloaded; "
-            "give --on-event yourself if you trust it"
+            f"{path}: {name} runs a command, and this file lies with {foreign}, which may have been downloaded; "
+            f"give {flag(name)} yourself if you trust it"
         )
 
 

@@ -229,3 +229,26 @@ def test_sections_are_plain_values_by_section():
     assert table["run"]["epochs"] is None
     assert table["optimizer"]["betas"] == [0.9, 0.95]
     assert {(name, section) for section, inner in table.items() for name in inner} == set(flags(options.DistillConfig))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: options.CheckpointConfig(override_opt_param_scheduler=True), "without --load; add it"),
+        (lambda: options.PrecisionConfig(collect_raw=True), "--collect-raw has no effect without --collect-tensors"),
+        (lambda: options.QuantizationConfig(quant_rule="gap"), "--quant-rule has no effect without --time-resume"),
+        (lambda: options.ObjectiveConfig(alpha=1.5), "--alpha 1.5 must be at least 0 and at most 1"),
+        (lambda: options.OptimizerConfig(lr=float("inf")), "--lr inf must be above 0 and finite"),
+        (lambda: options.DataConfig(seq_len=2**60), "beyond what can be counted; choose at most 2^53"),
+    ],
+)
+def test_what_is_declared_beside_an_option_is_refused_by_its_name_and_what_to_do(make, words):
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+def test_an_option_may_have_its_default_although_what_it_needs_is_missing():
+    options.QuantizationConfig(quant_window_size=5)
+    options.PrecisionConfig(compile=False, compile_mode="default")
+    assert options.OptimizerConfig(clip=float("inf")).clip == float("inf")

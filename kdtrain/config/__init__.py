@@ -31,7 +31,7 @@ from kdtrain.config.sections import (
     QuantizationConfig,
     StoppingConfig,
 )
-from kdtrain.config.values import fields_of
+from kdtrain.config.values import fields_of, marked
 
 
 def sections(config: Any) -> dict[str, dict[str, Any]]:
@@ -44,13 +44,13 @@ def sections(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def shareable(config: Any) -> dict[str, dict[str, Any]]:
-    """`sections` without `on_event`, for what is written into a run and may be published with it.
+    """`sections` without private options, for what is written into a run and may be published with it.
 
     A command may hold a secret address, and repeating a run from its config.toml must not run a command unasked.
     """
-    tables = sections(config)
-    tables["monitor"].pop("on_event")
-    return tables
+    private = marked(type(config), "private")
+    tables = sections(config).items()
+    return {section: {name: table[name] for name in table if name not in private} for section, table in tables}
 
 
 def plain(value: Any) -> Any:

@@ -65,14 +65,9 @@ class CacheTeacherConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         served, text = self.from_logprobs is not None, self.data.data is not None
-        refuse(
-            served and self.parallel.teacher_parallel != "auto",
-            "--teacher-parallel has no effect with --from-logprobs, which runs no teacher; leave it out",
-        )
-        refuse(
-            served and not self.compile,
-            "--no-compile has no effect with --from-logprobs, which runs no teacher; leave it out",
-        )
+        idle = (("--teacher-parallel", self.parallel.teacher_parallel != "auto"), ("--no-compile", not self.compile))
+        for name, given in idle if served else ():
+            refuse(given, f"{name} has no effect with --from-logprobs, which runs no teacher; leave it out")
         self.data.refuse_training_on_validation()
         refuse(not text and not served, "--data is missing; give stdlib, a file, a folder or hf:NAME")
         refuse(served and text, "--from-logprobs holds its own text; leave --data out")

@@ -27,6 +27,7 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
         precisions: the values of `--precision` with which it has an effect.
         least, above, most: bounds of a number, inclusive but for `above`; without `most` it must be finite.
         with_cache: of an option of the text, it has an effect with `--cache` too.
+        private: it is not written into a run, and a file that may have been downloaded cannot set it.
         positional: the command line may give it without its flag.
     """
     return dataclasses.field(default=default, metadata=attributes)

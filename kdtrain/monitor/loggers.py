@@ -208,7 +208,6 @@ class WeightsAndBiases(Logger):
             raise UsageError(f"--log-to wandb: the package wandb does not load: {error}") from None
 
     def __init__(self, folder: Path, text: str, resume_step: int) -> None:
-        self.ready(text)
         self.wandb: Any = importlib.import_module("wandb")
         identity = folder / "wandb.json"
         known = None

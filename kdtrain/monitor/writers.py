@@ -39,7 +39,7 @@ class Writers:
         config: which loggers to use.
 
     Raises:
-        UsageError: a logger cannot be used here; or a log is not a regular file.
+        UsageError: a log is not a regular file.
         RunError: a logger does not start.
     """
 
