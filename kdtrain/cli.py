@@ -244,12 +244,19 @@ def _one_line(box: str, known: list[str]) -> str:
 
 def _toml_flags(path: Path, kind: type) -> list[str]:
     """The options in a TOML file as flags."""
-    known, private = _keys(kind), marked(kind, "private")
+    refuse_no_path(str(path), "--config")
+    try:
+        tables = read_toml(path)
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"--config {path}: not TOML: {error}") from None
+    known: dict[str, list[str]] = {"run": []}
+    for section, each in fields_of(kind):
+        known.setdefault(section, []).append(each.name)
     flags: list[str] = []
-    tables = _read_toml(path)
-    _refuse_old(
-        kind, (pair for table in tables.values() if isinstance(table, dict) for pair in table.items()), f"{path}: "
-    )
+    given = [pair for table in tables.values() if isinstance(table, dict) for pair in table.items()]
+    _refuse_old(kind, given, f"{path}: ")
     for section, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(f"{path}: '{section}' is outside of a section; {_home(section, known)}")
@@ -259,7 +266,7 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
             name = key.replace("-", "_")
             if name not in known[section] or name == "config":
                 raise UsageError(f"{path}: unknown key '{key}' in [{section}]; {_home(name, known, section)}")
-            if name in private:
+            if name in marked(kind, "private"):
                 _refuse_foreign_command(path, name)
             if isinstance(value, bool):
                 flags.append(flag(name if value else f"no_{name}"))
@@ -285,24 +292,6 @@ def _home(key: str, known: dict[str, list[str]], section: str = "") -> str:
     if homes:
         return f"put it under [{homes[0]}]"
     return nearest(name, known.get(section) or [each for names in known.values() for each in names])
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    refuse_no_path(str(path), "--config")
-    try:
-        return read_toml(path)
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"--config {path}: not TOML: {error}") from None
-
-
-def _keys(kind: type) -> dict[str, list[str]]:
-    """The option names of a command by section."""
-    keys: dict[str, list[str]] = {"run": []}
-    for section, each in fields_of(kind):
-        keys.setdefault(section, []).append(each.name)
-    return keys
 
 
 def _choices(kind: type) -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from kdtrain import cli
 from kdtrain import config as options
 from kdtrain.config import sections
-from kdtrain.config.values import fields_of
+from kdtrain.config.values import fields_of, option
 from kdtrain.errors import UsageError
 
 PACKAGE = Path(options.__file__).parent
@@ -246,6 +247,13 @@ def test_what_is_declared_beside_an_option_is_refused_by_its_name_and_what_to_do
     with pytest.raises(UsageError) as caught:
         make()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_an_option_has_only_attributes_that_are_explained(kind):
+    explained = re.findall(r"^ {8}([\w, ]+):", option.__doc__, re.MULTILINE)
+    known = {name for names in explained for name in names.split(", ")}
+    assert {name for each in dataclasses.fields(kind) for name in each.metadata} <= known
 
 
 def test_an_option_may_have_its_default_although_what_it_needs_is_missing():
