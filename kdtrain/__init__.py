@@ -10,6 +10,7 @@ The library, every name of which is imported when it is first used:
     quantize_, PrecisionController, Policy   fp8 products, and when to switch them on and off
     register_...                  a divergence, tail rule, temperature mode, back end, source or command of one's own
     Teacher, register_teacher     a kind of teacher of one's own
+    register_...                  a divergence, tail rule, temperature mode, back end, source, logger or command
     distill, cache_teacher        the commands as functions, with DistillConfig and CacheTeacherConfig
 
 Bad arguments raise `UsageError`, what fails while running raises `RunError`.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kdtrain.data.corpus import register_text
     from kdtrain.errors import RunError, UsageError
     from kdtrain.models.head import Head
+    from kdtrain.monitor.loggers import Logger, register_logger
     from kdtrain.objective.divergence import register_divergence
     from kdtrain.objective.loss import DistillationLoss, LossOutput, distillation_loss
     from kdtrain.objective.tails import register_tail
@@ -60,6 +62,7 @@ _HOME = {
     "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),
     "kdtrain.models.head": ("Head",),
+    "kdtrain.monitor.loggers": ("Logger", "register_logger"),
     "kdtrain.objective.divergence": ("register_divergence",),
     "kdtrain.objective.loss": ("DistillationLoss", "LossOutput", "distillation_loss"),
     "kdtrain.objective.tails": ("register_tail",),
@@ -87,6 +90,7 @@ __all__ = [
     "Head",
     "Keep",
     "LikelihoodTemperature",
+    "Logger",
     "LossOutput",
     "MinimizedTemperature",
     "Policy",
@@ -106,6 +110,7 @@ __all__ = [
     "register_backend",
     "register_command",
     "register_divergence",
+    "register_logger",
     "register_source",
     "register_tail",
     "register_teacher",

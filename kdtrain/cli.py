@@ -7,7 +7,6 @@ command.
 """
 
 import contextlib
-import dataclasses
 import difflib
 import importlib
 import io
@@ -19,16 +18,16 @@ import re
 import shutil
 import sys
 import time
-import types
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kdtrain import config as options
-from kdtrain.config import choices
+from kdtrain.config import choices, commands
+from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable, refuse_no_path
 from kdtrain.files import read_toml
 from kdtrain.models.spec import foreign_beside
@@ -37,11 +36,6 @@ from kdtrain.registry import Registry, first_line, nearest
 COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
-ONCE = ("student", "teacher", "cache", "data", "from-logprobs", "load", "config", "on-event")
-"""Flags that may be given only once, because a user may mean several; for any other flag the last one wins."""
-_MOST = 2**53
-"""The largest count: floats are exact up to it, and no run reaches it. A seed has its own bound."""
-POSITIONAL = {"inspect": "path", "verify": "path", "export": "run"}
 _WITHOUT_MODELS = ("inspect", "verify")
 """Commands that load no model, and so run under `python -OO`."""
 _NARROWEST = 40
@@ -87,12 +81,8 @@ def _register_builtin(name: str, config: type) -> None:
     register_command(name, config)(main)
 
 
-_register_builtin("cache-teacher", options.CacheTeacherConfig)
-_register_builtin("distill", options.DistillConfig)
-_register_builtin("evaluate", options.EvaluateConfig)
-_register_builtin("inspect", options.InspectConfig)
-_register_builtin("verify", options.VerifyConfig)
-_register_builtin("export", options.ExportConfig)
+for _name, _config in commands.COMMANDS.items():
+    _register_builtin(_name, _config)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -163,11 +153,15 @@ def parse(command: str, argv: list[str]) -> Any:
     import tyro
 
     kind: type = COMMANDS.get(command).config
-    given = argv = _named(command, argv)
-    values = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-    values += [value for flag, value in itertools.pairwise(argv) if flag == "--config"]
-    if values:
-        argv = _toml_flags(Path(values[0]), kind) + argv
+    argv = _named(kind, argv)
+    given = [
+        (word[2:].partition("=")[0], word.partition("=")[2] or after)
+        for word, after in itertools.pairwise([*argv, ""])
+        if word.startswith("--")
+    ]
+    _refuse_old(kind, given)
+    if path := next((value for name, value in given if name == "config"), None):
+        argv = _toml_flags(Path(path), kind) + argv
     caught = io.StringIO()
     try:
         with contextlib.redirect_stderr(caught), _wide():
@@ -176,37 +170,41 @@ def parse(command: str, argv: list[str]) -> Any:
         if not stop.code:
             print(_choices(kind), end="")
             raise
-        raise UsageError(_one_line(caught.getvalue(), [key for keys in _keys(kind).values() for key in keys])) from None
+        raise UsageError(_one_line(caught.getvalue(), [each.name for _, each in fields_of(kind)])) from None
     for table in options.sections(config).values():
         for name, value in table.items():
-            flag = f"--{name.replace('_', '-')}"
-            numbers = value if isinstance(value, list) else [value]
-            if name != "seed" and any(type(each) is int and abs(each) > _MOST for each in numbers):
-                raise UsageError(f"{flag} {str(value)[:40]} is beyond what can be counted; choose at most 2^53")
             if isinstance(value, str):
-                refuse_no_path(value, flag)
+                refuse_no_path(value, flag(name))
                 if value.startswith("~"):
                     raise UsageError(
-                        f"{flag} {value}: ~ is for the shell, which did not replace it; write the path out"
+                        f"{flag(name)} {value}: ~ is for the shell, which did not replace it; write the path out"
                     )
-    flags = [word.split("=", 1)[0] for word in given]
-    for name in ONCE:
-        if (times := flags.count(f"--{name}")) > 1:
-            raise UsageError(f"--{name} is given {times} times; kdtrain {command} takes one")
+    for name in sorted(marked(kind, "once")):
+        if (times := [each for each, _ in given].count(flag(name)[2:])) > 1:
+            raise UsageError(f"{flag(name)} is given {times} times; kdtrain {command} takes one")
     return config
 
 
-def _named(command: str, argv: list[str]) -> list[str]:
+def _refuse_old(kind: type, given: Iterable[tuple[str, Any]], where: str = "") -> None:
+    """Refuse options of an earlier version, by name and value, and say what replaces each."""
+    old = getattr(kind, "OLD", {})
+    names = [(name.replace("-", "_"), value) for name, value in given]
+    keys = [key for name, value in names for key in (name, name.removeprefix("no_"), f"{name} {value}") if key in old]
+    if keys:
+        raise UsageError(where + "; ".join(f"{flag(key)} {old[key]}" for key in dict.fromkeys(keys)))
+
+
+def _named(kind: type, argv: list[str]) -> list[str]:
     """`argv` with a flag before its positional argument, the first word that is not a flag or a flag's value."""
-    if command not in POSITIONAL:
+    positional = next(iter(marked(kind, "positional")), None)
+    if positional is None:
         return argv
-    hints = typing.get_type_hints(COMMANDS.get(command).config)
-    switches = {f"--{no}{name}" for name, kind in hints.items() if kind is bool for no in ("", "no-")}
+    switches = {f"--{no}{each.name}" for _, each in fields_of(kind) if each.type is bool for no in ("", "no-")}
     for position, word in enumerate(argv):
         before = argv[position - 1] if position else ""
         takes_word = before.startswith("-") and before not in switches and "=" not in before
         if not word.startswith("-") and not takes_word:
-            return [*argv[:position], f"--{POSITIONAL[command]}", *argv[position:]]
+            return [*argv[:position], flag(positional), *argv[position:]]
     return argv
 
 
@@ -240,15 +238,26 @@ def _one_line(box: str, known: list[str]) -> str:
     message = re.sub(r"^Error parsing (?:(?!--)\S+: )?", "", first)
     strange = re.search(r"^Unrecognized options: --(?:no-)?([\w-]+)", message)
     if strange and (close := difflib.get_close_matches(strange[1].replace("-", "_"), known, 1)):
-        message += f"; perhaps you meant --{close[0].replace('_', '-')}"
+        message += f"; perhaps you meant {flag(close[0])}"
     return message or "the command line could not be read"
 
 
 def _toml_flags(path: Path, kind: type) -> list[str]:
     """The options in a TOML file as flags."""
-    known = _keys(kind)
+    refuse_no_path(str(path), "--config")
+    try:
+        tables = read_toml(path)
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"--config {path}: not TOML: {error}") from None
+    known: dict[str, list[str]] = {"run": []}
+    for section, each in fields_of(kind):
+        known.setdefault(section, []).append(each.name)
     flags: list[str] = []
-    for section, table in _read_toml(path).items():
+    given = [pair for table in tables.values() if isinstance(table, dict) for pair in table.items()]
+    _refuse_old(kind, given, f"{path}: ")
+    for section, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(f"{path}: '{section}' is outside of a section; {_home(section, known)}")
         if section not in known:
@@ -257,23 +266,22 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
             name = key.replace("-", "_")
             if name not in known[section] or name == "config":
                 raise UsageError(f"{path}: unknown key '{key}' in [{section}]; {_home(name, known, section)}")
-            if name == "on_event":
-                _refuse_foreign_command(path, key)
-            flag = name.replace("_", "-")
+            if name in marked(kind, "private"):
+                _refuse_foreign_command(path, name)
             if isinstance(value, bool):
-                flags.append(f"--{flag}" if value else f"--no-{flag}")
+                flags.append(flag(name if value else f"no_{name}"))
             else:
-                flags += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+                flags += [flag(name), *map(str, value if isinstance(value, list) else [value])]
     return flags
 
 
-def _refuse_foreign_command(path: Path, key: str) -> None:
+def _refuse_foreign_command(path: Path, name: str) -> None:
     """Refuse a command line in a file that may have been downloaded with a run, a cache or a model."""
     others = (each for each in foreign_beside(path) if each.resolve() != path.resolve())
     if (foreign := min(others, default=None)) is not None:
         raise UsageError(
-            f"{path}: {key} runs a command, and this file lies with {foreign}, which may have been downloaded; "
-            "give --on-event yourself if you trust it"
+            f"{path}: {name} runs a command, and this file lies with {foreign}, which may have been downloaded; "
+            f"give {flag(name)} yourself if you trust it"
         )
 
 
@@ -286,32 +294,9 @@ def _home(key: str, known: dict[str, list[str]], section: str = "") -> str:
     return nearest(name, known.get(section) or [each for names in known.values() for each in names])
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    refuse_no_path(str(path), "--config")
-    try:
-        return read_toml(path)
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"--config {path}: not TOML: {error}") from None
-
-
-def _keys(kind: type) -> dict[str, list[str]]:
-    """The option names of a command by section."""
-    keys: dict[str, list[str]] = {"run": []}
-    hints = typing.get_type_hints(kind)
-    for each in dataclasses.fields(kind):
-        inner = hints[each.name]
-        if dataclasses.is_dataclass(inner) and not isinstance(inner, types.UnionType):
-            keys[each.name] = [option.name for option in dataclasses.fields(inner)]
-        else:
-            keys["run"].append(each.name)
-    return keys
-
-
 def _choices(kind: type) -> str:
     """The names that a command's extensible options take, a line each."""
-    names = {f"--{name.replace('_', '-')}" for keys in _keys(kind).values() for name in keys}
+    names = {flag(each.name) for _, each in fields_of(kind)}
     lines = []
     for each in vars(choices).values():
         if isinstance(each, Registry) and each.option in names:

@@ -96,7 +96,7 @@ def train(options: argparse.Namespace) -> Path:
         subprocess.run([sys.executable, str(ROOT / "teachers" / "make_tokenizer.py"), str(TEACHER)], check=True)
     flags = [word for pair in recipe(options.steps, options.batch_size).items() for word in pair]
     student = str(ROOT / "students" / "stdlib-5m.toml")
-    kdtrain("distill", "--data", "stdlib", "--student", student, "--out", str(options.run), "--auto-resume", *flags)
+    kdtrain("distill", "--data", "stdlib", "--student", student, "--out", str(options.run), "--yes", *flags)
     run: Path = options.run
     return run
 

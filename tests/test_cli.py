@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from kdtrain import cli
+from kdtrain.config import DistillConfig
+from kdtrain.config.values import fields_of, flag
 from kdtrain.errors import RunError, UsageError
 
 REQUIRED = ["--student", "s", "--out", "o"]
@@ -158,6 +161,31 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
     message = str(caught.value)
     assert [word for word in words if word not in message] == []
     assert not set("\n╭│╰─\x1b") & set(message)
+
+
+@pytest.mark.parametrize("old, text", DistillConfig.OLD.items(), ids=DistillConfig.OLD)
+def test_an_old_option_is_answered_by_what_replaces_it(tmp_path, old, text):
+    name, _, value = old.partition(" ")
+    answer = f"{flag(old)} {text}"
+    for argv in ([flag(name), value or "1"], [f"{flag(name)}={value or 1}"]):
+        with pytest.raises(UsageError) as caught:
+            cli.parse("distill", [*DISTILL, *argv])
+        assert str(caught.value) == answer
+    with pytest.raises(UsageError) as caught:
+        parsed(tmp_path, f"[guards]\n{name} = '{value}'\n")
+    assert str(caught.value) == f"{tmp_path / 'options.toml'}: {answer}"
+    known = {flag(each.name) for _, each in fields_of(DistillConfig)}
+    assert set(re.findall(r"--[a-z][a-z0-9-]+", text)) <= known
+    assert flag(name) not in known or value
+
+
+def test_all_old_options_of_a_file_are_named_at_once(tmp_path):
+    with pytest.raises(UsageError) as caught:
+        parsed(tmp_path, "[checkpoint]\nkeep_aside = 2\nauto_resume = false\n[monitor]\ntensorboard = true\n")
+    message = str(caught.value)
+    assert all(f"--{name} is " in message for name in ("keep-aside", "auto-resume", "tensorboard"))
+    with pytest.raises(UsageError, match=r"^--tensorboard is now --log-to"):
+        cli.parse("distill", [*DISTILL, "--no-tensorboard"])
 
 
 def test_the_width_of_the_terminal_does_not_change(monkeypatch):

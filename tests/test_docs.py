@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.performance import scaling
 from kdtrain import cli
+from kdtrain.config import DistillConfig
+from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.on_event import EVENTS
 
@@ -51,14 +53,8 @@ def commands() -> list[str]:
 
 
 def flags_of_kdtrain() -> set[str]:
-    names = {
-        name
-        for each in cli.COMMANDS.entries.values()
-        for section in cli._keys(each.config).values()
-        for name in section
-    }
-    flags = {f"--{name.replace('_', '-')}" for name in names}
-    return flags | {"--help", "--version"} | {flag.replace("--", "--no-", 1) for flag in flags}
+    flags = {flag(option.name) for each in cli.COMMANDS.entries.values() for _, option in fields_of(each.config)}
+    return flags | {"--help", "--version"} | {each.replace("--", "--no-", 1) for each in flags}
 
 
 @pytest.mark.parametrize("line", commands())
@@ -119,6 +115,17 @@ def test_the_tables_of_warnings_and_events_have_every_kind_that_is_written_and_n
     found = kinds_of_events()
     assert {"rollback", "recovery", "spike", "lost-config", "disk-full", "save", "checkpoint"} <= found
     assert set(documented) == found
+
+
+def test_the_pages_list_the_options_that_may_change_on_a_resume_and_those_that_may_differ_between_ranks():
+    def flags(text: str) -> set[str]:
+        return set(re.findall(r"`(--[a-z0-9-]+)`", text))
+
+    resuming, ranks = ((ROOT / "docs" / name).read_text() for name in ("resuming.md", "multi-node.md"))
+    table = resuming[resuming.index("On a resume these options may differ") : resuming.index("Raising `--steps`")]
+    assert flags(table) == {flag(name) for name in marked(DistillConfig, "free")}
+    (listed,) = re.findall(r"names the difference\nand the rank\.([^.]*)may differ\.", ranks)
+    assert flags(listed) == {flag(name) for name in marked(DistillConfig, "per_rank")}
 
 
 def test_the_page_names_the_events_for_which_the_command_of_on_event_runs():

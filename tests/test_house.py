@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from kdtrain.config.commands import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kdtrain"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -28,7 +30,6 @@ STAIRCASE = (
 )
 """A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
 
-COMMANDS = ("cache-teacher", "distill", "evaluate", "inspect", "verify", "export")
 HEAVY = ("torch", "transformers", "datasets", "h5py", "matplotlib")
 
 # A finder that refuses, rather than None in sys.modules: libraries look there to see what is loaded already.

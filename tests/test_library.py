@@ -542,7 +542,7 @@ def test_the_commands_are_functions_that_return_what_they_made(tmp_path, argumen
         batch_size=4,
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0),
         precision=PrecisionConfig(precision="fp32", compile=False),
-        monitor=MonitorConfig(tensorboard=False),
+        monitor=MonitorConfig(log_to="none"),
     )
     result = kd.distill(config)
     assert (result["stop_reason"], result["steps"]) == ("done", 2)

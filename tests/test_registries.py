@@ -29,7 +29,7 @@ def example(page: str) -> str:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)[0]
 
 
-LOSS, TEMPERATURE = example("objective.md"), example("temperature.md")
+LOSS, TEMPERATURE, LOGGER = example("objective.md"), example("temperature.md"), example("monitoring.md")
 TEACHER = example("../teachers/README.md")
 BACKEND = '''
 """Products of weights that are worth their sign."""
@@ -98,6 +98,7 @@ CODE = {
     "backends": ("signs", BACKEND),
     "tails": ("half", TAIL),
     "texts": ("count", TEXT),
+    "loggers": ("lines", LOGGER),
     "commands": ("say", COMMAND),
     "teachers": ("bigram", TEACHER),
 }
@@ -142,7 +143,7 @@ def trained(bench: Path, run: str, *argv: object, cache: str | None = "cache") -
     source = ("--cache", cache) if cache and "--cache" not in argv else ()
     done = kdtrain(
         *(bench, bench / "packages", "distill", *source, "--student", "student.toml", "--out", run),
-        *("--steps", 3, "--batch-size", 4, "--no-compile", "--no-tensorboard", "--log-freq", 1, *argv),
+        *("--steps", 3, "--batch-size", 4, "--no-compile", "--log-to", "none", "--log-freq", 1, *argv),
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (bench / run / "metrics.jsonl").read_text().splitlines()]
@@ -236,6 +237,27 @@ def test_a_packages_teacher_builds_a_cache_teaches_a_run_and_is_compared_with_th
     done = kdtrain(bench, bench / "packages", *words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["kl"] > 0.5
+
+
+def test_a_run_logs_to_the_logger_of_a_package_beside_a_built_in_one(bench):
+    steps = trained(bench, "logged", "--precision", "fp32", "--log-to", "tensorboard,lines:numbers.txt")
+    lines = (bench / "logged" / "numbers.txt").read_text().splitlines()
+    training = [line for line in lines if "train/loss" in line]
+    assert [int(line.split()[0]) for line in training] == [1, 2, 3]
+    assert repr(steps[-1]["loss"]) in training[-1]
+    assert list((bench / "logged" / "tensorboard").iterdir())
+
+
+def test_a_logger_that_is_not_ready_is_refused_before_anything_is_written(tmp_path):
+    code = "from kdtrain import Logger, UsageError, register_logger\n\n@register_logger('away')\nclass Away(Logger):\n"
+    code += "    @classmethod\n    def ready(cls, text):\n        raise UsageError(f'no server at {text}')\n"
+    install(tmp_path / "p", "far", "loggers", "away", code)
+    (tmp_path / "text.txt").write_text("some words " * 500)
+    write_model_folder(tmp_path / "student", tiny_model("llama", 300, seed=1), tiny_tokenizer(300))
+    argv = ("distill", "--student", "student", "--out", "run", "--data", "text.txt", "--log-to", "away:here")
+    done = kdtrain(tmp_path, tmp_path / "p", *argv)
+    assert (done.returncode, done.stderr) == (2, "kdtrain: no server at here\n")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_package_adds_a_command_with_its_own_options(bench):

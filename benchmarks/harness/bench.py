@@ -124,7 +124,7 @@ class Bench:
             optimizer=OptimizerConfig(lr=lr, lr_schedule="constant", warmup_steps=min(20, total)),
             precision=PrecisionConfig(compile=options.compile),
             guards=GuardsConfig(spike_rule="none", nan_hooks="off"),
-            monitor=MonitorConfig(tensorboard=False),
+            monitor=MonitorConfig(log_to="none"),
             stopping=StoppingConfig(early_stopping=False),
         )
         choose_kernel(student.model.config, batch, seq_len, head_dtype(mode), options.device)

@@ -45,7 +45,7 @@ TINY = Sizes(("tiny",), 32, 2, 2, 4)
 KINDS = {
     "torchao-tensorwise": ("torchao", "tensorwise"),
     "torchao-rowwise": ("torchao", "rowwise"),
-    "te-current": ("transformer-engine", "current"),
+    "te-tensorwise": ("transformer-engine", "tensorwise"),
     "te-blockwise": ("transformer-engine", "blockwise"),
 }
 EMULATED = {"emulated-tensorwise": ("emulated", "tensorwise")}

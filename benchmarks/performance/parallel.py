@@ -114,7 +114,7 @@ class Folder:
             source = ("--cache", self._cache(case.vocab_size))
         words = (*source, "--student", spec, "--out", self.root / f"run-{name}", "--steps", steps, "--warmup-steps", 0)
         compiled = "--compile" if case.compile else "--no-compile"
-        words = (*words, *case.options, compiled, "--no-tensorboard", "--resume", "never", "--overwrite")
+        words = (*words, *case.options, compiled, "--log-to", "none", "--resume", "never", "--overwrite")
         return [str(word) for word in words]
 
     def _tokenizer(self, size: int) -> Path:

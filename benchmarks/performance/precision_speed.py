@@ -93,7 +93,7 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
         batch_size=BATCH,
         precision=PrecisionConfig(precision="mxfp4"),
         quantization=QuantizationConfig(time_resume=True),
-        monitor=MonitorConfig(tensorboard=False),
+        monitor=MonitorConfig(log_to="none"),
     )
     every, found = config.quantization.quant_probe_every, {"probe_every": config.quantization.quant_probe_every}
     with trial_run(config) as trial:

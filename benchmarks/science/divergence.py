@@ -77,10 +77,10 @@ def train(runs: Path, name: str, how: tuple[str, ...]) -> None:
         kdtrain("cache-teacher", *text, "--validation-sequences", "64", "--out", str(runs / cache), *CACHES[cache])
     if (runs / name / "metrics.jsonl").exists():
         return
-    rules = ("--spike-rule", "none", "--divergence-factor", "1e9", "--grad-spike-threshold", "1e30")
+    rules = ("--spike-rule", "none", "--max-loss-ratio", "1e9", "--explosion-threshold", "1e30")
     size = ("--batch-size", "4", "--micro-batch-size", "4", "--eval-freq", "25", "--checkpoint-freq", "10000")
     place = ("--student", student, "--cache", str(runs / cache), "--out", str(runs / name))
-    kdtrain("distill", *place, *rules, *size, "--temperature", "1", "--no-tensorboard", "--sample-freq", "0", *flags)
+    kdtrain("distill", *place, *rules, *size, "--temperature", "1", "--log-to", "none", "--sample-freq", "0", *flags)
 
 
 def kdtrain(*argv: str) -> None:
@@ -146,7 +146,7 @@ def spike() -> Rule:
 
 def divergence() -> Rule:
     """`DivergenceWatch`, as the command has it."""
-    watch = DivergenceWatch(GuardsConfig().divergence_factor)
+    watch = DivergenceWatch(GuardsConfig().max_loss_ratio)
 
     def alarm(line: Line) -> bool:
         if "validation/loss" in line:

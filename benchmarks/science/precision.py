@@ -122,7 +122,7 @@ def common(settings: Settings, out: Path, folder: Path) -> list[str]:
     return [
         *("distill", "--cache", f"{out}/cache", "--student", settings.student, "--out", f"{folder}"),
         *("--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}", "--temperature", "1"),
-        *("--no-tensorboard", "--sample-freq", "0"),
+        *("--log-to", "none", "--sample-freq", "0"),
     ]
 
 

@@ -38,7 +38,7 @@ from kdtrain.cache.reader import CacheReader
 from kdtrain.files import publish_text
 from kdtrain.monitor.record import RunRecord
 
-QUIET = ("--histogram-freq", "0", "--sample-freq", "0", "--no-tensorboard")
+QUIET = ("--histogram-freq", "0", "--sample-freq", "0", "--log-to", "none")
 
 
 @dataclass(frozen=True, kw_only=True)

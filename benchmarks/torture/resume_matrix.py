@@ -74,7 +74,7 @@ def argv(options: Options, out: str, asynchronous: bool = True) -> list[str]:
     words = ["distill", "--cache", "cache", "--student", "student.toml", "--out", out, "--steps", str(STEPS)]
     words += ["--batch-size", str(BATCH), "--micro-batch-size", str(BATCH // accumulation), "--lr", "1e-2"]
     words += ["--warmup-steps", "0", "--checkpoint-freq", "4", "--eval-freq", "3", "--no-compile", *FORMATS[form]]
-    words += ["--no-tensorboard", "--temperature", "2", "--temperature-mode", temperature]
+    words += ["--log-to", "none", "--temperature", "2", "--temperature-mode", temperature]
     return words + ([] if asynchronous else ["--no-async-save"])
 
 

@@ -183,6 +183,8 @@ def _file_problem(path: Path, size: int, digest: str, digests: bool) -> str | No
     return None
 
 
+KEEP_ASIDE = 2
+"""How many of the newest set-aside checkpoints are kept."""
 _REPLACED = ".replaced-1"
 """Suffix of the older of two checkpoints of one name, between the two renames of a save."""
 
@@ -204,15 +206,11 @@ class Store:
     Args:
         folder: `runs/NAME/checkpoints`; created by the first save.
         keep_rolling, keep_epochs, keep_special: how many of the newest valid ones of each tier `prune` keeps.
-        keep_aside: how many of the newest set-aside ones it keeps.
     """
 
-    def __init__(
-        self, folder: Path, *, keep_rolling: int = 10, keep_epochs: int = 5, keep_special: int = 3, keep_aside: int = 2
-    ) -> None:
+    def __init__(self, folder: Path, *, keep_rolling: int = 10, keep_epochs: int = 5, keep_special: int = 3) -> None:
         self.folder = folder
         self.keep = tiers.Keep(keep_rolling, keep_epochs, keep_special)
-        self.keep_aside = keep_aside
         self._whole: dict[str, object] = {}
         self._unproven: set[str] = set()
         self._stuck: set[str] = set()
@@ -384,7 +382,7 @@ class Store:
         """
         kept = self._kept(protected)
         found = self.aside()
-        gone = [path.name for path in found[: max(len(found) - self.keep_aside, 0)] if self._remove_aside(path.name)]
+        gone = [path.name for path in found[: max(len(found) - KEEP_ASIDE, 0)] if self._remove_aside(path.name)]
         if not tiers.removable(self.entries(), self.keep, kept):
             return gone
         # sizes do not show a flipped bit: read what stays once before removing anything

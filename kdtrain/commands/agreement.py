@@ -3,8 +3,8 @@
 Each rank reads its own command line, installation, cache and models. On nodes where these differ, for example because a
 file system lags behind, the ranks would train a mix of two runs without an error. The ranks compare twice: options and
 code as soon as they form a group, because a rank with other options would run other collectives, and the contents of
-files once they are read. Options that one rank alone needs, or that may differ between nodes, are left out
-(`PER_RANK`).
+files once they are read. Options that one rank alone needs, or that may differ between nodes (`per_rank`), are left
+out.
 
 What it gives up: `cache.writer` compares text when it packs it, and the reader compares the bytes of a shard when it
 first reads it; here the digest in the cache's manifest, over its tokens and shards, stands for them.
@@ -22,11 +22,10 @@ import transformers
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig, sections
 from kdtrain.config.choices import BACKENDS, DIVERGENCES, SOURCES, TAILS, TEMPERATURES, TEXTS
+from kdtrain.config.values import flag, marked
 from kdtrain.errors import UsageError
 from kdtrain.ranks import all_gather_object, process_group, raise_on_all_ranks, reported, world_size
 
-PER_RANK = {"config", "json", "num_workers", "device_memory", "rank_timeout", "log_all_ranks", "on_event"}
-"""Options that may differ between ranks."""
 _SHOWN = 3
 
 
@@ -36,10 +35,15 @@ def same_ranks(config: CacheTeacherConfig | DistillConfig, device: torch.device)
 
     UsageError: they differ; the message names what differs and on which rank.
     """
-    tables = sections(config).values()
-    options = {name: value for table in tables for name, value in table.items() if name not in PER_RANK}
+    per_rank = marked(type(config), "per_rank")
+    options = {
+        flag(name): value
+        for table in sections(config).values()
+        for name, value in table.items()
+        if name not in per_rank
+    }
     with process_group(device, config.parallel.rank_timeout):
-        agree(lambda: {f"--{name.replace('_', '-')}": value for name, value in options.items()} | _code())
+        agree(lambda: options | _code())
         yield
 
 

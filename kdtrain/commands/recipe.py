@@ -19,12 +19,11 @@ from kdtrain.cache.reader import Cache
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
 from kdtrain.commands.run_folder import deciding, restarted
 from kdtrain.config import DistillConfig, ObjectiveConfig
-from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, MAXIMIZES, TEMPERATURES
+from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import ModelSpec, read_spec
-from kdtrain.monitor.loggers import require_wandb
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.memory_plan import Job, Plan, fitting_micro_batch, free_everywhere, job_of, plan_run
@@ -116,7 +115,8 @@ def resolve(given: DistillConfig, device: torch.device, claim: Callable[[Distill
     restart = on_main(lambda: restarted(given))
     free = free_everywhere(device, given.parallel.device_memory)
     with raise_on_all_ranks():
-        require_wandb(given.monitor.wandb_project)
+        for name, text in given.monitor.loggers:
+            LOGGERS.get(name).ready(text)
         student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
         teacher = None if given.teacher is None else open_teacher(read_spec(given.teacher), device, formats.high)
         sources = {} if given.data.data is not None else _open(given, given.cache)

@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import sys
-import typing
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.build_cache import holds_tokens
 from kdtrain.config import DistillConfig, plain, sections, shareable
+from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
     Lock,
@@ -47,33 +47,11 @@ from kdtrain.models.spec import ModelSpec, paths_of
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.ranks import on_main
 
-FREE = {
-    "run": {
-        *("out", "config", "json", "steps", "epochs", "device", "micro_batch_size"),
-        *("activation_checkpointing", "allow_mismatch", "dry_run", "sanity"),
-    },
-    "data": {"num_workers", "streaming"},
-    "precision": {"compile", "compile_mode", "collect_tensors", "collect_every", "collect_raw"},
-    "guards": {"max_skips", "nan_hooks", "max_rollbacks", "divergence_factor"},
-    "stopping": {
-        *("early_stopping", "early_stopping_interval", "early_stopping_patience", "early_stopping_min_delta"),
-        *("early_stopping_warmup", "on_plateau"),
-        *("grad_spike_threshold", "grad_spike_patience"),
-    },
-    "checkpoint": {
-        *("checkpoint_freq", "checkpoint_minutes", "keep_rolling", "keep_epochs", "keep_special", "keep_aside"),
-        *("async_save", "disk_patience", "resume", "auto_resume", "overwrite"),
-    },
-    "monitor": {
-        *("eval_freq", "eval_batches", "log_freq", "tensorboard"),
-        *("histogram_freq", "sample_freq", "wandb_project", "wandb_name", "on_event"),
-    },
-    "parallel": {
-        *("parallel", "teacher_parallel", "shard_size", "accumulate"),
-        *("device_memory", "log_all_ranks", "rank_timeout"),
-    },
-}
+FREE = marked(DistillConfig, "free")
 """Options that may change when a run resumes; all others decide its result."""
+
+_FIXED = {"quantization": {"quant_max_switches": 20}}
+"""Deciding options of earlier versions, with the value that they have now."""
 
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer for the exported student."""
@@ -112,8 +90,8 @@ def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
     """What the run reads, by the option that names it."""
     needed: dict[str, Path | str | None] = {"--cache": config.cache, "--load": config.checkpoint.load}
     needed["--data"] = config.data.data
-    for flag, spec in (("--student", config.student), ("--teacher", config.teacher)):
-        needed |= {} if spec is None else {f"{flag} {word}".strip(): path for word, path in paths_of(spec).items()}
+    for given, spec in (("--student", config.student), ("--teacher", config.teacher)):
+        needed |= {} if spec is None else {f"{given} {word}".strip(): path for word, path in paths_of(spec).items()}
     return needed
 
 
@@ -133,7 +111,7 @@ def claim_folder(config: DistillConfig) -> bool:
     for path in (out / name for name in _LINKS):
         if path.exists() and not path.is_symlink():
             raise UsageError(f"{path} is not a link, and the run needs that name for one; move it away")
-    explicit = config.checkpoint.auto_resume or config.checkpoint.resume != "auto"
+    explicit = config.checkpoint.yes or config.checkpoint.resume != "auto"
     if explicit or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     print(f"{out} holds an earlier run. Resume it? [Y/n] ", end="", file=sys.stderr, flush=True)
@@ -230,7 +208,7 @@ def refuse_no_folder(out: Path) -> None:
 def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options that decide the result of a run, by section."""
     return {
-        section: {name: value for name, value in table.items() if name not in FREE.get(section, set())}
+        section: {name: value for name, value in table.items() if name not in FREE}
         for section, table in sections(config).items()
     }
 
@@ -242,19 +220,16 @@ def changes(
 
     only: the one section to compare. but: options to leave out.
     """
-    return [
-        f"--{name.replace('_', '-')} (was {before}, now {value})"
-        for section, table in deciding(config).items()
-        if only in (None, section)
-        for name, value in table.items()
-        if name not in but and (before := saved.get(section, {}).get(name, _default(section, name))) != value
-    ]
-
-
-def _default(section: str, name: str) -> Any:
-    kind = DistillConfig if section == "run" else typing.get_type_hints(DistillConfig)[section]
-    default = next(each.default for each in dataclasses.fields(kind) if each.name == name)
-    return None if default is dataclasses.MISSING else plain(default)
+    found = []
+    for section, table in deciding(config).items():
+        before = {each.name: plain(each.default) for home, each in fields_of(DistillConfig) if home == section}
+        before |= _FIXED.get(section, {}) | saved.get(section, {})
+        if before.get("fp8_recipe") == "current":
+            before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions
+        for name, value in (table | _FIXED.get(section, {})).items() if only in (None, section) else ():
+            if name not in but and before[name] != value:
+                found.append(f"{flag(name)} (was {before[name]}, now {value})")
+    return found
 
 
 def refuse_changes(

@@ -116,7 +116,7 @@ def trial_run(config: DistillConfig) -> Iterator[Trial]:
     UsageError: data, cache, student or options do not fit together, or `--out` holds something that is not a run.
     RunError: the folder of `--out` cannot be written.
     """
-    silent = replace(config.monitor, tensorboard=False, wandb_project=None, wandb_name=None, on_event=None)
+    silent = replace(config.monitor, log_to="none", on_event=None)
     with run_device(config) as device, same_ranks(config, device), trial_folder(config.out) as folder:
         run = build(resolve(replace(config, out=folder, monitor=silent), device, claim=lambda used: False))
         run.open()

@@ -6,7 +6,6 @@ that cannot work, by a `UsageError` that names the option; the command that open
 depends on those. Nothing heavy is imported here, so that `--help` is instant.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -32,52 +31,26 @@ from kdtrain.config.sections import (
     QuantizationConfig,
     StoppingConfig,
 )
-
-__all__ = [
-    "CacheParallelConfig",
-    "CacheTeacherConfig",
-    "CheckpointConfig",
-    "CodecConfig",
-    "DataConfig",
-    "DistillConfig",
-    "EvaluateConfig",
-    "ExportConfig",
-    "GuardsConfig",
-    "InspectConfig",
-    "MonitorConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PrecisionConfig",
-    "QuantizationConfig",
-    "StoppingConfig",
-    "VerifyConfig",
-    "plain",
-    "sections",
-    "shareable",
-]
+from kdtrain.config.values import fields_of, marked
 
 
 def sections(config: Any) -> dict[str, dict[str, Any]]:
     """The options of `config` by section, as plain values; options without a section are under "run"."""
     result: dict[str, dict[str, Any]] = {"run": {}}
-    for each in dataclasses.fields(config):
-        value = getattr(config, each.name)
-        if dataclasses.is_dataclass(value):
-            result[each.name] = {inner.name: plain(getattr(value, inner.name)) for inner in dataclasses.fields(value)}
-        else:
-            result["run"][each.name] = plain(value)
+    for section, each in fields_of(type(config)):
+        owner = config if section == "run" else getattr(config, section)
+        result.setdefault(section, {})[each.name] = plain(getattr(owner, each.name))
     return result
 
 
 def shareable(config: Any) -> dict[str, dict[str, Any]]:
-    """`sections` without `on_event`, for what is written into a run and may be published with it.
+    """`sections` without private options, for what is written into a run and may be published with it.
 
     A command may hold a secret address, and repeating a run from its config.toml must not run a command unasked.
     """
-    tables = sections(config)
-    tables["monitor"].pop("on_event")
-    return tables
+    private = marked(type(config), "private")
+    tables = sections(config).items()
+    return {section: {name: table[name] for name in table if name not in private} for section, table in tables}
 
 
 def plain(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """The configuration of each command: its own options, and the sections it takes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kdtrain.config.choices import SOURCES
 from kdtrain.config.sections import (
@@ -18,67 +18,57 @@ from kdtrain.config.sections import (
     PrecisionConfig,
     QuantizationConfig,
     StoppingConfig,
-    refuse,
-    refuse_bad_seed,
-    refuse_below,
-    refuse_not_positive,
 )
-from kdtrain.config.values import settle
+from kdtrain.config.values import Options, option, refuse
 
 
-def _refuse_wrong_source(cache: Path | None, teacher: str | None, data: DataConfig, to: str, but: str = "") -> None:
+def _refuse_wrong_source(cache: Path | None, teacher: str | None, data: DataConfig, to: str) -> None:
     refuse(cache is not None and teacher is not None, "--cache and --teacher exclude each other; give one")
     refuse(cache is not None and data.data is not None, "--cache holds its own text; leave --data out")
     refuse(cache is None and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
     if cache is not None:
-        data.refuse_changes(but)
+        data.refuse_changes()
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheTeacherConfig:
+class CacheTeacherConfig(Options):
     """Run a teacher once over a data set and store its distributions in an HDF5 cache.
 
     The same command resumes an interrupted one.
     """
 
-    teacher: str
+    teacher: str = option(once=True)
     """A TOML of teachers/, a model folder, or a hub id."""
     out: Path
     """The folder of the cache."""
-    from_logprobs: Path | None = None
+    from_logprobs: Path | None = option(None, once=True)
     """Instead of --data: jsonl or parquet with a server's top log-probabilities (docs/data.md); good at T = 1 only."""
-    config: Path | None = None
+    config: Path | None = option(None, per_rank=True, once=True)
     """TOML file with the same options, grouped in sections; a flag wins over it."""
-    batch_size: int = 16
+    batch_size: int = option(16, least=1)
     """Sequences in one forward of the teacher."""
-    sequences_per_shard: int = 512
+    sequences_per_shard: int = option(512, least=1)
     """Sequences in one file of the cache; at most one file is lost when the command is killed."""
     precision: Literal["auto", "fp32", "bf16"] = "bf16"
     """Number format of the teacher's forward."""
     compile: bool = True
     """Compile the teacher's layers with torch.compile, on a GPU; a CPU never does."""
-    seed: int = 0
+    seed: int = option(0, least=0, most=2**63 - 1)
     """Seed of the samples."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
-    json: bool = False
+    json: bool = option(False, per_rank=True)
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     parallel: CacheParallelConfig = field(default_factory=CacheParallelConfig)
 
     def __post_init__(self) -> None:
-        settle(self)
-        refuse_bad_seed(self.seed)
+        super().__post_init__()
         served, text = self.from_logprobs is not None, self.data.data is not None
-        refuse(
-            served and self.parallel.teacher_parallel != "auto",
-            "--teacher-parallel has no effect with --from-logprobs, which runs no teacher; leave it out",
-        )
-        refuse(
-            served and not self.compile,
-            "--no-compile has no effect with --from-logprobs, which runs no teacher; leave it out",
-        )
+        idle = (("--teacher-parallel", self.parallel.teacher_parallel != "auto"), ("--no-compile", not self.compile))
+        for name, given in idle if served else ():
+            refuse(given, f"{name} has no effect with --from-logprobs, which runs no teacher; leave it out")
         self.data.refuse_training_on_validation()
         refuse(not text and not served, "--data is missing; give stdlib, a file, a folder or hf:NAME")
         refuse(served and text, "--from-logprobs holds its own text; leave --data out")
@@ -86,7 +76,6 @@ class CacheTeacherConfig:
             served and (self.codec.dense or self.codec.samples > 0 or self.codec.top_k < 1),
             "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
         )
-        refuse_below(1, self, "batch_size", "sequences_per_shard")
 
     def splits(self) -> dict[str, int | None]:
         """How many sequences of each split to cache; None for all."""
@@ -94,45 +83,45 @@ class CacheTeacherConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(Options):
     """Train a student from a cache, from an online teacher, or (with neither) by plain cross-entropy on text.
 
     The same command resumes an interrupted run from its newest valid checkpoint.
     """
 
-    student: str
+    student: str = option(once=True)
     """A TOML of students/, a model folder, or a hub id."""
-    out: Path
+    out: Path = option(free=True)
     """The folder of the run."""
-    cache: Path | None = None
+    cache: Path | None = option(None, once=True)
     """A finished cache: the teacher's distributions and their tokens."""
-    teacher: str | None = None
+    teacher: str | None = option(None, once=True)
     """An online teacher instead of a cache: a TOML of teachers/, a model folder, or a hub id."""
     source: str = "cache"
-    """What reads the sequences of --cache or of the packed --data; a package can add others."""
-    config: Path | None = None
+    """What reads the sequences of --cache or of the packed --data; listed below."""
+    config: Path | None = option(None, free=True, per_rank=True, once=True)
     """TOML file with the same options, grouped in sections; a flag wins over it."""
-    steps: int | None = None
+    steps: int | None = option(None, free=True, least=1)
     """Optimizer steps; 2,000 if neither this nor --epochs is given."""
-    epochs: float | None = None
+    epochs: float | None = option(None, free=True, above=0)
     """Passes over the training split, instead of --steps."""
-    batch_size: int = 16
+    batch_size: int = option(16, least=1)
     """Sequences in an optimizer step, over all ranks; decides the result."""
-    micro_batch_size: int | Literal["auto"] | None = None
+    micro_batch_size: int | Literal["auto"] | None = option(None, free=True, least=1)
     """Sequences in one forward of a rank (memory); times the ranks it must divide --batch-size. auto: by the plan."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = option(False, free=True)
     """Store only the inputs of the student's layers and recompute the rest: less memory, a third more time."""
-    allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = ()
+    allow_mismatch: tuple[Literal["tokenizer", "cache"], ...] = option((), free=True)
     """Accept a student whose tokenizer is not the cache's, or a cache other than the one the run started with."""
-    seed: int = 0
+    seed: int = option(0, least=0, most=2**63 - 1)
     """Seed of the student's weights, the order of the data and dropout."""
-    device: str = "auto"
+    device: str = option("auto", free=True)
     """auto, cpu, cuda or cuda:N."""
-    dry_run: bool = False
+    dry_run: bool = option(False, free=True)
     """Build everything, take two steps, save once, show the plan with its time and memory, and remove the files."""
-    sanity: bool = False
+    sanity: bool = option(False, free=True)
     """Run the checks that come before a long run, show a table of verdicts, and remove the files."""
-    json: bool = False
+    json: bool = option(False, free=True, per_rank=True)
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -146,7 +135,7 @@ class DistillConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        settle(self)
+        super().__post_init__()
         SOURCES.check(self.source)
         if self.source == "cache" or self.cache is not None:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
@@ -158,7 +147,6 @@ class DistillConfig:
             self.sanity and self.checkpoint.load is not None,
             "--sanity checks the student of the spec; leave --load out",
         )
-        refuse_bad_seed(self.seed)
         self.data.refuse_training_on_validation()
         taught = self.cache is not None or self.teacher is not None
         refuse(
@@ -171,14 +159,29 @@ class DistillConfig:
             f"--hidden-loss {self.objective.hidden_loss} needs an online teacher; give --teacher, or leave it out",
         )
         refuse(self.steps is not None and self.epochs is not None, "--steps and --epochs exclude each other; give one")
-        refuse_below(1, self, "steps", "batch_size")
-        refuse_not_positive(self, "epochs")
         micro = self.micro_batch_given
-        refuse(micro is not None and micro < 1, f"--micro-batch-size {micro} must be at least 1")
         refuse(
             micro is not None and self.batch_size % micro != 0,
             f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size {micro}; choose one that is",
         )
+
+    OLD: ClassVar = {
+        "auto_resume": "is now --yes",
+        "tensorboard": "is now --log-to: tensorboard (the default) or none",
+        "wandb_project": "is now --log-to wandb:PROJECT",
+        "wandb_name": "is now WANDB_NAME in the environment",
+        "divergence_factor": "is now --max-loss-ratio",
+        "early_stopping_warmup": "is now --stopping-warmup",
+        "grad_spike_threshold": "is now --explosion-threshold",
+        "grad_spike_patience": "is fixed at 3; leave it out",
+        "spike_factor": "went with --spike-rule factor; use --spike-rule mad",
+        "spike_rule factor": "is gone; use --spike-rule mad",
+        "keep_aside": "is fixed at 2; leave it out",
+        "quant_max_switches": "is fixed at 20; leave it out",
+        "fp8_recipe current": "is --fp8-recipe tensorwise",
+        **{f"scaling_control {each}": "is gone; use max or max_minus_1" for each in ("rceil", "ceil", "even")},
+    }
+    """Options of earlier versions, or an option and its value: what replaces them."""
 
     @property
     def micro_batch_given(self) -> int | None:
@@ -187,38 +190,37 @@ class DistillConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Options):
     """Measure a student: loss, perplexity, KL to the teacher, agreement, calibration, acceptance."""
 
-    student: str
+    student: str = option(once=True)
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
-    cache: Path | None = None
+    cache: Path | None = option(None, once=True)
     """A finished cache; its validation split is used unless --split is train."""
-    teacher: str | None = None
+    teacher: str | None = option(None, once=True)
     """An online teacher instead: a TOML of teachers/, a model folder, or a hub id."""
-    config: Path | None = None
+    config: Path | None = option(None, per_rank=True, once=True)
     """TOML file with the same options, grouped in sections; a flag wins over it."""
-    batch_size: int = 16
+    batch_size: int = option(16, least=1)
     """Sequences in one forward."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Number format of the forwards."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
-    json: bool = False
+    json: bool = option(False, per_rank=True)
     """Print one JSON object on stdout, logs on stderr."""
     data: DataConfig = field(default_factory=lambda: DataConfig(split="validation"))
 
     def __post_init__(self) -> None:
-        settle(self)
-        _refuse_wrong_source(self.cache, self.teacher, self.data, "evaluate", but="split")
-        refuse_below(1, self, "batch_size")
+        super().__post_init__()
+        _refuse_wrong_source(self.cache, self.teacher, replace(self.data, split="train"), "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectConfig:
+class InspectConfig(Options):
     """Show a cache, a run or a checkpoint as a table, or what this machine supports."""
 
-    path: Path | None = None
+    path: Path | None = option(None, positional=True)
     """A cache, a run or a checkpoint."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
@@ -226,30 +228,27 @@ class InspectConfig:
     """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
-        settle(self)
+        super().__post_init__()
         refuse(self.path is None and not self.hardware, "nothing to inspect; give a PATH or --hardware")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(Options):
     """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1."""
 
-    path: Path
+    path: Path = option(positional=True)
     """A cache, a run or a checkpoint."""
     repair: bool = False
     """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
     json: bool = False
     """Print one JSON object on stdout."""
 
-    def __post_init__(self) -> None:
-        settle(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportConfig(Options):
     """Write a trained student as a folder that transformers.AutoModelForCausalLM loads."""
 
-    run: Path
+    run: Path = option(positional=True)
     """The folder of the run."""
     out: Path
     """The folder to write."""
@@ -262,5 +261,13 @@ class ExportConfig:
     json: bool = False
     """Print one JSON object on stdout."""
 
-    def __post_init__(self) -> None:
-        settle(self)
+
+COMMANDS = {
+    "cache-teacher": CacheTeacherConfig,
+    "distill": DistillConfig,
+    "evaluate": EvaluateConfig,
+    "inspect": InspectConfig,
+    "verify": VerifyConfig,
+    "export": ExportConfig,
+}
+"""The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`."""

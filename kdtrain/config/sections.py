@@ -1,59 +1,30 @@
 """The sections of options, one dataclass each; several commands share some."""
 
 import dataclasses
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, TAILS, TEMPERATURES
-from kdtrain.config.values import settle
+from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, LOGGERS, TAILS, TEMPERATURES
+from kdtrain.config.values import Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
 
-def refuse(wrong: bool, message: str) -> None:
-    """Raise a `UsageError` with `message` if `wrong`."""
-    if wrong:
-        raise UsageError(message)
-
-
-def flag(name: str) -> str:
-    """The flag of an option."""
-    return f"--{name.replace('_', '-')}"
-
-
-def refuse_below(least: int, config: Any, *names: str) -> None:
-    """Raise a `UsageError` for an option of `config` that is given and less than `least`."""
-    for name in names:
-        value = getattr(config, name)
-        refuse(value is not None and not value >= least, f"{flag(name)} {value} must be at least {least}")
-
-
-def refuse_not_positive(config: Any, *names: str) -> None:
-    """Raise a `UsageError` for an option of `config` that is given and not a finite number above 0."""
-    for name in names:
-        value = getattr(config, name)
-        refuse(value is not None and not 0 < value < float("inf"), f"{flag(name)} {value} must be above 0")
-
-
-def refuse_bad_seed(seed: int) -> None:
-    """Raise a `UsageError` for a seed that a generator cannot take."""
-    refuse(not 0 <= seed < 2**63, f"--seed {seed} must lie between 0 and 2^63 - 1")
-
-
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Options):
     """Where text comes from and how it becomes sequences."""
 
-    data: str | None = None
+    data: str | None = option(None, once=True)
     """A file or folder of text (txt, md, py, ...), jsonl, parquet or arrow, or one of the sources listed below."""
     split: str = "train"
     """Which split of the data to read: train, validation or test."""
-    seq_len: int = 512
+    seq_len: int = option(512, least=1)
     """Tokens in a sequence."""
-    num_sequences: int | None = None
+    num_sequences: int | None = option(None, least=1)
     """At most this many sequences; all if not given."""
-    validation_sequences: int = 64
+    validation_sequences: int = option(64, least=1)
     """At most this many sequences in the validation split."""
     text_column: str = "text"
     """Column of jsonl, parquet, arrow or hub data that holds the text."""
@@ -61,28 +32,26 @@ class DataConfig:
     """Column of chat messages; the student then learns from assistant turns only."""
     document_mask: bool = False
     """Keep documents packed into one sequence from attending to each other."""
-    streaming: bool = False
+    streaming: bool = option(False, free=True)
     """Stream hub data instead of downloading it first."""
-    num_workers: int = 2
+    num_workers: int = option(2, free=True, per_rank=True, least=0, with_cache=True)
     """Tokenizer threads."""
 
     def __post_init__(self) -> None:
-        settle(self)
+        super().__post_init__()
         refuse(
             self.split not in ("train", "validation", "test"),
             f"--split '{self.split}' is unknown; use train, validation or test",
         )
-        refuse_below(1, self, "seq_len", "num_sequences", "validation_sequences")
-        refuse_below(0, self, "num_workers")
 
     def refuse_training_on_validation(self) -> None:
         """Raise a `UsageError` if the run would train on the validation split."""
         refuse(self.split == "validation", "--split validation would train on the validation data; use train or test")
 
-    def refuse_changes(self, but: str = "") -> None:
-        """Raise a `UsageError` for an option of the text other than `but`: the cache holds the text."""
+    def refuse_changes(self) -> None:
+        """Raise a `UsageError` for an option of the text: the cache holds the text."""
         for each in dataclasses.fields(self):
-            changed = getattr(self, each.name) != each.default and each.name not in (but, "num_workers")
+            changed = getattr(self, each.name) != each.default and not each.metadata.get("with_cache")
             refuse(changed, f"{flag(each.name)} has no effect with --cache, which holds its text; leave it out")
 
 
@@ -91,19 +60,18 @@ DEFAULT_SAMPLES = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodecConfig:
+class CodecConfig(Options):
     """How a teacher's distribution is stored."""
 
-    top_k: int = 0
+    top_k: int = option(0, least=0)
     """The most likely entries of each distribution, stored exactly; without them the cache serves T = 1 only."""
-    num_samples: int | None = None
+    num_samples: int | None = option(None, least=0)
     """Samples from the rest, stored with their counts (random-sampling distillation); 50 without --top-k, else none."""
     dense: bool = False
     """Store the whole distribution in fp16 instead: the reference, and large."""
 
     def __post_init__(self) -> None:
-        settle(self)
-        refuse_below(0, self, "top_k", "num_samples")
+        super().__post_init__()
         refuse(
             self.samples > 255,
             f"--num-samples {self.num_samples} is too many; counts are kept in 8 bits, so use at most 255",
@@ -122,53 +90,48 @@ class CodecConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Options):
     """loss = (1 - alpha) * cross-entropy + alpha * T^2 * divergence, means over all unmasked tokens of a step."""
 
-    alpha: float = 0.9
+    alpha: float = option(0.9, least=0, most=1)
     """Weight of the divergence from the teacher against cross-entropy on the text, 0 to 1."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How alpha changes from --alpha at the first step to --alpha-end at the last."""
-    alpha_end: float = 0.0
+    alpha_end: float = option(0.0, least=0, most=1)
     """Alpha at the end of its schedule."""
     divergence: str = "forward-kl"
     """What is minimised between teacher and student, as NAME or NAME:NUMBER; listed below (docs/objective.md)."""
     tail: str = "ghost"
     """What replaces the entries that the cache does not hold; listed below."""
-    temperature: float = 1.0
+    temperature: float = option(1.0, above=0)
     """Temperature T of both distributions; the start of a learnable T."""
     temperature_mode: str = "fixed"
     """How T changes over the run; listed below (docs/temperature.md)."""
     temperature_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Shape of the schedule from --temperature to --temperature-end."""
-    temperature_end: float = 1.0
+    temperature_end: float = option(1.0, above=0)
     """Temperature at the end of the schedule."""
-    temperature_min: float | None = None
+    temperature_min: float | None = option(None, above=0)
     """Lower bound of a learnable T; the cache's bound if not given."""
-    temperature_max: float | None = None
+    temperature_max: float | None = option(None, above=0)
     """Upper bound of a learnable T; the cache's bound if not given."""
-    temperature_lr: float = 1e-2
+    temperature_lr: float = option(1e-2, above=0)
     """Peak learning rate of a learnable T; it follows the same schedule as --lr."""
     hidden_loss: Literal["none", "mse", "cosine"] = "none"
     """Also compare hidden states with an online teacher's, through learned projections (docs/objective.md)."""
-    hidden_weight: float = 1.0
+    hidden_weight: float = option(1.0, needs="hidden_loss", above=0)
     """Weight of the hidden-state loss, which is added to cross-entropy and divergence."""
-    hidden_layers: str = "even"
+    hidden_layers: str = option("even", needs="hidden_loss")
     """Layers to compare: even (spread over the teacher's depth), last, or STUDENT:TEACHER pairs such as 2:3,4:6."""
 
     def __post_init__(self) -> None:
-        settle(self)
-        for name in ("alpha", "alpha_end"):
-            value = getattr(self, name)
-            refuse(not 0 <= value <= 1, f"{flag(name)} {value} is outside 0 to 1")
+        super().__post_init__()
         divergence, colon, _ = self.divergence.partition(":")
         DIVERGENCES.check(divergence)
         if colon:
             DIVERGENCES.get(divergence).number(self.divergence)
         TAILS.check(self.tail)
         TEMPERATURES.check(self.temperature_mode)
-        temperatures = ("temperature", "temperature_end", "temperature_min", "temperature_max", "temperature_lr")
-        refuse_not_positive(self, *temperatures, "hidden_weight")
         low, high = self.temperature_min, self.temperature_max
         refuse(
             low is not None and high is not None and low >= high,
@@ -189,12 +152,6 @@ class ObjectiveConfig:
             f"{mode} cannot be used with --divergence {divergence}, whose loss does not depend on T; "
             "use --temperature-mode fixed, or another --divergence",
         )
-        for name in ("hidden_weight", "hidden_layers"):
-            given = getattr(self, name) != getattr(type(self), name)
-            refuse(
-                given and self.hidden_loss == "none",
-                f"{flag(name)} has no effect without --hidden-loss; give mse or cosine, or leave it out",
-            )
 
     @property
     def learns_temperature(self) -> bool:
@@ -208,216 +165,168 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Options):
     """AdamW and the learning-rate schedule."""
 
-    lr: float = 3e-4
+    lr: float = option(3e-4, above=0)
     """Peak learning rate."""
-    min_lr: float = 1e-6
+    min_lr: float = option(1e-6, least=0)
     """Learning rate at the end of a decay."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd is constant until the last --decay-steps."""
-    warmup_steps: int = 200
+    warmup_steps: int = option(200, least=0)
     """Steps of linear warm-up from 0; at most half of the run."""
-    decay_steps: int | None = None
+    decay_steps: int | None = option(None, least=1)
     """Steps of decay at the end of wsd; a fifth of all steps if not given."""
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
     """Shape of the decay of wsd."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's moments."""
-    weight_decay: float = 0.1
+    weight_decay: float = option(0.1, least=0)
     """Decoupled weight decay; none on norms, biases, embeddings and the temperature."""
-    clip: float = 1.0
+    clip: float = option(1.0, least=0, most=math.inf)
     """Largest gradient norm; 0 disables clipping."""
 
     def __post_init__(self) -> None:
-        settle(self)
-        refuse_not_positive(self, "lr")
+        super().__post_init__()
         refuse(not 0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
-        refuse_below(0, self, "warmup_steps", "clip")
-        refuse_below(1, self, "decay_steps")
         refuse(not all(0 <= beta < 1 for beta in self.betas), f"--betas {self.betas} must lie in [0, 1)")
-        refuse(not 0 <= self.weight_decay < float("inf"), f"--weight-decay {self.weight_decay} must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Options):
     """Saving and resuming."""
 
-    checkpoint_freq: int = 250
+    checkpoint_freq: int = option(250, free=True, least=1)
     """Steps between checkpoints."""
-    checkpoint_minutes: float = 10.0
+    checkpoint_minutes: float = option(10.0, free=True, least=0)
     """Minutes without a checkpoint after which one is saved anyway; 0 disables. Rollbacks do not use these."""
-    keep_rolling: int = 10
+    keep_rolling: int = option(10, free=True, least=1)
     """How many of the newest --checkpoint-freq checkpoints are kept; the best one always is."""
-    keep_epochs: int = 5
+    keep_epochs: int = option(5, free=True, least=1)
     """How many of the newest end-of-epoch checkpoints are kept."""
-    keep_special: int = 3
+    keep_special: int = option(3, free=True, least=1)
     """How many of the newest other checkpoints are kept: interruptions, rollbacks, changes of precision."""
-    keep_aside: int = 2
-    """How many of the newest set-aside checkpoints (.left-1, .damaged-1) are kept; files not of kdtrain always are."""
-    disk_patience: int = 10
+    disk_patience: int = option(10, free=True, least=0)
     """Minutes that a save waits for space on a full disk, after old checkpoints are removed, before the run ends."""
-    async_save: bool = True
+    async_save: bool = option(True, free=True)
     """Write checkpoints in the background; takes as much memory again as weights and optimizer state."""
-    resume: str = "auto"
+    resume: str = option("auto", free=True)
     """auto, never, latest, best, or the name or path of a checkpoint."""
-    auto_resume: bool = False
-    """Resume an earlier run without the question that a terminal is asked."""
-    overwrite: bool = False
+    yes: bool = option(False, free=True)
+    """Resume an earlier run without asking on a terminal."""
+    overwrite: bool = option(False, free=True)
     """With --resume never: move an earlier run in --out aside and start a new one."""
-    load: Path | None = None
+    load: Path | None = option(None, once=True)
     """Start from another run (its best checkpoint) or a checkpoint: weights, moments, T and position in the data."""
-    override_opt_param_scheduler: bool = False
+    override_opt_param_scheduler: bool = option(False, needs="load")
     """With --load: start the learning-rate schedule at step 0 instead of continuing the loaded one."""
-
-    def __post_init__(self) -> None:
-        settle(self)
-        refuse(not 0 <= self.checkpoint_minutes < float("inf"), "--checkpoint-minutes must be 0 or more")
-        refuse_below(1, self, "checkpoint_freq", "keep_rolling", "keep_epochs", "keep_special")
-        refuse_below(0, self, "keep_aside", "disk_patience")
-        refuse(
-            self.override_opt_param_scheduler and self.load is None,
-            "--override-opt-param-scheduler has no effect without --load; add it",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MonitorConfig:
+class MonitorConfig(Options):
     """Logging, validation and sample texts."""
 
-    eval_freq: int = 250
+    eval_freq: int = option(250, free=True, least=1)
     """Steps between validations; a quarter of all steps in a shorter run."""
-    eval_batches: int = 50
+    eval_batches: int = option(50, free=True, least=1)
     """At most this many micro-batches in a validation."""
-    log_freq: int = 10
+    log_freq: int = option(10, free=True, least=1)
     """Steps between plain lines in train.log."""
-    tensorboard: bool = True
-    """Write TensorBoard events into the run."""
-    histogram_freq: int = 250
-    """Steps between histograms of parameters and gradients in TensorBoard and W&B; 0 for none."""
-    sample_freq: int = 1000
+    log_to: str = option("tensorboard", free=True)
+    """Loggers that show the run, as NAME or NAME:TEXT joined with commas; listed below. none: only the run's files."""
+    histogram_freq: int = option(250, free=True, least=0)
+    """Steps between histograms of parameters and gradients in the loggers; 0 for none."""
+    sample_freq: int = option(1000, free=True, least=0)
     """Steps between sample texts of the student; 0 for none."""
-    wandb_project: str | None = None
-    """Also log to this project of Weights & Biases; needs the package wandb."""
-    wandb_name: str | None = None
-    """Name of the run in W&B; that of --out if not given."""
-    on_event: str | None = None
+    on_event: str | None = option(None, free=True, per_rank=True, once=True, private=True)
     """Command that gets each switch, rollback, skip, divergence, stop, full disk and error as JSON on its stdin."""
 
     def __post_init__(self) -> None:
-        settle(self)
+        super().__post_init__()
         if self.on_event is not None:
             try:
                 empty = not shlex.split(self.on_event)
             except ValueError as error:
                 raise UsageError(f"--on-event {self.on_event!r} cannot be split into words: {error}") from None
             refuse(empty, "--on-event is empty; give a command, or leave it out")
-        refuse_below(1, self, "eval_freq", "eval_batches", "log_freq")
-        refuse_below(0, self, "histogram_freq", "sample_freq")
-        refuse(self.wandb_project == "", "--wandb-project is empty; give a project, or leave it out")
-        refuse(self.wandb_name is not None and self.wandb_project is None, "--wandb-name needs --wandb-project")
+        for name, _ in self.loggers:
+            LOGGERS.check(name)
+
+    @property
+    def loggers(self) -> list[tuple[str, str]]:
+        """Name and text of each logger of `--log-to`."""
+        parts = [each.strip().partition(":") for each in self.log_to.split(",")]
+        return [] if self.log_to == "none" else [(name, text) for name, _, text in parts]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuardsConfig:
+class GuardsConfig(Options):
     """What a run does about non-finite steps, loss spikes and divergence."""
 
-    max_skips: int = 10
+    max_skips: int = option(10, free=True, least=0)
     """Consecutive steps that may be skipped because loss or gradient is non-finite; one more ends the run."""
-    nan_hooks: Literal["first", "always", "off"] = "first"
+    nan_hooks: Literal["first", "always", "off"] = option("first", free=True)
     """Find the module that made a step non-finite: rerun the first such step with hooks, always hook (slow), or off."""
-    spike_rule: Literal["mad", "factor", "none"] = "mad"
-    """A loss is a spike if it exceeds the median by 6 robust deviations and by half (mad), or by --spike-factor."""
-    spike_factor: float = 3.0
-    """With --spike-rule factor: a loss above its moving average times this is a spike."""
-    spike_patience: int = 3
+    spike_rule: Literal["mad", "none"] = "mad"
+    """A loss is a spike if it exceeds the median by 6 robust deviations and by half (mad); none: nothing is."""
+    spike_patience: int = option(3, least=1)
     """Consecutive spikes after which the run rolls back to a checkpoint before them."""
-    spike_lr_factor: float = 0.5
+    spike_lr_factor: float = option(0.5, above=0, most=1)
     """Factor on the learning rate at each rollback."""
-    max_rollbacks: int = 3
+    max_rollbacks: int = option(3, free=True, least=0)
     """Most rollbacks in a run; 0 disables them."""
-    divergence_factor: float = 1.2
+    max_loss_ratio: float = option(1.2, free=True, above=1, most=math.inf)
     """A run has diverged when its cross-entropy stays above this many times its value before the first step."""
 
-    def __post_init__(self) -> None:
-        settle(self)
-        refuse_below(0, self, "max_skips", "max_rollbacks")
-        refuse_below(1, self, "spike_patience")
-        refuse(not 1 < self.spike_factor < float("inf"), f"--spike-factor {self.spike_factor} must be above 1")
-        refuse(
-            self.spike_rule != "factor" and self.spike_factor != GuardsConfig.spike_factor,
-            f"--spike-factor has no effect with --spike-rule {self.spike_rule}; leave it out",
-        )
-        refuse(not 0 < self.spike_lr_factor <= 1, f"--spike-lr-factor {self.spike_lr_factor} must lie in (0, 1]")
-        refuse(not self.divergence_factor > 1, f"--divergence-factor {self.divergence_factor} must be above 1")
-
 
 @dataclass(frozen=True, kw_only=True)
-class StoppingConfig:
+class StoppingConfig(Options):
     """When a run ends before its last step: on a plateau, or on gradient spikes."""
 
-    early_stopping: bool = False
+    early_stopping: bool = option(False, free=True)
     """Act on a plateau, where the validation loss no longer falls (--on-plateau)."""
-    early_stopping_interval: int = 250
+    early_stopping_interval: int = option(250, free=True, least=1)
     """Steps between checks of the newest validation loss; a check without a new loss does not count."""
-    early_stopping_patience: int = 5
+    early_stopping_patience: int = option(5, free=True, least=1)
     """Consecutive checks without a better loss that make a plateau."""
-    early_stopping_min_delta: float = 0.01
+    early_stopping_min_delta: float = option(0.01, free=True, least=0)
     """Nats by which the loss must fall below the best one to count as better."""
-    early_stopping_warmup: int = 50
-    """First steps, in which loss and gradient are not checked."""
-    on_plateau: Literal["decay", "stop"] = "decay"
+    stopping_warmup: int = option(50, free=True, least=0)
+    """First steps, in which neither a plateau nor an exploding gradient is looked for."""
+    on_plateau: Literal["decay", "stop"] = option("decay", free=True)
     """On a plateau in the stable phase of --lr-schedule wsd, start the decay or stop; elsewhere the run stops."""
-    grad_spike_threshold: float = 1000.0
-    """Gradient norm before clipping above which a step counts as a gradient spike."""
-    grad_spike_patience: int = 3
-    """Consecutive gradient spikes after which the run ends with exit 1, with or without --early-stopping."""
-
-    def __post_init__(self) -> None:
-        settle(self)
-        refuse_below(1, self, "early_stopping_interval", "early_stopping_patience", "grad_spike_patience")
-        refuse_below(0, self, "early_stopping_warmup")
-        refuse(
-            not 0 <= self.early_stopping_min_delta < float("inf"),
-            f"--early-stopping-min-delta {self.early_stopping_min_delta} must be 0 or more",
-        )
-        refuse(not self.grad_spike_threshold > 0, f"--grad-spike-threshold {self.grad_spike_threshold} must be above 0")
+    explosion_threshold: float = option(1000.0, free=True, above=0, most=math.inf)
+    """Gradient norm before clipping; three steps in a row above it end the run with exit 1, in any run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheParallelConfig:
+class CacheParallelConfig(Options):
     """Caching one teacher in several processes, started by torchrun."""
 
-    teacher_parallel: Literal["auto", "replicate", "fsdp"] = "auto"
+    teacher_parallel: Literal["auto", "replicate", "fsdp"] = option("auto", free=True)
     """How the ranks hold the teacher: a full copy each (replicate) or sharded (fsdp); auto takes what fits."""
-    device_memory: float | None = None
+    device_memory: float | None = option(None, free=True, per_rank=True, above=0)
     """GiB of memory on each device, for the plan; the free memory if not given."""
-    rank_timeout: float = 600.0
+    rank_timeout: float = option(600.0, free=True, per_rank=True, above=0)
     """Seconds that a rank waits for the others before the command ends."""
-
-    def __post_init__(self) -> None:
-        settle(self)
-        refuse_not_positive(self, "device_memory", "rank_timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(CacheParallelConfig):
     """Training in several processes, started by torchrun."""
 
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    parallel: Literal["auto", "ddp", "fsdp"] = option("auto", free=True)
     """How the ranks hold the student: a full copy each (ddp) or sharded (fsdp); auto takes what fits."""
-    shard_size: int | None = None
+    shard_size: int | None = option(None, free=True, least=1)
     """With fsdp: ranks that share one copy of a model, such as those of a node; all ranks if not given."""
-    accumulate: Literal["auto", "whole", "sharded"] = "auto"
+    accumulate: Literal["auto", "whole", "sharded"] = option("auto", free=True)
     """With fsdp: micro-batches add up whole gradients, or shards, exchanged each time; auto takes what fits."""
-    log_all_ranks: bool = False
+    log_all_ranks: bool = option(False, free=True, per_rank=True)
     """Write a log of each rank into the run, rank-00001.log for rank 1."""
 
     def __post_init__(self) -> None:
-        settle(self)
         super().__post_init__()
-        refuse_below(1, self, "shard_size")
         refuse(
             self.parallel == "ddp" and self.accumulate != "auto",
             f"--accumulate {self.accumulate} has no effect with --parallel ddp, where each rank holds whole gradients; "
@@ -425,56 +334,46 @@ class ParallelConfig(CacheParallelConfig):
         )
 
 
-_QUANTIZING = ("stochastic_rounding", "skip_first", "skip_last")
+QUANTIZED = ("fp8", "mxfp8", "mxfp4")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(Options):
     """Number formats and compilation."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4"] = "auto"
     """Format of the matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
-    tf32: bool = False
+    tf32: bool = option(False, precisions=("fp32",))
     """Multiply fp32 numbers as TF32 (10 bits of mantissa), with fp32 sums, on a GPU since Ampere; faster."""
-    fp8_backend: str = "auto"
+    fp8_backend: str = option("auto", precisions=QUANTIZED)
     """Backend of quantised products, listed below; auto takes one with hardware support here, else emulation."""
-    fp8_recipe: Literal["tensorwise", "rowwise", "blockwise", "current"] | None = None
-    """What shares a scale in fp8: a tensor (also called current), a row, or a tile of 128; a tensor if not given."""
-    fp8_format: Literal["hybrid", "e4m3", "e5m2"] | None = None
+    fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] | None = option(None, precisions=("fp8",))
+    """What shares a scale in fp8: a tensor, a row, or a tile of 128; a tensor if not given."""
+    fp8_format: Literal["hybrid", "e4m3", "e5m2"] | None = option(None, precisions=("fp8", "mxfp8"))
     """Elements of fp8 and mxfp8; hybrid has e5m2 gradients. If not given, hybrid for tensorwise fp8, else e4m3."""
-    scaling_control: Literal["max", "max_minus_1", "rceil", "ceil", "even"] | None = None
+    scaling_control: Literal["max", "max_minus_1"] | None = option(None, precisions=("mxfp8", "mxfp4"))
     """How the scale of an MX block follows from its largest value (docs/precision.md); max if not given."""
-    quant_stochastic_rounding: bool = False
+    quant_stochastic_rounding: bool = option(False, precisions=QUANTIZED)
     """Round quantised gradients up or down at random instead of to the nearest value; emulated formats only."""
-    quant_skip_first: int = 0
+    quant_skip_first: int = option(0, precisions=QUANTIZED, least=0)
     """Transformer layers at the input that are never quantised."""
-    quant_skip_last: int = 0
+    quant_skip_last: int = option(0, precisions=QUANTIZED, least=0)
     """Transformer layers at the output that are never quantised."""
-    collect_tensors: str | None = None
+    collect_tensors: str | None = option(None, free=True)
     """Write statistics of the linear layers whose names match this pattern, such as '*.mlp.*', to tensors.h5."""
-    collect_every: int = 100
+    collect_every: int = option(100, free=True, least=1)
     """Steps between two collections."""
-    collect_raw: bool = False
+    collect_raw: bool = option(False, free=True, needs="collect_tensors")
     """With --collect-tensors: store the numbers too, at most 65,536 of a tensor, until the file has 512 MiB."""
-    compile: bool = True
+    compile: bool = option(True, free=True)
     """Compile the student and the objective with torch.compile."""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = option("default", free=True, needs="compile")
     """Mode of torch.compile: reduce-overhead needs steps of one micro-batch; max-autotune takes no CUDA graphs."""
     deterministic: bool = False
     """Refuse operations that are not bitwise repeatable on the device: only so is a resume on a GPU bitwise exact."""
 
     def __post_init__(self) -> None:
-        settle(self)
-        refuse_below(0, self, "quant_skip_first", "quant_skip_last")
-        refuse_below(1, self, "collect_every")
-        refuse(
-            self.collect_raw and self.collect_tensors is None,
-            "--collect-raw has no effect without --collect-tensors; name the layers, such as '*.mlp.*'",
-        )
-        refuse(
-            not self.compile and self.compile_mode != "default",
-            f"--compile-mode {self.compile_mode} has no effect with --no-compile; leave one of them out",
-        )
+        super().__post_init__()
         if self.fp8_backend != "auto":
             BACKENDS.check(self.fp8_backend)
 
@@ -489,54 +388,43 @@ class PrecisionConfig:
 
     def refuse_idle(self, mode: str) -> None:
         """Raise a `UsageError` for an option that has no effect in `mode`."""
-        users = {
-            "tf32": ("fp32",),
-            "fp8_recipe": ("fp8",),
-            "fp8_format": ("fp8", "mxfp8"),
-            "scaling_control": ("mxfp8", "mxfp4"),
-            **dict.fromkeys(("fp8_backend", *(f"quant_{each}" for each in _QUANTIZING)), ("fp8", "mxfp8", "mxfp4")),
-        }
         for each in dataclasses.fields(self):
-            idle = each.name in users and mode not in users[each.name] and getattr(self, each.name) != each.default
-            wanted = " or ".join(users.get(each.name, ()))
-            refuse(idle, f"{flag(each.name)} has no effect on {mode}; it needs --precision {wanted}")
+            wanted = each.metadata.get("precisions", (mode,))
+            refuse(
+                mode not in wanted and getattr(self, each.name) != each.default,
+                f"{flag(each.name)} has no effect on {mode}; it needs --precision {' or '.join(wanted)}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationConfig:
+class QuantizationConfig(Options):
     """Adaptive quantisation: training falls back to a high-precision format and returns, by rule."""
 
     time_resume: bool = False
     """Train quantised (in fp8 if --precision is auto) and fall back by the rules below."""
-    quant_rule: str | None = None
+    quant_rule: str | None = option(None, needs="time_resume")
     """What triggers the fallback: loss, gap, spike, schedule, or several joined with +; schedule+gap if not given."""
-    quant_loss_threshold: float = 0.1
+    quant_loss_threshold: float = option(0.1, needs="time_resume", above=0)
     """Nats: the loss that triggers rule loss; for rule gap the most that quantisation may cost, whatever its noise."""
-    quant_window_size: int = 5
+    quant_window_size: int = option(5, needs="time_resume", least=1)
     """Steps in a window, which ends with a checkpoint; quantisation returns after a whole window without a trigger."""
-    quant_checkpoint_interval: int = 1
+    quant_checkpoint_interval: int = option(1, needs="time_resume", least=1)
     """Steps between snapshots within a window."""
-    quant_snapshot: Literal["memory", "disk"] = "memory"
+    quant_snapshot: Literal["memory", "disk"] = option("memory", needs="time_resume")
     """Where snapshots are stored."""
-    quant_recovery_buffer: int = 2
+    quant_recovery_buffer: int = option(2, needs="time_resume", least=1)
     """How many snapshots, and checkpoints of windows, are kept for recovery."""
-    quant_fallback_strategy: Literal["bf16", "fp16"] = "bf16"
+    quant_fallback_strategy: Literal["bf16", "fp16"] = option("bf16", needs="time_resume")
     """The high-precision format; evaluation and layers that are never quantised always run in it."""
-    quant_fallback_scope: Literal["all", "forward"] = "all"
+    quant_fallback_scope: Literal["all", "forward"] = option("all", needs="time_resume")
     """Which products of a layer fall back to the high-precision format: all three, or the forward's only."""
-    quant_probe_every: int = 100
+    quant_probe_every: int = option(100, needs="time_resume", least=1)
     """Steps between two measurements of the cost of quantisation, for rule gap."""
-    quant_min_dwell: int = 10
+    quant_min_dwell: int = option(10, needs="time_resume", least=0)
     """Fewest steps from a switch to the next one that a rule triggers."""
-    quant_max_switches: int = 20
-    """Switches after which the run stays in the fallback."""
 
     def __post_init__(self) -> None:
-        settle(self)
-        counts = ("quant_window_size", "quant_checkpoint_interval", "quant_recovery_buffer", "quant_probe_every")
-        refuse_below(1, self, *counts)
-        refuse_below(0, self, "quant_min_dwell", "quant_max_switches")
-        refuse_not_positive(self, "quant_loss_threshold")
+        super().__post_init__()
         unknown = set((self.quant_rule or "gap").split("+")) - {"loss", "gap", "spike", "schedule"}
         refuse(
             bool(unknown),
@@ -553,12 +441,9 @@ class QuantizationConfig:
         return "fp8" if precision == "auto" and self.time_resume else precision
 
     def refuse_idle(self, mode: str, lr_schedule: str) -> None:
-        """Raise a `UsageError` for options without effect, and for a --time-resume that cannot work."""
-        for each in dataclasses.fields(self):
-            changed = not self.time_resume and getattr(self, each.name) != each.default
-            refuse(changed, f"{flag(each.name)} has no effect without --time-resume; add it")
+        """Raise a `UsageError` for a --time-resume that cannot work, in `mode`."""
         refuse(
-            self.time_resume and mode not in ("fp8", "mxfp8", "mxfp4"),
+            self.time_resume and mode not in QUANTIZED,
             f"--time-resume has nothing to fall back from with --precision {mode}; use fp8, mxfp8 or mxfp4",
         )
         refuse(

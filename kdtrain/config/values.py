@@ -1,32 +1,100 @@
-"""Checking the values that Python gives an option: the command's own parser has converted its words already."""
+"""What is declared beside an option, and the checks of its value: `option` and `Options`."""
 
 import dataclasses
+import math
 import os
+import sys
+from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kdtrain.errors import UsageError
 
+MOST = 2**53
+"""The largest count: floats are exact up to it, and no run reaches it."""
 
-def settle(config: Any) -> None:
-    """Refuse values of a wrong type, by a `UsageError` that names the option.
+
+def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
+    """A field of an `Options` class with attributes; without any, a plain default does. A default makes it optional.
+
+    Attributes:
+        free: it may change when a run resumes, because it does not decide the result.
+        per_rank: it may differ between ranks.
+        once: it may be given only once on a command line, because a user may mean several.
+        needs: the option of the same class without which it has no effect.
+        precisions: the values of `--precision` with which it has an effect.
+        least, above, most: bounds of a number, inclusive but for `above`; without `most` it must be finite.
+        with_cache: of an option of the text, it has an effect with `--cache` too.
+        private: it is not written into a run, and a file that may have been downloaded cannot set it.
+        positional: the command line may give it without its flag.
+    """
+    return dataclasses.field(default=default, metadata=attributes)
+
+
+def fields_of(kind: Any, section: str = "run") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Each option of a configuration's class with its section; the names of all are different."""
+    hints = get_type_hints(kind)
+    for each in dataclasses.fields(kind):
+        inner = hints[each.name]
+        yield from fields_of(inner, each.name) if dataclasses.is_dataclass(inner) else [(section, each)]
+
+
+def marked(kind: type, attribute: str) -> set[str]:
+    """The options of a command whose `attribute` is true."""
+    return {each.name for _, each in fields_of(kind) if each.metadata.get(attribute)}
+
+
+def flag(name: str) -> str:
+    """The flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse(wrong: bool, message: str) -> None:
+    """Raise a `UsageError` with `message` if `wrong`."""
+    if wrong:
+        raise UsageError(message)
+
+
+class Options:
+    """The base of configurations. Refuses values, by a `UsageError` that names the option.
 
     A path may be given as text, text as a path, and a tuple as a list; they are converted.
     """
-    for each in dataclasses.fields(config):
-        value = getattr(config, each.name)
-        kinds = get_args(each.type) if get_origin(each.type) in (Union, UnionType) else (each.type,)
-        if isinstance(value, str) and Path in kinds:
-            object.__setattr__(config, each.name, Path(value))
-        elif isinstance(value, os.PathLike) and str in kinds:
-            object.__setattr__(config, each.name, os.fspath(value))
-        elif not any(_fits(value, kind) for kind in kinds):
-            wanted = " or ".join(map(_named, kinds))
-            raise UsageError(f"--{each.name.replace('_', '-')} {value!r} is not {wanted}")
-        elif isinstance(value, list):
-            object.__setattr__(config, each.name, tuple(value))
+
+    def __post_init__(self) -> None:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        for each in fields:
+            value = getattr(self, each.name)
+            kinds = get_args(each.type) if get_origin(each.type) in (Union, UnionType) else (each.type,)
+            if isinstance(value, str) and Path in kinds:
+                object.__setattr__(self, each.name, Path(value))
+            elif isinstance(value, os.PathLike) and str in kinds:
+                object.__setattr__(self, each.name, os.fspath(value))
+            elif not any(_fits(value, kind) for kind in kinds):
+                raise UsageError(f"{flag(each.name)} {value!r} is not {' or '.join(map(_named, kinds))}")
+            elif isinstance(value, list):
+                object.__setattr__(self, each.name, tuple(value))
+        for each in fields:
+            value, needs = getattr(self, each.name), each.metadata.get("needs")
+            refuse(
+                needs is not None and value != each.default and getattr(self, needs) in (None, False, "none"),
+                f"{flag(each.name)} has no effect without {flag(needs or '')}; add it, or leave {flag(each.name)} out",
+            )
+            if isinstance(value, Real) and not isinstance(value, bool):
+                _refuse_outside(flag(each.name), value, each.metadata)
+
+
+def _refuse_outside(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
+    least, above = bounds.get("least", -math.inf), bounds.get("above", -math.inf)
+    most = bounds.get("most", MOST if isinstance(value, int) else sys.float_info.max)
+    if most == MOST < value:
+        raise UsageError(f"{name} {str(value)[:40]} is beyond what can be counted; choose at most 2^53")
+    if not (least <= value <= most and value >= above != value):
+        wanted = f"above {above:g}" if above > -math.inf else f"at least {least:g}"
+        limit = f" and at most {most:g}" if "most" in bounds and most < math.inf else ""
+        raise UsageError(f"{name} {value} must be {wanted}{limit}{' and finite' if value == math.inf else ''}")
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""TensorBoard, and Weights & Biases if its package is installed; and the histograms that both show.
+"""Loggers, which show a run by step: TensorBoard, Weights & Biases, and what `register_logger` adds; and histograms.
 
 After a rollback TensorBoard drops the numbers and histograms of the undone steps and keeps their texts; W&B cannot, and
 shows both attempts over the same steps.
@@ -12,14 +12,16 @@ than 40 % may share a bin.
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from kdtrain.config.choices import LOGGERS
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_text, read_json
 from kdtrain.ranks import agreed_max, all_reduce_sum, copies, local
@@ -32,19 +34,17 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of the finite numbers of one tensor; `broken` counts the non-finite ones."""
+    """Counts of the finite numbers of one tensor, by the names of TensorBoard's `add_histogram_raw`."""
 
-    minimum: float
-    maximum: float
-    count: int
-    total: float
-    squares: float
-    """Sum of the squares."""
-    broken: int
-    limits: list[float]
+    min: float
+    max: float
+    num: int
+    sum: float
+    sum_squares: float
+    bucket_limits: list[float]
     """Upper edges of the bins, ascending, without empty bins at either end."""
-    counts: list[int]
-    """Numbers in each bin, as many as `limits`."""
+    bucket_counts: list[int]
+    """Numbers in each bin, as many as `bucket_limits`."""
 
 
 def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
@@ -83,89 +83,97 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
 def _histogram(row: list[float]) -> Histogram:
     counts = [int(count) for count in row[:_BINS]]
     used = [place for place, count in enumerate(counts) if count]
-    first, last = used[0], used[-1]
-    broken, total, squares, lowest, maximum = row[_BINS:]
-    limits = [*EDGES.tolist(), max(maximum, float(EDGES[-1]) * 2)]
-    return Histogram(
-        minimum=-lowest,
-        maximum=maximum,
-        count=sum(counts),
-        total=total,
-        squares=squares,
-        broken=int(broken),
-        limits=limits[first : last + 1],
-        counts=counts[first : last + 1],
-    )
+    shown = slice(used[0], used[-1] + 1)
+    _, total, squares, lowest, highest = row[_BINS:]
+    limits = [*EDGES.tolist(), max(highest, float(EDGES[-1]) * 2)]
+    return Histogram(-lowest, highest, sum(counts), total, squares, limits[shown], counts[shown])
 
 
 METRICS = ("train/loss", "validation/loss", "validation/kl")
 """The metrics beside the hyper-parameters in TensorBoard."""
 
 
-class Logger(Protocol):
-    """A place that shows numbers, histograms and text by step."""
-
-    def scalars(self, step: int, numbers: Mapping[str, float]) -> None: ...
-
-    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None: ...
-
-    def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None: ...
-
-    def event(self, step: int, kind: str, details: Mapping[str, Any]) -> None: ...
-
-    def hyperparameters(self, options: Mapping[str, bool | float | str]) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    """Event files in `folder`.
+class Logger:
+    """A place that shows a run by step; a logger overrides what it can show. Rank 0 alone makes one.
 
     Args:
-        folder: `runs/NAME/tensorboard`.
-        first_step: the first step to be written; readers drop later steps of an earlier process.
+        folder: the run.
+        text: what follows the name and a colon in `--log-to`, or "".
+        resume_step: the step from which the run resumes; 0 for a new run.
     """
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, folder: Path, text: str, resume_step: int) -> None: ...
 
-        self.writer = SummaryWriter(str(folder), purge_step=first_step)
+    @classmethod
+    def ready(cls, text: str) -> None:
+        """Raise a `UsageError` if it cannot be used here; called on every rank before anything is written."""
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
         """Numbers by their full name."""
+
+    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+        """Histograms by their full name."""
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+        """At least one row of text; the columns are the keys of the first one."""
+
+    def event(self, step: int, kind: str, details: Mapping[str, Any]) -> None:
+        """An intervention or a warning."""
+
+    def hyperparameters(self, options: Mapping[str, bool | float | str]) -> None:
+        """The options of the run."""
+
+    def rewind(self, step: int) -> None:
+        """The steps after `step` are undone."""
+
+    def close(self) -> None:
+        """Finish what is to be written."""
+
+
+def register_logger(name: str, *, help: str = "") -> Callable[[type[Logger]], type[Logger]]:
+    """Decorator: add a subclass of `Logger` as `--log-to NAME` or `NAME:TEXT`.
+
+    A package does so in the module that its entry point of group `kdtrain.loggers` names (kdtrain.registry).
+
+    Args:
+        name: the name that users type.
+        help: its line in `--help`; by default the first line of the class's docstring.
+    """
+
+    def register(kind: type[Logger]) -> type[Logger]:
+        LOGGERS.add(name, kind, kind, help)
+        return kind
+
+    return register
+
+
+@register_logger("tensorboard")
+class TensorBoard(Logger):
+    """Event files in `tensorboard/` of the run; readers drop the steps after `resume_step` of an earlier process."""
+
+    def __init__(self, folder: Path, text: str, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else 0)
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
-        """Histograms by their full name."""
         for name, each in found.items():
-            self.writer.add_histogram_raw(
-                name,
-                min=each.minimum,
-                max=each.maximum,
-                num=each.count,
-                sum=each.total,
-                sum_squares=each.squares,
-                bucket_limits=each.limits,
-                bucket_counts=each.counts,
-                global_step=step,
-            )
+            self.writer.add_histogram_raw(name, **vars(each), global_step=step)
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """Rows of text, the columns by the keys of the first one, as a Markdown table."""
         lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
         shown = [[text.replace("|", "\\|").replace("\n", "<br>") for text in cells] for cells in lines]
         self.writer.add_text(name, "\n".join(f"| {' | '.join(cells)} |" for cells in shown), step)
 
     def event(self, step: int, kind: str, details: Mapping[str, Any]) -> None:
-        """An intervention, as text."""
         text = ", ".join(f"{name}: {value}" for name, value in details.items())
         self.writer.add_text("events", f"{kind} {text}".strip(), step)
 
     def hyperparameters(self, options: Mapping[str, bool | float | str]) -> None:
-        """The options of the run, for the tab HPARAMS."""
         from torch.utils.tensorboard.summary import hparams
 
         # add_hparams would write a second run
@@ -180,48 +188,36 @@ class TensorBoard:
         self.writer._get_file_writer().add_event(mark)
 
     def close(self) -> None:
-        """Flush and close the file."""
         self.writer.close()
 
 
-def require_wandb(project: str | None) -> Any:
-    """The module `wandb` if a project is named, else None.
-
-    Raises:
-        UsageError: the package is missing or broken.
-    """
-    if project is None:
-        return None
-    try:
-        return importlib.import_module("wandb")
-    except Exception as error:  # a package of another Python or protobuf fails in its own ways
-        if isinstance(error, ModuleNotFoundError) and error.name == "wandb":
-            raise UsageError("--wandb-project needs the package wandb; pip install 'kdtrain[wandb]'") from None
-        raise UsageError(f"--wandb-project: the package wandb does not load: {error}") from None
-
-
-class WeightsAndBiases:
-    """A run of W&B, which resumes together with ours.
+@register_logger("wandb")
+class WeightsAndBiases(Logger):
+    """A run of W&B in the project `text`, which resumes together with ours; its id is in `wandb.json`.
 
     The step is a metric of its own, because W&B's own step must not decrease, and ours does after a rollback.
-
-    Args:
-        folder: our run, with the files of W&B in `wandb/` and its run id in `wandb.json`.
-        fresh: whether our run is new; then the run of W&B is new too.
-        project, name: for W&B; the name is the folder's if not given.
     """
 
-    def __init__(self, folder: Path, fresh: bool, project: str, name: str | None) -> None:
-        self.wandb = require_wandb(project)
+    @classmethod
+    def ready(cls, text: str) -> None:
+        try:
+            importlib.import_module("wandb")
+        except Exception as error:  # a package of another Python or protobuf fails in its own ways
+            if isinstance(error, ModuleNotFoundError) and error.name == "wandb":
+                raise UsageError("--log-to wandb needs the package wandb; pip install 'kdtrain[wandb]'") from None
+            raise UsageError(f"--log-to wandb: the package wandb does not load: {error}") from None
+
+    def __init__(self, folder: Path, text: str, resume_step: int) -> None:
+        self.wandb: Any = importlib.import_module("wandb")
         identity = folder / "wandb.json"
         known = None
-        if not fresh:
+        if resume_step:
             with suppress(OSError, ValueError, KeyError):  # without an id, W&B makes a new one
                 known = str(read_json(identity, dict[str, str])["id"])
         try:
             self.run = self.wandb.init(
-                project=project,
-                name=name or folder.resolve().name,
+                project=text or None,  # W&B reads WANDB_PROJECT then
+                name=os.environ.get("WANDB_NAME") or folder.resolve().name,
                 id=known,
                 resume="allow",
                 dir=str(folder),
@@ -230,35 +226,32 @@ class WeightsAndBiases:
         except Exception as error:
             raise RunError(
                 f"W&B did not start: {error}; log in with wandb login, set WANDB_MODE=offline, "
-                "or leave out --wandb-project"
+                "or leave wandb out of --log-to"
             ) from None
-        publish_text(identity, json.dumps({"id": self.run.id, "project": project}) + "\n", "monitor.wandb")
+        publish_text(identity, json.dumps({"id": self.run.id}) + "\n", "monitor.wandb")
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Numbers by their full name."""
         self.run.log({"step": step, **numbers})
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
-        """Histograms by their full name; W&B also needs the lowest edge."""
-        shown = {
-            name: self.wandb.Histogram(np_histogram=(each.counts, [min(each.minimum, each.limits[0]), *each.limits]))
+        shown = {  # W&B also needs the lowest edge
+            name: self.wandb.Histogram(
+                np_histogram=(each.bucket_counts, [min(each.min, each.bucket_limits[0]), *each.bucket_limits])
+            )
             for name, each in found.items()
         }
         self.run.log({"step": step, **shown})
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """Rows of text, the columns by the keys of the first one."""
         table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self.run.log({"step": step, name: table})
 
     def event(self, step: int, kind: str, details: Mapping[str, Any]) -> None:
-        """An intervention, as a mark at its step."""
         self.run.log({"step": step, f"events/{kind}": 1})
 
     def hyperparameters(self, options: Mapping[str, bool | float | str]) -> None:
-        """The options of the run."""
         self.run.config.update(dict(options), allow_val_change=True)
 
     def rewind(self, step: int) -> None:
@@ -266,5 +259,4 @@ class WeightsAndBiases:
         self.run.log({"step": step, "events/rewind": 1})
 
     def close(self) -> None:
-        """Upload the rest and finish the run."""
         self.run.finish()

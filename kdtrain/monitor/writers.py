@@ -1,4 +1,4 @@
-"""The logs of a run: `metrics.jsonl`, `events.jsonl`, `samples.jsonl`, TensorBoard and W&B.
+"""The logs of a run: `metrics.jsonl`, `events.jsonl`, `samples.jsonl`, and its loggers.
 
 A run that resumes from step s first removes the lines after s, so that each step has one line; so does a run that rolls
 back while it trains (`rewind`). Events are never removed; each has a level, and every warning is an event. A line that
@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 
 from kdtrain.config import MonitorConfig
+from kdtrain.config.choices import LOGGERS
 from kdtrain.errors import UsageError
 from kdtrain.files import publish_text
-from kdtrain.monitor.loggers import Logger, TensorBoard, WeightsAndBiases, histograms
+from kdtrain.monitor.loggers import Logger, histograms
 from kdtrain.monitor.on_event import EventCommand
 from kdtrain.monitor.progress import early_warnings, log, warn_early
 from kdtrain.monitor.record import lines
@@ -29,7 +30,7 @@ Level = Literal["info", "warning", "error"]
 
 
 class Writers:
-    """The log files of one run, and its loggers (TensorBoard, W&B).
+    """The log files of one run, and its loggers.
 
     Args:
         folder: the run.
@@ -38,20 +39,15 @@ class Writers:
         config: which loggers to use.
 
     Raises:
-        UsageError: the package of W&B is missing; or a log is not a regular file.
-        RunError: W&B does not start.
+        UsageError: a log is not a regular file.
+        RunError: a logger does not start.
     """
 
     def __init__(self, folder: Path, resume_step: int, validated_step: int | None, config: MonitorConfig) -> None:
         self.folder = folder
-        self.shows_histograms = config.tensorboard or config.wandb_project is not None
         self.on_event = None if config.on_event is None else EventCommand(config.on_event, str(folder))
-        self.loggers: list[Logger] = []
-        if config.tensorboard:
-            self.loggers.append(TensorBoard(folder / "tensorboard", resume_step + 1 if resume_step else 0))
-        if config.wandb_project is not None:
-            fresh = resume_step == 0
-            self.loggers.append(WeightsAndBiases(folder, fresh, config.wandb_project, config.wandb_name))
+        self.loggers: list[Logger] = [LOGGERS.get(name)(folder, text, resume_step) for name, text in config.loggers]
+        self.shows_histograms = bool(self.loggers)
         for name in ("metrics.jsonl", "samples.jsonl"):
             _forget(folder / name, resume_step, -1 if validated_step is None else validated_step)
         _forget(folder / "events.jsonl", math.inf, math.inf)
@@ -142,7 +138,7 @@ class SilentWriters(Writers):
     """The writers of all ranks but rank 0, which write nothing."""
 
     def __init__(self, config: MonitorConfig) -> None:
-        self.shows_histograms = config.tensorboard or config.wandb_project is not None
+        self.shows_histograms = bool(config.loggers)
         self.loggers = []
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...

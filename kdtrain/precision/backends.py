@@ -125,7 +125,7 @@ def register_backend(
     name: str,
     *,
     modes: tuple[str, ...] = ("fp8",),
-    scalings: tuple[str, ...] = ("tensorwise", "current"),
+    scalings: tuple[str, ...] = ("tensorwise",),
     every_recipe: bool = False,
     why_not: Callable[[torch.device], str | None] = lambda device: None,
     why_not_real: Callable[[torch.device], str | None] = why_not_real,
@@ -150,7 +150,7 @@ def register_backend(
     return register
 
 
-@register_backend("torchao", scalings=("tensorwise", "current", "rowwise"), why_not=why_not_torchao)
+@register_backend("torchao", scalings=("tensorwise", "rowwise"), why_not=why_not_torchao)
 @dataclass(frozen=True)
 class Torchao:
     """fp8 by torchao, one scale a tensor or a row."""
@@ -205,9 +205,7 @@ def _converted(inputs: int, outputs: int, recipe: Recipe, high_forward: bool) ->
     return convert_to_float8_training(stand_in, config=config)[0]
 
 
-@register_backend(
-    "transformer-engine", scalings=("tensorwise", "current", "blockwise"), why_not=why_not_transformer_engine
-)
+@register_backend("transformer-engine", scalings=("tensorwise", "blockwise"), why_not=why_not_transformer_engine)
 @dataclass(frozen=True)
 class TransformerEngine:
     """fp8 by TransformerEngine, one scale a tensor or a block."""
@@ -262,7 +260,7 @@ def _no_multiple(of: int, inputs: int, outputs: int) -> str | None:
 register_backend(
     "emulated",
     modes=QUANTIZED,
-    scalings=("tensorwise", "current", "rowwise", "blockwise"),
+    scalings=("tensorwise", "rowwise", "blockwise"),
     every_recipe=True,
     why_not_real=lambda device: "values are rounded in fp32, products are the high mode's",
 )(Emulated)
@@ -350,7 +348,7 @@ def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingContr
     """
     if mode == "mxfp4":
         return Recipe("mx", "e2m1", "e2m1", control, stochastic)
-    tensorwise = mode == "fp8" and scaling in ("tensorwise", "current")
+    tensorwise = mode == "fp8" and scaling == "tensorwise"
     form = form or ("hybrid" if tensorwise else "e4m3")
     elements = {"hybrid": ("e4m3", "e5m2"), "e4m3": ("e4m3", "e4m3"), "e5m2": ("e5m2", "e5m2")}[form]
     kind: Scaling = "mx" if mode == "mxfp8" else "tensorwise" if tensorwise else "rowwise"
@@ -446,7 +444,6 @@ def policy(config: QuantizationConfig, mode: str, lr_schedule: str, decay_start:
         keep=config.quant_recovery_buffer,
         probe_every=config.quant_probe_every,
         min_dwell=config.quant_min_dwell,
-        max_switches=config.quant_max_switches,
         decay_start=decay_start if "schedule" in rules else None,
     )
 

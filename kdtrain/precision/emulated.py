@@ -40,7 +40,7 @@ from torch import Tensor
 MX_BLOCK = 32
 FP8_TILE = 128
 
-ScalingControl = Literal["max", "max_minus_1", "rceil", "ceil", "even"]
+ScalingControl = Literal["max", "max_minus_1"]
 
 _EXPONENT = 0x7F800000
 _MANTISSA_BITS = 23
@@ -90,8 +90,7 @@ def quantize_mx(
 
     control: the shared exponent of a block whose largest magnitude is a, for an element of largest exponent e:
     `max` floor(log2 a) - e, the OCP's rule, which clamps up to half of the top binade; `max_minus_1` one more, which
-    clamps nothing; `ceil` ceil(log2 a) - e; `rceil` ceil(log2(a / largest)); `even` as `max`, with a first rounded to
-    the element's mantissa.
+    clamps nothing.
     """
 
     def quantize(tiles: Tensor) -> Tensor:
@@ -135,26 +134,10 @@ def _power_of_two(values: Tensor) -> Tensor:
 
 
 def _shared_scale(largest: Tensor, element: Element, control: ScalingControl) -> Tensor:
-    power = _power_of_two(largest)
-    if control == "max":
-        scale = power * 2.0**-element.max_exponent
-    elif control == "max_minus_1":
-        scale = power * 2.0 ** (1 - element.max_exponent)
-    elif control == "ceil":
-        scale = _ceiling(largest, power) * 2.0**-element.max_exponent
-    elif control == "rceil":
-        ratio = largest / element.largest
-        scale = _ceiling(ratio, _power_of_two(ratio))
-    else:
-        half = 1 << (_MANTISSA_BITS - element.mantissa_bits - 1)
-        rounded = ((largest.view(torch.int32) + half) & _EXPONENT).view(torch.float32)
-        scale = rounded * 2.0**-element.max_exponent
+    exponent = element.max_exponent - (control == "max_minus_1")
+    scale = _power_of_two(largest) * 2.0**-exponent
     scale = scale.clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
     return torch.where(torch.isfinite(largest), scale, torch.nan)
-
-
-def _ceiling(values: Tensor, power: Tensor) -> Tensor:
-    return torch.where(values > power, 2.0 * power, power)
 
 
 def _block(axis: int) -> tuple[int, int]:

@@ -34,7 +34,6 @@ class Checkpoints:
             keep_rolling=keep.keep_rolling,
             keep_epochs=keep.keep_epochs,
             keep_special=keep.keep_special,
-            keep_aside=keep.keep_aside,
         )
         self.copies = HostCopies()
         self.saver = Saver(self.store, keep.async_save, keep.disk_patience, self.copies)

@@ -13,15 +13,13 @@ cross-entropy, divergence at T = 1, hidden-state loss. These mean the same at ev
 learned T nor a schedule of alpha looks like a spike; and where the loss doubles, at least one of them doubles. A part
 is spiky above a threshold computed from its earlier clean values:
 
-    mad      median + max(6 * 1.4826 * MAD, 0.5 * |median|, 0.1 nats)
-    factor   factor * mean
+    median + max(6 * 1.4826 * MAD, 0.5 * |median|, 0.1 nats)
 
 MAD is the median distance from the median, and 1.4826 MAD estimates one sigma. The two floors are for parts that hardly
-vary: a rise by less than half is not a spike. A multiple of the mean is meaningful for positive values only; where a
-clean value is 0 or below, as on sampled targets that the student has memorized, `factor` uses the threshold of `mad`.
+vary: a rise by less than half is not a spike.
 
 `patience` spiky steps in a row confirm a spike, so that a single bad batch does not. Only clean steps enter the
-windows: a median or a mean that included the spike would soon accept it. Non-finite values are left to the non-finite
+windows: a median that included the spike would soon accept it. Non-finite values are left to the non-finite
 guard, and a cross-entropy of exactly 0 comes from a step without an unmasked token: neither is clean or spiky.
 
 What it gives up: a rise that the window can follow, such as a slow drift, is never a spike; `DivergenceWatch` sees it.
@@ -105,6 +103,10 @@ class _Huge:
     huge: int
 
 
+EXPLODED_STEPS = 3
+"""Steps in a row with a huge gradient after which a run ends."""
+
+
 class GradientExplosion(Watcher[_Huge]):
     """Counts the steps in a row whose gradient norm lies above a threshold, after the warm-up steps."""
 
@@ -114,13 +116,13 @@ class GradientExplosion(Watcher[_Huge]):
     def update(self, step: int, grad_norm: float) -> str | None:
         """Take the gradient norm of a step before clipping; return why the run must end, or None."""
         config = self.config
-        if step <= config.early_stopping_warmup or not math.isfinite(grad_norm):
+        if step <= config.stopping_warmup or not math.isfinite(grad_norm):
             return None
-        self.memory.huge = self.memory.huge + 1 if grad_norm > config.grad_spike_threshold else 0
-        if self.memory.huge < config.grad_spike_patience:
+        self.memory.huge = self.memory.huge + 1 if grad_norm > config.explosion_threshold else 0
+        if self.memory.huge < EXPLODED_STEPS:
             return None
         return (
-            f"gradient norm above {config.grad_spike_threshold:g} (--grad-spike-threshold) at {self.memory.huge} steps "
+            f"gradient norm above {config.explosion_threshold:g} (--explosion-threshold) at {self.memory.huge} steps "
             f"in a row, {grad_norm:.4g} at step {step}; lower --lr"
         )
 
@@ -142,21 +144,20 @@ class SpikeDetector(Watcher[_Clean]):
     """Watches the parts of the loss at each step.
 
     Args:
-        rule: mad, factor, or none, which disables the detector.
-        factor: used by the rule `factor`.
+        rule: mad, or none, which disables the detector.
         patience: spiky steps in a row that confirm a spike.
         window: how many clean values of each part are kept.
         minimum: clean values of a part that a threshold needs.
     """
 
-    def __init__(self, rule: str, factor: float = 3.0, patience: int = 3, window: int = 32, minimum: int = 10) -> None:
-        self.rule, self.factor, self.patience, self.window, self.minimum = rule, factor, patience, window, minimum
+    def __init__(self, rule: str, patience: int = 3, window: int = 32, minimum: int = 10) -> None:
+        self.rule, self.patience, self.window, self.minimum = rule, patience, window, minimum
         self.memory = _Clean({}, 0, None)
 
     @classmethod
     def of(cls, config: GuardsConfig) -> "SpikeDetector":
         """Return the detector with these options."""
-        return cls(config.spike_rule, config.spike_factor, config.spike_patience)
+        return cls(config.spike_rule, config.spike_patience)
 
     @property
     def suspicious_since(self) -> int | None:
@@ -182,8 +183,6 @@ class SpikeDetector(Watcher[_Clean]):
         clean = self.memory.clean.get(part, ())
         if len(clean) < self.minimum:
             return math.inf
-        if self.rule == "factor" and min(clean) > 0:
-            return self.factor * math.fsum(clean) / len(clean)
         middle = median(clean)
         spread = median([abs(value - middle) for value in clean])
         return middle + max(MAD_FACTOR * spread, LEAST_RISE * abs(middle), LEAST_NATS)
@@ -206,7 +205,7 @@ class _Losses:
 
 
 class DivergenceWatch(Watcher[_Losses]):
-    """Watches training and validation loss. factor: `--divergence-factor`."""
+    """Watches training and validation loss. factor: `--max-loss-ratio`."""
 
     def __init__(self, factor: float) -> None:
         self.factor, self.memory = factor, _Losses(None, None, [])
@@ -275,7 +274,7 @@ class EarlyStopping(Watcher[_Plateau]):
     def plateau(self, step: int) -> str | None:
         """Return the reason for a plateau after step `step` and its validation, or None."""
         config, memory = self.config, self.memory
-        if not config.early_stopping or step <= config.early_stopping_warmup or step % config.early_stopping_interval:
+        if not config.early_stopping or step <= config.stopping_warmup or step % config.early_stopping_interval:
             return None
         loss = memory.validation if memory.validates else self.average
         if loss is None:
@@ -302,7 +301,7 @@ class Guards:
 
     def __init__(self, guards: GuardsConfig, stopping: StoppingConfig, fp16: bool) -> None:
         self.spikes = SpikeDetector.of(guards)
-        self.divergence = DivergenceWatch(guards.divergence_factor)
+        self.divergence = DivergenceWatch(guards.max_loss_ratio)
         self.explosion = GradientExplosion(stopping)
         self.stopping = EarlyStopping(stopping)
         self.scale = LossScale(fp16)

@@ -88,7 +88,7 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_space(store, full, monkey
 @pytest.fixture
 def left(tmp_path):
     """Four set-aside checkpoints, the oldest first, and one other."""
-    store = Store(tmp_path / "c", keep_aside=2)
+    store = Store(tmp_path / "c")
     for step in (1, 2, 3, 4):
         store.save(f"step-{step:08d}", step, tensors(step), STATES)
     store.save("step-00000000", 0, tensors(), STATES)

@@ -21,7 +21,7 @@ class Workbench:
     """A folder in which commands are called."""
 
     text = ("--data", "text.txt", "--seq-len", 32, "--num-workers", 0, "--validation-sequences", 8)
-    plain = ("--no-compile", "--precision", "fp32", "--no-tensorboard", "--batch-size", 8)
+    plain = ("--no-compile", "--precision", "fp32", "--log-to", "none", "--batch-size", 8)
 
     def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.root, self.capsys = root, capsys

@@ -62,7 +62,7 @@ class Bench:
     """Which text, for every command that reads text."""
     small = (*data, "--num-sequences", 40, "--validation-sequences", 8, "--precision", "fp32")
     """Which text for a cache: 40 sequences to train on and 8 to validate."""
-    eager = ("--no-compile", "--precision", "fp32", "--no-tensorboard", "--log-freq", 1)
+    eager = ("--no-compile", "--precision", "fp32", "--log-to", "none", "--log-freq", 1)
     """How to train where the test is not about it."""
     fast = ("--lr", 1e-2, "--warmup-steps", 0, "--batch-size", 6)
     """At which rate, so that a few steps change a student."""

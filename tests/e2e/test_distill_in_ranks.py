@@ -24,7 +24,7 @@ SMALL = (*CHAT, "--num-sequences", 40, "--validation-sequences", 7)
 """Text whose micro-batches have different numbers of unmasked tokens."""
 RUN = (
     *("distill", "--student", "student.toml", "--steps", 10, "--batch-size", 6, "--lr", 1e-2, "--warmup-steps", 2),
-    *("--clip", 0.5, "--eval-freq", 5, "--checkpoint-freq", 5, "--no-tensorboard", "--log-freq", 1, "--no-compile"),
+    *("--clip", 0.5, "--eval-freq", 5, "--checkpoint-freq", 5, "--log-to", "none", "--log-freq", 1, "--no-compile"),
 )
 CACHED = ("--cache", "chat-cache", "--precision", "fp32")
 ONLINE = ("--teacher", "teacher", *SMALL, "--precision", "fp32")

@@ -166,7 +166,7 @@ def test_sigterm_while_saving_or_skipping_ends_well_and_the_run_comes_to_the_sam
 
 
 def test_a_loss_that_is_flat_stops_the_run_early_with_the_reason_and_a_student(forks):
-    flat = ("--lr", 1e-9, "--min-lr", 0, "--early-stopping-patience", 1, "--early-stopping-warmup", 0)
+    flat = ("--lr", 1e-9, "--min-lr", 0, "--early-stopping-patience", 1, "--stopping-warmup", 0)
     flat += ("--early-stopping-interval", 10, "--eval-freq", 10)
     done = start(forks, "flat", *flat, "--early-stopping", "--json", steps=60)
     assert (done.json["step"], done.json["stop_reason"]) == (20, "early-stop")
@@ -180,10 +180,10 @@ def test_a_loss_that_is_flat_stops_the_run_early_with_the_reason_and_a_student(f
 
 
 def test_gradients_that_stay_huge_end_the_run_with_exit_1(forks):
-    huge = ("--grad-spike-threshold", 1e-6, "--early-stopping-warmup", 2)
+    huge = ("--explosion-threshold", 1e-6, "--stopping-warmup", 2)
     done = start(forks, "huge", *huge)
     assert done.code == 1
-    assert "gradient norm above 1e-06 (--grad-spike-threshold) at 3 steps in a row" in done.refusal()
+    assert "gradient norm above 1e-06 (--explosion-threshold) at 3 steps in a row" in done.refusal()
     assert result(forks, "huge")["stop_reason"] == "gradient-explosion"
     assert not (forks.root / "huge" / "student").exists()
     exploded = forks.root / "huge/checkpoints/exploded-00000005"
@@ -227,7 +227,7 @@ def result(bench, run):
 
 @pytest.mark.parametrize("spikes", ["mad", "none"])
 def test_a_rate_far_too_high_ends_with_exit_1_as_diverged_and_exports_nothing(forks, spikes):
-    high = ("--lr", 10, "--warmup-steps", 0, "--grad-spike-threshold", 1e30, "--spike-rule", spikes)
+    high = ("--lr", 10, "--warmup-steps", 0, "--explosion-threshold", 1e30, "--spike-rule", spikes)
     done = start(forks, f"high-{spikes}", *high, "--checkpoint-freq", 100, "--json", steps=80)
     assert done.code == 1, done.stderr
     ended = result(forks, f"high-{spikes}")
@@ -243,7 +243,7 @@ def test_a_rate_far_too_high_ends_with_exit_1_as_diverged_and_exports_nothing(fo
 
 def test_a_run_that_makes_its_student_worse_ends_with_exit_1_and_exports_nothing(forks):
     start(forks, "good", "--lr", 1e-2, steps=60).ok()
-    worse = ("--load", "good", "--override-opt-param-scheduler", "--divergence-factor", 100)
+    worse = ("--load", "good", "--override-opt-param-scheduler", "--max-loss-ratio", 100)
     worse += ("--lr", 0.3, "--spike-rule", "none", "--json")
     for _ in range(2):  # the same command again trains no step, and the run is no better
         done = start(forks, "worse", *worse, steps=4)
@@ -279,7 +279,7 @@ def test_a_finished_run_that_starts_again_keeps_its_time_and_tokens(forks):
 
 
 def test_a_decay_that_a_plateau_began_is_put_aside_where_early_stopping_is_switched_off(forks):
-    flat = ("--lr", 1e-9, "--min-lr", 0, "--early-stopping-patience", 1, "--early-stopping-warmup", 0)
+    flat = ("--lr", 1e-9, "--min-lr", 0, "--early-stopping-patience", 1, "--stopping-warmup", 0)
     flat += ("--early-stopping-interval", 2, "--eval-freq", 2, "--lr-schedule", "wsd", "--decay-steps", 3)
     begun = start(forks, "plateau", *flat, "--early-stopping", "--json", steps=20).json
     assert (begun["decay_from"], begun["step"], begun["steps"]) == (4, 7, 7)

@@ -155,7 +155,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(bench, cached):
         "[optimizer]\nbetas = [0.8, 0.9]\nlr = 1e-2\n[precision]\ncompile = false\nprecision = 'fp32'\n"
         "[monitor]\ntensorboard = true\n"
     )
-    bench.run("distill", "--config", "options.toml", "--out", "from-file", "--lr", 5e-3, "--no-tensorboard").ok()
+    bench.run("distill", "--config", "options.toml", "--out", "from-file", "--lr", 5e-3, "--log-to", "none").ok()
     assert not (bench.root / "from-file" / "tensorboard").exists()
     shown = bench.run("inspect", bench.newest("from-file"), "--json").json
     assert shown["step"] == 3
@@ -252,9 +252,9 @@ def test_a_compiled_run_agrees_with_an_eager_one(bench, cached):
         "fp32",
         *bench.fast,
     )
-    compiled = bench.run(*argv, "--out", "compiled", "--compile", "--no-tensorboard").ok()
+    compiled = bench.run(*argv, "--out", "compiled", "--compile", "--log-to", "none").ok()
     assert "not compiled" not in compiled.stderr
-    bench.run(*argv, "--out", "eager", "--no-compile", "--no-tensorboard").ok()
+    bench.run(*argv, "--out", "eager", "--no-compile", "--log-to", "none").ok()
     for name in ("loss", "ce", "kd", "grad_norm"):
         runs = ([line[name] for line in bench.metrics(run)] for run in ("compiled", "eager"))
         np.testing.assert_allclose(*runs, rtol=1e-4, err_msg=name)

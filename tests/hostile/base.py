@@ -13,7 +13,7 @@ TEXT = ("--seq-len", "32", "--num-workers", "0", "--num-sequences", "24", "--val
 """How text becomes a cache of two shards of train and one of validation."""
 BUILD = (*TEXT, "--precision", "fp32", "--sequences-per-shard", "16", "--json")
 SPARSE = ("--top-k", "4", "--num-samples", "6")
-SHORT = ("--batch-size", "4", "--no-compile", "--precision", "fp32", "--no-tensorboard", "--num-workers", "0")
+SHORT = ("--batch-size", "4", "--no-compile", "--precision", "fp32", "--log-to", "none", "--num-workers", "0")
 """How a student is trained."""
 TRAIN = (*SHORT, "--warmup-steps", "0", "--checkpoint-freq", "2", "--eval-freq", "2", "--log-freq", "1", "--json")
 _CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"

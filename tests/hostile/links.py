@@ -203,7 +203,7 @@ def _linked_to(name: str, target: str) -> Callable[[Place], None]:
 
 
 def _with_board() -> tuple[str, ...]:
-    return tuple(word for word in COMMANDS["resume"] if word != "--no-tensorboard")
+    return tuple(word for word in COMMANDS["resume"] if word not in ("--log-to", "none"))
 
 
 def _published(found: Cases) -> None:

@@ -29,7 +29,7 @@ def python(code: str, *argv: object) -> str:
 
 def writers(folder, command) -> Writers:
     folder.mkdir(exist_ok=True)
-    return Writers(folder, 0, None, MonitorConfig(tensorboard=False, on_event=command))
+    return Writers(folder, 0, None, MonitorConfig(log_to="none", on_event=command))
 
 
 def test_the_command_gets_each_event_that_matters_in_order_and_no_other(tmp_path):

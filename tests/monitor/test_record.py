@@ -13,7 +13,7 @@ from kdtrain.monitor.writers import Writers
 
 @pytest.fixture
 def run(tmp_path):
-    writers = Writers(tmp_path, 0, None, MonitorConfig(tensorboard=False))
+    writers = Writers(tmp_path, 0, None, MonitorConfig(log_to="none"))
     writers.metrics(0, {"validation/loss": 5.0})
     for step, loss in enumerate((4.0, math.nan, 3.0, 2.0), 1):
         writers.metrics(step, {"loss": loss, "tok/s_last": 100.0 * step})

@@ -11,13 +11,13 @@ import torch
 
 from kdtrain.config import MonitorConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.monitor.loggers import require_wandb
+from kdtrain.monitor.loggers import WeightsAndBiases
 from kdtrain.monitor.progress import log, setup_logging, warn_early
 from kdtrain.monitor.writers import Writers
 
-PLAIN = MonitorConfig(tensorboard=False)
+PLAIN = MonitorConfig(log_to="none")
 BOARD = MonitorConfig()
-WANDB = MonitorConfig(tensorboard=False, wandb_project="p", wandb_name="n")
+WANDB = MonitorConfig(log_to="wandb:p")
 
 
 def lines(folder, name="metrics.jsonl"):
@@ -299,8 +299,9 @@ def wandb(monkeypatch):
     return install
 
 
-def test_wandb_gets_numbers_histograms_texts_events_and_options_by_our_step(tmp_path, wandb):
+def test_wandb_gets_numbers_histograms_texts_events_and_options_by_our_step(tmp_path, wandb, monkeypatch):
     fake = wandb()
+    monkeypatch.setenv("WANDB_NAME", "n")
     writers = Writers(tmp_path, 0, None, WANDB)
     writers.hyperparameters({"optimizer": {"lr": 0.5}})
     writers.metrics(4, {"loss": 1.0, "validation/kl": 2.0})
@@ -331,9 +332,8 @@ def test_a_resume_continues_the_run_of_wandb_and_a_new_start_does_not(tmp_path, 
 
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert require_wandb(None) is None
     with pytest.raises(UsageError, match=r"pip install 'kdtrain\[wandb\]'"):
-        require_wandb("p")
+        WeightsAndBiases.ready("p")
 
 
 def test_a_wandb_that_does_not_start_is_one_line_with_what_to_do(tmp_path, wandb):

@@ -24,7 +24,7 @@ from kdtrain.testing import SHAPES, tiny_tokenizer
 
 OPTIONS = (
     *("--student", "student.toml", "--data", "text.txt", "--seq-len", "32", "--num-workers", "0"),
-    *("--batch-size", "4", "--steps", "3", "--lr", "1e-2", "--warmup-steps", "0", "--no-compile", "--no-tensorboard"),
+    *("--batch-size", "4", "--steps", "3", "--lr", "1e-2", "--warmup-steps", "0", "--no-compile", "--log-to", "none"),
     # in bf16 where it is not quantised, whatever the processor
     *("--precision", "mxfp8", "--time-resume", "--quant-rule", "loss", "--quant-loss-threshold", "99"),
 )

@@ -15,7 +15,7 @@ MODES = [
     ("fp8", "emulated", "blockwise"),
     ("fp8", "torchao", "tensorwise"),
     ("fp8", "torchao", "rowwise"),
-    ("fp8", "transformer-engine", "current"),
+    ("fp8", "transformer-engine", "tensorwise"),
     ("fp8", "transformer-engine", "blockwise"),
     ("mxfp8", "emulated", "tensorwise"),
     ("mxfp4", "emulated", "tensorwise"),

@@ -8,7 +8,7 @@ import torch
 from kdtrain.precision.emulated import ELEMENTS, quantize_fp8, quantize_mx, round_to
 
 E4M3, E5M2, E2M1 = ELEMENTS["e4m3"], ELEMENTS["e5m2"], ELEMENTS["e2m1"]
-CONTROLS = ("max", "max_minus_1", "rceil", "ceil", "even")
+CONTROLS = ("max", "max_minus_1")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -22,11 +22,12 @@ def relative_error(quantized: torch.Tensor, values: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     "element, control, expected",
     [
-        ("e4m3", "max", 0.0293), ("e4m3", "rceil", 0.0266), ("e4m3", "ceil", 0.0266), ("e4m3", "even", 0.0276),
-        ("e2m1", "max", 0.1149), ("e2m1", "rceil", 0.1155), ("e2m1", "ceil", 0.1442), ("e2m1", "even", 0.1119),
-        ("e4m3", "max_minus_1", 0.0266), ("e2m1", "max_minus_1", 0.1442),
+        ("e4m3", "max", 0.0293),
+        ("e2m1", "max", 0.1149),
+        ("e4m3", "max_minus_1", 0.0266),
+        ("e2m1", "max_minus_1", 0.1442),
     ],
-)  # fmt: skip
+)
 def test_the_relative_rms_error_of_normal_numbers_is_the_published_one(element, control, expected):
     values = normal(8192, 512)
     error = relative_error(quantize_mx(values, ELEMENTS[element], 1, control), values)
@@ -80,11 +81,10 @@ def test_a_block_whose_largest_is_below_one_is_like_any_other(control):
     assert relative_error(quantize_mx(values, E2M1, 1, control), values) < 0.25
 
 
-@pytest.mark.parametrize("control", ["max_minus_1", "rceil", "ceil"])
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_the_rounding_up_controls_clamp_nothing(name, control):
+def test_max_minus_1_clamps_nothing(name):
     values = normal(512, 32)
-    quantized = quantize_mx(values, ELEMENTS[name], 1, control)
+    quantized = quantize_mx(values, ELEMENTS[name], 1, "max_minus_1")
     largest = values.abs().amax(1)
     half_step = 2.0 ** -(ELEMENTS[name].mantissa_bits + 1)
     at_largest = quantized.abs().amax(1)

@@ -46,7 +46,7 @@ def test_a_loss_that_falls_slowly_goes_on():
 
 def test_patience_interval_warm_up_and_least_improvement_are_options():
     assert feed(early(early_stopping_patience=2), flat(20))[0] == 200
-    assert feed(early(early_stopping_warmup=300), flat(20))[0] == 600
+    assert feed(early(stopping_warmup=300), flat(20))[0] == 600
     assert feed(early(early_stopping_interval=100), flat(20))[0] == 600
     falling = [3 - 0.2 * look for look in range(12)]
     assert feed(early(early_stopping_min_delta=0.1), falling) is None
@@ -108,7 +108,7 @@ def test_a_stopper_restored_from_json_finds_the_same_plateau_with_the_same_words
 
 
 FLAT = {"lr": 1e-9, "min_lr": 0.0, "early_stopping": True, "early_stopping_interval": 2, "eval_freq": 2}
-FLAT |= {"early_stopping_warmup": 0, "early_stopping_patience": 2, "checkpoint_freq": 100}
+FLAT |= {"stopping_warmup": 0, "early_stopping_patience": 2, "checkpoint_freq": 100}
 
 
 def rates(run):

@@ -160,8 +160,7 @@ def explosion(norms, **options):
 def test_gradients_above_the_threshold_three_times_in_a_row_are_an_explosion():
     assert explosion([1.0] * 100 + [1500.0] * 100) == 103
     assert explosion([1.0] * 100 + [1500.0, 1500.0, 1.0] * 30) is None
-    assert explosion([1.0] * 100 + [1500.0] * 100, grad_spike_threshold=2000.0) is None
-    assert explosion([1.0] * 100 + [1500.0] * 100, grad_spike_patience=5) == 105
+    assert explosion([1.0] * 100 + [1500.0] * 100, explosion_threshold=2000.0) is None
 
 
 def test_no_gradient_counts_in_the_warm_up_and_a_non_finite_one_never():
@@ -172,7 +171,7 @@ def test_no_gradient_counts_in_the_warm_up_and_a_non_finite_one_never():
 
 
 def test_an_explosion_is_counted_on_through_json():
-    first, second = (GradientExplosion(StoppingConfig(early_stopping_warmup=0)) for _ in range(2))
+    first, second = (GradientExplosion(StoppingConfig(stopping_warmup=0)) for _ in range(2))
     assert [first.update(step, 1e6) for step in (1, 2)] == [None, None]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert "gradient norm above 1000 (--grad-spike-threshold) at 3 steps in a row" in second.update(3, 1e6)
+    assert "gradient norm above 1000 (--explosion-threshold) at 3 steps in a row" in second.update(3, 1e6)

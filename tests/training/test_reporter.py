@@ -108,7 +108,7 @@ def test_the_students_texts_go_on_from_the_first_tokens_of_the_validation_split(
 def test_an_option_that_cannot_be_is_refused():
     from kdtrain.errors import UsageError
 
-    for options in ({"histogram_freq": -1}, {"sample_freq": -1}, {"wandb_name": "n"}, {"wandb_project": ""}):
+    for options in ({"histogram_freq": -1}, {"sample_freq": -1}, {"log_to": ""}, {"log_to": "nowhere"}):
         with pytest.raises(UsageError):
             MonitorConfig(**options)
 

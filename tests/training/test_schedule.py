@@ -102,5 +102,5 @@ def test_an_objective_distils_if_alpha_is_above_0_at_any_step():
 
 @pytest.mark.parametrize("option", ["alpha", "alpha_end"])
 def test_an_alpha_outside_0_to_1_is_refused(option):
-    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} 1.5 is outside 0 to 1"):
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} 1.5 must be at least 0 and at most 1"):
         ObjectiveConfig(**{option: 1.5})
