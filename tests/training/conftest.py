@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 class RandomSource:
     """`size` random sequences with dense targets; `masked` of them have no unmasked token, `broken` has a NaN."""
 
-    facts = FACTS
+    facts, vocab_size = FACTS, VOCABULARY
     overlaps = False
     repeatable = True
 
