@@ -317,7 +317,7 @@ def _with_temperature_bounds(config: DistillConfig, manifest: Manifest) -> Disti
     low = objective.temperature_min or max(valid["min"], LEARNED_RANGE[0])
     high = objective.temperature_max or min(valid["max"], LEARNED_RANGE[1])
     used = [objective.temperature]
-    used += [objective.temperature_end] if objective.temperature_mode == "schedule" else []
+    used += [objective.temperature_end] if objective.schedules_temperature else []
     learnable = objective.learns_temperature
     used += [low, high] if learnable else []
     more = ", or build a cache with --top-k, which serves others" if manifest.codec.counts_only else ""

@@ -51,27 +51,9 @@ p_tail pi_j for every j of the tail (the second always holds at T = 1), whatever
 With a top-k the bias of the first falls with s away from the teacher; at the teacher there is none, and no gradient. No
 gradient goes through s, so that the gradient is not that of the value.
 
-Why these: `benchmarks/science/tail_rules.py` on the shipped teacher, top-k 8 and 24 samples: squared error of a token's
-logit gradient over that of the full one, in brackets of the mean gradient of 4,096 tokens, for students at four KLs.
-                                0.02 nats         0.31 nats         0.76 nats         5.8 (uniform)
-    T = 1  ghost                0.018 (0.016)     0.0041 (0.0041)   0.0029 (0.023)    0.002 (0.0043)
-           sampled              0.55 (0.13)       0.039 (0.0013)    0.017 (0.00058)   0.0059 (8.8e-05)
-           s = 1                0.051 (0.012)     0.038 (0.0012)    0.073 (0.0025)    840 (13)
-           s = 1, clip 4        0.051 (0.011)     0.022 (0.00074)   0.013 (0.0016)    0.006 (0.00017)
-           s                    0.048 (0.011)     0.022 (0.0007)    0.019 (0.00066)   0.051 (0.00077)
-           s, clip 4            0.048 (0.011)     0.018 (0.00058)   0.011 (0.00046)   0.0058 (8.7e-05)
-           best s of each token 0.047 (0.011)     0.019 (0.00061)   0.013 (0.00046)   0.0059 (8.8e-05)
-    T = 2  ghost                0.053 (0.049)     0.007 (0.027)     0.008 (0.08)      0.015 (0.089)
-           sampled              200 (46)          3 (0.05)          2.2 (0.075)       1.6 (0.017)
-           s, clip 4            5.5 (1.3)         1.2 (0.02)        1.3 (0.046)       1.5 (0.017)
-           ..., weight sqrt(n)  1.5 (0.37)        0.35 (0.0062)     0.42 (0.02)       0.43 (0.0048)
-           ..., weight 2        0.74 (0.23)       0.2 (0.004)       0.21 (0.028)      0.21 (0.0035)
-With a top-k of 8 it has less error than plain sampling for all eight students of that study, at T = 1 within 4 % of the
-best share of each token, which no rule can know, or below.
-The errors are those of independent samples; the systematic ones of a cache have less. Without a top-k there is no
-bucket to judge the distance by, and the rule is refused.
-sqrt(n) lets the bias vanish as samples are added; a weight of at most 2 has less noise still.
-At T = 4 a token's noise is above the bias of ghost with any of these.
+Why these, and how far each rule is from the full gradient: docs/fidelity.md, "How the control variate was bounded". The
+weight of at most sqrt(n) lets the bias vanish as samples are added. Without a top-k there is no bucket to judge the
+distance by, and the rule is refused.
 
 Shape suffixes: R rows, E events, K kept entries, H top-k entries, D drawn entries, V vocabulary.
 """
@@ -86,8 +68,11 @@ import torch
 from torch import Tensor
 
 from kdtrain.config.choices import TAILS
-from kdtrain.objective.statistics import Statistics
-from kdtrain.objective.targets import CLIP, SHARPNESS, SparseTargets
+from kdtrain.objective.statistics import Events, Statistics
+from kdtrain.objective.targets import SparseTargets
+
+_CLIP, _SHARPNESS = 4.0, 4.0
+"""Of `control-variate`: the bound of r q / p, and how fast the share falls, in 1/nats."""
 
 
 def tail_correction(targets: SparseTargets, statistics: Statistics, beta: Tensor, distance_R: Tensor) -> Tensor:
@@ -103,26 +88,14 @@ def tail_correction(targets: SparseTargets, statistics: Statistics, beta: Tensor
     ratio_RD = log_tail_R1 - statistics.tail_beta[:, None]
     ratio_RD = ratio_RD + beta * (statistics.kept - targets.logprobs)[:, top_k:]
     ratio_RD = ratio_RD.masked_fill(~drawn_RD, 0.0)
-    share_R1 = (-SHARPNESS * distance_R.detach()).exp().clamp(max=1.0)[:, None]
+    share_R1 = (-_SHARPNESS * distance_R.detach()).exp().clamp(max=1.0)[:, None]
     return (targets.bounded_weights(beta) * (share_R1 * clipped_excess(ratio_RD) - ratio_RD)).sum(-1)
 
 
 def clipped_excess(log_ratio: Tensor) -> Tensor:
-    """x - 1 as a function of log x; above `CLIP` its tangent in log x."""
-    inside = log_ratio.clamp(max=math.log(CLIP))
-    return torch.expm1(inside) + CLIP * (log_ratio - inside)
-
-
-@dataclass(frozen=True)
-class Events:
-    """Log-probabilities of the same events, in nats, under teacher and student, each [R,E]."""
-
-    teacher: Tensor
-    student: Tensor
-    weight: Tensor | None = None
-    """[R,E] Weights in place of the teacher's probabilities, in an estimate; None for exp(teacher)."""
-    missed: Tensor | None = None
-    """[R] An estimate of the part of forward KL that the events miss, in nats."""
+    """x - 1 as a function of log x; above `_CLIP` its tangent in log x."""
+    inside = log_ratio.clamp(max=math.log(_CLIP))
+    return torch.expm1(inside) + _CLIP * (log_ratio - inside)
 
 
 TailEvents = Callable[[SparseTargets, Statistics, Tensor], Events]
@@ -155,18 +128,6 @@ def register_tail(
         return events
 
     return register
-
-
-def dense_events(logits_RV: Tensor, energies_RV: Tensor, beta: Tensor | float) -> Events:
-    """All V tokens as events, teacher and student at inverse temperature `beta`."""
-    teacher_RV = torch.log_softmax(beta * energies_RV, dim=-1)
-    return Events(teacher_RV, torch.log_softmax(beta * logits_RV, dim=-1))
-
-
-def sparse_events(tail: str, targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    """The events of the tail rule `tail` (`resolve_tail`) at `beta`; absent entries have weight 0."""
-    rule: TailRule = TAILS.get(tail)
-    return rule.events(targets, statistics, beta)
 
 
 def resolve_tail(tail: str, num_samples: int) -> str:

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kdtrain.config.choices import LEARNS, MAXIMIZES, TEMPERATURES
+from kdtrain.config.choices import LEARNS, MAXIMIZES, SCHEDULED, TEMPERATURES
 from kdtrain.errors import UsageError
-from kdtrain.objective.targets import SparseTargets, Targets, per_token
+from kdtrain.objective.targets import Targets, per_token
 
 _EDGE = 0.02
 """T closer to a bound than this part of the range, in log T, counts as being on it."""
@@ -97,20 +97,24 @@ Maker = TypeVar("Maker", bound=Callable[[TemperatureOptions], Temperature])
 
 
 def register_temperature(
-    name: str, *, learns: bool = True, maximizes: bool = False, help: str = ""
+    name: str, *, learns: bool | None = None, maximizes: bool = False, scheduled: bool = False, help: str = ""
 ) -> Callable[[Maker], Maker]:
     """Decorator: make a function or a subclass of `Temperature` the mode that `--temperature-mode NAME` takes.
 
     Args:
         name: as users write it.
         learns: whether T is a parameter: a run then keeps the start between the bounds, and refuses the mode where
-            there is nothing to learn from (without a teacher, at alpha 0). False for a T that follows a schedule.
+            there is nothing to learn from (without a teacher, at alpha 0). By default all but scheduled ones.
         maximizes: whether T goes where the loss is largest, which a divergence that grows with T does not have.
+        scheduled: whether T goes from `--temperature` to `--temperature-end`, which must then differ and lie where the
+            cache is right.
         help: its line in `--help`; by default the first of the docstring.
     """
+    learns = not scheduled if learns is None else learns
+    traits = [LEARNS] * learns + [MAXIMIZES] * maximizes + [SCHEDULED] * scheduled
 
     def register(maker: Maker) -> Maker:
-        TEMPERATURES.add(name, maker, maker, help, [LEARNS] * learns + [MAXIMIZES] * maximizes)
+        TEMPERATURES.add(name, maker, maker, help, traits)
         return maker
 
     return register
@@ -181,11 +185,7 @@ class LikelihoodTemperature(LearnedTemperature):
         if targets is None:
             return None
         beta = 1.0 / self.temperature()
-        if isinstance(targets, SparseTargets):
-            partition_N = targets.where(mask_N).log_partition(beta)
-        else:  # cleaning dense targets would copy them; their slope enters as a factor, which is cleaned instead
-            partition_N = targets.log_partition(beta, keep_N=mask_N)
-        gap_N = partition_N - beta * targets.label_logprob.masked_fill(~mask_N, 0.0)
+        gap_N = targets.log_partition(beta, keep_N=mask_N) - beta * targets.label_logprob.masked_fill(~mask_N, 0.0)
         return per_token(gap_N.masked_fill(~mask_N, 0.0).sum(), normalizer)
 
 

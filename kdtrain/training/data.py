@@ -27,7 +27,7 @@ from kdtrain.cache.reader import CacheReader
 from kdtrain.errors import RunError
 from kdtrain.models.head import OutputHead
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.targets import DenseTargets, OnlineTargets
+from kdtrain.objective.targets import OnlineTargets
 from kdtrain.parallel.parallelize import whole
 
 _PIN_LIMIT = 2**30
@@ -114,13 +114,15 @@ class CachedSource:
                 f"{self.reader.manifest.settings.tokenizer_size} entries; the student has a vocabulary of "
                 f"{self.vocab_size}: set its vocab_size to {self.reader.manifest.vocab_size}"
             )
-        targets = batch.targets
-        if isinstance(targets, DenseTargets):
-            targets = targets.narrow(self.vocab_size)
-        if targets is not None:
-            assert not isinstance(targets, OnlineTargets)
-            logprobs = faults.changed("train.teacher", targets.logprobs, int(indices[0]))
-            targets = dataclasses.replace(targets, logprobs=logprobs)
+        targets = (
+            None
+            if batch.targets is None
+            else batch.targets.narrow(self.vocab_size).map(
+                lambda name, each: (
+                    faults.changed("train.teacher", each, int(indices[0])) if name == "logprobs" else each
+                )
+            )
+        )
         with self._device_copy.copying() as copy:
             return dataclasses.replace(
                 batch,

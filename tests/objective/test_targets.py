@@ -2,7 +2,7 @@ import pytest
 import torch
 from objective_reference import dense, problem, sparse
 
-from kdtrain.objective.targets import EMPTY, DenseTargets, SparseTargets, per_token
+from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets, per_token
 
 KNOTS = (1.0, 0.7, 0.45, 0.25)
 F64 = torch.float64
@@ -74,7 +74,7 @@ def test_the_partition_is_one_at_temperature_one(top_k, num_samples):
 def test_an_empty_tail_has_no_mass_and_no_nan():
     p = problem(vocab=2)
     targets = sparse(p.energies, p.labels, top_k=2)
-    tail = torch.cat([torch.full((24, 5), EMPTY), torch.zeros(24, 5)], 1).double()
+    tail = torch.cat([torch.full((24, 5), FLOOR), torch.zeros(24, 5)], 1).double()
     targets = SparseTargets(**{**vars(targets), "tail": tail})
     beta = torch.tensor(0.5, dtype=F64, requires_grad=True)
     value = targets.log_partition(beta)
@@ -98,7 +98,7 @@ def test_absent_entries_have_weight_zero():
     absent = targets.ids >= p.vocab_size
     assert absent.any()
     cleaned = targets.without_absent(p.vocab_size)
-    assert (cleaned.logprobs[absent] == EMPTY).all() and (cleaned.counts[absent] == 0).all()
+    assert (cleaned.logprobs[absent] == FLOOR).all() and (cleaned.counts[absent] == 0).all()
     torch.testing.assert_close(cleaned.logprobs[~absent], targets.logprobs[~absent])
 
 
