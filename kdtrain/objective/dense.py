@@ -27,7 +27,7 @@ from torch import Tensor
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.statistics import Events
-from kdtrain.objective.targets import FLOOR, Rows
+from kdtrain.objective.targets import FLOOR, Supervision
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class DenseStatistics:
     """At beta = 1, nats; not differentiable."""
 
 
-DenseLoss = Callable[[DenseStatistics, Tensor, Rows], tuple[Tensor, Tensor]]
-"""(statistics, beta, rows) -> (loss, a differentiable scalar; sums, a vector without gradients)."""
+DenseLoss = Callable[[DenseStatistics, Tensor, Supervision], tuple[Tensor, Tensor]]
+"""As `sparse.SparseLoss`."""
 Named = tuple[str, float]
 """A divergence by name, and its number."""
 
@@ -66,8 +66,8 @@ class Pair(NamedTuple):
 
     def log_softmax(self, sums: DenseSums) -> tuple[Tensor, Tensor]:
         """log q and log p at beta."""
-        student, teacher = sums.sides()
-        return student.log_softmax(self.z, self.beta), teacher.log_softmax(self.energies(), self.beta)
+        log_q_RV = _log_softmax(self.z, sums.top_z, sums.beta_z, self.beta)
+        return log_q_RV, _log_softmax(self.energies(), sums.top_e, sums.beta_e, self.beta)
 
 
 class DenseSums(NamedTuple):
@@ -85,10 +85,6 @@ class DenseSums(NamedTuple):
     mean_z: Tensor
     mean_e: Tensor
 
-    def sides(self) -> tuple[Shift, Shift]:
-        """Student and teacher at beta."""
-        return Shift.of(self.top_z, self.beta_z), Shift.of(self.top_e, self.beta_e)
-
 
 class DenseValues(NamedTuple):
     """The divergence of a chunk's rows and sums of its derivatives, each [R]."""
@@ -103,26 +99,18 @@ class DenseValues(NamedTuple):
     """The divergence at beta = 1; 0 unless wanted."""
 
 
-@dataclass(frozen=True)
-class Shift:
-    """One side of a comparison: its largest entry and the log of its shifted sum of exponentials, each [R]."""
+def _log_softmax(values_RV: Tensor, top_R: Tensor, mass_R: Tensor, beta: Tensor | float) -> Tensor:
+    """log softmax(beta * values), from the largest entry and the shifted sum of exponentials.
 
-    top: Tensor
-    log_mass: Tensor
-    """In the dtype of the values: fp64 would be converted at every element of the row."""
+    In the dtype of the values, the log of the mass too: fp64 would be converted at every element of the row.
+    """
+    return beta * (values_RV - top_R[:, None]) - mass_R.double().log().to(top_R.dtype)[:, None]
 
-    @classmethod
-    def of(cls, top_R: Tensor, mass_R: Tensor) -> Shift:
-        """From the largest entry and the shifted sum of exponentials."""
-        return cls(top_R, mass_R.double().log().to(top_R.dtype))
 
-    def log_softmax(self, values_RV: Tensor, beta: Tensor | float) -> Tensor:
-        """log softmax(beta * values), in the dtype of the values."""
-        return beta * (values_RV - self.top[:, None]) - self.log_mass[:, None]
-
-    def rounding(self, mass_R: Tensor) -> Tensor:
-        """[R] fp64: how much too low `log_softmax` is because the log of the mass was rounded."""
-        return self.log_mass.double() - mass_R.double().log()
+def _rounding(mass_R: Tensor) -> Tensor:
+    """[R] fp64: how much too low `_log_softmax` is because the log of the mass was rounded."""
+    log_R = mass_R.double().log()
+    return log_R.to(mass_R.dtype).double() - log_R
 
 
 def sum_dense(pair: Pair, slopes: bool, at_one: bool) -> DenseSums:
@@ -144,22 +132,21 @@ def sum_dense(pair: Pair, slopes: bool, at_one: bool) -> DenseSums:
 
 def measure_dense(pair: Pair, sums: DenseSums, divergence: Named, slopes: bool) -> DenseValues:
     """The divergence at beta, and sums of its derivatives."""
-    student, teacher = sums.sides()
     log_q_RV, log_p_RV = pair.log_softmax(sums)
     values_R, g_RV, h_RV = _derivatives(log_p_RV, log_q_RV, divergence)
     moment_q_R = moment_p_R = zero_R = torch.zeros_like(values_R)
     if slopes:
-        moment_q_R = (g_RV * (pair.z - student.top[:, None])).sum(1)
-        moment_p_R = (h_RV * (pair.energies() - teacher.top[:, None])).sum(1)
+        moment_q_R = (g_RV * (pair.z - sums.top_z[:, None])).sum(1)
+        moment_p_R = (h_RV * (pair.energies() - sums.top_e[:, None])).sum(1)
     return DenseValues(values_R, g_RV.sum(1), h_RV.sum(1), moment_q_R, moment_p_R, zero_R)
 
 
 def value_dense(pair: Pair, sums: DenseSums, divergence: Named) -> Tensor:
     """The divergence [R] at beta = 1."""
-    student, teacher = Shift.of(sums.top_z, sums.mass_z), Shift.of(sums.top_e, sums.mass_e)
-    log_p_RV = teacher.log_softmax(pair.energies(), 1.0)
+    log_p_RV = _log_softmax(pair.energies(), sums.top_e, sums.mass_e, 1.0)
+    log_q_RV = _log_softmax(pair.z, sums.top_z, sums.mass_z, 1.0)
     name, number = divergence
-    return DIVERGENCES.entries[name].of(Events(log_p_RV, student.log_softmax(pair.z, 1.0)), number)
+    return DIVERGENCES.entries[name].of(Events(log_p_RV, log_q_RV), number)
 
 
 class Weighed(NamedTuple):
@@ -183,7 +170,7 @@ def weigh(
     sums: DenseSums,
     values: DenseValues,
     beta: Tensor,
-    rows: Rows,
+    rows: Supervision,
     slopes: bool,
     differentiates: bool,
 ) -> Weighed:
@@ -194,9 +181,8 @@ def weigh(
         beta: scalar, fp64.
         slopes: True if the gradient in beta is wanted. differentiates: False if none is; they are 0 then.
     """
-    student, teacher = sums.sides()
     value_R, g_R, h_R, moment_q_R, moment_p_R, at_one_R = (each.double() for each in values)
-    value_R = value_R + student.rounding(sums.beta_z) * g_R + teacher.rounding(sums.beta_e) * h_R
+    value_R = value_R + _rounding(sums.beta_z) * g_R + _rounding(sums.beta_e) * h_R
     slope_R = moment_q_R - g_R * sums.mean_z + moment_p_R - h_R * sums.mean_e
 
     def value(lse_R: Tensor, label_R: Tensor, value_R: Tensor, moving: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

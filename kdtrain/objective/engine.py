@@ -34,15 +34,15 @@ from kdtrain.objective.logits import ChunkLogits, chunk_rows, whole_head
 from kdtrain.objective.matmul import maybe_compiled
 from kdtrain.objective.sparse import Shares, SparseLoss, differentiate, reduce_logits, spread_gradients
 from kdtrain.objective.statistics import Entries
-from kdtrain.objective.targets import Rows
+from kdtrain.objective.targets import Supervision
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What to compute, for which rows."""
 
-    rows: Rows
-    """Labels, mask and targets of the N rows; the losses get them chunk by chunk, see `Rows.harmless`."""
+    rows: Supervision
+    """Of the N rows; the losses get it chunk by chunk, see `Supervision.harmless`."""
     sparse_loss: SparseLoss
     """For single entries, or no targets."""
     dense_loss: DenseLoss

@@ -31,21 +31,19 @@ dWeight however many rows it adds up."""
 
 
 def whole_head(head: OutputHead) -> OutputHead:
-    """The head, with tensors that are sharded over ranks (FSDP2's DTensor) gathered."""
-    return OutputHead(_whole(head.weight), _whole(head.bias), head.scale, head.softcap)
+    """The head, with tensors that are sharded over ranks (FSDP2's DTensor) gathered.
 
-
-def _whole(tensor: Tensor | None) -> Tensor | None:
-    """A DTensor gathered; any other tensor unchanged.
-
-    Its gradient is the sum over ranks, of which each keeps its shard: a loss is divided by the tokens of all ranks.
+    Their gradient is the sum over ranks, of which each keeps its shard: a loss is divided by the tokens of all ranks.
     """
-    sharded: Any = tensor
-    if not hasattr(sharded, "full_tensor"):
-        return tensor
-    from torch.distributed.tensor import Partial
 
-    return sharded.full_tensor(grad_placements=[Partial()] * sharded.device_mesh.ndim)  # type: ignore[no-any-return]
+    def whole(tensor: Any) -> Any:
+        if not hasattr(tensor, "full_tensor"):
+            return tensor
+        from torch.distributed.tensor import Partial
+
+        return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+
+    return OutputHead(whole(head.weight), whole(head.bias), head.scale, head.softcap)
 
 
 def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "cpu") -> int:
@@ -76,13 +74,7 @@ def chunk_logits(hidden_RD: Tensor, head: OutputHead, vocab_size: int) -> Tensor
 class ChunkLogits:
     """Logits of one chunk of rows after another, all in one buffer: fresh memory would take as long as a product.
 
-    Args:
-        hidden_ND: all rows.
-        head: whole (`whole_head`).
-        vocab_size: V.
-        chunk: rows of a chunk.
-        compile: torch.compile the elementwise work of the products.
-        narrow: True if gradients in the logits may be in 16 bits, beside them.
+    `narrow`: gradients in the logits may be in 16 bits, beside them.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine import Request, fused_loss
 from kdtrain.objective.statistics import Statistics
 from kdtrain.objective.tails import resolve_tail
-from kdtrain.objective.targets import Rows, Targets, per_token, scalar
+from kdtrain.objective.targets import Supervision, Targets, per_token, scalar
 from kdtrain.objective.temperature import Temperature
 
 
@@ -185,7 +185,7 @@ def distillation_loss(
     )
     temperature = scalar(temperature, hidden_ND.device)
     request = Request(
-        rows=Rows(labels_N, mask_N, targets),
+        rows=Supervision(labels_N, mask_N, targets),
         sparse_loss=recipe.sparse,
         dense_loss=recipe.dense,
         divergence=(name, parameter),
@@ -213,7 +213,7 @@ class _Recipe:
     normalizer: Tensor
     at_one: bool
 
-    def sparse(self, statistics: Statistics, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def sparse(self, statistics: Statistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
         if rows.targets is None:
             return self._joined(cross_entropy_R, None, None, beta, rows.mask)
@@ -226,7 +226,7 @@ class _Recipe:
             at_one_R = measure(events, self.parameter)
         return self._joined(cross_entropy_R, kd_R, at_one_R, beta, rows.mask)
 
-    def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
         return self._joined(cross_entropy_R, statistics.divergence, statistics.divergence_at_one, beta, rows.mask)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.divergence import forward_kl
 from kdtrain.objective.logits import chunk_logits, chunk_rows, whole_head
-from kdtrain.objective.targets import Rows, Targets
+from kdtrain.objective.targets import Supervision, Targets
 
 BINS = 15
 
@@ -99,7 +99,7 @@ def measure(
     Sums that the targets do not contain are None. It waits for the device once.
     """
     chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
-    rows, head = Rows(labels_N, mask_N, targets), whole_head(head)
+    rows, head = Supervision(labels_N, mask_N, targets), whole_head(head)
     if hidden_ND.is_cuda and head.weight is not None:
         # once for all chunks, as in training: operands of two dtypes would be multiplied in fp32, far more slowly
         head = replace(head, weight=head.weight.to(hidden_ND.dtype))
@@ -116,7 +116,7 @@ def measure(
     return Metrics.from_vector(total.tolist())
 
 
-def _chunk_sums(z_RV: Tensor, rows: Rows) -> Tensor:
+def _chunk_sums(z_RV: Tensor, rows: Supervision) -> Tensor:
     """The vector of `Metrics` for a chunk, with 0 for unknown sums."""
     top_logit_R, top_R = z_RV.max(dim=-1)
     lse_R = torch.logsumexp(z_RV, dim=-1)
@@ -133,7 +133,7 @@ def _chunk_sums(z_RV: Tensor, rows: Rows) -> Tensor:
     return torch.cat([sums, *binned])
 
 
-def _teacher_columns(z_RV: Tensor, top_R: Tensor, rows: Rows) -> list[Tensor]:
+def _teacher_columns(z_RV: Tensor, top_R: Tensor, rows: Supervision) -> list[Tensor]:
     """KL, the teacher's cross-entropy, agreement and acceptance, each [R]."""
     zero_R = torch.zeros_like(z_RV[:, 0])
     if rows.targets is None:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.statistics import Entries, Statistics
-from kdtrain.objective.targets import Rows
+from kdtrain.objective.targets import Supervision
 
-SparseLoss = Callable[[Statistics, Tensor, Rows], tuple[Tensor, Tensor]]
+SparseLoss = Callable[[Statistics, Tensor, Supervision], tuple[Tensor, Tensor]]
 """(statistics, beta, rows) -> (loss, a differentiable scalar; sums, a vector without gradients)."""
 
 
@@ -89,7 +89,7 @@ def differentiate(
     loss: SparseLoss,
     tail: TailSums,
     beta: Tensor,
-    rows: Rows,
+    rows: Supervision,
     entries: Entries,
     slopes: bool,
     head: OutputHead,
@@ -99,7 +99,7 @@ def differentiate(
 
     Args:
         beta: scalar, fp64.
-        rows: harmless ones (`Rows.harmless`).
+        rows: harmless ones (`Supervision.harmless`).
         entries: with their logits from before the top-k was masked.
         slopes: True if the gradient in beta is wanted.
         head: scale and soft cap.

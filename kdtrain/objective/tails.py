@@ -6,33 +6,25 @@ p_k, q_k the true probabilities at beta (the teacher's from the cached log-parti
 
 ghost        the top-k's entries and one bucket for all the rest: p_tail = exp(L(beta)) / Z(beta) against the
              student's own mass outside the top-k (the ghost token of Sparse Logit Sampling, ACL 2025, arXiv
-             2503.16870, with the mass right at every T). Both sides are distributions, so that every
-             divergence is 0 with zero gradient for student = teacher; merging events can only lose some of
-             an f-divergence, which is then a lower bound of the one over all V tokens.
-drop         the top-k's entries only, with true masses: the top-k's terms of the sum. Forward KL is 0 for
-             student = teacher, but that is not a minimum: with P the top-k's mass, the gradient there is
-             beta q_j P in the tail and beta q_j (P - 1) in the top-k. The tail starves, and the value falls
-             to P log P < 0.
+             2503.16870, with the mass right at every T). Every divergence is 0 with zero gradient for student =
+             teacher; merging events can only lose some of an f-divergence, which is then a lower bound.
+drop         the top-k's entries only, with true masses. student = teacher is no minimum: with P the top-k's mass, the
+             gradient there is beta q_j P in the tail, which starves, and beta q_j (P - 1) in the top-k.
 renormalize  both sides divided by their mass in the top-k: blind to what the student puts elsewhere (some
              implementations divide the teacher's alone). 0 with zero gradient for student = teacher.
 sampled      top-k entries with weight p_k, drawn entries with weight
                  w_k = p_tail(1) (c_k / n) p_k(1)^(beta - 1) / Z(beta),
              the importance weight of c_k of n samples from the tail at T = 1 (at top-k 0, p_tail(1) = 1 and the
-             tail is everything: random-sampling KD, arXiv 2503.16870). sum w (log p - log q) estimates the
-             full forward KL without bias at every T, value and gradient, up to the interpolation of Z(beta);
-             0 for student = teacher, because each term is (from counts alone, only their mean). Any other
-             divergence needs q at all tokens with a weight of its own, which samples from p do not give.
+             tail is everything: random-sampling KD, arXiv 2503.16870). sum w (log p - log q) estimates the full
+             forward KL without bias at every T, value and gradient. Any other divergence needs q at all tokens with a
+             weight of its own, which samples from p do not give.
 control-variate  the ghost bucket, corrected inside by the samples, as below. Forward KL only, like
              `sampled`; its noise falls with the student's distance from the teacher.
 
 Targets with samples need one of the last two: the default `ghost` means `sampled` for them.
 
-`register_tail` adds a rule.
-
-The correction of `control-variate`. The ghost bucket compares the mass of the tail only: inside the tail it assumes the
-teacher to be
-    p^_j = r q_j,   r = p_tail / q_tail.
-So it misses a divergence inside the tail,
+The correction of `control-variate`. Inside the tail the ghost bucket assumes the teacher to be p^_j = r q_j with
+r = p_tail / q_tail, and misses a divergence there,
     KL(p || q) = KL over top-k and bucket + sum_{j in tail} p_j (-log x_j),   x_j = r q_j / p_j,
 estimated from the samples, each of chance pi_k. As sum_{j in tail} p_j (x_j - 1) = 0, any share s of that sum
 may be added, a control variate, if s does not depend on the samples:
@@ -45,15 +37,11 @@ Far from the teacher r q_k / pi_k has no bound, and neither has p_k / pi_k above
     s = exp(-4 d), where d is KL over top-k and bucket at T = 1;
     x counts as at most 4, along the tangent in log x: a draw's weight is then at most 3 times that of plain sampling;
     (p_k / p_tail) / pi_k, which is 1 at T = 1, counts as at most sqrt(n) (truncated importance sampling, Ionides 2008,
-    J. Comput. Graph. Stat. 17(2)).
-When it is unbiased: its mean is forward KL, in value, gradient and slope in T, if r q_j <= 4 p_j and p_j <= sqrt(n)
-p_tail pi_j for every j of the tail (the second always holds at T = 1), whatever s is. Terms that are cut pull less.
-With a top-k the bias of the first falls with s away from the teacher; at the teacher there is none, and no gradient. No
-gradient goes through s, so that the gradient is not that of the value.
-
-Why these, and how far each rule is from the full gradient: docs/fidelity.md, "How the control variate was bounded". The
-weight of at most sqrt(n) lets the bias vanish as samples are added. Without a top-k there is no bucket to judge the
-distance by, and the rule is refused.
+    J. Comput. Graph. Stat. 17(2)), so that the bias vanishes as samples are added.
+It is unbiased, in value, gradient and slope in T, if r q_j <= 4 p_j and p_j <= sqrt(n) p_tail pi_j for every j of the
+tail (the second always holds at T = 1), whatever s is. With a top-k the bias of the first falls with s away from the
+teacher; at the teacher there is none. No gradient goes through s, so that the gradient is not that of the value.
+Without a top-k there is no bucket to judge the distance by, and the rule is refused. docs/fidelity.md has measurements.
 
 Shape suffixes: R rows, E events, K kept entries, H top-k entries, D drawn entries, V vocabulary.
 """

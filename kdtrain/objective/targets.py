@@ -24,7 +24,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -58,28 +58,17 @@ class Targets(ABC):
     columns (`row_logprobs`). The defaults are those of whole rows.
     """
 
+    label_logprob: Tensor
+    """[N] fp32, nats. Teacher's log p of the label at T = 1."""
+    top_k: int
+    num_samples: int
+    """Entries of a row that are kept exactly, and samples of the rest."""
+    width: int | None
+    """V of whole rows; None for single entries."""
     only_at_one = False
     """True for targets that are right at T = 1 only."""
     has_top = True
     """True for targets that know the teacher's most likely token."""
-
-    if TYPE_CHECKING:  # a dataclass would take a property of its base for the default of a field
-
-        @property
-        def label_logprob(self) -> Tensor:
-            """[N] fp32, nats. Teacher's log p of the label at T = 1."""
-
-        @property
-        def top_k(self) -> int:
-            """Entries of a row that are kept exactly."""
-
-        @property
-        def num_samples(self) -> int:
-            """Samples of the tail a row."""
-
-        @property
-        def width(self) -> int | None:
-            """V of whole rows; None for single entries."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -91,6 +80,11 @@ class Targets(ABC):
     def __getitem__(self, rows: slice) -> Self:
         """The rows `rows` of every tensor, as views."""
         return self.map(lambda _, tensor: tensor[rows])
+
+    def by_parts(self, of: Callable[[Self], Tensor]) -> Tensor:
+        """`of` [...,R] of a few whole rows at a time, joined."""
+        rows = max(1, _DENSE_CHUNK // (self.width or 1))
+        return torch.cat([of(self[i : i + rows]) for i in range(0, max(1, len(self)), rows)], dim=-1)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same targets with `change` applied to every tensor."""
@@ -175,7 +169,7 @@ class Targets(ABC):
 
 
 @dataclass(frozen=True)
-class Rows:
+class Supervision:
     """The inputs of a loss for some rows, besides logits."""
 
     labels: Tensor
@@ -185,15 +179,15 @@ class Rows:
     targets: Targets | None
     """R rows, or none."""
 
-    def __getitem__(self, rows: slice) -> Rows:
-        return Rows(self.labels[rows], self.mask[rows], None if self.targets is None else self.targets[rows])
+    def __getitem__(self, rows: slice) -> Supervision:
+        return Supervision(self.labels[rows], self.mask[rows], None if self.targets is None else self.targets[rows])
 
-    def harmless(self, vocab_size: int) -> Rows:
+    def harmless(self, vocab_size: int) -> Supervision:
         """The same with finite numbers and a valid label in masked rows, and weight 0 at absent entries."""
         targets = None if self.targets is None else self.targets.where(self.mask).without_absent(vocab_size)
-        return Rows(self.labels.masked_fill(~self.mask, 0), self.mask, targets)
+        return Supervision(self.labels.masked_fill(~self.mask, 0), self.mask, targets)
 
-    def double(self) -> Rows:
+    def double(self) -> Supervision:
         """The same with sparse targets in fp64."""
         return replace(self, targets=None if self.targets is None else self.targets.double())
 
@@ -210,7 +204,7 @@ class SparseTargets(Targets):
     ids: Tensor
     """[N,K] int64. An id at or above the student's vocabulary marks an absent entry."""
     logprobs: Tensor
-    """[N,K] fp32, nats. Teacher's log p at T = 1; meaningless but finite at absent entries. With `counts_only` the log
+    """[N,K] fp32, nats. Teacher's log p at T = 1; meaningless but finite at absent entries. With `only_at_one` the log
     of the share of samples, moved by one number a token so that its mean over the samples is E[log p]."""
     counts: Tensor
     """[N,K] fp32. How often an entry was drawn from the tail; 0 for top-k and absent entries."""
@@ -400,7 +394,7 @@ class DenseTargets(Targets):
         return self.logprobs.shape[0]
 
     @property
-    def width(self) -> int:
+    def width(self) -> int:  # type: ignore[override]
         """V."""
         return self.logprobs.shape[1]
 
@@ -421,18 +415,15 @@ class DenseTargets(Targets):
         Value and slope (E_p_beta[e]) are computed chunk by chunk and joined as L + L' (beta - stop_gradient(beta)).
         """
         fixed = beta.detach() if isinstance(beta, Tensor) else beta
-        rows = max(1, _DENSE_CHUNK // self.logprobs.shape[1])
-        values: list[Tensor] = []
-        slopes: list[Tensor] = []
+
+        def value_and_slope(part: DenseTargets) -> Tensor:
+            energies_RV = part.energies()
+            scaled_RV = fixed * energies_RV
+            value_R = torch.logsumexp(scaled_RV, dim=-1)
+            return torch.stack([value_R, ((scaled_RV - value_R[:, None]).exp_() * energies_RV).sum(-1)])
+
         with torch.no_grad():
-            for start in range(0, len(self), rows):
-                energies_NV = self[start : start + rows].energies()
-                scaled_NV = fixed * energies_NV
-                values.append(torch.logsumexp(scaled_NV, dim=-1))
-                slopes.append(((scaled_NV - values[-1][:, None]).exp_() * energies_NV).sum(-1))
-        if not values:
-            return self.label_logprob.new_zeros(0)
-        values_N, slopes_N = torch.cat(values), torch.cat(slopes)
+            values_N, slopes_N = self.by_parts(value_and_slope)
         if keep_N is not None:
             values_N, slopes_N = _keep(values_N, keep_N, 0.0), _keep(slopes_N, keep_N, 0.0)
         return values_N + slopes_N * (beta - fixed)
@@ -484,16 +475,13 @@ class OnlineTargets(Targets):
         return DenseTargets.from_logits(chunk_logits(self.hidden, self.head, self.width), self.labels)
 
     @property
-    def label_logprob(self) -> Tensor:
-        """[N] fp32, nats. Teacher's log p of the label at T = 1; costs a product with the head."""
-        parts = [part.resolved().label_logprob for part in self._parts()]
-        return torch.cat(parts) if parts else self.hidden.new_zeros(0, dtype=torch.float32)
+    def label_logprob(self) -> Tensor:  # type: ignore[override]
+        """It costs a product with the head, and so does `log_partition`."""
+        return self.by_parts(lambda part: part.resolved().label_logprob)
 
     def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
-        """As that of `DenseTargets`; costs a product with the head."""
         kept = self if keep_N is None else self.where(keep_N)
-        parts = [part.resolved().log_partition(beta) for part in kept._parts()]
-        values_N = torch.cat(parts) if parts else self.hidden.new_zeros(0, dtype=torch.float32)
+        values_N = kept.by_parts(lambda part: part.resolved().log_partition(beta))
         return values_N if keep_N is None else _keep(values_N, keep_N, 0.0)
 
     def where(self, keep_N: Tensor) -> OnlineTargets:
@@ -505,10 +493,6 @@ class OnlineTargets(Targets):
     def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
         assert reader is not None
         return reader(self.hidden)
-
-    def _parts(self) -> list[OnlineTargets]:
-        rows = max(1, _DENSE_CHUNK // self.width)
-        return [self[i : i + rows] for i in range(0, len(self), rows)]
 
 
 def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:

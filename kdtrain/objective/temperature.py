@@ -79,18 +79,24 @@ class TemperatureOptions:
     """The options that a mode is built from; each mode takes those that it needs."""
 
     start: float
-    """T at step 0."""
+    """T at step 0; a learned T starts at least 5 % of the range (in log T) inside its bounds."""
     minimum: float
     """Bounds for a T that is learned, normally the range at which the cache is right."""
     maximum: float
     end: float
-    """T at the end of a schedule."""
-    schedule: str
+    """T at the end of a schedule; the start if not given."""
+    schedule: str = "constant"
     """Its shape, one of `SCHEDULES`."""
-    total_steps: int
+    total_steps: int = 0
     """Number of the run's last step; the first is 0."""
     ramp_steps: int
-    """Steps until an adversarial T is at full strength."""
+    """Steps until an adversarial T is at full strength; a tenth of all if not given."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise UsageError(f"the temperature schedule {self.schedule} is unknown; use {', '.join(SCHEDULES)}")
+        if not (0 < self.start < math.inf and 0 < self.end < math.inf):
+            raise UsageError(f"a temperature must be above 0, --temperature is {self.start:g} and its end {self.end:g}")
 
 
 Maker = TypeVar("Maker", bound=Callable[[TemperatureOptions], Temperature])
@@ -237,38 +243,20 @@ def scheduled(shape: str, start: float, end: float, step: int, total_steps: int)
     return start + (end - start) * done
 
 
-def build_temperature(
-    mode: str,
-    *,
-    start: float,
-    minimum: float,
-    maximum: float,
-    end: float | None = None,
-    schedule: str = "constant",
-    total_steps: int = 0,
-    ramp_steps: int | None = None,
-) -> Temperature:
-    """The temperature of `mode`, as `--temperature-mode` takes it.
+def build_temperature(mode: str, **given: Any) -> Temperature:
+    """The temperature of `mode`, as `--temperature-mode` takes it, from the fields of `TemperatureOptions`.
 
-    Args:
-        start: T at step 0; a learnable T starts at least 5 % of the range (in log T) inside its bounds.
-        minimum, maximum: bounds of a learnable T, normally the range at which the cache is right.
-        end, schedule, total_steps: for `schedule`, one of `SCHEDULES` from start to end over total_steps.
-        ramp_steps: for `adversarial`, steps until the reversal is at full strength; a tenth of total_steps.
     Raises:
         UsageError: an unknown mode or schedule, or impossible temperatures or bounds.
     """
     make: Callable[[TemperatureOptions], Temperature] = TEMPERATURES.get(mode)
-    options = TemperatureOptions(
-        start=start,
-        minimum=minimum,
-        maximum=maximum,
-        end=start if end is None else end,
-        schedule=schedule,
-        total_steps=total_steps,
-        ramp_steps=total_steps // 10 if ramp_steps is None else ramp_steps,
-    )
-    _check(mode, options)
+    defaults = {"end": given["start"], "ramp_steps": given.get("total_steps", 0) // 10}
+    options = TemperatureOptions(**defaults | given)
+    if TEMPERATURES.has(mode, LEARNS) and not 0 < options.minimum < options.maximum < math.inf:
+        raise UsageError(
+            f"--temperature-min {options.minimum:g} and --temperature-max {options.maximum:g} leave no room to learn a "
+            "temperature in; set 0 < minimum < maximum"
+        )
     return make(options)
 
 
@@ -277,16 +265,3 @@ register_temperature("schedule")(lambda o: ScheduledTemperature(o.start, o.end, 
 register_temperature("likelihood")(lambda o: LikelihoodTemperature(o.start, (o.minimum, o.maximum)))
 register_temperature("adversarial")(lambda o: AdversarialTemperature(o.start, (o.minimum, o.maximum), o.ramp_steps))
 register_temperature("minimize")(lambda o: MinimizedTemperature(o.start, (o.minimum, o.maximum)))
-
-
-def _check(mode: str, options: TemperatureOptions) -> None:
-    start, end, minimum, maximum = options.start, options.end, options.minimum, options.maximum
-    if options.schedule not in SCHEDULES:
-        raise UsageError(f"the temperature schedule {options.schedule} is unknown; use {', '.join(SCHEDULES)}")
-    if not (0 < start < math.inf and 0 < end < math.inf):
-        raise UsageError(f"a temperature must be above 0, --temperature is {start:g} and its end {end:g}")
-    if TEMPERATURES.has(mode, LEARNS) and not 0 < minimum < maximum < math.inf:
-        raise UsageError(
-            f"--temperature-min {minimum:g} and --temperature-max {maximum:g} leave no room to learn a "
-            "temperature in; set 0 < minimum < maximum"
-        )
