@@ -36,11 +36,12 @@ class OutputHead:
 
     def shape(self, product: Tensor) -> Tensor:
         """Apply scale and soft cap to the product with the weight, bias included; in place where it has no gradient."""
-        into = None if product.requires_grad else product
-        logits = product if self.scale == 1.0 else torch.mul(product, self.scale, out=into)
-        if self.softcap is None:
-            return logits
-        return torch.mul(torch.tanh(torch.div(logits, self.softcap, out=into), out=into), self.softcap, out=into)
+        if product.requires_grad:
+            logits = product if self.scale == 1.0 else product * self.scale
+            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.scale != 1.0:
+            product.mul_(self.scale)
+        return product if self.softcap is None else product.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def slope(self, z: Tensor) -> Tensor | float:
         """Derivative of the logits `z` in the product with the weight; 0 where z is masked."""

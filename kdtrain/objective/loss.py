@@ -216,35 +216,26 @@ class _Recipe:
     def sparse(self, statistics: Statistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
         if rows.targets is None:
-            return self._joined(cross_entropy_R, None, None, beta, rows.mask)
+            return self._joined(beta, rows.mask, cross_entropy_R, None, None)
         measure = DIVERGENCES.get(self.divergence).of
         kd_R = measure(rows.targets.events(self.tail, statistics, beta), self.parameter)
         if not self.at_one:
-            return self._joined(cross_entropy_R, kd_R, None, beta, rows.mask)
+            return self._joined(beta, rows.mask, cross_entropy_R, kd_R, None)
         with torch.no_grad():
             events = rows.targets.at_one().events(self.tail, statistics.at_one(), torch.ones_like(beta))
             at_one_R = measure(events, self.parameter)
-        return self._joined(cross_entropy_R, kd_R, at_one_R, beta, rows.mask)
+        return self._joined(beta, rows.mask, cross_entropy_R, kd_R, at_one_R)
 
     def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
-        return self._joined(cross_entropy_R, statistics.divergence, statistics.divergence_at_one, beta, rows.mask)
+        return self._joined(beta, rows.mask, cross_entropy_R, statistics.divergence, statistics.divergence_at_one)
 
-    def _joined(
-        self,
-        cross_entropy_R: Tensor,
-        kd_R: Tensor | None,
-        at_one_R: Tensor | None,
-        beta: Tensor,
-        mask_R: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of a chunk and its sums (CE, KD, KD at T = 1), from the values of each token."""
+    def _joined(self, beta: Tensor, mask_R: Tensor, *values: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The loss of a chunk and its sums, from CE, KD and KD at T = 1 of each token, [R]."""
         nothing = torch.zeros_like(beta)
-        cross_entropy, kd, at_one = (
-            nothing if x is None else x.masked_fill(~mask_R, 0.0).sum() for x in (cross_entropy_R, kd_R, at_one_R)
-        )
-        total = joined(cross_entropy, kd, self.alpha, self.alpha / beta**2)
-        return per_token(total, self.normalizer), torch.stack([cross_entropy, kd, at_one])
+        sums = [nothing if x is None else x.masked_fill(~mask_R, 0.0).sum() for x in values]
+        total = joined(sums[0], sums[1], self.alpha, self.alpha / beta**2)
+        return per_token(total, self.normalizer), torch.stack(sums)
 
 
 def _check_inputs(
@@ -283,9 +274,8 @@ def _described(tensor: Tensor) -> str:
 def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int) -> None:
     if targets is None:
         return
-    dense = targets.width is not None
-    refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples, dense=dense)
-    if dense and targets.width != vocab_size:
+    refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples, dense=not targets.has_tail)
+    if targets.width not in (None, vocab_size):
         raise UsageError(
             f"the dense targets have {targets.width} columns and the vocabulary has {vocab_size}; use a teacher "
             f"and a student of one tokenizer, and vocab_size={targets.width} if the student's head is padded"

@@ -65,6 +65,8 @@ class Targets(ABC):
     """Entries of a row that are kept exactly, and samples of the rest."""
     width: int | None
     """V of whole rows; None for single entries."""
+    has_tail = False
+    """True where a tail rule says what stands for entries that are not kept; a divergence sees the others as dense."""
     only_at_one = False
     """True for targets that are right at T = 1 only."""
     has_top = True
@@ -228,6 +230,7 @@ class SparseTargets(Targets):
     """True where every beta that is asked for is 1 (`at_one`)."""
 
     width = None
+    has_tail = True
 
     def __len__(self) -> int:
         return self.ids.shape[0]

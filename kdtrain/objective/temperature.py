@@ -207,7 +207,8 @@ class AdversarialTemperature(LearnedTemperature):
         return scheduled("cosine", 0.0, 1.0, self.step, self.ramp_steps)
 
     def value(self) -> Tensor:
-        return _Reverse.apply(self.temperature(), self.strength())  # type: ignore[no-any-return]
+        temperature = self.temperature()
+        return temperature.detach() - self.strength() * (temperature - temperature.detach())
 
     def log_gradient(self) -> Tensor | None:
         """The loss's own gradient, as in all modes: not reversed, not ramped; None while the strength is 0."""
@@ -220,17 +221,6 @@ class MinimizedTemperature(LearnedTemperature):
 
     def value(self) -> Tensor:
         return self.temperature()
-
-
-class _Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, temperature: Tensor, strength: float) -> Tensor:
-        ctx.strength = strength
-        return temperature.view_as(temperature)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return -ctx.strength * gradients[0], None
 
 
 def scheduled(shape: str, start: float, end: float, step: int, total_steps: int) -> float:
