@@ -65,7 +65,7 @@ class Request:
 class Pass:
     """One pass over all rows: the request, and what follows from the inputs."""
 
-    asked: Request
+    request: Request
     head: OutputHead
     """Scale and soft cap of the head."""
     chunk: int
@@ -75,11 +75,11 @@ class Pass:
 
     def compile_small(self, device: torch.device) -> bool:
         """Compile the loss of a chunk too: a hundred small operations, slow to start on a GPU; a CPU gains nothing."""
-        return self.asked.compile and device.type != "cpu"
+        return self.request.compile and device.type != "cpu"
 
 
 @torch.compiler.disable
-def fused_loss(hidden_ND: Tensor, head: OutputHead, beta: Tensor, asked: Request) -> tuple[Tensor, Tensor]:
+def fused_loss(hidden_ND: Tensor, head: OutputHead, beta: Tensor, request: Request) -> tuple[Tensor, Tensor]:
     """Sum over chunks of a loss of output-head statistics, differentiable in hidden, weight, bias and beta.
 
     Args:
@@ -91,9 +91,9 @@ def fused_loss(hidden_ND: Tensor, head: OutputHead, beta: Tensor, asked: Request
     head = whole_head(head)
     inputs = {"hidden": hidden_ND, "weight": head.weight, "bias": head.bias, "beta": beta}
     differentiable = [k for k, v in inputs.items() if torch.is_grad_enabled() and v is not None and v.requires_grad]
-    chunk = asked.chunk or chunk_rows(asked.vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
+    chunk = request.chunk or chunk_rows(request.vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
     form = replace(head, weight=None, bias=None)
-    this = Pass(asked=asked, head=form, chunk=chunk, wanted=frozenset(differentiable))
+    this = Pass(request=request, head=form, chunk=chunk, wanted=frozenset(differentiable))
     return _Fused.apply(this, *inputs.values())
 
 
@@ -102,7 +102,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, this: Pass, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> Any:
         with torch.autocast(hidden_ND.device.type, enabled=False):
             loss, sums, ctx.gradients = _run(this, hidden_ND, weight_PD, bias_P, beta)
-        ctx.kernels = this.asked.compile and kernels.available(hidden_ND.device)
+        ctx.kernels = this.request.compile and kernels.available(hidden_ND.device)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_ND, weight_PD, bias_P, beta)]
         ctx.mark_non_differentiable(sums)
         return loss, sums
@@ -131,11 +131,11 @@ def _scale(gradient: Tensor, factor: Tensor, use_kernels: bool) -> None:
 
 def _run(this: Pass, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor | None, beta: Tensor) -> Any:
     """Value, sums and the four gradients (None where not wanted)."""
-    asked, targets = this.asked, this.asked.rows.targets
+    request, targets = this.request, this.request.rows.targets
     head = replace(this.head, weight=weight_PD, bias=bias_P)
     # A bias sums its gradient over the rows, which must not be rounded before.
     narrow = bool(this.wanted) and "bias" not in this.wanted
-    student = ChunkLogits(hidden_ND, head, asked.vocab_size, this.chunk, asked.compile, narrow)
+    student = ChunkLogits(hidden_ND, head, request.vocab_size, this.chunk, request.compile, narrow)
     beta = beta.detach().double()
     grads = _empty_gradients(this, hidden_ND, weight_PD, bias_P, beta)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -150,7 +150,7 @@ def _run(this: Pass, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor
     student.close()
     if measure.reader is not None:
         measure.reader.close()
-    found = found or [(beta.new_zeros(()), beta.new_zeros(asked.sums), torch.zeros_like(beta))]
+    found = found or [(beta.new_zeros(()), beta.new_zeros(request.sums), torch.zeros_like(beta))]
     loss, sums, dbeta = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
     if grads["beta"] is not None:
         grads["beta"] += dbeta
@@ -171,7 +171,7 @@ def _empty_gradients(this: Pass, hidden_ND: Tensor, weight_PD: Any, bias_P: Any,
             found[name] = matmul.take_buffer("weight gradient", *like.shape, dtype=own, device=like.device)
         else:
             found[name] = torch.empty(like.shape, dtype=own, device=like.device)
-        (found[name][this.asked.vocab_size :] if name == "weight" and len(hidden_ND) else found[name]).zero_()
+        (found[name][this.request.vocab_size :] if name == "weight" and len(hidden_ND) else found[name]).zero_()
     return found
 
 
@@ -206,27 +206,27 @@ class _WholeRows:
 
     def __init__(self, this: Pass, beta: Tensor, dtype: torch.dtype) -> None:
         self.this, self.beta, self.beta_z, self.slopes = this, beta, beta.to(dtype), "beta" in this.wanted
-        assert this.asked.rows.targets is not None
-        self.reader = this.asked.rows.targets.reader(this.chunk, this.asked.compile)
+        assert this.request.rows.targets is not None
+        self.reader = this.request.rows.targets.reader(this.chunk, this.request.compile)
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
-        this, asked, compiled = self.this, self.this.asked, self.this.asked.compile
-        rows = asked.rows[part].harmless(asked.vocab_size)
+        this, request, compiled = self.this, self.this.request, self.this.request.compile
+        rows = request.rows[part].harmless(request.vocab_size)
         assert rows.targets is not None
         pair = Pair(z_RV, rows.targets.row_logprobs(self.reader), self.beta_z)
         rows = replace(rows, targets=None)
         label_R = z_RV.gather(1, rows.labels[:, None]).squeeze(1)
-        sums = maybe_compiled(sum_dense, compiled)(pair, self.slopes, asked.at_one)
-        values = maybe_compiled(measure_dense, compiled)(pair, sums, asked.divergence, self.slopes)
-        if asked.at_one:
-            values = values._replace(at_one=maybe_compiled(value_dense, compiled)(pair, sums, asked.divergence))
+        sums = maybe_compiled(sum_dense, compiled)(pair, self.slopes, request.at_one)
+        values = maybe_compiled(measure_dense, compiled)(pair, sums, request.divergence, self.slopes)
+        if request.at_one:
+            values = values._replace(at_one=maybe_compiled(value_dense, compiled)(pair, sums, request.divergence))
         found = maybe_compiled(weigh, this.compile_small(z_RV.device))(
-            asked.dense_loss, label_R, sums, values, self.beta, rows, self.slopes, bool(this.wanted)
+            request.dense_loss, label_R, sums, values, self.beta, rows, self.slopes, bool(this.wanted)
         )
         if not this.wanted:
             return found.loss, found.sums, found.beta, None
         spread = maybe_compiled(spread_dense, compiled)
-        spread(pair, sums, values.g, found, rows.labels, asked.divergence, this.head, into_RV)
+        spread(pair, sums, values.g, found, rows.labels, request.divergence, this.head, into_RV)
         return found.loss, found.sums, found.beta, z_RV if into_RV is None else into_RV
 
 
@@ -237,34 +237,34 @@ class _Entries:
 
     def __init__(self, this: Pass, beta: Tensor, dtype: torch.dtype) -> None:
         self.this, self.beta, self.beta_z, self.slopes = this, beta, beta.to(dtype), "beta" in this.wanted
-        rows = this.asked.rows.harmless(this.asked.vocab_size)
+        rows = this.request.rows.harmless(this.request.vocab_size)
         self.distils = rows.targets is not None
         if rows.targets is None:
             self.entries = Entries.of_labels(rows.labels)
         else:
-            self.entries = rows.targets.entries(rows.labels, this.asked.vocab_size)
+            self.entries = rows.targets.entries(rows.labels, this.request.vocab_size)
             rows = replace(rows, targets=rows.targets.at(beta))
         self.rows = rows
         self.lines = torch.arange(this.chunk, device=rows.labels.device)[:, None]
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
-        this, asked, rows = self.this, self.this.asked, self.rows[part]
+        this, request, rows = self.this, self.this.request, self.rows[part]
         entries = self.entries[part].take(z_RV)
-        fused = asked.compile and kernels.chosen(z_RV, into_RV, self.slopes, this.head.softcap)
-        reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, asked.compile)
+        fused = request.compile and kernels.chosen(z_RV, into_RV, self.slopes, this.head.softcap)
+        reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, request.compile)
         tail = reduce(z_RV, self.beta_z, self.distils, self.slopes)
         if not this.wanted:
             statistics, _ = tail.statistics(entries, self.beta)
-            return *asked.sparse_loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
+            return *request.sparse_loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
         dz_RV = z_RV if into_RV is None else into_RV
         found = maybe_compiled(differentiate, this.compile_small(z_RV.device))(
-            asked.sparse_loss, tail, self.beta, rows, entries, self.slopes, this.head, dz_RV.dtype
+            request.sparse_loss, tail, self.beta, rows, entries, self.slopes, this.head, dz_RV.dtype
         )
         shares = Shares(tail.top, found.share, found.share_beta if self.distils else None)
         if fused:
             kernels.tail_grad(z_RV, self.beta_z, shares, entries.ids, found.at_entries, this.head, dz_RV)
         else:
-            maybe_compiled(spread_gradients, asked.compile)(z_RV, self.beta_z, shares, this.head, into_RV)
+            maybe_compiled(spread_gradients, request.compile)(z_RV, self.beta_z, shares, this.head, into_RV)
             # Not scatter_, which for bf16 on a CPU copies the whole matrix twice.
             dz_RV[self.lines[: len(z_RV)], entries.ids] = found.at_entries
         return found.loss, found.sums, found.beta, dz_RV

@@ -233,7 +233,7 @@ def release_buffers() -> None:
         _idle.clear()
 
 
-_OPTIONS = {f"realize_{each}_threshold": 1000 for each in ("opcount", "reads", "acc_reads")}
+_OPTIONS: dict[str, Any] = {f"realize_{each}_threshold": 1000 for each in ("opcount", "reads", "acc_reads")}
 """By default the compiler writes an intermediate result as large as a chunk to memory if it takes 30 operations or is
 read four times; for a divergence and its gradient this is six times slower than computing it again."""
 
