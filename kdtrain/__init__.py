@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kdtrain.config import CacheTeacherConfig, DistillConfig
     from kdtrain.data.corpus import register_source
     from kdtrain.errors import RunError, UsageError
-    from kdtrain.models.head import Head
+    from kdtrain.models.output_head import Head
     from kdtrain.objective.divergence import register_divergence
     from kdtrain.objective.loss import DistillationLoss, LossOutput, distillation_loss
     from kdtrain.objective.tails import register_tail
@@ -56,7 +56,7 @@ _HOME = {
     "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
     "kdtrain.data.corpus": ("register_source",),
     "kdtrain.errors": ("RunError", "UsageError"),
-    "kdtrain.models.head": ("Head",),
+    "kdtrain.models.output_head": ("Head",),
     "kdtrain.objective.divergence": ("register_divergence",),
     "kdtrain.objective.loss": ("DistillationLoss", "LossOutput", "distillation_loss"),
     "kdtrain.objective.tails": ("register_tail",),

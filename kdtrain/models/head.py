@@ -36,9 +36,6 @@ _AMPLIFIED_LOGIT = 40.0
 _FAILURES = (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError)
 
 
-Head = OutputHead  # the name that `import kdtrain` offers
-
-
 class SplitModel(nn.Module):
     """A causal language model as backbone and output head.
 

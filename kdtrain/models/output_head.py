@@ -48,3 +48,6 @@ class OutputHead:
         if self.softcap is None:
             return self.scale
         return self.scale * (1.0 - (z.clamp(min=-self.softcap) / self.softcap) ** 2)
+
+
+Head = OutputHead  # the name that `import kdtrain` offers
