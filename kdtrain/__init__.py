@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kdtrain.config import CacheTeacherConfig, DistillConfig
     from kdtrain.data.corpus import register_text
     from kdtrain.errors import RunError, UsageError
-    from kdtrain.models.head import Head
+    from kdtrain.models.output_head import Head
     from kdtrain.monitor.loggers import Logger, register_logger
     from kdtrain.objective.divergence import register_divergence
     from kdtrain.objective.loss import DistillationLoss, LossOutput, distillation_loss
@@ -61,7 +61,7 @@ _HOME = {
     "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
     "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),
-    "kdtrain.models.head": ("Head",),
+    "kdtrain.models.output_head": ("Head",),
     "kdtrain.monitor.loggers": ("Logger", "register_logger"),
     "kdtrain.objective.divergence": ("register_divergence",),
     "kdtrain.objective.loss": ("DistillationLoss", "LossOutput", "distillation_loss"),

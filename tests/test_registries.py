@@ -187,6 +187,7 @@ def test_a_packages_scheduled_temperature_needs_no_teacher_and_a_divergence_that
     for group, name, code in (
         *(("divergences", "flat", flat), ("divergences", "rising", rising)),
         ("temperatures", "cooling", TEMPERATURE),
+        ("temperatures", "to-end", TEMPERATURE.replace("cooling", "to-end").replace("learns=False", "scheduled=True")),
         ("temperatures", "warm", TEMPERATURE.replace("cooling", "warm").replace("learns=False, ", "")),
     ):
         install(tmp_path / "p", f"more-{name}", group, name, code)
@@ -196,9 +197,11 @@ from kdtrain.cli import parse
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T
 from kdtrain.errors import UsageError
 run = ["--student", "s", "--out", "o", "--data", "stdlib"]
+assert parse("distill", [*run, "--temperature-mode", "to-end", "--temperature", "2"]).objective.schedules_temperature
 assert not parse("distill", [*run, "--temperature-mode", "cooling"]).objective.learns_temperature
 assert DIVERGENCES.has("rising", GROWS_WITH_T) and not DIVERGENCES.has("flat", GROWS_WITH_T)
-for more in (["--temperature-mode", "warm"], ["--temperature-mode", "likelihood", "--divergence", "flat"]):
+likelihood = ["likelihood", "--divergence", "flat"]
+for more in (["--temperature-mode", *each] for each in (["to-end"], ["warm"], likelihood)):
     try:
         parse("distill", [*run[:4], "--cache", "c", *more] if "flat" in more else [*run, *more])
     except UsageError as error:
@@ -211,7 +214,8 @@ for more in (["--temperature-mode", "warm"], ["--temperature-mode", "likelihood"
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    needs_teacher, ignores = done.stdout.splitlines()
+    stays, needs_teacher, ignores = done.stdout.splitlines()
+    assert "to-end goes from 1 to 1" in stays
     assert "warm" in needs_teacher and "teacher" in needs_teacher
     assert "flat, whose loss does not depend on T" in ignores
 

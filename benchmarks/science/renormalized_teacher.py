@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.science.quality_grid import RENORMALIZED_TEACHER
-from kdtrain.objective.statistics import Statistics
-from kdtrain.objective.tails import Events, register_tail
+from kdtrain.objective.statistics import Events, Statistics
+from kdtrain.objective.tails import register_tail
 from kdtrain.objective.targets import SparseTargets
 
 

@@ -8,9 +8,10 @@ import math
 
 import numpy as np
 
-from kdtrain.cache.codec import FLOOR, CodecSpec
+from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.compression import LOWEST, Arrays, Coding
 from kdtrain.cache.format import BROKEN
+from kdtrain.objective.targets import FLOOR
 
 MASS = 1.05
 """The largest sum of probabilities that is 1: codes err by (1 - log p) / 383, and the tail by half a step of 0.008."""

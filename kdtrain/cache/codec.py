@@ -46,7 +46,7 @@ from torch import Tensor
 
 from kdtrain.errors import UsageError
 from kdtrain.objective.matmul import maybe_compiled
-from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
 
 KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 """Default knots of beta: T from 2/3 to 4."""
@@ -56,8 +56,6 @@ MAX_KNOTS = 64
 SAMPLING = "systematic"
 """How samples are drawn (`draw_points`), as a cache's settings name it."""
 SMALL_TOP_K = 4
-FLOOR = -1e4
-"""The log-probability of an impossible entry, and L of an empty tail: finite, and 0 after exp."""
 ABSENT = 2**32 - 1
 """The id of an absent entry in targets, above every vocabulary; in arrays it is the largest id of the dtype."""
 _CELLS = {"cpu": 2**18, "cuda": 2**27}  # logits in a block: they stay in a core's cache, or fill a GPU

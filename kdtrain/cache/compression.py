@@ -54,14 +54,13 @@ from typing import Self
 import numpy as np
 from einops import rearrange
 
-from kdtrain.cache.codec import FLOOR, CodecSpec
+from kdtrain.cache.codec import CodecSpec
+from kdtrain.objective.targets import FLOOR
 
 STEP_VALUE, STEP_SLOPE, STEP_SPREAD = 0.008, 0.04, 0.05
 """Steps of L, of dL/dbeta, and of mean and deviation, nats."""
 NOTHING = -200.0
 """A tail with L(1) below it counts as empty."""
-EMPTY_TAIL = -1e4
-"""L of an empty tail; its slopes are 0."""
 MARK = 2**16 - 1
 """The code of an empty tail, in place of its first number's."""
 _LARGEST = 32_766
@@ -166,7 +165,7 @@ class Predictor:
         number = len(self.knots)
         known_N[len(features_FN), empty_N] = 0
         numbers_MN = self._solved @ known_N
-        numbers_MN[:number, empty_N] = EMPTY_TAIL
+        numbers_MN[:number, empty_N] = FLOOR
         numbers_MN[number : 2 * number, empty_N] = 0
         return numbers_MN
 

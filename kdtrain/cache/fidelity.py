@@ -41,10 +41,9 @@ from kdtrain.config.choices import TAILS
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.divergence import forward_kl
-from kdtrain.objective.sparse import TailSums, reduce_logits
-from kdtrain.objective.statistics import Places
-from kdtrain.objective.tails import TailRule, sparse_events
-from kdtrain.objective.targets import DenseTargets, SparseTargets
+from kdtrain.objective.sparse import reduce_logits
+from kdtrain.objective.tails import TailRule
+from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets, Targets
 
 Gradient = tuple[Tensor, Tensor]
 """scale [N] and extra [N, K]."""
@@ -57,28 +56,26 @@ def sparse_gradients(
 
     z_NV: the student's logits.
     """
-    heat, top_k = torch.tensor(beta, dtype=torch.float64), targets.top_k
-    places = Places.of(targets, labels_N, z_NV.shape[1])
-    targets = targets.without_absent(z_NV.shape[1]).double()
+    wide, top_k = torch.tensor(beta, dtype=torch.float64), targets.top_k
     z_NV = z_NV.clone()
-    z_NE = places.take(z_NV)
-    sums = TailSums(*reduce_logits(z_NV, heat.to(z_NV.dtype), True, False))
-    student, _ = sums.statistics(z_NE, places, heat)
+    entries = targets.entries(labels_N, z_NV.shape[1]).take(z_NV)
+    targets = targets.without_absent(z_NV.shape[1]).double()
+    student, _ = reduce_logits(z_NV, wide.to(z_NV.dtype), True, False).statistics(entries, wide)
     leaves = [student.tail_beta.requires_grad_(), student.kept.requires_grad_()]
     with torch.no_grad():
-        log_lse_N1 = student.lse_beta(heat)[:, None]
+        log_lse_N1 = student.lse_beta(wide)[:, None]
         mass_N = (student.tail_beta - log_lse_N1[:, 0]).exp().clamp(min=1e-38)
-        q_NH = (heat * student.kept[:, :top_k] - log_lse_N1).exp()
+        q_NH = (wide * student.kept[:, :top_k] - log_lse_N1).exp()
     found = {}
     for name in TAILS.builtin:
         rule: TailRule = TAILS.get(name)
         if top_k >= rule.least_top_k and (targets.num_samples or not rule.needs_samples):
-            loss = forward_kl(sparse_events(name, targets, student, heat)).sum()
+            loss = forward_kl(targets.events(name, student, wide)).sum()
             along_N, extra_NK = torch.autograd.grad(loss, leaves, materialize_grads=True)
-            scale_N, extra_NK = along_N / mass_N, extra_NK / heat
+            scale_N, extra_NK = along_N / mass_N, extra_NK / wide
             extra_NK[:, :top_k] -= scale_N[:, None] * q_NH
             found[name] = (scale_N, extra_NK)
-    return found, places.ids[:, :-1]
+    return found, entries.ids[:, :-1]
 
 
 def outside(values_NV: Tensor, targets: SparseTargets) -> Tensor:
@@ -144,7 +141,6 @@ def compare(inner: float, full: float, cached: float) -> tuple[float, float]:
     return math.degrees(math.acos(cosine)), math.sqrt(cached / full)
 
 
-Targets = SparseTargets | DenseTargets
 Teacher = Callable[[Tensor, Tensor | None], Tensor]
 """CPU int64 tokens [B,T] and segments [B,T] (None without a document mask) -> logits [B,T,V], any device."""
 
@@ -180,15 +176,14 @@ def measure(batch: Batch, teacher: Teacher, *, document_mask: bool, positions: i
             logits_NV = rearrange(teacher(batch.tokens[b : b + 1, :-1], segments), "1 t v -> t v")
         if broken(logits_NV[None]).any():
             continue
-        energies.append(logits_NV[chosen.to(logits_NV.device)].float().log_softmax(-1).clamp(min=-1e4).cpu())
+        energies.append(logits_NV[chosen.to(logits_NV.device)].float().log_softmax(-1).clamp(min=FLOOR).cpu())
         kept.append(b * length + chosen)
     if not kept:
         raise RunError("the teacher gave non-finite logits for every sequence of the held sample")
     targets = batch.targets[torch.cat(kept)]  # type: ignore[index]
-    assert isinstance(targets, SparseTargets | DenseTargets)
     labels_N = batch.tokens[:, 1:].flatten()[torch.cat(kept)]
     energy_NV = torch.cat(energies)
-    served = (1.0,) if isinstance(targets, SparseTargets) and len(targets.knots) == 1 else TEMPERATURES
+    served = (1.0,) if targets.only_at_one else TEMPERATURES
     errors = []
     for temperature in GRID if len(served) > 1 else served:
         full_N = torch.logsumexp(energy_NV / temperature, -1)
@@ -217,13 +212,14 @@ def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta:
     noise = torch.Generator().manual_seed(0)
     rows = max(1, 2**20 // energy_NV.shape[1])
     bucket = spread = student = 0.0
+    kind: Any = _SparseBlock if targets.width is None else _DenseBlock
     angles = Angles()
     for start in range(0, len(energy_NV), rows):
         energy = energy_NV[start : start + rows]
         part = targets[start : start + rows]
         student_NV = 0.7 * energy + 0.5 * torch.randn(energy.shape, generator=noise)
         log_q_NV = (beta * student_NV).log_softmax(-1)
-        block = _Block(part, (beta * energy).log_softmax(-1), beta)
+        block = kind(part, (beta * energy).log_softmax(-1), beta)
         bucket, spread = bucket + block.kl_bucket(), spread + block.kl_spread()
         student += block.kl(log_q_NV)
         block.compare(angles, student_NV, log_q_NV.exp(), labels_N[start : start + rows])
@@ -239,35 +235,54 @@ def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta:
 class _Block:
     """The cache's distributions of some rows at one beta, next to the full log p [N, V]."""
 
-    def __init__(self, targets: Targets, log_p_NV: Tensor, beta: float) -> None:
-        self.targets, self.log_p_NV, self.p_NV, self.beta = targets, log_p_NV, log_p_NV.exp(), beta
-        if isinstance(targets, SparseTargets):
-            self.ids_NH = targets.ids[:, : targets.top_k]
-            log_tail_N1 = (targets.log_tail(beta) - targets.log_partition(beta))[:, None]
-            self.cached_NE = torch.cat([targets.top_logprobs(beta), log_tail_N1], -1)
-            tail_N1 = outside(self.p_NV, targets)[:, None]
-            self.outcomes_NE = torch.cat([self.p_NV.gather(1, self.ids_NH), tail_N1], -1)
-
-    def _dense(self) -> Tensor:
-        assert isinstance(self.targets, DenseTargets)
-        return self.beta * self.targets.logprobs.float() - self.targets.log_partition(self.beta)[:, None]
+    def __init__(self, log_p_NV: Tensor, beta: float) -> None:
+        self.log_p_NV, self.p_NV, self.beta = log_p_NV, log_p_NV.exp(), beta
 
     def kl(self, log_NV: Tensor) -> float:
         """Sum over rows of KL(full || other)."""
         return (self.p_NV * (self.log_p_NV - log_NV)).sum(dtype=torch.float64).item()
 
+    def full_gradient(self, angles: Angles, q_NV: Tensor) -> Tensor:
+        """The full gradient of these rows, which is added; q_NV: the student's probabilities at beta."""
+        full_NV = q_NV - self.p_NV
+        angles.add_full(full_NV)
+        return full_NV
+
+
+class _DenseBlock(_Block):
+    def __init__(self, targets: DenseTargets, log_p_NV: Tensor, beta: float) -> None:
+        super().__init__(log_p_NV, beta)
+        self.cached_NV = beta * targets.logprobs.float() - targets.log_partition(beta)[:, None]
+
+    def kl_bucket(self) -> float:
+        """Sum over rows of KL(full || cache)."""
+        return self.kl(self.cached_NV)
+
+    kl_spread = kl_bucket
+
+    def compare(self, angles: Angles, student_NV: Tensor, q_NV: Tensor, labels_N: Tensor) -> None:
+        """Add the gradients of these rows; q_NV: the student's probabilities at beta."""
+        full_NV = self.full_gradient(angles, q_NV)
+        angles.add("dense", full_NV, q_NV - self.cached_NV.exp())
+
+
+class _SparseBlock(_Block):
+    def __init__(self, targets: SparseTargets, log_p_NV: Tensor, beta: float) -> None:
+        super().__init__(log_p_NV, beta)
+        self.targets = targets
+        log_tail_N1 = (targets.log_tail(beta) - targets.log_partition(beta))[:, None]
+        self.cached_NE = torch.cat([targets.top_logprobs(beta), log_tail_N1], -1)
+        top_NH = self.p_NV.gather(1, targets.ids[:, : targets.top_k])
+        self.outcomes_NE = torch.cat([top_NH, outside(self.p_NV, targets)[:, None]], -1)
+
     def kl_bucket(self) -> float:
         """Sum over rows of KL(full || cache) over top-k entries and one bucket."""
-        if isinstance(self.targets, DenseTargets):
-            return self.kl(self._dense())
         # Both sides sum to 1 up to rounding; with the difference of the masses no term is below 0.
         p_NE, log_c_NE = self.outcomes_NE.double(), self.cached_NE.double().clamp(min=-87.0)
         return (torch.special.xlogy(p_NE, p_NE) - p_NE * log_c_NE - p_NE + log_c_NE.exp()).sum().item()
 
     def kl_spread(self) -> float:
         """The same over the vocabulary, with the bucket spread evenly over the tail."""
-        if isinstance(self.targets, DenseTargets):
-            return self.kl_bucket()
         rest = max(1, self.p_NV.shape[1] - self.targets.top_k)
         even_NE = self.cached_NE.clone()
         even_NE[:, -1] -= math.log(rest)
@@ -276,10 +291,5 @@ class _Block:
 
     def compare(self, angles: Angles, student_NV: Tensor, q_NV: Tensor, labels_N: Tensor) -> None:
         """Add the gradients of these rows; q_NV: the student's probabilities at beta."""
-        full_NV = q_NV - self.p_NV
-        angles.add_full(full_NV)
-        if isinstance(self.targets, DenseTargets):
-            angles.add("dense", full_NV, q_NV - self._dense().exp())
-        else:
-            found, ids_NK = sparse_gradients(self.targets, student_NV, labels_N, self.beta)
-            angles.add_sparse(found, ids_NK, full_NV, q_NV)
+        full_NV = self.full_gradient(angles, q_NV)
+        angles.add_sparse(*sparse_gradients(self.targets, student_NV, labels_N, self.beta), full_NV, q_NV)

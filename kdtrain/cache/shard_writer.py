@@ -114,7 +114,7 @@ class SideStream:
                 self._stream.synchronize()
 
 
-_AT_ONCE = 16  # sequences packed at once: bounds the memory
+_SEQUENCES_AT_ONCE = 16  # sequences packed at once: bounds the memory
 _ROWS = ("tokens", "loss_mask", "segments")
 
 
@@ -165,8 +165,8 @@ class ShardWriter:
             first = {name: values[: self._wanted] for name, values in arrays.items()}
             self._coding = Coding.fit(first["tokens"], first, self._spec)
             hdf5.write_dictionary(self._file, self._coding.to_arrays())
-        for start in range(0, len(arrays["tokens"]), _AT_ONCE):
-            part = {name: values[start : start + _AT_ONCE] for name, values in arrays.items()}
+        for start in range(0, len(arrays["tokens"]), _SEQUENCES_AT_ONCE):
+            part = {name: values[start : start + _SEQUENCES_AT_ONCE] for name, values in arrays.items()}
             if self._coding is not None:
                 part = {name: part[name] for name in _ROWS} | self._coding.pack(part["tokens"], part)
             number = len(part["tokens"])

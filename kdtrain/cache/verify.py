@@ -30,7 +30,7 @@ from kdtrain.cache.shard import Shard, batch_of, first_line
 from kdtrain.errors import UsageError, system_error, writing
 from kdtrain.files import LARGE, MEDIUM, file_digest, publish_json, read_sealed, refuse_links, set_aside
 
-_AT_ONCE = 2**20  # entries that `check_content` unpacks at once
+_ENTRIES_AT_ONCE = 2**20  # entries that `check_content` unpacks at once
 
 
 def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
@@ -39,7 +39,7 @@ def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: 
     ValueError: the structure differs, or a number is impossible. OSError: the file cannot be read.
     """
     entries = seq_len * max(1, spec.vocab_size if spec.kind == "dense" else spec.columns)
-    step = max(1, _AT_ONCE // entries)
+    step = max(1, _ENTRIES_AT_ONCE // entries)
     check_structure(path, spec, seq_len, split, first, number)
     try:
         with closing(Shard(path, spec)) as shard:

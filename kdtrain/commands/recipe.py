@@ -219,7 +219,7 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
     low = objective.temperature_min or max(least, LEARNED_RANGE[0])
     high = objective.temperature_max or min(most, LEARNED_RANGE[1])
     used = [objective.temperature]
-    used += [objective.temperature_end] if objective.temperature_mode == "schedule" else []
+    used += [objective.temperature_end] if objective.schedules_temperature else []
     learnable = objective.learns_temperature
     used += [low, high] if learnable else []
     counts_only = facts is not None and facts.targets == "sparse" and not facts.top_k

@@ -7,8 +7,8 @@ from kdtrain.registry import Registry
 
 IGNORES_T, GROWS_WITH_T = "ignores T", "grows with T"
 """Of a divergence: T^2 times it does not depend on T; it grows with T without limit (over whole distributions)."""
-LEARNS, MAXIMIZES = "learns", "maximizes"
-"""Of a temperature: T is a parameter; it goes where the loss is largest."""
+LEARNS, MAXIMIZES, SCHEDULED = "learns", "maximizes", "scheduled"
+"""Of a temperature: T is a parameter; it goes where the loss is largest; it goes from --temperature to its end."""
 
 DIVERGENCES = Registry(
     "--divergence",
@@ -48,7 +48,7 @@ TEMPERATURES = Registry(
         "adversarial": "learned: the T at which the student is worst",
         "minimize": "learned: the T that minimises the loss; runs to a bound",
     },
-    {"likelihood": {LEARNS}, "adversarial": {LEARNS, MAXIMIZES}, "minimize": {LEARNS}},
+    {"schedule": {SCHEDULED}, "likelihood": {LEARNS}, "adversarial": {LEARNS, MAXIMIZES}, "minimize": {LEARNS}},
 )
 BACKENDS = Registry(
     "--fp8-backend",

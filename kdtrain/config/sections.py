@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, LOGGERS, TAILS, TEMPERATURES
+from kdtrain.config.choices import BACKENDS, DIVERGENCES, IGNORES_T, LEARNS, LOGGERS, SCHEDULED, TAILS, TEMPERATURES
 from kdtrain.config.values import Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
@@ -139,7 +139,7 @@ class ObjectiveConfig(Options):
         )
         mode = f"--temperature-mode {self.temperature_mode}"
         refuse(
-            self.temperature_mode == "schedule" and self.temperature == self.temperature_end,
+            self.schedules_temperature and self.temperature == self.temperature_end,
             f"{mode} goes from {self.temperature:g} to {self.temperature_end:g}; give another --temperature or "
             "--temperature-end",
         )
@@ -157,6 +157,11 @@ class ObjectiveConfig(Options):
     def learns_temperature(self) -> bool:
         """True if T is a parameter."""
         return TEMPERATURES.has(self.temperature_mode, LEARNS)
+
+    @property
+    def schedules_temperature(self) -> bool:
+        """True if T goes from --temperature to --temperature-end."""
+        return TEMPERATURES.has(self.temperature_mode, SCHEDULED)
 
     @property
     def distils(self) -> bool:

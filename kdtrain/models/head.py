@@ -20,56 +20,20 @@ Shape suffixes: B batch, T time, V vocabulary, D model width.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import BLOCK, CAUSAL, document_positions, first_seen, fits_causal, seen_windows
+from kdtrain.models.output_head import OutputHead as OutputHead
 
 # Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 _AMPLIFIED_LOGIT = 40.0
 _FAILURES = (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError)
-
-
-@dataclass(frozen=True)
-class OutputHead:
-    """The map from hidden states to logits, `softcap(scale * (hidden @ weight^T + bias))`.
-
-    The tensors are the model's own parameters, not copies. Without a weight it is the identity, for a model that is
-    not split and returns logits.
-    """
-
-    weight: Tensor | None = None
-    """[V, D]"""
-    bias: Tensor | None = None
-    """[V]"""
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, hidden_BTD: Tensor) -> Tensor:
-        """Return logits [..., V] of hidden states [..., D], in the dtype of the matrix product."""
-        if self.weight is None:
-            return hidden_BTD
-        return self.shape_logits(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, self.bias))
-
-    def to(self, device: torch.device) -> "OutputHead":
-        """The same head on a device."""
-        weight, bias = (None if each is None else each.to(device) for each in (self.weight, self.bias))
-        return replace(self, weight=weight, bias=bias)
-
-    def shape_logits(self, product_BTV: Tensor) -> Tensor:
-        """Apply scale and soft cap to the product with the weight."""
-        logits_BTV = product_BTV if self.scale == 1.0 else product_BTV * self.scale
-        return logits_BTV if self.softcap is None else self.softcap * torch.tanh(logits_BTV / self.softcap)
-
-
-Head = OutputHead  # the name that `import kdtrain` offers
 
 
 class SplitModel(nn.Module):
@@ -286,7 +250,7 @@ def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
     tolerance = _HEAD_TOLERANCE[linear.weight.dtype]
     for scale, softcap in _forms(pieces.model):
         form = OutputHead(scale=scale, softcap=softcap)
-        pairs = ((form.shape_logits(product_BTV), logits_BTV), (form.shape_logits(gain * product_BTV), amplified_BTV))
+        pairs = ((form.shape(product_BTV.clone()), logits_BTV), (form.shape(gain * product_BTV), amplified_BTV))
         if all(
             values.shape == expected.shape and _largest(values - expected) <= tolerance * _largest(expected)
             for values, expected in pairs

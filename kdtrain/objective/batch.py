@@ -52,13 +52,7 @@ class Batch:
         found["labels"] = self.tokens.masked_fill(unseen, -100)
         if self.targets is None:
             return found
-        targets = {name: value for name, value in vars(self.targets).items() if isinstance(value, Tensor)}
-        found |= {name: value.unflatten(0, (size, length)) for name, value in targets.items()}
-        if isinstance(self.targets, SparseTargets):
-            found["counts"] = found["counts"][..., self.targets.top_k :]
-            found["knots"] = torch.tensor(self.targets.knots, dtype=torch.float64).expand(size, -1)
-            found["num_samples"] = torch.tensor(self.targets.num_samples).expand(size)
-        return found
+        return found | self.targets.fields((size, length))
 
     @classmethod
     def of(cls, fields: Mapping[str, Tensor], codecs: "Codecs") -> "Batch":

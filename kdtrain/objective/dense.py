@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from kdtrain.config.choices import DIVERGENCES
-from kdtrain.objective.logits import cap_slope
-from kdtrain.objective.statistics import Rows
-from kdtrain.objective.tails import Events
-from kdtrain.objective.targets import EMPTY
+from kdtrain.models.output_head import OutputHead
+from kdtrain.objective.statistics import Events
+from kdtrain.objective.targets import FLOOR, Supervision
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,30 @@ class DenseStatistics:
     """At beta = 1, nats; not differentiable."""
 
 
-DenseLoss = Callable[[DenseStatistics, Tensor, Rows], tuple[Tensor, Tensor]]
-"""(statistics, beta, rows) -> (loss, a differentiable scalar; sums, a vector without gradients)."""
+DenseLoss = Callable[[DenseStatistics, Tensor, Supervision], tuple[Tensor, Tensor]]
+"""As `sparse.SparseLoss`."""
+Named = tuple[str, float]
+"""A divergence by name, and its number."""
+
+
+class Pair(NamedTuple):
+    """A chunk of the student's logits with its teacher, at beta."""
+
+    z: Tensor
+    """[R,V]"""
+    logprobs: Tensor
+    """[R,V] log p at T = 1, up to a constant a row."""
+    beta: Tensor
+    """Scalar, in the dtype of the logits."""
+
+    def energies(self) -> Tensor:
+        """log p [R,V] in the dtype of the logits, bounded below: p log p is then 0 and not NaN at p = 0."""
+        return self.logprobs.to(self.z.dtype).clamp_min(FLOOR)
+
+    def log_softmax(self, sums: DenseSums) -> tuple[Tensor, Tensor]:
+        """log q and log p at beta."""
+        log_q_RV = _log_softmax(self.z, sums.top_z, sums.beta_z, self.beta)
+        return log_q_RV, _log_softmax(self.energies(), sums.top_e, sums.beta_e, self.beta)
 
 
 class DenseSums(NamedTuple):
@@ -59,14 +80,10 @@ class DenseSums(NamedTuple):
     top_e: Tensor
     mass_z: Tensor
     mass_e: Tensor
-    heated_z: Tensor
-    heated_e: Tensor
+    beta_z: Tensor
+    beta_e: Tensor
     mean_z: Tensor
     mean_e: Tensor
-
-    def sides(self) -> tuple[Shift, Shift]:
-        """Student and teacher at beta."""
-        return Shift.of(self.top_z, self.heated_z), Shift.of(self.top_e, self.heated_e)
 
 
 class DenseValues(NamedTuple):
@@ -82,73 +99,54 @@ class DenseValues(NamedTuple):
     """The divergence at beta = 1; 0 unless wanted."""
 
 
-@dataclass(frozen=True)
-class Shift:
-    """One side of a comparison: its largest entry and the log of its shifted sum of exponentials, each [R]."""
+def _log_softmax(values_RV: Tensor, top_R: Tensor, mass_R: Tensor, beta: Tensor | float) -> Tensor:
+    """log softmax(beta * values), from the largest entry and the shifted sum of exponentials.
 
-    top: Tensor
-    log_mass: Tensor
-    """In the dtype of the values: fp64 would be converted at every element of the row."""
-
-    @classmethod
-    def of(cls, top_R: Tensor, mass_R: Tensor) -> Shift:
-        """From the largest entry and the shifted sum of exponentials."""
-        return cls(top_R, mass_R.double().log().to(top_R.dtype))
-
-    def log_softmax(self, values_RV: Tensor, beta: Tensor | float) -> Tensor:
-        """log softmax(beta * values), in the dtype of the values."""
-        return beta * (values_RV - self.top[:, None]) - self.log_mass[:, None]
-
-    def rounding(self, mass_R: Tensor) -> Tensor:
-        """[R] fp64: how much too low `log_softmax` is because the log of the mass was rounded."""
-        return self.log_mass.double() - mass_R.double().log()
+    In the dtype of the values, the log of the mass too: fp64 would be converted at every element of the row.
+    """
+    return beta * (values_RV - top_R[:, None]) - mass_R.double().log().to(top_R.dtype)[:, None]
 
 
-def sum_dense(z_RV: Tensor, logprobs_RV: Tensor, beta: Tensor, slopes: bool, at_one: bool) -> DenseSums:
+def _rounding(mass_R: Tensor) -> Tensor:
+    """[R] fp64: how much too low `_log_softmax` is because the log of the mass was rounded."""
+    log_R = mass_R.double().log()
+    return log_R.to(mass_R.dtype).double() - log_R
+
+
+def sum_dense(pair: Pair, slopes: bool, at_one: bool) -> DenseSums:
     """The sums of exponentials of a chunk.
 
     slopes: True if the gradient in beta is wanted. at_one: True if the divergence at T = 1 is.
     """
-    energies_RV = _energies(z_RV, logprobs_RV)
     results = []
-    for values_RV, wants_mass in ((z_RV, True), (energies_RV, at_one)):
+    for values_RV, wants_mass in ((pair.z, True), (pair.energies(), at_one)):
         top_R = values_RV.amax(1)
         shifted_RV = values_RV - top_R[:, None]
-        heated_RV = (beta * shifted_RV).exp()
-        mass_beta_R = heated_RV.sum(1)
-        mean_R = (heated_RV * shifted_RV).sum(1) / mass_beta_R if slopes else torch.zeros_like(top_R)
+        scaled_RV = (pair.beta * shifted_RV).exp()
+        mass_beta_R = scaled_RV.sum(1)
+        mean_R = (scaled_RV * shifted_RV).sum(1) / mass_beta_R if slopes else torch.zeros_like(top_R)
         mass_R = shifted_RV.exp().sum(1) if wants_mass else torch.zeros_like(top_R)
         results.append((top_R, mass_R, mass_beta_R, mean_R))
-    return DenseSums(*(each for pair in zip(*results, strict=True) for each in pair))
+    return DenseSums(*(each for sides in zip(*results, strict=True) for each in sides))
 
 
-def measure_dense(
-    z_RV: Tensor,
-    logprobs_RV: Tensor,
-    beta: Tensor,
-    sums: DenseSums,
-    divergence: str,
-    parameter: float,
-    slopes: bool,
-) -> DenseValues:
+def measure_dense(pair: Pair, sums: DenseSums, divergence: Named, slopes: bool) -> DenseValues:
     """The divergence at beta, and sums of its derivatives."""
-    student, teacher = sums.sides()
-    energies_RV = _energies(z_RV, logprobs_RV)
-    log_q_RV, log_p_RV = student.log_softmax(z_RV, beta), teacher.log_softmax(energies_RV, beta)
-
-    values_R, g_RV, h_RV = _derivatives(log_p_RV, log_q_RV, divergence, parameter)
+    log_q_RV, log_p_RV = pair.log_softmax(sums)
+    values_R, g_RV, h_RV = _derivatives(log_p_RV, log_q_RV, divergence)
     moment_q_R = moment_p_R = zero_R = torch.zeros_like(values_R)
     if slopes:
-        moment_q_R = (g_RV * (z_RV - student.top[:, None])).sum(1)
-        moment_p_R = (h_RV * (energies_RV - teacher.top[:, None])).sum(1)
+        moment_q_R = (g_RV * (pair.z - sums.top_z[:, None])).sum(1)
+        moment_p_R = (h_RV * (pair.energies() - sums.top_e[:, None])).sum(1)
     return DenseValues(values_R, g_RV.sum(1), h_RV.sum(1), moment_q_R, moment_p_R, zero_R)
 
 
-def value_dense(z_RV: Tensor, logprobs_RV: Tensor, sums: DenseSums, divergence: str, parameter: float) -> Tensor:
+def value_dense(pair: Pair, sums: DenseSums, divergence: Named) -> Tensor:
     """The divergence [R] at beta = 1."""
-    student, teacher = Shift.of(sums.top_z, sums.mass_z), Shift.of(sums.top_e, sums.mass_e)
-    log_p_RV = teacher.log_softmax(_energies(z_RV, logprobs_RV), 1.0)
-    return DIVERGENCES.entries[divergence].of(Events(log_p_RV, student.log_softmax(z_RV, 1.0)), parameter)
+    log_p_RV = _log_softmax(pair.energies(), sums.top_e, sums.mass_e, 1.0)
+    log_q_RV = _log_softmax(pair.z, sums.top_z, sums.mass_z, 1.0)
+    name, number = divergence
+    return DIVERGENCES.entries[name].of(Events(log_p_RV, log_q_RV), number)
 
 
 class Weighed(NamedTuple):
@@ -172,7 +170,7 @@ def weigh(
     sums: DenseSums,
     values: DenseValues,
     beta: Tensor,
-    rows: Rows,
+    rows: Supervision,
     slopes: bool,
     differentiates: bool,
 ) -> Weighed:
@@ -183,14 +181,13 @@ def weigh(
         beta: scalar, fp64.
         slopes: True if the gradient in beta is wanted. differentiates: False if none is; they are 0 then.
     """
-    student, teacher = sums.sides()
     value_R, g_R, h_R, moment_q_R, moment_p_R, at_one_R = (each.double() for each in values)
-    value_R = value_R + student.rounding(sums.heated_z) * g_R + teacher.rounding(sums.heated_e) * h_R
+    value_R = value_R + _rounding(sums.beta_z) * g_R + _rounding(sums.beta_e) * h_R
     slope_R = moment_q_R - g_R * sums.mean_z + moment_p_R - h_R * sums.mean_e
 
-    def value(lse_R: Tensor, label_R: Tensor, value_R: Tensor, heat: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        moving_R = value_R + slope_R * (heat - beta) if slopes else value_R
-        total, totals = loss(DenseStatistics(lse_R, label_R, moving_R, at_one_R), heat, rows)
+    def value(lse_R: Tensor, label_R: Tensor, value_R: Tensor, moving: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        moving_R = value_R + slope_R * (moving - beta) if slopes else value_R
+        total, totals = loss(DenseStatistics(lse_R, label_R, moving_R, at_one_R), moving, rows)
         return total, (total, totals)
 
     inputs = (sums.top_z + sums.mass_z.double().log(), label_R.double(), value_R, beta)
@@ -201,43 +198,37 @@ def weigh(
         total, totals = value(*inputs)[1]
         gradients = tuple(torch.zeros_like(each) for each in inputs)
     g_lse_R, g_label_R, weight_R = gradients[:3]
-    g_heat = gradients[3] if differentiates and slopes else torch.zeros_like(beta)
+    g_beta = gradients[3] if differentiates and slopes else torch.zeros_like(beta)
     kind = label_R.dtype
     share_R = (g_lse_R / sums.mass_z).to(kind)
-    return Weighed(total, totals, weight_R.to(kind), share_R, g_label_R.to(kind), g_heat)
+    return Weighed(total, totals, weight_R.to(kind), share_R, g_label_R.to(kind), g_beta)
 
 
 def spread_dense(
-    z_RV: Tensor,
-    logprobs_RV: Tensor,
-    beta: Tensor,
+    pair: Pair,
     sums: DenseSums,
     sum_g_R: Tensor,
     weighed: Weighed,
     labels_R: Tensor,
-    divergence: str,
-    parameter: float,
-    scale: float,
-    softcap: float | None,
+    divergence: Named,
+    head: OutputHead,
     into_RV: Tensor | None = None,
 ) -> None:
-    """Write the gradient in u of a loss to `into_RV`, by default over `z_RV`."""
-    student, teacher = sums.sides()
-    log_q_RV = student.log_softmax(z_RV, beta)
-    log_p_RV = teacher.log_softmax(_energies(z_RV, logprobs_RV), beta)
-    _, g_RV, _ = _derivatives(log_p_RV, log_q_RV, divergence, parameter)
-    dz_RV = (beta * weighed.weight)[:, None] * (g_RV - log_q_RV.exp() * sum_g_R[:, None])
-    dz_RV = dz_RV + weighed.share[:, None] * (z_RV - student.top[:, None]).exp()
+    """Write the gradient in u of a loss to `into_RV`, by default over `pair.z`; head: scale and soft cap."""
+    z_RV = pair.z
+    log_q_RV, log_p_RV = pair.log_softmax(sums)
+    _, g_RV, _ = _derivatives(log_p_RV, log_q_RV, divergence)
+    dz_RV = (pair.beta * weighed.weight)[:, None] * (g_RV - log_q_RV.exp() * sum_g_R[:, None])
+    dz_RV = dz_RV + weighed.share[:, None] * (z_RV - sums.top_z[:, None]).exp()
     is_label_RV = torch.arange(z_RV.shape[1], device=z_RV.device) == labels_R[:, None]
     dz_RV = dz_RV + torch.where(is_label_RV, weighed.at_label[:, None], 0.0)
-    (z_RV if into_RV is None else into_RV).copy_(dz_RV * (scale * cap_slope(z_RV, softcap)))
+    (z_RV if into_RV is None else into_RV).copy_(dz_RV * head.slope(z_RV))
 
 
-def _derivatives(
-    log_p_RV: Tensor, log_q_RV: Tensor, divergence: str, parameter: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _derivatives(log_p_RV: Tensor, log_q_RV: Tensor, divergence: Named) -> tuple[Tensor, Tensor, Tensor]:
     """The divergence [R], g and h."""
-    entry = DIVERGENCES.entries[divergence]
+    name, parameter = divergence
+    entry = DIVERGENCES.entries[name]
     if entry.derivatives is not None:
         values_R, g_RV, h_RV = entry.derivatives(log_p_RV, log_q_RV, parameter)
         return values_R, g_RV, h_RV
@@ -248,8 +239,3 @@ def _derivatives(
 
     (g_RV, h_RV), values_R = torch.func.grad(total, argnums=(0, 1), has_aux=True)(log_q_RV, log_p_RV)
     return values_R, g_RV, h_RV
-
-
-def _energies(z_RV: Tensor, logprobs_RV: Tensor) -> Tensor:
-    """log p in the dtype of the logits, bounded below: p log p is then 0 and not NaN at p = 0."""
-    return logprobs_RV.to(z_RV.dtype).clamp_min(EMPTY)

@@ -61,7 +61,9 @@ class HiddenLoss(nn.Module):
         sums = []
         with torch.autocast(mask_N.device.type, enabled=False):
             for own_NS, other_ND, weight_DS in zip(student, teacher, self.projections, strict=True):
-                own_ND = _project(own_NS, weight_DS)
+                # A GPU multiplies 16-bit states as such.
+                kind = own_NS.dtype if own_NS.is_cuda and own_NS.element_size() == 2 else torch.float32
+                own_ND = F.linear(own_NS.to(kind), weight_DS.to(kind)).float()
                 other_ND = other_ND.detach().float().masked_fill(~mask_N[:, None], 0.0)
                 if self.kind == "mse":
                     distance_N = (own_ND - other_ND).square().mean(-1)
@@ -69,13 +71,6 @@ class HiddenLoss(nn.Module):
                     distance_N = 1.0 - F.cosine_similarity(own_ND, other_ND, dim=-1)
                 sums.append(distance_N.masked_fill(~mask_N, 0.0).sum())
             return torch.stack(sums).mean()
-
-
-def _project(own_NS: Tensor, weight_DS: Tensor) -> Tensor:
-    """The student's states in the teacher's width, fp32; on a GPU 16-bit states are multiplied and rounded as such."""
-    if own_NS.is_cuda and own_NS.element_size() == 2:
-        return F.linear(own_NS, weight_DS.to(own_NS.dtype)).float()
-    return F.linear(own_NS.float(), weight_DS)
 
 
 def layer_pairs(wanted: str, student_layers: int, teacher_layers: int) -> list[tuple[int, int]]:

@@ -1,26 +1,14 @@
 """The passes over a chunk of logits as Triton kernels for a GPU: the two functions of `sparse` with fewer bytes.
 
-A chunk's elementwise work is bound by memory. Bytes moved for each logit, with hidden states in bf16:
+A chunk's elementwise work is bound by memory: of a logit these move 18 bytes, products included, the compiled passes 22
+to 30. `tail_stats` needs one pass because its sums are taken relative to the largest logit so far, and rescaled when a
+larger one comes (online softmax: Milakov and Gimelshein, arXiv 1805.02867), with what is carried from block to block in
+fp64. `tail_grad` also sets the gradient at the single logits of a row (the targets' ids and the label), for which
+adding to a rounded gradient would round twice.
 
-                              compiled passes     compiled, bf16 dz     these kernels
-    product writes z          4                   4                     4
-    statistics read z         4 + 4               4 + 4                 4
-    gradient reads z          4                   4                     4
-    gradient writes dz        4                   2                     2
-    dz is rounded             4 + 2               -                     -
-    two products read dz      2 + 2               2 + 2                 2 + 2
-    together                  30                  22                    18
-
-`tail_stats` needs one pass because its sums are taken relative to the largest logit so far, and rescaled when a larger
-one comes (online softmax: Milakov and Gimelshein, arXiv 1805.02867). What is carried from block to block is in fp64.
-`tail_grad` also sets the gradient at the single logits of a row (the targets' ids and the label), for which adding to a
-rounded gradient would round twice.
-
-One program handles one row, and walks along it in blocks. Only the last block needs a mask: a masked access is not
-vectorised if the length is no multiple of 16.
-
-Triton comes with CUDA builds of torch and is no requirement. It is imported when a kernel is first asked for, so that
-this module can always be imported; hence kernels are plain functions here, and `_compiled` decorates them.
+One program handles one row, in blocks. Only the last needs a mask: a masked access is not vectorised if the length is
+no multiple of 16. Triton comes with CUDA builds of torch and is no requirement: it is imported when a kernel is first
+asked for; hence kernels are plain functions here, and `_compiled` decorates them.
 
 Shape suffixes: R rows of a chunk, V vocabulary, E single logits of a row.
 """
@@ -36,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.matmul import maybe_compiled, take_rows
-from kdtrain.objective.sparse import reduce_logits, spread_gradients
+from kdtrain.objective.sparse import Shares, TailSums, reduce_logits, spread_gradients
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -82,15 +71,16 @@ def _faster(device: torch.device, size: int, kind: torch.dtype, slopes: bool, so
     z_RV, out_RV = (take_rows("", _TIMED, size, dtype=each, device=device) for each in (torch.float32, kind))
     z_RV.zero_()
     beta, row_R = torch.ones((), device=device), torch.ones(_TIMED, device=device)
+    shares, head = Shares(row_R, row_R, row_R), OutputHead(softcap=softcap)
     ids_RE = torch.zeros(_TIMED, 1, dtype=torch.int64, device=device)
 
     def of_sparse() -> None:
         maybe_compiled(reduce_logits, True)(z_RV, beta, True, slopes)
-        maybe_compiled(spread_gradients, True)(z_RV, beta, row_R, row_R, row_R, 1.0, softcap, out_RV)
+        maybe_compiled(spread_gradients, True)(z_RV, beta, shares, head, out_RV)
 
     def own() -> None:
         tail_stats(z_RV, beta, True, slopes)
-        tail_grad(z_RV, beta, row_R, row_R, row_R, ids_RE, row_R[:, None], 1.0, softcap, out_RV)
+        tail_grad(z_RV, beta, shares, ids_RE, row_R[:, None], head, out_RV)
 
     times: dict[Callable[[], None], list[float]] = {of_sparse: [], own: []}
     for _ in range(6):  # the first compiles
@@ -103,7 +93,7 @@ def _faster(device: torch.device, size: int, kind: torch.dtype, slopes: bool, so
     return min(times[own][1:]) < min(times[of_sparse][1:])
 
 
-def tail_stats(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tail_stats(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> TailSums:
     """`sparse.reduce_logits` in one pass.
 
     Args:
@@ -111,45 +101,37 @@ def tail_stats(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> tuple
         beta: scalar on the same device, > 0.
         distils, slopes: as there.
     Returns:
-        top, mass, mass_beta, moment; each [R] in fp32. Unwanted ones are the mass.
+        each in fp32. Unwanted ones are the mass.
     """
     rows, size = z_RV.shape
     assert z_RV.dtype == torch.float32 and z_RV.stride(1) == 1
     found = z_RV.new_empty(4, rows)
     arguments = (z_RV, beta, found, z_RV.stride(0), rows, size, distils, distils and slopes, _BLOCK)
     _launch(_tail_stats, rows, *arguments)
-    top_R, mass_R, mass_beta_R, moment_R = found.unbind()
-    return top_R, mass_R, mass_beta_R, moment_R
+    return TailSums(*found.unbind())
 
 
 def tail_grad(
-    z_RV: Tensor,
-    beta: Tensor,
-    top_R: Tensor,
-    share_R: Tensor,
-    share_beta_R: Tensor | None,
-    ids_RE: Tensor,
-    dz_RE: Tensor,
-    scale: float,
-    softcap: float | None,
-    out_RV: Tensor,
+    z_RV: Tensor, beta: Tensor, shares: Shares, ids_RE: Tensor, dz_RE: Tensor, head: OutputHead, out_RV: Tensor
 ) -> None:
     """Write `sparse.spread_gradients` to `out_RV`, and over it the gradient in single logits, in one pass.
 
     Args:
         z_RV, beta: as for `tail_stats`.
-        top_R, share_R, share_beta_R: as for `spread_gradients`, of any float dtype; None for a share of 0.
+        shares: of any float dtype.
         ids_RE: int64, the columns of single logits. One may come twice in a row, with the same gradient.
         dz_RE: fp32, the whole gradient in them.
+        head: scale and soft cap.
         out_RV: fp32, bf16 or fp16; rows may lie apart. Each number is rounded once. It may be `z_RV`.
     """
     rows, size = z_RV.shape
     assert z_RV.dtype == torch.float32 and z_RV.stride(1) == out_RV.stride(1) == 1
-    heated_R = share_R if share_beta_R is None else share_beta_R
-    assert all(each.is_contiguous() for each in (top_R, share_R, heated_R, ids_RE, dz_RE))
-    tensors = (z_RV, beta, top_R, share_R, heated_R, ids_RE, dz_RE, out_RV)
-    numbers = (z_RV.stride(0), out_RV.stride(0), size, ids_RE.shape[1], scale, softcap or 1.0)
-    _launch(_tail_grad, rows, *tensors, *numbers, share_beta_R is not None, softcap is not None, _BLOCK)
+    distils = shares.share_beta is not None
+    rows_R = (shares.top, shares.share, shares.share if shares.share_beta is None else shares.share_beta)
+    assert all(each.is_contiguous() for each in (*rows_R, ids_RE, dz_RE))
+    tensors = (z_RV, beta, *rows_R, ids_RE, dz_RE, out_RV)
+    numbers = (z_RV.stride(0), out_RV.stride(0), size, ids_RE.shape[1], head.scale, head.softcap or 1.0)
+    _launch(_tail_grad, rows, *tensors, *numbers, distils, head.softcap is not None, _BLOCK)
 
 
 def scale_unless_one(tensor: Tensor, factor: Tensor) -> None:
@@ -178,7 +160,7 @@ def _tail_stats(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    heat = tl.load(beta).to(tl.float32)
+    inverse = tl.load(beta).to(tl.float32)
     # Below every logit, a masked one too, and finite: an infinite rise times no mass would be no number.
     top = tl.full((), -3e38, tl.float32)
     mass = tl.full((), 0.0, tl.float64)
@@ -196,17 +178,17 @@ def _tail_stats(  # type: ignore[no-untyped-def]
             rise = higher.to(tl.float64) - top.to(tl.float64)
             mass = mass * tl.exp(-rise)
             if DISTILS:
-                cooling = tl.exp(-rise * heat)
+                cooling = tl.exp(-rise * inverse)
                 moment = (moment - rise * mass_beta) * cooling
                 mass_beta = mass_beta * cooling
             top = higher
         shifted = tl.where(inside, logits - top, -1e30)  # beyond the row: 0 in every sum
         mass += tl.sum(tl.exp(shifted), 0)
         if DISTILS:
-            heated = tl.exp(heat * shifted)
-            mass_beta += tl.sum(heated, 0)
+            scaled = tl.exp(inverse * shifted)
+            mass_beta += tl.sum(scaled, 0)
             if SLOPES:
-                moment += tl.sum(heated * shifted, 0)
+                moment += tl.sum(scaled * shifted, 0)
     tl.store(found + row, top)
     tl.store(found + rows + row, mass.to(tl.float32))
     tl.store(found + 2 * rows + row, (mass_beta if DISTILS else mass).to(tl.float32))
@@ -228,13 +210,13 @@ def _tail_grad(  # type: ignore[no-untyped-def]
     singles,
     scale,
     softcap,
-    HEATED: tl.constexpr,
+    DISTILS: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    heat = tl.load(beta).to(tl.float32)
+    inverse = tl.load(beta).to(tl.float32)
     largest = tl.load(top + row).to(tl.float32)
     weight = tl.load(share + row).to(tl.float32)
     weight_beta = tl.load(share_beta + row).to(tl.float32)
@@ -248,8 +230,8 @@ def _tail_grad(  # type: ignore[no-untyped-def]
             logits = tl.load(z_row + start + columns, mask=inside, other=0.0)
         shifted = logits - largest
         gradient = weight * tl.exp(shifted)
-        if HEATED:
-            gradient += weight_beta * tl.exp(heat * shifted)
+        if DISTILS:
+            gradient += weight_beta * tl.exp(inverse * shifted)
         if CAPPED:
             ratio = tl.maximum(logits, -softcap) / softcap
             gradient *= scale * (1.0 - ratio * ratio)

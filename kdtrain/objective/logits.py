@@ -9,13 +9,13 @@ padding).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kdtrain.objective.matmul import wide_product
+from kdtrain.models.output_head import OutputHead
+from kdtrain.objective import matmul
 
 NEVER = -1e30
 """Logit of a masked entry. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""
@@ -30,52 +30,20 @@ _WEIGHT_CHUNKS = {"cuda": 4}
 dWeight however many rows it adds up."""
 
 
-class Head(Protocol):
-    """An output head: logits = softcap(scale * (h @ weight^T + bias)). Without a weight, h are the logits."""
+def whole_head(head: OutputHead) -> OutputHead:
+    """The head, with tensors that are sharded over ranks (FSDP2's DTensor) gathered.
 
-    @property
-    def weight(self) -> Tensor | None:
-        """[P,D], or None."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[P], or None."""
-
-    @property
-    def scale(self) -> float:
-        """Factor on the logits, before the cap."""
-
-    @property
-    def softcap(self) -> float | None:
-        """Bound of the logits, or None."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WholeHead:
-    """An output head with whole tensors; the fields are those of `Head`."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    scale: float
-    softcap: float | None
-
-    @classmethod
-    def of(cls, head: Head) -> WholeHead:
-        """The head, with tensors that are sharded over ranks (FSDP2's DTensor) gathered."""
-        return cls(weight=_whole(head.weight), bias=_whole(head.bias), scale=head.scale, softcap=head.softcap)
-
-
-def _whole(tensor: Tensor | None) -> Tensor | None:
-    """A DTensor gathered; any other tensor unchanged.
-
-    Its gradient is the sum over ranks, of which each keeps its shard: a loss is divided by the tokens of all ranks.
+    Their gradient is the sum over ranks, of which each keeps its shard: a loss is divided by the tokens of all ranks.
     """
-    sharded: Any = tensor
-    if not hasattr(sharded, "full_tensor"):
-        return tensor
-    from torch.distributed.tensor import Partial
 
-    return sharded.full_tensor(grad_placements=[Partial()] * sharded.device_mesh.ndim)  # type: ignore[no-any-return]
+    def whole(tensor: Any) -> Any:
+        if not hasattr(tensor, "full_tensor"):
+            return tensor
+        from torch.distributed.tensor import Partial
+
+        return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+
+    return OutputHead(whole(head.weight), whole(head.bias), head.scale, head.softcap)
 
 
 def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "cpu") -> int:
@@ -93,37 +61,70 @@ def weight_chunks(device: str) -> int:
     return _WEIGHT_CHUNKS.get(device, 1)
 
 
-def chunk_logits(hidden_RD: Tensor, head: Head, vocab_size: int) -> Tensor:
+def chunk_logits(hidden_RD: Tensor, head: OutputHead, vocab_size: int) -> Tensor:
     """Logits [R,V] of some rows, in at least fp32 and never rounded below it; a new tensor."""
     dtype = torch.promote_types(hidden_RD.dtype, torch.float32)
     if head.weight is None:
-        u_RV = bare_logits(hidden_RD.to(dtype), vocab_size)
+        u_RV = _bare(hidden_RD.to(dtype), vocab_size)
     else:
-        u_RV = wide_product(hidden_RD, head.weight[:vocab_size])
-    return shape_logits(u_RV, bounded_bias(head.bias, vocab_size, dtype), head.scale, head.softcap)
+        u_RV = matmul.wide_product(hidden_RD, head.weight[:vocab_size])
+    return _shaped(u_RV, _bounded_bias(head, vocab_size, dtype), head)
 
 
-def bare_logits(logits_RP: Tensor, vocab_size: int) -> Tensor:
+class ChunkLogits:
+    """Logits of one chunk of rows after another, all in one buffer: fresh memory would take as long as a product.
+
+    `narrow`: gradients in the logits may be in 16 bits, beside them.
+    """
+
+    def __init__(
+        self, hidden_ND: Tensor, head: OutputHead, vocab_size: int, chunk: int, compile: bool, narrow: bool = False
+    ) -> None:
+        self.size, self.head, self.chunk = vocab_size, head, chunk
+        self.dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        weight = head.weight
+        self.products = None if weight is None else matmul.Products(hidden_ND, weight[:vocab_size], compile)
+        self.bias_V = _bounded_bias(head, vocab_size, self.dtype)
+        rows = 0 if self.products is None else min(chunk, len(hidden_ND))
+        self.buffer_RV = matmul.take_rows("logits", rows, vocab_size, dtype=self.dtype, device=hidden_ND.device)
+        kind = None if self.products is None else self.products.gradient_dtype
+        self.narrow_RV: Tensor | None = None
+        self.held = chunk
+        """Rows whose gradients in the logits wait for one product of dWeight."""
+        if narrow and kind not in (None, self.dtype):
+            self.held *= weight_chunks(hidden_ND.device.type)
+            rows = min(self.held, len(hidden_ND))
+            self.narrow_RV = matmul.take_rows("logit gradient", rows, vocab_size, dtype=kind, device=hidden_ND.device)
+
+    def __call__(self, hidden_RD: Tensor) -> Tensor:
+        """Logits [R,V], in at least fp32."""
+        if self.products is None:
+            u_RV = _bare(hidden_RD.to(self.dtype), self.size)
+        else:
+            u_RV = self.products.logits(hidden_RD, self.buffer_RV[: len(hidden_RD)])
+        return _shaped(u_RV, self.bias_V, self.head)
+
+    def narrow(self, start: int, rows: int) -> Tensor | None:
+        """Where the gradient in the logits of a chunk belongs, [R,V] in 16 bits; None if it replaces the logits."""
+        return None if self.narrow_RV is None else self.narrow_RV[start % self.held :][:rows]
+
+    def close(self) -> None:
+        """Return the buffers; logits and gradients become invalid."""
+        matmul.return_buffer("logits", self.buffer_RV)
+        if self.narrow_RV is not None:
+            matmul.return_buffer("logit gradient", self.narrow_RV)
+
+
+def _bare(logits_RP: Tensor, vocab_size: int) -> Tensor:
     """A copy [R,V] of the logits of a model without a split head, -inf bounded by `NEVER`."""
     return logits_RP[:, :vocab_size].clamp(min=NEVER).contiguous()
 
 
-def bounded_bias(bias_P: Tensor | None, vocab_size: int, dtype: torch.dtype) -> Tensor | None:
+def _bounded_bias(head: OutputHead, vocab_size: int, dtype: torch.dtype) -> Tensor | None:
     """The bias [V] without padding, -inf bounded by `NEVER`."""
-    return None if bias_P is None else bias_P[:vocab_size].to(dtype).clamp(min=NEVER)
+    return None if head.bias is None else head.bias[:vocab_size].to(dtype).clamp(min=NEVER)
 
 
-def shape_logits(u_RV: Tensor, bias_V: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """Apply bias, scale and soft cap, in place."""
-    if bias_V is not None:
-        u_RV += bias_V
-    if scale != 1.0:
-        u_RV *= scale
-    if softcap is not None:
-        u_RV = u_RV.div_(softcap).tanh_().mul_(softcap)
-    return u_RV
-
-
-def cap_slope(z: Tensor, softcap: float | None) -> Tensor | float:
-    """dz/du / scale of the soft cap, from z; 0 where z is masked."""
-    return 1.0 if softcap is None else 1.0 - (z.clamp(min=-softcap) / softcap) ** 2
+def _shaped(u_RV: Tensor, bias_V: Tensor | None, head: OutputHead) -> Tensor:
+    """The logits from the product with the weight, in its memory."""
+    return head.shape(u_RV if bias_V is None else u_RV.add_(bias_V))

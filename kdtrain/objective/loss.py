@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from kdtrain.config.choices import DIVERGENCES, TAILS
 from kdtrain.errors import UsageError, as_number
+from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.dense import DenseStatistics
 from kdtrain.objective.divergence import parse, refuse
-from kdtrain.objective.engine import Walk, fused_loss
-from kdtrain.objective.logits import Head
-from kdtrain.objective.statistics import Rows, Statistics
-from kdtrain.objective.tails import resolve_tail, sparse_events
-from kdtrain.objective.targets import SparseTargets, Targets, per_token, scalar
+from kdtrain.objective.engine import Request, fused_loss
+from kdtrain.objective.statistics import Statistics
+from kdtrain.objective.tails import resolve_tail
+from kdtrain.objective.targets import Supervision, Targets, per_token, scalar
 from kdtrain.objective.temperature import Temperature
 
 
@@ -91,7 +91,7 @@ class DistillationLoss(nn.Module):
     def forward(
         self,
         hidden_ND: Tensor,
-        head: Head,
+        head: OutputHead,
         labels_N: Tensor,
         mask_N: Tensor,
         targets: Targets | None,
@@ -110,7 +110,7 @@ class DistillationLoss(nn.Module):
                 f"the batch has no targets of a teacher, and --alpha is {self.alpha:g}: give batches of a teacher's "
                 "cache (a collator may have dropped their tensors), or --alpha 0, which is plain cross-entropy"
             )
-        if isinstance(targets, SparseTargets) and targets.counts_only and not self.temperature.stays_one:
+        if targets is not None and targets.only_at_one and not self.temperature.stays_one:
             raise UsageError(
                 "samples without a top-k are right at T = 1 only; use a --temperature of 1, or a cache with a --top-k"
             )
@@ -135,7 +135,7 @@ class DistillationLoss(nn.Module):
 
 def distillation_loss(
     hidden_ND: Tensor,
-    head: Head,
+    head: OutputHead,
     labels_N: Tensor,
     mask_N: Tensor,
     targets: Targets | None,
@@ -179,13 +179,13 @@ def distillation_loss(
         alpha=scalar(alpha if targets is not None else 0.0, hidden_ND.device, torch.float64),
         divergence=name,
         parameter=parameter,
-        tail=resolve_tail(tail, targets.num_samples) if isinstance(targets, SparseTargets) else tail,
+        tail=tail if targets is None else resolve_tail(tail, targets.num_samples),
         normalizer=scalar(normalizer, hidden_ND.device),
         at_one=at_one,
     )
     temperature = scalar(temperature, hidden_ND.device)
-    walk = Walk(
-        rows=Rows(labels_N, mask_N, targets),
+    request = Request(
+        rows=Supervision(labels_N, mask_N, targets),
         sparse_loss=recipe.sparse,
         dense_loss=recipe.dense,
         divergence=(name, parameter),
@@ -195,7 +195,7 @@ def distillation_loss(
         compile=compile,
         chunk=chunk,
     )
-    loss, sums = fused_loss(hidden_ND, head, 1.0 / temperature, walk)
+    loss, sums = fused_loss(hidden_ND, head, 1.0 / temperature, request)
     return LossOutput(loss, sums[0], sums[1], sums[2], torch.zeros_like(sums[0]), mask_N.sum())
 
 
@@ -213,43 +213,33 @@ class _Recipe:
     normalizer: Tensor
     at_one: bool
 
-    def sparse(self, statistics: Statistics, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def sparse(self, statistics: Statistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
         if rows.targets is None:
-            return self._joined(cross_entropy_R, None, None, beta, rows.mask)
-        assert isinstance(rows.targets, SparseTargets)
+            return self._joined(beta, rows.mask, cross_entropy_R, None, None)
         measure = DIVERGENCES.get(self.divergence).of
-        kd_R = measure(sparse_events(self.tail, rows.targets, statistics, beta), self.parameter)
+        kd_R = measure(rows.targets.events(self.tail, statistics, beta), self.parameter)
         if not self.at_one:
-            return self._joined(cross_entropy_R, kd_R, None, beta, rows.mask)
+            return self._joined(beta, rows.mask, cross_entropy_R, kd_R, None)
         with torch.no_grad():
-            events = sparse_events(self.tail, rows.targets.at_one(), statistics.at_one(), torch.ones_like(beta))
+            events = rows.targets.at_one().events(self.tail, statistics.at_one(), torch.ones_like(beta))
             at_one_R = measure(events, self.parameter)
-        return self._joined(cross_entropy_R, kd_R, at_one_R, beta, rows.mask)
+        return self._joined(beta, rows.mask, cross_entropy_R, kd_R, at_one_R)
 
-    def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
         cross_entropy_R = statistics.lse - statistics.label
-        return self._joined(cross_entropy_R, statistics.divergence, statistics.divergence_at_one, beta, rows.mask)
+        return self._joined(beta, rows.mask, cross_entropy_R, statistics.divergence, statistics.divergence_at_one)
 
-    def _joined(
-        self,
-        cross_entropy_R: Tensor,
-        kd_R: Tensor | None,
-        at_one_R: Tensor | None,
-        beta: Tensor,
-        mask_R: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of a chunk and its sums (CE, KD, KD at T = 1), from the values of each token."""
+    def _joined(self, beta: Tensor, mask_R: Tensor, *values: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The loss of a chunk and its sums, from CE, KD and KD at T = 1 of each token, [R]."""
         nothing = torch.zeros_like(beta)
-        cross_entropy, kd, at_one = (
-            nothing if x is None else x.masked_fill(~mask_R, 0.0).sum() for x in (cross_entropy_R, kd_R, at_one_R)
-        )
-        total = joined(cross_entropy, kd, self.alpha, self.alpha / beta**2)
-        return per_token(total, self.normalizer), torch.stack([cross_entropy, kd, at_one])
+        sums = [nothing if x is None else x.masked_fill(~mask_R, 0.0).sum() for x in values]
+        total = joined(sums[0], sums[1], self.alpha, self.alpha / beta**2)
+        return per_token(total, self.normalizer), torch.stack(sums)
 
 
 def _check_inputs(
-    hidden_ND: Tensor, head: Head, labels_N: Tensor, mask_N: Tensor, targets: Targets | None, vocab_size: int
+    hidden_ND: Tensor, head: OutputHead, labels_N: Tensor, mask_N: Tensor, targets: Targets | None, vocab_size: int
 ) -> None:
     """UsageError: a tensor that would fail far from here, or be read as something else. No value is looked at."""
     if hidden_ND.ndim != 2 or not hidden_ND.is_floating_point():
@@ -282,12 +272,11 @@ def _described(tensor: Tensor) -> str:
 
 
 def _check(targets: Targets | None, divergence: str, tail: str, vocab_size: int) -> None:
-    if isinstance(targets, SparseTargets):
-        refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples)
-    elif targets is not None:
-        refuse(divergence, tail, dense=True)
-        if targets.columns != vocab_size:
-            raise UsageError(
-                f"the dense targets have {targets.columns} columns and the vocabulary has {vocab_size}; use a teacher "
-                f"and a student of one tokenizer, and vocab_size={targets.columns} if the student's head is padded"
-            )
+    if targets is None:
+        return
+    refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples, dense=not targets.has_tail)
+    if targets.width not in (None, vocab_size):
+        raise UsageError(
+            f"the dense targets have {targets.width} columns and the vocabulary has {vocab_size}; use a teacher "
+            f"and a student of one tokenizer, and vocab_size={targets.width} if the student's head is padded"
+        )

@@ -6,27 +6,15 @@
     dWeight += dz^T h    summed over chunks in fp32
 
 Inputs in bf16 are multiplied as 16-bit numbers with an fp32 result where the back end can: on a GPU by `out_dtype`,
-where dWeight is added up inside the product if this torch can (a probe decides), and four chunks share one product of
-dWeight (`logits.weight_chunks`), for 2 bytes a logit of three chunks more. A CPU has no `out_dtype`. There the
+where dWeight is added up inside the product if this torch can (a probe decides). A CPU has no `out_dtype`. There the
 logits are oneDNN's fp32 product, which may take its inputs as bf16: on a CPU with AMX it rounds them, elsewhere it is
 exact, and for bf16 inputs both are exact. The gradients' products take dz rounded to bf16, an error as large as that of
-rounding their results. fp16 has too few exponents for dz, so only its logits are 16-bit products.
-
-oneDNN's fp32 product is also faster than MKL's on some CPUs (2.3 times on an AMD EPYC with AVX-512). Without AMX it
-rounds nothing, and takes fp32 inputs as well; a probe proves that before it is used.
-
-Large buffers of a step are kept for the next step (`take_buffer`). Linux hands out memory by pages of 4 KiB,
-each zeroed when it is first written to: 45 ms for a chunk of logits of 131 MB. PyTorch returns freed memory of that
-size to the system at once (on a GPU it keeps it), so each step would pay for it again.
-
-Elementwise work is compiled, each function once a process (`maybe_compiled`). By default the compiler writes an
-intermediate result, as large as a chunk of logits, to memory if it takes 30 operations or is read four times. For a
-divergence and its gradient this is six times slower than computing it again (jsd over 16 M logits on one core of an AMD
-EPYC: 271 ms against 43), hence `_OPTIONS`.
+rounding their results. fp16 has too few exponents for dz, so only its logits are 16-bit products. oneDNN's fp32 product
+is also faster than MKL's on some CPUs; without AMX it takes fp32 inputs as well, once a probe has proven it exact.
 
 Given up: on a CPU the part of dWeight from one chunk is rounded to bf16 before it is added to the rest; a CPU with
 AVX512-BF16 and no AMX makes bf16 logits at the price of an fp32 product, because PyTorch has no operator for a bf16
-product with an fp32 result; and the process keeps the buffers of a step until `release_buffers`.
+product with an fp32 result; and the process keeps the large buffers of a step (`take_buffer`) until `release_buffers`.
 
 Shape suffixes: R rows of a chunk, D model width, V vocabulary, B a block of it.
 """
@@ -70,7 +58,6 @@ class Products:
         exact = self.dtype == torch.float32 and device == "cpu" and _onednn_is_exact()
         self.onednn = exact or (device == "cpu" and narrow)
         self.narrow_VD = weight_VD.to(kind) if self.out_dtype or narrow else weight_VD
-        # With both, no product takes a wide weight.
         self.wide_VD = self.narrow_VD if narrow and self.out_dtype else weight_VD.to(self.dtype)
 
     def logits(self, hidden_RD: Tensor, out_RV: Tensor) -> Tensor:
@@ -166,36 +153,26 @@ def _add(product: Tensor, into: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _onednn(wanted: bool) -> Iterator[None]:
-    """Let oneDNN compute fp32 products on a CPU; it may round their inputs to bf16.
-
-    The setting is that of the whole process, and torch.compile fails under it: it is set for one product only.
-    """
-    if not wanted:
-        yield
-        return
-    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
+def _rounding_inputs(settings: Any, kind: str, wanted: bool) -> Iterator[None]:
+    """Let a back end round the inputs of one fp32 product; the setting is that of the whole process."""
+    before = wanted and settings.fp32_precision
+    if wanted:
+        settings.fp32_precision = kind
     try:
         yield
     finally:
-        settings.fp32_precision = before
+        if wanted:
+            settings.fp32_precision = before
 
 
-@contextlib.contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
+def _onednn(wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """Let oneDNN compute fp32 products on a CPU; it may round their inputs to bf16. torch.compile fails under it."""
+    return _rounding_inputs(torch.backends.mkldnn.matmul, "bf16", wanted)  # type: ignore[attr-defined]
+
+
+def _tf32(wanted: bool) -> contextlib.AbstractContextManager[None]:
     """Let a GPU round the inputs of fp32 products to TF32, which has more digits than the 16-bit numbers they hold."""
-    if not wanted:
-        yield
-        return
-    settings: Any = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    settings.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
+    return _rounding_inputs(torch.backends.cuda.matmul, "tf32", wanted)
 
 
 def _has_bf16() -> bool:
@@ -222,7 +199,7 @@ _lock = threading.Lock()
 def take_buffer(name: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Like `torch.empty`; on a CPU in a buffer that was returned under `name`, if one is large enough.
 
-    A buffer that is not returned is not reused.
+    Linux zeroes each page of fresh memory at its first write, and PyTorch returns freed memory of this size at once.
     """
     if torch.device(device).type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -256,11 +233,9 @@ def release_buffers() -> None:
         _idle.clear()
 
 
-_OPTIONS: dict[str, Any] = {
-    "realize_opcount_threshold": 1000,
-    "realize_reads_threshold": 1000,
-    "realize_acc_reads_threshold": 1000,
-}
+_OPTIONS: dict[str, Any] = {f"realize_{each}_threshold": 1000 for each in ("opcount", "reads", "acc_reads")}
+"""By default the compiler writes an intermediate result as large as a chunk to memory if it takes 30 operations or is
+read four times; for a divergence and its gradient this is six times slower than computing it again."""
 
 
 @functools.cache

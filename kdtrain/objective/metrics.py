@@ -19,11 +19,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.divergence import forward_kl
-from kdtrain.objective.logits import Head, WholeHead, chunk_logits, chunk_rows
-from kdtrain.objective.statistics import Rows, row_statistics
-from kdtrain.objective.tails import dense_events, sparse_events
-from kdtrain.objective.targets import DenseTargets, OnlineTargets, SparseTargets, Targets
+from kdtrain.objective.logits import chunk_logits, chunk_rows, whole_head
+from kdtrain.objective.targets import Supervision, Targets
 
 BINS = 15
 
@@ -87,7 +86,7 @@ class Metrics:
 @torch.no_grad()
 def measure(
     hidden_ND: Tensor,
-    head: Head,
+    head: OutputHead,
     labels_N: Tensor,
     mask_N: Tensor,
     targets: Targets | None,
@@ -100,12 +99,11 @@ def measure(
     Sums that the targets do not contain are None. It waits for the device once.
     """
     chunk = chunk or chunk_rows(vocab_size, hidden_ND.shape[1], hidden_ND.dtype, hidden_ND.device.type)
-    rows, head = Rows(labels_N, mask_N, targets), WholeHead.of(head)
+    rows, head = Supervision(labels_N, mask_N, targets), whole_head(head)
     if hidden_ND.is_cuda and head.weight is not None:
         # once for all chunks, as in training: operands of two dtypes would be multiplied in fp32, far more slowly
         head = replace(head, weight=head.weight.to(hidden_ND.dtype))
-    no_top_k = targets is None or (isinstance(targets, SparseTargets) and targets.top_k == 0)
-    nothing, top = (None if targets is None else 0.0), (None if no_top_k else 0.0)
+    nothing, top = (None if targets is None else 0.0), (0.0 if targets is not None and targets.has_top else None)
     unknown = Metrics(kl=nothing, teacher_cross_entropy=nothing, agreement=top, acceptance=top)
     total = torch.tensor(unknown.vector(), dtype=torch.float64)
     parts = []
@@ -118,7 +116,7 @@ def measure(
     return Metrics.from_vector(total.tolist())
 
 
-def _chunk_sums(z_RV: Tensor, rows: Rows) -> Tensor:
+def _chunk_sums(z_RV: Tensor, rows: Supervision) -> Tensor:
     """The vector of `Metrics` for a chunk, with 0 for unknown sums."""
     top_logit_R, top_R = z_RV.max(dim=-1)
     lse_R = torch.logsumexp(z_RV, dim=-1)
@@ -135,24 +133,16 @@ def _chunk_sums(z_RV: Tensor, rows: Rows) -> Tensor:
     return torch.cat([sums, *binned])
 
 
-def _teacher_columns(z_RV: Tensor, top_R: Tensor, rows: Rows) -> list[Tensor]:
+def _teacher_columns(z_RV: Tensor, top_R: Tensor, rows: Supervision) -> list[Tensor]:
     """KL, the teacher's cross-entropy, agreement and acceptance, each [R]."""
-    targets = rows.targets.dense() if isinstance(rows.targets, OnlineTargets) else rows.targets
     zero_R = torch.zeros_like(z_RV[:, 0])
-    if targets is None:
+    if rows.targets is None:
         return [zero_R] * 4
-    teacher_cross_entropy_R = -targets.label_logprob.to(z_RV.dtype)
-    if isinstance(targets, DenseTargets):
-        events = dense_events(z_RV, targets.energies(), 1.0)
-        teacher_top_R, kl_R = targets.logprobs.argmax(-1), forward_kl(events)
-    else:
-        statistics = row_statistics(z_RV, targets, rows.labels)
-        one = torch.ones((), dtype=z_RV.dtype, device=z_RV.device)
-        kl_R = forward_kl(sparse_events("sampled" if targets.num_samples else "ghost", targets, statistics, one))
-        if targets.top_k == 0:
-            return [kl_R, teacher_cross_entropy_R, zero_R, zero_R]
-        events = sparse_events("ghost", targets, statistics, one)
-        teacher_top_R = targets.ids[:, 0]
-    agreement_R = (teacher_top_R == top_R).to(z_RV.dtype)
-    acceptance_R = torch.minimum(events.teacher, events.student).exp().sum(-1)
-    return [kl_R, teacher_cross_entropy_R, agreement_R, acceptance_R]
+    targets = rows.targets.resolved()
+    known = targets.compare(z_RV, rows.labels)
+    columns = [forward_kl(known.divergence), -targets.label_logprob.to(z_RV.dtype)]
+    if known.most_likely is None:
+        return [*columns, zero_R, zero_R]
+    agreement_R = (known.most_likely == top_R).to(z_RV.dtype)
+    overlap_R = torch.minimum(known.overlap.teacher, known.overlap.student).exp().sum(-1)
+    return [*columns, agreement_R, overlap_R]

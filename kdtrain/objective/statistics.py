@@ -1,50 +1,32 @@
-"""Per-token statistics of a student's logits: all that a loss over sparse targets depends on.
+"""Per-token statistics of a student's logits, all that a loss over single entries depends on, and the events compared.
 
 They are the log sum exp of z and of beta z over the tail (everything but the top-k ids), and z at the kept
 ids and at the label. Sums over the whole vocabulary are log-add-exps of tail and top-k; the tail's mass is a
 sum of its own, because 1 - sum q loses all its digits in fp32 once the top-k is likely.
 
-Shape suffixes: R rows of a chunk, V vocabulary, K kept entries, H top-k entries.
+Shape suffixes: R rows of a chunk, V vocabulary, K kept entries, H top-k entries, E events, or K + 1 entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kdtrain.objective.logits import NEVER
-from kdtrain.objective.targets import SparseTargets, Targets
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The inputs of a loss for some rows, besides logits."""
+class Events:
+    """Log-probabilities of the same events, in nats, under teacher and student, each [R,E]."""
 
-    labels: Tensor
-    """[R] int64."""
-    mask: Tensor
-    """[R] bool, True where the token counts."""
-    targets: Targets | None
-    """R rows, or none."""
-
-    def __getitem__(self, rows: slice) -> Rows:
-        targets = None if self.targets is None else self.targets[rows]
-        return Rows(self.labels[rows], self.mask[rows], targets)
-
-    def harmless(self, vocab_size: int) -> Rows:
-        """The same with finite numbers and a valid label in masked rows, and weight 0 at absent entries."""
-        targets = None if self.targets is None else self.targets.where(self.mask)
-        if isinstance(targets, SparseTargets):
-            targets = targets.without_absent(vocab_size)
-        return Rows(self.labels.masked_fill(~self.mask, 0), self.mask, targets)
-
-    def double(self) -> Rows:
-        """The same with sparse targets in fp64."""
-        targets = self.targets
-        return Rows(self.labels, self.mask, targets.double() if isinstance(targets, SparseTargets) else targets)
+    teacher: Tensor
+    student: Tensor
+    weight: Tensor | None = None
+    """[R,E] Weights in place of the teacher's probabilities, in an estimate; None for exp(teacher)."""
+    missed: Tensor | None = None
+    """[R] An estimate of the part of forward KL that the events miss, in nats."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +57,12 @@ class Statistics:
 
     def at_one(self) -> Statistics:
         """The same statistics for beta = 1."""
-        return Statistics(self.tail, self.tail, self.kept, self.label, self.top_k)
+        return replace(self, tail_beta=self.tail)
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where in a row of logits the single numbers stand that a loss needs: the kept entries, then the label."""
+class Entries:
+    """The single entries of a row of logits that a loss needs: the kept ones, then the label."""
 
     ids: Tensor
     """[R,K+1] int64, valid for a gather.
@@ -90,42 +72,29 @@ class Places:
     absent: Tensor
     """[R,K] bool, True for kept entries that are absent."""
     top_k: int
+    z: Tensor | None = None
+    """[R,K+1] the logits of these entries, made by `take`."""
 
     @classmethod
-    def of(cls, targets: Targets | None, labels_R: Tensor, vocab_size: int) -> Places:
-        """The places for valid labels; without sparse targets only these."""
-        if not isinstance(targets, SparseTargets):
-            return cls(labels_R[:, None], labels_R.new_zeros(len(labels_R), 0, dtype=torch.bool), 0)
-        absent_RK = targets.ids >= vocab_size
-        first_R1 = targets.ids[:, :1].masked_fill(absent_RK[:, :1], 0)
-        ids_RK = torch.where(absent_RK, first_R1, targets.ids)
-        return cls(torch.cat([ids_RK, labels_R[:, None]], dim=1), absent_RK, targets.top_k)
+    def of_labels(cls, labels_R: Tensor) -> Entries:
+        """The labels alone."""
+        return cls(labels_R[:, None], labels_R.new_zeros(len(labels_R), 0, dtype=torch.bool), 0)
 
-    def __getitem__(self, rows: slice) -> Places:
-        return Places(self.ids[rows], self.absent[rows], self.top_k)
+    def __getitem__(self, rows: slice) -> Entries:
+        return Entries(self.ids[rows], self.absent[rows], self.top_k)
 
-    def take(self, z_RV: Tensor) -> Tensor:
-        """The logits [R,K+1] at these places; the top-k logits in `z_RV` become `NEVER`."""
+    def take(self, z_RV: Tensor) -> Entries:
+        """The same with the logits of these entries; the top-k logits in `z_RV` become `NEVER`."""
         z_RE = z_RV.gather(1, self.ids)
         if self.top_k:
             z_RV.scatter_(1, self.ids[:, : self.top_k], NEVER)
-        return z_RE
+        return replace(self, z=z_RE)
 
-    def kept(self, z_RE: Tensor) -> Tensor:
-        """The logits [R,K] of the kept entries, `NEVER` at absent ones."""
-        return z_RE[:, :-1].masked_fill(self.absent, NEVER)
-
-
-SparseLoss = Callable[[Statistics, Tensor, Rows], tuple[Tensor, Tensor]]
-"""(statistics, beta, rows) -> (loss, a differentiable scalar; sums, a vector without gradients)."""
-
-
-def row_statistics(z_RV: Tensor, targets: SparseTargets, labels_R: Tensor) -> Statistics:
-    """Statistics of some rows at beta = 1, without gradients; the top-k logits in `z_RV` are overwritten."""
-    places = Places.of(targets, labels_R, z_RV.shape[1])
-    z_RE = places.take(z_RV)
-    tail_R = torch.logsumexp(z_RV, dim=1)
-    return Statistics(tail_R, tail_R, places.kept(z_RE), z_RE[:, -1], targets.top_k)
+    def logits(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The logits that were taken: [R,K] of the kept entries, `NEVER` at absent ones, and [R] of the labels."""
+        assert self.z is not None
+        z_RE = self.z.to(dtype)
+        return z_RE[:, :-1].masked_fill(self.absent, NEVER), z_RE[:, -1]
 
 
 def _with_top_k(tail_R: Tensor, top_RH: Tensor) -> Tensor:

@@ -6,33 +6,25 @@ p_k, q_k the true probabilities at beta (the teacher's from the cached log-parti
 
 ghost        the top-k's entries and one bucket for all the rest: p_tail = exp(L(beta)) / Z(beta) against the
              student's own mass outside the top-k (the ghost token of Sparse Logit Sampling, ACL 2025, arXiv
-             2503.16870, with the mass right at every T). Both sides are distributions, so that every
-             divergence is 0 with zero gradient for student = teacher; merging events can only lose some of
-             an f-divergence, which is then a lower bound of the one over all V tokens.
-drop         the top-k's entries only, with true masses: the top-k's terms of the sum. Forward KL is 0 for
-             student = teacher, but that is not a minimum: with P the top-k's mass, the gradient there is
-             beta q_j P in the tail and beta q_j (P - 1) in the top-k. The tail starves, and the value falls
-             to P log P < 0.
+             2503.16870, with the mass right at every T). Every divergence is 0 with zero gradient for student =
+             teacher; merging events can only lose some of an f-divergence, which is then a lower bound.
+drop         the top-k's entries only, with true masses. student = teacher is no minimum: with P the top-k's mass, the
+             gradient there is beta q_j P in the tail, which starves, and beta q_j (P - 1) in the top-k.
 renormalize  both sides divided by their mass in the top-k: blind to what the student puts elsewhere (some
              implementations divide the teacher's alone). 0 with zero gradient for student = teacher.
 sampled      top-k entries with weight p_k, drawn entries with weight
                  w_k = p_tail(1) (c_k / n) p_k(1)^(beta - 1) / Z(beta),
              the importance weight of c_k of n samples from the tail at T = 1 (at top-k 0, p_tail(1) = 1 and the
-             tail is everything: random-sampling KD, arXiv 2503.16870). sum w (log p - log q) estimates the
-             full forward KL without bias at every T, value and gradient, up to the interpolation of Z(beta);
-             0 for student = teacher, because each term is (from counts alone, only their mean). Any other
-             divergence needs q at all tokens with a weight of its own, which samples from p do not give.
+             tail is everything: random-sampling KD, arXiv 2503.16870). sum w (log p - log q) estimates the full
+             forward KL without bias at every T, value and gradient. Any other divergence needs q at all tokens with a
+             weight of its own, which samples from p do not give.
 control-variate  the ghost bucket, corrected inside by the samples, as below. Forward KL only, like
              `sampled`; its noise falls with the student's distance from the teacher.
 
 Targets with samples need one of the last two: the default `ghost` means `sampled` for them.
 
-`register_tail` adds a rule.
-
-The correction of `control-variate`. The ghost bucket compares the mass of the tail only: inside the tail it assumes the
-teacher to be
-    p^_j = r q_j,   r = p_tail / q_tail.
-So it misses a divergence inside the tail,
+The correction of `control-variate`. Inside the tail the ghost bucket assumes the teacher to be p^_j = r q_j with
+r = p_tail / q_tail, and misses a divergence there,
     KL(p || q) = KL over top-k and bucket + sum_{j in tail} p_j (-log x_j),   x_j = r q_j / p_j,
 estimated from the samples, each of chance pi_k. As sum_{j in tail} p_j (x_j - 1) = 0, any share s of that sum
 may be added, a control variate, if s does not depend on the samples:
@@ -45,33 +37,11 @@ Far from the teacher r q_k / pi_k has no bound, and neither has p_k / pi_k above
     s = exp(-4 d), where d is KL over top-k and bucket at T = 1;
     x counts as at most 4, along the tangent in log x: a draw's weight is then at most 3 times that of plain sampling;
     (p_k / p_tail) / pi_k, which is 1 at T = 1, counts as at most sqrt(n) (truncated importance sampling, Ionides 2008,
-    J. Comput. Graph. Stat. 17(2)).
-When it is unbiased: its mean is forward KL, in value, gradient and slope in T, if r q_j <= 4 p_j and p_j <= sqrt(n)
-p_tail pi_j for every j of the tail (the second always holds at T = 1), whatever s is. Terms that are cut pull less.
-With a top-k the bias of the first falls with s away from the teacher; at the teacher there is none, and no gradient. No
-gradient goes through s, so that the gradient is not that of the value.
-
-Why these: `benchmarks/science/tail_rules.py` on the shipped teacher, top-k 8 and 24 samples: squared error of a token's
-logit gradient over that of the full one, in brackets of the mean gradient of 4,096 tokens, for students at four KLs.
-                                0.02 nats         0.31 nats         0.76 nats         5.8 (uniform)
-    T = 1  ghost                0.018 (0.016)     0.0041 (0.0041)   0.0029 (0.023)    0.002 (0.0043)
-           sampled              0.55 (0.13)       0.039 (0.0013)    0.017 (0.00058)   0.0059 (8.8e-05)
-           s = 1                0.051 (0.012)     0.038 (0.0012)    0.073 (0.0025)    840 (13)
-           s = 1, clip 4        0.051 (0.011)     0.022 (0.00074)   0.013 (0.0016)    0.006 (0.00017)
-           s                    0.048 (0.011)     0.022 (0.0007)    0.019 (0.00066)   0.051 (0.00077)
-           s, clip 4            0.048 (0.011)     0.018 (0.00058)   0.011 (0.00046)   0.0058 (8.7e-05)
-           best s of each token 0.047 (0.011)     0.019 (0.00061)   0.013 (0.00046)   0.0059 (8.8e-05)
-    T = 2  ghost                0.053 (0.049)     0.007 (0.027)     0.008 (0.08)      0.015 (0.089)
-           sampled              200 (46)          3 (0.05)          2.2 (0.075)       1.6 (0.017)
-           s, clip 4            5.5 (1.3)         1.2 (0.02)        1.3 (0.046)       1.5 (0.017)
-           ..., weight sqrt(n)  1.5 (0.37)        0.35 (0.0062)     0.42 (0.02)       0.43 (0.0048)
-           ..., weight 2        0.74 (0.23)       0.2 (0.004)       0.21 (0.028)      0.21 (0.0035)
-With a top-k of 8 it has less error than plain sampling for all eight students of that study, at T = 1 within 4 % of the
-best share of each token, which no rule can know, or below.
-The errors are those of independent samples; the systematic ones of a cache have less. Without a top-k there is no
-bucket to judge the distance by, and the rule is refused.
-sqrt(n) lets the bias vanish as samples are added; a weight of at most 2 has less noise still.
-At T = 4 a token's noise is above the bias of ghost with any of these.
+    J. Comput. Graph. Stat. 17(2)), so that the bias vanishes as samples are added.
+It is unbiased, in value, gradient and slope in T, if r q_j <= 4 p_j and p_j <= sqrt(n) p_tail pi_j for every j of the
+tail (the second always holds at T = 1), whatever s is. With a top-k the bias of the first falls with s away from the
+teacher; at the teacher there is none. No gradient goes through s, so that the gradient is not that of the value.
+Without a top-k there is no bucket to judge the distance by, and the rule is refused. docs/fidelity.md has measurements.
 
 Shape suffixes: R rows, E events, K kept entries, H top-k entries, D drawn entries, V vocabulary.
 """
@@ -86,8 +56,11 @@ import torch
 from torch import Tensor
 
 from kdtrain.config.choices import TAILS
-from kdtrain.objective.statistics import Statistics
-from kdtrain.objective.targets import CLIP, SHARPNESS, SparseTargets
+from kdtrain.objective.statistics import Events, Statistics
+from kdtrain.objective.targets import SparseTargets
+
+_CLIP, _SHARPNESS = 4.0, 4.0
+"""Of `control-variate`: the bound of r q / p, and how fast the share falls, in 1/nats."""
 
 
 def tail_correction(targets: SparseTargets, statistics: Statistics, beta: Tensor, distance_R: Tensor) -> Tensor:
@@ -103,26 +76,14 @@ def tail_correction(targets: SparseTargets, statistics: Statistics, beta: Tensor
     ratio_RD = log_tail_R1 - statistics.tail_beta[:, None]
     ratio_RD = ratio_RD + beta * (statistics.kept - targets.logprobs)[:, top_k:]
     ratio_RD = ratio_RD.masked_fill(~drawn_RD, 0.0)
-    share_R1 = (-SHARPNESS * distance_R.detach()).exp().clamp(max=1.0)[:, None]
+    share_R1 = (-_SHARPNESS * distance_R.detach()).exp().clamp(max=1.0)[:, None]
     return (targets.bounded_weights(beta) * (share_R1 * clipped_excess(ratio_RD) - ratio_RD)).sum(-1)
 
 
 def clipped_excess(log_ratio: Tensor) -> Tensor:
-    """x - 1 as a function of log x; above `CLIP` its tangent in log x."""
-    inside = log_ratio.clamp(max=math.log(CLIP))
-    return torch.expm1(inside) + CLIP * (log_ratio - inside)
-
-
-@dataclass(frozen=True)
-class Events:
-    """Log-probabilities of the same events, in nats, under teacher and student, each [R,E]."""
-
-    teacher: Tensor
-    student: Tensor
-    weight: Tensor | None = None
-    """[R,E] Weights in place of the teacher's probabilities, in an estimate; None for exp(teacher)."""
-    missed: Tensor | None = None
-    """[R] An estimate of the part of forward KL that the events miss, in nats."""
+    """x - 1 as a function of log x; above `_CLIP` its tangent in log x."""
+    inside = log_ratio.clamp(max=math.log(_CLIP))
+    return torch.expm1(inside) + _CLIP * (log_ratio - inside)
 
 
 TailEvents = Callable[[SparseTargets, Statistics, Tensor], Events]
@@ -155,18 +116,6 @@ def register_tail(
         return events
 
     return register
-
-
-def dense_events(logits_RV: Tensor, energies_RV: Tensor, beta: Tensor | float) -> Events:
-    """All V tokens as events, teacher and student at inverse temperature `beta`."""
-    teacher_RV = torch.log_softmax(beta * energies_RV, dim=-1)
-    return Events(teacher_RV, torch.log_softmax(beta * logits_RV, dim=-1))
-
-
-def sparse_events(tail: str, targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    """The events of the tail rule `tail` (`resolve_tail`) at `beta`; absent entries have weight 0."""
-    rule: TailRule = TAILS.get(tail)
-    return rule.events(targets, statistics, beta)
 
 
 def resolve_tail(tail: str, num_samples: int) -> str:

@@ -1,4 +1,4 @@
-"""Targets: a teacher's distribution over the next token for each row, sparse or dense.
+"""Targets: a teacher's distribution over the next token for each row, sparse, dense or made online.
 
 Everything is kept at temperature 1, as energies e_j = log p_j. At inverse temperature beta = 1/T the teacher
 is
@@ -8,57 +8,194 @@ log-partition L(beta) = log sum_{j in tail} exp(beta e_j) with its slope at a fe
 knots L is a cubic Hermite polynomial in beta, so that Z(beta) and the tail's mass are right at temperatures
 other than 1, which neither a bucket of mass 1 - sum p nor renormalising over the top-k is.
 
+Each kind says itself how the engine walks it, how metrics measure it and what it cannot be used for (`Targets`):
+another kind is another subclass, and no code asks for the kind.
+
 Given up: outside the knots L continues along its end slope, which is a lower bound of the true, convex L; the
 temperature bounds of a cache keep callers inside. Nothing after this module knows where targets came from.
 
-Shape suffixes: N tokens, K kept entries, H top-k entries, V vocabulary, G knots.
+Shape suffixes: N tokens, R rows of a chunk, K kept entries, H top-k entries, D drawn ones, V vocabulary, G knots.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
 
-from kdtrain.objective.logits import Head, chunk_logits
+from kdtrain.config.choices import TAILS
+from kdtrain.models.output_head import OutputHead
+from kdtrain.objective.logits import ChunkLogits, chunk_logits
+from kdtrain.objective.statistics import Entries, Events, Statistics
 
-EMPTY = -1e4
-"""Energy of an impossible entry, in nats: exp(beta * EMPTY) is 0 at every usable beta, and no gradient is NaN."""
-
-CLIP, SHARPNESS = 4.0, 4.0
-"""Of the tail rule `control-variate`: the bound of r q / p, and how fast the share falls, in 1/nats."""
+FLOOR = -1e4
+"""log p of an impossible entry and L of an empty tail, nats: exp(beta * FLOOR) is 0 at every usable beta."""
 
 _DENSE_CHUNK = 1 << 22
 
 
-class _Rows:
-    """Selecting and moving rows, common to all kinds of targets."""
+class Comparison(NamedTuple):
+    """Teacher and student at T = 1, as metrics compare them."""
 
-    def _map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
-        values = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
-        changed = {k: change(k, v) for k, v in values.items() if isinstance(v, Tensor)}
-        return cast(Self, replace(cast(Any, self), **changed))
+    divergence: Events
+    """Those of the KL."""
+    overlap: Events
+    """Those of sum min(p, q)."""
+    most_likely: Tensor | None
+    """[R] the teacher's most likely token; None if the targets do not contain it."""
+
+
+class Targets(ABC):
+    """What a teacher said about N rows. A kind is a frozen dataclass of tensors whose first dimension is N.
+
+    A kind is compared with the student at single entries of a row (`entries`, `events`), or over whole rows of `width`
+    columns (`row_logprobs`). The defaults are those of whole rows.
+    """
+
+    label_logprob: Tensor
+    """[N] fp32, nats. Teacher's log p of the label at T = 1."""
+    top_k: int
+    num_samples: int
+    """Entries of a row that are kept exactly, and samples of the rest."""
+    width: int | None
+    """V of whole rows; None for single entries."""
+    has_tail = False
+    """True where a tail rule says what stands for entries that are not kept; a divergence sees the others as dense."""
+    only_at_one = False
+    """True for targets that are right at T = 1 only."""
+    has_top = True
+    """True for targets that know the teacher's most likely token."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
+        """The same with `change` applied to the name and value of every tensor."""
+        return cast(Self, replace(cast(Any, self), **{k: change(k, v) for k, v in self._tensors().items()}))
 
     def __getitem__(self, rows: slice) -> Self:
         """The rows `rows` of every tensor, as views."""
-        return self._map(lambda _, tensor: tensor[rows])
+        return self.map(lambda _, tensor: tensor[rows])
+
+    def by_parts(self, of: Callable[[Self], Tensor]) -> Tensor:
+        """`of` [...,R] of a few whole rows at a time, joined."""
+        rows = max(1, _DENSE_CHUNK // (self.width or 1))
+        return torch.cat([of(self[i : i + rows]) for i in range(0, max(1, len(self)), rows)], dim=-1)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same targets with `change` applied to every tensor."""
-        return self._map(lambda _, tensor: change(tensor))
+        return self.map(lambda _, tensor: change(tensor))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """A copy on `device`, which shares the tensors that are there already."""
-        return self._map(lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def fields(self, shape: tuple[int, int]) -> dict[str, Tensor]:
+        """The tensors by name, as a data loader has them: the first dimensions are `shape`, sequences and positions."""
+        return {name: value.unflatten(0, shape) for name, value in self._tensors().items()}
+
+    def shown(self) -> dict[str, Tensor]:
+        """The tensors by name, finite unless the teacher's numbers are broken."""
+        return self._tensors()
+
+    @abstractmethod
+    def where(self, keep_N: Tensor) -> Self:
+        """The same with finite numbers in the rows outside `keep_N`, whatever they held (NaN, inf)."""
+
+    def without_absent(self, vocab_size: int) -> Self:
+        """The same with weight 0 at entries that are absent."""
+        return self
+
+    def double(self) -> Self:
+        """The same in fp64, where that is a few numbers a row."""
+        return self
+
+    def narrow(self, vocab_size: int) -> Self:
+        """The distribution over the first `vocab_size` entries, for a teacher's head padded beyond the student's."""
+        return self
+
+    def resolved(self) -> Targets:
+        """The same with nothing left to compute; for a few rows."""
+        return self
+
+    def at(self, beta: Tensor) -> Self:
+        """The same with what depends on `beta` (a scalar in fp64) alone computed once, for it and for 1."""
+        return self
+
+    def at_one(self) -> Self:
+        """The same for beta = 1, where `at` has computed it already."""
+        return self
+
+    @abstractmethod
+    def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
+        """log Z(beta) [N] in nats, once differentiable in `beta`, a positive scalar.
+
+        keep_N: the rows that count; others may hold anything, and give a finite number.
+        """
+
+    def entries(self, labels_N: Tensor, vocab_size: int) -> Entries:
+        """The single entries that are compared, with valid labels."""
+        raise NotImplementedError
+
+    def events(self, tail: str, statistics: Statistics, beta: Tensor) -> Events:
+        """What the tail rule `tail` (`tails.resolve_tail`) compares at `beta`; absent entries have weight 0."""
+        raise NotImplementedError
+
+    def reader(self, chunk: int, compile: bool) -> ChunkLogits | None:
+        """What `row_logprobs` needs to compute chunks of at most `chunk` rows, if anything."""
+        return None
+
+    def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
+        """Teacher's log p [R,V] at T = 1, up to a constant a row, of at most a chunk."""
+        raise NotImplementedError
+
+    def compare(self, z_RV: Tensor, labels_R: Tensor) -> Comparison:
+        """`resolved` targets against the student's logits, which may be overwritten."""
+        raise NotImplementedError
+
+    def centred(self, student_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits of the teacher, less their mean over the vocabulary, and the student's at the same entries.
+
+        Only `resolved` targets have it. student_RV: the student's logits, less their mean.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class SparseTargets(_Rows):
+class Supervision:
+    """The inputs of a loss for some rows, besides logits."""
+
+    labels: Tensor
+    """[R] int64."""
+    mask: Tensor
+    """[R] bool, True where the token counts."""
+    targets: Targets | None
+    """R rows, or none."""
+
+    def __getitem__(self, rows: slice) -> Supervision:
+        return Supervision(self.labels[rows], self.mask[rows], None if self.targets is None else self.targets[rows])
+
+    def harmless(self, vocab_size: int) -> Supervision:
+        """The same with finite numbers and a valid label in masked rows, and weight 0 at absent entries."""
+        targets = None if self.targets is None else self.targets.where(self.mask).without_absent(vocab_size)
+        return Supervision(self.labels.masked_fill(~self.mask, 0), self.mask, targets)
+
+    def double(self) -> Supervision:
+        """The same with sparse targets in fp64."""
+        return replace(self, targets=None if self.targets is None else self.targets.double())
+
+
+@dataclass(frozen=True)
+class SparseTargets(Targets):
     """A teacher's top-k, its samples of the tail, and the tail's log-partition, for N tokens.
 
     The first `top_k` columns are the top-k, most likely first; the other K - top_k are distinct entries drawn
@@ -69,12 +206,12 @@ class SparseTargets(_Rows):
     ids: Tensor
     """[N,K] int64. An id at or above the student's vocabulary marks an absent entry."""
     logprobs: Tensor
-    """[N,K] fp32, nats. Teacher's log p at T = 1; meaningless but finite at absent entries. With `counts_only` the log
+    """[N,K] fp32, nats. Teacher's log p at T = 1; meaningless but finite at absent entries. With `only_at_one` the log
     of the share of samples, moved by one number a token so that its mean over the samples is E[log p]."""
     counts: Tensor
     """[N,K] fp32. How often an entry was drawn from the tail; 0 for top-k and absent entries."""
     tail: Tensor
-    """[N,2G] fp32, nats. First L(beta_g) at the G knots, then dL/dbeta; an empty tail is `EMPTY`, slope 0."""
+    """[N,2G] fp32, nats. First L(beta_g) at the G knots, then dL/dbeta; an empty tail is `FLOOR`, slope 0."""
     label_logprob: Tensor
     """[N] fp32, nats. Teacher's log p of the label at T = 1."""
     logit_mean: Tensor
@@ -92,34 +229,47 @@ class SparseTargets(_Rows):
     known_at_one: bool = False
     """True where every beta that is asked for is 1 (`at_one`)."""
 
+    width = None
+    has_tail = True
+
     def __len__(self) -> int:
         return self.ids.shape[0]
 
     @property
-    def counts_only(self) -> bool:
-        """True where `logprobs` stand for counts: right at T = 1 only."""
+    def only_at_one(self) -> bool:  # type: ignore[override]
+        """True where `logprobs` stand for counts."""
         return self.top_k == 0 and len(self.knots) == 1
 
-    def at(self, beta: Tensor) -> SparseTargets:
-        """The same with L and log Z at `beta` (a scalar in fp64) and at 1 computed once, for all that ask later.
+    @property
+    def has_top(self) -> bool:  # type: ignore[override]
+        """True with a top-k."""
+        return self.top_k > 0
 
-        `log_tail` and `log_partition` of the result, and of its rows, take every tensor for this beta.
-        """
+    def fields(self, shape: tuple[int, int]) -> dict[str, Tensor]:
+        """The tensors by name, counts of the D drawn columns only, and of each sequence knots [G] and num_samples."""
+        counts = self.counts[:, self.top_k :].unflatten(0, shape)
+        knots = torch.tensor(self.knots, dtype=torch.float64).expand(shape[0], -1)
+        drawn = {"counts": counts, "knots": knots, "num_samples": torch.tensor(self.num_samples).expand(shape[0])}
+        return super().fields(shape) | drawn
+
+    def at(self, beta: Tensor) -> SparseTargets:
+        """The same with L and log Z at `beta` and at 1; `log_tail` and `log_partition` then take no other tensor."""
         wide = self.double()
         (tail_N, partition_N), (tail_one_N, partition_one_N) = wide._measure(beta), wide._measure(1.0)
         columns = [*tail_N, tail_one_N[0], *partition_N, partition_one_N[0]]
         return replace(self, known=torch.stack(columns, dim=1))
 
     def at_one(self) -> SparseTargets:
-        """The same for beta = 1, where `at` has computed it already."""
         return self if self.known is None else replace(self, known_at_one=True)
 
     def log_tail(self, beta: Tensor | float) -> Tensor:
         """L(beta) [N] in nats, once differentiable in `beta` (a positive scalar): cubic Hermite between knots."""
         return _moving(*(self._look_up(0, beta) or self._measure(beta)[0]), beta)
 
-    def log_partition(self, beta: Tensor | float) -> Tensor:
+    def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
         """log Z(beta) [N] in nats, once differentiable in `beta`; 0 at beta = 1 up to rounding in storage."""
+        if keep_N is not None:
+            return self.where(keep_N).log_partition(beta)
         return _moving(*(self._look_up(3, beta) or self._measure(beta)[1]), beta)
 
     def _look_up(self, column: int, beta: Tensor | float) -> tuple[Tensor, Tensor | float] | None:
@@ -182,31 +332,58 @@ class SparseTargets(_Rows):
         return self.counts[:, self.top_k :] / self.num_samples * (log_mass_N1 + excess_ND).exp()
 
     def _drawn_ratio(self, beta: Tensor | float) -> Tensor:
-        """log of p_beta(k) / pi_k [N,D]; `EMPTY` where absent."""
+        """log of p_beta(k) / pi_k [N,D]; `FLOOR` where absent."""
         # Without a top-k the samples come from the whole distribution, whose mass at T = 1 is exactly 1.
         log_mass_N1 = self.log_tail(1.0)[:, None] if self.top_k else 0.0
         ratio_ND = (beta - 1) * self.logprobs[:, self.top_k :] - self.log_partition(beta)[:, None] + log_mass_N1
-        # An absent entry has energy EMPTY, and exp((beta - 1) EMPTY) is infinite above T = 1.
-        return ratio_ND.masked_fill(self.counts[:, self.top_k :] == 0, EMPTY)
+        # An absent entry has energy FLOOR, and exp((beta - 1) FLOOR) is infinite above T = 1.
+        return ratio_ND.masked_fill(self.counts[:, self.top_k :] == 0, FLOOR)
 
     def without_absent(self, vocab_size: int) -> SparseTargets:
-        """The same with energy `EMPTY` and count 0 at absent entries, which gives them weight 0."""
+        """The same with energy `FLOOR` and count 0 at absent entries, which gives them weight 0."""
         absent_NK = self.ids >= vocab_size
-        logprobs_NK = self.logprobs.masked_fill(absent_NK, EMPTY)
+        logprobs_NK = self.logprobs.masked_fill(absent_NK, FLOOR)
         return replace(self, logprobs=logprobs_NK, counts=self.counts.masked_fill(absent_NK, 0.0))
 
     def double(self) -> SparseTargets:
-        """The same in fp64."""
-        return self._map(lambda name, tensor: tensor if name == "ids" else tensor.double())
+        return self.map(lambda name, tensor: tensor if name == "ids" else tensor.double())
 
     def where(self, keep_N: Tensor) -> SparseTargets:
-        """The same with rows outside `keep_N` made harmless, whatever they held (NaN, inf)."""
-        blank = {"ids": 0, "logprobs": EMPTY, "tail": 0.0}
-        return self._map(lambda name, tensor: _keep(tensor, keep_N, blank.get(name, 0.0)))
+        return self.map(lambda name, tensor: _keep(tensor, keep_N, FLOOR if name == "logprobs" else 0))
+
+    def entries(self, labels_N: Tensor, vocab_size: int) -> Entries:
+        absent_NK = self.ids >= vocab_size
+        first_N1 = self.ids[:, :1].masked_fill(absent_NK[:, :1], 0)
+        ids_NK = torch.where(absent_NK, first_N1, self.ids)
+        return Entries(torch.cat([ids_NK, labels_N[:, None]], dim=1), absent_NK, self.top_k)
+
+    def statistics(self, z_RV: Tensor, labels_R: Tensor) -> Statistics:
+        """The student's at beta = 1, without gradients; the top-k logits in `z_RV` are overwritten."""
+        kept_RK, label_R = self.entries(labels_R, z_RV.shape[1]).take(z_RV).logits(z_RV.dtype)
+        tail_R = torch.logsumexp(z_RV, dim=1)
+        return Statistics(tail_R, tail_R, kept_RK, label_R, self.top_k)
+
+    def events(self, tail: str, statistics: Statistics, beta: Tensor) -> Events:
+        return TAILS.get(tail).events(self, statistics, beta)  # type: ignore[no-any-return]
+
+    def compare(self, z_RV: Tensor, labels_R: Tensor) -> Comparison:
+        statistics, one = self.statistics(z_RV, labels_R), torch.ones((), dtype=z_RV.dtype, device=z_RV.device)
+        divergence = self.events("sampled" if self.num_samples else "ghost", statistics, one)
+        if not self.top_k:
+            return Comparison(divergence, divergence, None)
+        return Comparison(divergence, self.events("ghost", statistics, one), self.ids[:, 0])
+
+    def centred(self, student_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the top-k entries, or the drawn ones where there is no top-k."""
+        kept = slice(self.top_k or None)
+        known_RK = self.ids[:, kept] < student_RV.shape[1]
+        ids_RK = self.ids[:, kept].where(known_RK, 0)
+        teacher_RK = (self.logprobs[:, kept] - self.logit_mean[:, None]).where(known_RK, 0.0)
+        return teacher_RK, student_RV.gather(1, ids_RK).where(known_RK, 0.0)
 
 
 @dataclass(frozen=True)
-class DenseTargets(_Rows):
+class DenseTargets(Targets):
     """A teacher's whole distribution for N tokens: the reference, and the targets of an online teacher."""
 
     logprobs: Tensor
@@ -214,11 +391,13 @@ class DenseTargets(_Rows):
     label_logprob: Tensor
     """[N] fp32, nats. Teacher's log p of the label at T = 1."""
 
+    top_k = num_samples = 0
+
     def __len__(self) -> int:
         return self.logprobs.shape[0]
 
     @property
-    def columns(self) -> int:
+    def width(self) -> int:  # type: ignore[override]
         """V."""
         return self.logprobs.shape[1]
 
@@ -229,89 +408,94 @@ class DenseTargets(_Rows):
         return cls(logprobs_NV, logprobs_NV.gather(-1, labels_N[:, None]).squeeze(-1))
 
     def energies(self) -> Tensor:
-        """log p [N,V] in at least fp32, bounded below by `EMPTY`: p log p is then 0 and not NaN at p = 0."""
+        """log p [N,V] in at least fp32, bounded below by `FLOOR`: p log p is then 0 and not NaN at p = 0."""
         dtype = torch.promote_types(self.logprobs.dtype, torch.float32)
-        return self.logprobs.to(dtype).clamp_min(EMPTY)
+        return self.logprobs.to(dtype).clamp_min(FLOOR)
 
     def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
-        """log Z(beta) [N] in nats, once differentiable in `beta`, without a second [N,V] tensor.
+        """log Z(beta) [N] in nats, without a second [N,V] tensor; rows outside `keep_N` give 0.
 
-        Rows outside `keep_N` give 0, whatever they hold. Value and slope (E_p_beta[e]) are computed chunk by chunk and
-        joined as L + L' (beta - stop_gradient(beta)).
+        Value and slope (E_p_beta[e]) are computed chunk by chunk and joined as L + L' (beta - stop_gradient(beta)).
         """
         fixed = beta.detach() if isinstance(beta, Tensor) else beta
-        rows = max(1, _DENSE_CHUNK // self.logprobs.shape[1])
-        values: list[Tensor] = []
-        slopes: list[Tensor] = []
+
+        def value_and_slope(part: DenseTargets) -> Tensor:
+            energies_RV = part.energies()
+            scaled_RV = fixed * energies_RV
+            value_R = torch.logsumexp(scaled_RV, dim=-1)
+            return torch.stack([value_R, ((scaled_RV - value_R[:, None]).exp_() * energies_RV).sum(-1)])
+
         with torch.no_grad():
-            for start in range(0, len(self), rows):
-                energies_NV = self[start : start + rows].energies()
-                scaled_NV = fixed * energies_NV
-                values.append(torch.logsumexp(scaled_NV, dim=-1))
-                slopes.append(((scaled_NV - values[-1][:, None]).exp_() * energies_NV).sum(-1))
-        if not values:
-            return self.label_logprob.new_zeros(0)
-        values_N, slopes_N = torch.cat(values), torch.cat(slopes)
+            values_N, slopes_N = self.by_parts(value_and_slope)
         if keep_N is not None:
             values_N, slopes_N = _keep(values_N, keep_N, 0.0), _keep(slopes_N, keep_N, 0.0)
         return values_N + slopes_N * (beta - fixed)
 
     def narrow(self, vocab_size: int) -> DenseTargets:
-        """The distribution over the first `vocab_size` entries, for a teacher's head padded beyond the student's."""
-        if self.logprobs.shape[1] <= vocab_size:
+        if self.width <= vocab_size:
             return self
         kept_NV = self.logprobs[:, :vocab_size].float()
         mass_N = torch.logsumexp(kept_NV, dim=-1)
         return DenseTargets(kept_NV - mass_N[:, None], self.label_logprob - mass_N)
 
     def where(self, keep_N: Tensor) -> DenseTargets:
-        """The same with rows outside `keep_N` made harmless (log p = 0 everywhere, finite)."""
-        return self._map(lambda _, tensor: _keep(tensor, keep_N, 0.0))
+        return self.map(lambda _, tensor: _keep(tensor, keep_N, 0.0))
+
+    def shown(self) -> dict[str, Tensor]:
+        return self._tensors() | {"logprobs": self.logprobs.clamp_min(FLOOR)}
+
+    def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
+        return self.logprobs
+
+    def compare(self, z_RV: Tensor, labels_R: Tensor) -> Comparison:
+        events = Events(torch.log_softmax(self.energies(), dim=-1), torch.log_softmax(z_RV, dim=-1))
+        return Comparison(events, events, self.logprobs.argmax(-1))
+
+    def centred(self, student_RV: Tensor) -> tuple[Tensor, Tensor]:
+        energies_RV = self.energies()
+        return energies_RV - energies_RV.mean(-1, keepdim=True), student_RV
 
 
 @dataclass(frozen=True)
-class OnlineTargets(_Rows):
+class OnlineTargets(Targets):
     """An online teacher's last hidden states for N tokens: its logits are computed a few rows at a time."""
 
     hidden: Tensor
     """[N,D] of the teacher's width, any float dtype; [N,P] logits where its head has no weight."""
     labels: Tensor
     """[N] int64; any number where masked."""
-    head: Head
+    head: OutputHead
     """The teacher's, with at least V rows."""
-    columns: int
+    width: int
     """V."""
+    top_k = num_samples = 0
 
     def __len__(self) -> int:
         return self.hidden.shape[0]
 
-    def dense(self) -> DenseTargets:
+    def resolved(self) -> DenseTargets:
         """All logits at once, [N,V]: for a few rows."""
-        return DenseTargets.from_logits(chunk_logits(self.hidden, self.head, self.columns), self.labels)
+        return DenseTargets.from_logits(chunk_logits(self.hidden, self.head, self.width), self.labels)
 
     @property
-    def label_logprob(self) -> Tensor:
-        """[N] fp32, nats. Teacher's log p of the label at T = 1; costs a product with the head."""
-        parts = [part.dense().label_logprob for part in self._parts()]
-        return torch.cat(parts) if parts else self.hidden.new_zeros(0, dtype=torch.float32)
+    def label_logprob(self) -> Tensor:  # type: ignore[override]
+        """It costs a product with the head, and so does `log_partition`."""
+        return self.by_parts(lambda part: part.resolved().label_logprob)
 
     def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
-        """As that of `DenseTargets`; costs a product with the head."""
         kept = self if keep_N is None else self.where(keep_N)
-        parts = [part.dense().log_partition(beta) for part in kept._parts()]
-        values_N = torch.cat(parts) if parts else self.hidden.new_zeros(0, dtype=torch.float32)
+        values_N = kept.by_parts(lambda part: part.resolved().log_partition(beta))
         return values_N if keep_N is None else _keep(values_N, keep_N, 0.0)
 
     def where(self, keep_N: Tensor) -> OnlineTargets:
-        """The same with rows outside `keep_N` made harmless (hidden states and label 0)."""
-        return self._map(lambda _, tensor: _keep(tensor, keep_N, 0))
+        return self.map(lambda _, tensor: _keep(tensor, keep_N, 0))
 
-    def _parts(self) -> list[OnlineTargets]:
-        rows = max(1, _DENSE_CHUNK // self.columns)
-        return [self[i : i + rows] for i in range(0, len(self), rows)]
+    def reader(self, chunk: int, compile: bool) -> ChunkLogits:
+        return ChunkLogits(self.hidden, self.head, self.width, chunk, compile)
 
-
-Targets = SparseTargets | DenseTargets | OnlineTargets
+    def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
+        assert reader is not None
+        return reader(self.hidden)
 
 
 def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:

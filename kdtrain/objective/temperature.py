@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kdtrain.config.choices import LEARNS, MAXIMIZES, TEMPERATURES
+from kdtrain.config.choices import LEARNS, MAXIMIZES, SCHEDULED, TEMPERATURES
 from kdtrain.errors import UsageError
-from kdtrain.objective.targets import SparseTargets, Targets, per_token
+from kdtrain.objective.targets import Targets, per_token
 
 _EDGE = 0.02
 """T closer to a bound than this part of the range, in log T, counts as being on it."""
@@ -79,38 +79,48 @@ class TemperatureOptions:
     """The options that a mode is built from; each mode takes those that it needs."""
 
     start: float
-    """T at step 0."""
+    """T at step 0; a learned T starts at least 5 % of the range (in log T) inside its bounds."""
     minimum: float
     """Bounds for a T that is learned, normally the range at which the cache is right."""
     maximum: float
     end: float
-    """T at the end of a schedule."""
-    schedule: str
+    """T at the end of a schedule; the start if not given."""
+    schedule: str = "constant"
     """Its shape, one of `SCHEDULES`."""
-    total_steps: int
+    total_steps: int = 0
     """Number of the run's last step; the first is 0."""
     ramp_steps: int
-    """Steps until an adversarial T is at full strength."""
+    """Steps until an adversarial T is at full strength; a tenth of all if not given."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise UsageError(f"the temperature schedule {self.schedule} is unknown; use {', '.join(SCHEDULES)}")
+        if not (0 < self.start < math.inf and 0 < self.end < math.inf):
+            raise UsageError(f"a temperature must be above 0, --temperature is {self.start:g} and its end {self.end:g}")
 
 
 Maker = TypeVar("Maker", bound=Callable[[TemperatureOptions], Temperature])
 
 
 def register_temperature(
-    name: str, *, learns: bool = True, maximizes: bool = False, help: str = ""
+    name: str, *, learns: bool | None = None, maximizes: bool = False, scheduled: bool = False, help: str = ""
 ) -> Callable[[Maker], Maker]:
     """Decorator: make a function or a subclass of `Temperature` the mode that `--temperature-mode NAME` takes.
 
     Args:
         name: as users write it.
         learns: whether T is a parameter: a run then keeps the start between the bounds, and refuses the mode where
-            there is nothing to learn from (without a teacher, at alpha 0). False for a T that follows a schedule.
+            there is nothing to learn from (without a teacher, at alpha 0). By default all but scheduled ones.
         maximizes: whether T goes where the loss is largest, which a divergence that grows with T does not have.
+        scheduled: whether T goes from `--temperature` to `--temperature-end`, which must then differ and lie where the
+            cache is right.
         help: its line in `--help`; by default the first of the docstring.
     """
+    learns = not scheduled if learns is None else learns
+    traits = [LEARNS] * learns + [MAXIMIZES] * maximizes + [SCHEDULED] * scheduled
 
     def register(maker: Maker) -> Maker:
-        TEMPERATURES.add(name, maker, maker, help, [LEARNS] * learns + [MAXIMIZES] * maximizes)
+        TEMPERATURES.add(name, maker, maker, help, traits)
         return maker
 
     return register
@@ -181,11 +191,7 @@ class LikelihoodTemperature(LearnedTemperature):
         if targets is None:
             return None
         beta = 1.0 / self.temperature()
-        if isinstance(targets, SparseTargets):
-            partition_N = targets.where(mask_N).log_partition(beta)
-        else:  # cleaning dense targets would copy them; their slope enters as a factor, which is cleaned instead
-            partition_N = targets.log_partition(beta, keep_N=mask_N)
-        gap_N = partition_N - beta * targets.label_logprob.masked_fill(~mask_N, 0.0)
+        gap_N = targets.log_partition(beta, keep_N=mask_N) - beta * targets.label_logprob.masked_fill(~mask_N, 0.0)
         return per_token(gap_N.masked_fill(~mask_N, 0.0).sum(), normalizer)
 
 
@@ -201,7 +207,8 @@ class AdversarialTemperature(LearnedTemperature):
         return scheduled("cosine", 0.0, 1.0, self.step, self.ramp_steps)
 
     def value(self) -> Tensor:
-        return _Reverse.apply(self.temperature(), self.strength())  # type: ignore[no-any-return]
+        temperature = self.temperature()
+        return temperature.detach() - self.strength() * (temperature - temperature.detach())
 
     def log_gradient(self) -> Tensor | None:
         """The loss's own gradient, as in all modes: not reversed, not ramped; None while the strength is 0."""
@@ -216,17 +223,6 @@ class MinimizedTemperature(LearnedTemperature):
         return self.temperature()
 
 
-class _Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, temperature: Tensor, strength: float) -> Tensor:
-        ctx.strength = strength
-        return temperature.view_as(temperature)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return -ctx.strength * gradients[0], None
-
-
 def scheduled(shape: str, start: float, end: float, step: int, total_steps: int) -> float:
     """Value at `step` on the way from `start` (step 0) to `end` (step `total_steps` and after)."""
     if shape == "constant":
@@ -237,38 +233,20 @@ def scheduled(shape: str, start: float, end: float, step: int, total_steps: int)
     return start + (end - start) * done
 
 
-def build_temperature(
-    mode: str,
-    *,
-    start: float,
-    minimum: float,
-    maximum: float,
-    end: float | None = None,
-    schedule: str = "constant",
-    total_steps: int = 0,
-    ramp_steps: int | None = None,
-) -> Temperature:
-    """The temperature of `mode`, as `--temperature-mode` takes it.
+def build_temperature(mode: str, **given: Any) -> Temperature:
+    """The temperature of `mode`, as `--temperature-mode` takes it, from the fields of `TemperatureOptions`.
 
-    Args:
-        start: T at step 0; a learnable T starts at least 5 % of the range (in log T) inside its bounds.
-        minimum, maximum: bounds of a learnable T, normally the range at which the cache is right.
-        end, schedule, total_steps: for `schedule`, one of `SCHEDULES` from start to end over total_steps.
-        ramp_steps: for `adversarial`, steps until the reversal is at full strength; a tenth of total_steps.
     Raises:
         UsageError: an unknown mode or schedule, or impossible temperatures or bounds.
     """
     make: Callable[[TemperatureOptions], Temperature] = TEMPERATURES.get(mode)
-    options = TemperatureOptions(
-        start=start,
-        minimum=minimum,
-        maximum=maximum,
-        end=start if end is None else end,
-        schedule=schedule,
-        total_steps=total_steps,
-        ramp_steps=total_steps // 10 if ramp_steps is None else ramp_steps,
-    )
-    _check(mode, options)
+    defaults = {"end": given["start"], "ramp_steps": given.get("total_steps", 0) // 10}
+    options = TemperatureOptions(**defaults | given)
+    if TEMPERATURES.has(mode, LEARNS) and not 0 < options.minimum < options.maximum < math.inf:
+        raise UsageError(
+            f"--temperature-min {options.minimum:g} and --temperature-max {options.maximum:g} leave no room to learn a "
+            "temperature in; set 0 < minimum < maximum"
+        )
     return make(options)
 
 
@@ -277,16 +255,3 @@ register_temperature("schedule")(lambda o: ScheduledTemperature(o.start, o.end, 
 register_temperature("likelihood")(lambda o: LikelihoodTemperature(o.start, (o.minimum, o.maximum)))
 register_temperature("adversarial")(lambda o: AdversarialTemperature(o.start, (o.minimum, o.maximum), o.ramp_steps))
 register_temperature("minimize")(lambda o: MinimizedTemperature(o.start, (o.minimum, o.maximum)))
-
-
-def _check(mode: str, options: TemperatureOptions) -> None:
-    start, end, minimum, maximum = options.start, options.end, options.minimum, options.maximum
-    if options.schedule not in SCHEDULES:
-        raise UsageError(f"the temperature schedule {options.schedule} is unknown; use {', '.join(SCHEDULES)}")
-    if not (0 < start < math.inf and 0 < end < math.inf):
-        raise UsageError(f"a temperature must be above 0, --temperature is {start:g} and its end {end:g}")
-    if TEMPERATURES.has(mode, LEARNS) and not 0 < minimum < maximum < math.inf:
-        raise UsageError(
-            f"--temperature-min {minimum:g} and --temperature-max {maximum:g} leave no room to learn a "
-            "temperature in; set 0 < minimum < maximum"
-        )

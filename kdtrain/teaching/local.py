@@ -128,7 +128,7 @@ class LocalTeacher(Teacher):
                 return head(hidden_BTD)
             product_NV = wide_product(rearrange(hidden_BTD, "B T D -> (B T) D"), head.weight)
             product_NV = product_NV if head.bias is None else product_NV + head.bias
-            return rearrange(head.shape_logits(product_NV), "(B T) V -> B T V", T=tokens_BT.shape[1])
+            return rearrange(head.shape(product_NV), "(B T) V -> B T V", T=tokens_BT.shape[1])
 
     def targets(
         self, batch: Batch, vocab_size: int, *, document_mask: bool = False, layers: tuple[int, ...] = ()

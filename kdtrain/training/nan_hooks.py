@@ -11,7 +11,6 @@ the compiled graph gets wrong is not found; masks (arguments with `mask` in thei
 checked.
 """
 
-import dataclasses
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,6 @@ from kdtrain import __version__
 from kdtrain.config import DistillConfig, shareable
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
-from kdtrain.objective.targets import EMPTY, DenseTargets
 from kdtrain.parallel.parallelize import peak, total_norm
 from kdtrain.ranks import local, world_size
 from kdtrain.training.student import Student
@@ -233,11 +231,7 @@ def _teacher_tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
         yield f"hidden states {number}", states_ND.masked_fill(~mask_N[:, None], 0)
     if batch.targets is None:
         return
-    targets = batch.targets.where(mask_N)
-    for field in dataclasses.fields(targets):
-        value = getattr(targets, field.name)
-        if isinstance(value, Tensor):
-            yield field.name, value.clamp_min(EMPTY) if isinstance(targets, DenseTargets) else value
+    yield from batch.targets.where(mask_N).shown().items()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

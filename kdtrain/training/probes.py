@@ -21,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 from kdtrain.config import OptimizerConfig
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.logits import chunk_logits
-from kdtrain.objective.targets import OnlineTargets, SparseTargets
 from kdtrain.objective.temperature import Temperature
 from kdtrain.precision.modes import autocast
 from kdtrain.training.student import Student
@@ -96,16 +95,7 @@ def correlation(student: Student, batch: Batch, most: int = 256) -> float | None
         hidden_ND = student.hidden_eager(batch)[:most]
         logits_NV = chunk_logits(hidden_ND, student.model.head, student.vocab_size)
     student_NV = logits_NV - logits_NV.mean(-1, keepdim=True)
-    rows = targets[: len(student_NV)]
-    if isinstance(rows, SparseTargets):
-        kept = slice(rows.top_k or None)
-        known_NK = rows.ids[:, kept] < student.vocab_size
-        ids_NK = rows.ids[:, kept].where(known_NK, 0)
-        teacher_NK = (rows.logprobs[:, kept] - rows.logit_mean[:, None]).where(known_NK, 0.0)
-        student_NK = student_NV.gather(1, ids_NK).where(known_NK, 0.0)
-    else:
-        energies_NV = (rows.dense() if isinstance(rows, OnlineTargets) else rows).energies()
-        teacher_NK, student_NK = energies_NV - energies_NV.mean(-1, keepdim=True), student_NV
+    teacher_NK, student_NK = targets[: len(student_NV)].resolved().centred(student_NV)
     cosine_N = nn.functional.cosine_similarity(student_NK, teacher_NK, dim=-1)
     mask_N = rearrange(batch.loss_mask, "B T -> (B T)")[: len(cosine_N)]
     return float(cosine_N[mask_N].mean()) if mask_N.any() else None

@@ -5,9 +5,8 @@ import pytest
 import torch
 from einops import rearrange
 
-from kdtrain.cache.codec import FINE_KNOTS, FLOOR, CodecSpec, decode, encode_sequences
+from kdtrain.cache.codec import FINE_KNOTS, CodecSpec, decode, encode_sequences
 from kdtrain.cache.compression import (
-    EMPTY_TAIL,
     MARK,
     STEP_SLOPE,
     STEP_VALUE,
@@ -21,7 +20,7 @@ from kdtrain.cache.compression import (
     order,
     steps,
 )
-from kdtrain.objective.targets import SparseTargets
+from kdtrain.objective.targets import FLOOR, SparseTargets
 
 TEMPERATURES = np.geomspace(1, 4, 25)
 
@@ -85,15 +84,15 @@ def test_an_empty_tail_stays_empty_and_the_others_are_right_to_half_a_step() -> 
     knots = (1.5, 1.0, 0.25)
     random = np.random.RandomState(2)
     numbers = random.randn(8, 400).astype(np.float32).cumsum(0)
-    numbers[0, ::10] = EMPTY_TAIL
+    numbers[0, ::10] = FLOOR
     features = np.stack([np.ones(400), random.randn(400)]).astype(np.float32)
     predictor = Predictor.fit(features, numbers, knots)
     codes = predictor.encode(features, numbers)
-    assert ((codes[0] == MARK) == (numbers[0] == EMPTY_TAIL)).all()
+    assert ((codes[0] == MARK) == (numbers[0] == FLOOR)).all()
     found = predictor.decode(features, codes)[order(knots)]
-    full = numbers[0] > EMPTY_TAIL
+    full = numbers[0] > FLOOR
     assert (np.abs(found - numbers)[:, full] <= 0.501 * steps(knots)[:, None]).all()
-    assert (found[:3, ~full] == EMPTY_TAIL).all()
+    assert (found[:3, ~full] == FLOOR).all()
     assert (found[3:6, ~full] == 0).all()
     assert order(knots) == [1, 2, 0, 4, 5, 3, 6, 7]
 

@@ -44,7 +44,7 @@ def test_a_round_trip_gives_what_was_encoded(tmp_path: Path, workshop, codecs, n
     expected = decode(arrays, spec)
     assert type(batch.targets) is type(expected)
     exact = ["ids", "counts", "top_k", "num_samples", "knots"]
-    if isinstance(batch.targets, SparseTargets) and isinstance(expected, SparseTargets) and expected.counts_only:
+    if isinstance(batch.targets, SparseTargets) and isinstance(expected, SparseTargets) and expected.only_at_one:
         found_NV, expected_NV = (_counts(targets, spec.vocab_size) for targets in (batch.targets, expected))
         assert torch.equal(found_NV, expected_NV)
         exact = exact[2:]
@@ -64,7 +64,7 @@ def _counts(targets: SparseTargets, vocab_size: int) -> torch.Tensor:
 
 
 def _assert_within_the_stated_errors(found: SparseTargets, expected: SparseTargets) -> None:
-    for field in ["label_logprob"] if found.counts_only else ["logprobs", "label_logprob"]:
+    for field in ["label_logprob"] if found.only_at_one else ["logprobs", "label_logprob"]:
         value = getattr(expected, field)
         assert ((getattr(found, field) - value).abs() <= (1 - value) / 383).all(), field
     step = torch.tensor([STEP_VALUE] * len(found.knots) + [STEP_SLOPE] * len(found.knots))

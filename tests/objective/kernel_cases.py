@@ -11,9 +11,10 @@ from objective_cases import gradients, run, targets_for
 from objective_reference import problem
 from torch import Tensor
 
+from kdtrain.models.output_head import OutputHead
 from kdtrain.objective import kernels
 from kdtrain.objective.logits import NEVER
-from kdtrain.objective.sparse import reduce_logits, spread_gradients
+from kdtrain.objective.sparse import Shares, reduce_logits, spread_gradients
 
 PADDING = 13
 """Columns behind the vocabulary that no kernel may read or write."""
@@ -61,9 +62,9 @@ def logits(device: str, size: int, capped: bool = False) -> Tensor:
 
 def stats_error(device: str, size: int, beta: float, distils: bool, slopes: bool) -> list[float]:
     """Of each statistic the largest relative error, against the compiled passes in fp64."""
-    z_RV, heat = logits(device, size), torch.tensor(beta, device=device)
-    got = kernels.tail_stats(z_RV, heat, distils, slopes)
-    want = reduce_logits(z_RV.double(), heat.double(), distils, slopes)
+    z_RV, inverse = logits(device, size), torch.tensor(beta, device=device)
+    got = kernels.tail_stats(z_RV, inverse, distils, slopes)
+    want = reduce_logits(z_RV.double(), inverse.double(), distils, slopes)
     assert all(each.dtype == torch.float32 for each in got)
     floor = torch.finfo(torch.float64).tiny
     return [((g - w).abs() / w.abs().clamp(min=floor)).max().item() for g, w in zip(got, want, strict=True)]
@@ -87,8 +88,8 @@ def spread(
 ) -> tuple[Tensor, Tensor]:
     """Run `tail_grad`; what it should write to `out_RV`, in fp32, and the size of the parts it is summed from."""
     device, (rows, size) = z_RV.device, z_RV.shape
-    g, heat = torch.Generator().manual_seed(1), torch.tensor(beta, device=device)
-    top_R, mass_R, mass_beta_R, _ = reduce_logits(z_RV, heat, True, False)
+    g, inverse = torch.Generator().manual_seed(1), torch.tensor(beta, device=device)
+    top_R, mass_R, mass_beta_R, _ = reduce_logits(z_RV, inverse, True, False)
     share_R = torch.randn(rows, generator=g).to(device) / mass_R
     share_beta_R = torch.randn(rows, generator=g).to(device) / mass_beta_R if heated else None
     ids_RE = torch.randint(size, (rows, singles), generator=g)
@@ -99,12 +100,13 @@ def spread(
     ids_RE = ids_RE.to(device)
     dz_RE = dz_RV.gather(1, ids_RE)
     want_RV, parts_RV = z_RV.clone(), z_RV.clone()
-    spread_gradients(want_RV, heat, top_R, share_R, share_beta_R, scale, softcap)
+    shares, head = Shares(top_R, share_R, share_beta_R), OutputHead(scale=scale, softcap=softcap)
+    spread_gradients(want_RV, inverse, shares, head)
     want_RV.scatter_(1, ids_RE, dz_RE)
     size_beta_R = None if share_beta_R is None else share_beta_R.abs()
-    spread_gradients(parts_RV, heat, top_R, share_R.abs(), size_beta_R, scale, None)
+    spread_gradients(parts_RV, inverse, Shares(top_R, share_R.abs(), size_beta_R), OutputHead(scale=scale))
     parts_RV.scatter_(1, ids_RE, SET)
-    kernels.tail_grad(z_RV, heat, top_R, share_R, share_beta_R, ids_RE, dz_RE, scale, softcap, out_RV)
+    kernels.tail_grad(z_RV, inverse, shares, ids_RE, dz_RE, head, out_RV)
     return want_RV, parts_RV
 
 
@@ -181,14 +183,14 @@ def counting() -> Iterator[dict[str, int]]:
 
 def bytes_of_the_pair(device: str, rows: int, size: int) -> dict[str, dict[str, float]]:
     """Bytes moved by `tail_stats` and by `tail_grad` to bf16, without single logits, for each logit."""
-    z_RV, heat = torch.randn(rows, size, device=device), torch.ones((), device=device)
+    z_RV, inverse = torch.randn(rows, size, device=device), torch.ones((), device=device)
     one_R = torch.ones(rows, device=device)
     ids_RE, dz_RE = torch.zeros(rows, 0, dtype=torch.int64, device=device), torch.zeros(rows, 0, device=device)
     with counting() as statistics:
-        kernels.tail_stats(z_RV, heat, True, True)
+        kernels.tail_stats(z_RV, inverse, True, True)
     with counting() as gradient:
         out_RV = torch.empty_like(z_RV, dtype=torch.bfloat16)
-        kernels.tail_grad(z_RV, heat, one_R, one_R, one_R, ids_RE, dz_RE, 1.0, None, out_RV)
+        kernels.tail_grad(z_RV, inverse, Shares(one_R, one_R, one_R), ids_RE, dz_RE, OutputHead(), out_RV)
     both = {"statistics": statistics, "gradient": gradient}
     return {name: {way: count / (rows * size) for way, count in each.items()} for name, each in both.items()}
 

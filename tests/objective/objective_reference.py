@@ -5,17 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 KNOTS = (1.5, 1.0, 0.7, 0.5, 0.25)
-
-
-@dataclass
-class PlainHead:
-    weight: Tensor | None
-    bias: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
 
 
 @dataclass
@@ -23,7 +16,7 @@ class Problem:
     """A small student and its teacher; `energies` [N,V] are the teacher's log p in fp64."""
 
     hidden: Tensor
-    head: PlainHead
+    head: OutputHead
     labels: Tensor
     mask: Tensor
     energies: Tensor
@@ -35,7 +28,7 @@ class Problem:
         def leaf(x):
             return None if x is None else x.detach().to(dtype).clone().requires_grad_()
 
-        head = PlainHead(leaf(self.head.weight), leaf(self.head.bias), self.head.scale, self.head.softcap)
+        head = OutputHead(leaf(self.head.weight), leaf(self.head.bias), self.head.scale, self.head.softcap)
         return Problem(leaf(self.hidden), head, self.labels, self.mask, self.energies, self.vocab_size)
 
     def leaves(self) -> list[Tensor]:
@@ -59,7 +52,7 @@ def problem(n=24, d=6, vocab=23, padding=0, bias=False, scale=1.0, softcap=None,
         normal(n, d).float().double(),
         (size * normal(vocab + padding, d) / d**0.5).float().double(),
     )
-    head = PlainHead(weight, normal(vocab + padding).float().double() if bias else None, scale, softcap)
+    head = OutputHead(weight, normal(vocab + padding).float().double() if bias else None, scale, softcap)
     energies = torch.log_softmax(peak * normal(n, vocab), -1)
     labels = torch.randint(vocab, (n,), generator=g)
     mask = torch.rand(n, generator=g) > 0.3

@@ -14,8 +14,13 @@ from kdtrain.objective.divergence import (
     reverse_kl,
 )
 from kdtrain.objective.loss import DistillationLoss
-from kdtrain.objective.statistics import row_statistics
-from kdtrain.objective.tails import dense_events, resolve_tail, sparse_events
+from kdtrain.objective.statistics import Events
+from kdtrain.objective.tails import resolve_tail
+
+
+def dense_events(z, energies, beta):
+    """All tokens as events at `beta`."""
+    return Events(torch.log_softmax(beta * energies, -1), torch.log_softmax(beta * z, -1))
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
@@ -53,7 +58,7 @@ def sampled_events_by_hand(targets, logits, beta):
         logits[:, 0],
         targets.top_k,
     )
-    return sparse_events("sampled", targets, statistics, beta)
+    return targets.events("sampled", statistics, beta)
 
 
 def assert_within_five_standard_errors(samples, truth):
@@ -65,7 +70,7 @@ def test_ghost_is_a_lower_bound_of_the_full_kl():
     p = problem(n=200)
     targets = sparse(p.energies, p.labels, top_k=4)
     one = torch.ones((), dtype=torch.float64)
-    ghost = forward_kl(sparse_events("ghost", targets, row_statistics(p.logits(), targets, p.labels), one))
+    ghost = forward_kl(targets.events("ghost", targets.statistics(p.logits(), p.labels), one))
     full = reference_kd(p.logits(), p.energies, 1.0, "dense")
     assert (ghost <= full + 1e-12).all() and (ghost >= 0).all()
 
@@ -77,7 +82,7 @@ def test_the_tail_of_a_likely_top_k_keeps_its_digits():
     logits[:, 0] = torch.tensor([12.0, 17.0, 40.0])
     p = problem(n=3, vocab=vocab)
     targets = sparse(torch.log_softmax(logits.double(), -1), p.labels, top_k=1, dtype=torch.float32)
-    statistics = row_statistics(logits.clone(), targets, p.labels)
+    statistics = targets.statistics(logits.clone(), p.labels)
     expected = torch.log_softmax(logits.double(), -1)[:, 1:].logsumexp(-1)
     torch.testing.assert_close((statistics.tail - statistics.lse).double(), expected, rtol=1e-6, atol=4e-6)
 

@@ -151,7 +151,7 @@ def test_the_statistics_compile_for_a_gpu_to_reads_of_16_bytes(monkeypatch, tmp_
 @pytest.mark.parametrize("kind, single", [("*bf16", "st.global.b16"), ("*fp32", "st.global.b32")])
 def test_the_gradient_compiles_for_a_gpu_and_sets_single_logits_behind_a_barrier(monkeypatch, tmp_path, kind, single):
     types = [*["*fp32"] * 5, "*i64", "*fp32", kind, *["i32"] * 4, "fp32", "fp32"]
-    constants = {"HEATED": True, "CAPPED": True, "BLOCK": kernels._BLOCK}
+    constants = {"DISTILS": True, "CAPPED": True, "BLOCK": kernels._BLOCK}
     found = memory_accesses(compiled(monkeypatch, tmp_path, kernels._tail_grad, types, **constants))
     assert not any(each.startswith(("atom", "red")) for each in found)
     before, behind = found[: found.index("bar.sync")], found[found.index("bar.sync") + 1 :]

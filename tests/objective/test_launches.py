@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kdtrain.models.output_head import OutputHead
 from kdtrain.objective import engine
-from kdtrain.objective.logits import WholeHead
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.matmul import Products
 from kdtrain.objective.targets import OnlineTargets
@@ -68,7 +68,7 @@ def on_meta(p, targets):
         return x.detach().to("meta", dtype).requires_grad_()
 
     weight = leaf(p.head.weight, torch.float32)
-    head = WholeHead(weight=weight, bias=None, scale=1.0, softcap=None)
+    head = OutputHead(weight=weight)
     return dataclasses.replace(
         p,
         hidden=leaf(p.hidden, torch.bfloat16),
@@ -82,7 +82,7 @@ def targets_of(p, rule):
     if rule == "none":
         return None
     if rule == "online":
-        head = WholeHead(weight=torch.randn(p.vocab_size, 5), bias=None, scale=1.0, softcap=None)
+        head = OutputHead(weight=torch.randn(p.vocab_size, 5))
         return OnlineTargets(torch.randn(len(p.labels), 5), p.labels, head, p.vocab_size)
     return targets_for(p, rule, torch.float32)
 
@@ -232,7 +232,7 @@ def test_a_chunk_starts_at_most_twenty_kernels_beside_its_products(meta, rule):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["none", "ghost", "dense"])
 def test_another_alpha_or_temperature_or_number_of_tokens_compiles_nothing_anew(monkeypatch, rule):
-    monkeypatch.setattr(engine.Walk, "compile_small", lambda self, device: True)
+    monkeypatch.setattr(engine.Pass, "compile_small", lambda self, device: True)
     graphs = []
     for alpha, T, tokens in ((0.9, 1.0, 11.0), (0.8, 1.5, 12.0), (0.7, 2.0, 13.0)):
         p = problem(n=16, d=6, vocab=23).cast(torch.float32)

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_cases import EVERY, assert_agrees, gradients, run, targets_for, with_number
-from objective_reference import PlainHead, problem
+from objective_reference import OutputHead, problem
 
 
 @pytest.mark.parametrize("size", [1e4, 1e2])
 @pytest.mark.parametrize("divergence,rule", EVERY)
 def test_extreme_logits_give_finite_gradients(divergence, rule, size):
     p = problem(d=23)
-    p.hidden, p.head = size * torch.sign(p.hidden), PlainHead(None)
+    p.hidden, p.head = size * torch.sign(p.hidden), OutputHead(None)
     p.energies = torch.log_softmax(size * torch.sign(p.energies - p.energies.median()), -1)
     ours = p.cast(torch.float32)
     t = torch.tensor(2.0, requires_grad=True)
@@ -26,7 +26,7 @@ def test_extreme_logits_give_finite_gradients(divergence, rule, size):
 @pytest.mark.parametrize("divergence,rule", EVERY)
 def test_minus_infinity_where_neither_has_mass_is_not_nan(divergence, rule):
     p = problem(d=23)
-    p.head = PlainHead(None)
+    p.head = OutputHead(None)
     p.hidden[:, 20:], p.energies[:, 20:] = -math.inf, -math.inf
     p.labels = p.labels.clamp(max=19)
     targets = targets_for(p, "dense", torch.float32)
@@ -57,7 +57,7 @@ def cases(draw, sizes, logits, excludes, divergences=EVERY):
     p = problem(n=n, d=d, vocab=vocab, bias=True, seed=draw(st.integers(0, 999)), padding=draw(st.integers(0, 3)))
     size, peak = (draw(st.sampled_from(logits)) for _ in range(2))
     # without the bias: a logit in which the two cancel would make the weight a hundred times too large
-    p.head.weight *= size / (p.hidden @ p.head.weight[:vocab].T).abs().max()
+    p.head.weight.mul_(size / (p.hidden @ p.head.weight[:vocab].T).abs().max())
     p.energies *= peak / p.energies.abs().max()
     p.mask = torch.tensor(draw(st.lists(st.booleans(), min_size=n, max_size=n)))
     excluded = draw(st.integers(0, max(vocab - 9, 0))) if excludes else 0

@@ -22,7 +22,7 @@ def test_masked_rows_do_not_poison_the_rest(rule, junk):
         return torch.where(p.mask if x.ndim == 1 else p.mask[:, None], x, 10**9 if name == "ids" else junk)
 
     p.labels = p.labels.masked_fill(~p.mask, -100)
-    out = run(p, clean._map(spoil), t, rule)
+    out = run(p, clean.map(spoil), t, rule)
     for got, want in zip([out.loss, *gradients(out.loss, p, t)], expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 

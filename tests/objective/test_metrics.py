@@ -5,7 +5,7 @@ import pytest
 import torch
 from objective_reference import dense, problem, reference_kd, sparse
 
-from kdtrain.objective import logits, metrics
+from kdtrain.objective import matmul, metrics
 from kdtrain.objective.metrics import BINS, Metrics, measure
 
 
@@ -101,7 +101,7 @@ def test_masked_rows_do_not_count_whatever_they_hold(kind):
     targets = dense(p.energies, p.labels) if kind == "dense" else sparse(p.energies, p.labels, top_k=4)
     clean = run(p, targets)
     p.labels = p.labels.masked_fill(~p.mask, -100)
-    spoiled = targets._map(
+    spoiled = targets.map(
         lambda name, x: torch.where(p.mask if x.ndim == 1 else p.mask[:, None], x, 999 if name == "ids" else math.nan)
     )
     assert run(p, spoiled) == clean
@@ -137,7 +137,7 @@ def test_on_a_gpu_chunks_fit_it_and_the_head_is_cast_once_to_the_dtype_of_the_hi
 
     p = problem(n=100, d=8).cast(torch.float32)
     expected = run(p, None)
-    monkeypatch.setattr(logits, "wide_product", product)
+    monkeypatch.setattr(matmul, "wide_product", product)
     monkeypatch.setattr(metrics, "chunk_rows", lambda *size: {(23, 8, kind, "cuda"): 64}[size])
     found = run(replace(p, hidden=p.hidden.to(kind).as_subclass(OnGpu)), None)
     assert [each[:3] for each in factors] == [(64, kind, kind), (36, kind, kind)]

@@ -41,7 +41,7 @@ def test_an_online_teachers_hidden_states_give_the_loss_of_all_its_logits(diverg
 
 def online_in_fp64(online):
     """Dense targets of an online teacher, not rounded to fp32."""
-    logprobs = torch.log_softmax(chunk_logits(online.hidden, online.head, online.columns), -1)
+    logprobs = torch.log_softmax(chunk_logits(online.hidden, online.head, online.width), -1)
     return DenseTargets(logprobs, logprobs.gather(1, online.labels[:, None])[:, 0])
 
 
@@ -69,7 +69,7 @@ def test_masked_rows_of_an_online_teacher_do_not_poison_the_rest(junk):
 def test_the_numbers_of_single_tokens_and_the_metrics_are_those_of_the_dense_targets():
     p = problem().cast(torch.float32)
     online = teacher_of(p)
-    dense = online.dense()
+    dense = online.resolved()
     torch.testing.assert_close(online.label_logprob, dense.label_logprob)
     beta = torch.tensor(0.5, requires_grad=True)
     for found in (online.log_partition(beta), dense.log_partition(beta)):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kdtrain.objective import engine, matmul
+from kdtrain.objective import logits, matmul
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.matmul import Products
 
@@ -172,7 +172,7 @@ def test_chunks_that_share_a_product_of_dweight_give_the_gradients_of_chunks_alo
     monkeypatch.setattr(Products, "_into_weight", counted)
 
     def gradients(chunks):
-        monkeypatch.setattr(engine, "weight_chunks", lambda device: chunks)
+        monkeypatch.setattr(logits, "weight_chunks", lambda device: chunks)
         products.clear()
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         head = SimpleNamespace(weight=w, bias=None, scale=1.0, softcap=None)

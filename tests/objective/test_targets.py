@@ -1,8 +1,14 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 from objective_reference import dense, problem, sparse
 
-from kdtrain.objective.targets import EMPTY, DenseTargets, SparseTargets, per_token
+from kdtrain.errors import UsageError
+from kdtrain.objective.loss import DistillationLoss
+from kdtrain.objective.metrics import measure
+from kdtrain.objective.statistics import Entries, Events, Statistics
+from kdtrain.objective.targets import FLOOR, Comparison, DenseTargets, SparseTargets, Targets, per_token
 
 KNOTS = (1.0, 0.7, 0.45, 0.25)
 F64 = torch.float64
@@ -74,7 +80,7 @@ def test_the_partition_is_one_at_temperature_one(top_k, num_samples):
 def test_an_empty_tail_has_no_mass_and_no_nan():
     p = problem(vocab=2)
     targets = sparse(p.energies, p.labels, top_k=2)
-    tail = torch.cat([torch.full((24, 5), EMPTY), torch.zeros(24, 5)], 1).double()
+    tail = torch.cat([torch.full((24, 5), FLOOR), torch.zeros(24, 5)], 1).double()
     targets = SparseTargets(**{**vars(targets), "tail": tail})
     beta = torch.tensor(0.5, dtype=F64, requires_grad=True)
     value = targets.log_partition(beta)
@@ -98,7 +104,7 @@ def test_absent_entries_have_weight_zero():
     absent = targets.ids >= p.vocab_size
     assert absent.any()
     cleaned = targets.without_absent(p.vocab_size)
-    assert (cleaned.logprobs[absent] == EMPTY).all() and (cleaned.counts[absent] == 0).all()
+    assert (cleaned.logprobs[absent] == FLOOR).all() and (cleaned.counts[absent] == 0).all()
     torch.testing.assert_close(cleaned.logprobs[~absent], targets.logprobs[~absent])
 
 
@@ -127,3 +133,58 @@ def test_a_mean_over_no_tokens_is_zero():
     assert per_token(torch.tensor(0.0), 0.0).item() == 0
     assert per_token(torch.tensor(6.0), torch.tensor(4)).item() == 1.5
     assert per_token(torch.tensor(6.0), 0.5).item() == 12
+
+
+@dataclass(frozen=True)
+class LabelTargets(Targets):
+    """A kind of a user's own: the teacher's log p of the label, and one event for all other tokens."""
+
+    label_logprob: torch.Tensor
+    top_k = num_samples = 0
+    width = None
+    only_at_one = True
+    has_top = False
+
+    def __len__(self):
+        return len(self.label_logprob)
+
+    def where(self, keep_N):
+        return self.map(lambda _, tensor: tensor.masked_fill(~keep_N, -1.0))
+
+    def log_partition(self, beta, keep_N=None):
+        return torch.zeros_like(self.label_logprob)
+
+    def entries(self, labels_N, vocab_size):
+        return Entries.of_labels(labels_N)
+
+    def events(self, tail, statistics, beta):
+        student_R = beta * statistics.label - statistics.lse_beta(beta)
+        sides = [torch.stack([each, torch.log1p(-each.exp())], -1) for each in (self.label_logprob, student_R)]
+        return Events(*sides)
+
+    def compare(self, z_RV, labels_R):
+        entries, tail_R = Entries.of_labels(labels_R).take(z_RV), z_RV.logsumexp(1)
+        events = self.events("", Statistics(tail_R, tail_R, *entries.logits(z_RV.dtype), 0), 1.0)
+        return Comparison(events, events, None)
+
+
+@pytest.mark.parametrize("divergence", ["forward-kl", "reverse-kl", "tvd"])
+def test_another_kind_of_targets_is_one_class_which_the_loss_and_the_metrics_take(divergence):
+    p = problem(n=20).cast(F64)
+    teacher_N = p.energies.gather(1, p.labels[:, None])[:, 0]
+    spoiled = LabelTargets(teacher_N.masked_fill(~p.mask, torch.nan))
+    arguments = (p.hidden, p.head, p.labels, p.mask, spoiled)
+    loss = DistillationLoss(divergence=divergence, alpha=0.7)
+    out = loss(*arguments, vocab_size=p.vocab_size, normalizer=11.0)
+    student_N = p.logits().log_softmax(-1).gather(1, p.labels[:, None])[:, 0]
+    p_N2, q_N2 = (torch.stack([each.exp(), 1 - each.exp()], -1) for each in (teacher_N, student_N))
+    kinds = {"forward-kl": p_N2 * (p_N2 / q_N2).log(), "reverse-kl": q_N2 * (q_N2 / p_N2).log()}
+    kd_N = kinds.get(divergence, 0.5 * (p_N2 - q_N2).abs()).sum(-1)
+    expected = (0.3 * -student_N + 0.7 * kd_N)[p.mask].sum() / 11
+    for got, want in zip(*(torch.autograd.grad(each, p.leaves()) for each in (out.loss, expected)), strict=True):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(out.loss, expected)
+    found = measure(*arguments, vocab_size=p.vocab_size)
+    assert found.agreement is None and found.kl == pytest.approx(kinds["forward-kl"][p.mask].sum().item())
+    with pytest.raises(UsageError, match="T = 1 only"):
+        DistillationLoss(temperature=2.0)(*arguments, vocab_size=p.vocab_size, normalizer=11.0)

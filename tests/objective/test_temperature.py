@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from objective_reference import PlainHead, dense, problem, sparse
+from objective_reference import OutputHead, dense, problem, sparse
 
 from kdtrain.errors import UsageError
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
@@ -44,7 +44,7 @@ def kd_problem(n=60, vocab=20):
 
     def loss(temperature):
         return distillation_loss(
-            hidden, PlainHead(None), p.labels, p.mask, targets, temperature=temperature.value(), alpha=1.0,
+            hidden, OutputHead(None), p.labels, p.mask, targets, temperature=temperature.value(), alpha=1.0,
             vocab_size=vocab, normalizer=p.mask.sum(),
         ).loss  # fmt: skip
 
@@ -129,7 +129,7 @@ def test_likelihood_finds_the_teachers_calibration_from_any_start(kind, true, st
 def test_the_likelihood_loss_is_the_teachers_cross_entropy_over_unmasked_rows(kind):
     p = problem()
     targets = dense(p.energies, p.labels) if kind == "dense" else sparse(p.energies, p.labels, top_k=5)
-    spoiled = targets._map(
+    spoiled = targets.map(
         lambda name, x: x if name == "ids" else torch.where(p.mask if x.ndim == 1 else p.mask[:, None], x, torch.nan)
     )
     temperature = build("likelihood", 2.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from objective_reference import PlainHead, dense, sparse
+from objective_reference import OutputHead, dense, sparse
 
 from kdtrain.models.head import split
 from kdtrain.models.loading import load_student, load_teacher, load_tokenizer
@@ -26,7 +26,7 @@ class Real:
     """Hidden states and head of a student after a few steps, and its teacher's targets, of real text."""
 
     hidden: torch.Tensor
-    head: PlainHead
+    head: OutputHead
     labels: torch.Tensor
     targets: dict
 
@@ -64,7 +64,7 @@ def real():
         "dense": dense(energies, labels, torch.float32),
         "sparse": sparse(energies, labels, top_k=12, dtype=torch.float32),
     }
-    return Real(hidden, PlainHead(student.head.weight.detach()), labels, targets)
+    return Real(hidden, OutputHead(student.head.weight.detach()), labels, targets)
 
 
 def ends(real, kind, mode, steps=70):

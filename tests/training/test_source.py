@@ -116,7 +116,7 @@ def test_an_online_teacher_answers_with_its_distributions_at_the_same_tokens(wor
     assert torch.equal(asked[0][0], plain.tokens[:, :-1])
     assert (asked[0][1] is None) != document_mask
     assert isinstance(batch.targets, OnlineTargets)
-    targets = batch.targets.dense()
+    targets = batch.targets.resolved()
     expected = torch.log_softmax(table[plain.tokens[:, :-1]].flatten(0, 1)[:, :300], -1)
     torch.testing.assert_close(targets.logprobs, expected)
     labels = plain.tokens[:, 1:].reshape(-1, 1)

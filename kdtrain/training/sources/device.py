@@ -15,7 +15,6 @@ from torch import Tensor
 from kdtrain import faults
 from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.targets import DenseTargets, OnlineTargets
 from kdtrain.training.sources.source import Source
 
 _PIN_LIMIT = 2**30
@@ -52,14 +51,12 @@ class OnDevice:
                 f"{self.facts.tokenizer_size} entries; the student has a vocabulary of {self.vocab_size}: set its "
                 f"vocab_size to {self.facts.vocab_size}"
             )
-        targets = batch.targets
-        if isinstance(targets, DenseTargets):
-            targets = targets.narrow(self.vocab_size)
-        if targets is not None:
-            assert not isinstance(targets, OnlineTargets)
-            logprobs = faults.changed("train.teacher", targets.logprobs, int(indices[0]))
-            targets = dataclasses.replace(targets, logprobs=logprobs)
-        batch = dataclasses.replace(batch, targets=targets)
+        if batch.targets is not None:
+            first = int(indices[0])
+            targets = batch.targets.narrow(self.vocab_size).map(
+                lambda name, each: faults.changed("train.teacher", each, first) if name == "logprobs" else each
+            )
+            batch = dataclasses.replace(batch, targets=targets)
         if self.device.type != "cuda":
             return batch.each(lambda tensor: tensor.to(self.device))
         if self._stream is None:

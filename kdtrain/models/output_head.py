@@ -1,0 +1,53 @@
+"""An output head: the last linear layer of a language model, with what is done to its product."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The map from hidden states to logits, `softcap(scale * (hidden @ weight^T + bias))`.
+
+    The tensors are the model's own parameters, not copies. Without a weight it is the identity, for a model that is
+    not split and returns logits.
+    """
+
+    weight: Tensor | None = None
+    """[V, D]"""
+    bias: Tensor | None = None
+    """[V]"""
+    scale: float = 1.0
+    softcap: float | None = None
+    """Bound of the logits: softcap(z) = c tanh(z / c)."""
+
+    def __call__(self, hidden_BTD: Tensor) -> Tensor:
+        """Return logits [..., V] of hidden states [..., D], in the dtype of the matrix product."""
+        if self.weight is None:
+            return hidden_BTD
+        return self.shape(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, self.bias))
+
+    def to(self, device: torch.device) -> "OutputHead":
+        """The same head on a device."""
+        weight, bias = (None if each is None else each.to(device) for each in (self.weight, self.bias))
+        return replace(self, weight=weight, bias=bias)
+
+    def shape(self, product: Tensor) -> Tensor:
+        """Apply scale and soft cap to the product with the weight, bias included; in place where it has no gradient."""
+        if product.requires_grad:
+            logits = product if self.scale == 1.0 else product * self.scale
+            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.scale != 1.0:
+            product.mul_(self.scale)
+        return product if self.softcap is None else product.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """Derivative of the logits `z` in the product with the weight; 0 where z is masked."""
+        if self.softcap is None:
+            return self.scale
+        return self.scale * (1.0 - (z.clamp(min=-self.softcap) / self.softcap) ** 2)
+
+
+Head = OutputHead  # the name that `import kdtrain` offers
