@@ -69,5 +69,5 @@ class RecordedTeacher(Teacher):
                     f"--from-logprobs {self.path} has the token {token}, the teacher's vocabulary only "
                     f"{codec.vocab_size}; name the teacher that made the file"
                 )
-            lists = (row.kept[name] for name in ("top_ids", "top_logprobs", "label_logprob"))
-            yield replace(row, kept=keep(*lists, codec))
+            lists = row.kept
+            yield replace(row, kept=keep(lists["top_ids"], lists["top_logprobs"], lists["label_logprob"], codec))
