@@ -124,20 +124,20 @@ class ShardWriter:
     check: raises the error of a failed write, see `hdf5.creating`.
     """
 
-    def __init__(self, file: h5py.File, check: Callable[[], None], spec: CodecSpec, part: ShardRows) -> None:
-        self._file, self._check, self._spec, self._part = file, check, spec, part
-        self._wanted = fit_sequences(spec, part.segments.shape[1]) if spec.kind == "sparse" else 0
+    def __init__(self, file: h5py.File, check: Callable[[], None], spec: CodecSpec, seq_len: int) -> None:
+        self._file, self._check, self._spec = file, check, spec
+        self._wanted = fit_sequences(spec, seq_len) if spec.kind == "sparse" else 0
         self._held: list[Arrays] = []
         self._coding: Coding | None = None
         self._taken = self._written = 0
         self.broken: list[str] = []
         """Sequences with a non-finite logit, as SPLIT and number."""
 
-    def add(self, batch: slice, kept: Arrays) -> None:
-        """Take the sequences `batch` of the shard, the next ones, and what is kept of them."""
-        arrays = {name: getattr(self._part, name)[batch] for name in _ROWS}
-        broken = kept.get("broken", np.zeros(len(arrays["tokens"]), bool))
-        self.broken += [f"{self._part.split} {self._part.first + self._taken + b}" for b in np.flatnonzero(broken)]
+    def add(self, rows: ShardRows, kept: Arrays) -> None:
+        """Take the next sequences of the shard, and what is kept of them."""
+        arrays = {name: getattr(rows, name) for name in _ROWS}
+        broken = kept.get("broken", np.zeros(len(rows), bool))
+        self.broken += [f"{rows.split} {rows.first + b}" for b in np.flatnonzero(broken)]
         arrays["loss_mask"] = np.where(broken[:, None], cache_format.BROKEN, arrays["loss_mask"]).astype(np.uint8)
         self._held.append(arrays | {name: values for name, values in kept.items() if name != "broken"})
         self._taken += len(broken)
@@ -212,7 +212,7 @@ def publish_shard(
     with published(path, "cache.shard") as temporary:
         with hdf5.creating(temporary) as (file, check):
             hdf5.create_shard(file, spec, length, part.split, part.first, len(part))
-            shard = ShardWriter(file, check, spec, part)
+            shard = ShardWriter(file, check, spec, length)
             fill(shard, part)
             stored = shard.finish()
             faults.point("cache.shard.before-close")

@@ -166,20 +166,19 @@ class CacheWriter:
 
         with ThreadPoolExecutor(1, thread_name_prefix="cache-writer") as thread:
             for start in range(0, len(part), self.batch_size):
-                batch = slice(start, min(start + self.batch_size, len(part)))
-                number = batch.stop - batch.start
+                rows = part[start : start + self.batch_size]
+                number = len(rows)
                 self.rounds.meet(more=True)
                 # torch.compile is not thread-safe: what a new size compiles, here or in the thread, compiles alone.
                 alone = number not in self._compiled
                 if waiting and alone:
                     end(*waiting)
                     waiting = None
-                rows = part[batch]
                 answer = self._ask(rows)
                 if waiting:
                     end(*waiting)
                 ready = self._side.ready(answer) if isinstance(answer, Tensor) else None
-                job = thread.submit(self._encode, shard, rows, batch, answer, ready)
+                job = thread.submit(self._encode, shard, rows, answer, ready)
                 waiting = (number, job)
                 del answer
                 if alone:
@@ -201,12 +200,7 @@ class CacheWriter:
         return logits_BTV
 
     def _encode(
-        self,
-        shard: ShardWriter,
-        rows: ShardRows,
-        batch: slice,
-        answer: Tensor | Arrays,
-        ready: torch.cuda.Event | None,
+        self, shard: ShardWriter, rows: ShardRows, answer: Tensor | Arrays, ready: torch.cuda.Event | None
     ) -> None:
         if isinstance(answer, Tensor):
             labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))
@@ -214,7 +208,7 @@ class CacheWriter:
             with self._side.after(ready):
                 answer = encode_sequences(answer, labels_BT, spec, seed=seed, split=rows.split, first=rows.first)
         assert answer or self.settings.codec.kind == "tokens", "no teacher and no targets"
-        shard.add(batch, answer)
+        shard.add(rows, answer)
 
     def _finish_rounds(self) -> None:
         """Meet the other ranks, with nothing left to do here, until all are done."""

@@ -69,6 +69,5 @@ class RecordedTeacher(Teacher):
                     f"--from-logprobs {self.path} has the token {token}, the teacher's vocabulary only "
                     f"{codec.vocab_size}; name the teacher that made the file"
                 )
-            said = row.kept
-            kept = keep(said["top_ids"], said["top_logprobs"], said["label_logprob"], codec)
-            yield replace(row, kept=kept)
+            lists = row.kept
+            yield replace(row, kept=keep(lists["top_ids"], lists["top_logprobs"], lists["label_logprob"], codec))
