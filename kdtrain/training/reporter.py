@@ -158,7 +158,7 @@ class Reporter:
         every = (self.config.checkpoint.checkpoint_freq, validation_interval(self.total, monitor.eval_freq))
         self.memory, self.learned = MemoryGrowth(step + 1, every=every), LearnedSamples(samples)
         self.init, self.sampler = init, sampler
-        self.bar.update(step)
+        self.bar = Bar("distill", self.total, step, every=math.inf)
 
     def initial(self, loss: float) -> None:
         """Warn if the validation loss before the first step, nats a token, is implausible."""

@@ -156,7 +156,7 @@ def gradients_added_up_in_shards_are_the_same_sum_and_copies_exchange_theirs_wit
 def a_call_past_the_wrapper_leaves_gradients_that_this_test_would_see() -> None:
     expected, wrapped = gradients(of_one_process()), parallelized("ddp")
     for number in own():
-        wrapped.wrapper.module(batch(number), 100.0).loss.backward()
+        wrapped.ddp.module(batch(number), 100.0).loss.backward()
     assert not near(gradients(wrapped), expected)
 
 
