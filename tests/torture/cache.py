@@ -26,13 +26,13 @@ import numpy as np
 import torch
 
 from benchmarks.harness import RESULTS, write
-from tests.torture import forks
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.objective.batch import Batch
 from kdtrain.testing import tiny_model
+from tests.torture import forks
 
 
 def main() -> int:

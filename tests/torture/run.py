@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from benchmarks.harness import RESULTS, write, write_spec
-from tests.torture import forks
-from tests.torture import resume_matrix as matrix
-from tests.torture.forks import command, fired, said
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.monitor.progress import bar
 from kdtrain.monitor.record import RunRecord
 from kdtrain.testing import SHAPES, tiny_model
+from tests.torture import forks
+from tests.torture import resume_matrix as matrix
+from tests.torture.forks import command, fired, said
 
 RESULT = RESULTS / "torture-run.json"
 CLOCK = ("tok/s", "tok/s_last", "eta_h", "data_wait_s", "memory_resident_mb", "clipped_share")
