@@ -30,6 +30,8 @@ ELSEWHERE = {
     "--commit",
     "--budget",
     "--from",
+    "--again",
+    "--only",
     "--present",
 }
 ELSEWHERE |= TORCHRUN

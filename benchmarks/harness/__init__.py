@@ -12,6 +12,8 @@ TEACHER, STUDENT = "teachers/stdlib-5m.toml", "students/stdlib-1m.toml"
 """The teacher that ships and the student of the demo, relative to the repository."""
 SECTIONS = ("ceilings", "step", "objective", "fp8", "adaptive", "cache", "checkpoint", "teacher")
 """What is measured on a GPU, in the order in which `all` runs it; each is a module of `benchmarks.performance`."""
+CPU_SECTIONS = ("step", "objective", "cache", "checkpoint")
+"""Those that also measure what is claimed of a CPU."""
 
 
 def write_spec(path: Path, tokenizer: object, config: Mapping[str, Any]) -> None:

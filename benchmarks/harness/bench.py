@@ -17,6 +17,7 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import write_cache
+from kdtrain.commands.common import teacher_hidden_states, wide_head
 from kdtrain.config import DistillConfig, GuardsConfig, MonitorConfig, OptimizerConfig, PrecisionConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.models.attention import choose_kernel
@@ -27,7 +28,7 @@ from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import head_dtype
-from kdtrain.training.data import CachedSource, Feed, Source
+from kdtrain.training.data import CachedSource, Feed, OnlineSource, Source
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.state import Progress
 from kdtrain.training.student import Student
@@ -207,7 +208,13 @@ def make_cache(folder: Path, rows: list[Any], teacher: Any, codec: CodecSpec, se
     write_cache(folder, settings, {"train": rows}, teacher=teacher, batch_size=batch_size)
 
 
-def cached(folder: Path, device: torch.device) -> CachedSource:
-    """The training split of a cache, on the device."""
-    reader = CacheReader(folder, "train")
+def online(source: Any, teacher: SplitModel, mode: str) -> Source:
+    """The sequences of a source, with whole distributions of a teacher at hand."""
+    asked = teacher_hidden_states(teacher, teacher.model.device, mode, ())
+    return OnlineSource(source, asked, wide_head(teacher), False)
+
+
+def cached(folder: Path, device: torch.device, split: str = "train") -> CachedSource:
+    """A split of a cache, on the device."""
+    reader = CacheReader(folder, split)
     return CachedSource(reader, device, reader.manifest.vocab_size)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -18,8 +19,9 @@ LIBRARIES = (
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The device, its driver, and the libraries."""
-    found: dict[str, Any] = {"device": platform.processor() or platform.machine(), "driver": None}
+    """The device, its driver or its cores, and the libraries."""
+    found: dict[str, Any] = {"device": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability()}
+    found |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "driver": None}
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         found = {"device": facts.name, "driver": _driver(), "memory_gib": round(facts.total_memory / 2**30, 1)}

@@ -12,7 +12,6 @@ the steps that follow in the same mode.
 
 import functools
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,7 +21,6 @@ import torch
 from benchmarks.harness import models
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.sections import script
 from benchmarks.harness.timing import synchronize, without_graphs
 from kdtrain.precision.backends import Choice, choose, make_recipe
 from kdtrain.precision.controller import Adaptive, Policy, PrecisionController
@@ -201,7 +199,3 @@ def switch_ms(times: list[float], modes: list[str]) -> float | None:
 
 def _summary(losses: list[float], sizes: Sizes) -> dict[str, Any]:
     return {"last_loss": statistics.mean(losses[-max(sizes.steps // 10, 1) :]), "losses": losses}
-
-
-if __name__ == "__main__":
-    sys.exit(script("adaptive"))

@@ -13,17 +13,15 @@ less, so that its ids cost more.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.harness import TEACHER
-from kdtrain.commands.common import open_teacher, rows, teacher_logits
-from kdtrain.config import DataConfig
+from benchmarks.harness.models import packed, teacher_logits
 from kdtrain.data.packing import PackedRow
-from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import read_spec
 
 HEAD = 12
 MOVED = 4096
@@ -48,15 +46,12 @@ class Material:
 
 def shipped(number: int, length: int) -> Material:
     """The teacher of the repository over the standard library, `number` sequences to train on."""
-    spec, cpu = read_spec(TEACHER), torch.device("cpu")
-    tokenizer, model = load_tokenizer(spec), open_teacher(spec, cpu, "fp32")
-    data = DataConfig(data="stdlib", seq_len=length)
-    parts = {split: list(rows(data, split, tokenizer, n)) for split, n in wanted(number).items()}
-    teacher = teacher_logits(model, cpu, "fp32")
+    parts = {split: packed(TEACHER, split, n, length) for split, n in wanted(number).items()}
+    teacher = teacher_logits(TEACHER)
     sample = np.stack([row.tokens for row in parts["train"][: max(1, _SAMPLE // length)]]).astype(np.int64)
     logprobs_NV = torch.cat([teacher(torch.from_numpy(row[None, :-1]), None)[0].log_softmax(-1) for row in sample])
     facts = _facts(sample, logprobs_NV)
-    return Material(spec.name, logprobs_NV.shape[1], length, parts, teacher, facts)
+    return Material(Path(TEACHER).stem, logprobs_NV.shape[1], length, parts, teacher, facts)
 
 
 def wanted(number: int) -> dict[str, int]:
@@ -164,7 +159,9 @@ def synthetic(vocab_size: int, number: int, model: Material, known: Facts | None
     parts: dict[str, list[PackedRow]] = {}
     numbers: dict[bytes, int] = {}
     for split, count in wanted(number).items():
-        parts[split] = [_row(made.sequence(n, made.shape(n))[0]) for n in range(start, start + count)]
+        texts = [made.sequence(n, made.shape(n))[0] for n in range(start, start + count)]
+        mask, segments = np.ones(made.length, bool), np.zeros(made.length, np.int32)
+        parts[split] = [PackedRow(tokens, mask, segments) for tokens in texts]
         numbers |= {row.tokens[:-1].tobytes(): start + i for i, row in enumerate(parts[split])}
         start += count
 
@@ -173,7 +170,3 @@ def synthetic(vocab_size: int, number: int, model: Material, known: Facts | None
         return torch.stack([made.logits(row, numbers[row.tobytes()]) for row in rows_BT])
 
     return Material(f"synthetic-{vocab_size}", vocab_size, made.length, parts, teacher, made.facts)
-
-
-def _row(tokens: np.ndarray) -> PackedRow:
-    return PackedRow(tokens, np.ones(len(tokens) - 1, bool), np.zeros(len(tokens) - 1, np.int32))

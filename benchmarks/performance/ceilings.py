@@ -6,14 +6,12 @@ that of copying a tensor much larger than the caches, read and write counted. Co
 """
 
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.sections import script
 from benchmarks.harness.timing import in_turn, medians, timed
 
 SIZES, TINY_SIZES = (4096, 8192, 16_384), (128, 256)
@@ -79,7 +77,3 @@ def _from_host(options: Options, rounds: int, pinned: bool) -> float:
     into = torch.empty(numbers, dtype=torch.uint8, device=options.device)
     copy = {"copy": lambda: into.copy_(source, non_blocking=pinned)}
     return numbers / medians(in_turn(copy, rounds, options.device))["copy"] / 1e9
-
-
-if __name__ == "__main__":
-    sys.exit(script("ceilings"))

@@ -12,7 +12,6 @@ A kind that the device or the machine cannot make says why. On a CPU fp8 is emul
 
 import functools
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,7 +22,6 @@ from benchmarks.harness import models
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.profiling import profiled
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.sections import script
 from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, without_graphs
 from kdtrain.precision.backends import Choice, choose, make_recipe
 from kdtrain.precision.linear import Backend, Switch, SwitchableLinear, convert
@@ -183,7 +181,3 @@ def best(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {}
     kind = min(timed, key=lambda name: timed[name]["time"])
     return {"kind": kind, **{name: timed[kind][name] for name in ("time", "memory", "tokens_a_second", "tflops")}}
-
-
-if __name__ == "__main__":
-    sys.exit(script("fp8"))

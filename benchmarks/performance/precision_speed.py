@@ -22,6 +22,7 @@ import torch
 from benchmarks.harness import RESULTS, STUDENT, write
 from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.machine import cpu_model
+from benchmarks.harness.study import Study
 from benchmarks.harness.timing import in_turn, over
 from benchmarks.science import precision
 from kdtrain.commands.dry_run import timed_steps, trial_run
@@ -45,8 +46,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/precision/speed"), help="the folder of cache and run")
     out = parser.parse_args().out
     with Kdtrain() as kdtrain:
-        kdtrain(*precision.cache_command(precision.Settings(sequences=64), out))
-    write(RESULTS / "precision-speed.json", measure(out / "cache"))
+        cache = Study(out, kdtrain, {"cache": precision.cache_words(precision.Settings(sequences=64))}).cache()
+    write(RESULTS / "precision-speed.json", measure(cache))
 
 
 def measure(cache: Path, pairs: int = 30) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from typing import Any
 
 from benchmarks.harness.machine import missing
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.sections import script
 from kdtrain import cli
 from kdtrain.monitor.record import RunRecord
 from teachers import make_teacher
@@ -108,7 +107,3 @@ def _in_process(words: list[str], options: Options) -> dict[str, Any]:
         cli.main(words)
     result: dict[str, Any] = json.loads(shown.getvalue())
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(script("teacher"))

@@ -11,7 +11,6 @@ its parts, as it is where a student moves away from text and teacher alike. It c
 
 import argparse
 import math
-import subprocess
 import sys
 import time
 from collections import deque
@@ -21,12 +20,24 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
+from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.machine import cpu_model, version
+from benchmarks.harness.study import Study
 from kdtrain.config import GuardsConfig
-from kdtrain.monitor.record import Line, RunRecord
+from kdtrain.monitor.record import Line
 from kdtrain.training.guards import DivergenceWatch, SpikeDetector
 
-CACHES = {"c": ("--top-k", "16"), "s": ("--top-k", "8", "--num-samples", "24")}
+TEXT = ("--teacher", TEACHER, "--data", "stdlib", "--seq-len", "256", "--num-sequences", "2400")
+CACHES = {
+    "c": (*TEXT, "--validation-sequences", "64", "--top-k", "16"),
+    "s": (*TEXT, "--validation-sequences", "64", "--top-k", "8", "--num-samples", "24"),
+}
+RULES_OFF = (
+    *("--spike-rule", "none", "--divergence-factor", "1e9", "--grad-spike-threshold", "1e30"),
+    *("--batch-size", "4", "--micro-batch-size", "4", "--eval-freq", "25", "--checkpoint-freq", "10000"),
+    *("--temperature", "1", "--no-tensorboard", "--sample-freq", "0"),
+)
+"""What all runs have in common; a run's own options come behind it."""
 PLAIN = (STUDENT, "c", "--lr", "3e-3", "--steps", "220")
 WSD = ("--alpha", "0", "--lr-schedule", "wsd", "--warmup-steps", "20", "--decay-steps", "80")
 SOUND: dict[str, tuple[str, ...]] = {
@@ -55,10 +66,16 @@ def main() -> int:
     """Train what is missing, judge, and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "divergence")
-    options = parser.parse_args()
-    for name, how in {**SOUND, **WRONG}.items():
-        train(options.runs, name, how)
-    series = {name: RunRecord.read(options.runs / name).metrics for name in {**SOUND, **WRONG}}
+    with Kdtrain() as kdtrain:
+        study = Study(parser.parse_args().runs, kdtrain, CACHES, RULES_OFF)
+
+        def trained(name: str, how: tuple[str, ...]) -> dict[str, Any]:
+            student, cache, *flags = how
+            _, run = study.train(name, "--student", student, *flags, cache=cache, may_fail=True)
+            return {"metrics": run.metrics}
+
+        grid = {**SOUND, **WRONG}
+        series = {name: each["metrics"] for name, each in zip(grid, study.records(grid, trained), strict=True)}
     table = {name: judge(make, series) for name, make in RULES.items()}
     where = {"date": time.strftime("%Y-%m-%d"), "torch": version("torch"), "cpu": cpu_model()}
     record = {"environment": where, "sound": list(SOUND), "wrong": list(WRONG), "rules": table}
@@ -67,25 +84,6 @@ def main() -> int:
         wrong = ", ".join(f"{run} {step}" for run, step in found["wrong"].items())
         print(f"{name:34} false alarms {found['false_alarms']}; at step: {wrong}; doubled: {found['doubled']}")
     return 0
-
-
-def train(runs: Path, name: str, how: tuple[str, ...]) -> None:
-    """One run with all rules off, and its cache; nothing where they are there."""
-    student, cache, *flags = how
-    if not (runs / cache / "manifest.json").exists():
-        text = ("--teacher", TEACHER, "--data", "stdlib", "--seq-len", "256", "--num-sequences", "2400")
-        kdtrain("cache-teacher", *text, "--validation-sequences", "64", "--out", str(runs / cache), *CACHES[cache])
-    if (runs / name / "metrics.jsonl").exists():
-        return
-    rules = ("--spike-rule", "none", "--divergence-factor", "1e9", "--grad-spike-threshold", "1e30")
-    size = ("--batch-size", "4", "--micro-batch-size", "4", "--eval-freq", "25", "--checkpoint-freq", "10000")
-    place = ("--student", student, "--cache", str(runs / cache), "--out", str(runs / name))
-    kdtrain("distill", *place, *rules, *size, "--temperature", "1", "--no-tensorboard", "--sample-freq", "0", *flags)
-
-
-def kdtrain(*argv: str) -> None:
-    """The real command; a run that ends badly is what some of these are for."""
-    subprocess.run([sys.executable, "-m", "kdtrain", *argv], cwd=ROOT, check=False)
 
 
 def doubled(series: list[Line], begin: int) -> list[Line]:

@@ -22,18 +22,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import kdtrain
+from benchmarks.harness.models import packed, teacher_logits, token_tensor
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
-from kdtrain.commands.common import open_teacher, rows, teacher_logits
 from kdtrain.commands.export import open_student
-from kdtrain.config import DataConfig
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import load_student, load_tokenizer
+from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import DenseTargets, SparseTargets
@@ -75,10 +73,7 @@ def main() -> int:
 
 def batch() -> tuple[Tensor, Tensor]:
     """Validation tokens [B, T+1] and the teacher's logits [B, T, V]."""
-    spec = read_spec(TEACHER)
-    texts = rows(DataConfig(data="stdlib", seq_len=LENGTH), "validation", load_tokenizer(spec), SEQUENCES)
-    tokens_BT = torch.from_numpy(np.stack([row.tokens for row in texts]).astype(np.int64))
-    teacher = teacher_logits(open_teacher(spec, CPU, "fp32"), CPU, "fp32")
+    tokens_BT, teacher = token_tensor(packed(TEACHER, "validation", SEQUENCES, LENGTH)), teacher_logits(TEACHER)
     return tokens_BT, torch.cat([teacher(row[None, :-1], None) for row in tokens_BT])
 
 

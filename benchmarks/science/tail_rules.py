@@ -32,15 +32,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, TEACHER, write
-from kdtrain.commands.common import open_teacher, rows, teacher_logits
-from kdtrain.config import DataConfig
-from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import read_spec
+from benchmarks.harness.models import packed, teacher_logits, token_tensor
 
 RESULT = RESULTS / "tail_rules.json"
 KEPT = ((12, 0), (8, 24))
@@ -75,12 +71,8 @@ def main() -> int:
 
 def energies(spec_name: str, sequences: int) -> Tensor:
     """log p [N, V] in fp64 of the teacher at 128 positions of each of some validation sequences."""
-    spec, cpu = read_spec(spec_name), torch.device("cpu")
-    teacher = teacher_logits(open_teacher(spec, cpu, "fp32"), cpu, "fp32")
-    data = DataConfig(data="stdlib", seq_len=512)
-    texts = rows(data, "validation", load_tokenizer(spec), sequences)
-    tokens_BT = torch.from_numpy(np.stack([row.tokens[:-1] for row in texts]).astype(np.int64))
-    return torch.cat([teacher(row[None], None)[0, ::4].double().log_softmax(-1) for row in tokens_BT])
+    tokens_BT, teacher = token_tensor(packed(spec_name, "validation", sequences, 512)), teacher_logits(spec_name)
+    return torch.cat([teacher(row[None, :-1], None)[0, ::4].double().log_softmax(-1) for row in tokens_BT])
 
 
 def students(energy_NV: Tensor, unigram_V: Tensor) -> dict[str, Tensor]:

@@ -239,7 +239,7 @@ def test_samples_are_called_what_they_are():
 
 def test_a_cache_that_the_command_no_longer_builds_is_asked_for_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        study.build(study.Quality(out=tmp_path), Run(cache="i40"), None)
+        study.train_all(study.Quality(out=tmp_path), [Run(cache="i40")], None)
     assert ended.value.code == 2 and "only kdtrain at commit 05af2d3 builds it" in capsys.readouterr().err
 
 
