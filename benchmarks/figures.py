@@ -306,7 +306,9 @@ def _above(axes: Axes, result: Record, kind: str) -> None:
         axes.axvspan(start, end, color=AMBER, alpha=0.25, linewidth=0)
     for run in own:
         above = [loss - other for loss, other in zip(run["loss"], high[run["seed"]], strict=True)]
-        axes.plot(range(1, len(above) + 1), _smoothed(above), color=BLUE, linewidth=1.2, alpha=0.8)
+        # the mean of each value and those before it
+        smoothed = [statistics.mean(above[max(end - SMOOTHED, 0) : end]) for end in range(1, len(above) + 1)]
+        axes.plot(range(1, len(above) + 1), smoothed, color=BLUE, linewidth=1.2, alpha=0.8)
     axes.axhline(0, color="black", linewidth=0.6)
     row = result["table"][kind]
     axes.set_title(f"{kind}: {row['above_bf16']:+.4f}, {row['quantized_share']:.0%} quantised", fontsize=9)
@@ -321,11 +323,6 @@ def bands(quantized: list[int]) -> list[tuple[float, float]]:
         elif each:
             found.append((step - 0.5, step + 0.5))
     return found
-
-
-def _smoothed(values: list[float]) -> list[float]:
-    """The mean of each value and those before it, as many as `SMOOTHED`."""
-    return [statistics.mean(values[max(end - SMOOTHED, 0) : end]) for end in range(1, len(values) + 1)]
 
 
 # Temperature: T^2 KL against T, and where T goes.

@@ -317,14 +317,11 @@ def objective(loss: Mapping[str, Any], step: Mapping[str, Any]) -> str:
 
 def _loss(row: Mapping[str, Any]) -> str:
     sides, base = row["sides"], row["sides"]["cross-entropy"]
-    cells = [_pair(sides[name], base) for name in ("products", *TARGETS.values(), "top-k-renormalized-50")]
+    names = ("products", *TARGETS.values(), "top-k-renormalized-50")
+    cells = [", ".join(_ratio(sides[name], base, key) for key in ("seconds", "peak_mib")) for name in names]
     shape = f"{row['tokens']:,}, {row['width']:,}, {row['vocabulary']:,}"
     peers = [_ratio(sides[own], sides[other], "seconds") for own, other in PAIRS.values()]
     return f"| {shape} | {TYPES[row['dtype']][1]} | {' | '.join([*cells, *peers])} |"
-
-
-def _pair(side: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    return f"{_ratio(side, base, 'seconds')}, {_ratio(side, base, 'peak_mib')}"
 
 
 def _ratio(side: Mapping[str, Any], base: Mapping[str, Any], key: str) -> str:
@@ -359,17 +356,17 @@ def _goals(rows: list[dict[str, Any]], students: Mapping[str, Any]) -> Iterator[
         }
         yield _verdict(f"Faster than {peer} at the same work", cases, 1.0)
     for what, width in (("in fp32", lambda row: 4), ("in the run's dtype", lambda row: TYPES[row["dtype"]][0])):
-        cases = {_name(row): _of_materialised(row, width(row)) for row in rows if "cross-entropy" not in row["sides"]}
+        cases = {
+            _name(row): row["sides"]["kdtrain-sparse-12"]["peak_mib"]
+            * (2**20 / (2 * row["tokens"] * row["vocabulary"] * width(row)))
+            for row in rows
+            if "cross-entropy" not in row["sides"]
+        }
         yield _verdict(f"At most one twentieth of the logits and their gradient {what}", cases, MATERIALISED)
     cases = {name: found["cached_over_cross_entropy"] for name, found in students.items()}
     yield _verdict(f"Whole step from a cache: at least {STEP} of cross-entropy's rate", cases, STEP, least=True)
     cases = {name: found["speed_up_over_online"] / found["speed_up_of_the_flops"] for name, found in students.items()}
     yield _verdict(f"Over an online teacher: at least {ONLINE} of what the FLOPs allow", cases, ONLINE, least=True)
-
-
-def _of_materialised(row: Mapping[str, Any], width: int) -> float:
-    """The peak over what logits and their gradient would take with numbers of `width` bytes."""
-    return row["sides"]["kdtrain-sparse-12"]["peak_mib"] * 2**20 / (2 * row["tokens"] * row["vocabulary"] * width)
 
 
 def _name(row: Mapping[str, Any]) -> str:

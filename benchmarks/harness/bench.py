@@ -156,7 +156,8 @@ class Bench:
         shuffled: the sequences come in a random order that is always the same, else as they stand in the source.
         """
         order = np.random.RandomState(0).permutation(len(source)) if shuffled else np.arange(len(source))
-        feed = Feed(source, lambda number: order[self._numbers(number, len(source))], self.batch)
+        starts = max(len(source) - self.batch + 1, 1)
+        feed = Feed(source, lambda number: order[number * self.batch % starts :][: self.batch], self.batch)
         batches = feed.steps()
         taught = self.has_teacher and not isinstance(source, Tokens)
 
@@ -192,14 +193,6 @@ class Bench:
         self.optimizer.state.clear()
         self.trainer.state.snapshots.clear()
         self.trainer.state.progress = Progress()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the student's weights, on their device."""
-        return {name: each.detach().clone() for name, each in self.trainer.student.model.named_parameters()}
-
-    def _numbers(self, step: int, available: int) -> np.ndarray:
-        start = step * self.batch % max(available - self.batch + 1, 1)
-        return np.arange(start, start + self.batch)
 
 
 def make_cache(folder: Path, rows: list[Any], teacher: Any, codec: CodecSpec, seq_len: int, batch_size: int) -> None:

@@ -13,14 +13,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from benchmarks.harness import ROOT, write
+from benchmarks.harness import write
 from benchmarks.harness.machine import cpu_model, version
-
-
-def kdtrain(*argv: str) -> dict[str, Any]:
-    """The JSON object that `kdtrain ARGV` prints. CalledProcessError: it failed."""
-    command = [sys.executable, "-m", "kdtrain", *argv, "--json"]
-    return json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
 
 
 class Kdtrain:

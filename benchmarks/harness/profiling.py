@@ -54,7 +54,7 @@ def table(events: list[dict[str, Any]], kinds: tuple[str, ...], steps: int, most
     if not spans:
         return {"kernels": [], "why": "the profiler saw nothing on the device"}
     span = max(end for _, end in spans) - min(start for start, _ in spans)
-    own = busy(spans)
+    own = span - sum(gaps(spans))
     total = sum(sum(lengths) for lengths in by_name.values())
     order = sorted(by_name.items(), key=lambda each: -sum(each[1]))
     return {
@@ -65,22 +65,11 @@ def table(events: list[dict[str, Any]], kinds: tuple[str, ...], steps: int, most
         "longest_gaps_ms": [round(each / 1e3, 3) for each in gaps(spans)[:5]],
         "copies_ms": {name: sum(lengths) / steps / 1e3 for name, lengths in copies.items()},
         "launches": sum(map(len, by_name.values())) / steps,
-        "kernels": [_kernel(name, times, steps, total) for name, times in order[:most]],
+        "kernels": [
+            {"name": name[:160], "calls": len(t) / steps, "ms": sum(t) / steps / 1e3, "share": sum(t) / total}
+            for name, t in order[:most]
+        ],
     }
-
-
-def _kernel(name: str, times: list[float], steps: int, total: float) -> dict[str, Any]:
-    own = sum(times)
-    return {"name": name[:160], "calls": len(times) / steps, "ms": own / steps / 1e3, "share": own / total}
-
-
-def busy(spans: list[Span]) -> float:
-    """The length of the union of spans."""
-    whole, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        whole += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return whole
 
 
 def gaps(spans: list[Span]) -> list[float]:

@@ -1,9 +1,9 @@
-"""Switching between fp8 and bf16 while training: what it costs, whether anything is compiled again, and the loss.
+"""Switching between fp8 and bf16 while training: its cost, recompilations, and the loss.
 
 Three runs of the same student on the same text from the same weights: fp8 throughout, bf16 throughout, and one whose
-controller is shown a loss that is too high in every second stretch, so that it falls back and comes back by its own
-rule (`loss`), carried out by the product's own `warm_up` and `decide`. The checkpoint that comes with each switch is
-not written (section `checkpoint` measures that); snapshots in memory are, one a window, and timed by themselves.
+controller gets a loss that is too high in every second stretch, so that it falls back and returns by its own rule
+(`loss`), carried out by kdtrain's own `warm_up` and `decide`. The checkpoint of each switch is not written (section
+`checkpoint` measures that); snapshots in memory are, one a window, and timed separately.
 
 The student's layers are compiled one by one. Graphs are counted where they are made, by the compiler's own counters:
 after the warm-up none may be added. The cost of a switch is the median time of the first step behind one, less that of
@@ -14,6 +14,7 @@ import functools
 import statistics
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -71,25 +72,6 @@ def run(options: Options) -> int:
     return record.finish()
 
 
-class _NoSaver:
-    """What saves nothing."""
-
-    def save(self, *_: Any, **__: Any) -> float:
-        """Nothing is saved, and nobody waits."""
-        return 0.0
-
-    def published(self) -> list[Any]:
-        """Nothing is ever published."""
-        return []
-
-    def warnings(self) -> list[str]:
-        """Nothing is ever wrong."""
-        return []
-
-    def wait(self) -> None:
-        """Nothing is in flight."""
-
-
 class _Training:
     """A student whose layers switch, its text, and a run that begins anew for each kind."""
 
@@ -110,7 +92,8 @@ class _Training:
         )
         tokens = models.token_tensor(models.text(sizes.batch * min(sizes.steps, 256), sizes.length))
         run = self.bench.trainer
-        run.train_source, run.saver = Tokens(tokens, device), cast(Any, _NoSaver())
+        nothing = SimpleNamespace(save=lambda *_, **__: 0.0, published=list, warnings=list, wait=lambda: None)
+        run.train_source, run.saver = Tokens(tokens, device), cast(Any, nothing)
         run.store.folder.mkdir(parents=True, exist_ok=True)
         self.initial = {name: weight.detach().to("cpu", copy=True) for name, weight in student.named_parameters()}
 

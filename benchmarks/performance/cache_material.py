@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import TEACHER
-from benchmarks.harness.models import packed, teacher_logits
+from benchmarks.harness.models import packed, teacher_logits, token_tensor
 from kdtrain.data.packing import PackedRow
 
 HEAD = 12
@@ -48,23 +48,18 @@ def shipped(number: int, length: int) -> Material:
     """The teacher of the repository over the standard library, `number` sequences to train on."""
     parts = {split: packed(TEACHER, split, n, length) for split, n in wanted(number).items()}
     teacher = teacher_logits(TEACHER)
-    sample = np.stack([row.tokens for row in parts["train"][: max(1, _SAMPLE // length)]]).astype(np.int64)
+    sample = token_tensor(parts["train"][: max(1, _SAMPLE // length)]).numpy()
     logprobs_NV = torch.cat([teacher(torch.from_numpy(row[None, :-1]), None)[0].log_softmax(-1) for row in sample])
-    facts = _facts(sample, logprobs_NV)
+    top = logprobs_NV.topk(HEAD, -1)
+    entropy = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+    facts = {"top_12_mass": float(top.values.exp().sum(-1).mean()), "entropy": float(entropy.mean())}
+    facts |= _repetition(sample, top.indices.numpy().reshape(len(sample), -1, HEAD))
     return Material(Path(TEACHER).stem, logprobs_NV.shape[1], length, parts, teacher, facts)
 
 
 def wanted(number: int) -> dict[str, int]:
     """Sequences by split."""
     return {"train": number, "validation": max(2, number // 16)}
-
-
-def _facts(tokens_nT1: np.ndarray, logprobs_NV: torch.Tensor) -> Facts:
-    top = logprobs_NV.topk(HEAD, -1)
-    entropy = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-    heads_nTK = top.indices.numpy().reshape(len(tokens_nT1), -1, HEAD)
-    facts = {"top_12_mass": float(top.values.exp().sum(-1).mean()), "entropy": float(entropy.mean())}
-    return {**facts, **_repetition(tokens_nT1, heads_nTK)}
 
 
 def _repetition(tokens_nT1: np.ndarray, heads_nTK: np.ndarray) -> Facts:

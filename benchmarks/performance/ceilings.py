@@ -33,10 +33,16 @@ def run(options: Options) -> int:
             found[str(size)] = 2 * size**3 / seconds / 1e12
         return {"tflops": max(found.values()), "by_size": found}
 
+    def bandwidth() -> dict[str, float]:
+        source = torch.zeros(2**20 if options.tiny else 2**31, dtype=torch.uint8, device=device)
+        into = torch.empty_like(source)
+        copied = _stretched(lambda: into.copy_(source), stretch, rounds, device)
+        return {"gb_per_second": 2 * source.nbytes / copied / 1e9}
+
     record.measure("products in bf16", lambda: products(torch.bfloat16))
     record.measure("products in fp32", lambda: products(torch.float32))
     record.measure("products in fp8", lambda: products(torch.float8_e4m3fn))
-    record.measure("memory", lambda: {"gb_per_second": _bandwidth(options, stretch, rounds)})
+    record.measure("memory", bandwidth)
     record.measure("from pinned memory", lambda: {"gb_per_second": _from_host(options, rounds, pinned=True)})
     record.measure("from pageable memory", lambda: {"gb_per_second": _from_host(options, rounds, pinned=False)})
     return record.finish()
@@ -62,13 +68,6 @@ def _stretched(work: Callable[[], Any], stretch: float, rounds: int, device: tor
         work()
     calls = max(1, round(stretch / max(timed(work, device), 1e-6)))
     return statistics.median(timed(work, device, calls) for _ in range(rounds))
-
-
-def _bandwidth(options: Options, stretch: float, rounds: int) -> float:
-    numbers = 2**20 if options.tiny else 2**31
-    source = torch.zeros(numbers, dtype=torch.uint8, device=options.device)
-    into = torch.empty_like(source)
-    return 2 * numbers / _stretched(lambda: into.copy_(source), stretch, rounds, options.device) / 1e9
 
 
 def _from_host(options: Options, rounds: int, pinned: bool) -> float:

@@ -25,12 +25,12 @@ import torch
 
 from benchmarks.harness import STUDENT, TEACHER, models
 from benchmarks.harness.bench import Bench, Tokens
-from benchmarks.harness.command import kdtrain
+from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.record import Goal, Options, Record
+from benchmarks.harness.study import Study
 from benchmarks.harness.timing import synchronize, timed, without_graphs
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
-from kdtrain.monitor.record import RunRecord
 
 KINDS = {"background": True, "in_place": False}
 
@@ -178,16 +178,14 @@ def _beside_products(scratch: Path, tensors: dict[str, torch.Tensor]) -> dict[st
 
 def training(scratch: Path) -> dict[str, Any]:
     """The share of the training time for which a run pauses, by the real command."""
-    cache = scratch / "cache"
     data = ("--data", "stdlib", "--seq-len", "256", "--num-sequences", "512", "--top-k", "16")
-    kdtrain("cache-teacher", "--teacher", TEACHER, "--out", str(cache), *data)
+    words = ("--student", STUDENT, "--steps", f"{STEPS}", "--lr", "3e-3", "--batch-size", "16")
     result: dict[str, Any] = {"steps": STEPS}
-    for kind, flag in (("background", "--async-save"), ("in_place", "--no-async-save")):
-        out = scratch / kind
-        argv = ("--cache", str(cache), "--student", STUDENT, "--out", str(out), "--steps", str(STEPS))
-        done = kdtrain("distill", *argv, "--lr", "3e-3", "--batch-size", "16", "--eval-freq", str(STEPS), flag)
-        events = RunRecord.read(out).events
-        stalls = [event.details["stood_still"] for event in events if event.event == "checkpoint"]
-        share = 100 * sum(stalls) / done["seconds"]
-        result[kind] = {"seconds": done["seconds"], "stalls": stalls, "share_percent": share}
+    with Kdtrain() as kdtrain:
+        study = Study(scratch, kdtrain, {"cache": ("--teacher", TEACHER, *data)}, (*words, "--eval-freq", f"{STEPS}"))
+        for kind, flag in (("background", "--async-save"), ("in_place", "--no-async-save")):
+            done, run = study.train(kind, flag)
+            stalls = [event.details["stood_still"] for event in run.events if event.event == "checkpoint"]
+            share = 100 * sum(stalls) / done["seconds"]
+            result[kind] = {"seconds": done["seconds"], "stalls": stalls, "share_percent": share}
     return result

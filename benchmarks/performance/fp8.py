@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
-
 from benchmarks.harness import models
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.profiling import profiled
@@ -63,7 +61,10 @@ def run(options: Options) -> int:
 
 def _measure(record: Record, options: Options, sizes: Sizes, student: str) -> None:
     """All figures of one student, which is made once, if any is missing."""
-    chosen = {kind: _choice(options.device, *asked) for kind, asked in _kinds(options.device).items()}
+    chosen: dict[str, Choice | str] = {}
+    for kind, (backend, scaling) in (KINDS if options.device.type == "cuda" else EMULATED).items():
+        recipe = make_recipe("fp8", scaling, None, "max", False)
+        chosen[kind] = choose("fp8", backend, recipe, scaling, options.device)
     backends = {kind: each.backend for kind, each in chosen.items() if isinstance(each, Choice)}
     made = functools.cache(lambda: _Kinds(options, sizes, student, backends))
 
@@ -84,15 +85,6 @@ def _measure(record: Record, options: Options, sizes: Sizes, student: str) -> No
         record.measure(f"{student} {kind} profile", lambda kind=kind: students(kind).profile(kind))
 
 
-def _kinds(device: torch.device) -> dict[str, tuple[str, str]]:
-    return KINDS if device.type == "cuda" else EMULATED
-
-
-def _choice(device: torch.device, backend: str, scaling: str) -> Choice | str:
-    """A kind's back end, or why there is none."""
-    return choose("fp8", backend, make_recipe("fp8", scaling, None, "max", False), scaling, device)
-
-
 class _Kinds:
     """A student whose layers take the products of one kind after another."""
 
@@ -108,7 +100,12 @@ class _Kinds:
         if backends:
             first = next(iter(backends.values()))
             self.layers = str(convert(self.model, self.switch, first, head=self.model.get_output_embeddings()))
-        self.products = {kind: self._products(backend) for kind, backend in backends.items()}
+        found = [each for each in self.model.modules() if type(each) is SwitchableLinear]
+        self.switchable = cast(list[SwitchableLinear], found)
+        self.products = {
+            kind: [backend.product(each, each.in_features, each.out_features) for each in self.switchable]
+            for kind, backend in backends.items()
+        }
         self.bench = Bench(
             student,
             options,
@@ -123,16 +120,10 @@ class _Kinds:
         self.source = Tokens(models.token_tensor(self.rows), self.device)
         self.step = self.bench.steps(self.source)
 
-    def _products(self, backend: Backend) -> list[Any]:
-        return [backend.product(each, each.in_features, each.out_features) for each in self._switchable()]
-
-    def _switchable(self) -> list[SwitchableLinear]:
-        return [cast(SwitchableLinear, each) for each in self.model.modules() if type(each) is SwitchableLinear]
-
     def take(self, kind: str) -> None:
         """Give the layers the products of a kind; bf16 is the high position."""
         self.switch.position = "high" if kind == "bf16" else "quantized"
-        for layer, product in zip(self._switchable(), self.products.get(kind, ()), strict=False):
+        for layer, product in zip(self.switchable, self.products.get(kind, ()), strict=False):
             layer.product = product
 
     def measured(self, kind: str) -> dict[str, Any]:

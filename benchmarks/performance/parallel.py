@@ -1,4 +1,4 @@
-"""What many ranks cost, measured: memory against the plan, bytes exchanged against the formula, two ranks against one.
+"""The cost of several ranks: memory against the plan, bytes exchanged against the formula, two ranks against one.
 
 `python -m benchmarks.performance.parallel [--only PART]` writes benchmarks/results/parallel.json, or the part of it
 that was asked for: memory, "memory in ranks", exchange or throughput.
@@ -161,12 +161,18 @@ def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
     return json.loads(done.stdout)["peak_memory_mb"] * 2**20
 
 
-def estimate(folder: Folder, name: str, case: Case) -> Plan:
-    """The plan of a case in one process, with what it needs."""
+def estimate(folder: Folder, name: str, case: Case, student: str = "single", world: int = 1) -> Plan:
+    """The plan of a case, with what a rank needs; what it names is made, but no cache."""
     config = cli.parse("distill", folder.argv(name, case, cached=False))
     job = job_of(config, torch.device("cpu"))
     assert job is not None
-    return estimated(Plan("single", "none" if case.teacher is None else "replicate"), job, 1)
+    return estimated(Plan(student, "none" if case.teacher is None else "replicate"), job, world)
+
+
+def compared(plan: Plan, measured: float) -> dict[str, float]:
+    """MiB by the plan and measured (in bytes), and the difference as a share of what was measured."""
+    figures = {"estimated": round(plan.total / 2**20, 1), "measured": round(measured / 2**20, 1)}
+    return figures | {"difference": round(plan.total / measured - 1, 3)}
 
 
 def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
@@ -178,9 +184,7 @@ def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
         plan = estimate(folder, short, case)
         measured = peak(folder, short, case, **RETURNING) - alive
         rows[name] = {
-            "estimated": round(plan.total / 2**20, 1),
-            "measured": round(measured / 2**20, 1),
-            "difference": round(plan.total / measured - 1, 3),
+            **compared(plan, measured),
             "with the allocator's waste": round((peak(folder, short, case) - as_it_comes) / 2**20, 1),
             "most at": plan.moment,
             "parts": {part: round(each / 2**20, 1) for part, each in plan.needs.items()},
@@ -234,9 +238,7 @@ def memory_in_ranks(folder: Folder, world: int = 2) -> dict[str, Any]:
     for name, options in IN_RANKS.items():
         found = measured("ranks", in_ranks(options)) - baseline
         plan = estimate_in_ranks(folder, name, world)
-        total = plan.total / 2**20
-        figures = {"estimated": round(total, 1), "measured": round(found, 1), "difference": round(total / found - 1, 3)}
-        rows[name] = {**figures, "most at": plan.moment}
+        rows[name] = {**compared(plan, found * 2**20), "most at": plan.moment}
         print(name, rows[name], file=sys.stderr, flush=True)
     return rows
 
@@ -247,11 +249,8 @@ def in_ranks(options: tuple[object, ...]) -> Case:
 
 
 def estimate_in_ranks(folder: Folder, name: str, world: int = 2) -> Plan:
-    """The plan of one of `IN_RANKS`, with what a rank needs."""
-    config = cli.parse("distill", folder.argv("ranks", in_ranks(IN_RANKS[name]), cached=False))
-    job = job_of(config, torch.device("cpu"))
-    assert job is not None
-    return estimated(Plan("ddp" if name == "DDP" else "fsdp", "none"), job, world)
+    """The plan of one of `IN_RANKS`."""
+    return estimate(folder, "ranks", in_ranks(IN_RANKS[name]), "ddp" if name == "DDP" else "fsdp", world)
 
 
 def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import RESULTS, STUDENT, write
+from benchmarks.harness import RESULTS, STUDENT, models, write
 from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.study import Study
@@ -27,9 +27,7 @@ from benchmarks.harness.timing import in_turn, over
 from benchmarks.science import precision
 from kdtrain.commands.dry_run import timed_steps, trial_run
 from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, QuantizationConfig
-from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import load_student
-from kdtrain.models.spec import read_spec
+from kdtrain.models.head import SplitModel
 from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, Switch, convert
 from kdtrain.training.recovery import warm_up
@@ -68,7 +66,7 @@ def measure(cache: Path, pairs: int = 30) -> dict[str, Any]:
 def layer(pairs: int) -> dict[str, float]:
     """A step in bf16 through the switchable layer, over one without it."""
     tokens_BT = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    students = [student() for _ in range(2 * EACH)]
+    students = [models.make_student("demo", CPU) for _ in range(2 * EACH)]
     for each in students[1::2]:
         convert(each.model, Switch(), Emulated(Recipe("mx", "e2m1", "e2m1")), head=each.model.get_output_embeddings())
     taken = [step_of(each, tokens_BT) for each in students]
@@ -112,11 +110,6 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
             step, probe = (statistics.median(each[2:]) for each in (without, with_it))
             found |= {f"{name}_seconds": step, f"probe_share_{name}": (probe - step) / every / step}
     return found
-
-
-def student() -> SplitModel:
-    """The student of the demo, on fresh weights."""
-    return split(load_student(read_spec(STUDENT), vocab_size=VOCABULARY, seed=0, device="cpu"))
 
 
 def step_of(model: SplitModel, tokens_BT: torch.Tensor) -> Callable[[], None]:

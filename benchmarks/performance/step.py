@@ -32,7 +32,6 @@ from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, wi
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets
-from kdtrain.training.data import Source
 
 
 @dataclass(frozen=True)
@@ -89,18 +88,14 @@ def run(options: Options) -> int:
     settings = vars(sizes) | {"calls": CALLS, "compile": options.compile}
     record = Record("step", options, settings, GOALS)
     for length, batch in sizes.shapes:
+        # made once a length, if any of its figures is missing
+        made = functools.cache(functools.partial(_Shape, options, sizes, length, batch))
         with without_graphs():
-            _measure(record, options, sizes, length, batch)
+            for side in sizes.sides:
+                record.measure(f"{length} {side}", lambda made=made, side=side: made().measured(side))
+            for side in sizes.sides[:2] if options.profile else ():
+                record.measure(f"{length} {side} profile", lambda made=made, side=side: made().profile(side))
     return record.finish()
-
-
-def _measure(record: Record, options: Options, sizes: Sizes, length: int, batch: int) -> None:
-    """All figures of one length, whose student is made once, if any is missing."""
-    made = functools.cache(lambda: _Shape(options, sizes, length, batch))
-    for side in sizes.sides:
-        record.measure(f"{length} {side}", lambda side=side: made().measured(side))
-    for side in sizes.sides[:2] if options.profile else ():
-        record.measure(f"{length} {side} profile", lambda side=side: made().profile(side))
 
 
 class _Shape:
@@ -180,9 +175,7 @@ class _Shape:
         if side == "online":
             teacher = models.make_teacher(self.sizes.teacher, self.device)
             return online(self.tokens, teacher, self.bench.trainer.student.mode)
-        return self._sparse(int(side.removeprefix("sparse-")))
-
-    def _sparse(self, kept: int) -> Source:
+        kept = int(side.removeprefix("sparse-"))
         folder = self.options.scratch / "caches" / f"{self.sizes.student}-{self.length}-{kept}"
         spec = CodecSpec(kind="sparse", vocab_size=self.vocab, top_k=kept)
         make_cache(folder, self.rows, models.CheapTeacher(self.vocab, self.device), spec, self.length, 2)

@@ -183,7 +183,7 @@ def first_alarm(make: Callable[[], Rule], series: list[Line]) -> int | None:
 def judge(make: Callable[[], Rule], series: dict[str, list[Line]]) -> dict[str, Any]:
     """False alarms on sound runs, the step of the alarm on the others, and how many doubled losses were found."""
     false = {name: step for name in SOUND if (step := first_alarm(make, series[name])) is not None}
-    delays = {name: list(_delays(make, series[name])) for name in SOUND}
+    delays = {name: [*_delays(make, series[name])] for name in SOUND}
     late = {name: sum(each > WITHIN for each in found) for name, found in delays.items()}
     return {
         "false_alarms": false,

@@ -26,7 +26,7 @@ def write(path: Path) -> Path:
 
 
 def texts() -> list[str]:
-    """The docstrings of each module, in the order of its path; each text once, as many are copied."""
+    """The docstrings of each module, in the order of its path, without duplicates."""
     found, seen = [], set()
     for library in LIBRARIES:
         spec = importlib.util.find_spec(library)

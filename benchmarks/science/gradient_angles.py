@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
-from benchmarks.harness.command import kdtrain
+from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.models import packed, teacher_logits, token_tensor
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.commands.export import open_student
@@ -64,10 +64,8 @@ def main() -> int:
     for name, each in found.items():
         print(f"{name}: KL {each['kl']:.3f}")
         for row in each["rules"]:
-            three = (row[space]["angle"] for space in ("parameters", "output head", "logits"))
-            print(
-                f"  top-k {row['top-k']:3} samples {row['samples']:2} {row['rule']:16}", *(f"{x:6.1f}" for x in three)
-            )
+            three = (f"{row[space]['angle']:6.1f}" for space in ("parameters", "output head", "logits"))
+            print(f"  top-k {row['top_k']:3} samples {row['num_samples']:2} {row['rule']:16}", *three)
     return 0
 
 
@@ -83,9 +81,8 @@ def trained(steps: int) -> SplitModel:
         words = f"--data stdlib --seq-len {LENGTH} --num-sequences {8 * steps} --validation-sequences 8 --alpha 1"
         words += f" --temperature 1 --steps {steps} --batch-size 8 --lr 2e-3 --no-compile --precision fp32"
         places = ["--teacher", TEACHER, "--student", STUDENT, "--out", f"{scratch}/run"]
-        done = kdtrain("distill", *places, *words.split())
-        if done["step"] != steps:
-            sys.exit(f"the student was stopped at step {done['step']} of {steps}; run this again")
+        with Kdtrain() as kdtrain:
+            kdtrain("distill", *places, *words.split())
         return open_student(f"{scratch}/run", CPU)[0]
 
 
@@ -93,7 +90,9 @@ def angles(student: SplitModel, tokens_BT: Tensor, logits_BTV: Tensor) -> dict[s
     """The student's KL from the teacher, and a row for each case and rule."""
     student.eval()
     kl, full = gradient(
-        student, tokens_BT, [DenseTargets.from_logits(*flat(each)) for each in parts(tokens_BT, logits_BTV)]
+        student,
+        tokens_BT,
+        [DenseTargets.from_logits(z.flatten(0, 1), x[:, 1:].flatten()) for x, z in parts(tokens_BT, logits_BTV)],
     )
     found = []
     for top_k, num_samples, rules in CASES:
@@ -116,11 +115,6 @@ def angles(student: SplitModel, tokens_BT: Tensor, logits_BTV: Tensor) -> dict[s
 def parts(tokens_BT: Tensor, logits_BTV: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Micro-batches."""
     return list(zip(tokens_BT.split(MICRO), logits_BTV.split(MICRO), strict=True))
-
-
-def flat(part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] and labels [N] of a micro-batch."""
-    return part[1].flatten(0, 1), part[0][:, 1:].flatten()
 
 
 class _Logits:

@@ -85,13 +85,6 @@ class Difference:
     half: float
     """Half of the 95 % confidence interval; infinite for one seed."""
 
-    @property
-    def verdict(self) -> str:
-        """Lower, higher, or neither."""
-        if abs(self.mean) <= self.half:
-            return "one seed" if math.isinf(self.half) else "no difference shown"
-        return "lower" if self.mean < 0 else "higher"
-
     def __str__(self) -> str:
         return self.text("+.4f")
 

@@ -133,8 +133,9 @@ class Case:
         """By rule: the mean of the estimated gradient [N, V] and the variance that one draw has, summed [N]."""
         p_NV, shaped_NV = self.tail_p_NV, self.shaped_NV
         best_N1 = self._best()
+        plain_NV = self.q_NV * p_NV.sum(-1, keepdim=True) - p_NV
         found = {
-            "sampled": self._plain(),
+            "sampled": (self.full_NV, self._square(p_NV, self.q_NV) - plain_NV.square().sum(-1)),
             "control variate": self._inside(p_NV - shaped_NV),
         }
         found |= {f"clip {c:g}": self._inside(self._clipped(c)) for c in CLIPS}
@@ -157,11 +158,6 @@ class Case:
     def _inside(self, value_NV: Tensor) -> tuple[Tensor, Tensor]:
         mean_NV = self.inner_NV * value_NV.sum(-1, keepdim=True) - value_NV
         return self.ghost_NV + mean_NV, self._square(value_NV, self.inner_NV) - mean_NV.square().sum(-1)
-
-    def _plain(self) -> tuple[Tensor, Tensor]:
-        value_NV = self.tail_p_NV
-        mean_NV = self.q_NV * value_NV.sum(-1, keepdim=True) - value_NV
-        return self.full_NV, self._square(value_NV, self.q_NV) - mean_NV.square().sum(-1)
 
     def _square(self, value_NV: Tensor, base_NV: Tensor) -> Tensor:
         """[N] the mean over samples k of |(value_k / chance_k) (e_k - base)|^2."""

@@ -30,7 +30,6 @@ from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
-from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
 
@@ -122,14 +121,16 @@ class Logits:
 
     def loss(self, step: int, kind: str) -> Any:
         """T, divergence -> T^2 D, the mean over tokens, differentiable in T alone."""
-        student, batch = self.student(step), self.batches[kind]
-        with torch.no_grad():
-            hidden_ND = student(batch.tokens[:, :-1]).flatten(0, 1)
-        head = student.head
-        for each in (head.weight, head.bias):
-            if each is not None:
-                each.requires_grad_(False)
-        return lambda T, divergence="forward-kl": _loss(hidden_ND, head, batch, T, divergence)
+        student, batch = self.student(step).requires_grad_(False), self.batches[kind]
+        hidden_ND = student(batch.tokens[:, :-1]).flatten(0, 1)
+        tokens_N = batch.tokens[:, 1:].flatten(), batch.loss_mask.flatten()
+        common = {"alpha": 1.0, "vocab_size": 2048, "normalizer": batch.loss_mask.sum()}
+
+        def loss(T: Any, divergence: str = "forward-kl") -> torch.Tensor:
+            asked = {"temperature": T, "divergence": divergence}
+            return distillation_loss(hidden_ND, student.head, *tokens_N, batch.targets, **asked, **common).loss
+
+        return loss
 
     def curve(self, step: int, kind: str, divergence: str) -> dict[str, Any]:
         """The loss over the grid, and where it is largest within the bounds."""
@@ -157,21 +158,6 @@ class Logits:
             optimizer.step()
         path.append(round(temperature.value().item(), 4))
         return {"mode": mode, "start": start, "T": path, "bound": temperature.at_bound()}
-
-
-def _loss(hidden_ND: torch.Tensor, head: Any, batch: Batch, T: Any, divergence: str) -> torch.Tensor:
-    return distillation_loss(
-        hidden_ND,
-        head,
-        batch.tokens[:, 1:].flatten(),
-        batch.loss_mask.flatten(),
-        batch.targets,
-        temperature=T,
-        alpha=1.0,
-        divergence=divergence,
-        vocab_size=2048,
-        normalizer=batch.loss_mask.sum(),
-    ).loss
 
 
 if __name__ == "__main__":
