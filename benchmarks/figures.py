@@ -79,7 +79,9 @@ def learning_curves(result: Record) -> Figure:
     for kind, color in KINDS.items():
         curves = [run["validation"] for run in result["runs"] if run["student"] == kind]
         for axes, name in ((loss, "loss"), (kl, "kl")):
-            _curve(axes, [_after_start(each, name) for each in curves], color, kind)
+            # the untrained student's point is left out, because it would flatten all others
+            points = [zip(each["step"][1:], each[name][1:], strict=True) for each in curves]
+            _curve(axes, [[point for point in each if point[1] is not None] for each in points], color, kind)
     of_teacher = result["runs"][0]["validation"]["teacher_loss"][-1]
     loss.axhline(of_teacher, color="black", linestyle=":", linewidth=1.2, label="the teacher")
     _finish(loss, "Validation loss", "step", "nats a token")
@@ -117,15 +119,6 @@ def pooled(diagrams: list[list[dict[str, float]]]) -> list[dict[str, float]]:
         }
         result.append({"tokens": tokens, **means})
     return result
-
-
-def _after_start(curves: dict[str, list[Any]], name: str) -> list[tuple[int, float]]:
-    """The points of one curve; the untrained student's is left out, because it would flatten all others."""
-    return [
-        (step, value)
-        for step, value in zip(curves["step"], curves[name], strict=True)
-        if step > 0 and value is not None
-    ]
 
 
 def _curve(axes: Axes, seeds: list[list[tuple[int, float]]], color: str, label: str) -> None:

@@ -21,6 +21,7 @@ from rich.table import Table
 from benchmarks.harness import RESULTS, ROOT, SECTIONS
 from benchmarks.harness.record import counts, find
 from benchmarks.science import quality_tables
+from benchmarks.science.quality_tables import cell, markdown
 
 KINDS = ("cross-entropy", "distilled")
 GPU = RESULTS / "gpu"
@@ -127,10 +128,9 @@ def show_demo(result: dict[str, Any]) -> None:
 def demo(result: dict[str, Any]) -> str:
     """Table, verdict, pictures, and what it was measured with; paths are relative to the repository."""
     file, figures = "benchmarks/results/demo.json", "benchmarks/figures"
-    lines = ["| | " + " | ".join([*KINDS, "teacher"]) + " |", "|---|" + "--:|" * (len(KINDS) + 1)]
-    lines += ["| " + " | ".join(cells) + " |" for cells in rows(result)]
     of = result["environment"]
-    lines += [
+    lines = [
+        markdown(["", *KINDS, "teacher"], rows(result)),
         "",
         verdict(result),
         "",
@@ -197,15 +197,6 @@ def best(run: Run) -> tuple[float, float, float]:
     return min((point for point in points if point[0] is not None), key=lambda point: point[0])
 
 
-def cell(values: list[float | None], form: str) -> str:
-    """One value, or mean ± standard deviation of several; a dash where nothing was measured."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    mean = format(statistics.mean(known), form)
-    return mean if len(known) == 1 else f"{mean} ± {format(statistics.stdev(known), form)}"
-
-
 def verdict(result: dict[str, Any]) -> str:
     """At how many seeds the distilled student is better in validation loss and in KL, and by how much."""
     pairs = list(zip(*(of_kind(result, kind) for kind in KINDS), strict=True))
@@ -267,9 +258,8 @@ def _section(name: str, record: dict[str, Any]) -> list[str]:
     rows = {name: [number(find(figure, place)) for place in places] for name, figure in figures.items()}
     lines = [f"**{name}**", ""]
     if places:
-        lines += [f"| | {' | '.join(COLUMNS[place] for place in places)} |", "|---|" + "--:|" * len(places)]
-        lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items() if {*cells} != {"-"}]
-        lines += [""]
+        shown = [[name, *cells] for name, cells in rows.items() if {*cells} != {"-"}]
+        lines += [markdown(["", *(COLUMNS[place] for place in places)], shown), ""]
     notes = [f"nothing was compiled: {record['uncompiled']}"] if record["uncompiled"] else []
     reasons = ("failed", "missing", "does_not_fit")
     notes += [f"{name}: {figure[key]}" for name, figure in figures.items() for key in reasons if key in figure]

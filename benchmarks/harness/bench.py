@@ -142,13 +142,8 @@ class Bench:
         self.trainer.open(None, init="scratch")
         self.trainer.halves_until = 0  # see `step`
         self.batch, self.seq_len, self.optimizer = batch, seq_len, self.trainer.state.optimizer
-        self.has_teacher = has_teacher
+        self.has_teacher, self.tokens = has_teacher, batch * seq_len  # tokens of a step
         self.stop = StopRequest()  # never entered: signals end a benchmark as they end any script
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.batch * self.seq_len
 
     def steps(self, source: Source, shuffled: bool = False) -> Callable[[], dict[str, float]]:
         """What takes one step after another over a source and gives its numbers; the read is ahead.

@@ -92,6 +92,7 @@ class Record:
 
     def __init__(self, name: str, options: Options, settings: Mapping[str, Any], goals: tuple[Goal, ...] = ()) -> None:
         self.path, self.goals, self.options = options.out / f"{name}.json", goals, options
+        self.figures: dict[str, dict[str, Any]] = {}
         self.data: dict[str, Any] = {
             "section": name,
             "tiny": options.tiny,
@@ -102,7 +103,7 @@ class Record:
             "finished": False,
             "left": [],
             "commits": {},
-            "figures": {},
+            "figures": self.figures,
         }
         self.commit = options.commit or commit()
         self._take_over()
@@ -123,12 +124,6 @@ class Record:
         # a library of an earlier call may not be here now, and its figures are
         own = self.data["machine"]["libraries"]
         own |= {name: known for name, known in earlier["machine"]["libraries"].items() if own.get(name) is None}
-
-    @property
-    def figures(self) -> dict[str, dict[str, Any]]:
-        """What was measured, by name: numbers by name, or why there are none."""
-        found: dict[str, dict[str, Any]] = self.data["figures"]
-        return found
 
     def measure(self, name: str, run: Callable[[], dict[str, Any]], needs: float = 0.0) -> None:
         """Record a figure: reuse an earlier one, measure it, or note why it is missing.

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         uncompiled=reason,
         profile=arguments.profile,
         budget=(math.inf if on_cpu else BUDGET) if arguments.budget is None else arguments.budget,
-        earlier=arguments.earlier or (None if arguments.again else out),
+        earlier=arguments.earlier or (None if arguments.again or arguments.tiny else out),
         commit=arguments.commit,
         only=tuple(arguments.only),
     )

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +24,8 @@ import tyro
 
 from benchmarks import figures, tables
 from benchmarks.harness import FIGURES, RESULTS, ROOT, TEACHER, write
-from benchmarks.harness.command import Kdtrain, claim, stop
-from benchmarks.harness.machine import commit, cpu_model, version
+from benchmarks.harness.command import Kdtrain, claim, environment, stop
+from benchmarks.harness.machine import commit
 from benchmarks.harness.study import Study
 from benchmarks.science import docstrings
 from benchmarks.science import quality_grid as grid
@@ -211,7 +210,7 @@ def record(
         "parameters": kept.environment["student"]["parameters"],
         "tokens": trained["tokens"],
         "tokens_per_second": short(kept.median_rate()),
-        "made_with": made_with(kept, quality),
+        "made_with": made_with(quality.out / "runs" / run.name, quality),
         "T": moving[:: max(len(moving) // 100, 1)],
         "validation": {
             "step": [line["step"] for line in kept.validations],
@@ -222,18 +221,10 @@ def record(
     }
 
 
-def made_with(run: RunRecord, quality: Quality) -> dict[str, Any]:
+def made_with(folder: Path, quality: Quality) -> dict[str, Any]:
     """Versions, processor and precision of a run; nothing that names a machine or a person."""
-    return {
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": cpu_model(),
-        "threads": run.environment["threads"],
-        "at_once": quality.at_once,
-        "torch": version("torch"),
-        "precision": run.environment["mode"],
-        "attention": grid.ATTENTION,
-    }
+    asked = {"commit": commit(), "at_once": quality.at_once, "attention": grid.ATTENTION}
+    return environment(folder) | asked
 
 
 def measure_speed(quality: Quality, kdtrain: Kdtrain) -> None:
@@ -246,14 +237,18 @@ def measure_speed(quality: Quality, kdtrain: Kdtrain) -> None:
     found: dict[str, list[float | None]] = {name: [] for name in sides}
     for turn in range(grid.ROUNDS):
         for name, run in sides.items():
+            folder = f"speed/{name.replace(' ', '-')}-{turn}"
             _, last = study.train(
-                f"speed/{name.replace(' ', '-')}-{turn}",
+                folder,
                 *("--student", f"{student(quality, run)}", *run.arguments, *(online if name == grid.ONLINE else ())),
                 *("--steps", f"{steps}", "--eval-freq", f"{steps}"),
                 cache=None if name == grid.ONLINE else f"caches/{run.source}",
             )
             found[name].append(short(last.median_rate()))
-    write(quality.out / "records/speed.json", {"tokens_per_second": found, "made_with": made_with(last, quality)})
+    write(
+        quality.out / "records/speed.json",
+        {"tokens_per_second": found, "made_with": made_with(quality.out / folder, quality)},
+    )
 
 
 def short(value: float | None) -> float | None:

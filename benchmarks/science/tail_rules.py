@@ -122,12 +122,10 @@ class Case:
         self.chance_NV = chance_NV / chance_NV.sum(-1, keepdim=True)
         self.full_NV = self.q_NV - self.p_NV
         self.ghost_NV = self.q_NV - torch.where(self.outside_NV > 0, self.shaped_NV, self.p_NV)
-        self.distance_N1 = self._distance(energy_NV, student_NV.log_softmax(-1))
-
-    def _distance(self, log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
-        inside_N1 = (log_p_NV.exp() * (log_p_NV - log_q_NV) * (1 - self.outside_NV)).sum(-1, keepdim=True)
-        p_N1, q_N1 = ((x.exp() * self.outside_NV).sum(-1, keepdim=True) for x in (log_p_NV, log_q_NV))
-        return inside_N1 + p_N1 * (p_N1 / q_N1).log()
+        log_q_NV = student_NV.log_softmax(-1)
+        inside_NV = energy_NV.exp() * (energy_NV - log_q_NV) * (1 - self.outside_NV)
+        p_N1, q_N1 = ((x.exp() * self.outside_NV).sum(-1, keepdim=True) for x in (energy_NV, log_q_NV))
+        self.distance_N1 = inside_NV.sum(-1, keepdim=True) + p_N1 * (p_N1 / q_N1).log()
 
     def estimates(self, num_samples: int) -> dict[str, tuple[Tensor, Tensor]]:
         """By rule: the mean of the estimated gradient [N, V] and the variance that one draw has, summed [N]."""

@@ -27,7 +27,7 @@ from benchmarks.harness.models import open_teacher
 from benchmarks.harness.study import Study
 from kdtrain.commands.export import open_student
 from kdtrain.config.choices import DIVERGENCES
-from kdtrain.models.head import SplitModel, split
+from kdtrain.models.head import split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.loss import distillation_loss
@@ -113,15 +113,13 @@ class Logits:
         whole = online(source, open_teacher(), "fp32")
         self.batches = {"cache": source.read(np.arange(4)), "whole": whole.read(np.arange(4))}
 
-    def student(self, step: int) -> SplitModel:
-        """The student after `step` steps; its fresh weights at 0."""
-        if step:
-            return open_student(str(self.out / f"student/checkpoints/step-{step:08d}"), CPU)[0].eval()
-        return split(load_student(read_spec(STUDENT), vocab_size=2048, seed=0, device="cpu")).eval()
-
     def loss(self, step: int, kind: str) -> Any:
-        """T, divergence -> T^2 D, the mean over tokens, differentiable in T alone."""
-        student, batch = self.student(step).requires_grad_(False), self.batches[kind]
+        """T, divergence -> T^2 D of the student after `step` steps: the mean over tokens, differentiable in T alone."""
+        if step:
+            student = open_student(str(self.out / f"student/checkpoints/step-{step:08d}"), CPU)[0]
+        else:
+            student = split(load_student(read_spec(STUDENT), vocab_size=2048, seed=0, device="cpu"))
+        student, batch = student.eval().requires_grad_(False), self.batches[kind]
         hidden_ND = student(batch.tokens[:, :-1]).flatten(0, 1)
         tokens_N = batch.tokens[:, 1:].flatten(), batch.loss_mask.flatten()
         common = {"alpha": 1.0, "vocab_size": 2048, "normalizer": batch.loss_mask.sum()}
