@@ -242,7 +242,7 @@ def objective(record: Record) -> Figure:
 
 
 def _ratio(row: Record, side: str, key: str) -> float | None:
-    """A side over cross-entropy; None where it was not measured."""
+    """A side over cross-entropy, or None if it was not measured."""
     own, base = row["sides"].get(side, {}).get(key), row["sides"]["cross-entropy"].get(key)
     return own / base if own is not None and base else None
 

@@ -56,7 +56,7 @@ COLUMNS = {
     "made_loss": "validation loss",
     "shipped_loss": "of the teacher that ships",
 }
-"""What the tables show of the figures, by place; a section's table has the columns that one of its figures has."""
+"""Columns of the tables, by place; a section's table has those that one of its figures has."""
 LARGE = 32_000
 """The vocabulary from which on the goals against cross-entropy hold."""
 TIME, MEMORY, STEP, ONLINE, MATERIALISED = 1.05, 1.0, 0.97, 0.95, 1 / 20
@@ -144,7 +144,7 @@ def demo(result: dict[str, Any]) -> str:
 
 
 def title(result: dict[str, Any]) -> str:
-    """What was trained on what."""
+    """Student, tokens and seeds."""
     settings, seeds = result["settings"], len(of_kind(result, KINDS[0]))
     tokens = result["runs"][0]["tokens"]
     return (

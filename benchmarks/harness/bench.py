@@ -1,8 +1,7 @@
-"""Training steps as `kdtrain distill` takes them, over a model that is already there.
+"""Training steps as `kdtrain distill` takes them, of an existing model.
 
-A `Bench` holds a `Trainer` and calls its `step`. What it leaves out is `fit`: validation, the log, TensorBoard, and
-checkpoints where a section does not ask for them. One student and one optimizer serve all sides that are compared, each
-with a source of its own.
+A `Bench` holds a `Trainer` and calls its `step`, without `fit`: no validation, log or TensorBoard, and no checkpoints
+unless a section makes them. All sides that are compared share one student and one optimizer; each has its own source.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ from kdtrain.training.trainer import Trainer
 
 
 class Held:
-    """A source that gives the same batch for ever, which lies on the device: no reading is in a step."""
+    """A source that always gives the same batch, on the device: a step reads nothing."""
 
     overlaps = False
 
@@ -52,7 +51,7 @@ class Held:
 
 
 class Tokens:
-    """A source of tokens that lie on the device, without targets."""
+    """A source of tokens on the device, without targets."""
 
     overlaps = False
 
@@ -66,7 +65,7 @@ class Tokens:
         """The sequences `indices`, every token of which counts."""
         first, last = int(indices[0]), int(indices[-1])
         if np.array_equal(indices, np.arange(first, last + 1)):
-            return held_batch(self.tokens[first : last + 1], None)  # a view: nothing is copied, nobody waits
+            return held_batch(self.tokens[first : last + 1], None)  # a view: no copy and no wait
         return held_batch(self.tokens[torch.as_tensor(indices, device=self.tokens.device)], None)
 
 
@@ -84,7 +83,7 @@ class Bench:
         batch: sequences in a step, all of them one micro-batch.
         mode: fp32, bf16: the high format.
         switch, quantized: of a student whose layers switch.
-        has_teacher: whether the loss that is reported is that of a distillation.
+        has_teacher: True if the loss is that of a distillation.
     """
 
     def __init__(
@@ -146,9 +145,9 @@ class Bench:
         self.stop = StopRequest()  # never entered: signals end a benchmark as they end any script
 
     def steps(self, source: Source, shuffled: bool = False) -> Callable[[], dict[str, float]]:
-        """What takes one step after another over a source and gives its numbers; the read is ahead.
+        """A function that takes the next step over a source and returns its numbers; batches are read ahead.
 
-        shuffled: the sequences come in a random order that is always the same, else as they stand in the source.
+        shuffled: the sequences come in a fixed random order, else in that of the source.
         """
         order = np.random.RandomState(0).permutation(len(source)) if shuffled else np.arange(len(source))
         starts = max(len(source) - self.batch + 1, 1)
@@ -181,7 +180,7 @@ class Bench:
         return numbers
 
     def restart(self, weights: dict[str, torch.Tensor]) -> None:
-        """Back to step 0: these weights, and an optimizer that has seen nothing."""
+        """Back to step 0: these weights, and an optimizer without state."""
         with torch.no_grad():
             for name, own in self.trainer.student.model.named_parameters():
                 own.copy_(weights[name])
@@ -191,7 +190,7 @@ class Bench:
 
 
 def make_cache(folder: Path, rows: list[Any], teacher: Any, codec: CodecSpec, seq_len: int, batch_size: int) -> None:
-    """A finished cache of one split of `rows` in `folder`, where there is none yet."""
+    """Build a cache of one split, `rows`, in `folder`, if there is none yet."""
     settings = CacheSettings(codec=codec, seq_len=seq_len, tokenizer_size=codec.vocab_size, sequences={"train": None})
     write_cache(folder, settings, {"train": rows}, teacher=teacher, batch_size=batch_size)
 

@@ -1,4 +1,4 @@
-"""The real command, run by benchmarks as a user would run it, and the folders in which they can be resumed."""
+"""The real command, run as a user would run it, and the folders in which studies resume."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a record says of the machine: device, driver, processor, libraries and commit; nothing that names a person."""
+"""The machine in a record: device, driver, processor, libraries and commit; nothing that names a person."""
 
 import importlib.metadata
 import importlib.util
@@ -38,7 +38,7 @@ def _driver() -> str | None:
 
 
 def cpu_model() -> str:
-    """The processor as it calls itself, where the system says so."""
+    """The name of the processor, if the system gives one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -48,7 +48,7 @@ def cpu_model() -> str:
 
 
 def version(name: str) -> str | None:
-    """The version of an installed package, None where it is not installed."""
+    """The version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -56,7 +56,7 @@ def version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that is measured, None outside a clone."""
+    """The measured commit, or None outside a clone."""
     try:
         asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     except OSError:

@@ -109,7 +109,7 @@ def step_flops(shape: str, seq_len: int) -> float:
 
 @functools.cache
 def text(sequences: int, seq_len: int) -> list[Any]:
-    """Packed rows of the standard library; they begin anew where there are not enough."""
+    """Packed rows of the standard library, repeated if there are not enough."""
     found = packed(TEACHER, "train", sequences, seq_len)
     return [found[number % len(found)] for number in range(sequences)]
 

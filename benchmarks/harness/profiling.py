@@ -1,4 +1,4 @@
-"""Where the time of a few steps goes on the device: kernels by name, the gaps between them, and copies.
+"""The time of a few steps on the device: kernels by name, the gaps between them, and copies.
 
 The trace of `torch.profiler` is read back as it is written for a browser, because that form is the same in every
 release. Kernels of several streams may overlap: busy is the time in which any of them ran, a gap what is left of the
@@ -22,7 +22,7 @@ Span = tuple[float, float]
 
 
 def profiled(step: Callable[[], Any], steps: int, device: torch.device, most: int = 25) -> dict[str, Any]:
-    """The table of `steps` steps; on a CPU its operators stand for kernels, and nothing is said of gaps."""
+    """The table of `steps` steps; on a CPU it has operators in place of kernels."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     step()

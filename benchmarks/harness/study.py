@@ -1,7 +1,7 @@
 """A study: caches, a grid of students by the real command, and a record of each student.
 
-Caches, runs and records are in one folder. What is there is not made again, and each command resumes, so that an
-interrupted study is resumed by the same command.
+Caches, runs and records are in one folder. Finished ones are not made again, and each command resumes, so the same
+command resumes an interrupted study.
 """
 
 import json
@@ -36,12 +36,12 @@ class Study:
         self._locks = {name: threading.Lock() for name in caches}
 
     def build(self, name: str = "cache") -> dict[str, Any]:
-        """Build a cache, or finish it; what the command answers."""
+        """Build a cache, or finish it. Returns the command's answer."""
         answer: dict[str, Any] = self.kdtrain("cache-teacher", "--out", f"{self.out / name}", *self.caches[name])
         return answer
 
     def cache(self, name: str = "cache") -> Path:
-        """The folder of a cache, built where it is missing."""
+        """The folder of a cache, built if it is missing."""
         with self._locks[name]:
             if not (self.out / name / "manifest.json").exists():
                 self.build(name)
@@ -50,7 +50,7 @@ class Study:
     def train(
         self, name: str, *words: str, cache: str | None = "cache", **how: Any
     ) -> tuple[dict[str, Any], RunRecord]:
-        """Train one student in the folder `name`: what the command answers, and the record of the run."""
+        """Train one student in the folder `name`. Returns the command's answer and the record of the run."""
         source = () if cache is None else ("--cache", f"{self.cache(cache)}")
         answer = self.kdtrain("distill", *source, "--out", f"{self.out / name}", *self.distill, *words, **how)
         return answer, RunRecord.read(self.out / name)

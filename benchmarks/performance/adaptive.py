@@ -35,7 +35,7 @@ HIGH, LOW, THRESHOLD = 9.0, 1.0, 5.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Sizes of the measurement."""
 
     student: str = "1b"
     length: int = 2048

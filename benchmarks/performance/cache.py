@@ -1,4 +1,4 @@
-"""What a cache costs and what it keeps: bytes a token, fidelity, speed of building, of encoding and of reading.
+"""The cost and the fidelity of a cache: bytes a token, fidelity, speed of building, of encoding and of reading.
 
 Building: the bare forwards over some sequences and the whole of `CacheWriter.build`, files and digests included, which
 is `cache-teacher` without what it does once, in turn; medians. A step: a compiled student fed by the reader in random
@@ -21,7 +21,7 @@ On a CPU:
     step          a step of a student of a million parameters with the reader and without
 
 A few hundred sequences make a cache, so that what a shard costs once is spread as in a real one; large vocabularies
-and `dense` have fewer (`COUNTS`), and pay more for it. The timed figures want a machine of their own.
+and `dense` have fewer (`COUNTS`), and pay more for it. Run the timed figures on an idle machine.
 """
 
 import functools
@@ -89,7 +89,7 @@ def step_cost(bench: Bench, source: Source, rounds: int, steps: int, device: tor
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a GPU."""
+    """Sizes of the measurement on a GPU."""
 
     teachers: tuple[str, ...] = ("1b", "8b")
     student: str = "1b"

@@ -5,7 +5,7 @@ sequence; ranks beyond that teacher's vocabulary fall on as 1 / rank. So the mas
 entropy, and how both vary are the shipped teacher's. Which entry has which rank depends on the context: the `MOVED`
 most frequent entries are ranked by log(id + 1) plus noise of the token just read plus noise of the position, all others
 by id. The two noises are set, by bisection, such that two figures of the shipped teacher's own text come out again:
-`token_repetition`, the share of tokens that stand in the sequence before, and `head_repetition`, the mean share of
+`token_repetition`, the share of tokens that occur earlier in the sequence, and `head_repetition`, the mean share of
 the 12 entries that two positions after the same token have in common. Tokens are drawn from the teacher's distribution
 at each position. Everything is a pure function of seeds. What this gives up: a real text of a large vocabulary repeats
 less, so that its ids cost more.

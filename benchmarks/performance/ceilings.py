@@ -1,4 +1,4 @@
-"""What this card can do at most: the rate of bf16 (and fp8) matrix products, and the bandwidth of its memory.
+"""The limits of this card: the rate of bf16 (and fp8) matrix products, and the bandwidth of its memory.
 
 Products are square ones of cuBLAS on random numbers, which switch more transistors than zeros and run slower; the
 best of several sizes counts, each the median of its repetitions over a stretch long enough to be warm. Bandwidth is
@@ -63,7 +63,7 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def _stretched(work: Callable[[], Any], stretch: float, rounds: int, device: torch.device) -> float:
-    """Seconds of one piece of work, in rounds of so many that each lasts `stretch` seconds."""
+    """Seconds of one call, in rounds of enough calls to last `stretch` seconds."""
     for _ in range(3):
         work()
     calls = max(1, round(stretch / max(timed(work, device), 1e-6)))

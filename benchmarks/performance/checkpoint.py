@@ -37,7 +37,7 @@ KINDS = {"background": True, "in_place": False}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a GPU."""
+    """Sizes of the measurement on a GPU."""
 
     student: str = "1b"
     length: int = 2048

@@ -1,13 +1,14 @@
 """Steps of 1 B and 3 B students in fp8 against bf16, by every back end that is installed.
 
 One student for all kinds: its linear layers switch, bf16 is the switch's high position, and a kind is the product that
-the layers get. So each kind takes turns with bf16 on the same weights, optimizer and tokens, without a second copy of
+the layers get. So each kind alternates with bf16 on the same weights, optimizer and tokens, without a second copy of
 either, and is a figure of its own. The layers are compiled one by one. The loss is that of as many real steps for each
 kind, from the same weights on the same text. fp8 is in the three products of every linear layer of the backbone;
 activations are kept, and all else is computed, in bf16, and the output head is the chunked one of the product in every
 kind.
 
-A kind that the device or the machine cannot make says why. On a CPU fp8 is emulated, to see that the section works.
+A kind that the device or the machine cannot run is recorded with the reason. On a CPU fp8 is emulated, to see that the
+section works.
 """
 
 import functools
@@ -27,7 +28,7 @@ from kdtrain.precision.linear import Backend, Switch, SwitchableLinear, convert
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Sizes of the measurement."""
 
     students: tuple[str, ...] = ("1b", "3b")
     length: int = 8192
@@ -93,7 +94,7 @@ class _Kinds:
         self.switch = Switch()
         student = models.make_student(name, self.device)
         self.model = student.model
-        # on the host: a copy on the device would stand in every figure of memory
+        # on the host: a copy on the device would count in every figure of memory
         self.initial = {each: weight.detach().to("cpu", copy=True) for each, weight in student.named_parameters()}
         self.rows = models.text(sizes.batch * sizes.loss_steps, sizes.length)
         self.layers = ""

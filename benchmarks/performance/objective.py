@@ -2,9 +2,9 @@
 
 On a GPU, at the widths of a 1 B and an 8 B model, the sides are those of `objective_sides.py`, on the device, in bf16:
 hidden states and weight that want gradients, the loss, and its backward. Each side is a figure of its own, for which it
-takes turns with compiled cross-entropy, and Liger-Kernel's also with kdtrain's of the same work; a side that does not
-fit, or whose library is not installed, says so. Memory is the peak less what the inputs take, gradients included, as
-all sides leave them.
+alternates with compiled cross-entropy, and Liger-Kernel's also with kdtrain's of the same work; a side that does not
+fit, or whose library is not installed, is recorded as such. Memory is the peak less what the inputs take, gradients
+included, as all sides leave them.
 
 On a CPU a figure is a shape and dtype with all its sides, measured in processes of their own (`objective_process.py`).
 A side that does not fit into 80 % of the free memory is recorded as such, and so is a library that is not installed.
@@ -29,7 +29,7 @@ from benchmarks.performance.objective_profile import phases
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Sizes of the measurement."""
 
     tokens: tuple[int, ...] = (8192, 32_768)
     widths: tuple[int, ...] = (2048, 4096)

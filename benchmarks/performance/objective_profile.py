@@ -1,4 +1,4 @@
-"""Where the objective's time goes on a CPU: the phases of the engine in one run of a side (`objective --profile`).
+"""The phases of the objective's engine on a CPU, in one run of a side (`objective --profile`).
 
 They are the product that makes the logits, the passes over a chunk of logits, the product that makes both gradients,
 and the rest, which is the small loss of what was summed.

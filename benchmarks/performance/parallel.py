@@ -100,7 +100,7 @@ class Folder:
         (root / "text.txt").write_text("".join(f"{number} squared is {number**2}.\n" for number in range(40_000)))
 
     def argv(self, name: str, case: Case, steps: int = 2, cached: bool = True) -> list[str]:
-        """The words of `kdtrain distill` for a case; what they name is made, a cache only where it is wanted."""
+        """The arguments of `kdtrain distill` for a case; makes the files that they name, a cache only if `cached`."""
         spec = self.root / f"{name}.toml"
         write_spec(spec, self._tokenizer(case.vocab_size), case.student)
         data = ("--data", self.root / "text.txt", "--seq-len", SEQ_LEN, "--num-sequences", 32)
@@ -162,7 +162,7 @@ def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
 
 
 def estimate(folder: Folder, name: str, case: Case, student: str = "single", world: int = 1) -> Plan:
-    """The plan of a case, with what a rank needs; what it names is made, but no cache."""
+    """The plan of a case, with the needs of a rank; makes the files of the case, but no cache."""
     config = cli.parse("distill", folder.argv(name, case, cached=False))
     job = job_of(config, torch.device("cpu"))
     assert job is not None

@@ -1,13 +1,13 @@
-"""What switching costs while nothing switches, and what a measurement of the gap costs.
+"""The cost of a switchable layer while nothing switches, and of a measurement of the gap.
 
 `python -m benchmarks.performance.precision_speed [--out FOLDER]` writes benchmarks/results/precision-speed.json.
 
 Compiled students that are equal but for the switchable layer take steps in turn in bf16, forward and backward, on the
 same tokens. Equal students differ by some percent for where their memory lies, so that there are three of each kind,
-and the mean over all pairs counts, of the median ratio of steps of the same turn, because a machine's pace drifts; the
-largest ratio between equal ones stands beside it. The gap is measured inside a real run on a small cache: steps that
-measure it and steps that do not, in turn, in mxfp4 and in the fallback; the median difference, over the default
-interval, is its price.
+and the result is the mean over all pairs of the median ratio of steps of the same turn, because a machine's speed
+drifts; the largest ratio between equal ones is recorded, too. The gap is measured inside a real run on a small cache:
+steps that measure it and steps that do not, in turn, in mxfp4 and in the fallback; the median difference, over the
+default interval, is its price.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """Whole training steps: cross-entropy, cached distillation, and an online teacher.
 
-On a GPU a student of 1 B parameters, and online a teacher of 8 B. One student and one optimizer; each side is a
-source of batches for the same step, whose layers are compiled one by one, and a figure of its own, for which it takes
-turns of a few steps with cross-entropy (online: with the first cached side). The cached sides read real caches, as a
-run does, one batch ahead in a thread. A whole cached distribution would be 256 KB a token: its side holds one batch on
-the device, and what copying it from pinned memory would cost stands beside it. The online teacher runs as the product
-runs it, uncompiled, in bf16, its output head a chunk of rows at a time.
+On a GPU a student of 1 B parameters, and online a teacher of 8 B. One student and one optimizer; each side is a source
+of batches for the same step, whose layers are compiled one by one, and a figure of its own, for which it alternates
+every few steps with cross-entropy (online: with the first cached side). The cached sides read real caches, as a run
+does, one batch ahead in a thread. A whole cached distribution would be 256 KB a token: its side holds one batch on the
+device, and its figure includes the cost of copying it from pinned memory. The online teacher runs as the product runs
+it, uncompiled, in bf16, its output head a chunk of rows at a time.
 
 Tokens a second are of the whole step: reading, forward, loss, backward, clipping, optimizer, and the step's numbers on
 the host. TFLOP/s count matrix products and half of the attention's square, three forwards a step and, online, one of
@@ -36,7 +36,7 @@ from kdtrain.objective.targets import DenseTargets
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Sizes of the measurement."""
 
     student: str = "1b"
     teacher: str = "8b"

@@ -87,7 +87,7 @@ def main(demo: Demo) -> None:
 
 
 def run(demo: Demo, kdtrain: Kdtrain) -> dict[str, Any]:
-    """The record of the whole demo, as it stands in the JSON file."""
+    """The record of the whole demo."""
     settings = demo.settings
     study = Study(demo.out, kdtrain, {"cache": cache_words(settings)}, distill_words(settings))
     cache = study.build()

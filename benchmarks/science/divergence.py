@@ -1,4 +1,4 @@
-"""What the rules for a spike and for a divergence find, and what they take for one.
+"""What the rules for spikes and for divergence find, and their false alarms.
 
 `python -m benchmarks.science.divergence [--runs FOLDER]` trains sound runs and runs that go wrong by the real command,
 with all rules off, reads their losses from `metrics.jsonl`, feeds them to each rule, and writes
@@ -6,7 +6,8 @@ benchmarks/results/divergence.json. The rules of `kdtrain.training` are those of
 here again: a factor of the mean, and median + 6 scaled MADs of the last 128 clean losses, both of the whole loss.
 
 A doubled loss is made of a sound run: from a step on, the loss of that step (nats) is added to the loss and to each of
-its parts, as it is where a student moves away from text and teacher alike. It counts as found within 20 steps.
+its parts, as it is where a student moves away from text and teacher alike. It counts as found if the alarm comes within
+20 steps.
 """
 
 import argparse

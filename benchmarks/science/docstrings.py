@@ -18,7 +18,7 @@ NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def write(path: Path) -> Path:
-    """Write the corpus to `path` as jsonl, unless it is there; where it is."""
+    """Write the corpus to `path` as jsonl, unless it exists; returns the path."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         publish_text(path, "".join(json.dumps({"text": text}) + "\n" for text in texts()), "docstrings")

@@ -1,15 +1,15 @@
-"""The study behind adaptive precision: what each number format costs a student, and what switching wins back.
+"""The study behind adaptive precision: what each number format costs a student, and what switching recovers.
 
 On one cache of the shipped teacher one student is trained in bf16 at a constant rate, and from its weights and moments
 each of the others trains on for equal steps: in bf16, in fp8, mxfp8 and mxfp4 throughout, in mxfp4 and fp8 under each
 rule of adaptive quantisation, and in mxfp4 under its default; a seed is an order of the data. Formats cost little while
-a loss falls steeply, and most at the end of a training: that is the part that is looked at. The final validation loss
+a loss falls steeply, and most at the end of a training, which is the part that is measured. The final validation loss
 (in bf16 for all), the share of steps that were quantised, the switches and the gap to bf16 go into
 `results/precision.json`, and a picture shows the losses with the modes as bands. Formats are emulated on a machine
 without fp8: losses are right, and times say nothing about hardware (`benchmarks.performance.precision_speed` measures
 what switching costs).
 
-Stopped at any point, the same command resumes. `--seeds 1` is the pilot; it writes beside the runs and nowhere else.
+If interrupted, the same command resumes. `--seeds 1` is the pilot; it writes into the folder of the runs only.
 """
 
 import dataclasses
@@ -138,7 +138,7 @@ def words(settings: Settings, kind: str, seed: int) -> list[str]:
 
 
 def record(kind: str, seed: int, trained: dict[str, Any], run: RunRecord) -> dict[str, Any]:
-    """One student: its losses, in which mode each step was, and where it ended."""
+    """One student: its losses, the mode of each step, and its final validation loss."""
     steps = run.steps
     quantized = [line.get("quantized", 0.0) for line in steps]
     return {

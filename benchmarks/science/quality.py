@@ -41,7 +41,7 @@ QUIET = ("--histogram-freq", "0", "--sample-freq", "0", "--no-tensorboard")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides the results."""
+    """Settings that decide the results."""
 
     teacher: str = TEACHER
     """Spec of the teacher."""
@@ -56,7 +56,7 @@ class Settings:
     batch_size: int = 16
     """Sequences in an optimizer step."""
     divisor: int = 1
-    """Take only every so many of the steps, to test this script."""
+    """Divides the number of steps, to test this script."""
     compile: bool = True
     """Compile the students."""
 
@@ -155,7 +155,7 @@ def cost(study: Study, run: Run) -> dict[str, Any]:
 
 
 def entries(folder: Path) -> float | None:
-    """How many different entries a token has in a sparse cache, the mean over 64 sequences; None for a dense one."""
+    """Distinct entries a token in a sparse cache, the mean over 64 sequences; None for a dense one."""
     reader = CacheReader(folder, "validation")
     if reader.manifest.settings.codec.kind != "sparse":
         return None
@@ -202,7 +202,7 @@ def student(quality: Quality, run: Run) -> Path:
 def record(
     quality: Quality, run: Run, kept: RunRecord, trained: dict[str, Any], measured: dict[str, Any]
 ) -> dict[str, Any]:
-    """What is kept of one student."""
+    """The record of one student."""
     path = [round(line["T"], 4) for line in kept.steps if "T" in line]
     moving = path if len(set(path)) > 1 else path[:1]
     return {

@@ -133,7 +133,7 @@ def gap(result: Record, run: Run) -> list[float]:
 
 
 def describe(run: Run) -> str:
-    """What distinguishes a run, in words."""
+    """The distinguishing options of a run, in words."""
     options = dict(zip(run.options[::2], run.options[1::2], strict=True))
     if options.get("--alpha") == "0":
         words = ["cross-entropy"]
@@ -303,7 +303,7 @@ def stopping(result: Record) -> str:
 
 
 def given_up(curve: Record, patience: int) -> float | None:
-    """The loss less that of the last step where early stopping would have ended a run; None where it would not."""
+    """The loss where early stopping would have ended a run, less that of the last step; None if it would not have."""
     guard = EarlyStopping(
         StoppingConfig(early_stopping=True, early_stopping_interval=INTERVAL, early_stopping_patience=patience)
     )

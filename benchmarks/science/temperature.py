@@ -1,4 +1,4 @@
-"""Where a learned temperature goes: T^2 KL against T on real logits, and the paths of the three modes.
+"""The course of a learned temperature: T^2 KL against T on real logits, and the paths of the three modes.
 
 `python -m benchmarks.science.temperature [--out runs/temperature] [--quick]` writes benchmarks/results/temperature.json
 (with --quick, which is a test of this script, it writes into --out) and draws benchmarks/figures/temperature.png.
@@ -131,7 +131,7 @@ class Logits:
         return loss
 
     def curve(self, step: int, kind: str, divergence: str) -> dict[str, Any]:
-        """The loss over the grid, and where it is largest within the bounds."""
+        """The loss over the grid, and the T of its maximum within the bounds."""
         print(f"curve: {divergence}, step {step}, {kind}", file=sys.stderr)
         loss = self.loss(step, kind)
         values = [loss(T, divergence).item() for T in GRID]
