@@ -50,14 +50,14 @@ fuzz: venv ## generated test cases, other ones at each run
 
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
 	$(PY) -m benchmarks.science.demo --seeds 3
-	$(PY) -m benchmarks.performance.cache --device cpu --again
+	$(PY) -m benchmarks.performance cache --device cpu --again
 	$(PY) -m benchmarks.figures cache
 	$(PY) -m benchmarks.performance.parallel
 	$(PY) -m benchmarks.performance.scaling
 
 torture: venv ## break caches and runs off, flip bits, attack; writes benchmarks/results/torture-*.json (two hours)
-	OMP_NUM_THREADS=1 $(PY) -m benchmarks.torture.cache
-	OMP_NUM_THREADS=1 $(PY) -m benchmarks.torture.run
+	OMP_NUM_THREADS=1 $(PY) -m tests.torture.cache
+	OMP_NUM_THREADS=1 $(PY) -m tests.torture.run
 	OMP_NUM_THREADS=1 $(PY) -m tests.hostile --cold 20
 
 teacher: venv ## make the shipped teacher and its tokenizer again (hours)

@@ -1,1 +1,1 @@
-"""Measurements, studies and tortures of kdtrain, run as modules from the repository root; README.md says which."""
+"""Measurements and studies of kdtrain, run as modules from the repository root; README.md says which."""

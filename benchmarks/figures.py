@@ -1,6 +1,6 @@
 """The pictures, drawn from the JSON records alone: `python -m benchmarks.figures NAME [RECORD [FOLDER]]`.
 
-Names: cache, demo, gpu (a folder of records), objective, precision, quality, temperature. Without more, the published
+Names: cache, demo, objective, precision, quality, temperature. Without more, the published
 record is drawn into `benchmarks/figures`. Everything is made without pyplot, by matplotlib's Agg renderer, which
 needs no screen. Colours are from the palette of Okabe and Ito, which people with any colour vision can tell apart.
 """
@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.harness import FIGURES, RESULTS
-from benchmarks.harness.record import find
 from benchmarks.science.quality_grid import CALIBRATED, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
 from benchmarks.science.quality_tables import PUBLISHED_LOSSES, THEIR_CROSS_ENTROPY, THEIR_WHOLE, describe, gap, seeds
-from benchmarks.tables import LARGE, gpu_records
+from benchmarks.tables import LARGE
 
 BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
     *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),
@@ -35,20 +34,13 @@ def main(argv: list[str] | None = None) -> int:
     """Draw one record and say where the pictures are."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=PICTURES, help="which picture")
-    parser.add_argument("record", nargs="?", type=Path, help="the record to draw; a folder of records for gpu")
+    parser.add_argument("record", nargs="?", type=Path, help="the record to draw")
     parser.add_argument("folder", nargs="?", type=Path, default=FIGURES, help="where pictures are written")
     given = parser.parse_args(argv)
-    record = given.record or RESULTS / (given.name if given.name == "gpu" else f"{given.name}.json")
-    if given.name == "gpu":
-        content: Any = gpu_records(record)
-    elif record.exists():
-        content = json.loads(record.read_text())
-    else:
+    record = given.record or RESULTS / f"{given.name}.json"
+    if not record.exists():
         parser.error(f"{record} does not exist; name the record that the benchmark wrote")
-    if given.name == "gpu" and not content:
-        print(f"{record} holds no record of a GPU: nothing is drawn; run benchmarks.performance on one first")
-        return 0
-    print(*PICTURES[given.name](content, given.folder), sep="\n")
+    print(*PICTURES[given.name](json.loads(record.read_text()), given.folder), sep="\n")
     return 0
 
 
@@ -87,7 +79,9 @@ def learning_curves(result: Record) -> Figure:
     for kind, color in KINDS.items():
         curves = [run["validation"] for run in result["runs"] if run["student"] == kind]
         for axes, name in ((loss, "loss"), (kl, "kl")):
-            _curve(axes, [_after_start(each, name) for each in curves], color, kind)
+            # the untrained student's point is left out, because it would flatten all others
+            points = [zip(each["step"][1:], each[name][1:], strict=True) for each in curves]
+            _curve(axes, [[point for point in each if point[1] is not None] for each in points], color, kind)
     of_teacher = result["runs"][0]["validation"]["teacher_loss"][-1]
     loss.axhline(of_teacher, color="black", linestyle=":", linewidth=1.2, label="the teacher")
     _finish(loss, "Validation loss", "step", "nats a token")
@@ -125,15 +119,6 @@ def pooled(diagrams: list[list[dict[str, float]]]) -> list[dict[str, float]]:
         }
         result.append({"tokens": tokens, **means})
     return result
-
-
-def _after_start(curves: dict[str, list[Any]], name: str) -> list[tuple[int, float]]:
-    """The points of one curve; the untrained student's is left out, because it would flatten all others."""
-    return [
-        (step, value)
-        for step, value in zip(curves["step"], curves[name], strict=True)
-        if step > 0 and value is not None
-    ]
 
 
 def _curve(axes: Axes, seeds: list[list[tuple[int, float]]], color: str, label: str) -> None:
@@ -174,7 +159,11 @@ def draw_cache(record: Record, folder: Path) -> list[Path]:
     and is drawn at the foot. Published sizes of other formats, whose fidelity was not published in this measure, stand
     as vertical lines and are marked as published.
     """
-    caches = record["caches"]
+    caches: dict[str, dict[str, Record]] = {}
+    for name, figure in record["figures"].items():
+        if "fidelity" in figure:
+            vocabulary, _, codec = name.rpartition(", ")
+            caches.setdefault(vocabulary, {})[codec] = figure
     figure = Figure(figsize=(5.5 * len(caches), 5.2))
     axes = figure.subplots(1, len(caches), squeeze=False, sharey=True)[0]
     for axis, (name, codecs) in zip(axes, caches.items(), strict=True):
@@ -201,49 +190,6 @@ def _codecs(axis: Axes, codecs: dict[str, dict]) -> None:
     axis.set_ylim(FOOT / 2, 30)
 
 
-# GPU: a panel a section that has bars to show.
-
-PANELS = (
-    ("step", "2048 ", "tokens_a_second", "training step, T = 2,048: tokens/s"),
-    ("step", "8192 ", "tokens_a_second", "training step, T = 8,192: tokens/s"),
-    ("objective", "8192 4096 ", "over_cross_entropy", "loss and gradients, N = 8,192: time over cross-entropy's"),
-    ("objective", "32768 4096 ", "over_cross_entropy", "loss and gradients, N = 32,768: time over cross-entropy's"),
-    ("fp8", "1b ", "time", "1 B student: step time over bf16's"),
-    ("fp8", "3b ", "time", "3 B student: step time over bf16's"),
-    ("cache", "build-", "tokens_a_second", "building a cache, by teacher: tokens/s"),
-)
-
-
-def draw_gpu(found: Mapping[str, Record], folder: Path) -> list[Path]:
-    """Write `gpu.png`, or nothing where no record has anything to draw."""
-    panels = []
-    for section, prefix, place, title in PANELS:
-        figures = found[section]["figures"] if section in found else {}
-        own = {name.removeprefix(prefix): each for name, each in figures.items() if name.startswith(prefix)}
-        if bars := {name: value for name, each in own.items() if (value := find(each, place)) is not None}:
-            panels.append((title, bars))
-    if not panels:
-        return []
-    rows = (len(panels) + 1) // 2
-    figure, grid = _figure(11, 2.6 * rows, rows, 2)
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        _bars(axes, *panel)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_visible(False)
-    figure.suptitle(", ".join(sorted({record["machine"]["device"] for record in found.values()})))
-    return _save(folder, gpu=figure)
-
-
-def _bars(axes: Axes, title: str, bars: dict[str, float]) -> None:
-    names = list(bars)[::-1]
-    axes.barh(names, [bars[name] for name in names], color=BLUE)
-    axes.set_title(title, fontsize=9)
-    axes.tick_params(labelsize=8)
-    for row, name in enumerate(names):
-        axes.text(bars[name], row, f" {bars[name]:,.4g}", va="center", fontsize=7)
-    axes.margins(x=0.2)
-
-
 # Objective: time and memory of every side over cross-entropy's.
 
 SIDES = {
@@ -268,7 +214,7 @@ def draw_objective(record: Record, folder: Path) -> list[Path]:
 
 def objective(record: Record) -> Figure:
     """A row a side, a point a shape and dtype: time and peak memory over cross-entropy's."""
-    rows = [row for row in record["rows"] if "cross-entropy" in row["sides"]]
+    rows = [row for row in record["figures"].values() if "cross-entropy" in row.get("sides", {})]
     figure, [[time, memory]] = _figure(10, 4.4, 1, 2, sharey=True)
     _ratios(time, rows, "seconds", "time over compiled cross-entropy's")
     _ratios(memory, rows, "peak_mib", "peak memory over compiled cross-entropy's")
@@ -296,7 +242,7 @@ def objective(record: Record) -> Figure:
 
 
 def _ratio(row: Record, side: str, key: str) -> float | None:
-    """A side over cross-entropy; None where it was not measured."""
+    """A side over cross-entropy, or None if it was not measured."""
     own, base = row["sides"].get(side, {}).get(key), row["sides"]["cross-entropy"].get(key)
     return own / base if own is not None and base else None
 
@@ -353,7 +299,9 @@ def _above(axes: Axes, result: Record, kind: str) -> None:
         axes.axvspan(start, end, color=AMBER, alpha=0.25, linewidth=0)
     for run in own:
         above = [loss - other for loss, other in zip(run["loss"], high[run["seed"]], strict=True)]
-        axes.plot(range(1, len(above) + 1), _smoothed(above), color=BLUE, linewidth=1.2, alpha=0.8)
+        # the mean of each value and those before it
+        smoothed = [statistics.mean(above[max(end - SMOOTHED, 0) : end]) for end in range(1, len(above) + 1)]
+        axes.plot(range(1, len(above) + 1), smoothed, color=BLUE, linewidth=1.2, alpha=0.8)
     axes.axhline(0, color="black", linewidth=0.6)
     row = result["table"][kind]
     axes.set_title(f"{kind}: {row['above_bf16']:+.4f}, {row['quantized_share']:.0%} quantised", fontsize=9)
@@ -368,11 +316,6 @@ def bands(quantized: list[int]) -> list[tuple[float, float]]:
         elif each:
             found.append((step - 0.5, step + 0.5))
     return found
-
-
-def _smoothed(values: list[float]) -> list[float]:
-    """The mean of each value and those before it, as many as `SMOOTHED`."""
-    return [statistics.mean(values[max(end - SMOOTHED, 0) : end]) for end in range(1, len(values) + 1)]
 
 
 # Temperature: T^2 KL against T, and where T goes.
@@ -558,7 +501,6 @@ def quality_time(record: Record) -> Figure | None:
 PICTURES: dict[str, Callable[[Any, Path], list[Path]]] = {
     "cache": draw_cache,
     "demo": draw_demo,
-    "gpu": draw_gpu,
     "objective": draw_objective,
     "precision": draw_precision,
     "quality": draw_quality,

@@ -1,10 +1,10 @@
 """Pack the wheels that a borrowed machine with a GPU lacks: `python -m benchmarks.pack [--out DIR] [--present FILE]`.
 
 Such a machine has Python 3.12 on x86-64 Linux, torch with CUDA, transformers, and no network. This runs where pip has a
-package index. It starts from what pyproject.toml asks for, with the extras `fp8` and `peers`, leaves out what the
+package index. It starts from the requirements in pyproject.toml, with the extras `fp8` and `peers`, leaves out what the
 machine has, follows the requirements of each wheel, and puts all of them into one folder of at most 64 MiB, at the
 versions of constraints.txt. It then prints the line that installs them there. `--present` is a file with what `pip
-list` prints on that machine; without it, `PRESENT` is taken to be there. Of hdf5plugin's filters only those are packed
+list` prints on that machine; without it, `PRESENT` is assumed. Of hdf5plugin's filters only those are packed
 that caches use, 5 of 44 MiB; it names the others when it is imported.
 
 What this gives up: versions of what is there already are not compared with what the wheels ask for, and
@@ -34,7 +34,7 @@ PRESENT = (
     *("numpy", "pandas", "pyarrow", "h5py", "einops", "rich", "tensorboard", "filelock", "packaging", "pyyaml", "tqdm"),
     *("regex", "xxhash", "jinja2", "psutil", "typing-extensions", "pytest", "pytest-timeout", "hypothesis"),
 )
-"""What is taken to be on the machine."""
+"""Packages assumed to be on the machine."""
 MACHINE = {"python_version": "3.12", "python_full_version": "3.12.0", "sys_platform": "linux", "os_name": "posix"} | {
     **{"platform_system": "Linux", "platform_machine": "x86_64", "implementation_name": "cpython", "extra": ""},
 }

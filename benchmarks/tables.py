@@ -2,8 +2,7 @@
 
 Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
 met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. The goals on a GPU
-stand in the sections of `benchmarks.performance`, and one without a figure is not measured; a record of tiny shapes or
-of a CPU is refused, because a page that quotes it would claim something about a GPU.
+are in the sections of `benchmarks.performance`; a record of tiny shapes or of a CPU is refused there.
 """
 
 import argparse
@@ -20,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import RESULTS, ROOT, SECTIONS
-from benchmarks.harness.record import Goal, counts, find
+from benchmarks.harness.record import counts, find
 from benchmarks.science import quality_tables
+from benchmarks.science.quality_tables import cell, markdown
 
 KINDS = ("cross-entropy", "distilled")
 GPU = RESULTS / "gpu"
@@ -56,7 +56,7 @@ COLUMNS = {
     "made_loss": "validation loss",
     "shipped_loss": "of the teacher that ships",
 }
-"""What the tables show of the figures, by place; a section's table has the columns that one of its figures has."""
+"""Columns of the tables, by place; a section's table has those that one of its figures has."""
 LARGE = 32_000
 """The vocabulary from which on the goals against cross-entropy hold."""
 TIME, MEMORY, STEP, ONLINE, MATERIALISED = 1.05, 1.0, 0.97, 0.95, 1 / 20
@@ -97,7 +97,7 @@ def current(name: str) -> dict[str, str]:
         return {"gpu-table": gpu(gpu_records())}
     if name == "demo":
         return {"demo-table": demo(_record("demo"))}
-    return {"objective-table": objective(_record("objective"), _record("objective-step"))}
+    return {"objective-table": objective(_record("objective"), _record("step"))}
 
 
 def _record(name: str) -> dict[str, Any]:
@@ -128,10 +128,9 @@ def show_demo(result: dict[str, Any]) -> None:
 def demo(result: dict[str, Any]) -> str:
     """Table, verdict, pictures, and what it was measured with; paths are relative to the repository."""
     file, figures = "benchmarks/results/demo.json", "benchmarks/figures"
-    lines = ["| | " + " | ".join([*KINDS, "teacher"]) + " |", "|---|" + "--:|" * (len(KINDS) + 1)]
-    lines += ["| " + " | ".join(cells) + " |" for cells in rows(result)]
     of = result["environment"]
-    lines += [
+    lines = [
+        markdown(["", *KINDS, "teacher"], rows(result)),
         "",
         verdict(result),
         "",
@@ -145,7 +144,7 @@ def demo(result: dict[str, Any]) -> str:
 
 
 def title(result: dict[str, Any]) -> str:
-    """What was trained on what."""
+    """Student, tokens and seeds."""
     settings, seeds = result["settings"], len(of_kind(result, KINDS[0]))
     tokens = result["runs"][0]["tokens"]
     return (
@@ -198,15 +197,6 @@ def best(run: Run) -> tuple[float, float, float]:
     return min((point for point in points if point[0] is not None), key=lambda point: point[0])
 
 
-def cell(values: list[float | None], form: str) -> str:
-    """One value, or mean ± standard deviation of several; a dash where nothing was measured."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    mean = format(statistics.mean(known), form)
-    return mean if len(known) == 1 else f"{mean} ± {format(statistics.stdev(known), form)}"
-
-
 def verdict(result: dict[str, Any]) -> str:
     """At how many seeds the distilled student is better in validation loss and in KL, and by how much."""
     pairs = list(zip(*(of_kind(result, kind) for kind in KINDS), strict=True))
@@ -233,21 +223,29 @@ def gpu_records(folder: Path = GPU) -> dict[str, dict[str, Any]]:
 
 
 def gpu(found: Mapping[str, dict[str, Any]]) -> str:
-    """The page of performance: the goals of every section, then its figures and where they come from."""
-    lines, verdicts = ["| section | what | goal | figure | |", "|---|---|--:|--:|---|"], []
+    """The page of performance: the goals that have a figure, one line on the others, and the figures by section."""
+    lines, verdicts, open_goals = [], [], {}
     for name in SECTIONS:
-        for goal in importlib.import_module(f"benchmarks.performance.{name}").GOALS:
-            value = find(found[name]["figures"], goal.figure) if name in found else None
-            verdicts.append(goal.verdict(value))
-            shown = verdicts[-1].replace("missed", "**missed**")
-            lines.append(f"| {name} | {goal.what} | {bound(goal)} | {number(value)} | {shown} |")
-    met, missed = verdicts.count("met"), verdicts.count("missed")
-    lines += [
-        "",
-        f"Of {len(verdicts)} goals {met} are met, {missed} missed, {len(verdicts) - met - missed} not measured.",
-    ]
-    if absent := [name for name in SECTIONS if name not in found]:
-        lines += ["", f"Sections without a record: {', '.join(absent)}."]
+        goals = importlib.import_module(f"benchmarks.performance.{name}").GOALS
+        for goal in goals if name in found else ():
+            value = find(found[name]["figures"], goal.figure)
+            if value is not None:
+                verdicts.append(goal.verdict(value))
+                bound = f"≥ {number(goal.least)}" if goal.least is not None else f"≤ {number(goal.most)}"
+                shown = verdicts[-1].replace("missed", "**missed**")
+                lines.append(f"| {name} | {goal.what} | {bound} | {number(value)} | {shown} |")
+        known = sum(line.startswith(f"| {name} |") for line in lines)
+        if len(goals) > known or name not in found:
+            open_goals[name] = len(goals) - known
+    if lines:
+        lines = ["| section | what | goal | figure | |", "|---|---|--:|--:|---|", *lines, ""]
+        lines += [f"{verdicts.count('met')} goals are met, {verdicts.count('missed')} missed.", ""]
+    if open_goals:
+        each = ", ".join(f"{name} ({count})" if count else name for name, count in open_goals.items())
+        lines += [
+            f"Not measured: {each}; in brackets the number of goals (`GOALS` of the section). "
+            "`python -m benchmarks.performance all` on a GPU measures them."
+        ]
     for name, record in found.items():
         lines += ["", *_section(name, record)]
     return "\n".join(lines)
@@ -260,9 +258,8 @@ def _section(name: str, record: dict[str, Any]) -> list[str]:
     rows = {name: [number(find(figure, place)) for place in places] for name, figure in figures.items()}
     lines = [f"**{name}**", ""]
     if places:
-        lines += [f"| | {' | '.join(COLUMNS[place] for place in places)} |", "|---|" + "--:|" * len(places)]
-        lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items() if {*cells} != {"-"}]
-        lines += [""]
+        shown = [[name, *cells] for name, cells in rows.items() if {*cells} != {"-"}]
+        lines += [markdown(["", *(COLUMNS[place] for place in places)], shown), ""]
     notes = [f"nothing was compiled: {record['uncompiled']}"] if record["uncompiled"] else []
     reasons = ("failed", "missing", "does_not_fit")
     notes += [f"{name}: {figure[key]}" for name, figure in figures.items() for key in reasons if key in figure]
@@ -276,13 +273,8 @@ def _section(name: str, record: dict[str, Any]) -> list[str]:
     ]
 
 
-def bound(goal: Goal) -> str:
-    """What a goal asks for."""
-    return f"≥ {number(goal.least)}" if goal.least is not None else f"≤ {number(goal.most)}"
-
-
 def number(value: float | None) -> str:
-    """A figure with four digits, never rounded to a whole one that it is not."""
+    """Four significant digits; integers only for values that are integers."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1e4 or float(value).is_integer() else f"{value:.4g}"
@@ -290,11 +282,13 @@ def number(value: float | None) -> str:
 
 def objective(loss: Mapping[str, Any], step: Mapping[str, Any]) -> str:
     """The tables of the objective alone and of whole steps, and the goals."""
-    machine, rows = loss["machine"], loss["rows"]
+    machine, students = loss["machine"], step["figures"]
+    rows = [row for row in loss["figures"].values() if "sides" in row]
     compared = [row for row in rows if "cross-entropy" in row["sides"]]
     lines = [
-        f"{machine['processor']} ({machine['capability']}), {machine['threads']} threads, torch "
-        f"{machine['libraries']['torch']}; medians of {machine['repetitions']}, sides alternating in one process.",
+        f"{machine['device']} ({machine['capability']}), {machine['threads']} threads, torch "
+        f"{machine['libraries']['torch']}; medians of {loss['settings']['repetitions']}, "
+        "sides alternating in one process.",
         "",
         "Time and peak memory over compiled cross-entropy's; against TRL and Liger-Kernel the time of the same work.",
         "",
@@ -304,23 +298,20 @@ def objective(loss: Mapping[str, Any], step: Mapping[str, Any]) -> str:
         "",
         "| student | cached / cross-entropy | learned T / cross-entropy | over online | by FLOPs |",
         "|---|--:|--:|--:|--:|",
-        *(_step(name, each) for name, each in step["students"].items()),
+        *(_step(name, each) for name, each in students.items()),
         "",
-        *_goals(rows, step["students"]),
+        *_goals(rows, students),
     ]
     return "\n".join(lines)
 
 
 def _loss(row: Mapping[str, Any]) -> str:
     sides, base = row["sides"], row["sides"]["cross-entropy"]
-    cells = [_pair(sides[name], base) for name in ("products", *TARGETS.values(), "top-k-renormalized-50")]
+    names = ("products", *TARGETS.values(), "top-k-renormalized-50")
+    cells = [", ".join(_ratio(sides[name], base, key) for key in ("seconds", "peak_mib")) for name in names]
     shape = f"{row['tokens']:,}, {row['width']:,}, {row['vocabulary']:,}"
     peers = [_ratio(sides[own], sides[other], "seconds") for own, other in PAIRS.values()]
     return f"| {shape} | {TYPES[row['dtype']][1]} | {' | '.join([*cells, *peers])} |"
-
-
-def _pair(side: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    return f"{_ratio(side, base, 'seconds')}, {_ratio(side, base, 'peak_mib')}"
 
 
 def _ratio(side: Mapping[str, Any], base: Mapping[str, Any], key: str) -> str:
@@ -355,17 +346,17 @@ def _goals(rows: list[dict[str, Any]], students: Mapping[str, Any]) -> Iterator[
         }
         yield _verdict(f"Faster than {peer} at the same work", cases, 1.0)
     for what, width in (("in fp32", lambda row: 4), ("in the run's dtype", lambda row: TYPES[row["dtype"]][0])):
-        cases = {_name(row): _of_materialised(row, width(row)) for row in rows if "cross-entropy" not in row["sides"]}
+        cases = {
+            _name(row): row["sides"]["kdtrain-sparse-12"]["peak_mib"]
+            * (2**20 / (2 * row["tokens"] * row["vocabulary"] * width(row)))
+            for row in rows
+            if "cross-entropy" not in row["sides"]
+        }
         yield _verdict(f"At most one twentieth of the logits and their gradient {what}", cases, MATERIALISED)
     cases = {name: found["cached_over_cross_entropy"] for name, found in students.items()}
     yield _verdict(f"Whole step from a cache: at least {STEP} of cross-entropy's rate", cases, STEP, least=True)
     cases = {name: found["speed_up_over_online"] / found["speed_up_of_the_flops"] for name, found in students.items()}
     yield _verdict(f"Over an online teacher: at least {ONLINE} of what the FLOPs allow", cases, ONLINE, least=True)
-
-
-def _of_materialised(row: Mapping[str, Any], width: int) -> float:
-    """The peak over what logits and their gradient would take with numbers of `width` bytes."""
-    return row["sides"]["kdtrain-sparse-12"]["peak_mib"] * 2**20 / (2 * row["tokens"] * row["vocabulary"] * width)
 
 
 def _name(row: Mapping[str, Any]) -> str:

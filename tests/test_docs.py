@@ -32,6 +32,8 @@ ELSEWHERE = {
     "--commit",
     "--budget",
     "--from",
+    "--again",
+    "--only",
     "--present",
 }
 ELSEWHERE |= TORCHRUN

@@ -18,14 +18,7 @@ from kdtrain.errors import RunError, UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("kdtrain", "benchmarks", "teachers")
-# What tortures the commands does so in temporary folders of its own, which it also damages and removes.
-TORTURE = "torture"
-SOURCES = sorted(
-    path
-    for room in ROOMS
-    for path in (ROOT / room).rglob("*.py")
-    if not any(part.startswith(TORTURE) for part in path.relative_to(ROOT / room).parts)
-)
+SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 REMOVING = {"unlink", "rmtree", "rmdir", "removedirs", "rename", "renames", "move"}
 OF_MODULES = {"os", "shutil", "Path", "pathlib"}

@@ -1,4 +1,4 @@
-"""What benchmarks share: the machine, records and goals, the clock, the command, and students to take steps with."""
+"""Shared by the benchmarks: the machine, records and goals, timing, studies, the command, students and their steps."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,9 @@ FIGURES = ROOT / "benchmarks" / "figures"
 TEACHER, STUDENT = "teachers/stdlib-5m.toml", "students/stdlib-1m.toml"
 """The teacher that ships and the student of the demo, relative to the repository."""
 SECTIONS = ("ceilings", "step", "objective", "fp8", "adaptive", "cache", "checkpoint", "teacher")
-"""What is measured on a GPU, in the order in which `all` runs it; each is a module of `benchmarks.performance`."""
+"""The sections of a GPU, in the order in which `all` runs them; each is a module of `benchmarks.performance`."""
+CPU_SECTIONS = ("step", "objective", "cache", "checkpoint")
+"""Those that measure claims about a CPU, too."""
 
 
 def write_spec(path: Path, tokenizer: object, config: Mapping[str, Any]) -> None:
@@ -21,6 +23,6 @@ def write_spec(path: Path, tokenizer: object, config: Mapping[str, Any]) -> None
 
 
 def write(path: Path, record: Any) -> None:
-    """Write a record as JSON, in a folder that is made where it is missing."""
+    """Write a record as JSON; makes the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")

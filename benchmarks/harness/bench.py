@@ -1,8 +1,8 @@
-"""Training steps as `kdtrain distill` takes them, over a model that is already there.
+"""Training steps as `kdtrain distill` takes them, of an existing model.
 
-A `Bench` holds a `Trainer` and takes steps with its `stepper`. What it leaves out is `fit`: validation, the log,
-TensorBoard, and checkpoints where a section does not ask for them. One student and one optimizer serve all sides that
-are compared, each with a source of its own.
+A `Bench` holds a `Trainer` and takes steps with its `stepper`, without `fit`: no validation, log or TensorBoard, and no
+checkpoints unless a section makes them. All sides that are compared share one student and one optimizer; each has its
+own source.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,10 +27,12 @@ from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.precision.linear import Switch
 from kdtrain.precision.modes import head_dtype
+from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.build import build_source
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.feed import Feed
+from kdtrain.training.sources.online import OnlineSource
 from kdtrain.training.sources.source import Facts, Source
 from kdtrain.training.state import Progress
 from kdtrain.training.step import Status
@@ -39,7 +41,7 @@ from kdtrain.training.trainer import Trainer
 
 
 class Held:
-    """A source that gives the same batch for ever, which lies on the device: no reading is in a step."""
+    """A source that always gives the same batch, on the device: a step reads nothing."""
 
     overlaps, repeatable = False, True
 
@@ -55,7 +57,7 @@ class Held:
 
 
 class Tokens:
-    """A source of tokens that lie on the device, without targets."""
+    """A source of tokens on the device, without targets."""
 
     overlaps, repeatable = False, True
 
@@ -69,7 +71,7 @@ class Tokens:
         """The sequences `indices`, every token of which counts."""
         first, last = int(indices[0]), int(indices[-1])
         if np.array_equal(indices, np.arange(first, last + 1)):
-            return held_batch(self.tokens[first : last + 1], None)  # a view: nothing is copied, nobody waits
+            return held_batch(self.tokens[first : last + 1], None)  # a view: no copy and no wait
         return held_batch(self.tokens[torch.as_tensor(indices, device=self.tokens.device)], None)
 
 
@@ -93,7 +95,7 @@ class Bench:
         batch: sequences in a step, all of them one micro-batch.
         mode: fp32, bf16: the high format.
         switch, quantized: of a student whose layers switch.
-        has_teacher: whether the loss that is reported is that of a distillation.
+        has_teacher: True if the loss is that of a distillation.
     """
 
     def __init__(
@@ -151,21 +153,17 @@ class Bench:
         self.trainer.open(None, init="scratch")
         self.trainer.stepper.halves_for = 0  # see `step`
         self.batch, self.seq_len, self.optimizer = batch, seq_len, self.trainer.state.optimizer
-        self.has_teacher = has_teacher
+        self.has_teacher, self.tokens = has_teacher, batch * seq_len  # tokens of a step
         self.stop = StopRequest()  # never entered: signals end a benchmark as they end any script
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.batch * self.seq_len
-
     def steps(self, source: Source, shuffled: bool = False) -> Callable[[], dict[str, float]]:
-        """What takes one step after another over a source and gives its numbers; the read is ahead.
+        """A function that takes the next step over a source and returns its numbers; batches are read ahead.
 
-        shuffled: the sequences come in a random order that is always the same, else as they stand in the source.
+        shuffled: the sequences come in a fixed random order, else in that of the source.
         """
         order = np.random.RandomState(0).permutation(len(source)) if shuffled else np.arange(len(source))
-        feed = Feed(source, lambda number: order[self._numbers(number, len(source))], self.batch)
+        starts = max(len(source) - self.batch + 1, 1)
+        feed = Feed(source, lambda number: order[number * self.batch % starts :][: self.batch], self.batch)
         batches = feed.steps()
         taught = self.has_teacher and not isinstance(source, Tokens)
 
@@ -193,7 +191,7 @@ class Bench:
         return result.metrics
 
     def restart(self, weights: dict[str, torch.Tensor]) -> None:
-        """Back to step 0: these weights, and an optimizer that has seen nothing."""
+        """Back to step 0: these weights, and an optimizer without state."""
         with torch.no_grad():
             for name, own in self.trainer.student.model.named_parameters():
                 own.copy_(weights[name])
@@ -201,22 +199,19 @@ class Bench:
         self.trainer.state.snapshots.clear()
         self.trainer.state.progress = Progress()
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the student's weights, on their device."""
-        return {name: each.detach().clone() for name, each in self.trainer.student.model.named_parameters()}
-
-    def _numbers(self, step: int, available: int) -> np.ndarray:
-        start = step * self.batch % max(available - self.batch + 1, 1)
-        return np.arange(start, start + self.batch)
-
 
 def make_cache(folder: Path, rows: list[Any], teacher: Any, codec: CodecSpec, seq_len: int, batch_size: int) -> None:
-    """A finished cache of one split of `rows` in `folder`, where there is none yet."""
+    """Build a cache of one split, `rows`, in `folder`, if there is none yet."""
     settings = CacheSettings(codec=codec, seq_len=seq_len, tokenizer_size=codec.vocab_size, sequences={"train": None})
     write_cache(folder, settings, {"train": rows}, teacher=teacher, batch_size=batch_size)
 
 
-def cached(folder: Path, device: torch.device) -> Source:
-    """The training split of a cache, on the device."""
-    reader = CacheReader(folder, "train")
+def online(source: Source, model: SplitModel, mode: str) -> Source:
+    """The sequences of a source, with whole distributions of a teacher at hand."""
+    return OnlineSource(source, LocalTeacher.of(model, mode), min(source.facts.vocab_size, model.vocab_size))
+
+
+def cached(folder: Path, device: torch.device, split: str = "train") -> Source:
+    """A split of a cache, on the device."""
+    reader = CacheReader(folder, split)
     return build_source(CachedSource(reader), device, reader.manifest.vocab_size)

@@ -1,4 +1,4 @@
-"""The real command, run by benchmarks as a user would run it, and the folders in which they can be resumed."""
+"""The real command, run as a user would run it, and the folders in which studies resume."""
 
 import dataclasses
 import json
@@ -13,14 +13,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from benchmarks.harness import ROOT, write
+from benchmarks.harness import write
 from benchmarks.harness.machine import cpu_model, version
-
-
-def kdtrain(*argv: str) -> dict[str, Any]:
-    """The JSON object that `kdtrain ARGV` prints. CalledProcessError: it failed."""
-    command = [sys.executable, "-m", "kdtrain", *argv, "--json"]
-    return json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
 
 
 class Kdtrain:
@@ -50,8 +44,11 @@ class Kdtrain:
         for child in [*self.children]:
             child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    def __call__(self, *argv: str) -> dict[str, Any]:
-        """Run one command. Leaves with its exit code where that is not 0, and with 1 where it was stopped."""
+    def __call__(self, *argv: str, may_fail: bool = False) -> dict[str, Any]:
+        """Run one command. Exits with its exit code where that is not 0, and with 1 where it was stopped.
+
+        may_fail: exit code 1 is accepted, and the answer is empty.
+        """
         print(f"$ kdtrain {shlex.join(argv)}", file=sys.stderr, flush=True)
         answer, code = "", 0
         if not self.stopped:
@@ -65,14 +62,16 @@ class Kdtrain:
             self.children.discard(child)
             code = child.returncode
         if self.stopped:
-            stop(1, "stopped; the same command goes on from here")
+            stop(1, "stopped; run the same command to resume")
+        if may_fail and code == 1:
+            return {}
         if code:
             stop(code if code > 0 else 128 - code, f"kdtrain {argv[0]} failed, see above")
         return json.loads(answer)
 
 
 def environment(folder: Path) -> dict[str, Any]:
-    """What the figures were measured with; nothing that names a machine or a person."""
+    """Date, versions, processor and precision of a run; nothing that names a machine or a person."""
     of_run = json.loads((folder / "environment.json").read_text())
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -86,7 +85,7 @@ def environment(folder: Path) -> dict[str, Any]:
 
 
 def claim(out: Path, settings: Any) -> None:
-    """Begin in `out`, or go on with what is there; a folder of other settings, or of something else, is refused."""
+    """Start or resume in `out`. Refuse a folder with other settings or other files."""
     file, now = out / "settings.json", dataclasses.asdict(settings)
     if file.exists():
         before = json.loads(file.read_text())

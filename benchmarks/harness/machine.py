@@ -1,7 +1,8 @@
-"""What a record says of the machine: device, driver, processor, libraries and commit; nothing that names a person."""
+"""The machine in a record: device, driver, processor, libraries and commit; nothing that names a person."""
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -18,8 +19,9 @@ LIBRARIES = (
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The device, its driver, and the libraries."""
-    found: dict[str, Any] = {"device": platform.processor() or platform.machine(), "driver": None}
+    """The device, its driver or its cores, and the libraries."""
+    found: dict[str, Any] = {"device": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability()}
+    found |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "driver": None}
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         found = {"device": facts.name, "driver": _driver(), "memory_gib": round(facts.total_memory / 2**30, 1)}
@@ -36,7 +38,7 @@ def _driver() -> str | None:
 
 
 def cpu_model() -> str:
-    """The processor as it calls itself, where the system says so."""
+    """The name of the processor, if the system gives one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -46,7 +48,7 @@ def cpu_model() -> str:
 
 
 def version(name: str) -> str | None:
-    """The version of an installed package, None where it is not installed."""
+    """The version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +56,7 @@ def version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that is measured, None outside a clone."""
+    """The measured commit, or None outside a clone."""
     try:
         asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     except OSError:

@@ -1,23 +1,27 @@
-"""Students, teachers and text of the GPU benchmarks: known shapes on random weights, made on the device.
+"""Students, teachers and text of the benchmarks: known shapes on random weights, made on the device.
 
-The shapes are those of Llama 3.2 1B and 3B and Llama 3.1 8B. Weights are drawn on the device (a product's students are
+The shapes are those of Llama 3.2 1B and 3B and Llama 3.1 8B, and on a CPU those of the shipped models, and of a student
+of 48 million parameters and its teacher of 109 million. Weights are drawn on the device (a product's students are
 drawn on the CPU, the same on every machine; 8 billion of them would take minutes). Text is the standard library of the
 running interpreter in the tokens of the shipped teacher: real text, whose ids all lie below 2,048, so that a loss falls
 as it does in training, and no figure of time depends on which ids they are.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import TEACHER
 from kdtrain.config import DataConfig
 from kdtrain.data.packing import packed_rows
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_tokenizer
+from kdtrain.models.spec import read_spec
+from kdtrain.teaching.local import LocalTeacher
 
 VOCABULARY = 128_256
 _LLAMA: dict[str, Any] = {
@@ -36,10 +40,22 @@ _3B = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, 
 _8B = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
 _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TINY |= {"num_key_value_heads": 2, "vocab_size": 2048, "head_dim": 16}
+_SMALL = _LLAMA | {"max_position_embeddings": 1024, "rope_theta": 10_000.0, "tie_word_embeddings": True}
+_DEMO = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
+_DEMO_TEACHER = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 4}
+_50M = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 10, "num_attention_heads": 8}
+_100M_TEACHER = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 13, "num_attention_heads": 12}
+_100M_TEACHER |= {"num_key_value_heads": 12, "head_dim": 64, "vocab_size": 2048, "tie_word_embeddings": False}
+_50M_TEACHER = {"hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 6, "num_attention_heads": 8}
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": _LLAMA | _1B | {"head_dim": 64, "tie_word_embeddings": True},
     "3b": _LLAMA | _3B | {"head_dim": 128, "tie_word_embeddings": True},
     "8b": _LLAMA | _8B | {"head_dim": 128, "tie_word_embeddings": False},
+    "demo": _SMALL | _DEMO | {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 2048},
+    "demo-teacher": _SMALL | _DEMO_TEACHER | {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2048},
+    "50m": _SMALL | _50M | {"head_dim": 64, "vocab_size": 32_000},
+    "50m-teacher": _SMALL | _50M_TEACHER | {"head_dim": 128, "vocab_size": 32_000},
+    "100m-teacher": _SMALL | _100M_TEACHER,
     "tiny": _LLAMA | _TINY | {"tie_word_embeddings": True},
     "tiny-teacher": _LLAMA | _TINY | {"tie_word_embeddings": False},
 }
@@ -94,16 +110,32 @@ def step_flops(shape: str, seq_len: int) -> float:
 
 @functools.cache
 def text(sequences: int, seq_len: int) -> list[Any]:
-    """Packed rows of the standard library; they begin anew where there are not enough."""
-    tokenizer = load_tokenizer(ROOT / "teachers" / "stdlib-5m")
-    data = DataConfig(data="stdlib", seq_len=seq_len, num_workers=2)
-    found = list(packed_rows(data, "train", tokenizer, sequences))
+    """Packed rows of the standard library, repeated if there are not enough."""
+    found = packed(TEACHER, "train", sequences, seq_len)
     return [found[number % len(found)] for number in range(sequences)]
 
 
 def token_tensor(found: list[Any]) -> torch.Tensor:
     """The tokens [n, T + 1] of rows, int64."""
     return torch.from_numpy(np.stack([row.tokens for row in found]).astype(np.int64))
+
+
+def open_teacher(name: str = TEACHER) -> SplitModel:
+    """A teacher in fp32 on the CPU; by default the one that ships."""
+    teacher = LocalTeacher(read_spec(name), torch.device("cpu"), "fp32")
+    teacher.load()
+    return teacher.model
+
+
+def teacher_logits(name: str) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """A teacher as a function: tokens [B, T] to logits [B, T, V], in fp32 on the CPU."""
+    return LocalTeacher.of(open_teacher(name)).logits
+
+
+def packed(name: str, split: str, sequences: int, seq_len: int) -> list[Any]:
+    """Rows of the standard library in the tokens of a teacher."""
+    data = DataConfig(data="stdlib", seq_len=seq_len, num_workers=2)
+    return list(packed_rows(data, split, load_tokenizer(read_spec(name)), sequences))
 
 
 class CheapTeacher:

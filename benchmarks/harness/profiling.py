@@ -1,4 +1,4 @@
-"""Where the time of a few steps goes on the device: kernels by name, the gaps between them, and copies.
+"""The time of a few steps on the device: kernels by name, the gaps between them, and copies.
 
 The trace of `torch.profiler` is read back as it is written for a browser, because that form is the same in every
 release. Kernels of several streams may overlap: busy is the time in which any of them ran, a gap what is left of the
@@ -22,7 +22,7 @@ Span = tuple[float, float]
 
 
 def profiled(step: Callable[[], Any], steps: int, device: torch.device, most: int = 25) -> dict[str, Any]:
-    """The table of `steps` steps; on a CPU its operators stand for kernels, and nothing is said of gaps."""
+    """The table of `steps` steps; on a CPU it has operators in place of kernels."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     step()
@@ -54,7 +54,7 @@ def table(events: list[dict[str, Any]], kinds: tuple[str, ...], steps: int, most
     if not spans:
         return {"kernels": [], "why": "the profiler saw nothing on the device"}
     span = max(end for _, end in spans) - min(start for start, _ in spans)
-    own = busy(spans)
+    own = span - sum(gaps(spans))
     total = sum(sum(lengths) for lengths in by_name.values())
     order = sorted(by_name.items(), key=lambda each: -sum(each[1]))
     return {
@@ -65,22 +65,11 @@ def table(events: list[dict[str, Any]], kinds: tuple[str, ...], steps: int, most
         "longest_gaps_ms": [round(each / 1e3, 3) for each in gaps(spans)[:5]],
         "copies_ms": {name: sum(lengths) / steps / 1e3 for name, lengths in copies.items()},
         "launches": sum(map(len, by_name.values())) / steps,
-        "kernels": [_kernel(name, times, steps, total) for name, times in order[:most]],
+        "kernels": [
+            {"name": name[:160], "calls": len(t) / steps, "ms": sum(t) / steps / 1e3, "share": sum(t) / total}
+            for name, t in order[:most]
+        ],
     }
-
-
-def _kernel(name: str, times: list[float], steps: int, total: float) -> dict[str, Any]:
-    own = sum(times)
-    return {"name": name[:160], "calls": len(times) / steps, "ms": own / steps / 1e3, "share": own / total}
-
-
-def busy(spans: list[Span]) -> float:
-    """The length of the union of spans."""
-    whole, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        whole += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return whole
 
 
 def gaps(spans: list[Span]) -> list[float]:

@@ -1,17 +1,17 @@
 """What every section of `benchmarks.performance` shares: its options, its record and its goals.
 
-A record holds figures by name and is written after each. Two rules make it useful where a machine is lent for minutes
-and starts bare each time:
+A record holds figures by name and is written after each. An interrupted call resumes, also on a machine that is lent
+for minutes and starts bare each time:
 
-- After the budget of a call no measurement begins. What was not measured stands in `left`, and the call ends as usual.
-- A call that is handed earlier records (`--from`) takes their figures over, where the device, torch and the settings
-  are the same, and measures the rest. The commit may differ, and stands beside each figure. Figures that failed, or
-  that lacked a library, are measured again.
+- After the budget of a call no measurement begins. What was not measured is listed in `left`; the call exits as usual.
+- A call reuses the figures of the record in `--out`, or of those in `--from DIR`, where device, torch and settings are
+  the same, and measures the rest. The commit may differ, and is noted for each figure. Figures that failed, or that
+  lacked a library, are measured again; `--again` measures all of them.
 
-What fails is written down with its reason, and the section continues. Whether a goal is met follows from the figures
-alone (`Goal.verdict`), and only those of a GPU at full size count.
+A failure is recorded with its reason, and the section continues. Whether a goal is met follows from the figures alone
+(`Goal.verdict`); tiny shapes do not count.
 
-What this gives up: one card and one process; nothing here measures how several cards talk.
+What this gives up: one device and one process; the exchange between several cards is not measured.
 """
 
 import json
@@ -35,7 +35,7 @@ BUDGET = 420.0
 
 @dataclass(frozen=True)
 class Options:
-    """How a section is run."""
+    """Options of a section."""
 
     device: torch.device
     out: Path
@@ -53,18 +53,25 @@ class Options:
     """A folder of records whose figures are not measured again."""
     commit: str | None = None
     """Of the code, where the machine has no clone to ask."""
+    only: tuple[str, ...] = ()
+    """Measure only the figures whose names begin with one of these; all when empty."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """True where the claims about a CPU are measured."""
+        return self.device.type == "cpu" and not self.tiny
 
     @property
     def scratch(self) -> Path:
-        """Where caches and checkpoints are made: beside tiny records, and out of the way of others."""
-        folder = self.out if self.tiny else ROOT / "runs" / "gpu"
+        """Where caches and checkpoints are made: beside tiny records, else in `runs`."""
+        folder = self.out if self.tiny else ROOT / "runs" / ("cpu" if self.on_cpu else "gpu")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure is to be."""
+    """A bound for a figure."""
 
     what: str
     figure: str
@@ -85,6 +92,7 @@ class Record:
 
     def __init__(self, name: str, options: Options, settings: Mapping[str, Any], goals: tuple[Goal, ...] = ()) -> None:
         self.path, self.goals, self.options = options.out / f"{name}.json", goals, options
+        self.figures: dict[str, dict[str, Any]] = {}
         self.data: dict[str, Any] = {
             "section": name,
             "tiny": options.tiny,
@@ -95,20 +103,20 @@ class Record:
             "finished": False,
             "left": [],
             "commits": {},
-            "figures": {},
+            "figures": self.figures,
         }
         self.commit = options.commit or commit()
         self._take_over()
-        self.write()
+        write(self.path, self.data)
 
     def _take_over(self) -> None:
-        """Take the figures of the record that was handed in, if it is of the same device, torch and settings."""
+        """Reuse the figures of an earlier record of the same device, torch and settings."""
         path = None if self.options.earlier is None else self.options.earlier / self.path.name
         if path is None or not path.exists():
             return
         earlier = json.loads(path.read_text())
         if _key(earlier) != _key(self.data):
-            self._print(f"{path} is of another device, torch or settings: nothing of it is taken over")
+            self._print(f"{path} is of another device, torch or settings: its figures are not used")
             return
         for name, figure in earlier["figures"].items():
             if not figure.keys() & {"failed", "missing"}:
@@ -117,20 +125,15 @@ class Record:
         own = self.data["machine"]["libraries"]
         own |= {name: known for name, known in earlier["machine"]["libraries"].items() if own.get(name) is None}
 
-    @property
-    def figures(self) -> dict[str, dict[str, Any]]:
-        """What was measured, by name: numbers by name, or why there are none."""
-        found: dict[str, dict[str, Any]] = self.data["figures"]
-        return found
-
     def measure(self, name: str, run: Callable[[], dict[str, Any]], needs: float = 0.0) -> None:
-        """Have a figure: taken over, or what `run` gives, or why it gives none; or leave it where no time is left.
+        """Record a figure: reuse an earlier one, measure it, or note why it is missing.
 
-        needs: seconds that must be left of the budget, for what takes minutes.
+        Skip it when the budget is used up or `only` does not name it. needs: seconds of the budget that must be left.
         """
         if name in self.figures:
             return
-        if monotonic() - self.options.started + needs >= self.options.budget:
+        only = self.options.only
+        if (only and not name.startswith(only)) or monotonic() - self.options.started + needs >= self.options.budget:
             self.data["left"].append(name)
             return
         found = attempt(run)
@@ -140,22 +143,18 @@ class Record:
     def put(self, name: str, value: dict[str, Any]) -> None:
         """Keep a figure and write the record."""
         self.figures[name], self.data["commits"][name] = value, self.commit
-        self.write()
+        write(self.path, self.data)
         self._print(f"{name}: {json.dumps(value)[:600]}")
 
-    def write(self) -> None:
-        """Write what there is."""
-        write(self.path, self.data)
-
     def finish(self) -> int:
-        """Write the last time, and print goals and what is left; 1 where something failed, else 0."""
+        """Write the record, and print goals and what is left; 1 where something failed, else 0."""
         self.data["finished"] = not self.data["left"]
-        self.write()
-        for goal in self.goals if counts(self.data) else ():
+        write(self.path, self.data)
+        for goal in () if self.options.tiny else self.goals:
             value = find(self.figures, goal.figure)
             self._print(f"{goal.what}: {value} ({goal.verdict(value)})")
         if self.data["left"]:
-            self._print(f"left, for a call with --from: {', '.join(self.data['left'])}")
+            self._print(f"left, for the next call: {', '.join(self.data['left'])}")
         return int(any("failed" in figure for figure in self.figures.values()))
 
     def _print(self, text: str) -> None:
@@ -163,18 +162,18 @@ class Record:
 
 
 def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two records have in common if a figure of one is a figure of the other."""
+    """What decides whether figures of two records may be mixed."""
     of = record["machine"]
     return record["section"], record["tiny"], record["settings"], of["device"], of["libraries"]["torch"]
 
 
 def counts(record: Mapping[str, Any]) -> bool:
-    """Whether a record says something about a GPU: one of tiny shapes or of a CPU says that the section works."""
+    """Whether a record is a result of a GPU; tiny shapes and CPUs only show that the section works."""
     return not record["tiny"] and "cuda" in record["machine"]
 
 
 def find(figures: Mapping[str, Any], place: str) -> float | None:
-    """The number at a place among the figures, None where there is none."""
+    """The number at a dotted place among the figures, or None."""
     value: Any = figures
     for name in place.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -182,7 +181,7 @@ def find(figures: Mapping[str, Any], place: str) -> float | None:
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `run` gives, or why it gives nothing: no memory, no library, or a failure, in words."""
+    """The result of `run`, or why there is none: out of memory, a missing library, or a failure."""
     try:
         return run()
     except torch.OutOfMemoryError as error:

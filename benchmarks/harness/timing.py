@@ -1,8 +1,8 @@
 """The clock, sides in turn, and peak memory.
 
-Sides that are compared run in turn in one process; what counts is the median over the rounds of the ratio within a
-round, because the clock of a card drifts as it warms up. A time is taken from an idle device to an idle device. Memory
-is the allocator's own peak; a CPU has none, and only the process's high-water mark is given there, labelled as that.
+Compared sides alternate in one process. The result is the median over rounds of the ratio within a round, because the
+clock of a card drifts as it warms up. Timings start and end with an idle device. Memory is the allocator's peak; on a
+CPU only the process's high-water mark is given, under that name.
 """
 
 import gc
@@ -21,7 +21,7 @@ CALLS = 3
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -82,7 +82,7 @@ def peak_of(run: Callable[[], Any], device: torch.device) -> dict[str, float | N
 
 
 def free() -> None:
-    """Give back what nobody holds any more."""
+    """Free unused memory of the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
-"""Switching between fp8 and bf16 while training: what it costs, whether anything is compiled again, and the loss.
+"""Switching between fp8 and bf16 while training: its cost, recompilations, and the loss.
 
 Three runs of the same student on the same text from the same weights: fp8 throughout, bf16 throughout, and one whose
-controller is shown a loss that is too high in every second stretch, so that it falls back and comes back by its own
-rule (`loss`), carried out by the product's own `warm_up` and `decide`. The checkpoint that comes with each switch is
-not written (section `checkpoint` measures that); snapshots in memory are, one a window, and timed by themselves.
+controller gets a loss that is too high in every second stretch, so that it falls back and returns by its own rule
+(`loss`), carried out by kdtrain's own `warm_up` and `decide`. The checkpoint of each switch is not written (section
+`checkpoint` measures that); snapshots in memory are, one a window, and timed separately.
 
 The student's layers are compiled one by one. Graphs are counted where they are made, by the compiler's own counters:
 after the warm-up none may be added. The cost of a switch is the median time of the first step behind one, less that of
@@ -12,9 +12,9 @@ the steps that follow in the same mode.
 
 import functools
 import statistics
-import sys
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,6 @@ import torch
 from benchmarks.harness import models
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.sections import script
 from benchmarks.harness.timing import synchronize, without_graphs
 from kdtrain.precision.backends import Choice, choose, make_recipe
 from kdtrain.precision.controller import Adaptive, Policy, PrecisionController
@@ -35,7 +34,7 @@ HIGH, LOW, THRESHOLD = 9.0, 1.0, 5.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Sizes of the measurement."""
 
     student: str = "1b"
     length: int = 2048
@@ -72,25 +71,6 @@ def run(options: Options) -> int:
     return record.finish()
 
 
-class _NoSaver:
-    """What saves nothing."""
-
-    def save(self, *_: Any, **__: Any) -> float:
-        """Nothing is saved, and nobody waits."""
-        return 0.0
-
-    def published(self) -> list[Any]:
-        """Nothing is ever published."""
-        return []
-
-    def warnings(self) -> list[str]:
-        """Nothing is ever wrong."""
-        return []
-
-    def wait(self) -> None:
-        """Nothing is in flight."""
-
-
 class _Training:
     """A student whose layers switch, its text, and a run that begins anew for each kind."""
 
@@ -111,7 +91,8 @@ class _Training:
         )
         tokens = models.token_tensor(models.text(sizes.batch * min(sizes.steps, 256), sizes.length))
         run = self.bench.trainer
-        run.stepper.source, run.checkpoints.saver = Tokens(tokens, device), cast(Any, _NoSaver())
+        nothing = SimpleNamespace(save=lambda *_, **__: 0.0, published=list, warnings=list, wait=lambda: None)
+        run.stepper.source, run.checkpoints.saver = Tokens(tokens, device), cast(Any, nothing)
         run.store.folder.mkdir(parents=True, exist_ok=True)
         self.initial = {name: weight.detach().to("cpu", copy=True) for name, weight in student.named_parameters()}
 
@@ -200,7 +181,3 @@ def switch_ms(times: list[float], modes: list[str]) -> float | None:
 
 def _summary(losses: list[float], sizes: Sizes) -> dict[str, Any]:
     return {"last_loss": statistics.mean(losses[-max(sizes.steps // 10, 1) :]), "losses": losses}
-
-
-if __name__ == "__main__":
-    sys.exit(script("adaptive"))

@@ -1,38 +1,30 @@
-"""What a cache costs and what it keeps: bytes a token, fidelity, speed of building, of encoding and of reading.
+"""The cost and the fidelity of a cache: bytes a token, fidelity, speed of building, of encoding and of reading.
 
 Building: the bare forwards over some sequences and the whole of `CacheWriter.build`, files and digests included, which
 is `cache-teacher` without what it does once, in turn; medians. A step: a compiled student fed by the reader in random
 order, and fed one batch over and over, in turn.
 
-On a GPU (`run`), teachers of 1 B and 8 B, the encoding on the device: bare is the transformers model in bf16, logits
-included, and beside it stands the teacher as `cache-teacher` asks it, logits in fp32. Bytes a token are those of a
-distribution as peaked as a trained model's over random entries at V = 128,256: the ids of real text cost less. Reading
-is one thread in random order from warm files, batches on the device.
+On a GPU, teachers of 1 B and 8 B, the encoding on the device: bare is the transformers model in bf16, logits included,
+and `asked` is the teacher as `cache-teacher` asks it, logits in fp32. Bytes a token are those of a distribution as
+peaked as a trained model's over random entries at V = 128,256: the ids of real text cost less. Reading is one thread in
+random order from warm files, batches on the device.
 
-On a CPU,
+On a CPU:
 
-    python -m benchmarks.performance.cache [--device cpu] [SECTION ...] [--again] [--quick] [--result FILE]
-
-measures the sections named, or all, and writes each into benchmarks/results/cache.json as soon as it is done; one that
-stands there already is passed over, so that a stopped run resumes:
-
-    bytes        a cache for each codec over each teacher: bytes a token by data set, temperature range, fidelity (all
-                 from the manifest). Teachers: the shipped one (V = 2,048), synthetic ones of V = 32,000 and 151,936
-                 that are like it (cache_material.py; what they have in common is in `teachers`)
-    build        building over the bare forward, for the shipped teacher
-    build-100m   the same for a random teacher of 100 million parameters
-    read         on one thread, best of several passes over warm files, in order and at random, from one shard and from
-                 many, against the same targets read as one uncompressed array
-    step         a step of a student of a million parameters with the reader and without
+    V = ..., ...  a cache for each codec over each teacher: bytes a token by data set, temperature range, fidelity (all
+                  from the manifest). Teachers: the shipped one (V = 2,048), synthetic ones of V = 32,000 and 151,936
+                  that are like it (cache_material.py; what they have in common is in `teacher ...`)
+    build         building over the bare forward, for the shipped teacher
+    build-100m    the same for a random teacher of 109 million parameters
+    read          on one thread, best of several passes over warm files, in order and at random, from one shard and from
+                  many, against the same targets read as one uncompressed array
+    step          a step of a student of a million parameters with the reader and without
 
 A few hundred sequences make a cache, so that what a shard costs once is spread as in a real one; large vocabularies
-and `dense` have fewer (`COUNTS`), and pay more for it. The timed sections want a machine of their own.
+and `dense` have fewer (`COUNTS`), and pay more for it. Run the timed figures on an idle machine.
 """
 
-import argparse
-import json
-import os
-import sys
+import functools
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -41,12 +33,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from kdtrain.commands.common import teacher_logits
 
-from benchmarks.harness import RESULTS, STUDENT, models, write
+from benchmarks.harness import models
 from benchmarks.harness.bench import Bench, Held, cached, make_cache
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.sections import script
 from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, timed, without_graphs
 from benchmarks.performance import cache_material
 from benchmarks.performance.cache_material import Material
@@ -54,9 +45,6 @@ from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.manifest import CacheSettings, read_manifest
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.writer import CacheWriter, write_cache
-from kdtrain.models.head import split
-from kdtrain.models.loading import load_student
-from kdtrain.models.spec import read_spec
 from kdtrain.precision.modes import autocast
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.sources.source import Source
@@ -102,7 +90,7 @@ def step_cost(bench: Bench, source: Source, rounds: int, steps: int, device: tor
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a GPU."""
+    """Sizes of the measurement on a GPU."""
 
     teachers: tuple[str, ...] = ("1b", "8b")
     student: str = "1b"
@@ -123,6 +111,8 @@ GOALS: tuple[Goal, ...] = ()
 
 def run(options: Options) -> int:
     """Measure, and write cache.json."""
+    if options.on_cpu:
+        return _on_cpu(options)
     sizes = TINY if options.tiny else Sizes()
     record = Record("cache", options, vars(sizes) | {"calls": CALLS, "compile": options.compile})
     for name in sizes.teachers:
@@ -217,7 +207,6 @@ def _step(options: Options, sizes: Sizes) -> dict[str, Any]:
     return {"kept": kept, "seconds": times, "cost": over(times, "read", "held") - 1}
 
 
-RESULT = RESULTS / "cache.json"
 CODECS: dict[str, dict[str, Any]] = {
     "top-k 12": {"kind": "sparse", "top_k": 12},
     "top-k 50": {"kind": "sparse", "top_k": 50},
@@ -225,106 +214,41 @@ CODECS: dict[str, dict[str, Any]] = {
     "top-k 8 + samples 24": {"kind": "sparse", "top_k": 8, "num_samples": 24},
     "dense": {"kind": "dense"},
 }
-SECTIONS = ("bytes", "build", "build-100m", "read", "step")
 COUNTS = {2_048: (512, 128, 16), 32_000: (128, 32, 4), 151_936: (64, 12, 2)}
 """Sequences to train on, by vocabulary: of the codec of the goal, of the other sparse ones, of `dense`."""
 SEQ_LEN = 512
 
 
-def on_cpu(words: list[str]) -> None:
-    """Measure on a CPU and write the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--again", action="store_true", help="measure what stands in the result already, too")
-    parser.add_argument("--quick", action="store_true", help="a few short sequences, small vocabularies")
-    parser.add_argument("--result", type=Path, help="where to write (with --quick: nowhere if left out)")
-    options = parser.parse_args(words)
-    if unknown := set(options.sections) - set(SECTIONS):
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    with tempfile.TemporaryDirectory() as scratch:
-        result = options.result or (Path(scratch) / "quick.json" if options.quick else RESULT)
-        found = OnCpu(result, options.again, options.quick)
-        for section in options.sections or SECTIONS:
-            found.run(section)
-        print(json.dumps(found.found, indent=1))
+def _on_cpu(options: Options) -> int:
+    record = Record("cache", options, {"seq_len": SEQ_LEN})
+    shipped = functools.lru_cache(1)(lambda number: cache_material.shipped(number, SEQ_LEN))
 
-
-class OnCpu:
-    """The sections of a CPU and what they found so far."""
-
-    def __init__(self, result: Path, again: bool, quick: bool) -> None:
-        self.path, self.again, self.quick = result, again, quick
-        self.found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
-        self.length = 64 if quick else SEQ_LEN
-        self.counts = {2_048: (8, 8, 4), 4_000: (4, 4, 2)} if quick else COUNTS
-        self._shipped: Material | None = None
-
-    def shipped(self, number: int) -> Material:
-        """The shipped teacher and so many sequences."""
-        if self._shipped is None or len(self._shipped.rows["train"]) != number:
-            self._shipped = cache_material.shipped(number, self.length)
-        return self._shipped
-
-    def run(self, section: str) -> None:
-        """Measure a section and keep what it found."""
-        if section == "bytes":
-            self._bytes()
-            return
-        if section in self.found and not self.again:
-            return
-        number = 8 if self.quick else 512
-        with tempfile.TemporaryDirectory() as scratch:
-            self._keep(section, self._timed(section, number, Path(scratch)))
-
-    def _timed(self, section: str, number: int, scratch: Path) -> dict[str, Any]:
-        rounds = 1 if self.quick else 5
-        if section == "build":
-            return _build(self.shipped(number // 4), 16, rounds)
-        if section == "build-100m":
-            large, size = _large_teacher(self.shipped(16))
-            return {"parameters": size, **_build(large, 4, rounds)}
-        if section == "read":
-            return _read(self.shipped(number), scratch)
-        material = self.shipped(max(16, number // 2))
-        write_cache(scratch / "c", _settings(material), material.rows, teacher=material.teacher)
-        return _small_step(scratch / "c", rounds, 4 if self.quick else 20)
-
-    def _bytes(self) -> None:
-        for vocab_size, counts in self.counts.items():
-            for name, codec in CODECS.items():
-                key = f"V = {vocab_size}"
-                known = self.found.get("caches", {}).get(key, {})
-                if name in known and not self.again:
-                    continue
-                number = counts[list(CODECS).index(name) and (2 if codec["kind"] == "dense" else 1)]
-                material = self._material(vocab_size, number)
-                print(f"{material.name}: {name}", file=sys.stderr)
-                kept = _kept(material, codec)
-                self._keep("caches", {**self.found.get("caches", {}), key: {**known, name: kept}})
-
-    def _material(self, vocab_size: int, number: int) -> Material:
-        shipped = self.shipped(number)
-        teachers = self.found.get("teachers", {})
-        if shipped.name not in teachers:
-            teachers = {**teachers, shipped.name: shipped.facts}
-        if vocab_size == shipped.vocab_size:
-            made = shipped
-        else:
-            known = teachers.get(f"synthetic-{vocab_size}")
-            made = cache_material.synthetic(vocab_size, number, shipped, known)
-            teachers = {**teachers, made.name: made.facts}
-        self._keep("teachers", teachers)
+    def material(vocab_size: int, number: int) -> Material:
+        model, name = shipped(number), f"teacher synthetic-{vocab_size}"
+        record.measure(f"teacher {model.name}", lambda: model.facts)
+        if vocab_size == model.vocab_size:
+            return model
+        made = cache_material.synthetic(vocab_size, number, model, record.figures.get(name))
+        record.measure(name, lambda: made.facts)
         return made
 
-    def _keep(self, name: str, value: Any) -> None:
-        self.found["conditions"] = {
-            "seq_len": self.length,
-            "torch": torch.__version__,
-            "cores": os.cpu_count(),
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-        }
-        self.found[name] = value
-        write(self.path, self.found)
+    def kept(vocab_size: int, codec: str, number: int) -> dict[str, Any]:
+        return _kept(material(vocab_size, number), CODECS[codec])
+
+    def build_large(text: Material) -> dict[str, Any]:
+        teacher = models.make_teacher("100m-teacher", CPU)
+        asked = replace(text, name="random-100m", teacher=teacher_logits(teacher, CPU, "fp32"))
+        return {"parameters": sum(each.numel() for each in teacher.parameters()), **_build(asked, 4)}
+
+    for vocab, counts in COUNTS.items():
+        for codec, number in zip(CODECS, (counts[0], *[counts[1]] * 3, counts[2]), strict=True):
+            record.measure(f"V = {vocab}, {codec}", functools.partial(kept, vocab, codec, number))
+    record.measure("build", lambda: _build(shipped(128), 16))
+    record.measure("build-100m", lambda: build_large(shipped(16)))
+    with tempfile.TemporaryDirectory() as scratch, without_graphs():
+        record.measure("step", lambda: _small_step(options, shipped(256), Path(scratch)))
+        record.measure("read", lambda: _read(shipped(512), Path(scratch)))  # leaves torch with one thread
+    return record.finish()
 
 
 def _settings(material: Material, codec: dict[str, Any] = CODECS["top-k 12"], per_shard: int = 512) -> CacheSettings:
@@ -350,16 +274,7 @@ def _kept(material: Material, codec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _large_teacher(material: Material) -> tuple[Material, int]:
-    """The same text with a random teacher of 100 million parameters, and how many it has."""
-    shape = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 13, "num_attention_heads": 12}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=material.vocab_size, **shape)).eval()
-    size = sum(weight.numel() for weight in model.parameters())
-    return replace(material, name="random-100m", teacher=LocalTeacher.of(split(model)).logits), size
-
-
-def _build(material: Material, batch_size: int, rounds: int) -> dict[str, Any]:
+def _build(material: Material, batch_size: int, rounds: int = 5) -> dict[str, Any]:
     """Tokens a second of the bare forward and of the builder."""
     rows, teacher = material.rows["train"], material.teacher
     forwards = {"bare": lambda tokens_BT: teacher(tokens_BT, None)}
@@ -407,33 +322,20 @@ def _best(read: Callable[[np.ndarray], Any], order: np.ndarray, length: int, pas
     return len(order) * length / min(timed(lambda: [read(part) for part in parts], CPU) for _ in range(passes))
 
 
-def _small_step(folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+def _small_step(options: Options, material: Material, folder: Path) -> dict[str, Any]:
     """Seconds a step of the demo's student, with the reader and with one batch held."""
-    source = cached(folder, CPU)
-    vocab, length = source.reader.manifest.vocab_size, source.reader.manifest.settings.seq_len
-    student = split(load_student(read_spec(STUDENT), vocab_size=vocab, seed=0, device="cpu"))
-    bench = Bench(
-        student,
-        Options(CPU, folder),
-        vocab_size=vocab,
-        seq_len=length,
-        batch=16,
-        mode="fp32",
-        lr=1e-4,
-        folder=folder.parent / "run",
-    )
+    write_cache(folder / "c", _settings(material), material.rows, teacher=material.teacher)
+    source, rounds, steps = cached(folder / "c", CPU), 5, 20
+    shape = {"vocab_size": material.vocab_size, "seq_len": material.seq_len, "batch": 16}
+    bench = Bench(models.make_student("demo", CPU), options, **shape, mode="fp32", lr=1e-4)
     times = medians(step_cost(bench, source, rounds, steps, CPU))
     order = np.random.RandomState(0).permutation(len(source))
     alone = 16 / _best(source.read, order[: 16 * (len(order) // 16)], 1)
     return {
-        "student": Path(STUDENT).stem,
+        "student": "demo",
         "threads": torch.get_num_threads(),
         "steps": rounds * steps,
         "seconds_a_step": {"with_reader": times["read"], "without": times["held"]},
         "cost": times["read"] / times["held"] - 1,
         "reading_a_batch_alone_over_step": alone / times["held"],
     }
-
-
-if __name__ == "__main__":
-    sys.exit(script("cache", on_cpu))

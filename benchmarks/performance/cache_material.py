@@ -5,25 +5,23 @@ sequence; ranks beyond that teacher's vocabulary fall on as 1 / rank. So the mas
 entropy, and how both vary are the shipped teacher's. Which entry has which rank depends on the context: the `MOVED`
 most frequent entries are ranked by log(id + 1) plus noise of the token just read plus noise of the position, all others
 by id. The two noises are set, by bisection, such that two figures of the shipped teacher's own text come out again:
-`token_repetition`, the share of tokens that stand in the sequence before, and `head_repetition`, the mean share of
+`token_repetition`, the share of tokens that occur earlier in the sequence, and `head_repetition`, the mean share of
 the 12 entries that two positions after the same token have in common. Tokens are drawn from the teacher's distribution
 at each position. Everything is a pure function of seeds. What this gives up: a real text of a large vocabulary repeats
 less, so that its ids cost more.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.harness import TEACHER
-from kdtrain.cache import fidelity
-from kdtrain.config import DataConfig
-from kdtrain.data.packing import PackedRow, packed_rows
-from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import read_spec
-from kdtrain.teaching.teacher import open_teacher
+from benchmarks.harness.models import packed, teacher_logits, token_tensor
+from kdtrain.cache.fidelity import Teacher
+from kdtrain.data.packing import PackedRow
 
 HEAD = 12
 MOVED = 4096
@@ -40,37 +38,27 @@ class Material:
     vocab_size: int
     seq_len: int
     rows: dict[str, list[Any]]
-    teacher: fidelity.Teacher
+    teacher: Teacher
     facts: Facts
     """top_12_mass, entropy (nats), token_repetition, head_repetition, on 4,096 tokens."""
 
 
 def shipped(number: int, length: int) -> Material:
     """The teacher of the repository over the standard library, `number` sequences to train on."""
-    spec, cpu = read_spec(TEACHER), torch.device("cpu")
-    tokenizer, teacher = load_tokenizer(spec), open_teacher(spec, cpu, "fp32")
-    teacher.load()
-    data = DataConfig(data="stdlib", seq_len=length)
-    parts = {split: list(packed_rows(data, split, tokenizer, n)) for split, n in wanted(number).items()}
-    sample = np.stack([row.tokens for row in parts["train"][: max(1, _SAMPLE // length)]]).astype(np.int64)
-    logprobs_NV = torch.cat(
-        [teacher.logits(torch.from_numpy(row[None, :-1]), None)[0].log_softmax(-1) for row in sample]
-    )
-    facts = _facts(sample, logprobs_NV)
-    return Material(spec.name, logprobs_NV.shape[1], length, parts, teacher.logits, facts)
+    parts = {split: packed(TEACHER, split, n, length) for split, n in wanted(number).items()}
+    teacher = teacher_logits(TEACHER)
+    sample = token_tensor(parts["train"][: max(1, _SAMPLE // length)]).numpy()
+    logprobs_NV = torch.cat([teacher(torch.from_numpy(row[None, :-1]), None)[0].log_softmax(-1) for row in sample])
+    top = logprobs_NV.topk(HEAD, -1)
+    entropy = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+    facts = {"top_12_mass": float(top.values.exp().sum(-1).mean()), "entropy": float(entropy.mean())}
+    facts |= _repetition(sample, top.indices.numpy().reshape(len(sample), -1, HEAD))
+    return Material(Path(TEACHER).stem, logprobs_NV.shape[1], length, parts, teacher, facts)
 
 
 def wanted(number: int) -> dict[str, int]:
     """Sequences by split."""
     return {"train": number, "validation": max(2, number // 16)}
-
-
-def _facts(tokens_nT1: np.ndarray, logprobs_NV: torch.Tensor) -> Facts:
-    top = logprobs_NV.topk(HEAD, -1)
-    entropy = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-    heads_nTK = top.indices.numpy().reshape(len(tokens_nT1), -1, HEAD)
-    facts = {"top_12_mass": float(top.values.exp().sum(-1).mean()), "entropy": float(entropy.mean())}
-    return {**facts, **_repetition(tokens_nT1, heads_nTK)}
 
 
 def _repetition(tokens_nT1: np.ndarray, heads_nTK: np.ndarray) -> Facts:
@@ -165,7 +153,9 @@ def synthetic(vocab_size: int, number: int, model: Material, known: Facts | None
     parts: dict[str, list[PackedRow]] = {}
     numbers: dict[bytes, int] = {}
     for split, count in wanted(number).items():
-        parts[split] = [_row(made.sequence(n, made.shape(n))[0]) for n in range(start, start + count)]
+        texts = [made.sequence(n, made.shape(n))[0] for n in range(start, start + count)]
+        mask, segments = np.ones(made.length, bool), np.zeros(made.length, np.int32)
+        parts[split] = [PackedRow(tokens, mask, segments) for tokens in texts]
         numbers |= {row.tokens[:-1].tobytes(): start + i for i, row in enumerate(parts[split])}
         start += count
 
@@ -174,7 +164,3 @@ def synthetic(vocab_size: int, number: int, model: Material, known: Facts | None
         return torch.stack([made.logits(row, numbers[row.tobytes()]) for row in rows_BT])
 
     return Material(f"synthetic-{vocab_size}", vocab_size, made.length, parts, teacher, made.facts)
-
-
-def _row(tokens: np.ndarray) -> PackedRow:
-    return PackedRow(tokens, np.ones(len(tokens) - 1, bool), np.zeros(len(tokens) - 1, np.int32))

@@ -1,4 +1,4 @@
-"""What this card can do at most: the rate of bf16 (and fp8) matrix products, and the bandwidth of its memory.
+"""The limits of this card: the rate of bf16 (and fp8) matrix products, and the bandwidth of its memory.
 
 Products are square ones of cuBLAS on random numbers, which switch more transistors than zeros and run slower; the
 best of several sizes counts, each the median of its repetitions over a stretch long enough to be warm. Bandwidth is
@@ -6,14 +6,12 @@ that of copying a tensor much larger than the caches, read and write counted. Co
 """
 
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.sections import script
 from benchmarks.harness.timing import in_turn, medians, timed
 
 SIZES, TINY_SIZES = (4096, 8192, 16_384), (128, 256)
@@ -35,10 +33,16 @@ def run(options: Options) -> int:
             found[str(size)] = 2 * size**3 / seconds / 1e12
         return {"tflops": max(found.values()), "by_size": found}
 
+    def bandwidth() -> dict[str, float]:
+        source = torch.zeros(2**20 if options.tiny else 2**31, dtype=torch.uint8, device=device)
+        into = torch.empty_like(source)
+        copied = _stretched(lambda: into.copy_(source), stretch, rounds, device)
+        return {"gb_per_second": 2 * source.nbytes / copied / 1e9}
+
     record.measure("products in bf16", lambda: products(torch.bfloat16))
     record.measure("products in fp32", lambda: products(torch.float32))
     record.measure("products in fp8", lambda: products(torch.float8_e4m3fn))
-    record.measure("memory", lambda: {"gb_per_second": _bandwidth(options, stretch, rounds)})
+    record.measure("memory", bandwidth)
     record.measure("from pinned memory", lambda: {"gb_per_second": _from_host(options, rounds, pinned=True)})
     record.measure("from pageable memory", lambda: {"gb_per_second": _from_host(options, rounds, pinned=False)})
     return record.finish()
@@ -59,18 +63,11 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def _stretched(work: Callable[[], Any], stretch: float, rounds: int, device: torch.device) -> float:
-    """Seconds of one piece of work, in rounds of so many that each lasts `stretch` seconds."""
+    """Seconds of one call, in rounds of enough calls to last `stretch` seconds."""
     for _ in range(3):
         work()
     calls = max(1, round(stretch / max(timed(work, device), 1e-6)))
     return statistics.median(timed(work, device, calls) for _ in range(rounds))
-
-
-def _bandwidth(options: Options, stretch: float, rounds: int) -> float:
-    numbers = 2**20 if options.tiny else 2**31
-    source = torch.zeros(numbers, dtype=torch.uint8, device=options.device)
-    into = torch.empty_like(source)
-    return 2 * numbers / _stretched(lambda: into.copy_(source), stretch, rounds, options.device) / 1e9
 
 
 def _from_host(options: Options, rounds: int, pinned: bool) -> float:
@@ -79,7 +76,3 @@ def _from_host(options: Options, rounds: int, pinned: bool) -> float:
     into = torch.empty(numbers, dtype=torch.uint8, device=options.device)
     copy = {"copy": lambda: into.copy_(source, non_blocking=pinned)}
     return numbers / medians(in_turn(copy, rounds, options.device))["copy"] / 1e9
-
-
-if __name__ == "__main__":
-    sys.exit(script("ceilings"))

@@ -1,28 +1,19 @@
-"""How long training stands still for a checkpoint, in the background and in place.
+"""How long training pauses for a checkpoint, in the background and in place.
 
 `stall` is the time for which `Saver.save` holds its caller, `total` until the checkpoint is published and proven;
 medians of all saves but the first, whose stall holds the making of the buffers and is given by itself. `taken` is what
 a save costs in all, the stall included: work that lasts a little longer than the save, with and without one in flight,
 so that what the background takes from the processor, the memory and the interpreter counts as well.
 
-On a GPU (`run`) the state is that of a 1 B student after real steps, and the work is such steps; the share is of 250 of
-them, the default interval. On a CPU,
-
-    python -m benchmarks.performance.checkpoint [--device cpu] [--only saves|training] [--quick]
-
-writes benchmarks/results/checkpoint.json, or the part of it that was measured (not with --quick). Saves: the state of
-the demo's student with its optimizer, and 1 GiB of tensors; the work is matrix products on all threads. Training: the
-real command at the demo's settings, a checkpoint every 250 steps; the share is the time stood still, as the run's
-events tell it, over the time of all steps.
+On a GPU the state is that of a 1 B student after real steps, and the work is such steps; the share is of 250 of them,
+the default interval. On a CPU, saves of the demo student's state and of 1 GiB of tensors, with matrix products on all
+threads as the work; and `training`, the real command at the demo's settings with a checkpoint every 250 steps, whose
+share is the time that its events say training paused, over the time of all steps.
 """
 
-import argparse
 import functools
-import json
 import math
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -32,28 +23,21 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import RESULTS, STUDENT, TEACHER, models, write
+from benchmarks.harness import STUDENT, TEACHER, models
 from benchmarks.harness.bench import Bench, Tokens
-from benchmarks.harness.command import kdtrain
+from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.sections import script
+from benchmarks.harness.study import Study
 from benchmarks.harness.timing import synchronize, timed, without_graphs
 from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
-from kdtrain.models.loading import load_student
-from kdtrain.models.spec import read_spec
-from kdtrain.monitor.record import RunRecord
 
-RESULT = RESULTS / "checkpoint.json"
-GOAL = 0.5
-"""Per cent of the training time that checkpoints every 250 steps may cost."""
 KINDS = {"background": True, "in_place": False}
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a GPU."""
+    """Sizes of the measurement on a GPU."""
 
     student: str = "1b"
     length: int = 2048
@@ -65,11 +49,15 @@ class Sizes:
 
 
 TINY = Sizes("tiny", 32, 2, 3)
-GOALS = (Goal("per cent of the training time that background saves hold up", "background.share_percent", most=GOAL),)
+GOALS = (Goal("per cent of the training time that background saves hold up", "background.share_percent", most=0.5),)
+SAVES, STEPS = 6, 500
+"""On a CPU: saves of each kind, steps of each training."""
 
 
 def run(options: Options) -> int:
     """Measure, and write checkpoint.json."""
+    if options.on_cpu:
+        return _on_cpu(options)
     sizes = TINY if options.tiny else Sizes()
     record = Record("checkpoint", options, vars(sizes) | {"compile": options.compile}, GOALS)
     made = functools.cache(lambda: _training(options, sizes))
@@ -152,45 +140,27 @@ def _taken(save: Callable[[], Any], saver: Saver, work: Callable[[], Any], piece
     return during - (before + timed(all_work, device)) / 2
 
 
-def on_cpu(words: list[str]) -> int:
-    """Measure all of it on a CPU; 1 where the goal is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--saves", type=int, default=6, help="saves of each kind")
-    parser.add_argument("--steps", type=int, default=500, help="steps of each training")
-    parser.add_argument("--only", choices=("saves", "training"), help="measure one part and leave the other as it is")
-    parser.add_argument("--quick", action="store_true", help="small tensors, no training, and no result file")
-    options = parser.parse_args(words)
-    result = json.loads(RESULT.read_text()) if RESULT.exists() and not options.quick else {}
-    result |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": platform.machine()}
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        if options.quick:
-            result["saves"] = {"small": _beside_products(scratch, {"a": torch.randn(1000, 1000)}, 2)}
-        if not options.quick and options.only != "saves":
-            result["training"] = training(scratch, options.steps)
-        if not options.quick and options.only != "training":
-            large = {f"t{number:03d}": torch.randn(1024, 1024) for number in range(256)}
-            result["saves"] = {
-                "demo": _beside_products(scratch, demo_state(), options.saves),
-                "1 GiB": _beside_products(scratch, large, options.saves),
-            }
-    print(json.dumps(result, indent=1))
-    if options.quick:
-        return 0
-    write(RESULT, result)
-    return int("training" in result and result["training"]["background"]["share_percent"] > GOAL)
+def _on_cpu(options: Options) -> int:
+    goals = [Goal(goal.what, f"training.{goal.figure}", most=goal.most) for goal in GOALS]
+    record = Record("checkpoint", options, {"saves": SAVES, "steps": STEPS}, tuple(goals))
+    with tempfile.TemporaryDirectory() as scratch:
+        record.measure("training", lambda: training(Path(scratch)))
+        record.measure("saves of demo", lambda: _beside_products(Path(scratch), demo_state()))
+        large = {f"t{number:03d}": torch.randn(1024, 1024) for number in range(256)}
+        record.measure("saves of 1 GiB", lambda: _beside_products(Path(scratch), large))
+    return record.finish()
 
 
 def demo_state() -> dict[str, torch.Tensor]:
     """The tensors of the demo's student as a checkpoint has them: weights, two moments and a counter each."""
     tensors = {}
-    for name, weight in load_student(read_spec(STUDENT), vocab_size=2048, seed=0, device="cpu").named_parameters():
+    for name, weight in models.make_student("demo", torch.device("cpu")).named_parameters():
         tensors |= {name: weight.detach(), f"{name}.exp_avg": torch.randn_like(weight)}
         tensors |= {f"{name}.exp_avg_sq": torch.rand_like(weight), f"{name}.step": torch.tensor(1.0)}
     return tensors
 
 
-def _beside_products(scratch: Path, tensors: dict[str, torch.Tensor], number: int) -> dict[str, Any]:
+def _beside_products(scratch: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Saves of both kinds, and what they take from matrix products."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     left, right = torch.ones(512, 512), torch.ones(512, 512)
@@ -199,29 +169,23 @@ def _beside_products(scratch: Path, tensors: dict[str, torch.Tensor], number: in
         for _ in range(20):
             torch.mm(left, right)
 
-    found: dict[str, Any] = {"MiB": round(size / 2**20, 1), "tensors": len(tensors), "saves": number}
+    found: dict[str, Any] = {"MiB": round(size / 2**20, 1), "tensors": len(tensors), "saves": SAVES}
     for kind, asynchronous in KINDS.items():
         saver = Saver(Store(scratch / f"saves-{size}-{kind}", keep_rolling=2), asynchronous)
-        found[kind] = saves(saver, tensors, {"step": 0}, products, number, number, CPU)
+        found[kind] = saves(saver, tensors, {"step": 0}, products, SAVES, SAVES, torch.device("cpu"))
     return found
 
 
-def training(scratch: Path, steps: int) -> dict[str, Any]:
-    """The share of the training time for which a run stands still, by the real command."""
-    cache = scratch / "cache"
+def training(scratch: Path) -> dict[str, Any]:
+    """The share of the training time for which a run pauses, by the real command."""
     data = ("--data", "stdlib", "--seq-len", "256", "--num-sequences", "512", "--top-k", "16")
-    kdtrain("cache-teacher", "--teacher", TEACHER, "--out", str(cache), *data)
-    result: dict[str, Any] = {"steps": steps}
-    for kind, flag in (("background", "--async-save"), ("in_place", "--no-async-save")):
-        out = scratch / kind
-        argv = ("--cache", str(cache), "--student", STUDENT, "--out", str(out), "--steps", str(steps))
-        done = kdtrain("distill", *argv, "--lr", "3e-3", "--batch-size", "16", "--eval-freq", str(steps), flag)
-        events = RunRecord.read(out).events
-        stalls = [event.details["stood_still"] for event in events if event.event == "checkpoint"]
-        share = 100 * sum(stalls) / done["seconds"]
-        result[kind] = {"seconds": done["seconds"], "stalls": stalls, "share_percent": share}
+    words = ("--student", STUDENT, "--steps", f"{STEPS}", "--lr", "3e-3", "--batch-size", "16")
+    result: dict[str, Any] = {"steps": STEPS}
+    with Kdtrain() as kdtrain:
+        study = Study(scratch, kdtrain, {"cache": ("--teacher", TEACHER, *data)}, (*words, "--eval-freq", f"{STEPS}"))
+        for kind, flag in (("background", "--async-save"), ("in_place", "--no-async-save")):
+            done, run = study.train(kind, flag)
+            stalls = [event.details["stood_still"] for event in run.events if event.event == "checkpoint"]
+            share = 100 * sum(stalls) / done["seconds"]
+            result[kind] = {"seconds": done["seconds"], "stalls": stalls, "share_percent": share}
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(script("checkpoint", on_cpu))

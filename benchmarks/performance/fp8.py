@@ -1,29 +1,26 @@
 """Steps of 1 B and 3 B students in fp8 against bf16, by every back end that is installed.
 
 One student for all kinds: its linear layers switch, bf16 is the switch's high position, and a kind is the product that
-the layers get. So each kind takes turns with bf16 on the same weights, optimizer and tokens, without a second copy of
+the layers get. So each kind alternates with bf16 on the same weights, optimizer and tokens, without a second copy of
 either, and is a figure of its own. The layers are compiled one by one. The loss is that of as many real steps for each
 kind, from the same weights on the same text. fp8 is in the three products of every linear layer of the backbone;
 activations are kept, and all else is computed, in bf16, and the output head is the chunked one of the product in every
 kind.
 
-A kind that the device or the machine cannot make says why. On a CPU fp8 is emulated, to see that the section works.
+A kind that the device or the machine cannot run is recorded with the reason. On a CPU fp8 is emulated, to see that the
+section works.
 """
 
 import functools
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
-
-import torch
 
 from benchmarks.harness import models
 from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.profiling import profiled
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.sections import script
 from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, without_graphs
 from kdtrain.precision.backends import Choice, choose, make_recipe
 from kdtrain.precision.linear import Backend, Switch, SwitchableLinear, convert
@@ -31,7 +28,7 @@ from kdtrain.precision.linear import Backend, Switch, SwitchableLinear, convert
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Sizes of the measurement."""
 
     students: tuple[str, ...] = ("1b", "3b")
     length: int = 8192
@@ -65,7 +62,10 @@ def run(options: Options) -> int:
 
 def _measure(record: Record, options: Options, sizes: Sizes, student: str) -> None:
     """All figures of one student, which is made once, if any is missing."""
-    chosen = {kind: _choice(options.device, *asked) for kind, asked in _kinds(options.device).items()}
+    chosen: dict[str, Choice | str] = {}
+    for kind, (backend, scaling) in (KINDS if options.device.type == "cuda" else EMULATED).items():
+        recipe = make_recipe("fp8", scaling, None, "max", False)
+        chosen[kind] = choose("fp8", backend, recipe, scaling, options.device)
     backends = {kind: each.backend for kind, each in chosen.items() if isinstance(each, Choice)}
     made = functools.cache(lambda: _Kinds(options, sizes, student, backends))
 
@@ -86,15 +86,6 @@ def _measure(record: Record, options: Options, sizes: Sizes, student: str) -> No
         record.measure(f"{student} {kind} profile", lambda kind=kind: students(kind).profile(kind))
 
 
-def _kinds(device: torch.device) -> dict[str, tuple[str, str]]:
-    return KINDS if device.type == "cuda" else EMULATED
-
-
-def _choice(device: torch.device, backend: str, scaling: str) -> Choice | str:
-    """A kind's back end, or why there is none."""
-    return choose("fp8", backend, make_recipe("fp8", scaling, None, "max", False), scaling, device)
-
-
 class _Kinds:
     """A student whose layers take the products of one kind after another."""
 
@@ -103,14 +94,19 @@ class _Kinds:
         self.switch = Switch()
         student = models.make_student(name, self.device)
         self.model = student.model
-        # on the host: a copy on the device would stand in every figure of memory
+        # on the host: a copy on the device would count in every figure of memory
         self.initial = {each: weight.detach().to("cpu", copy=True) for each, weight in student.named_parameters()}
         self.rows = models.text(sizes.batch * sizes.loss_steps, sizes.length)
         self.layers = ""
         if backends:
             first = next(iter(backends.values()))
             self.layers = str(convert(self.model, self.switch, first, head=self.model.get_output_embeddings()))
-        self.products = {kind: self._products(backend) for kind, backend in backends.items()}
+        found = [each for each in self.model.modules() if type(each) is SwitchableLinear]
+        self.switchable = cast(list[SwitchableLinear], found)
+        self.products = {
+            kind: [backend.product(each, each.in_features, each.out_features) for each in self.switchable]
+            for kind, backend in backends.items()
+        }
         self.bench = Bench(
             student,
             options,
@@ -125,16 +121,10 @@ class _Kinds:
         self.source = Tokens(models.token_tensor(self.rows), self.device)
         self.step = self.bench.steps(self.source)
 
-    def _products(self, backend: Backend) -> list[Any]:
-        return [backend.product(each, each.in_features, each.out_features) for each in self._switchable()]
-
-    def _switchable(self) -> list[SwitchableLinear]:
-        return [cast(SwitchableLinear, each) for each in self.model.modules() if type(each) is SwitchableLinear]
-
     def take(self, kind: str) -> None:
         """Give the layers the products of a kind; bf16 is the high position."""
         self.switch.position = "high" if kind == "bf16" else "quantized"
-        for layer, product in zip(self._switchable(), self.products.get(kind, ()), strict=False):
+        for layer, product in zip(self.switchable, self.products.get(kind, ()), strict=False):
             layer.product = product
 
     def measured(self, kind: str) -> dict[str, Any]:
@@ -183,7 +173,3 @@ def best(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {}
     kind = min(timed, key=lambda name: timed[name]["time"])
     return {"kind": kind, **{name: timed[kind][name] for name in ("time", "memory", "tokens_a_second", "tflops")}}
-
-
-if __name__ == "__main__":
-    sys.exit(script("fp8"))

@@ -1,66 +1,31 @@
-"""Where the objective's time goes: the phases of the engine, for rows of `objective.json` that miss their goal.
+"""The phases of the objective's engine on a CPU, in one run of a side (`objective --profile`).
 
-`python -m benchmarks.performance.objective_profile --rows 1 3` adds to each of these rows, under `phases`, the
-milliseconds of the engine's parts in one run of a side: the product that makes the logits, the passes over a chunk of
-logits, the product that makes both gradients, and the rest, which is the small loss of what was summed. Medians of
-`--repetitions` runs. Rows have the numbers of `objective.py`.
+They are the product that makes the logits, the passes over a chunk of logits, the product that makes both gradients,
+and the rest, which is the small loss of what was summed.
 """
 
-import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import tyro
 
-from benchmarks.harness import RESULTS, write
-from benchmarks.performance import objective
 from benchmarks.performance import objective_sides as sides
 from kdtrain.objective import engine, matmul
 
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Phases of the engine."""
-
-    rows: tuple[int, ...]
-    """Numbers of rows, from 0."""
-    side: str = "kdtrain-sparse-12"
-    """Which side."""
-    repetitions: int = 7
-    """Runs after the first."""
-    threads: int = 2
-    """Threads of torch."""
-    out: Path = RESULTS / "objective.json"
-    """The record, which has these rows."""
+REPETITIONS = 7
 
 
-def main(settings: Settings) -> None:
-    """Measure, print, and write into the record."""
-    torch.set_num_threads(settings.threads)
-    record = json.loads(settings.out.read_text())
-    pairs = [(shape, dtype) for shape in (*objective.SHAPES, objective.ALONE) for dtype in objective.DTYPES]
-    for number in settings.rows:
-        shape, dtype = pairs[number]
-        row = objective.row_of(record, shape, dtype)
-        row.setdefault("phases", {})[settings.side] = found = phases(shape, dtype, settings)
-        print(shape, dtype, json.dumps(found, indent=1))
-        write(settings.out, record)
-
-
-def phases(shape: tuple[int, int, int], dtype: str, settings: Settings) -> dict[str, float]:
-    """Milliseconds of each phase, and of the whole."""
+def phases(shape: tuple[int, int, int], dtype: str, side: str) -> dict[str, float]:
+    """Milliseconds of each phase, and of the whole: medians of the runs after the first."""
     student = sides.make_student(*shape, getattr(torch, dtype))
-    run = sides.side(settings.side, student)
+    run = sides.side(side, student)
     found: dict[str, list[float]] = defaultdict(list)
-    for repetition in range(settings.repetitions + 1):
+    for repetition in range(REPETITIONS + 1):
         student.clear()
         with _watched() as spent:
             started = time.perf_counter()
@@ -94,7 +59,3 @@ def _watched() -> Iterator[dict[str, float]]:
         patch.object(matmul.Products, "gradients", timed("products: gradients", matmul.Products.gradients)),
     ):
         yield spent
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))

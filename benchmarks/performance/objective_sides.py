@@ -162,7 +162,7 @@ def _cross_entropy(student: Student) -> Callable[[], Tensor]:
     return _backward(lambda: compiled(student.hidden_ND, student.weight_VD, student.labels_N))
 
 
-def _ours(student: Student, targets: Callable[[], Targets | None], **more: Any) -> Callable[[], Tensor]:
+def _ours(student: Student, targets: Targets | None, **more: Any) -> Callable[[], Tensor]:
     n, vocab = student.shape
     mask_N = torch.ones(n, dtype=torch.bool, device=student.labels_N.device)
 
@@ -172,7 +172,7 @@ def _ours(student: Student, targets: Callable[[], Targets | None], **more: Any) 
             OutputHead(student.weight_VD),
             student.labels_N,
             mask_N,
-            targets(),
+            targets,
             temperature=TEMPERATURE,
             alpha=ALPHA,
             vocab_size=vocab,
@@ -184,26 +184,16 @@ def _ours(student: Student, targets: Callable[[], Targets | None], **more: Any) 
     return _backward(loss)
 
 
-def _kdtrain_sparse(kept: int) -> Callable[[Student], Callable[[], Tensor]]:
-    def make(student: Student) -> Callable[[], Tensor]:
-        targets = sparse_targets(student, kept)
-        return _ours(student, lambda: targets)
-
-    return make
+JSD: dict[str, Any] = {"divergence": "jsd", "at_one": False}
 
 
-def _kdtrain_dense(divergence: str) -> Callable[[Student], Callable[[], Tensor]]:
-    def make(student: Student) -> Callable[[], Tensor]:
-        targets = DenseTargets.from_logits(student.teacher_logits(), student.labels_N)
-        return _ours(student, lambda: targets, divergence=divergence, at_one=divergence != "jsd")
-
-    return make
+def _dense(student: Student) -> DenseTargets:
+    return DenseTargets.from_logits(student.teacher_logits(), student.labels_N)
 
 
-def _kdtrain_jsd_online(student: Student) -> Callable[[], Tensor]:
+def _online(student: Student) -> OnlineTargets:
     hidden_ND, weight_VD = student.teacher
-    targets = OnlineTargets(hidden_ND, student.labels_N, OutputHead(weight_VD), len(weight_VD))
-    return _ours(student, lambda: targets, divergence="jsd", at_one=False)
+    return OnlineTargets(hidden_ND, student.labels_N, OutputHead(weight_VD), len(weight_VD))
 
 
 def _top_k_renormalized(student: Student) -> Callable[[], Tensor]:
@@ -251,14 +241,14 @@ def _liger_cross_entropy(student: Student) -> Callable[[], Tensor]:
 _SIDES: dict[str, Callable[[Student], Callable[[], Tensor | None]]] = {
     "products": _products,
     "cross-entropy": _cross_entropy,
-    "kdtrain-cross-entropy": lambda student: _ours(student, lambda: None),
-    "kdtrain-sparse-12": _kdtrain_sparse(12),
-    "kdtrain-sparse-50": _kdtrain_sparse(50),
+    "kdtrain-cross-entropy": lambda student: _ours(student, None),
+    "kdtrain-sparse-12": lambda student: _ours(student, sparse_targets(student, 12)),
+    "kdtrain-sparse-50": lambda student: _ours(student, sparse_targets(student, 50)),
     "top-k-renormalized-50": _top_k_renormalized,
-    "kdtrain-dense": _kdtrain_dense("forward-kl"),
-    "kdtrain-jsd": _kdtrain_dense("jsd"),
+    "kdtrain-dense": lambda student: _ours(student, _dense(student)),
+    "kdtrain-jsd": lambda student: _ours(student, _dense(student), **JSD),
     "trl-jsd": _trl,
-    "kdtrain-jsd-online": _kdtrain_jsd_online,
+    "kdtrain-jsd-online": lambda student: _ours(student, _online(student), **JSD),
     "liger-jsd": _liger,
     "liger-cross-entropy": _liger_cross_entropy,
 }

@@ -1,4 +1,4 @@
-"""What many ranks cost, measured: memory against the plan, bytes exchanged against the formula, two ranks against one.
+"""The cost of several ranks: memory against the plan, bytes exchanged against the formula, two ranks against one.
 
 `python -m benchmarks.performance.parallel [--only PART]` writes benchmarks/results/parallel.json, or the part of it
 that was asked for: memory, "memory in ranks", exchange or throughput.
@@ -39,12 +39,11 @@ from kdtrain import cli
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import CacheSettings
 from kdtrain.cache.writer import write_cache
-from kdtrain.config import DistillConfig
 from kdtrain.data.packing import PackedRow
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.parallel import parallelize
-from kdtrain.parallel.memory_plan import Job, Plan, estimated, job_of
+from kdtrain.parallel.memory_plan import Plan, estimated, job_of
 from kdtrain.precision.backends import formats_of
 from kdtrain.teaching.teacher import open_teacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
@@ -103,7 +102,7 @@ class Folder:
         (root / "text.txt").write_text("".join(f"{number} squared is {number**2}.\n" for number in range(40_000)))
 
     def argv(self, name: str, case: Case, steps: int = 2, cached: bool = True) -> list[str]:
-        """The words of `kdtrain distill` for a case; what they name is made, a cache only where it is wanted."""
+        """The arguments of `kdtrain distill` for a case; makes the files that they name, a cache only if `cached`."""
         spec = self.root / f"{name}.toml"
         write_spec(spec, self._tokenizer(case.vocab_size), case.student)
         data = ("--data", self.root / "text.txt", "--seq-len", SEQ_LEN, "--num-sequences", 32)
@@ -164,24 +163,23 @@ def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
     return json.loads(done.stdout)["peak_memory_mb"] * 2**20
 
 
-def _job(config: DistillConfig) -> Job:
-    """The sizes of a run without a cache, on a CPU."""
-    device, length = torch.device("cpu"), config.data.seq_len
+def estimate(folder: Folder, name: str, case: Case, student: str = "single", world: int = 1) -> Plan:
+    """The plan of a case, with the needs of a rank; makes the files of the case, but no cache."""
+    config = cli.parse("distill", folder.argv(name, case, cached=False))
+    device, length, sizes = torch.device("cpu"), config.data.seq_len, tuple[Any, ...]()
     mode = formats_of(config.precision, config.quantization, device).high
-    sizes: tuple[Any, ...] = ()
     if config.teacher is not None:
         teacher = open_teacher(read_spec(config.teacher), device, mode)
         sizes = teacher.vocab_size, teacher.footprint(length)
     job = job_of(config, mode, device, read_spec(config.student), length, *sizes)
     assert job is not None
-    return job
+    return estimated(Plan(student, "none" if case.teacher is None else "replicate"), job, world)
 
 
-def estimate(folder: Folder, name: str, case: Case) -> Plan:
-    """The plan of a case in one process, with what it needs."""
-    config = cli.parse("distill", folder.argv(name, case, cached=False))
-    job = _job(config)
-    return estimated(Plan("single", "none" if case.teacher is None else "replicate"), job, 1)
+def compared(plan: Plan, measured: float) -> dict[str, float]:
+    """MiB by the plan and measured (in bytes), and the difference as a share of what was measured."""
+    figures = {"estimated": round(plan.total / 2**20, 1), "measured": round(measured / 2**20, 1)}
+    return figures | {"difference": round(plan.total / measured - 1, 3)}
 
 
 def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
@@ -193,9 +191,7 @@ def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
         plan = estimate(folder, short, case)
         measured = peak(folder, short, case, **RETURNING) - alive
         rows[name] = {
-            "estimated": round(plan.total / 2**20, 1),
-            "measured": round(measured / 2**20, 1),
-            "difference": round(plan.total / measured - 1, 3),
+            **compared(plan, measured),
             "with the allocator's waste": round((peak(folder, short, case) - as_it_comes) / 2**20, 1),
             "most at": plan.moment,
             "parts": {part: round(each / 2**20, 1) for part, each in plan.needs.items()},
@@ -249,9 +245,7 @@ def memory_in_ranks(folder: Folder, world: int = 2) -> dict[str, Any]:
     for name, options in IN_RANKS.items():
         found = measured("ranks", in_ranks(options)) - baseline
         plan = estimate_in_ranks(folder, name, world)
-        total = plan.total / 2**20
-        figures = {"estimated": round(total, 1), "measured": round(found, 1), "difference": round(total / found - 1, 3)}
-        rows[name] = {**figures, "most at": plan.moment}
+        rows[name] = {**compared(plan, found * 2**20), "most at": plan.moment}
         print(name, rows[name], file=sys.stderr, flush=True)
     return rows
 
@@ -262,10 +256,8 @@ def in_ranks(options: tuple[object, ...]) -> Case:
 
 
 def estimate_in_ranks(folder: Folder, name: str, world: int = 2) -> Plan:
-    """The plan of one of `IN_RANKS`, with what a rank needs."""
-    config = cli.parse("distill", folder.argv("ranks", in_ranks(IN_RANKS[name]), cached=False))
-    job = _job(config)
-    return estimated(Plan("ddp" if name == "DDP" else "fsdp", "none"), job, world)
+    """The plan of one of `IN_RANKS`."""
+    return estimate(folder, "ranks", in_ranks(IN_RANKS[name]), "ddp" if name == "DDP" else "fsdp", world)
 
 
 def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:

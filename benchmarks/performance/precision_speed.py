@@ -1,13 +1,13 @@
-"""What switching costs while nothing switches, and what a measurement of the gap costs.
+"""The cost of a switchable layer while nothing switches, and of a measurement of the gap.
 
 `python -m benchmarks.performance.precision_speed [--out FOLDER]` writes benchmarks/results/precision-speed.json.
 
 Compiled students that are equal but for the switchable layer take steps in turn in bf16, forward and backward, on the
 same tokens. Equal students differ by some percent for where their memory lies, so that there are three of each kind,
-and the mean over all pairs counts, of the median ratio of steps of the same turn, because a machine's pace drifts; the
-largest ratio between equal ones stands beside it. The gap is measured inside a real run on a small cache: steps that
-measure it and steps that do not, in turn, in mxfp4 and in the fallback; the median difference, over the default
-interval, is its price.
+and the result is the mean over all pairs of the median ratio of steps of the same turn, because a machine's speed
+drifts; the largest ratio between equal ones is recorded, too. The gap is measured inside a real run on a small cache:
+steps that measure it and steps that do not, in turn, in mxfp4 and in the fallback; the median difference, over the
+default interval, is its price.
 """
 
 import argparse
@@ -19,16 +19,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import RESULTS, STUDENT, write
+from benchmarks.harness import RESULTS, STUDENT, models, write
 from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.machine import cpu_model
+from benchmarks.harness.study import Study
 from benchmarks.harness.timing import in_turn, over
 from benchmarks.science import precision
 from kdtrain.commands.trial import trial_run
 from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, QuantizationConfig
-from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import load_student
-from kdtrain.models.spec import read_spec
+from kdtrain.models.head import SplitModel
 from kdtrain.precision.emulated import Recipe
 from kdtrain.precision.linear import Emulated, Switch, convert
 from kdtrain.training.signals import StopRequest
@@ -44,8 +43,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/precision/speed"), help="the folder of cache and run")
     out = parser.parse_args().out
     with Kdtrain() as kdtrain:
-        kdtrain(*precision.cache_command(precision.Settings(sequences=64), out))
-    write(RESULTS / "precision-speed.json", measure(out / "cache"))
+        cache = Study(out, kdtrain, {"cache": precision.cache_words(precision.Settings(sequences=64))}).cache()
+    write(RESULTS / "precision-speed.json", measure(cache))
 
 
 def measure(cache: Path, pairs: int = 30) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def measure(cache: Path, pairs: int = 30) -> dict[str, Any]:
 def layer(pairs: int) -> dict[str, float]:
     """A step in bf16 through the switchable layer, over one without it."""
     tokens_BT = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    students = [student() for _ in range(2 * EACH)]
+    students = [models.make_student("demo", CPU) for _ in range(2 * EACH)]
     for each in students[1::2]:
         convert(each.model, Switch(), Emulated(Recipe("mx", "e2m1", "e2m1")), head=each.model.get_output_embeddings())
     taken = [step_of(each, tokens_BT) for each in students]
@@ -110,11 +109,6 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
             step, probe = (statistics.median(each[2:]) for each in (without, with_it))
             found |= {f"{name}_seconds": step, f"probe_share_{name}": (probe - step) / every / step}
     return found
-
-
-def student() -> SplitModel:
-    """The student of the demo, on fresh weights."""
-    return split(load_student(read_spec(STUDENT), vocab_size=VOCABULARY, seed=0, device="cpu"))
 
 
 def step_of(model: SplitModel, tokens_BT: torch.Tensor) -> Callable[[], None]:

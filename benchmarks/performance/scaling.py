@@ -164,8 +164,8 @@ def message_table() -> str:
 
 def cached_bytes(codec: str, vocab_size: int) -> float:
     """Bytes a token of a codec, measured."""
-    size: float = json.loads(CACHE.read_text())["caches"][f"V = {vocab_size}"][codec]["bytes_per_token"]["total"]
-    return size
+    figure = json.loads(CACHE.read_text())["figures"][f"V = {vocab_size}, {codec}"]
+    return float(figure["bytes_per_token"]["total"])
 
 
 def cache_table() -> str:
@@ -184,7 +184,7 @@ def cache_table() -> str:
 def read_table() -> str:
     """What the trainer reads a second at a vocabulary of 151,936, and the cores that decode it."""
     machine, rows = Machine(), []
-    reading = json.loads(CACHE.read_text())["read"]["tokens_per_second_and_core"]
+    reading = json.loads(CACHE.read_text())["figures"]["read"]["tokens_per_second_and_core"]
     for model in STUDENTS:
         for gpus in (8, 128, 1024):
             rate = TOKENS / seconds(machine, model, "ddp", gpus)[0]

@@ -21,7 +21,6 @@ from typing import Any
 
 from benchmarks.harness.machine import missing
 from benchmarks.harness.record import Goal, Options, Record
-from benchmarks.harness.sections import script
 from kdtrain import cli
 from kdtrain.monitor.record import RunRecord
 from teachers import make_teacher
@@ -53,32 +52,19 @@ def run(options: Options) -> int:
     return record.finish()
 
 
-def _pace(options: Options, sizes: Sizes) -> float:
-    """Tokens a second over the last steps of a short run."""
-    folder = tempfile.TemporaryDirectory(dir=options.scratch)
-    words = (
-        "--run",
-        f"{folder.name}/trial",
-        "--steps",
-        str(sizes.trial),
-        "--batch-size",
-        str(sizes.batch),
-        "--keep-tokenizer",
-    )
-    with folder:
-        made = make_teacher.train(make_teacher._parser().parse_args(words))
-        return _last_pace(made)
-
-
-def _last_pace(run: Path) -> float:
+def _pace(run: Path) -> float:
+    """Tokens a second at the end of a run."""
     return [line["tok/s"] for line in RunRecord.read(run).steps if line.get("tok/s")][-1]
 
 
 def _trained(options: Options, sizes: Sizes) -> dict[str, Any]:
-    pace = _pace(options, sizes)
+    size = ("--batch-size", str(sizes.batch), "--keep-tokenizer")
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        words = ("--run", f"{folder}/trial", "--steps", str(sizes.trial), *size)
+        pace = _pace(make_teacher.train(make_teacher._parser().parse_args(words)))
     steps = int(sizes.seconds * pace / (sizes.batch * make_teacher.SEQ_LEN))
-    words = ("--run", str(options.scratch / "teacher-run"), "--steps", str(steps), "--batch-size", str(sizes.batch))
-    command = [sys.executable, "-m", "teachers.make_teacher", *words, "--keep-tokenizer", "--if-better"]
+    words = ("--run", str(options.scratch / "teacher-run"), "--steps", str(steps), *size, "--if-better")
+    command = [sys.executable, "-m", "teachers.make_teacher", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     verdict = json.loads(done.stdout.splitlines()[-1])
     return {"steps": steps, "tokens_a_second": pace, **verdict, "gain": verdict["made_loss"] - verdict["shipped_loss"]}
@@ -92,7 +78,7 @@ def _tiny(options: Options, _: Sizes) -> dict[str, Any]:
     try:
         with folder:
             made = make_teacher.train(make_teacher._parser().parse_args(words))
-            return {"steps": 2, "tokens_a_second": _last_pace(made)}
+            return {"steps": 2, "tokens_a_second": _pace(made)}
     finally:
         make_teacher.kdtrain = before
 
@@ -108,7 +94,3 @@ def _in_process(words: list[str], options: Options) -> dict[str, Any]:
         cli.main(words)
     result: dict[str, Any] = json.loads(shown.getvalue())
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(script("teacher"))

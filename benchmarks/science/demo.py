@@ -3,7 +3,7 @@
 It runs the real command, as a user would: `kdtrain cache-teacher` once; then, for each seed, `kdtrain distill` twice on
 the same cache, tokens, steps and learning rate, by cross-entropy (`--alpha 0`) and by distillation with the command's
 defaults; and `kdtrain evaluate` for both students, on the test split, against the teacher itself. If interrupted, the
-same command resumes, because each of its commands does.
+same command resumes.
 
 Three seeds of the default settings are the published result: `benchmarks/results`, `benchmarks/figures` and the table
 in README.md, which `python -m benchmarks.tables demo` writes as well. A plain `make demo` draws into
@@ -22,6 +22,7 @@ import tyro
 from benchmarks import figures, tables
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, environment, stop
+from benchmarks.harness.study import Study
 from kdtrain.monitor.record import RunRecord
 
 RESULT = RESULTS / "demo.json"
@@ -86,58 +87,58 @@ def main(demo: Demo) -> None:
 
 
 def run(demo: Demo, kdtrain: Kdtrain) -> dict[str, Any]:
-    """The record of the whole demo, as it stands in the JSON file."""
-    cache = kdtrain(*cache_command(demo.settings, demo.out))
-    runs = []
-    for seed in range(demo.seeds):
-        for kind in tables.KINDS:
-            folder = demo.out / f"{kind}-{seed}"
-            trained = kdtrain(*distill_command(demo.settings, demo.out, kind, seed))
-            measured = kdtrain(*evaluate_command(demo.settings, folder))
-            runs.append(record(kind, seed, folder, trained, measured))
+    """The record of the whole demo."""
+    settings = demo.settings
+    study = Study(demo.out, kdtrain, {"cache": cache_words(settings)}, distill_words(settings))
+    cache = study.build()
+    grid = {f"{kind}-{seed}": (kind, seed) for seed in range(demo.seeds) for kind in tables.KINDS}
+
+    def student(name: str, entry: tuple[str, int]) -> dict[str, Any]:
+        trained, own = study.train(name, *OBJECTIVES[entry[0]], "--seed", f"{entry[1]}")
+        measured = kdtrain("evaluate", "--student", f"{demo.out / name}", *evaluate_words(settings))
+        return {"student": entry[0], "seed": entry[1], **record(trained, own, measured)}
+
     return {
-        "settings": dataclasses.asdict(demo.settings),
-        "environment": environment(folder),
+        "settings": dataclasses.asdict(settings),
         "cache": {name: cache[name] for name in ("sequences", "tokens", "bytes_per_token")},
-        "runs": runs,
+        "runs": study.records(grid, student),
+        "environment": environment(demo.out / next(reversed(grid))),
     }
 
 
-def cache_command(settings: Settings, out: Path) -> list[str]:
-    """The command that keeps what the teacher says."""
+OBJECTIVES = {"cross-entropy": ("--alpha", "0"), "distilled": ()}
+"""Options of both students; the distilled one has the command's defaults."""
+
+
+def cache_words(settings: Settings) -> list[str]:
+    """Options of the cache."""
     return [
-        *("cache-teacher", "--teacher", settings.teacher, "--data", "stdlib", "--out", f"{out}/cache"),
-        *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.sequences}"),
-        *("--validation-sequences", f"{settings.validation_sequences}"),
+        *("--teacher", settings.teacher, "--data", "stdlib", "--seq-len", f"{settings.seq_len}"),
+        *("--num-sequences", f"{settings.sequences}", "--validation-sequences", f"{settings.validation_sequences}"),
     ]
 
 
-def distill_command(settings: Settings, out: Path, kind: str, seed: int) -> list[str]:
-    """The command that trains one student: by default it distils, with `--alpha 0` it takes cross-entropy alone."""
-    objective = {"cross-entropy": ("--alpha", "0"), "distilled": ()}
+def distill_words(settings: Settings) -> list[str]:
+    """Options of every student."""
     return [
-        *("distill", "--cache", f"{out}/cache", "--student", settings.student, "--out", f"{out}/{kind}-{seed}"),
-        *("--steps", f"{settings.steps}", "--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}"),
-        *("--eval-freq", f"{settings.eval_freq}", "--seed", f"{seed}", *objective[kind]),
+        *("--student", settings.student, "--steps", f"{settings.steps}", "--batch-size", f"{settings.batch_size}"),
+        *("--lr", f"{settings.lr}", "--eval-freq", f"{settings.eval_freq}"),
         *([] if settings.compile else ["--no-compile"]),
     ]
 
 
-def evaluate_command(settings: Settings, folder: Path) -> list[str]:
-    """The command that measures one student against the teacher itself, on text that neither has learned from."""
+def evaluate_words(settings: Settings) -> list[str]:
+    """Options that measure a student against the teacher itself, on text that neither has learned from."""
     return [
-        *("evaluate", "--student", f"{folder}", "--teacher", settings.teacher, "--data", "stdlib", "--split", "test"),
-        *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.test_sequences}"),
+        *("--teacher", settings.teacher, "--data", "stdlib", "--split", "test", "--seq-len", f"{settings.seq_len}"),
+        *("--num-sequences", f"{settings.test_sequences}"),
     ]
 
 
-def record(kind: str, seed: int, folder: Path, trained: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+def record(trained: dict[str, Any], run: RunRecord, measured: dict[str, Any]) -> dict[str, Any]:
     """One student: how it was trained, its learning curves, and what the test split says."""
-    run, measures = RunRecord.read(folder), ("loss", "kl", "teacher_loss")
-    own = ("student", "sequences", "calibration")
+    own, measures = ("student", "sequences", "calibration"), ("loss", "kl", "teacher_loss")
     return {
-        "student": kind,
-        "seed": seed,
         **{name: trained[name] for name in ("step", "tokens", "seconds")},
         "tokens_per_second": run.median_rate("tok/s"),
         "validation": {

@@ -1,4 +1,4 @@
-"""What the rules for a spike and for a divergence find, and what they take for one.
+"""What the rules for spikes and for divergence find, and their false alarms.
 
 `python -m benchmarks.science.divergence [--runs FOLDER]` trains sound runs and runs that go wrong by the real command,
 with all rules off, reads their losses from `metrics.jsonl`, feeds them to each rule, and writes
@@ -6,12 +6,12 @@ benchmarks/results/divergence.json. The rules of `kdtrain.training` are those of
 here again: a factor of the mean, and median + 6 scaled MADs of the last 128 clean losses, both of the whole loss.
 
 A doubled loss is made of a sound run: from a step on, the loss of that step (nats) is added to the loss and to each of
-its parts, as it is where a student moves away from text and teacher alike. It counts as found within 20 steps.
+its parts, as it is where a student moves away from text and teacher alike. It counts as found if the alarm comes within
+20 steps.
 """
 
 import argparse
 import math
-import subprocess
 import sys
 import time
 from collections import deque
@@ -21,12 +21,24 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, STUDENT, TEACHER, write
+from benchmarks.harness.command import Kdtrain
 from benchmarks.harness.machine import cpu_model, version
+from benchmarks.harness.study import Study
 from kdtrain.config import GuardsConfig
-from kdtrain.monitor.record import Line, RunRecord
+from kdtrain.monitor.record import Line
 from kdtrain.training.guards import DivergenceWatch, SpikeDetector
 
-CACHES = {"c": ("--top-k", "16"), "s": ("--top-k", "8", "--num-samples", "24")}
+TEXT = ("--teacher", TEACHER, "--data", "stdlib", "--seq-len", "256", "--num-sequences", "2400")
+CACHES = {
+    "c": (*TEXT, "--validation-sequences", "64", "--top-k", "16"),
+    "s": (*TEXT, "--validation-sequences", "64", "--top-k", "8", "--num-samples", "24"),
+}
+RULES_OFF = (
+    *("--spike-rule", "none", "--max-loss-ratio", "1e9", "--explosion-threshold", "1e30"),
+    *("--batch-size", "4", "--micro-batch-size", "4", "--eval-freq", "25", "--checkpoint-freq", "10000"),
+    *("--temperature", "1", "--log-to", "none", "--sample-freq", "0"),
+)
+"""What all runs have in common; a run's own options come behind it."""
 PLAIN = (STUDENT, "c", "--lr", "3e-3", "--steps", "220")
 WSD = ("--alpha", "0", "--lr-schedule", "wsd", "--warmup-steps", "20", "--decay-steps", "80")
 SOUND: dict[str, tuple[str, ...]] = {
@@ -55,10 +67,16 @@ def main() -> int:
     """Train what is missing, judge, and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "divergence")
-    options = parser.parse_args()
-    for name, how in {**SOUND, **WRONG}.items():
-        train(options.runs, name, how)
-    series = {name: RunRecord.read(options.runs / name).metrics for name in {**SOUND, **WRONG}}
+    with Kdtrain() as kdtrain:
+        study = Study(parser.parse_args().runs, kdtrain, CACHES, RULES_OFF)
+
+        def trained(name: str, how: tuple[str, ...]) -> dict[str, Any]:
+            student, cache, *flags = how
+            _, run = study.train(name, "--student", student, *flags, cache=cache, may_fail=True)
+            return {"metrics": run.metrics}
+
+        grid = {**SOUND, **WRONG}
+        series = {name: each["metrics"] for name, each in zip(grid, study.records(grid, trained), strict=True)}
     table = {name: judge(make, series) for name, make in RULES.items()}
     where = {"date": time.strftime("%Y-%m-%d"), "torch": version("torch"), "cpu": cpu_model()}
     record = {"environment": where, "sound": list(SOUND), "wrong": list(WRONG), "rules": table}
@@ -67,25 +85,6 @@ def main() -> int:
         wrong = ", ".join(f"{run} {step}" for run, step in found["wrong"].items())
         print(f"{name:34} false alarms {found['false_alarms']}; at step: {wrong}; doubled: {found['doubled']}")
     return 0
-
-
-def train(runs: Path, name: str, how: tuple[str, ...]) -> None:
-    """One run with all rules off, and its cache; nothing where they are there."""
-    student, cache, *flags = how
-    if not (runs / cache / "manifest.json").exists():
-        text = ("--teacher", TEACHER, "--data", "stdlib", "--seq-len", "256", "--num-sequences", "2400")
-        kdtrain("cache-teacher", *text, "--validation-sequences", "64", "--out", str(runs / cache), *CACHES[cache])
-    if (runs / name / "metrics.jsonl").exists():
-        return
-    rules = ("--spike-rule", "none", "--max-loss-ratio", "1e9", "--explosion-threshold", "1e30")
-    size = ("--batch-size", "4", "--micro-batch-size", "4", "--eval-freq", "25", "--checkpoint-freq", "10000")
-    place = ("--student", student, "--cache", str(runs / cache), "--out", str(runs / name))
-    kdtrain("distill", *place, *rules, *size, "--temperature", "1", "--log-to", "none", "--sample-freq", "0", *flags)
-
-
-def kdtrain(*argv: str) -> None:
-    """The real command; a run that ends badly is what some of these are for."""
-    subprocess.run([sys.executable, "-m", "kdtrain", *argv], cwd=ROOT, check=False)
 
 
 def doubled(series: list[Line], begin: int) -> list[Line]:
@@ -185,7 +184,7 @@ def first_alarm(make: Callable[[], Rule], series: list[Line]) -> int | None:
 def judge(make: Callable[[], Rule], series: dict[str, list[Line]]) -> dict[str, Any]:
     """False alarms on sound runs, the step of the alarm on the others, and how many doubled losses were found."""
     false = {name: step for name in SOUND if (step := first_alarm(make, series[name])) is not None}
-    delays = {name: list(_delays(make, series[name])) for name in SOUND}
+    delays = {name: [*_delays(make, series[name])] for name in SOUND}
     late = {name: sum(each > WITHIN for each in found) for name, found in delays.items()}
     return {
         "false_alarms": false,

@@ -18,7 +18,7 @@ NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def write(path: Path) -> Path:
-    """Write the corpus to `path` as jsonl, unless it is there; where it is."""
+    """Write the corpus to `path` as jsonl, unless it exists; returns the path."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         publish_text(path, "".join(json.dumps({"text": text}) + "\n" for text in texts()), "docstrings")
@@ -26,7 +26,7 @@ def write(path: Path) -> Path:
 
 
 def texts() -> list[str]:
-    """The docstrings of each module, in the order of its path; each text once, as many are copied."""
+    """The docstrings of each module, in the order of its path, without duplicates."""
     found, seen = [], set()
     for library in LIBRARIES:
         spec = importlib.util.find_spec(library)

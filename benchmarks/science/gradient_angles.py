@@ -22,22 +22,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
-from benchmarks.harness.command import kdtrain
+from benchmarks.harness.command import Kdtrain
+from benchmarks.harness.models import packed, teacher_logits, token_tensor
 from kdtrain.cache.codec import CodecSpec, decode, encode_sequences
 from kdtrain.commands.export import open_student
-from kdtrain.config import DataConfig
-from kdtrain.data.packing import packed_rows
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.loading import load_student, load_tokenizer
+from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import DenseTargets, SparseTargets
-from kdtrain.teaching.teacher import open_teacher
 
 RESULT = RESULTS / "gradient_angles.json"
 SEQUENCES, LENGTH, MICRO = 32, 256, 4
@@ -67,21 +64,15 @@ def main() -> int:
     for name, each in found.items():
         print(f"{name}: KL {each['kl']:.3f}")
         for row in each["rules"]:
-            three = (row[space]["angle"] for space in ("parameters", "output head", "logits"))
-            print(
-                f"  top-k {row['top-k']:3} samples {row['samples']:2} {row['rule']:16}", *(f"{x:6.1f}" for x in three)
-            )
+            three = (f"{row[space]['angle']:6.1f}" for space in ("parameters", "output head", "logits"))
+            print(f"  top-k {row['top_k']:3} samples {row['num_samples']:2} {row['rule']:16}", *three)
     return 0
 
 
 def batch() -> tuple[Tensor, Tensor]:
     """Validation tokens [B, T+1] and the teacher's logits [B, T, V]."""
-    spec = read_spec(TEACHER)
-    texts = packed_rows(DataConfig(data="stdlib", seq_len=LENGTH), "validation", load_tokenizer(spec), SEQUENCES)
-    tokens_BT = torch.from_numpy(np.stack([row.tokens for row in texts]).astype(np.int64))
-    teacher = open_teacher(spec, CPU, "fp32")
-    teacher.load()
-    return tokens_BT, torch.cat([teacher.logits(row[None, :-1], None) for row in tokens_BT])
+    tokens_BT, teacher = token_tensor(packed(TEACHER, "validation", SEQUENCES, LENGTH)), teacher_logits(TEACHER)
+    return tokens_BT, torch.cat([teacher(row[None, :-1], None) for row in tokens_BT])
 
 
 def trained(steps: int) -> SplitModel:
@@ -90,9 +81,8 @@ def trained(steps: int) -> SplitModel:
         words = f"--data stdlib --seq-len {LENGTH} --num-sequences {8 * steps} --validation-sequences 8 --alpha 1"
         words += f" --temperature 1 --steps {steps} --batch-size 8 --lr 2e-3 --no-compile --precision fp32"
         places = ["--teacher", TEACHER, "--student", STUDENT, "--out", f"{scratch}/run"]
-        done = kdtrain("distill", *places, *words.split())
-        if done["step"] != steps:
-            sys.exit(f"the student was stopped at step {done['step']} of {steps}; run this again")
+        with Kdtrain() as kdtrain:
+            kdtrain("distill", *places, *words.split())
         return open_student(f"{scratch}/run", CPU)[0]
 
 
@@ -100,7 +90,9 @@ def angles(student: SplitModel, tokens_BT: Tensor, logits_BTV: Tensor) -> dict[s
     """The student's KL from the teacher, and a row for each case and rule."""
     student.eval()
     kl, full = gradient(
-        student, tokens_BT, [DenseTargets.from_logits(*flat(each)) for each in parts(tokens_BT, logits_BTV)]
+        student,
+        tokens_BT,
+        [DenseTargets.from_logits(z.flatten(0, 1), x[:, 1:].flatten()) for x, z in parts(tokens_BT, logits_BTV)],
     )
     found = []
     for top_k, num_samples, rules in CASES:
@@ -123,11 +115,6 @@ def angles(student: SplitModel, tokens_BT: Tensor, logits_BTV: Tensor) -> dict[s
 def parts(tokens_BT: Tensor, logits_BTV: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Micro-batches."""
     return list(zip(tokens_BT.split(MICRO), logits_BTV.split(MICRO), strict=True))
-
-
-def flat(part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] and labels [N] of a micro-batch."""
-    return part[1].flatten(0, 1), part[0][:, 1:].flatten()
 
 
 class _Logits:

@@ -1,15 +1,15 @@
-"""The study behind adaptive precision: what each number format costs a student, and what switching wins back.
+"""The study behind adaptive precision: what each number format costs a student, and what switching recovers.
 
 On one cache of the shipped teacher one student is trained in bf16 at a constant rate, and from its weights and moments
 each of the others trains on for equal steps: in bf16, in fp8, mxfp8 and mxfp4 throughout, in mxfp4 and fp8 under each
 rule of adaptive quantisation, and in mxfp4 under its default; a seed is an order of the data. Formats cost little while
-a loss falls steeply, and most at the end of a training: that is the part that is looked at. The final validation loss
+a loss falls steeply, and most at the end of a training, which is the part that is measured. The final validation loss
 (in bf16 for all), the share of steps that were quantised, the switches and the gap to bf16 go into
 `results/precision.json`, and a picture shows the losses with the modes as bands. Formats are emulated on a machine
 without fp8: losses are right, and times say nothing about hardware (`benchmarks.performance.precision_speed` measures
 what switching costs).
 
-Stopped at any point, the same command resumes. `--seeds 1` is the pilot; it writes beside the runs and nowhere else.
+If interrupted, the same command resumes. `--seeds 1` is the pilot; it writes into the folder of the runs only.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ import tyro
 from benchmarks import figures
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import Kdtrain, claim, environment
+from benchmarks.harness.study import Study
 from kdtrain.monitor.record import RunRecord
 
 RESULT = RESULTS / "precision.json"
@@ -60,7 +61,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class Precision:
     """Train one student of each kind and seed, and compare them."""
 
     out: Path = Path("runs/precision")
@@ -68,84 +69,76 @@ class Study:
     settings: tyro.conf.OmitArgPrefixes[Settings] = dataclasses.field(default_factory=Settings)
 
 
-def main(study: Study) -> None:
+def main(asked: Precision) -> None:
     """Run the study, or what is left of it."""
-    claim(study.out, study.settings)
+    claim(asked.out, asked.settings)
     with Kdtrain() as kdtrain:
-        result = run(study, kdtrain)
-    published = study.settings == Settings()
-    file = RESULT if published else study.out / "precision.json"
+        result = run(asked, kdtrain)
+    published = asked.settings == Settings()
+    file = RESULT if published else asked.out / "precision.json"
     write(file, result)
-    print(file, *figures.draw_precision(result, FIGURES if published else study.out), sep="\n")
+    print(file, *figures.draw_precision(result, FIGURES if published else asked.out), sep="\n")
     for kind, row in result["table"].items():
         print(f"{kind:<15} " + "  ".join(f"{name} {value:.4g}" for name, value in row.items()))
 
 
-def run(study: Study, kdtrain: Kdtrain) -> dict[str, Any]:
+def run(asked: Precision, kdtrain: Kdtrain) -> dict[str, Any]:
     """The record of the whole study."""
-    settings, out = study.settings, study.out
-    kdtrain(*cache_command(settings, out))
-    kdtrain(*base_command(settings, out))
-    runs = []
-    for seed in range(settings.seeds):
-        for kind in (*FIXED, *ADAPTIVE):
-            folder = out / f"{kind.replace(' ', '-')}-{seed}"
-            trained = kdtrain(*distill_command(settings, out, kind, seed, folder))
-            runs.append(record(kind, seed, folder, trained))
-    return {
-        "settings": dataclasses.asdict(settings),
-        "environment": environment(folder),
-        "table": table(runs),
-        "runs": runs,
-    }
+    settings, out = asked.settings, asked.out
+    study = Study(out, kdtrain, {"cache": cache_words(settings)}, distill_words(settings))
+    study.train("base", *base_words(settings))
+    base = out / "base" / "checkpoints" / f"step-{settings.base_steps:08d}"
+    kinds = [(kind, seed) for seed in range(settings.seeds) for kind in (*FIXED, *ADAPTIVE)]
+    grid = {f"{kind.replace(' ', '-')}-{seed}": (kind, seed) for kind, seed in kinds}
+
+    def student(name: str, entry: tuple[str, int]) -> dict[str, Any]:
+        kind, seed = entry
+        return record(kind, seed, *study.train(name, *words(settings, kind, seed), "--load", f"{base}"))
+
+    runs = study.records(grid, student)
+    shared = {"settings": dataclasses.asdict(settings), "environment": environment(out / next(reversed(grid)))}
+    return {**shared, "table": table(runs), "runs": runs}
 
 
-def cache_command(settings: Settings, out: Path) -> list[str]:
-    """The command that keeps what the teacher says."""
+def cache_words(settings: Settings) -> list[str]:
+    """Options of the cache."""
     return [
-        *("cache-teacher", "--teacher", settings.teacher, "--data", "stdlib", "--out", f"{out}/cache"),
-        *("--seq-len", f"{settings.seq_len}", "--num-sequences", f"{settings.sequences}"),
-        *("--validation-sequences", "128", "--top-k", "16"),
+        *("--teacher", settings.teacher, "--data", "stdlib", "--seq-len", f"{settings.seq_len}"),
+        *("--num-sequences", f"{settings.sequences}", "--validation-sequences", "128", "--top-k", "16"),
     ]
 
 
-def base_command(settings: Settings, out: Path) -> list[str]:
-    """The command that trains the student that all others start from."""
+def distill_words(settings: Settings) -> list[str]:
+    """Options of every student."""
     return [
-        *common(settings, out, out / "base"),
-        *("--steps", f"{settings.base_steps}", "--lr-schedule", "constant", "--precision", "bf16", "--seed", "0"),
+        *("--student", settings.student, "--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}"),
+        *("--temperature", "1", "--log-to", "none", "--sample-freq", "0"),
     ]
 
 
-def common(settings: Settings, out: Path, folder: Path) -> list[str]:
-    """What all trainings share."""
-    return [
-        *("distill", "--cache", f"{out}/cache", "--student", settings.student, "--out", f"{folder}"),
-        *("--batch-size", f"{settings.batch_size}", "--lr", f"{settings.lr}", "--temperature", "1"),
-        *("--log-to", "none", "--sample-freq", "0"),
-    ]
+def base_words(settings: Settings) -> list[str]:
+    """Options of the student that all others start from."""
+    steps = ("--steps", f"{settings.base_steps}")
+    return [*steps, "--lr-schedule", "constant", "--precision", "bf16", "--seed", "0"]
 
 
-def distill_command(settings: Settings, out: Path, kind: str, seed: int, folder: Path) -> list[str]:
-    """The command that trains one student; the kinds differ in their numbers and in nothing else."""
+def words(settings: Settings, kind: str, seed: int) -> list[str]:
+    """Options of one student; the kinds differ in their numbers and in nothing else."""
     mode, _, rule = kind.partition(" ")
     adaptive = [
         *("--time-resume", "--quant-window-size", f"{settings.window}"),
         *("--quant-probe-every", f"{settings.probe_every}"),
         *(() if rule == "default" else ("--quant-rule", rule)),
     ]
-    base = out / "base" / "checkpoints" / f"step-{settings.base_steps:08d}"
     return [
-        *common(settings, out, folder),
-        *("--load", f"{base}", "--override-opt-param-scheduler", "--steps", f"{settings.steps}", "--warmup-steps", "0"),
+        *("--override-opt-param-scheduler", "--steps", f"{settings.steps}", "--warmup-steps", "0"),
         *("--lr-schedule", "wsd", "--eval-freq", f"{settings.steps}", "--seed", f"{seed}"),
         *("--precision", mode, *(adaptive if rule else ())),
     ]
 
 
-def record(kind: str, seed: int, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
-    """One student: its losses, in which mode each step was, and where it ended."""
-    run = RunRecord.read(folder)
+def record(kind: str, seed: int, trained: dict[str, Any], run: RunRecord) -> dict[str, Any]:
+    """One student: its losses, the mode of each step, and its final validation loss."""
     steps = run.steps
     quantized = [line.get("quantized", 0.0) for line in steps]
     return {
@@ -179,4 +172,4 @@ def table(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Study))
+    main(tyro.cli(Precision))

@@ -3,8 +3,8 @@
 `python -m benchmarks.science.quality [STUDY ...]` runs the real command: `kdtrain cache-teacher` for each cache that is
 missing, `kdtrain distill` for each student and `kdtrain evaluate` on the test split, against the teacher's whole
 distributions, of which a dense cache is made once (in fp16, which moves no digit that is shown). A student is trained
-once, whichever studies it is part of, and has a record of its own in `runs/quality/records`; stopped at any point, the
-same command goes on. All records together are `benchmarks/results/quality.json`, from which `benchmarks.tables quality`
+once, whichever studies it is part of, and has a record of its own in `runs/quality/records`; if interrupted, the same
+command resumes. All records together are `benchmarks/results/quality.json`, from which `benchmarks.tables quality`
 and `benchmarks.figures quality` make the page.
 
 It runs at the lowest priority, `--at-once` students beside each other with a share of the cores each: the tokens/s of a
@@ -15,10 +15,7 @@ import dataclasses
 import json
 import math
 import os
-import threading
-import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,8 +24,9 @@ import tyro
 
 from benchmarks import figures, tables
 from benchmarks.harness import FIGURES, RESULTS, ROOT, TEACHER, write
-from benchmarks.harness.command import Kdtrain, claim, stop
-from benchmarks.harness.machine import commit, cpu_model, version
+from benchmarks.harness.command import Kdtrain, claim, environment, stop
+from benchmarks.harness.machine import commit
+from benchmarks.harness.study import Study
 from benchmarks.science import docstrings
 from benchmarks.science import quality_grid as grid
 from benchmarks.science.quality_grid import STUDIES, Run
@@ -43,7 +41,7 @@ QUIET = ("--histogram-freq", "0", "--sample-freq", "0", "--log-to", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides the results."""
+    """Settings that decide the results."""
 
     teacher: str = TEACHER
     """Spec of the teacher."""
@@ -58,7 +56,7 @@ class Settings:
     batch_size: int = 16
     """Sequences in an optimizer step."""
     divisor: int = 1
-    """Take only every so many of the steps, to test this script."""
+    """Divides the number of steps, to test this script."""
     compile: bool = True
     """Compile the students."""
 
@@ -114,69 +112,50 @@ def surroundings(quality: Quality) -> dict[str, str]:
     }
 
 
-def train_all(quality: Quality, runs: Iterable[Run], kdtrain: Kdtrain) -> None:
-    """Have the records of `runs` and of their caches, as far as the time allows."""
-    missing = [run for run in runs if not (quality.out / f"records/{run.name}.json").exists()]
-    begun, locks = time.monotonic(), {name: threading.Lock() for run in missing for name in (run.source, run.corpus)}
-
-    def make(run: Run) -> None:
-        if time.monotonic() - begun >= 60 * quality.minutes:
-            return
-        with locks[run.corpus]:
-            build_test(quality, run, kdtrain)
-        with locks[run.source]:
-            build(quality, run, kdtrain)
-        train(quality, run, kdtrain)
-
-    with ThreadPoolExecutor(quality.at_once) as pool:
-        list(pool.map(make, missing))
-
-
-def build(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
-    """Build the cache of a run, and record what it costs."""
-    record, settings = quality.out / f"records/cache-{run.source}.json", quality.settings
-    if record.exists():
-        return
-    folder = quality.out / "caches" / run.source
-    if not (folder / "manifest.json").exists():
-        if run.cache in grid.FORMER:
-            stop(2, f"{folder} is missing, and only kdtrain at commit 05af2d3 builds it: its samples are independent")
+def study_of(quality: Quality, runs: Iterable[Run], kdtrain: Kdtrain) -> Study:
+    """The study of some runs: their caches, and the test splits of their corpora, against which all are measured."""
+    settings, caches = quality.settings, {}
+    for run in runs:
+        text = ("--teacher", settings.teacher, "--data", corpus(quality, run), "--seq-len", f"{settings.seq_len}")
         limits = [limit for limit in (settings.sequences, run.sequences) if limit is not None]
-        kdtrain(
-            *("cache-teacher", "--teacher", settings.teacher, "--data", corpus(quality, run), "--out", f"{folder}"),
-            *("--seq-len", f"{settings.seq_len}", *(("--num-sequences", f"{min(limits)}") if limits else ())),
+        caches[f"caches/{run.source}"] = [
+            *(*text, *(("--num-sequences", f"{min(limits)}") if limits else ())),
             *("--validation-sequences", f"{settings.validation_sequences}", *grid.CACHES[run.cache]),
-        )
+        ]
+        caches[f"caches/{run.corpus}-test"] = [
+            *(*text, "--split", "test", "--dense", "--validation-sequences", "1"),
+            *("--num-sequences", f"{settings.test_sequences}"),
+        ]
+    common = ("--batch-size", f"{settings.batch_size}", *QUIET, *([] if settings.compile else ["--no-compile"]))
+    return Study(quality.out, kdtrain, caches, common)
+
+
+def train_all(quality: Quality, runs: Iterable[Run], kdtrain: Kdtrain) -> None:
+    """Make the missing records of `runs` and of their caches, as far as the time allows."""
+    wanted = {run.name: run for run in runs}
+    study = study_of(quality, wanted.values(), kdtrain)
+    study.records(wanted, lambda _, run: train(quality, study, run), quality.at_once, quality.minutes)
+    built = {f"cache-{run.source}": run for run in wanted.values()}
+    there = {name: run for name, run in built.items() if (study.out / "caches" / run.source / "manifest.json").exists()}
+    study.records(there, lambda _, run: cost(study, run))
+
+
+def cost(study: Study, run: Run) -> dict[str, Any]:
+    """What the cache of a run costs."""
+    folder = study.out / "caches" / run.source
     manifest = read_manifest(folder)
     assert manifest.bytes_per_token is not None
-    kept = {
+    return {
         "options": grid.CACHES[run.cache],
         "sequences": {name: split["sequences"] for name, split in manifest.splits.items()},
         "bytes_per_token": manifest.bytes_per_token["total"],
         "temperature_range": manifest.temperature_range,
+        "entries": entries(folder),
     }
-    write(record, {**kept, "entries": entries(folder)})
-
-
-def build_test(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
-    """Keep the teacher's whole distributions over the test split of a run's corpus, against which all are measured."""
-    settings = quality.settings
-    if (test_folder(quality, run) / "manifest.json").exists():
-        return
-    kdtrain(
-        *("cache-teacher", "--teacher", settings.teacher, "--data", corpus(quality, run), "--split", "test", "--dense"),
-        *("--out", f"{test_folder(quality, run)}", "--seq-len", f"{settings.seq_len}", "--validation-sequences", "1"),
-        *("--num-sequences", f"{settings.test_sequences}"),
-    )
-
-
-def test_folder(quality: Quality, run: Run) -> Path:
-    """Where that is."""
-    return quality.out / "caches" / f"{run.corpus}-test"
 
 
 def entries(folder: Path) -> float | None:
-    """How many different entries a token has in a sparse cache, the mean over 64 sequences; None for a dense one."""
+    """Distinct entries a token in a sparse cache, the mean over 64 sequences; None for a dense one."""
     reader = CacheReader(folder, "validation")
     if reader.manifest.settings.codec.kind != "sparse":
         return None
@@ -191,24 +170,24 @@ def corpus(quality: Quality, run: Run) -> str:
     return f"{docstrings.write(quality.out / 'docstrings.jsonl')}"
 
 
-def train(quality: Quality, run: Run, kdtrain: Kdtrain) -> None:
-    """Train and measure one student, and record it."""
-    folder, settings = quality.out / "runs" / run.name, quality.settings
-    steps = max(run.steps // settings.divisor, 1)
+def train(quality: Quality, study: Study, run: Run) -> dict[str, Any]:
+    """Train and measure one student; its record."""
+    folder = study.out / "caches" / run.source
+    if run.cache in grid.FORMER and not (folder / "manifest.json").exists():
+        stop(2, f"{folder} is missing, and only kdtrain at commit 05af2d3 builds it: its samples are independent")
+    steps = max(run.steps // quality.settings.divisor, 1)
     every = max(steps // 10, min(steps, 250))
-    command = (
-        *("distill", "--cache", f"{quality.out}/caches/{run.source}", "--student", f"{student(quality, run)}"),
-        *("--out", f"{folder}", "--steps", f"{steps}", "--batch-size", f"{settings.batch_size}", "--lr", f"{run.lr:g}"),
+    trained, own = study.train(
+        f"runs/{run.name}",
+        *("--student", f"{student(quality, run)}", "--steps", f"{steps}", "--lr", f"{run.lr:g}"),
         *("--eval-freq", f"{every}", "--checkpoint-freq", f"{steps}", "--keep-rolling", "1"),
-        *("--seed", f"{run.seed}", *run.arguments, *QUIET),
-        *([] if settings.compile else ["--no-compile"]),
+        *("--seed", f"{run.seed}", *run.arguments),
+        cache=f"caches/{run.source}",
     )
-    trained = kdtrain(*command)
     # the cache of the test split calls it train, as every cache calls the split that was asked for
-    measured = kdtrain(
-        "evaluate", "--student", f"{folder}", "--cache", f"{test_folder(quality, run)}", "--split", "train"
-    )
-    write(quality.out / f"records/{run.name}.json", record(quality, run, folder, trained, measured))
+    test = ("--cache", f"{study.cache(f'caches/{run.corpus}-test')}", "--split", "train")
+    measured = study.kdtrain("evaluate", "--student", f"{study.out}/runs/{run.name}", *test)
+    return record(quality, run, own, trained, measured)
 
 
 def student(quality: Quality, run: Run) -> Path:
@@ -221,10 +200,9 @@ def student(quality: Quality, run: Run) -> Path:
 
 
 def record(
-    quality: Quality, run: Run, folder: Path, trained: dict[str, Any], measured: dict[str, Any]
+    quality: Quality, run: Run, kept: RunRecord, trained: dict[str, Any], measured: dict[str, Any]
 ) -> dict[str, Any]:
-    """What is kept of one student."""
-    kept = RunRecord.read(folder)
+    """The record of one student."""
     path = [round(line["T"], 4) for line in kept.steps if "T" in line]
     moving = path if len(set(path)) > 1 else path[:1]
     return {
@@ -232,7 +210,7 @@ def record(
         "parameters": kept.environment["student"]["parameters"],
         "tokens": trained["tokens"],
         "tokens_per_second": short(kept.median_rate()),
-        "made_with": made_with(kept, quality),
+        "made_with": made_with(quality.out / "runs" / run.name, quality),
         "T": moving[:: max(len(moving) // 100, 1)],
         "validation": {
             "step": [line["step"] for line in kept.validations],
@@ -243,42 +221,34 @@ def record(
     }
 
 
-def made_with(run: RunRecord, quality: Quality) -> dict[str, Any]:
-    """What a figure was made with; nothing that names a machine or a person."""
-    return {
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": cpu_model(),
-        "threads": run.environment["threads"],
-        "at_once": quality.at_once,
-        "torch": version("torch"),
-        "precision": run.environment["mode"],
-        "attention": grid.ATTENTION,
-    }
+def made_with(folder: Path, quality: Quality) -> dict[str, Any]:
+    """Versions, processor and precision of a run; nothing that names a machine or a person."""
+    asked = {"commit": commit(), "at_once": quality.at_once, "attention": grid.ATTENTION}
+    return environment(folder) | asked
 
 
 def measure_speed(quality: Quality, kdtrain: Kdtrain) -> None:
     """Tokens a second of each side of `TIMED` and of an online teacher: `ROUNDS` short runs each, in turn."""
     settings, sides = quality.settings, {name: run for run, name in grid.TIMED.items()}
-    for run in sides.values():
-        build(quality, run, kdtrain)
     sides |= {grid.ONLINE: Run(cache="dense", options=grid.ALONE)}
+    study = study_of(quality, sides.values(), kdtrain)
     steps = max(grid.TIMED_STEPS // settings.divisor, 1)
     online = ("--teacher", settings.teacher, "--data", "stdlib", "--seq-len", f"{settings.seq_len}")
     found: dict[str, list[float | None]] = {name: [] for name in sides}
     for turn in range(grid.ROUNDS):
         for name, run in sides.items():
-            folder = quality.out / "speed" / f"{name.replace(' ', '-')}-{turn}"
-            source = online if name == grid.ONLINE else ("--cache", f"{quality.out}/caches/{run.source}")
-            kdtrain(
-                *("distill", *source, "--student", f"{student(quality, run)}", "--out", f"{folder}", *run.arguments),
-                *("--steps", f"{steps}", "--batch-size", f"{settings.batch_size}", "--eval-freq", f"{steps}"),
-                *QUIET,
-                *([] if settings.compile else ["--no-compile"]),
+            folder = f"speed/{name.replace(' ', '-')}-{turn}"
+            _, last = study.train(
+                folder,
+                *("--student", f"{student(quality, run)}", *run.arguments, *(online if name == grid.ONLINE else ())),
+                *("--steps", f"{steps}", "--eval-freq", f"{steps}"),
+                cache=None if name == grid.ONLINE else f"caches/{run.source}",
             )
-            last = RunRecord.read(folder)
             found[name].append(short(last.median_rate()))
-    write(quality.out / "records/speed.json", {"tokens_per_second": found, "made_with": made_with(last, quality)})
+    write(
+        quality.out / "records/speed.json",
+        {"tokens_per_second": found, "made_with": made_with(quality.out / folder, quality)},
+    )
 
 
 def short(value: float | None) -> float | None:

@@ -38,7 +38,7 @@ CACHES = {
     **FORMER,
     "dense": ("--dense",),
 }
-"""What each cache keeps."""
+"""Options of each cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def rates() -> list[Run]:
 
 
 def tails() -> list[Run]:
-    """What a cache keeps, and what stands for the rest."""
+    """What a cache keeps, and the rule for the rest."""
     rules = ("ghost", "drop", "renormalize", RENORMALIZED_TEACHER)
     return [
         Run(options=PLAIN),
@@ -154,7 +154,7 @@ def warmups() -> list[Run]:
 
 
 def final() -> list[Run]:
-    """What is recommended, and against what, of the small student after four times the tokens."""
+    """The recommended settings and their alternatives, for the small student after four times the tokens."""
     return [replace(run, steps=LONG) for run in CHOICES]
 
 
@@ -176,7 +176,7 @@ def epochs() -> list[Run]:
 
 
 def compared() -> list[tuple[Run, Run]]:
-    """What is compared with what, beside the first row of a table: both have seeds, steps and text in common."""
+    """Pairs that are compared, besides the first row of a table; both have the same seeds, steps and text."""
     alone, kept = replace(SAMPLES, options=ALONE), Run()
     main = [(alone, WHOLE), (SAMPLES, WHOLE), (SAMPLES, kept), (alone, SAMPLES)]
     top_k_alone = replace(kept, options=ALONE)
@@ -221,9 +221,9 @@ TIMED = {
     replace(SAMPLES, options=ALONE, steps=LONG): "50 samples from a cache",
     replace(WHOLE, steps=LONG): "whole distributions from a cache",
 }
-"""Whose speed is measured, each in `ROUNDS` short runs."""
+"""The students whose speed is measured, each in `ROUNDS` short runs."""
 ONLINE = "an online teacher"
 ROUNDS, TIMED_STEPS = 5, 80
 
 CALIBRATED = tuple(final())
-"""Whose calibration is drawn."""
+"""The students whose calibration is drawn."""

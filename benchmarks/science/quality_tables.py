@@ -85,13 +85,6 @@ class Difference:
     half: float
     """Half of the 95 % confidence interval; infinite for one seed."""
 
-    @property
-    def verdict(self) -> str:
-        """Lower, higher, or neither."""
-        if abs(self.mean) <= self.half:
-            return "one seed" if math.isinf(self.half) else "no difference shown"
-        return "lower" if self.mean < 0 else "higher"
-
     def __str__(self) -> str:
         return self.text("+.4f")
 
@@ -140,7 +133,7 @@ def gap(result: Record, run: Run) -> list[float]:
 
 
 def describe(run: Run) -> str:
-    """What distinguishes a run, in words."""
+    """The distinguishing options of a run, in words."""
     options = dict(zip(run.options[::2], run.options[1::2], strict=True))
     if options.get("--alpha") == "0":
         words = ["cross-entropy"]
@@ -169,7 +162,7 @@ def table(result: Record, runs: Iterable[Run], *, against: Run | None = None, ra
     measures = [NAMES.get(name, name) for name in FORMS]
     other = [] if against is None else [f"loss less that of {describe(against)}"]
     head = ["student", *(["rate"] if rate else []), "bytes a token", "seeds", *measures, "gap closed", *other]
-    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
+    rows = []
     for run in dict.fromkeys(runs):
         if not (found := seeds(result, run)):
             continue
@@ -178,8 +171,8 @@ def table(result: Record, runs: Iterable[Run], *, against: Run | None = None, ra
         cells += [share(gap(result, run))]
         if against is not None:
             cells.append("" if run == against else f"{difference(result, run, against) or '-'}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown(head, rows)
 
 
 def size(result: Record, run: Run) -> str:
@@ -196,15 +189,24 @@ def share(values: list[float]) -> str:
     return text if len(values) == 1 else f"{text} ± {statistics.stdev(values) / math.sqrt(len(values)):.0%}"
 
 
-def cell(values: list[float], form: str) -> str:
-    """One value, or mean ± standard deviation of several."""
-    mean = format(statistics.mean(values), form)
-    return mean if len(values) == 1 else f"{mean} ± {format(statistics.stdev(values), form)}"
+def cell(values: Iterable[float | None], form: str) -> str:
+    """One value, or mean ± standard deviation of several; a dash where nothing was measured."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean = format(statistics.mean(known), form)
+    return mean if len(known) == 1 else f"{mean} ± {format(statistics.stdev(known), form)}"
+
+
+def markdown(head: list[str], rows: Iterable[list[str]], left: int = 1) -> str:
+    """A table, whose first columns are aligned to the left."""
+    lines = [f"| {' | '.join(head)} |".replace("|  |", "| |"), "|" + "---|" * left + "--:|" * (len(head) - left)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def published(result: Record) -> str:
     """The methods of Sparse Logit Sampling, theirs beside ours: loss, share of the gap and ECE."""
-    lines = ["| | loss, 3 B to 300 M | gap closed | ECE | loss, here | gap closed | ECE |", "|---|" + "--:|" * 6]
+    rows = []
     for (method, (_, loss, ece)), run in zip(PUBLISHED_LOSSES.items(), STUDIES["paper"](), strict=True):
         found = seeds(result, run)
         theirs = [
@@ -212,12 +214,9 @@ def published(result: Record) -> str:
             f"{(THEIR_CROSS_ENTROPY - loss) / (THEIR_CROSS_ENTROPY - THEIR_WHOLE):.0%}",
             f"{ece:.1%}",
         ]
-        tests = [each["test"] for each in found.values()]
-        ours = [
-            cell([each[measure] for each in tests], FORMS[measure]) if tests else "-" for measure in ("loss", "ece")
-        ]
-        lines.append(f"| {' | '.join([method, *theirs, ours[0], share(gap(result, run)), ours[1]])} |")
-    return "\n".join(lines)
+        ours = [cell([each["test"][name] for each in found.values()], FORMS[name]) for name in ("loss", "ece")]
+        rows.append([method, *theirs, ours[0], share(gap(result, run)), ours[1]])
+    return markdown(["", "loss, 3 B to 300 M", "gap closed", "ECE", "loss, here", "gap closed", "ECE"], rows)
 
 
 def times(result: Record) -> str:
@@ -226,7 +225,7 @@ def times(result: Record) -> str:
     An online teacher's student is the one from a cache of whole distributions, at another rate. The teacher's forwards
     are in the online teacher's time and in no other: a cache is made once.
     """
-    lines = ["| student | tokens/s | of cross-entropy's | million tokens | minutes |", "|---|" + "--:|" * 4]
+    rows = []
     rates = {
         name: statistics.median(each) for name, each in result.get("speed", {}).get("tokens_per_second", {}).items()
     }
@@ -237,8 +236,8 @@ def times(result: Record) -> str:
             tokens = reached(curve, goal[-1][1])
             spent = ["-", "-"] if tokens is None else [f"{tokens / 1e6:.2f}", f"{tokens / rates[name] / 60:.1f}"]
             share = rates[name] / rates["cross-entropy"]
-            lines.append(f"| {' | '.join([name, f'{rates[name]:,.0f}', f'{share:.2f}', *spent])} |")
-    return "\n".join(lines)
+            rows.append([name, f"{rates[name]:,.0f}", f"{share:.2f}", *spent])
+    return markdown(["student", "tokens/s", "of cross-entropy's", "million tokens", "minutes"], rows)
 
 
 def _mean_curve(result: Record, run: Run) -> list[tuple[float, float]]:
@@ -262,7 +261,7 @@ def differences(result: Record) -> str:
     """How much lower or higher loss and ECE of one student are than another's, seed by seed."""
     changing = ["difference in loss", "difference in ECE"]
     head = ["student", "against", "size", "text", "million tokens", "seeds", *changing]
-    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|" + "--:|" * (len(head) - 4)]
+    rows = []
     width = result["settings"]["batch_size"] * result["settings"]["seq_len"] / 1e6
     for run, other in compared():
         common = seeds(result, run).keys() & seeds(result, other).keys()
@@ -271,16 +270,15 @@ def differences(result: Record) -> str:
             continue
         tokens = f"{run.steps * width:.1f}"
         setting = [f"{run.student[:-1]} M", run.corpus, tokens, f"{len(common)}"]
-        changes = [f"{loss}", ece.text("+.2%")]
-        lines.append(f"| {' | '.join([describe(run), describe(other), *setting, *changes])} |")
-    return "\n".join(lines)
+        rows.append([describe(run), describe(other), *setting, f"{loss}", ece.text("+.2%")])
+    return markdown(head, rows, left=4)
 
 
 def passes(result: Record) -> str:
     """The losses of both kinds of student by how much text there was, and how often they saw it."""
     text = {QUARTER: "a quarter", None: "the whole"}
     head = ["text", "passes", "million tokens", "cross-entropy", "from the teacher", "difference"]
-    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
+    rows = []
     width = result["settings"]["batch_size"] * result["settings"]["seq_len"] / 1e6
     runs = STUDIES["epochs"]()
     for plain_run, taught in zip(runs[::2], runs[1::2], strict=True):
@@ -290,22 +288,22 @@ def passes(result: Record) -> str:
         steps = plain_run.steps
         often = steps // PASS if plain_run.sequences else 1
         row = [text[plain_run.sequences], f"{often}", f"{steps * width:.2f}", *(cell(each, ".4f") for each in losses)]
-        lines.append(f"| {' | '.join([*row, f'{change}'])} |")
-    return "\n".join(lines)
+        rows.append([*row, f"{change}"])
+    return markdown(head, rows)
 
 
 def stopping(result: Record) -> str:
     """What early stopping at `INTERVAL` steps would have ended of the long runs, by its patience."""
     curves = [each["validation"] for each in result["runs"] if each["steps"] == LONG]
-    lines = ["| patience | runs ended before their last step | loss given up, the most |", "|--:|--:|--:|"]
+    rows = []
     for patience in PATIENCE:
         lost = [found for curve in curves if (found := given_up(curve, patience)) is not None]
-        lines.append(f"| {patience} | {len(lost)} of {len(curves)} | {format(max(lost), '.4f') if lost else '-'} |")
-    return "\n".join(lines)
+        rows.append([f"{patience}", f"{len(lost)} of {len(curves)}", f"{max(lost):.4f}" if lost else "-"])
+    return markdown(["patience", "runs ended before their last step", "loss given up, the most"], rows, left=0)
 
 
 def given_up(curve: Record, patience: int) -> float | None:
-    """The loss less that of the last step where early stopping would have ended a run; None where it would not."""
+    """The loss where early stopping would have ended a run, less that of the last step; None if it would not have."""
     guard = EarlyStopping(
         StoppingConfig(early_stopping=True, early_stopping_interval=INTERVAL, early_stopping_patience=patience)
     )

@@ -32,16 +32,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, TEACHER, write
-from kdtrain.config import DataConfig
-from kdtrain.data.packing import packed_rows
-from kdtrain.models.loading import load_tokenizer
-from kdtrain.models.spec import read_spec
-from kdtrain.teaching.teacher import open_teacher
+from benchmarks.harness.models import packed, teacher_logits, token_tensor
 
 RESULT = RESULTS / "tail_rules.json"
 KEPT = ((12, 0), (8, 24))
@@ -76,13 +71,8 @@ def main() -> int:
 
 def energies(spec_name: str, sequences: int) -> Tensor:
     """log p [N, V] in fp64 of the teacher at 128 positions of each of some validation sequences."""
-    spec, cpu = read_spec(spec_name), torch.device("cpu")
-    teacher = open_teacher(spec, cpu, "fp32")
-    teacher.load()
-    data = DataConfig(data="stdlib", seq_len=512)
-    texts = packed_rows(data, "validation", load_tokenizer(spec), sequences)
-    tokens_BT = torch.from_numpy(np.stack([row.tokens[:-1] for row in texts]).astype(np.int64))
-    return torch.cat([teacher.logits(row[None], None)[0, ::4].double().log_softmax(-1) for row in tokens_BT])
+    tokens_BT, teacher = token_tensor(packed(spec_name, "validation", sequences, 512)), teacher_logits(spec_name)
+    return torch.cat([teacher(row[None, :-1], None)[0, ::4].double().log_softmax(-1) for row in tokens_BT])
 
 
 def students(energy_NV: Tensor, unigram_V: Tensor) -> dict[str, Tensor]:
@@ -132,19 +122,18 @@ class Case:
         self.chance_NV = chance_NV / chance_NV.sum(-1, keepdim=True)
         self.full_NV = self.q_NV - self.p_NV
         self.ghost_NV = self.q_NV - torch.where(self.outside_NV > 0, self.shaped_NV, self.p_NV)
-        self.distance_N1 = self._distance(energy_NV, student_NV.log_softmax(-1))
-
-    def _distance(self, log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
-        inside_N1 = (log_p_NV.exp() * (log_p_NV - log_q_NV) * (1 - self.outside_NV)).sum(-1, keepdim=True)
-        p_N1, q_N1 = ((x.exp() * self.outside_NV).sum(-1, keepdim=True) for x in (log_p_NV, log_q_NV))
-        return inside_N1 + p_N1 * (p_N1 / q_N1).log()
+        log_q_NV = student_NV.log_softmax(-1)
+        inside_NV = energy_NV.exp() * (energy_NV - log_q_NV) * (1 - self.outside_NV)
+        p_N1, q_N1 = ((x.exp() * self.outside_NV).sum(-1, keepdim=True) for x in (energy_NV, log_q_NV))
+        self.distance_N1 = inside_NV.sum(-1, keepdim=True) + p_N1 * (p_N1 / q_N1).log()
 
     def estimates(self, num_samples: int) -> dict[str, tuple[Tensor, Tensor]]:
         """By rule: the mean of the estimated gradient [N, V] and the variance that one draw has, summed [N]."""
         p_NV, shaped_NV = self.tail_p_NV, self.shaped_NV
         best_N1 = self._best()
+        plain_NV = self.q_NV * p_NV.sum(-1, keepdim=True) - p_NV
         found = {
-            "sampled": self._plain(),
+            "sampled": (self.full_NV, self._square(p_NV, self.q_NV) - plain_NV.square().sum(-1)),
             "control variate": self._inside(p_NV - shaped_NV),
         }
         found |= {f"clip {c:g}": self._inside(self._clipped(c)) for c in CLIPS}
@@ -167,11 +156,6 @@ class Case:
     def _inside(self, value_NV: Tensor) -> tuple[Tensor, Tensor]:
         mean_NV = self.inner_NV * value_NV.sum(-1, keepdim=True) - value_NV
         return self.ghost_NV + mean_NV, self._square(value_NV, self.inner_NV) - mean_NV.square().sum(-1)
-
-    def _plain(self) -> tuple[Tensor, Tensor]:
-        value_NV = self.tail_p_NV
-        mean_NV = self.q_NV * value_NV.sum(-1, keepdim=True) - value_NV
-        return self.full_NV, self._square(value_NV, self.q_NV) - mean_NV.square().sum(-1)
 
     def _square(self, value_NV: Tensor, base_NV: Tensor) -> Tensor:
         """[N] the mean over samples k of |(value_k / chance_k) (e_k - base)|^2."""

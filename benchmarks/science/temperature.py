@@ -1,4 +1,4 @@
-"""Where a learned temperature goes: T^2 KL against T on real logits, and the paths of the three modes.
+"""The course of a learned temperature: T^2 KL against T on real logits, and the paths of the three modes.
 
 `python -m benchmarks.science.temperature [--out runs/temperature] [--quick]` writes benchmarks/results/temperature.json
 (with --quick, which is a test of this script, it writes into --out) and draws benchmarks/figures/temperature.png.
@@ -21,20 +21,17 @@ import torch
 
 from benchmarks import figures
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
+from benchmarks.harness.bench import cached, online
 from benchmarks.harness.command import Kdtrain, environment
-from kdtrain.cache.reader import CacheReader
+from benchmarks.harness.models import open_teacher
+from benchmarks.harness.study import Study
 from kdtrain.commands.export import open_student
 from kdtrain.config.choices import DIVERGENCES
-from kdtrain.models.head import SplitModel, split
+from kdtrain.models.head import split
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
-from kdtrain.monitor.record import RunRecord
-from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.teaching.teacher import open_teacher
-from kdtrain.training.sources.build import build_source
-from kdtrain.training.sources.cache import CachedSource
 
 BOUNDS = (2 / 3, 4.0)
 MODES = ("minimize", "adversarial", "likelihood")
@@ -62,14 +59,28 @@ def main() -> None:
 def measure(kdtrain: Kdtrain, out: Path, steps: dict[str, int]) -> dict[str, Any]:
     """The whole record."""
     sequences = 64 if steps["student"] < 50 else 1600
-    kdtrain(
-        *("cache-teacher", "--teacher", TEACHER, "--data", "stdlib", "--out", f"{out}/cache", "--seq-len", "256"),
-        *("--num-sequences", f"{sequences}", "--validation-sequences", "32", "--top-k", "12"),
-    )
-    every = max(steps["student"] // 5, 1)
-    kdtrain(*_train(out, "student", steps["student"]), "--temperature", "1", "--checkpoint-freq", f"{every}")
+    cache = ("--teacher", TEACHER, "--data", "stdlib", "--seq-len", "256", "--num-sequences", f"{sequences}")
+    common = ("--student", STUDENT, "--batch-size", "8", "--lr", "3e-3")
+    study = Study(out, kdtrain, {"cache": (*cache, "--validation-sequences", "32", "--top-k", "12")}, common)
+    last, every = steps["student"], max(steps["student"] // 5, 1)
+    length = ("--steps", f"{last}", "--eval-freq", f"{last}", "--checkpoint-freq", f"{every}")
+    study.train("student", *length, "--temperature", "1")
     logits = Logits(out)
-    last = steps["student"]
+
+    def trained(name: str, entry: tuple[str, float]) -> dict[str, Any]:
+        """T in a run of the command, and what its events say of a bound."""
+        mode, start = entry
+        learned = ("--temperature", f"{start}", "--temperature-mode", mode, "--temperature-lr", "0.1")
+        _, run = study.train(name, "--steps", f"{steps['training']}", "--eval-freq", f"{steps['training']}", *learned)
+        bounds = [event.details["bound"] for event in run.events if event.event == "temperature-bound"]
+        return {
+            "mode": mode,
+            "start": start,
+            "T": [round(line["T"], 4) for line in run.steps],
+            "bound": bounds[-1] if bounds else None,
+            "validation_kl": run.validations[-1]["validation/kl"],
+        }
+
     return {
         "settings": {
             "teacher": TEACHER,
@@ -89,9 +100,7 @@ def measure(kdtrain: Kdtrain, out: Path, steps: dict[str, int]) -> dict[str, Any
             ),
         ],
         "frozen": [logits.path(last, mode, start, steps["frozen"]) for mode in MODES for start in STARTS],
-        "training": [
-            _trained(kdtrain, out, mode, start, steps["training"]) for mode in MODES for start in TRAINING_STARTS
-        ],
+        "training": study.records({f"{mode}-{T}": (mode, T) for mode in MODES for T in TRAINING_STARTS}, trained),
     }
 
 
@@ -100,31 +109,29 @@ class Logits:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        teacher = open_teacher(read_spec(TEACHER), CPU, "fp32")
-        teacher.load()
-        cached = CachedSource(CacheReader(out / "cache", "validation"))
-        online = build_source(cached, CPU, 2048, teacher)
-        self.batches = {"cache": cached.read(np.arange(4)), "whole": online.read(np.arange(4))}
-
-    def student(self, step: int) -> SplitModel:
-        """The student after `step` steps; its fresh weights at 0."""
-        if step:
-            return open_student(str(self.out / f"student/checkpoints/step-{step:08d}"), CPU)[0].eval()
-        return split(load_student(read_spec(STUDENT), vocab_size=2048, seed=0, device="cpu")).eval()
+        source = cached(out / "cache", CPU, "validation")
+        whole = online(source, open_teacher(), "fp32")
+        self.batches = {"cache": source.read(np.arange(4)), "whole": whole.read(np.arange(4))}
 
     def loss(self, step: int, kind: str) -> Any:
-        """T, divergence -> T^2 D, the mean over tokens, differentiable in T alone."""
-        student, batch = self.student(step), self.batches[kind]
-        with torch.no_grad():
-            hidden_ND = student(batch.tokens[:, :-1]).flatten(0, 1)
-        head = student.head
-        for each in (head.weight, head.bias):
-            if each is not None:
-                each.requires_grad_(False)
-        return lambda T, divergence="forward-kl": _loss(hidden_ND, head, batch, T, divergence)
+        """T, divergence -> T^2 D of the student after `step` steps: the mean over tokens, differentiable in T alone."""
+        if step:
+            student = open_student(str(self.out / f"student/checkpoints/step-{step:08d}"), CPU)[0]
+        else:
+            student = split(load_student(read_spec(STUDENT), vocab_size=2048, seed=0, device="cpu"))
+        student, batch = student.eval().requires_grad_(False), self.batches[kind]
+        hidden_ND = student(batch.tokens[:, :-1]).flatten(0, 1)
+        tokens_N = batch.tokens[:, 1:].flatten(), batch.loss_mask.flatten()
+        common = {"alpha": 1.0, "vocab_size": 2048, "normalizer": batch.loss_mask.sum()}
+
+        def loss(T: Any, divergence: str = "forward-kl") -> torch.Tensor:
+            asked = {"temperature": T, "divergence": divergence}
+            return distillation_loss(hidden_ND, student.head, *tokens_N, batch.targets, **asked, **common).loss
+
+        return loss
 
     def curve(self, step: int, kind: str, divergence: str) -> dict[str, Any]:
-        """The loss over the grid, and where it is largest within the bounds."""
+        """The loss over the grid, and the T of its maximum within the bounds."""
         print(f"curve: {divergence}, step {step}, {kind}", file=sys.stderr)
         loss = self.loss(step, kind)
         values = [loss(T, divergence).item() for T in GRID]
@@ -149,44 +156,6 @@ class Logits:
             optimizer.step()
         path.append(round(temperature.value().item(), 4))
         return {"mode": mode, "start": start, "T": path, "bound": temperature.at_bound()}
-
-
-def _loss(hidden_ND: torch.Tensor, head: Any, batch: Batch, T: Any, divergence: str) -> torch.Tensor:
-    return distillation_loss(
-        hidden_ND,
-        head,
-        batch.tokens[:, 1:].flatten(),
-        batch.loss_mask.flatten(),
-        batch.targets,
-        temperature=T,
-        alpha=1.0,
-        divergence=divergence,
-        vocab_size=2048,
-        normalizer=batch.loss_mask.sum(),
-    ).loss
-
-
-def _train(out: Path, name: str, steps: int) -> list[str]:
-    return [
-        *("distill", "--cache", f"{out}/cache", "--student", STUDENT, "--out", f"{out}/{name}", "--steps", f"{steps}"),
-        *("--batch-size", "8", "--lr", "3e-3", "--eval-freq", f"{steps}"),
-    ]
-
-
-def _trained(kdtrain: Kdtrain, out: Path, mode: str, start: float, steps: int) -> dict[str, Any]:
-    """T in a run of the command, and what its events say of a bound."""
-    name = f"{mode}-{start}"
-    learned = ("--temperature", f"{start}", "--temperature-mode", mode, "--temperature-lr", "0.1")
-    kdtrain(*_train(out, name, steps), *learned)
-    run = RunRecord.read(out / name)
-    named = [event.details["bound"] for event in run.events if event.event == "temperature-bound"]
-    return {
-        "mode": mode,
-        "start": start,
-        "T": [round(line["T"], 4) for line in run.steps],
-        "bound": named[-1] if named else None,
-        "validation_kl": run.validations[-1]["validation/kl"],
-    }
 
 
 if __name__ == "__main__":

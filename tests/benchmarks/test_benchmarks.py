@@ -12,6 +12,7 @@ from benchmarks import figures, tables
 from benchmarks.harness import FIGURES, RESULTS, command
 from benchmarks.science import demo
 from kdtrain.config.sections import CodecConfig, ObjectiveConfig
+from kdtrain.monitor.record import RunRecord
 from kdtrain.objective.metrics import Metrics
 from kdtrain.training.validate import calibration
 
@@ -64,9 +65,27 @@ def cells(result: dict) -> dict[str, list[str]]:
     return {name: rest for name, *rest in tables.rows(result)}
 
 
-def test_the_two_students_differ_in_the_objective_and_in_nothing_else():
+def commands(out: Path, monkeypatch) -> dict[str, list[str]]:
+    """The words of each command of a demo of four seeds, by the name of its folder, `evaluate` by its own."""
+    asked: dict[str, list[str]] = {}
+
+    def kdtrain(command, *words):
+        asked[Path(words[words.index("--out") + 1]).name if "--out" in words else command] = [*words]
+        if command == "cache-teacher":
+            return {"sequences": {}, "tokens": {}, "bytes_per_token": 1.0}
+        return {"step": 1, "tokens": 1, "seconds": 1.0, "calibration": []}
+
+    monkeypatch.setattr(RunRecord, "read", lambda folder: RunRecord())
+    monkeypatch.setattr(demo, "environment", lambda folder: {})
+    demo.run(demo.Demo(out=out, seeds=4), kdtrain)
+    return asked
+
+
+def test_the_two_students_differ_in_the_objective_and_in_nothing_else(tmp_path, monkeypatch):
+    asked = commands(tmp_path, monkeypatch)
+
     def without_objective(kind):
-        words = demo.distill_command(demo.Settings(), Path("out"), kind, 3)
+        words = asked[f"{kind}-3"]
         taken = [at for at, word in enumerate(words) if word in ("--alpha", "--out")]
         return [word for at, word in enumerate(words) if at not in taken and at - 1 not in taken]
 
@@ -74,16 +93,16 @@ def test_the_two_students_differ_in_the_objective_and_in_nothing_else():
     assert "--seed 3" in " ".join(without_objective("distilled"))
 
 
-def test_the_commands_of_the_demo_are_commands_of_kdtrain():
+def test_the_commands_of_the_demo_are_commands_of_kdtrain(tmp_path, monkeypatch):
     from kdtrain.cli import parse
 
-    settings, out = demo.Settings(), Path("out")
-    assert parse("cache-teacher", demo.cache_command(settings, out)[1:]).data.num_sequences == settings.sequences
-    assert parse("distill", demo.distill_command(settings, out, "cross-entropy", 0)[1:]).objective.alpha == 0
-    distilled = parse("distill", demo.distill_command(settings, out, "distilled", 0)[1:])
-    assert distilled.objective == ObjectiveConfig(), "the demo shows the defaults"
-    assert parse("cache-teacher", demo.cache_command(settings, out)[1:]).codec == CodecConfig()
-    assert parse("evaluate", demo.evaluate_command(settings, out)[1:]).data.split == "test"
+    asked = commands(tmp_path, monkeypatch)
+    cache = parse("cache-teacher", asked["cache"])
+    assert cache.data.num_sequences == demo.Settings().sequences
+    assert parse("distill", asked["cross-entropy-0"]).objective.alpha == 0
+    assert parse("distill", asked["distilled-0"]).objective == ObjectiveConfig(), "the demo shows the defaults"
+    assert cache.codec == CodecConfig()
+    assert parse("evaluate", asked["evaluate"]).data.split == "test"
 
 
 def test_one_seed_is_shown_as_it_is_and_several_as_mean_and_deviation():
@@ -132,10 +151,10 @@ def test_a_page_shows_the_published_records_and_no_others(name):
 
 
 def test_the_objectives_page_names_what_is_missed():
-    objective, step = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("objective", "objective-step"))
-    step["students"] = {"fast": dict.fromkeys(next(iter(step["students"].values())), 1.0) | {"precision": "bf16"}}
+    objective, step = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("objective", "step"))
+    step["figures"] = {"fast": dict.fromkeys(next(iter(step["figures"].values())), 1.0) | {"precision": "bf16"}}
     assert "1 of 1 met.\n- Over an online" in tables.objective(objective, step)
-    step["students"]["fast"]["cached_over_cross_entropy"] = 0.9
+    step["figures"]["fast"]["cached_over_cross_entropy"] = 0.9
     assert "0 of 1 met. **Missed**: fast: 0.900." in tables.objective(objective, step)
 
 
@@ -247,7 +266,7 @@ def test_a_demo_that_is_interrupted_goes_on_and_shows_its_table_and_pictures(tmp
                 break
         after = first.stderr.read()
     assert first.returncode == 1, "".join(before) + after
-    assert "stopped by SIGINT" in after and "goes on from here" in after
+    assert "stopped by SIGINT" in after and "run the same command to resume" in after
 
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

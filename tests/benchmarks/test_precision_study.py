@@ -1,7 +1,6 @@
 """The precision study: kdtrain takes its commands, its table is what the runs say, and its picture is drawn."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,12 +18,13 @@ def run(kind: str, seed: int, loss: float, quantized: list[int]) -> dict:
 
 
 def test_every_command_of_the_study_is_one_that_kdtrain_takes():
-    settings, out = precision.Settings(), Path("runs/precision")
+    settings = precision.Settings()
+    common = ["--cache", "c", "--out", "o", *precision.distill_words(settings)]
     for kind in (*precision.FIXED, *precision.ADAPTIVE):
-        config = cli.parse("distill", precision.distill_command(settings, out, kind, 0, out / kind)[1:])
+        config = cli.parse("distill", [*common, *precision.words(settings, kind, 0), "--load", "base"])
         assert config.precision.precision == kind.split()[0] and config.quantization.time_resume == (" " in kind)
-    assert cli.parse("distill", precision.base_command(settings, out)[1:]).steps == settings.base_steps
-    assert cli.parse("cache-teacher", precision.cache_command(settings, out)[1:]).codec.top_k == 16
+    assert cli.parse("distill", [*common, *precision.base_words(settings)]).steps == settings.base_steps
+    assert cli.parse("cache-teacher", ["--out", "c", *precision.cache_words(settings)]).codec.top_k == 16
 
 
 def test_the_default_wins_back_half_of_what_mxfp4_loses_and_quantises_three_steps_in_four():

@@ -1,6 +1,6 @@
 """A run that is broken off ends with the same bits: where, how, with which options, and after a rollback or not.
 
-The matrix is in benchmarks/torture/resume_matrix.py: here a selection in which every place is met in every way, and a
+The matrix is in tests/torture/resume_matrix.py: here a selection in which every place is met in every way, and a
 few kills at random times; `make torture` does all of it. Each run is the real command, in a process of its own.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.torture import resume_matrix as matrix
+from tests.torture import resume_matrix as matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +37,7 @@ def test_the_selection_meets_each_place_in_each_way_and_each_of_both_with_each_o
 @pytest.mark.slow
 def test_a_run_broken_off_anywhere_in_any_way_ends_with_the_same_bits(tmp_path):
     out = tmp_path / "result.json"
-    argv = [sys.executable, "-m", "benchmarks.torture.run", "--selection", "--kills", "5", "--out", str(out)]
+    argv = [sys.executable, "-m", "tests.torture.run", "--selection", "--kills", "5", "--out", str(out)]
     ended = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert out.exists(), ended.stderr[-2000:]
     result = json.loads(out.read_text())

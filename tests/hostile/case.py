@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import h5py
 import hdf5plugin  # noqa: F401  (registers the filters of a shard)
@@ -139,6 +139,12 @@ def remove(path: Path) -> None:
 
 
 Attack = Callable[[Place], None]
+Given = ParamSpec("Given")
+
+
+def curried(done: Callable[Concatenate[Place, Given], None]) -> Callable[Given, Attack]:
+    """A function of a place and arguments, as a function of the arguments that gives an attack."""
+    return lambda *given, **named: lambda place: done(place, *given, **named)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,11 @@
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.hostile import seal
-from tests.hostile.case import COMMANDS, Cases, Place
+from tests.hostile.case import COMMANDS, Cases, Place, curried
 
 _EVIL = """
 import os, pathlib
@@ -113,53 +112,43 @@ def _named(config: dict[str, Any], kind: str) -> None:
         del config["model_type"]
 
 
-def _configured(name: str, kind: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.path("evil").mkdir()
-        for folder in ("evil", name):
-            _evil(place.path(folder))
-        with place.json(f"{name}/config.json") as config:
-            _named(config, kind)
-
-    return attack
+@curried
+def _configured(place: Place, name: str, kind: str) -> None:
+    place.path("evil").mkdir()
+    for folder in ("evil", name):
+        _evil(place.path(folder))
+    with place.json(f"{name}/config.json") as config:
+        _named(config, kind)
 
 
-def _tokenizer(name: str, kind: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        _evil(place.path(name))
-        with place.json(f"{name}/tokenizer_config.json") as config:
-            config |= _ABOUT | {"tokenizer_class": kind}
-
-    return attack
+@curried
+def _tokenizer(place: Place, name: str, kind: str) -> None:
+    _evil(place.path(name))
+    with place.json(f"{name}/tokenizer_config.json") as config:
+        config |= _ABOUT | {"tokenizer_class": kind}
 
 
-def _pickle(name: str, file: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        if file.startswith("pytorch"):
-            place.path(f"{name}/model.safetensors").unlink()
-        place.path(f"{name}/{file}").write_bytes(pickle.dumps(_Pickled(place.docs / "pwned")))
-
-    return attack
+@curried
+def _pickle(place: Place, name: str, file: str) -> None:
+    if file.startswith("pytorch"):
+        place.path(f"{name}/model.safetensors").unlink()
+    place.path(f"{name}/{file}").write_bytes(pickle.dumps(_Pickled(place.docs / "pwned")))
 
 
-def _json(name: str, content: Any) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.write(name, json.dumps(content))
-        _evil(place.path(name).parent)
-
-    return attack
+@curried
+def _json(place: Place, name: str, content: Any) -> None:
+    place.write(name, json.dumps(content))
+    _evil(place.path(name).parent)
 
 
-def _state(kind: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.path("evil").mkdir()
-        for folder in ("run/checkpoints/step-00000004", "run", "evil", "."):
-            _evil(place.path(folder))
-        with place.state() as state:
-            state["student"]["architecture"]["_name_or_path"] = "run"
-            _named(state["student"]["architecture"], kind)
-
-    return attack
+@curried
+def _state(place: Place, kind: str) -> None:
+    place.path("evil").mkdir()
+    for folder in ("run/checkpoints/step-00000004", "run", "evil", "."):
+        _evil(place.path(folder))
+    with place.state() as state:
+        state["student"]["architecture"]["_name_or_path"] = "run"
+        _named(state["student"]["architecture"], kind)
 
 
 def _cache(place: Place) -> None:
@@ -183,11 +172,9 @@ def _spec(place: Place) -> None:
     )
 
 
-def _script(name: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.write(f"corpus/{name}", _EVIL)
-
-    return attack
+@curried
+def _script(place: Place, name: str) -> None:
+    place.write(f"corpus/{name}", _EVIL)
 
 
 def _rows(place: Place) -> None:
@@ -195,10 +182,7 @@ def _rows(place: Place) -> None:
     place.write("rows/train.jsonl", place.path("chat.jsonl").read_text())
 
 
-def _beside(name: str) -> Callable[[Place], None]:
+@curried
+def _beside(place: Place, name: str) -> None:
     """Python code beside a spec that is named by its path; the command runs elsewhere."""
-
-    def attack(place: Place) -> None:
-        place.write(f"teacher/{name}", _EVIL)
-
-    return attack
+    place.write(f"teacher/{name}", _EVIL)

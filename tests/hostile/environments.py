@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from tests.hostile.case import COMMANDS, Cases, Place, remove
+from tests.hostile.case import COMMANDS, Cases, Place, curried, remove
 
 _RANKS: dict[str, dict[str, str | None]] = {
     "RANK=x": {"RANK": "x", "WORLD_SIZE": "2"},
@@ -142,13 +142,11 @@ def _mode(name: str, mode: int) -> Callable[[Place], None]:
     return lambda place: os.chmod(place.path(name), mode)
 
 
-def _damaged(name: str, mode: int) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        if name.startswith("cache"):
-            remove(place.path("cache/shards/train-00001.json"))
-        os.chmod(place.path(name), mode)
-
-    return attack
+@curried
+def _damaged(place: Place, name: str, mode: int) -> None:
+    if name.startswith("cache"):
+        remove(place.path("cache/shards/train-00001.json"))
+    os.chmod(place.path(name), mode)
 
 
 def _streams(found: Cases) -> None:

@@ -27,7 +27,7 @@ def all_cases() -> list[Case]:
 
 
 def sample(cases: list[Case], number: int) -> list[Case]:
-    """So many of each family: always the same ones, at no regular distance."""
+    """A fixed pseudo-random sample of each family."""
     chosen: list[Case] = []
     for family in dict.fromkeys(case.family for case in cases):
         chosen += sorted((case for case in cases if case.family == family), key=lambda case: case.seed(0))[:number]

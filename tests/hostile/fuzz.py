@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tests.hostile import seal
-from tests.hostile.case import COMMANDS, Cases, Place
+from tests.hostile.case import COMMANDS, Cases, Place, curried
 
 _NEWEST = "run/checkpoints/step-00000004"
 
@@ -60,42 +60,35 @@ def _spoil(place: Place, name: str, number: int, first: int = 0, last: int | Non
     path.write_bytes(content)
 
 
-def _shard(number: int) -> Callable[[Place], None]:
+@curried
+def _shard(place: Place, number: int) -> None:
     """Most of the structure of a shard stands in its first and last kilobytes."""
-
-    def attack(place: Place) -> None:
-        for name in ("train-00000", "validation-00000"):
-            size = place.path(f"cache/shards/{name}.h5").stat().st_size
-            part = ((0, 512), (0, 8192), (size - 16_384, size), (0, size))[number % 4 if number < 48 else 1]
-            _spoil(place, f"cache/shards/{name}.h5", number, max(0, part[0]), part[1])
-        seal.cache(place.path("cache"))
-
-    return attack
+    for name in ("train-00000", "validation-00000"):
+        size = place.path(f"cache/shards/{name}.h5").stat().st_size
+        part = ((0, 512), (0, 8192), (size - 16_384, size), (0, size))[number % 4 if number < 48 else 1]
+        _spoil(place, f"cache/shards/{name}.h5", number, max(0, part[0]), part[1])
+    seal.cache(place.path("cache"))
 
 
 def _file(name: str, number: int) -> Callable[[Place], None]:
     return lambda place: _spoil(place, name, number, 0, 8192)
 
 
-def _checkpoint(name: str, number: int) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        _spoil(place, name, number, 0, 8192)
-        place.seal_run()
-
-    return attack
+@curried
+def _checkpoint(place: Place, name: str, number: int) -> None:
+    _spoil(place, name, number, 0, 8192)
+    place.seal_run()
 
 
 def _parquet_command() -> tuple[str, ...]:
     return ("cache-teacher", "--teacher", "teacher", "--data", "data.parquet", *COMMANDS["build"][5:])
 
 
-def _parquet(number: int) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        import pyarrow
-        from pyarrow import parquet
+@curried
+def _parquet(place: Place, number: int) -> None:
+    import pyarrow
+    from pyarrow import parquet
 
-        table = pyarrow.table({"text": ["some text " * 40] * 60})
-        parquet.write_table(table, place.path("data.parquet"))
-        _spoil(place, "data.parquet", number)
-
-    return attack
+    table = pyarrow.table({"text": ["some text " * 40] * 60})
+    parquet.write_table(table, place.path("data.parquet"))
+    _spoil(place, "data.parquet", number)

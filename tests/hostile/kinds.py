@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from tests.hostile.case import COMMANDS, Cases, Place, remove
+from tests.hostile.case import COMMANDS, Cases, Place, curried, remove
 
 _SHARD, _SIDECAR = "shards/train-00000.h5", "shards/train-00000.json"
 CACHE = ("manifest.json", "settings.json", _SHARD, _SIDECAR, "tokenizer/tokenizer.json")
@@ -33,30 +33,27 @@ def cases() -> Cases:
     return found
 
 
-def _is(name: str, kind: str) -> Callable[[Place], None]:
+@curried
+def _is(place: Place, name: str, kind: str) -> None:
     """Make `name` a thing of another kind."""
-
-    def attack(place: Place) -> None:
-        path = place.path(name)
-        if kind == "unreadable":
-            path.chmod(0)
-            return
-        remove(path)
-        if kind == "folder":
-            path.mkdir()
-        elif kind == "pipe":
-            os.mkfifo(path)
-        elif kind == "socket":
-            parent = os.open(path.parent, os.O_RDONLY)
-            with socket.socket(socket.AF_UNIX) as server:
-                server.bind(f"/proc/self/fd/{parent}/{path.name}")  # the name of a socket is short
-            os.close(parent)
-        elif kind == "empty":
-            path.touch()
-        else:  # a read of /proc/self/mem at 0 ends in an input/output error
-            path.symlink_to({"device": "/dev/zero", "broken": "/proc/self/mem"}[kind])
-
-    return attack
+    path = place.path(name)
+    if kind == "unreadable":
+        path.chmod(0)
+        return
+    remove(path)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        parent = os.open(path.parent, os.O_RDONLY)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{parent}/{path.name}")  # the name of a socket is short
+        os.close(parent)
+    elif kind == "empty":
+        path.touch()
+    else:  # a read of /proc/self/mem at 0 ends in an input/output error
+        path.symlink_to({"device": "/dev/zero", "broken": "/proc/self/mem"}[kind])
 
 
 def _runs(found: Cases) -> None:
@@ -109,9 +106,7 @@ def _models(found: Cases) -> None:
         found.add(f"--out is {kind}", "export", _made("new", kind), writes=())
 
 
-def _made(name: str, kind: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.write(name, "")
-        _is(name, kind)(place)
-
-    return attack
+@curried
+def _made(place: Place, name: str, kind: str) -> None:
+    place.write(name, "")
+    _is(name, kind)(place)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import h5py
 import numpy as np
 
-from tests.hostile.case import COMMANDS, Cases, Place
+from tests.hostile.case import COMMANDS, Cases, Place, curried
 
 CACHE = (
     *("manifest.json", "settings.json", "index.h5", "shards", "shards/train-00000.h5", "shards/train-00000.json"),
@@ -27,15 +27,12 @@ def cases() -> Cases:
     return found
 
 
-def away(name: str) -> Callable[[Place], None]:
+@curried
+def away(place: Place, name: str) -> None:
     """Replace a file or folder by a link to one of the user's own."""
-
-    def attack(place: Place) -> None:
-        path = place.path(name)
-        target = _TARGETS.get(path.name, "docs") if path.is_dir() else "docs/letter.txt"
-        place.link(name, str(place.root / target))
-
-    return attack
+    path = place.path(name)
+    target = _TARGETS.get(path.name, "docs") if path.is_dir() else "docs/letter.txt"
+    place.link(name, str(place.root / target))
 
 
 def nowhere(name: str) -> Callable[[Place], None]:
@@ -43,16 +40,13 @@ def nowhere(name: str) -> Callable[[Place], None]:
     return lambda place: place.link(name, "../no such file")
 
 
-def twin(name: str, damaged: str = "") -> Callable[[Place], None]:
+@curried
+def twin(place: Place, name: str, damaged: str = "") -> None:
     """Replace it by a link to itself elsewhere; what is behind the link may be damaged."""
-
-    def attack(place: Place) -> None:
-        if damaged:
-            path = place.path(damaged)
-            path.write_bytes(path.read_bytes()[:-9])
-        place.twin(name)
-
-    return attack
+    if damaged:
+        path = place.path(damaged)
+        path.write_bytes(path.read_bytes()[:-9])
+    place.twin(name)
 
 
 def _caches(found: Cases) -> None:
@@ -105,15 +99,12 @@ def _shards(found: Cases) -> None:
         found.add(f"loop of {kind}s", "evaluate", _in_shard(_loop(kind == "soft link"), "ids"))
 
 
-def _in_shard(attack: Callable[[Place, h5py.File, str], None], name: str) -> Callable[[Place], None]:
+@curried
+def _in_shard(place: Place, attack: Callable[[Place, h5py.File, str], None], name: str) -> None:
     """The attack on a data set of the first shards of train and validation."""
-
-    def attacked(place: Place) -> None:
-        for shard in ("train-00000", "validation-00000"):
-            with place.shard(shard) as file:
-                attack(place, file, name)
-
-    return attacked
+    for shard in ("train-00000", "validation-00000"):
+        with place.shard(shard) as file:
+            attack(place, file, name)
 
 
 def _secret(place: Place, file: h5py.File, name: str) -> str:
@@ -239,11 +230,8 @@ def _outputs(found: Cases) -> None:
         found.add(f"model's {name} to itself elsewhere", "model", twin(f"model/{name}"), ends="either", same=True)
 
 
-def _exported(name: str) -> Callable[[Place], None]:
+@curried
+def _exported(place: Place, name: str) -> None:
     """An exported folder with a link and a file of the user's in it, to be overwritten."""
-
-    def attack(place: Place) -> None:
-        place.path("model").rename(place.path("new"))
-        place.link(f"new/{name}", str(place.docs / "letter.txt"))
-
-    return attack
+    place.path("model").rename(place.path("new"))
+    place.link(f"new/{name}", str(place.docs / "letter.txt"))

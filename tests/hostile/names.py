@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.hostile import seal
-from tests.hostile.case import COMMANDS, Cases, Place
+from tests.hostile.case import COMMANDS, Cases, Place, curried
 from tests.hostile.shapes import header_of, write_safetensors
 
 PATHS = {
@@ -60,15 +60,12 @@ def cases() -> Cases:
     return found
 
 
-def _template(name: str) -> Callable[[Place], None]:
+@curried
+def _template(place: Place, name: str) -> None:
     """A named chat template of the teacher's tokenizer."""
-
-    def attack(place: Place) -> None:
-        place.path("teacher/chat_template.jinja").unlink(missing_ok=True)
-        with place.json("teacher/tokenizer_config.json") as content:
-            content["chat_template"] = [{"name": "default", "template": "a"}, {"name": name, "template": "b"}]
-
-    return attack
+    place.path("teacher/chat_template.jinja").unlink(missing_ok=True)
+    with place.json("teacher/tokenizer_config.json") as content:
+        content["chat_template"] = [{"name": "default", "template": "a"}, {"name": name, "template": "b"}]
 
 
 def _manifest(change: seal.Edit) -> Callable[[Place], None]:
@@ -95,12 +92,10 @@ def _told(name: str) -> seal.Edit:
     return lambda record: record["teacher"].update(spec=name)
 
 
-def _sidecar(name: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        with seal.record(place.path("cache/shards/train-00000.json")) as record:
-            record["name"] = name
-
-    return attack
+@curried
+def _sidecar(place: Place, name: str) -> None:
+    with seal.record(place.path("cache/shards/train-00000.json")) as record:
+        record["name"] = name
 
 
 def _checkpoint(name: str) -> Callable[[Place], None]:
@@ -110,31 +105,26 @@ def _checkpoint(name: str) -> Callable[[Place], None]:
     return lambda place: place.seal_run(change)
 
 
-def _tensor(name: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        path = place.path("run/checkpoints/step-00000004/shard-00001-00001.safetensors")
-        header, data = header_of(path)
-        first = next(each for each in header if each.startswith("student."))
-        header = {f"student.{name}" if each == first else each: entry for each, entry in header.items()}
-        write_safetensors(path, header, data)
-        place.seal_run()
-
-    return attack
+@curried
+def _tensor(place: Place, name: str) -> None:
+    path = place.path("run/checkpoints/step-00000004/shard-00001-00001.safetensors")
+    header, data = header_of(path)
+    first = next(each for each in header if each.startswith("student."))
+    header = {f"student.{name}" if each == first else each: entry for each, entry in header.items()}
+    write_safetensors(path, header, data)
+    place.seal_run()
 
 
-def _index(name: str) -> Callable[[Place], None]:
+@curried
+def _index(place: Place, name: str) -> None:
     """Weights in several files, of which the index says where they are."""
-
-    def attack(place: Place) -> None:
-        path = place.path("model/model.safetensors")
-        header, _ = header_of(path)
-        path.rename(place.docs / "weights.safetensors")
-        file = name.replace("letter.txt", "weights.safetensors")
-        place.write("model/model.safetensors.index.json", "{}")
-        with place.json("model/model.safetensors.index.json") as index:
-            index |= {"metadata": {}, "weight_map": {each: file for each in header if each != "__metadata__"}}
-
-    return attack
+    path = place.path("model/model.safetensors")
+    header, _ = header_of(path)
+    path.rename(place.docs / "weights.safetensors")
+    file = name.replace("letter.txt", "weights.safetensors")
+    place.write("model/model.safetensors.index.json", "{}")
+    with place.json("model/model.safetensors.index.json") as index:
+        index |= {"metadata": {}, "weight_map": {each: file for each in header if each != "__metadata__"}}
 
 
 def _spec(key: str, value: str) -> Callable[[Place], None]:
@@ -152,18 +142,14 @@ def _spec(key: str, value: str) -> Callable[[Place], None]:
     return attack
 
 
-def _called(name: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.path("model").rename(place.path(name))
-
-    return attack
+@curried
+def _called(place: Place, name: str) -> None:
+    place.path("model").rename(place.path(name))
 
 
-def _text_called(name: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.path("corpus/a.txt").rename(place.path(f"corpus/{name[:240]}.txt"))
-
-    return attack
+@curried
+def _text_called(place: Place, name: str) -> None:
+    place.path("corpus/a.txt").rename(place.path(f"corpus/{name[:240]}.txt"))
 
 
 _VALUES = (

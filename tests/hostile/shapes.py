@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from tests.hostile import seal
-from tests.hostile.case import Cases, Place
+from tests.hostile.case import Cases, Place, curried
 
 PLAIN = ("tokens", "loss_mask", "segments", "ids", "numbers")
 LISTS = ("dictionary/context_row", "dictionary/candidates", "dictionary/common", "dictionary/tail_weights")
@@ -59,15 +59,12 @@ def cases() -> Cases:
     return found
 
 
-def in_shards(remake: Remake, name: str) -> Callable[[Place], None]:
+@curried
+def in_shards(place: Place, remake: Remake, name: str) -> None:
     """Do it to the first shards of train and of validation."""
-
-    def attack(place: Place) -> None:
-        for shard in ("train-00000", "validation-00000"):
-            with place.shard(shard) as file:
-                remake(file, name)
-
-    return attack
+    for shard in ("train-00000", "validation-00000"):
+        with place.shard(shard) as file:
+            remake(file, name)
 
 
 def write_as(file: h5py.File, name: str, values: np.ndarray, **more: Any) -> None:
@@ -318,23 +315,19 @@ _HEADERS: dict[str, Callable[[Header], Header | bytes]] = {
 _CHANGES_WEIGHTS = ("metadata is a number",)
 
 
-def _weights(damage: Callable[[Header], Header | bytes]) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        path = place.path("model/model.safetensors")
-        header, data = header_of(path)
-        write_safetensors(path, damage(header), data)
-
-    return attack
+@curried
+def _weights(place: Place, damage: Callable[[Header], Header | bytes]) -> None:
+    path = place.path("model/model.safetensors")
+    header, data = header_of(path)
+    write_safetensors(path, damage(header), data)
 
 
-def _checkpoint(damage: Callable[[Header], Header | bytes]) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        path = place.path("run/checkpoints/step-00000004/shard-00001-00001.safetensors")
-        header, data = header_of(path)
-        write_safetensors(path, damage(header), data)
-        place.seal_run()
-
-    return attack
+@curried
+def _checkpoint(place: Place, damage: Callable[[Header], Header | bytes]) -> None:
+    path = place.path("run/checkpoints/step-00000004/shard-00001-00001.safetensors")
+    header, data = header_of(path)
+    write_safetensors(path, damage(header), data)
+    place.seal_run()
 
 
 def _placed(places: Callable[[dict[str, Any]], Any]) -> Callable[[Header], Header]:

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 
 from tests.hostile import seal
-from tests.hostile.case import Cases, Place
+from tests.hostile.case import Cases, Place, curried
 from tests.hostile.shapes import LISTS, PLAIN, header_of, in_shards, write_safetensors
 
 HUGE = 10**12
@@ -170,33 +170,27 @@ def _manifest(change: Callable[[dict[str, Any]], None]) -> Callable[[Place], Non
     return lambda place: seal.cache(place.path("cache"), manifest=change)
 
 
-def _holes(name: str) -> Callable[[Place], None]:
+@curried
+def _holes(place: Place, name: str) -> None:
     """A file of 1 TB that takes no space."""
-
-    def attack(place: Place) -> None:
-        with open(place.write(name, "{"), "r+b") as file:
-            file.truncate(10**12)
-
-    return attack
+    with open(place.write(name, "{"), "r+b") as file:
+        file.truncate(10**12)
 
 
-def _long(name: str) -> Callable[[Place], None]:
+@curried
+def _long(place: Place, name: str) -> None:
     """300 MB that begin as a file of its kind does."""
-
-    def attack(place: Place) -> None:
-        content = place.path(name).read_text()
-        begun = content.rstrip().removesuffix("}") if name.endswith(".json") else content.splitlines()[0][:-1]
-        if name.endswith(".toml"):
-            begun = "name = '''"
-        with open(place.write(name, begun), "a") as file:
-            if name.endswith(".json"):
-                file.write(', "more": "')
-            for _ in range(300):
-                file.write("a" * 10**6)
-            if name.endswith(".json"):
-                file.write('"}')
-
-    return attack
+    content = place.path(name).read_text()
+    begun = content.rstrip().removesuffix("}") if name.endswith(".json") else content.splitlines()[0][:-1]
+    if name.endswith(".toml"):
+        begun = "name = '''"
+    with open(place.write(name, begun), "a") as file:
+        if name.endswith(".json"):
+            file.write(', "more": "')
+        for _ in range(300):
+            file.write("a" * 10**6)
+        if name.endswith(".json"):
+            file.write('"}')
 
 
 _MODEL: dict[str, Any] = {
@@ -210,35 +204,27 @@ _MODEL: dict[str, Any] = {
 }
 
 
-def _student(name: str, value: Any) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        lines = place.path("student.toml").read_text().splitlines()
-        kept = [line for line in lines if not line.startswith(f"{name} =")]
-        place.write("student.toml", "\n".join([*kept, f"{name} = {value}"]) + "\n")
-
-    return attack
+@curried
+def _student(place: Place, name: str, value: Any) -> None:
+    lines = place.path("student.toml").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(f"{name} =")]
+    place.write("student.toml", "\n".join([*kept, f"{name} = {value}"]) + "\n")
 
 
-def _config(name: str, value: Any) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        with place.json("model/config.json") as config:
-            config[name] = value
-
-    return attack
+@curried
+def _config(place: Place, name: str, value: Any) -> None:
+    with place.json("model/config.json") as config:
+        config[name] = value
 
 
-def _state(name: str, value: Any) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        with place.state() as state:
-            state["student"]["architecture"][name] = value
-
-    return attack
+@curried
+def _state(place: Place, name: str, value: Any) -> None:
+    with place.state() as state:
+        state["student"]["architecture"][name] = value
 
 
-def _header(size: int) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        path = place.path("model/model.safetensors")
-        header, data = header_of(path)
-        write_safetensors(path, json.dumps(header).encode(), data, size)
-
-    return attack
+@curried
+def _header(place: Place, size: int) -> None:
+    path = place.path("model/model.safetensors")
+    header, data = header_of(path)
+    write_safetensors(path, json.dumps(header).encode(), data, size)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.hostile import seal
-from tests.hostile.case import COMMANDS, Cases, Place
+from tests.hostile.case import COMMANDS, Cases, Place, curried
 
 DEEP = 100_000
 JSON: dict[str, bytes] = {
@@ -49,11 +49,9 @@ def cases() -> Cases:
     return found
 
 
-def _wrote(name: str, content: bytes) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.write(name, content)
-
-    return attack
+@curried
+def _wrote(place: Place, name: str, content: bytes) -> None:
+    place.write(name, content)
 
 
 def _some(number: int, step: int) -> Iterator[tuple[str, bytes]]:
@@ -144,12 +142,10 @@ def _record(record: str, where: str, value: Any, missing: bool = False) -> Calla
     return lambda place: seal.cache(place.path("cache"), **{record: change})
 
 
-def _in_unfinished(where: str, value: Any) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        with seal.record(place.path("unfinished/shards/train-00000.json")) as record:
-            record[where] = value
-
-    return attack
+@curried
+def _in_unfinished(place: Place, where: str, value: Any) -> None:
+    with seal.record(place.path("unfinished/shards/train-00000.json")) as record:
+        record[where] = value
 
 
 def _runs(found: Cases) -> None:
@@ -193,21 +189,17 @@ _LINES = {
 }
 
 
-def _appended(name: str, line: bytes) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        path = place.path(name)
-        path.write_bytes(path.read_bytes() + line)
-
-    return attack
+@curried
+def _appended(place: Place, name: str, line: bytes) -> None:
+    path = place.path(name)
+    path.write_bytes(path.read_bytes() + line)
 
 
-def _in_checkpoint(name: str, content: bytes) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.write(f"{_NEWEST}/{name}", content)
-        if name == "state.json":
-            place.seal_run()
-
-    return attack
+@curried
+def _in_checkpoint(place: Place, name: str, content: bytes) -> None:
+    place.write(f"{_NEWEST}/{name}", content)
+    if name == "state.json":
+        place.seal_run()
 
 
 def _models(found: Cases) -> None:
@@ -281,31 +273,25 @@ _TOKENIZER_CONFIG: list[tuple[str, Any]] = [
 ]
 
 
-def _in_json(name: str, where: str, value: Any) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        with place.json(name) as content:
-            *above, last = where.split(".")
-            for each in above:
-                content = content[each]
-            content[last] = value
-
-    return attack
+@curried
+def _in_json(place: Place, name: str, where: str, value: Any) -> None:
+    with place.json(name) as content:
+        *above, last = where.split(".")
+        for each in above:
+            content = content[each]
+        content[last] = value
 
 
-def _sealed_after(attack: Callable[[Place], None]) -> Callable[[Place], None]:
-    def attacked(place: Place) -> None:
-        attack(place)
-        seal.cache(place.path("cache"))
-
-    return attacked
+@curried
+def _sealed_after(place: Place, attack: Callable[[Place], None]) -> None:
+    attack(place)
+    seal.cache(place.path("cache"))
 
 
-def _without_weights(attack: Callable[[Place], None]) -> Callable[[Place], None]:
-    def attacked(place: Place) -> None:
-        place.path("model/model.safetensors").unlink()
-        attack(place)
-
-    return attacked
+@curried
+def _without_weights(place: Place, attack: Callable[[Place], None]) -> None:
+    place.path("model/model.safetensors").unlink()
+    attack(place)
 
 
 TOML: dict[str, str] = {
@@ -347,11 +333,9 @@ def _tomls(found: Cases) -> None:
             )
 
 
-def _text(name: str, text: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.write(name, text)
-
-    return attack
+@curried
+def _text(place: Place, name: str, text: str) -> None:
+    place.write(name, text)
 
 
 _OPTIONS = {
@@ -438,21 +422,17 @@ def _replaced(line: str) -> Callable[[Place], None]:
     return attack
 
 
-def _two_specs(layers: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.write("student.toml", f"teacher = 'other.toml'\n{layers}")
-        place.write("other.toml", f"teacher = 'student.toml'\n{layers}")
-
-    return attack
+@curried
+def _two_specs(place: Place, layers: str) -> None:
+    place.write("student.toml", f"teacher = 'other.toml'\n{layers}")
+    place.write("other.toml", f"teacher = 'student.toml'\n{layers}")
 
 
-def _chain(layers: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        place.write("student.toml", f"teacher = 'spec-0.toml'\n{layers}")
-        for number in range(2_000):
-            place.write(f"spec-{number}.toml", f"teacher = 'spec-{number + 1}.toml'\n{layers}")
-
-    return attack
+@curried
+def _chain(place: Place, layers: str) -> None:
+    place.write("student.toml", f"teacher = 'spec-0.toml'\n{layers}")
+    for number in range(2_000):
+        place.write(f"spec-{number}.toml", f"teacher = 'spec-{number + 1}.toml'\n{layers}")
 
 
 _TEMPLATES = {
@@ -489,13 +469,11 @@ def _templates(found: Cases) -> None:
         )
 
 
-def _template(text: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        with place.json("teacher/tokenizer_config.json") as config:
-            config.pop("chat_template", None)
-        place.write("teacher/chat_template.jinja", text)
-
-    return attack
+@curried
+def _template(place: Place, text: str) -> None:
+    with place.json("teacher/tokenizer_config.json") as config:
+        config.pop("chat_template", None)
+    place.write("teacher/chat_template.jinja", text)
 
 
 _ROWS: dict[str, bytes] = {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.hostile import seal
-from tests.hostile.case import COMMANDS, Cases, Place
+from tests.hostile.case import COMMANDS, Cases, Place, curried
 from tests.hostile.shapes import header_of, in_shards, write_as, write_safetensors
 
 V, K, D = 300, 10, 6
@@ -253,14 +253,12 @@ _SHOWN = (
 )
 
 
-def _state(where: str, value: Any) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        with place.state() as state:
-            if "." in where and where.split(".")[-1] not in _parent(state, where) and value is _MISSING:
-                return
-            put(state, where, value)
-
-    return attack
+@curried
+def _state(place: Place, where: str, value: Any) -> None:
+    with place.state() as state:
+        if "." in where and where.split(".")[-1] not in _parent(state, where) and value is _MISSING:
+            return
+        put(state, where, value)
 
 
 def _parent(record: Any, where: str) -> Any:
@@ -297,12 +295,10 @@ def _filled_weights(folder: str, value: float) -> Callable[[Place], None]:
     return lambda place: _fill(place, f"{folder}/model.safetensors", value, "")
 
 
-def _filled_checkpoint(value: float, part: str) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        _fill(place, "run/checkpoints/step-00000004/shard-00001-00001.safetensors", value, part)
-        place.seal_run()
-
-    return attack
+@curried
+def _filled_checkpoint(place: Place, value: float, part: str) -> None:
+    _fill(place, "run/checkpoints/step-00000004/shard-00001-00001.safetensors", value, part)
+    place.seal_run()
 
 
 def _fill(place: Place, name: str, value: float, part: str) -> None:
@@ -346,15 +342,13 @@ _LOGPROBS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def _logprobs(change: Callable[[dict[str, Any]], None]) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        path = place.path("logprobs.jsonl")
-        first, *rest = path.read_text().splitlines()
-        record = json.loads(first)
-        change(record)
-        path.write_text("\n".join([json.dumps(record), *rest]) + "\n")
-
-    return attack
+@curried
+def _logprobs(place: Place, change: Callable[[dict[str, Any]], None]) -> None:
+    path = place.path("logprobs.jsonl")
+    first, *rest = path.read_text().splitlines()
+    record = json.loads(first)
+    change(record)
+    path.write_text("\n".join([json.dumps(record), *rest]) + "\n")
 
 
 _SPEC: list[tuple[str, Any, str]] = [
@@ -373,18 +367,14 @@ _SPEC: list[tuple[str, Any, str]] = [
 ]
 
 
-def _spec(name: str, value: Any) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        lines = place.path("student.toml").read_text().splitlines()
-        kept = [line for line in lines if not line.startswith(f"{name} =")]
-        place.write("student.toml", "\n".join([*kept, f"{name} = {json.dumps(value)}"]) + "\n")
-
-    return attack
+@curried
+def _spec(place: Place, name: str, value: Any) -> None:
+    lines = place.path("student.toml").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(f"{name} =")]
+    place.write("student.toml", "\n".join([*kept, f"{name} = {json.dumps(value)}"]) + "\n")
 
 
-def _teacher(name: str, value: Any) -> Callable[[Place], None]:
-    def attack(place: Place) -> None:
-        with place.json("teacher/config.json") as config:
-            config[name] = value
-
-    return attack
+@curried
+def _teacher(place: Place, name: str, value: Any) -> None:
+    with place.json("teacher/config.json") as config:
+        config[name] = value

@@ -1,6 +1,6 @@
 """Is a cache as hard to lose as it says? Random kills and random bit flips, counted.
 
-`make torture`, or `python -m benchmarks.torture.cache [--kills 100] [--flips 200] [--quick]`.
+`make torture`, or `python -m tests.torture.cache [--kills 100] [--flips 200] [--quick]`.
 
 Kills: `kdtrain cache-teacher` over a tiny random teacher is started in a fork of this process, killed with SIGKILL
 after a random time, started again, ..., until it ends by itself; each kill counts once, and each finished cache is
@@ -26,13 +26,13 @@ import numpy as np
 import torch
 
 from benchmarks.harness import RESULTS, write
-from benchmarks.torture import forks
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.verify import verify_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.objective.batch import Batch
 from kdtrain.testing import tiny_model
+from tests.torture import forks
 
 
 def main() -> int:

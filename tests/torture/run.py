@@ -1,6 +1,6 @@
 """Does a run that is broken off end with the same bits? Every way of breaking it off, and kills at random times.
 
-`make torture`, or `python -m benchmarks.torture.run [--selection] [--kills 50] [--seed 0] [--out FILE]`.
+`make torture`, or `python -m tests.torture.run [--selection] [--kills 50] [--seed 0] [--out FILE]`.
 
 The command `kdtrain distill` is started in a fork of this process, broken off as resume_matrix.py says, and started
 again until it ends by itself. Then its newest checkpoint is compared with that of an undisturbed run: every
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from benchmarks.harness import RESULTS, write, write_spec
-from benchmarks.torture import forks
-from benchmarks.torture import resume_matrix as matrix
-from benchmarks.torture.forks import command, fired, said
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.monitor.progress import bar
 from kdtrain.monitor.record import RunRecord
 from kdtrain.testing import SHAPES, tiny_model
+from tests.torture import forks
+from tests.torture import resume_matrix as matrix
+from tests.torture.forks import command, fired, said
 
 RESULT = RESULTS / "torture-run.json"
 CLOCK = ("tok/s", "tok/s_last", "eta_h", "data_wait_s", "memory_resident_mb", "clipped_share")

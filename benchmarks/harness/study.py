@@ -1,0 +1,81 @@
+"""A study: caches, a grid of students by the real command, and a record of each student.
+
+Caches, runs and records are in one folder. Finished ones are not made again, and each command resumes, so the same
+command resumes an interrupted study.
+"""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.harness import write
+from kdtrain.monitor.record import RunRecord
+
+Entry = TypeVar("Entry")
+Words = tuple[str, ...] | list[str]
+
+
+class Study:
+    """Caches and students in a folder.
+
+    Args:
+        kdtrain: runs the command.
+        caches: options of `kdtrain cache-teacher`, by name.
+        distill: options of `kdtrain distill` that all students share.
+    """
+
+    def __init__(
+        self, out: Path, kdtrain: Callable[..., Any], caches: Mapping[str, Words], distill: Words = ()
+    ) -> None:
+        self.out, self.kdtrain, self.caches, self.distill = out, kdtrain, caches, distill
+        self._locks = {name: threading.Lock() for name in caches}
+
+    def build(self, name: str = "cache") -> dict[str, Any]:
+        """Build a cache, or finish it. Returns the command's answer."""
+        answer: dict[str, Any] = self.kdtrain("cache-teacher", "--out", f"{self.out / name}", *self.caches[name])
+        return answer
+
+    def cache(self, name: str = "cache") -> Path:
+        """The folder of a cache, built if it is missing."""
+        with self._locks[name]:
+            if not (self.out / name / "manifest.json").exists():
+                self.build(name)
+        return self.out / name
+
+    def train(
+        self, name: str, *words: str, cache: str | None = "cache", **how: Any
+    ) -> tuple[dict[str, Any], RunRecord]:
+        """Train one student in the folder `name`. Returns the command's answer and the record of the run."""
+        source = () if cache is None else ("--cache", f"{self.cache(cache)}")
+        answer = self.kdtrain("distill", *source, "--out", f"{self.out / name}", *self.distill, *words, **how)
+        return answer, RunRecord.read(self.out / name)
+
+    def records(
+        self,
+        grid: Mapping[str, Entry],
+        make: Callable[[str, Entry], dict[str, Any]],
+        at_once: int = 1,
+        minutes: float = math.inf,
+    ) -> list[dict[str, Any]]:
+        """A record for each entry of a grid, in its order, made where `records/NAME.json` is missing.
+
+        at_once: entries that are made beside each other. minutes: after this time no further entry is begun.
+        """
+        begun, folder = time.monotonic(), self.out / "records"
+
+        def one(name: str) -> dict[str, Any] | None:
+            file = folder / f"{name}.json"
+            if not file.exists():
+                if time.monotonic() - begun >= 60 * minutes:
+                    return None
+                write(file, make(name, grid[name]))
+            found: dict[str, Any] = json.loads(file.read_text())
+            return found
+
+        with ThreadPoolExecutor(at_once) as pool:
+            return [each for each in pool.map(one, grid) if each is not None]

@@ -1,1 +1,0 @@
-"""Attacks on caches, runs and commands, counted; each writes `results/torture-*.json`."""
