@@ -9,28 +9,24 @@ depends on those. Nothing heavy is imported here, so that `--help` is instant.
 from pathlib import Path
 from typing import Any
 
-from kdtrain.config.commands import (
-    CacheTeacherConfig,
-    DistillConfig,
-    EvaluateConfig,
-    ExportConfig,
-    InspectConfig,
-    VerifyConfig,
-)
-from kdtrain.config.sections import (
-    CacheParallelConfig,
-    CheckpointConfig,
-    CodecConfig,
-    DataConfig,
-    GuardsConfig,
-    MonitorConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    QuantizationConfig,
-    StoppingConfig,
-)
+from kdtrain.config.commands import CacheTeacherConfig as CacheTeacherConfig
+from kdtrain.config.commands import DistillConfig as DistillConfig
+from kdtrain.config.commands import EvaluateConfig as EvaluateConfig
+from kdtrain.config.commands import ExportConfig as ExportConfig
+from kdtrain.config.commands import InspectConfig as InspectConfig
+from kdtrain.config.commands import VerifyConfig as VerifyConfig
+from kdtrain.config.sections import CacheParallelConfig as CacheParallelConfig
+from kdtrain.config.sections import CheckpointConfig as CheckpointConfig
+from kdtrain.config.sections import CodecConfig as CodecConfig
+from kdtrain.config.sections import DataConfig as DataConfig
+from kdtrain.config.sections import GuardsConfig as GuardsConfig
+from kdtrain.config.sections import MonitorConfig as MonitorConfig
+from kdtrain.config.sections import ObjectiveConfig as ObjectiveConfig
+from kdtrain.config.sections import OptimizerConfig as OptimizerConfig
+from kdtrain.config.sections import ParallelConfig as ParallelConfig
+from kdtrain.config.sections import PrecisionConfig as PrecisionConfig
+from kdtrain.config.sections import QuantizationConfig as QuantizationConfig
+from kdtrain.config.sections import StoppingConfig as StoppingConfig
 from kdtrain.config.values import fields_of, marked
 
 
