@@ -133,11 +133,13 @@ def bench(tmp_path_factory):
     return root
 
 
-def trained(bench: Path, run: str, *argv: object) -> list[dict]:
+def trained(server, bench: Path, run: str, *argv: object) -> list[dict]:
     """The steps of a run of three with these options."""
-    done = kdtrain(
-        *(bench, bench / "packages", "distill", "--cache", "cache", "--student", "student.toml", "--out", run),
+    (done,) = server.run(
+        *("-m", "kdtrain", "distill", "--cache", "cache", "--student", "student.toml", "--out", run),
         *("--steps", 3, "--batch-size", 4, "--no-compile", "--no-tensorboard", "--log-freq", 1, *argv),
+        folder=bench,
+        PYTHONPATH=str(bench / "packages"),
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (bench / run / "metrics.jsonl").read_text().splitlines()]
@@ -157,13 +159,13 @@ def test_the_names_that_help_lists_are_those_that_the_code_registers(each):
     assert all(each.builtin.values())
 
 
-def test_a_run_uses_the_loss_and_the_temperature_and_the_back_end_of_a_package(bench):
+def test_a_run_uses_the_loss_and_the_temperature_and_the_back_end_of_a_package(server, bench):
     fp32 = ("--precision", "fp32", "--temperature", 2)
     fp8 = ("--precision", "fp8", "--temperature", 2, "--fp8-backend")
-    plain, half = trained(bench, "plain", *fp32), trained(bench, "half", *fp32, "--tail", "half")
-    cooled = trained(bench, "cooled", *fp32, "--divergence", "hellinger", "--temperature-mode", "cooling")
-    rounded = trained(bench, "rounded", *fp8, "emulated", "--divergence", "hellinger:0.25")
-    one_bit = trained(bench, "one-bit", *fp8, "signs", "--divergence", "hellinger:0.25")
+    plain, half = trained(server, bench, "plain", *fp32), trained(server, bench, "half", *fp32, "--tail", "half")
+    cooled = trained(server, bench, "cooled", *fp32, "--divergence", "hellinger", "--temperature-mode", "cooling")
+    rounded = trained(server, bench, "rounded", *fp8, "emulated", "--divergence", "hellinger:0.25")
+    one_bit = trained(server, bench, "one-bit", *fp8, "signs", "--divergence", "hellinger:0.25")
     assert half[0]["ce"] == plain[0]["ce"] == cooled[0]["ce"]
     assert len({run[0]["kd"] for run in (plain, half, cooled)}) == 3
     assert [step["T"] for step in cooled] == [2.0, 1.5, 1.25]
