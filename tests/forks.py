@@ -84,9 +84,7 @@ def end(program: Callable[[], object]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        for thread in threading.enumerate():
-            if not thread.daemon and thread is not threading.current_thread():
-                thread.join()
+        threading._shutdown()  # as multiprocessing does: pools are told to end, where a join alone would wait for ever
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
