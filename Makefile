@@ -2,6 +2,8 @@
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 TEST_WORKERS ?= 2
+# A file stays with one worker, for what its tests share; tests/conftest.py says which begin first.
+IN_WORKERS = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 FUZZED = $(shell grep -rl "hypothesis" --include="test_*.py" tests)
 
 PY := .venv/bin/python
@@ -29,10 +31,10 @@ demo: venv ## distil the shipped teacher into a small student and show what it g
 	$(PY) -m benchmarks.science.demo
 
 test: lint ## lint, then every test
-	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile
+	$(PY) -m pytest $(IN_WORKERS)
 
 test-oldest: .venv-oldest/.installed ## every test but the slow ones, on the oldest releases that are allowed
-	.venv-oldest/bin/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile
+	.venv-oldest/bin/python -m pytest -m "not slow" $(IN_WORKERS)
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	@if [ -f $@ ] && .venv-oldest/bin/python -c ''; then rm $@; else $(PYTHON) -m venv --clear .venv-oldest; fi

@@ -13,11 +13,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from kdtrain.errors import name_flags
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST = (
+    *("e2e/test_distill_in_ranks.py", "e2e/test_resume_is_exact.py", "training/test_compiled_modes.py"),
+    *("benchmarks/test_gpu_benchmarks.py", "e2e/test_main_job.py", "hostile/test_attacks.py", "test_examples.py"),
+    *("e2e/test_cache_in_ranks.py", "benchmarks/test_benchmarks.py", "e2e/test_bad_input.py", "e2e/test_guards.py"),
+    *("e2e/test_adaptive.py", "parallel/test_wrap.py", "e2e/test_cache_removed.py", "test_library.py"),
+)
+"""The files that take longest, over twenty seconds each."""
 
 # Two workers on two cores: a second thread each costs more than it brings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,7 +43,13 @@ settings.load_profile("kdtrain")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `gpu` where there is no CUDA device."""
+    """Leave out the tests marked `gpu` where there is no CUDA device, and put the longest files first.
+
+    Files are given to workers in this order, so that none begins a long one when the others have nothing left.
+    """
+    folder = Path(__file__).parent
+    order = {folder / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not _has_cuda():
         config.hook.pytest_deselected(items=wanting)
@@ -43,9 +59,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class Server:
     """A process that has imported everything and forks into programs (forks.py), one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, said: Path) -> None:
+        self._said = said
         command = [sys.executable, str(Path(__file__).with_name("forks.py"))]
         self._process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(self, *command: object, world: int = 1, folder: Path = ROOT, **environment: str) -> list[CompletedProcess]:
+        """`python COMMAND` in `folder`, once for each rank; the paths in COMMAND are absolute, or of a `-m` or `-c`."""
+        program, *argv = map(str, command)
+        self.begin(Path(program), argv, folder, self._said, world, **environment)
+        codes, _ = self.end()
+        said = [[Path(f"{self._said}.{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(world)]
+        return [CompletedProcess(command, code, *both) for code, both in zip(codes, said, strict=True)]
 
     def begin(
         self, program: Path, argv: list[str], folder: Path, said: Path, world: int = 1, **environment: str
@@ -84,9 +109,9 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The process that forks, started when it is first asked for."""
-    server = Server()
+    server = Server(tmp_path_factory.mktemp("server") / "said")
     yield server
     server.close()
 

@@ -1,12 +1,17 @@
 """A process that has imported everything and forks into programs: half a second each instead of seven.
 
-A line of JSON on stdin asks for a program: the path of its file; for each process of it its arguments, its environment
-and the folder it runs in; and the files that take what it says, as PREFIX.NUMBER.out and PREFIX.NUMBER.err. The answer
-is two lines: the ids of the processes when they are there, and, when they have ended, their exit codes and the seconds
-between the first end and the last. See `server` in conftest.py.
+A line of JSON on stdin asks for a program: the path of its file, or `-m` or `-c` with a module or code as the first
+argument; for each process of it its arguments, its environment and the folder it runs in; and the files that take what
+it says, as PREFIX.NUMBER.out and PREFIX.NUMBER.err. The answer is two lines: the ids of the processes when they are
+there, and, when they have ended, their exit codes and the seconds between the first end and the last. See `server` in
+conftest.py.
+
+With TRACED in its environment a program's graphs are traced and differentiated, and run as they are: for what the
+generated code of a graph does not decide, as which graphs there are, which costs most of a compilation.
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -17,8 +22,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
 import kdtrain
 from kdtrain import faults
@@ -50,33 +58,55 @@ def main() -> None:
 
 
 def become(program: str, place: dict, said: str) -> None:
-    """Be the program, as if it had been started, and end.
-
-    Tearing the interpreter down would take longer than most programs; only its threads are waited for.
-    """
+    """Be the program, as if it had been started, and end."""
     for handle, path in enumerate((os.devnull, f"{said}.out", f"{said}.err")):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), handle)
     os.chdir(place["folder"])
     os.environ.update(place["environment"])
     faults.read()
-    sys.argv = [program, *place["argv"]]
-    sys.path.insert(0, os.path.dirname(program))
+    if "TRACED" in place["environment"]:
+        torch.compile = functools.partial(torch.compile, backend=traced)
+    sys.path[:0] = filter(None, place["environment"].get("PYTHONPATH", "").split(os.pathsep))
+    end(lambda: execute(program, place["argv"]))
+
+
+def end(program: Callable[[], object]) -> NoReturn:
+    """End this process with a program.
+
+    Tearing the interpreter down would take longer than most programs; only its threads are waited for.
+    """
     code = 1
     try:
-        runpy.run_path(program, run_name="__main__")
+        program()
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
-        for thread in threading.enumerate():
-            if not thread.daemon and thread is not threading.current_thread():
-                thread.join()
+        threading._shutdown()  # as multiprocessing does: pools are told to end, where a join alone would wait for ever
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def execute(program: str, argv: list[str]) -> None:
+    """Run the program as the main module."""
+    by_name = program in ("-m", "-c")
+    sys.argv = argv if by_name else [program, *argv]
+    sys.path.insert(0, os.getcwd() if by_name else os.path.dirname(program))
+    if program == "-m":
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    elif program == "-c":
+        exec(argv[0], {"__name__": "__main__"})
+    else:
+        runpy.run_path(program, run_name="__main__")
+
+
+def traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: object) -> object:
+    """A back end of `torch.compile` that generates no code, whatever its options are."""
+    return aot_eager(graph, inputs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""The examples, run as a user runs them; those that train as `kdtrain distill` does take its steps."""
+"""The examples, run as a user runs them; those that train as `kdtrain distill` does take its steps.
+
+One is started as a process of its own, the others are forks of one that has imported everything, with the environment
+that torchrun gives where there are several ranks.
+"""
 
 import json
 import os
@@ -15,21 +19,27 @@ EXAMPLES = ROOT / "examples"
 TEACHER = ("--teacher", str(ROOT / "teachers" / "stdlib-5m.toml"), "--data", "stdlib")
 
 
-def run(*command, **environment):
-    """What a Python command prints; torchrun finds a port of its own."""
-    done = subprocess.run(
+def alone(*command):
+    """How a Python command ends in a process of its own."""
+    return subprocess.run(
         [sys.executable, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
-def torchrun(*command, **environment):
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command, **environment)
+@pytest.fixture(scope="module")
+def run(server):
+    """What a Python command prints, on rank 0."""
+
+    def run(*command, **options):
+        first, *others = server.run(*command, **options)
+        assert not any(each.returncode for each in (first, *others)), first.stderr[-2000:]
+        return first.stdout
+
+    return run
 
 
 def losses(printed):
@@ -39,7 +49,7 @@ def losses(printed):
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory):
+def material(run, tmp_path_factory):
     """A cache of 64 sequences, a model with a tied head, and the losses of 4 steps of `kdtrain distill`."""
     folder = tmp_path_factory.mktemp("examples")
     sizes = ("--seq-len", "32", "--num-sequences", "64", "--top-k", "12")
@@ -61,29 +71,27 @@ def test_an_example_is_short_and_in_the_table(example):
 
 def test_a_plain_loop_lowers_the_loss_and_learns_a_temperature(material):
     cache, model, _ = material
-    lines = run(EXAMPLES / "plain_loop.py", cache, model, 24).splitlines()
+    done = alone(EXAMPLES / "plain_loop.py", cache, model, 24)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
     values = [line.split() for line in lines if line.startswith("loss ")]
     assert float(values[-1][1]) < float(values[0][1])
     assert values[-1][5] != values[0][5]
 
 
-def test_the_trainer_of_transformers_takes_the_steps_of_the_command(material):
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_trainer_of_transformers_takes_the_steps_of_the_command_on_any_number_of_ranks(run, material, world):
     cache, model, expected = material
-    found = losses(run(EXAMPLES / "transformers_trainer.py", cache, model, 4))
+    found = losses(run(EXAMPLES / "transformers_trainer.py", cache, model, 4, world=world))
     assert found == pytest.approx(expected, abs=1e-6 * max(expected))
 
 
-def test_the_trainer_of_transformers_takes_the_same_steps_on_two_ranks(material):
-    cache, model, expected = material
-    found = losses(torchrun(EXAMPLES / "transformers_trainer.py", cache, model, 4))
-    assert found == pytest.approx(expected, abs=1e-6 * max(expected))
-
-
-def test_accelerate_with_fsdp2_takes_the_steps_of_one_process(material, tmp_path):
+def test_accelerate_with_fsdp2_takes_the_steps_of_one_process(run, material, tmp_path):
     cache, model, _ = material
     script = tmp_path / "on_cpus.py"
     script.write_text(ON_CPUS)
-    sharded = torchrun(script, EXAMPLES / "accelerate_fsdp2.py", cache, model, 4, ACCELERATE_TORCH_DEVICE="cpu")
+    example = EXAMPLES / "accelerate_fsdp2.py"
+    sharded = run(script, example, cache, model, 4, world=2, ACCELERATE_TORCH_DEVICE="cpu")
     assert losses(sharded) == pytest.approx(losses(run("-c", ONE_PROCESS, cache, model)), rel=1e-5)
 
 
@@ -100,9 +108,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_accelerate_without_gpus_is_refused_by_its_example(material):
     cache, model, _ = material
-    command = [sys.executable, EXAMPLES / "accelerate_fsdp2.py", cache, model, "1"]
-    hidden = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=300)
+    done = alone(EXAMPLES / "accelerate_fsdp2.py", cache, model, 1)
     assert done.returncode == 1 and "several GPUs" in done.stderr
 
 
@@ -123,7 +129,7 @@ print("losses", *losses)
 """
 
 
-def test_a_loop_that_switches_its_precision_resumes_with_the_same_losses(material, tmp_path):
+def test_a_loop_that_switches_its_precision_resumes_with_the_same_losses(run, material, tmp_path):
     cache, model, _ = material
 
     def lines(folder, steps):

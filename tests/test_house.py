@@ -86,13 +86,33 @@ def own_module(name: str, known: frozenset[str]) -> str:
     return name if name in known or room_of(name) in STAIRCASE else "kdtrain"
 
 
+def imported_modules(name: str, tree: ast.AST, is_package: bool, known: frozenset[str] = NAMES) -> set[str]:
+    """kdtrain's own modules that one of them imports."""
+    package = name if is_package else name.rpartition(".")[0]
+    return {own_module(each, known) for each in imported_names(tree, package) if each.split(".")[0] == "kdtrain"}
+
+
 def forbidden_imports(name: str, tree: ast.AST, is_package: bool, known: frozenset[str] = NAMES) -> list[str]:
     """The imports of one module that go down the staircase."""
     room = room_of(name)
-    package = name if is_package else name.rpartition(".")[0]
-    imported = {each for each in imported_names(tree, package) if each.split(".")[0] == "kdtrain"}
     above = {"kdtrain", *(STAIRCASE if room == "kdtrain" else STAIRCASE[: STAIRCASE.index(room) + 1])}
-    return [each for each in sorted({own_module(each, known) for each in imported}) if room_of(each) not in above]
+    return [each for each in sorted(imported_modules(name, tree, is_package, known)) if room_of(each) not in above]
+
+
+def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The largest sets of modules that all import each other, directly or through one another."""
+
+    def reached(name: str) -> set[str]:
+        found: set[str] = set()
+        to_visit = [name]
+        while to_visit:
+            further = imports.get(to_visit.pop(), set()) - found
+            found |= further
+            to_visit += further
+        return found
+
+    reach = {name: reached(name) for name in imports}
+    return {frozenset(each for each in reach[name] if name in reach[each]) for name in imports if name in reach[name]}
 
 
 @each_module
@@ -148,6 +168,45 @@ def test_an_import_down_the_staircase_is_found(importer, line):
 def test_an_import_up_the_staircase_or_within_the_room_is_allowed(importer, line):
     known = NAMES | {"kdtrain.objective.targets", "kdtrain.ranks", "kdtrain.data.packing"}
     assert forbidden_imports(importer, ast.parse(line), False, known) == []
+
+
+CIRCLES = {frozenset(f"kdtrain.training.{name}" for name in ("recovery", "step", "trainer"))}
+"""Circles that are still to be opened. Temporary: nothing is added, and an entry goes with its circle."""
+
+
+def test_no_files_import_each_other_in_a_circle():
+    imports = {
+        name_of(path): imported_modules(name_of(path), tree_of(path), path.name == "__init__.py") for path in MODULES
+    }
+    imports["kdtrain"] = set()  # the library's face imports each when it is asked for it
+    assert circles({name: found - {name} for name, found in imports.items()}) == CIRCLES
+
+
+@pytest.mark.parametrize(
+    "imports, found",
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"a"}, "c": {"a"}}, ["ab"]),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a", "d"}}, ["abc", "de"]),
+        ({"a": {"b", "c"}, "b": {"a"}, "c": {"a"}}, ["abc"]),
+    ],
+)
+def test_a_circle_is_found_however_long_it_is(imports, found):
+    assert circles(imports) == {frozenset(each) for each in found}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from kdtrain.data.packing import pack",
+        "from . import packing",
+        "if TYPE_CHECKING:\n    from kdtrain.data.packing import pack",
+        "def late():\n    import kdtrain.data.packing",
+        "import importlib\nimportlib.import_module('kdtrain.data.packing')",
+    ],
+)
+def test_an_import_of_a_file_is_seen_wherever_it_stands(line):
+    assert imported_modules("kdtrain.data.corpus", ast.parse(line), False) == {"kdtrain.data.packing"}
 
 
 @each_module

@@ -200,12 +200,14 @@ def bench(tmp_path_factory):
     return root
 
 
-def trained(bench: Path, run: str, *argv: object, cache: str | None = "cache") -> list[dict]:
+def trained(server, bench: Path, run: str, *argv: object, cache: str | None = "cache") -> list[dict]:
     """The steps of a run of three with these options."""
     source = ("--cache", cache) if cache and "--cache" not in argv else ()
-    done = kdtrain(
-        *(bench, bench / "packages", "distill", *source, "--student", "student.toml", "--out", run),
+    (done,) = server.run(
+        *("-m", "kdtrain", "distill", *source, "--student", "student.toml", "--out", run),
         *("--steps", 3, "--batch-size", 4, "--no-compile", "--log-to", "none", "--log-freq", 1, *argv),
+        folder=bench,
+        PYTHONPATH=str(bench / "packages"),
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (bench / run / "metrics.jsonl").read_text().splitlines()]
@@ -225,13 +227,13 @@ def test_the_names_that_help_lists_are_those_that_the_code_registers(each):
     assert all(each.builtin.values())
 
 
-def test_a_run_uses_the_loss_and_the_temperature_and_the_back_end_of_a_package(bench):
+def test_a_run_uses_the_loss_and_the_temperature_and_the_back_end_of_a_package(server, bench):
     fp32 = ("--precision", "fp32", "--temperature", 2)
     fp8 = ("--precision", "fp8", "--temperature", 2, "--fp8-backend")
-    plain, half = trained(bench, "plain", *fp32), trained(bench, "half", *fp32, "--tail", "half")
-    cooled = trained(bench, "cooled", *fp32, "--divergence", "hellinger", "--temperature-mode", "cooling")
-    rounded = trained(bench, "rounded", *fp8, "emulated", "--divergence", "hellinger:0.25")
-    one_bit = trained(bench, "one-bit", *fp8, "signs", "--divergence", "hellinger:0.25")
+    plain, half = trained(server, bench, "plain", *fp32), trained(server, bench, "half", *fp32, "--tail", "half")
+    cooled = trained(server, bench, "cooled", *fp32, "--divergence", "hellinger", "--temperature-mode", "cooling")
+    rounded = trained(server, bench, "rounded", *fp8, "emulated", "--divergence", "hellinger:0.25")
+    one_bit = trained(server, bench, "one-bit", *fp8, "signs", "--divergence", "hellinger:0.25")
     assert half[0]["ce"] == plain[0]["ce"] == cooled[0]["ce"]
     assert len({run[0]["kd"] for run in (plain, half, cooled)}) == 3
     assert [step["T"] for step in cooled] == [2.0, 1.5, 1.25]
@@ -282,7 +284,7 @@ for more in (["--temperature-mode", *each] for each in (["to-end"], ["warm"], li
     assert "flat, whose loss does not depend on T" in ignores
 
 
-def test_a_packages_teacher_builds_a_cache_teaches_a_run_and_is_compared_with_the_student(bench):
+def test_a_packages_teacher_builds_a_cache_teaches_a_run_and_is_compared_with_the_student(server, bench):
     (bench / "bigram.toml").write_text("kind = 'bigram'\ntokenizer = 'teacher'\n[options]\nseed = 3\n")
     data = ("--data", "count:80", "--seq-len", 32, "--num-sequences", 8)
     text = (*data, "--validation-sequences", 4)
@@ -295,8 +297,8 @@ def test_a_packages_teacher_builds_a_cache_teaches_a_run_and_is_compared_with_th
     row, table = cache["train"][0], 2 * torch.randn(300, 300, generator=torch.Generator().manual_seed(3))
     expected = table[row["tokens"][:-1]].log_softmax(-1)
     torch.testing.assert_close(row["logprobs"].float(), expected, rtol=0, atol=1e-2)
-    cached = trained(bench, "cached", "--cache", "bigrams", "--precision", "fp32")
-    online = trained(bench, "online", "--teacher", "bigram.toml", *text, "--precision", "fp32", cache=None)
+    cached = trained(server, bench, "cached", "--cache", "bigrams", "--precision", "fp32")
+    online = trained(server, bench, "online", "--teacher", "bigram.toml", *text, "--precision", "fp32", cache=None)
     assert [step["ce"] for step in online] == pytest.approx([step["ce"] for step in cached], rel=1e-3)
     assert [step["kd"] for step in online] == pytest.approx([step["kd"] for step in cached], rel=1e-3)
     words = ("evaluate", "--student", "online/student", "--teacher", "bigram.toml", *data, "--json")
@@ -305,8 +307,8 @@ def test_a_packages_teacher_builds_a_cache_teaches_a_run_and_is_compared_with_th
     assert json.loads(done.stdout)["kl"] > 0.5
 
 
-def test_a_run_logs_to_the_logger_of_a_package_beside_a_built_in_one(bench):
-    steps = trained(bench, "logged", "--precision", "fp32", "--log-to", "tensorboard,lines:numbers.txt")
+def test_a_run_logs_to_the_logger_of_a_package_beside_a_built_in_one(server, bench):
+    steps = trained(server, bench, "logged", "--precision", "fp32", "--log-to", "tensorboard,lines:numbers.txt")
     lines = (bench / "logged" / "numbers.txt").read_text().splitlines()
     training = [line for line in lines if "train/loss" in line]
     assert [int(line.split()[0]) for line in training] == [1, 2, 3]
@@ -326,7 +328,7 @@ def test_a_logger_that_is_not_ready_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_one_package_of_under_60_lines_brings_source_teacher_logger_temperature_and_divergence(bench):
+def test_one_package_of_under_60_lines_brings_source_teacher_logger_temperature_and_divergence(server, bench):
     assert len(FIVE.strip().splitlines()) < 60
     folder, ways = bench / "packages", ("sources", "teachers", "loggers", "temperatures", "divergences")
     install(folder, "five", ways[0], "reversed", FIVE)
@@ -337,7 +339,9 @@ def test_one_package_of_under_60_lines_brings_source_teacher_logger_temperature_
     text = ("--data", "count:80", "--seq-len", 32, "--num-sequences", 8, "--validation-sequences", 4)
     words = (*text, "--teacher", "table.toml", "--precision", "fp32", "--log-to", "json:shown.json")
     words += ("--temperature-mode", "halving", "--temperature", 2, "--divergence", "apart", "--temperature-end", 1)
-    forwards, backwards = (trained(bench, name, *words, "--source", name, cache=None) for name in ("cache", "reversed"))
+    forwards, backwards = (
+        trained(server, bench, name, *words, "--source", name, cache=None) for name in ("cache", "reversed")
+    )
     assert [step["T"] for step in backwards] == [2.0, 1.5, 1.25]
     assert forwards[0]["ce"] != backwards[0]["ce"]
     assert all(0 < step["kd"] < 1 for step in backwards)

@@ -3,8 +3,6 @@
 import importlib
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +27,11 @@ def options(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(server, tmp_path_factory):
     """All sections once, as `all --tiny --device cpu` runs them."""
     out = tmp_path_factory.mktemp("gpu")
-    command = [sys.executable, "-m", "benchmarks.performance", "all", "--tiny", "--device", "cpu", "--profile"]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, cwd=ROOT)
+    command = ("-m", "benchmarks.performance", "all", "--tiny", "--device", "cpu", "--profile", "--out", out)
+    (done,) = server.run(*command, TRACED="1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return {name: json.loads((out / f"{name}.json").read_text()) for name in SECTIONS}
 

@@ -3,7 +3,7 @@
 Most of them are forks of a process that has imported everything, `server` of the conftest.py above; `Bench.alone`
 starts the command as a user does, `python -m kdtrain ...`. Each file of tests has a bench of its own, so that no two
 can mean different runs by one name. What costs seconds is made once a session and copied: a cache of the tiny teacher,
-and a student trained from it, both by the command that a user starts.
+and a student trained from it, the latter by the command that a user starts.
 """
 
 import json
@@ -195,7 +195,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, server: Any) -> Bench:
 
 @pytest.fixture(scope="session")
 def _cache(made: Bench) -> Done:
-    return made.alone(
+    return made.run(
         "cache-teacher", "--teacher", "teacher", "--out", "cache", *Bench.small, "--top-k", 12, "--json"
     ).ok()
 

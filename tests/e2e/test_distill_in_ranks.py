@@ -4,11 +4,8 @@ Ranks are forks of a process that has imported everything, over gloo; the last t
 """
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -109,12 +106,16 @@ def test_ranks_train_what_one_process_trains(ranks, name):
         assert exported.stat().st_size == (ranks.root / alone / "student" / "model.safetensors").stat().st_size
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [DDP, FSDP])
 def test_compiled_ranks_that_add_up_and_clip_train_what_one_process_trains(ranks, how):
     compiled = [each for each in RUN if each != "--no-compile"]
     ranks.ok(1, *RUN, *CACHED, "--out", "eager-alone")
-    ranks.ok(2, *compiled, *CACHED, *how, "--micro-batch-size", 1, "--out", f"compiled-{how[1]}")
+    # what ranks add to a graph is where it breaks and who adds up; its code is compared in test_main_job.py
+    ended = ranks.launch(
+        2, *compiled, *CACHED, *how, "--micro-batch-size", 1, "--out", f"compiled-{how[1]}", TRACED="1"
+    )
+    assert [each.code for each in ended] == [0, 0], ended[0].stderr
+    assert '"compiled": true' in (ranks.root / f"compiled-{how[1]}/environment.json").read_text()
     assert distance(ranks.tensors("eager-alone"), ranks.tensors(f"compiled-{how[1]}")) <= SAME
 
 
@@ -301,16 +302,11 @@ def test_torchrun_restarts_a_failed_run_and_it_resumes_from_the_newest_checkpoin
     # a run that may be overwritten is not, by its own second try
     command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", out, "--resume", "never", "--overwrite")
     started = time.monotonic()
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("--max-restarts", "1", "-m", "kdtrain", *map(str, command)),
-        ],
-        cwd=whole.root,
-        # the third save of a process: the second attempt has one left
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "KDTRAIN_FAULT": fault},
-        capture_output=True,
-        text=True,
+    (ended,) = whole.server.run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("--max-restarts", "1", "-m", "kdtrain", *command),
+        folder=whole.root,
+        KDTRAIN_FAULT=fault,  # the third save of a process: the second attempt has one left
     )
     assert ended.returncode == 0, ended.stderr
     assert time.monotonic() - started < 500  # less than what ranks wait for each other
