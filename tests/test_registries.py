@@ -339,9 +339,8 @@ def test_one_package_of_under_60_lines_brings_source_teacher_logger_temperature_
     text = ("--data", "count:80", "--seq-len", 32, "--num-sequences", 8, "--validation-sequences", 4)
     words = (*text, "--teacher", "table.toml", "--precision", "fp32", "--log-to", "json:shown.json")
     words += ("--temperature-mode", "halving", "--temperature", 2, "--divergence", "apart", "--temperature-end", 1)
-    forwards, backwards = (
-        trained(server, bench, name, *words, "--source", name, cache=None) for name in ("cache", "reversed")
-    )
+    forwards = trained(server, bench, "forwards", *words, cache=None)
+    backwards = trained(server, bench, "reversed", *words, "--source", "reversed", cache=None)
     assert [step["T"] for step in backwards] == [2.0, 1.5, 1.25]
     assert forwards[0]["ce"] != backwards[0]["ce"]
     assert all(0 < step["kd"] < 1 for step in backwards)
