@@ -1,9 +1,9 @@
 """The demo: what its commands, its table, its pictures and its record promise, and one small run of all of it."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -246,29 +246,28 @@ def teacher(folder: Path) -> str:
     return str(write_model_folder(folder / "teacher", tiny_model(vocab_size=2048), load_tokenizer(TEACHER)))
 
 
-@pytest.mark.slow
-def test_a_demo_that_is_interrupted_goes_on_and_shows_its_table_and_pictures(tmp_path):
+def test_a_demo_that_is_interrupted_goes_on_and_shows_its_table_and_pictures(server, tmp_path):
     out = tmp_path / "demo"
     sizes = ["--sequences", "48", "--validation-sequences", "8", "--test-sequences", "8", "--seq-len", "64"]
     argv = [*sizes, "--steps", "40", "--eval-freq", "20", "--no-compile"]
-    words = [sys.executable, "-m", "benchmarks.science.demo", "--out", str(out), *argv]
-    words += ["--teacher", teacher(tmp_path)]
+    words = ["--out", str(out), *argv, "--teacher", teacher(tmp_path)]
     published = {
         path: path.read_bytes() for path in (ROOT / "benchmarks").rglob("*") if path.suffix in (".json", ".png")
     }
 
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT) as first:
-        before = []
-        for line in first.stderr:
-            before.append(line)
-            if "step 1/40" in line:
-                first.send_signal(signal.SIGINT)
-                break
-        after = first.stderr.read()
-    assert first.returncode == 1, "".join(before) + after
-    assert "stopped by SIGINT" in after and "run the same command to resume" in after
+    script, said = Path(__file__).with_name("demo_script.py"), tmp_path / "said"
+    found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    (first,) = server.begin(script, words, ROOT, said, **found)
+    begun = time.monotonic()
+    while "step 1/40" not in (tmp_path / "said.0.err").read_text():
+        assert time.monotonic() - begun < 500
+        time.sleep(0.02)
+    os.kill(first, signal.SIGINT)
+    codes, _ = server.end()
+    after = (tmp_path / "said.0.err").read_text().partition("step 1/40")[2]
+    assert codes == [1] and "stopped by SIGINT" in after and "run the same command to resume" in after, after
 
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    (done,) = server.run(script, *words, **found)
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stderr and "test KL to the teacher" in done.stdout
     result = json.loads((out / "demo.json").read_text())

@@ -3,15 +3,16 @@
 import importlib
 import json
 import math
-import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import figures
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, command
 from benchmarks.harness.command import Kdtrain
 from benchmarks.science import docstrings, quality_tables
 from benchmarks.science import quality as study
@@ -243,11 +244,6 @@ def test_a_cache_that_the_command_no_longer_builds_is_asked_for_in_one_line(tmp_
     assert ended.value.code == 2 and "only kdtrain at commit 05af2d3 builds it" in capsys.readouterr().err
 
 
-def command(*argv):
-    words = [sys.executable, "-m", "benchmarks.science.quality", *argv]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -256,13 +252,27 @@ def command(*argv):
         (["speed", "--at-once", "2"], "quality: speed is measured alone"),
     ],
 )
-def test_a_wrong_option_is_refused_in_one_line(tmp_path, argv, message):
-    done = command(*argv, "--out", str(tmp_path / "q"))
+def test_a_wrong_option_is_refused_in_one_line(server, tmp_path, argv, message):
+    (done,) = server.run("-m", "benchmarks.science.quality", *argv, "--out", tmp_path / "q")
     assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_a_student_is_trained_once_and_its_record_kept(tmp_path):
+@pytest.fixture
+def forked_commands(server, tmp_path, monkeypatch):
+    """The commands of a study are forks, not interpreters of their own, which take seconds to start."""
+
+    class Fork:
+        def __init__(self, words, *, env, **_):
+            server.begin(Path("-m"), words[2:], ROOT, tmp_path / "said", PYTHONPATH=env["PYTHONPATH"])
+
+        def communicate(self):
+            (self.returncode,), _ = server.end()
+            return (tmp_path / "said.0.out").read_text(), None
+
+    monkeypatch.setattr(command, "subprocess", SimpleNamespace(Popen=Fork, DEVNULL=None, PIPE=None))
+
+
+def test_a_student_is_trained_once_and_its_record_kept(forked_commands, tmp_path):
     small = {"sequences": 48, "validation_sequences": 8, "test_sequences": 8, "seq_len": 64, "divisor": 100}
     settings = study.Settings(compile=False, **small)
     asked = study.Quality(out=tmp_path / "q", settings=settings, at_once=2)

@@ -5,10 +5,7 @@ it; one test starts torchrun itself.
 """
 
 import importlib.util
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -151,13 +148,9 @@ def test_inputs_that_do_not_fit_are_refused_by_one_rank_for_all(ranks, of_one) -
 
 def test_torchrun_names_the_killed_rank_and_its_shards_are_finished_later(bench, ranks, of_one) -> None:
     words = [str(word) for word in ("cache-teacher", *OPTIONS, *bench.small, "--out", "by-torchrun", "--json")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kdtrain"]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    fault = {"KDTRAIN_FAULT": "cache.sidecar.before-rename:kill:2"}
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kdtrain", *words)
     started = time.monotonic()
-    killed = subprocess.run(
-        [*command, *words], cwd=bench.root, env={**variables, **fault}, capture_output=True, text=True
-    )
+    (killed,) = bench.server.run(*command, folder=bench.root, KDTRAIN_FAULT="cache.sidecar.before-rename:kill:2")
     assert killed.returncode == 1 and "SIGKILL" in killed.stderr
     assert time.monotonic() - started < 500  # less than what ranks wait for each other
     _same(ranks.ok(2, "by-torchrun"), of_one)

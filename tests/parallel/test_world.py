@@ -37,23 +37,19 @@ def test_a_single_process_agrees_with_itself():
 
 
 AGREE = """
-import sys, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 from kdtrain.ranks import agreed_max
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 own = torch.tensor([float(rank), 1.0 - rank, 0.0])
 print(agreed_max(own).tolist(), own.tolist())
 dist.destroy_process_group()
 """
 
 
-def test_two_ranks_agree_on_the_largest_and_keep_their_own(tmp_path):
-    argv = [sys.executable, "-c", AGREE]
-    ranks = [
-        subprocess.Popen([*argv, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    assert [each.communicate(timeout=300)[0].strip() for each in ranks] == [
+def test_two_ranks_agree_on_the_largest_and_keep_their_own(server):
+    ranks = server.run("-c", AGREE, world=2)
+    assert [each.stdout.strip() for each in ranks] == [
         "[1.0, 1.0, 0.0] [0.0, 1.0, 0.0]",
         "[1.0, 1.0, 0.0] [1.0, 0.0, 0.0]",
     ]

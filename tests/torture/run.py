@@ -48,7 +48,7 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
-        _materials()
+        _materials(layers=1 if options.selection else 2)
         wholes = Wholes()
         found = [_case(case, wholes) for case in _shown(cases, "case")]
         given = [case.options for case in cases]
@@ -148,14 +148,14 @@ def _metrics(run: Path) -> list[str]:
     return [repr({name: value for name, value in line.items() if name not in CLOCK}) for line in found]
 
 
-def _materials() -> None:
+def _materials(layers: int) -> None:
     """A tiny teacher, a student with dropout, and a cache of 40 sequences; models that have opinions."""
     teacher = tiny_model("llama", 300, seed=1)
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.mul_(6 if parameter.ndim > 1 else 1)
     forks.materials(teacher)
-    write_spec(Path("student.toml"), "teacher", SHAPES["gpt2"] | {"resid_pdrop": 0.1})
+    write_spec(Path("student.toml"), "teacher", SHAPES["gpt2"] | {"resid_pdrop": 0.1, "n_layer": layers})
     size = ("--num-sequences", "40", "--validation-sequences", str(matrix.VALIDATION))
     ended = command(["cache-teacher", "--teacher", "teacher", "--out", "cache", *forks.TEXT, *size, "--top-k", "12"])
     assert ended == 0, said()
