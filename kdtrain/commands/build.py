@@ -29,9 +29,10 @@ from kdtrain.precision.linear import convert
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import is_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher
+from kdtrain.training.hidden_plan import HiddenPlan, plan_hidden_loss
 from kdtrain.training.schedule import decay_start
 from kdtrain.training.sources.build import build_source
-from kdtrain.training.student import HiddenPlan, Student, plan_hidden_loss
+from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
 
 

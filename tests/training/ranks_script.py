@@ -18,7 +18,8 @@ from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model
-from kdtrain.training.student import Student, plan_hidden_loss
+from kdtrain.training.hidden_plan import plan_hidden_loss
+from kdtrain.training.student import Student
 
 VOCABULARY, SEQ_LEN, SEQUENCES = 300, 8, 8
 CASES = [("forward-kl", "minimize"), ("jsd", "adversarial"), ("reverse-kl", "likelihood")]

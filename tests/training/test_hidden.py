@@ -12,7 +12,8 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.testing import tiny_model
-from kdtrain.training.student import Student, plan_hidden_loss
+from kdtrain.training.hidden_plan import plan_hidden_loss
+from kdtrain.training.student import Student
 
 VOCABULARY, SEQ_LEN = 300, 8
 
