@@ -40,29 +40,15 @@ from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
 
 
-class Held:
-    """A source that always gives the same batch, on the device: a step reads nothing."""
-
-    overlaps, repeatable = False, True
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch, self.facts = batch, _facts(batch.tokens, None)
-
-    def __len__(self) -> int:
-        return len(self.batch.tokens)
-
-    def read(self, indices: np.ndarray) -> Batch:
-        """The batch."""
-        return self.batch
-
-
 class Tokens:
     """A source of tokens on the device, without targets."""
 
     overlaps, repeatable = False, True
 
     def __init__(self, tokens_nT1: torch.Tensor, device: torch.device, vocab_size: int | None = None) -> None:
-        self.tokens, self.facts = tokens_nT1.to(device), _facts(tokens_nT1, vocab_size)
+        size, length = vocab_size or int(tokens_nT1.max()) + 1, tokens_nT1.shape[1] - 1
+        self.tokens = tokens_nT1.to(device)
+        self.facts = Facts(name="tokens", identity="", seq_len=length, vocab_size=size, tokenizer_size=size)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -75,10 +61,16 @@ class Tokens:
         return held_batch(self.tokens[torch.as_tensor(indices, device=self.tokens.device)], None)
 
 
-def _facts(tokens_nT1: torch.Tensor, vocab_size: int | None) -> Facts:
-    size = vocab_size or int(tokens_nT1.max()) + 1
-    length = tokens_nT1.shape[1] - 1
-    return Facts(name="tokens", identity="", seq_len=length, vocab_size=size, tokenizer_size=size)
+class Held(Tokens):
+    """A source that always gives the same batch, on the device: a step reads nothing."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch.tokens, batch.tokens.device)
+        self.batch = batch
+
+    def read(self, indices: np.ndarray) -> Batch:
+        """The batch."""
+        return self.batch
 
 
 def held_batch(tokens_BT1: torch.Tensor, targets: Targets | None) -> Batch:
