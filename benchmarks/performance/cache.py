@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from kdtrain.commands.common import teacher_logits
 
 from benchmarks.harness import models
 from benchmarks.harness.bench import Bench, Held, cached, make_cache
@@ -237,7 +236,7 @@ def _on_cpu(options: Options) -> int:
 
     def build_large(text: Material) -> dict[str, Any]:
         teacher = models.make_teacher("100m-teacher", CPU)
-        asked = replace(text, name="random-100m", teacher=teacher_logits(teacher, CPU, "fp32"))
+        asked = replace(text, name="random-100m", teacher=LocalTeacher.of(teacher).logits)
         return {"parameters": sum(each.numel() for each in teacher.parameters()), **_build(asked, 4)}
 
     for vocab, counts in COUNTS.items():

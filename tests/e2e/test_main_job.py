@@ -153,7 +153,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(bench, cached):
         "[objective]\nalpha = 0.5\nalpha_schedule = 'cosine'\nalpha_end = 0.1\n"
         "temperature = 3.0\ntemperature_mode = 'schedule'\n"
         "[optimizer]\nbetas = [0.8, 0.9]\nlr = 1e-2\n[precision]\ncompile = false\nprecision = 'fp32'\n"
-        "[monitor]\ntensorboard = true\n"
+        "[monitor]\nlog_to = 'tensorboard'\n"
     )
     bench.run("distill", "--config", "options.toml", "--out", "from-file", "--lr", 5e-3, "--log-to", "none").ok()
     assert not (bench.root / "from-file" / "tensorboard").exists()
