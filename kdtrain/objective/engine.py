@@ -270,8 +270,9 @@ class _Entries:
         else:
             spread = maybe_compiled(spread_gradients, request.compile)
             spread(z_RV, self.beta_z, shares, this.head, into_RV, self.at_one)
-            if dz_RV.device.type == "cpu" and dz_RV.dtype == torch.float32:
-                dz_RV.scatter_(1, entries.ids, found.at_entries)
-            else:  # scatter_ copies a matrix in bf16 on a CPU twice
+            if dz_RV.device.type == "cpu":
+                bits = torch.int16 if dz_RV.itemsize == 2 else dz_RV.dtype  # in bf16 it copies the whole matrix twice
+                dz_RV.view(bits).scatter_(1, entries.ids, found.at_entries.view(bits))
+            else:
                 dz_RV[self.lines[: len(z_RV)], entries.ids] = found.at_entries
         return found.loss, found.sums, found.beta, dz_RV

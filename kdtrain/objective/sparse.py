@@ -136,7 +136,9 @@ def differentiate(
     kept_RK = g_kept_RK + is_label_RK * g_label_R[:, None]
     kept_RK = kept_RK + (spread_RE[:, :-1].masked_fill(in_top_k_K, 0.0) if entries.top_k else spread_RE[:, :-1])
     kept_RK = torch.where(entries.absent, kept_RK[:, :1], kept_RK)
-    tail_label_R = spread_RE[:, -1].masked_fill((is_label_RK & in_top_k_K).any(1), 0.0)
+    tail_label_R = spread_RE[:, -1]
+    if entries.top_k:
+        tail_label_R = tail_label_R.masked_fill((is_label_RK & in_top_k_K).any(1), 0.0)
     label_R = g_label_R + (is_label_RK * g_kept_RK).sum(1) + tail_label_R
     at_RE = torch.cat([kept_RK, label_R[:, None]], dim=1)
     if head.scale != 1.0 or head.softcap is not None:
