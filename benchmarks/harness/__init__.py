@@ -10,6 +10,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "benchmarks" / "figures"
 TEACHER, STUDENT = "teachers/stdlib-5m.toml", "students/stdlib-1m.toml"
 """The teacher that ships and the student of the demo, relative to the repository."""
+ATTENTION = "sdpa"
+"""Of all models that a section makes, also where a run of `attention = "auto"` takes `eager`; each record names it."""
 SECTIONS = ("ceilings", "step", "objective", "fp8", "adaptive", "cache", "checkpoint", "teacher")
 """The sections of a GPU, in the order in which `all` runs them; each is a module of `benchmarks.performance`."""
 CPU_SECTIONS = ("step", "objective", "cache", "checkpoint")

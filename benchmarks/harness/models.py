@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.harness import TEACHER
+from benchmarks.harness import ATTENTION, TEACHER
 from kdtrain.config import DataConfig
 from kdtrain.data.packing import packed_rows
 from kdtrain.models.head import SplitModel, split
@@ -80,7 +80,7 @@ def _made(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> An
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
         )
         return model.to(device)
 

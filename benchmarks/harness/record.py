@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import ROOT, write
+from benchmarks.harness import ATTENTION, ROOT, write
 from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.timing import free
 
@@ -100,6 +100,7 @@ class Record:
             "machine": machine(options.device),
             "settings": json.loads(json.dumps(settings)),
             "uncompiled": options.uncompiled,
+            "attention": ATTENTION,
             "finished": False,
             "left": [],
             "commits": {},

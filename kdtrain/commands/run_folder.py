@@ -14,7 +14,7 @@ import platform
 import re
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -43,9 +43,10 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
-from kdtrain.models.spec import ModelSpec, paths_of
+from kdtrain.models.spec import ATTENTIONS, ModelSpec, paths_of
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.ranks import on_main
+from kdtrain.training.state import read_saved
 
 FREE = marked(DistillConfig, "free")
 """Options that may change when a run resumes; all others decide its result."""
@@ -129,6 +130,22 @@ def restarted(config: DistillConfig) -> bool:
     except (OSError, ValueError):
         return False
     return launched_by is not None and launched_by == launch()
+
+
+def saved_attention(out: Path, resume: str) -> str | None:
+    """The attention of the checkpoint that `--resume` would take for `out`, or of another of its run.
+
+    None where none can be read, and a run would start anew.
+    """
+    folder = out / "checkpoints"
+    with suppress(OSError):  # `holds_run` says what is wrong with the folder
+        named = [] if resume in ("auto", "never") else [folder / resume, Path(resume)]
+        own = [] if resume == "never" else sorted(folder.glob("*-*"), reverse=True)
+        for path in (*named, *own):
+            with suppress(RunError, OSError):
+                if (found := str(read_saved(path)["student"]["attention"])) in ATTENTIONS:
+                    return found
+    return None
 
 
 def launch() -> str | None:

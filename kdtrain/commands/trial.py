@@ -1,7 +1,7 @@
 """A run that is tried out and removed, for `--dry-run` and `--sanity`.
 
 `trial_run` builds it in a hidden folder beside `--out`, on the disk of the run, and removes that folder at the end. It
-neither reads nor changes an earlier run in `--out`.
+does not change an earlier run in `--out`, of which it reads only the attention.
 """
 
 import math
@@ -118,7 +118,8 @@ def trial_run(config: DistillConfig) -> Iterator[Trial]:
     """
     silent = replace(config.monitor, log_to="none", on_event=None)
     with run_device(config) as device, same_ranks(config, device), trial_folder(config.out) as folder:
-        run = build(resolve(replace(config, out=folder, monitor=silent), device, claim=lambda used: False))
+        hidden = replace(config, out=folder, monitor=silent)
+        run = build(resolve(hidden, device, claim=lambda used: False, earlier=config.out))
         run.open()
         try:
             yield Trial(run, config.out)

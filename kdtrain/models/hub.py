@@ -280,15 +280,15 @@ def revision_of(spec: ModelSpec) -> str:
 def attention_option(attention: str, config: PreTrainedConfig) -> str | None:
     """Return `attn_implementation` for transformers from a spec's or a checkpoint's `attention`. Raises `UsageError`.
 
-    None for sdpa: with "sdpa" transformers fails for a model without it, with None it uses eager there. Eager for a
-    soft cap of the scores, which the sdpa of some releases (5.17) leaves out without a word. Refuses
+    None for sdpa and an unresolved auto: with "sdpa" transformers fails for a model without it, with None it uses eager
+    there. Eager for a soft cap of the scores, which the sdpa of some releases (5.17) leaves out without a word. Refuses
     flash_attention_2 that is not installed, because transformers may fetch another one from the hub.
     """
     if attention not in ATTENTIONS:
         raise UsageError(f"attention = {attention!r} is unknown; use {', '.join(ATTENTIONS)}")
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise UsageError("flash_attention_2 is not installed here; take attention = 'sdpa'")
-    if attention == "sdpa":
+    if attention in ("auto", "sdpa"):
         return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
     return attention
 

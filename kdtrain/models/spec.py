@@ -19,7 +19,7 @@ from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_toml
 
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 INITS = ("pretrained", "scratch", "teacher-layers")
 LOCAL = "local"
 """The kind of a teacher whose model is loaded here."""
@@ -49,8 +49,9 @@ class ModelSpec:
     """Folder or hub id of the tokenizer; by default `source`."""
     dtype: str = "float32"
     """Dtype of a teacher's weights: float32, bfloat16 or float16. A student's are always float32."""
-    attention: str = "sdpa"
-    """Attention implementation: sdpa (eager if the model has no sdpa), eager or flash_attention_2."""
+    attention: str = "auto"
+    """Attention implementation: sdpa (eager if the model has no sdpa), eager or flash_attention_2; auto is sdpa for a
+    teacher, and for a student what `attention.resolve_attention` finds to be faster."""
     init: str = "pretrained"
     """Where the weights start: pretrained, scratch, or teacher-layers (copied from `teacher`)."""
     teacher: str | None = None

@@ -243,8 +243,12 @@ class _Entries:
             self.entries = Entries.of_labels(rows.labels)
         else:
             self.entries = rows.targets.entries(rows.labels, this.request.vocab_size)
-            rows = replace(rows, targets=rows.targets.at(beta))
-        self.rows = rows
+            targets = rows.targets.at(beta)
+            # At T = 1 the sums at beta are the plain ones. A GPU is not asked: that waits for all of its work.
+            if not self.slopes and beta.device.type == "cpu" and beta.item() == 1.0:
+                targets = targets.at_one()
+            rows = replace(rows, targets=targets)
+        self.rows, self.at_one = rows, rows.targets is not None and rows.targets.known_at_one
         self.lines = torch.arange(this.chunk, device=rows.labels.device)[:, None]
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
@@ -252,7 +256,7 @@ class _Entries:
         entries = self.entries[part].take(z_RV)
         fused = request.compile and kernels.chosen(z_RV, into_RV, self.slopes, this.head.softcap)
         reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, request.compile)
-        tail = reduce(z_RV, self.beta_z, self.distils, self.slopes)
+        tail = reduce(z_RV, self.beta_z, self.distils and not self.at_one, self.slopes)
         if not this.wanted:
             statistics, _ = tail.statistics(entries, self.beta)
             return *request.sparse_loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
@@ -264,7 +268,11 @@ class _Entries:
         if fused:
             kernels.tail_grad(z_RV, self.beta_z, shares, entries.ids, found.at_entries, this.head, dz_RV)
         else:
-            maybe_compiled(spread_gradients, request.compile)(z_RV, self.beta_z, shares, this.head, into_RV)
-            # Not scatter_, which for bf16 on a CPU copies the whole matrix twice.
-            dz_RV[self.lines[: len(z_RV)], entries.ids] = found.at_entries
+            spread = maybe_compiled(spread_gradients, request.compile)
+            spread(z_RV, self.beta_z, shares, this.head, into_RV, self.at_one)
+            if dz_RV.device.type == "cpu":
+                bits = torch.int16 if dz_RV.itemsize == 2 else dz_RV.dtype  # in bf16 it copies the whole matrix twice
+                dz_RV.view(bits).scatter_(1, entries.ids, found.at_entries.view(bits))
+            else:
+                dz_RV[self.lines[: len(z_RV)], entries.ids] = found.at_entries
         return found.loss, found.sums, found.beta, dz_RV

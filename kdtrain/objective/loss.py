@@ -219,8 +219,8 @@ class _Recipe:
             return self._joined(beta, rows.mask, cross_entropy_R, None, None)
         measure = DIVERGENCES.get(self.divergence).of
         kd_R = measure(rows.targets.events(self.tail, statistics, beta), self.parameter)
-        if not self.at_one:
-            return self._joined(beta, rows.mask, cross_entropy_R, kd_R, None)
+        if not self.at_one or rows.targets.known_at_one:
+            return self._joined(beta, rows.mask, cross_entropy_R, kd_R, kd_R if self.at_one else None)
         with torch.no_grad():
             events = rows.targets.at_one().events(self.tail, statistics.at_one(), torch.ones_like(beta))
             at_one_R = measure(events, self.parameter)

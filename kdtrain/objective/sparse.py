@@ -106,7 +106,8 @@ def differentiate(
         dtype: of the gradient in u.
     """
     assert entries.z is not None
-    rows, z_RE = rows.double(), entries.z
+    rows, z_RE = rows.double(), entries.z.double()
+    at_one = rows.targets is not None and rows.targets.known_at_one
     found, mean_R = tail.statistics(entries, beta)
 
     def value(
@@ -125,27 +126,37 @@ def differentiate(
     share_R, share_beta_R = g_tail_R / tail.mass, beta * g_tail_beta_R / tail.mass_beta
 
     # The tail reaches the entries outside the top-k as well; an entry may be both a kept entry's and the label's.
-    shifted_RE = z_RE.double() - tail.top[:, None]
-    spread_RE = share_R[:, None] * shifted_RE.exp() + share_beta_R[:, None] * (beta * shifted_RE).exp()
+    shifted_RE = z_RE - tail.top[:, None]
+    plain_RE = shifted_RE.exp()
+    heated_RE = plain_RE if at_one else (beta * shifted_RE).exp()
+    spread_RE = share_R[:, None] * plain_RE + share_beta_R[:, None] * heated_RE
     is_label_RK = entries.ids[:, :-1] == entries.ids[:, -1:]
     in_top_k_K = torch.arange(is_label_RK.shape[1], device=z_RE.device) < entries.top_k
     g_kept_RK = g_kept_RK.masked_fill(entries.absent, 0.0)
     kept_RK = g_kept_RK + is_label_RK * g_label_R[:, None]
-    kept_RK = kept_RK + spread_RE[:, :-1].masked_fill(in_top_k_K, 0.0)
+    kept_RK = kept_RK + (spread_RE[:, :-1].masked_fill(in_top_k_K, 0.0) if entries.top_k else spread_RE[:, :-1])
     kept_RK = torch.where(entries.absent, kept_RK[:, :1], kept_RK)
-    tail_label_R = spread_RE[:, -1].masked_fill((is_label_RK & in_top_k_K).any(1), 0.0)
+    tail_label_R = spread_RE[:, -1]
+    if entries.top_k:
+        tail_label_R = tail_label_R.masked_fill((is_label_RK & in_top_k_K).any(1), 0.0)
     label_R = g_label_R + (is_label_RK * g_kept_RK).sum(1) + tail_label_R
-    at_RE = torch.cat([kept_RK, label_R[:, None]], dim=1) * head.slope(z_RE.double())
-    share_R, share_beta_R = share_R.to(z_RE.dtype), share_beta_R.to(z_RE.dtype)
+    at_RE = torch.cat([kept_RK, label_R[:, None]], dim=1)
+    if head.scale != 1.0 or head.softcap is not None:
+        at_RE = at_RE * head.slope(z_RE)
+    share_R, share_beta_R = share_R.to(tail.mass.dtype), share_beta_R.to(tail.mass.dtype)
     return Differentiated(total, sums, share_R, share_beta_R, at_RE.to(dtype), g_beta)
 
 
 def spread_gradients(
-    z_RV: Tensor, beta: Tensor, shares: Shares, head: OutputHead, into_RV: Tensor | None = None
+    z_RV: Tensor, beta: Tensor, shares: Shares, head: OutputHead, into_RV: Tensor | None = None, at_one: bool = False
 ) -> None:
-    """Write the gradient in u of the two sums over the tail to `into_RV`, by default over `z_RV`; 0 at the top-k."""
+    """Write the gradient in u of the two sums over the tail to `into_RV`, by default over `z_RV`; 0 at the top-k.
+
+    at_one: True if beta is known to be 1.
+    """
     shifted_RV = z_RV - shares.top[:, None]
-    dz_RV = shares.share[:, None] * shifted_RV.exp()
+    plain_RV = shifted_RV.exp()
+    dz_RV = shares.share[:, None] * plain_RV
     if shares.share_beta is not None:
-        dz_RV = dz_RV + shares.share_beta[:, None] * (beta * shifted_RV).exp()
+        dz_RV = dz_RV + shares.share_beta[:, None] * (plain_RV if at_one else (beta * shifted_RV).exp())
     (z_RV if into_RV is None else into_RV).copy_(dz_RV * head.slope(z_RV))

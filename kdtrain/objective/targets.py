@@ -69,6 +69,8 @@ class Targets(ABC):
     """True where a tail rule says what stands for entries that are not kept; a divergence sees the others as dense."""
     only_at_one = False
     """True for targets that are right at T = 1 only."""
+    known_at_one: bool = False
+    """True where every beta that is asked for is 1 (`at_one`)."""
     has_top = True
     """True for targets that know the teacher's most likely token."""
 
@@ -186,8 +188,12 @@ class Supervision:
 
     def harmless(self, vocab_size: int) -> Supervision:
         """The same with finite numbers and a valid label in masked rows, and weight 0 at absent entries."""
-        targets = None if self.targets is None else self.targets.where(self.mask).without_absent(vocab_size)
-        return Supervision(self.labels.masked_fill(~self.mask, 0), self.mask, targets)
+        whole = self.mask.device.type == "cpu" and bool(self.mask.all())  # a GPU would be waited for
+        labels, targets = self.labels, self.targets
+        if not whole:
+            labels = labels.masked_fill(~self.mask, 0)
+            targets = None if targets is None else targets.where(self.mask)
+        return Supervision(labels, self.mask, None if targets is None else targets.without_absent(vocab_size))
 
     def double(self) -> Supervision:
         """The same with sparse targets in fp64."""
@@ -323,7 +329,11 @@ class SparseTargets(Targets):
 
         They estimate the teacher's probabilities in the tail without bias at every beta.
         """
-        return self.counts[:, self.top_k :] / self.num_samples * self._drawn_ratio(beta).exp()
+        shares_ND = self.counts[:, self.top_k :] / self.num_samples
+        if self.known_at_one:  # p(k) / pi_k is the same number for all of a token's entries
+            log_mass_N = self.log_tail(beta) if self.top_k else 0.0
+            return shares_ND * (log_mass_N - self.log_partition(beta)).exp()[:, None]
+        return shares_ND * self._drawn_ratio(beta).exp()
 
     def bounded_weights(self, beta: Tensor | float) -> Tensor:
         """[N,D] the same with p_beta(k) / pi_k at most sqrt(n) times the tail's mass at beta, its mean over draws."""
@@ -332,12 +342,13 @@ class SparseTargets(Targets):
         return self.counts[:, self.top_k :] / self.num_samples * (log_mass_N1 + excess_ND).exp()
 
     def _drawn_ratio(self, beta: Tensor | float) -> Tensor:
-        """log of p_beta(k) / pi_k [N,D]; `FLOOR` where absent."""
+        """log of p_beta(k) / pi_k [N,D]; 0 where absent."""
         # Without a top-k the samples come from the whole distribution, whose mass at T = 1 is exactly 1.
         log_mass_N1 = self.log_tail(1.0)[:, None] if self.top_k else 0.0
         ratio_ND = (beta - 1) * self.logprobs[:, self.top_k :] - self.log_partition(beta)[:, None] + log_mass_N1
-        # An absent entry has energy FLOOR, and exp((beta - 1) FLOOR) is infinite above T = 1.
-        return ratio_ND.masked_fill(self.counts[:, self.top_k :] == 0, FLOOR)
+        # An absent entry has energy FLOOR, and exp((beta - 1) FLOOR) is infinite above T = 1. Its count of 0 takes it
+        # out; exp of a very low number instead would take a CPU six times as long.
+        return ratio_ND.masked_fill(self.counts[:, self.top_k :] == 0, 0.0)
 
     def without_absent(self, vocab_size: int) -> SparseTargets:
         """The same with energy `FLOOR` and count 0 at absent entries, which gives them weight 0."""

@@ -61,7 +61,8 @@ class LocalTeacher(Teacher):
     def identity(self) -> Mapping[str, Any]:
         """Spec, digest and number formats; compiled layers round differently, so that they count too."""
         found = {"spec": self.name, "weights_digest": self.digest, "dtype": self.spec.dtype, "precision": self.mode}
-        return found | {"attention": self.spec.attention} | ({"compiled": True} if self._compiled else {})
+        attention = "sdpa" if self.spec.attention == "auto" else self.spec.attention
+        return found | {"attention": attention} | ({"compiled": True} if self._compiled else {})
 
     @cached_property
     def digest(self) -> str:

@@ -2,12 +2,13 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from kdtrain import cli
-from kdtrain.commands import build, distill, recipe
+from kdtrain.commands import build, distill, recipe, trial
 from kdtrain.precision import modes
 
 RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-size", "8", "--precision", "fp32")
@@ -33,7 +34,7 @@ def test_a_run_times_the_kernels_of_attention_in_its_own_shape_and_logs_the_choi
     caplog.set_level("INFO")
     monkeypatch.setattr(build, "choose_kernel", lambda config, *shape: asked.append(shape) or "attention by cuDNN")
     run = built("--precision", "bf16")
-    assert asked == [(8, run.recipe.manifest.settings.seq_len, torch.bfloat16, torch.device("cpu"))]
+    assert asked == [(8, run.recipe.facts.seq_len, torch.bfloat16, torch.device("cpu"))]
     assert "attention by cuDNN" in caplog.messages
 
 
@@ -100,3 +101,53 @@ def test_tf32_is_refused_by_one_line_where_it_cannot_work(workbench, monkeypatch
     for capability, why in (((7, 5), "compute capability 7.5, and TF32 needs 8.0 (Ampere)"), ((8, 0), None)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
         assert modes.why_not_tf32(gpu) == why
+
+
+def resolved(*options):
+    """The recipe of a run in bf16."""
+    config = cli.parse("distill", [*RUN, "--precision", "bf16", *options])
+    return recipe.resolve(config, torch.device("cpu"), claim=lambda used: False)
+
+
+def test_a_new_run_takes_the_faster_attention_and_a_resumed_one_that_of_its_checkpoint(workbench, monkeypatch):
+    planned, plan = [], recipe.job_of
+    monkeypatch.setattr(recipe, "why_not_compile", lambda device: None)
+    monkeypatch.setattr(recipe, "job_of", lambda *known: planned.append(known[3].attention) or plan(*known))
+
+    def attention(*options):
+        found = resolved(*options).student.attention
+        assert planned[-1] == found  # memory is planned with it
+        return found
+
+    assert (attention(), attention("--no-compile")) == ("eager", "sdpa")
+    text = ("--data", "text.txt", "--student", "student.toml", "--precision", "bf16", "--out", "z", "--batch-size", "8")
+    for more, expected in ((), "eager"), (("--document-mask",), "sdpa"), (("--seq-len", "257"), "sdpa"):
+        config = cli.parse("distill", [*text, "--seq-len", "32", "--num-workers", "0", *more])
+        monkeypatch.setattr(recipe, "_tokens", lambda *known: workbench.root / "cache")
+        assert recipe.resolve(config, torch.device("cpu"), claim=lambda used: False).student.attention == expected
+    begun = ("distill", *RUN, "--precision", "bf16", "--steps", "2")
+    assert workbench.call(*begun, "--no-compile", "--log-to", "none")[0] == 0
+    assert attention() == "sdpa" and attention("--resume", "never", "--overwrite") == "eager"
+    (step,) = Path("x/checkpoints").glob("step-*2")
+    assert attention("--out", "y", "--resume", str(step)) == "sdpa" and attention("--out", "y") == "eager"
+    monkeypatch.setattr(trial, "build", lambda known: pytest.exit(known.student.attention))
+    with pytest.raises(pytest.exit.Exception, match="sdpa"), trial.trial_run(cli.parse("distill", [*begun[1:]])):
+        pass
+    for damaged in Path("x/checkpoints").glob("*-*/state.json"):
+        damaged.write_text(damaged.read_text().replace('"sdpa"', '"unknown"'))
+    assert attention() == "eager"
+
+
+def test_weights_are_loaded_from_a_run_with_another_attention(workbench):
+    pinned = 'name = "student"\nattention = "eager"\n' + (workbench.root / "student.toml").read_text()
+    (workbench.root / "eager.toml").write_text(pinned)
+    options = ("distill", "--cache", "cache", *workbench.plain, "--steps", 2)
+    assert workbench.call(*options, "--student", "student.toml", "--out", "plain")[0] == 0
+    code, _, err = workbench.call(*options, "--student", "eager.toml", "--out", "plain", "--steps", 3)
+    assert code == 2 and "--student (was student.toml, now eager.toml)" in err
+    load = ("--load", "plain", "--override-opt-param-scheduler")
+    assert workbench.call(*options, "--student", "eager.toml", "--out", "other", *load)[0] == 0
+
+
+def test_a_cache_names_the_attention_of_its_teacher(workbench):
+    assert json.loads(Path("cache/manifest.json").read_text())["teacher"]["attention"] == "sdpa"

@@ -12,7 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from kdtrain.errors import UsageError
 from kdtrain.models import attention
-from kdtrain.models.attention import CAUSAL, block_mask, dense_mask, document_positions, first_seen
+from kdtrain.models.attention import (
+    CAUSAL,
+    block_mask,
+    dense_mask,
+    document_positions,
+    first_seen,
+    resolve_attention,
+)
 from kdtrain.models.head import split
 from kdtrain.testing import SHAPES, tiny_model
 
@@ -24,6 +31,25 @@ def packed_row():
     tokens_BT = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(1))
     numbers = [[number for number, length in enumerate(row, start=3) for _ in range(length)] for row in DOCUMENTS]
     return tokens_BT, torch.tensor(numbers)
+
+
+@pytest.mark.parametrize(
+    "changed, expected",
+    [
+        ({}, "eager"),
+        ({"compiled": False}, "sdpa"),
+        ({"length": 257}, "sdpa"),
+        ({"document_mask": True}, "sdpa"),
+        ({"mode": "fp32"}, "sdpa"),
+        ({"device": torch.device("cuda")}, "sdpa"),
+        ({"attention": "sdpa"}, "sdpa"),
+        ({"attention": "flash_attention_2"}, "flash_attention_2"),
+    ],
+)
+def test_auto_is_eager_only_where_that_is_faster_and_a_name_stays(changed, expected):
+    given = {"attention": "auto", "device": torch.device("cpu"), "mode": "bf16"}
+    given |= {"compiled": True, "length": 256, "document_mask": False}
+    assert resolve_attention(**given | changed) == expected
 
 
 def test_positions_restart_with_each_document():

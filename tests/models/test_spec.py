@@ -18,7 +18,7 @@ def write(tmp_path, text):
 def test_a_toml_gives_its_values_and_defaults_for_the_rest(tmp_path):
     spec = read_spec(write(tmp_path, "dtype = 'bfloat16'\nsource = 'org/name'\nrevision = 'v1'\n"))
     assert spec == ModelSpec(name="spec", source="org/name", dtype="bfloat16", revision="v1")
-    assert (spec.attention, spec.init, spec.trust_remote_code) == ("sdpa", "pretrained", False)
+    assert (spec.attention, spec.init, spec.trust_remote_code) == ("auto", "pretrained", False)
 
 
 def test_paths_in_a_toml_are_relative_to_the_toml(tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_a_spec_that_is_not_a_file_a_folder_or_a_hub_id_is_refused_in_one_line(t
         ("zzz = 1", "unknown key 'zzz'; did you mean name, source"),
         ("name = ", "not valid TOML"),
         ("dtype = 'float64'", "dtype = 'float64' is unknown; use float32, bfloat16, float16"),
-        ("attention = 'flash'", "use sdpa, eager, flash_attention_2"),
+        ("attention = 'flash'", "use auto, sdpa, eager, flash_attention_2"),
         ("init = 'random'", "use pretrained, scratch, teacher-layers"),
         ("name = 'x'", "neither source nor [config]; give one of them"),
         ("source = 'org/name'\n" + CONFIG, "both source and [config]; give one of them"),
