@@ -171,15 +171,15 @@ def norms_clipping_peaks_and_histograms_are_those_of_the_whole() -> None:
         parameters = dict(wrapped.model.named_parameters())
         assert torch.allclose(peaks([each.grad for each in parameters.values()]), highest, rtol=1e-5)
         found = histograms({name: each.grad for name, each in parameters.items()})
-        assert {name: each.count for name, each in found.items()} == {name: each.count for name, each in shown.items()}
+        assert {name: each.num for name, each in found.items()} == {name: each.num for name, each in shown.items()}
         for name, each in shown.items():
-            assert abs(found[name].total - each.total) <= 1e-5 * each.squares**0.5 + 1e-9
-            assert abs(found[name].maximum - each.maximum) <= 1e-5 * abs(each.maximum)
+            assert abs(found[name].sum - each.sum) <= 1e-5 * each.sum_squares**0.5 + 1e-9
+            assert abs(found[name].max - each.max) <= 1e-5 * abs(each.max)
         assert torch.allclose(clip_norm_(list(parameters.values()), 0.01), norm, rtol=1e-6)
         assert near(gradients(wrapped), gradients(alone))
     one = distribute_tensor(torch.tensor([3.0]), mesh_of(CPU, None), [Shard(0)])  # ranks without an entry of it
     found = histograms({"one": one})["one"]
-    assert (found.count, found.minimum, found.maximum) == (1, 3.0, 3.0)
+    assert (found.num, found.min, found.max) == (1, 3.0, 3.0)
 
 
 def a_step_with_nan_on_one_rank_changes_no_bit_and_the_next_one_the_same_bits_on_all() -> None:
