@@ -8,9 +8,8 @@ The library, every name of which is imported when it is first used:
     distillation_loss, Head, DenseTargets   the loss as a function of hidden states, an output head and targets
     CheckpointStore, Keep         checkpoints published whole, verified before they are loaded, pruned by tier
     quantize_, PrecisionController, Policy   fp8 products, and when to switch them on and off
-    register_...                  a divergence, tail rule, temperature mode, back end, source or command of one's own
-    Teacher, register_teacher     a kind of teacher of one's own
-    register_...                  a divergence, tail rule, temperature mode, back end, source, logger or command
+    register_...                  a divergence, tail rule, temperature mode, back end, text, source, teacher, logger or
+                                  command of one's own
     distill, cache_teacher        the commands as functions, with DistillConfig and CacheTeacherConfig
 
 Bad arguments raise `UsageError`, what fails while running raises `RunError`.

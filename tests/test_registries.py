@@ -144,7 +144,7 @@ class Json(kd.Logger):
         self.path, self.numbers = folder / text, {}
 
     def scalars(self, step, numbers):
-        self.numbers[step] = dict(numbers)
+        self.numbers.setdefault(step, {}).update(numbers)
 
     def close(self):
         self.path.write_text(json.dumps(self.numbers))
@@ -351,6 +351,9 @@ def test_one_package_of_under_60_lines_brings_source_teacher_logger_temperature_
         *("--batch-size", 4, "--no-compile", "--source", "cache"),
     )
     assert again.returncode == 2 and "--source (was reversed, now cache)" in again.stderr, again.stderr
+    learned = ("distill", *text, "--source", "reversed", "--student", "student.toml", "--out", "learned", "--steps", 3)
+    done = kdtrain(bench, folder, *learned, "--batch-size", 4, "--no-compile", "--temperature-mode", "likelihood")
+    assert done.returncode == 2 and "needs a teacher to learn T from, and" in done.stderr, done.stderr
 
 
 def test_a_package_adds_a_command_with_its_own_options(bench):

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig, sections
-from kdtrain.config.choices import BACKENDS, DIVERGENCES, SOURCES, TAILS, TEMPERATURES, TEXTS
+from kdtrain.config.choices import BACKENDS, DIVERGENCES, SOURCES, TAILS, TEACHERS, TEMPERATURES, TEXTS
 from kdtrain.config.values import flag, marked
 from kdtrain.errors import UsageError
 from kdtrain.ranks import all_gather_object, process_group, raise_on_all_ranks, reported, world_size
@@ -43,7 +43,7 @@ def same_ranks(config: CacheTeacherConfig | DistillConfig, device: torch.device)
         if name not in per_rank
     }
     with process_group(device, config.parallel.rank_timeout):
-        agree(lambda: options | _code())
+        agree(lambda: options | code())
         yield
 
 
@@ -87,13 +87,13 @@ def weights_digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
 
 
-def _code() -> dict[str, str]:
-    """A digest of the source of kdtrain and of what packages registered, and the versions of the libraries."""
+def code() -> dict[str, str]:
+    """A digest of the source of kdtrain and of what packages have registered so far, and versions of libraries."""
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
-    for registry in (DIVERGENCES, TAILS, TEMPERATURES, BACKENDS, SOURCES, TEXTS):
+    for registry in (DIVERGENCES, TAILS, TEMPERATURES, BACKENDS, SOURCES, TEXTS, TEACHERS):
         for name, module in sorted(registry.modules.items()):  # a package's own, of those that are loaded
             if name not in registry.builtin and (source := getattr(sys.modules[module], "__file__", None)):
                 digest.update(f"{registry.option} {name}\n".encode() + Path(source).read_bytes())

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from kdtrain.cache.manifest import refuse_tokenizer, refuse_vocabulary
-from kdtrain.commands.agreement import agree, weights_digest
+from kdtrain.commands.agreement import agree, code, weights_digest
 from kdtrain.commands.recipe import PARTS, Recipe
 from kdtrain.commands.run import Run
 from kdtrain.models.attention import choose_kernel
@@ -44,13 +44,12 @@ def build(recipe: Recipe) -> Run:
     config, device, plan = recipe.config, recipe.device, recipe.plan
     with raise_on_all_ranks():
         model, teacher = _load_student(recipe), recipe.teacher
-        if teacher is not None:
-            teacher.load(sharded=plan.teacher == "fsdp")
-            teacher.check(recipe.facts.seq_len, recipe.facts.document_mask)
         hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
         quantised, collector = _quantize(recipe, model), _collector(recipe, model)
         identity = recipe.identity | _identity(recipe, model, teacher)
-    agree(lambda: {name: identity[name] for name in PARTS} | {"the student's weights": weights_digest(model)})
+        answers = None if teacher is None else dict(teacher.identity)
+    compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
+    agree(lambda: {**compared, "the student's weights": weights_digest(model), **code()})
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         shard(model, device, dtype=recipe.formats.gathered, shard_size=plan.shard_size)
     if teacher is not None:

@@ -12,6 +12,7 @@ from kdtrain.commands.build_cache import build_cache
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
+from kdtrain.models.loading import load_tokenizer
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
@@ -65,6 +66,7 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
     with raise_on_all_ranks():
         spec = read_spec(config.teacher)
         if config.from_logprobs is not None:
+            load_tokenizer(spec)  # a spec without one is refused by name
             spec = replace(spec, kind="recorded", options={"logprobs": str(config.from_logprobs)})
         teacher = open_teacher(spec, device, pick_mode(config.precision, device), online=False)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded

@@ -91,6 +91,7 @@ def _source(
         teacher = open_teacher(spec, device, mode)
         teacher.load()
         teacher.check(config.data.seq_len, config.data.document_mask)
+        teacher.prepare()
         own, theirs = digest_of(tokenizer), digest_of(spec)
         if own is not None and theirs is not None and own != theirs:
             raise UsageError(f"--student {config.student} and --teacher {spec.name} have different tokenizers")

@@ -56,7 +56,7 @@ class Recipe:
     student: ModelSpec
     """With its attention resolved."""
     teacher: Teacher | None
-    """The online teacher, opened and not loaded."""
+    """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
     """The splits train and validation."""
     formats: Formats
@@ -109,7 +109,7 @@ class Recipe:
 def resolve(
     given: DistillConfig, device: torch.device, claim: Callable[[DistillConfig], bool], earlier: Path | None = None
 ) -> Recipe:
-    """Resolve the options of a run, inside `run_device`; writes nothing except the tokens of `--data`.
+    """Resolve the options of a run, inside `run_device`, and load its teacher; writes only the tokens of `--data`.
 
     claim: takes the folder of the run, and returns whether it already holds this run; called after all refusals that do
     not need the folder.
@@ -143,10 +143,17 @@ def resolve(
         objective = _with_bounds(given.objective, facts, teacher is not None)
         config = replace(given, objective=objective, checkpoint=checkpoint)
     resumed = claim(config)
+    if teacher is not None:
+        with raise_on_all_ranks():  # before its text is packed, which may take hours
+            teacher.load(sharded=plan.teacher == "fsdp")
+            teacher.check(seq_len, masked)
     if not sources:
         folder = on_main(lambda: str(_tokens(config, student, teacher, resumed)))
         with raise_on_all_ranks():
             sources = _open(given, Path(folder))
+            if given.source != "cache":  # it may have targets of its own
+                objective = _with_bounds(given.objective, sources["train"].facts, teacher is not None)
+                config = replace(config, objective=objective)
     return Recipe(
         given=given,
         config=config,
@@ -237,6 +244,11 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
         raise UsageError(
             f"temperatures {sorted(set(used))} leave the cache's range of {least:.3g} to {most:.3g}; "
             f"choose --temperature, --temperature-end, --temperature-min and --temperature-max inside{more}"
+        )
+    if learnable and facts is not None and not online and not taught:
+        raise UsageError(
+            f"--temperature-mode {objective.temperature_mode} needs a teacher to learn T from, and {facts.name} has "
+            "none; use --temperature-mode fixed"
         )
     if learnable and least == most:
         raise UsageError(

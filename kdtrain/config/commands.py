@@ -148,14 +148,14 @@ class DistillConfig(Options):
             "--sanity checks the student of the spec; leave --load out",
         )
         self.data.refuse_training_on_validation()
-        taught = self.cache is not None or self.teacher is not None
+        taught = self.cache is not None or self.teacher is not None or self.source != "cache"
         refuse(
             self.objective.learns_temperature and not taught,
             f"--temperature-mode {self.objective.temperature_mode} needs a teacher to learn T from; "
             "give --cache or --teacher, or use --temperature-mode fixed",
         )
         refuse(
-            self.objective.hidden_loss != "none" and not taught,
+            self.objective.hidden_loss != "none" and self.cache is None and self.teacher is None,
             f"--hidden-loss {self.objective.hidden_loss} needs an online teacher; give --teacher, or leave it out",
         )
         refuse(self.steps is not None and self.epochs is not None, "--steps and --epochs exclude each other; give one")

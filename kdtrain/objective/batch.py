@@ -81,11 +81,11 @@ class Codecs:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[Tensor, Tensor, tuple[tuple[float, ...], int]]] = {}
+        self._known: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor, tuple[tuple[float, ...], int]]] = {}
 
     def read(self, knots_BG: Tensor, num_samples_B: Tensor, top_k: int) -> tuple[tuple[float, ...], int]:
         """Knots and number of samples of a batch of sparse targets. UsageError: its sequences differ in them."""
-        shape = knots_BG.shape[1], top_k
+        shape = knots_BG.shape[1], top_k, knots_BG.device
         if knots_BG.is_cuda and shape in self._known:
             knots_G, num_samples, codec = self._known[shape]
             same = (knots_BG == knots_G).all() & (num_samples_B == num_samples).all()

@@ -453,7 +453,7 @@ class DenseTargets(Targets):
         return self.map(lambda _, tensor: _keep(tensor, keep_N, 0.0))
 
     def shown(self) -> dict[str, Tensor]:
-        return self._tensors() | {"logprobs": self.logprobs.clamp_min(FLOOR)}
+        return {name: each.clamp_min(FLOOR) for name, each in self._tensors().items()}
 
     def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
         return self.logprobs

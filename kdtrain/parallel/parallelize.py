@@ -214,11 +214,6 @@ def _sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """`tensor`, gathered if it is sharded; every rank must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def is_sharded(tensors: Sequence[torch.Tensor]) -> bool:
     """True if any of them is sharded."""
     return any(isinstance(each, DTensor) for each in tensors)

@@ -218,6 +218,7 @@ class Stepper:
             progress.skips_in_a_row, progress.loss = 0, result.loss
             self.state.guards.scale.update(overflowed=False)
             self.tokens += result.tokens
+            self.kept.clear()  # only a skipped step is investigated
         return result
 
     def settle_buckets(self) -> None:

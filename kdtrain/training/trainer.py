@@ -186,9 +186,12 @@ class Trainer:
         """Take the next step, and recover, report, validate and save as its result asks for; STOP after the last."""
         result = self.stepper.take(batches, stop, self.checkpoints.clock_is_due())
         stop.compiling = False
+        before = self.seconds
+        if result.status is Status.TAKEN:
+            self.seconds = time.monotonic() - self.started
         then = self.recovery.after_step(result)
         if then is Next.CONTINUE and result.status is Status.TAKEN:
-            self._report(result)
+            self._report(result, before)
             then = self._validate_and_save(stop, result)
         return Next.STOP if self.finished() or stop else then
 
@@ -284,9 +287,9 @@ class Trainer:
             self.writers.event("decay", progress.step, reason=reason, steps=self.total)
             log.info("a plateau begins the decay, which ends at step %d: %s", self.total, reason)
 
-    def _report(self, result: StepResult) -> None:
+    def _report(self, result: StepResult, before: float) -> None:
+        """Report a step, which ended `self.seconds` after the start and the one before it `before` seconds after."""
         number, stopping = self.state.progress.step, self.state.guards.stopping
-        before, self.seconds = self.seconds, time.monotonic() - self.started
         stopping.add(result.loss)
         rate, bar = self.reporter.rate, self.reporter.bar
         rate.total = self.total

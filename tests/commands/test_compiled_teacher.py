@@ -60,7 +60,7 @@ def test_an_online_teacher_is_compiled_with_its_student_and_answers_the_same(wor
         graphs.clear()
         words = [str(word) for word in (*run[1:], option, "--out", f"run{option}", "--batch-size", 8)]
         recipe = resolve(cli.parse("distill", words), torch.device("cpu"), claim=lambda used: False)
-        source = build.build(recipe).trainer.train_source
+        source = build.build(recipe).trainer.stepper.source
         hidden[option] = source.read(np.arange(8)).targets.hidden
         assert len(graphs) == (option == "--compile"), option
     assert torch.equal(*hidden.values())

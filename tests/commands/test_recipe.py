@@ -87,3 +87,18 @@ def test_a_build_that_was_refused_is_not_called_unfinished(workbench):
     assert "give no whole sequence" in workbench.call(*build)[2]
     code, _, err = workbench.call("distill", "--cache", "refused", *STUDENT, "--out", "x")
     assert code == 2 and "refused holds no shard yet" in err and "finish it" not in err
+
+
+def test_a_teacher_that_cannot_take_the_text_is_refused_before_the_text_is_packed(workbench):
+    run = ("distill", "--teacher", "teacher", "--data", "text.txt", "--seq-len", 4096, *STUDENT, "--out", "long")
+    code, _, err = workbench.call(*run)
+    assert code == 2 and "positions of teacher" in err
+    assert not (workbench.root / "long").exists()
+
+
+def test_log_probabilities_of_a_teacher_without_a_tokenizer_are_refused_by_its_name(workbench):
+    (workbench.root / "bare.toml").write_text("init = 'scratch'\n[config]\nmodel_type = 'llama'\nvocab_size = 300\n")
+    (workbench.root / "said.jsonl").write_text("{}\n")
+    build = ("cache-teacher", "--teacher", "bare.toml", "--from-logprobs", "said.jsonl", "--top-k", 4, "--out", "bare")
+    code, _, err = workbench.call(*build)
+    assert code == 2 and "bare: this spec names no tokenizer" in err

@@ -25,7 +25,7 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel import parallelize
-from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, mesh_of, peaks, shard, whole
+from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, mesh_of, peaks, shard
 from kdtrain.precision.linear import layers_of
 from kdtrain.ranks import all_gather_object, all_reduce_max, local, on_main, process_group, raise_on_all_ranks
 from kdtrain.testing import tiny_model
@@ -36,6 +36,11 @@ from kdtrain.training.student import Student
 VOCABULARY, SEQ_LEN, MICROS = 300, 8, 3
 CPU = torch.device("cpu")
 KINDS = ("ddp", "fsdp", "hybrid")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, gathered if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def parallelized(kind: str, accumulate: str = "whole") -> SingleProcess:

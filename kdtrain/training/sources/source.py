@@ -54,7 +54,7 @@ class Source(Protocol):
 
     facts: Facts
     overlaps: bool
-    """Whether a thread can read ahead without slowing the student down."""
+    """Whether a thread may read ahead; `read` must then be safe to call from two threads at once."""
     repeatable: bool
     """Whether the same indices give the same batch again; otherwise a failed step's batches are kept in memory."""
 
