@@ -120,7 +120,8 @@ class Start:
             self._refuse_other(checkpoint.state, path, ("student",))
             saved, same_data = checkpoint.state["options"], checkpoint.state["cache"] == self.identity["cache"]
             different = changes(saved, config, but=self._same(checkpoint.state))
-            if changed := [each for each in different if not each.startswith(("--load", "--override"))]:
+            start = ("--load", "--override-opt-param-scheduler")
+            if changed := [each for each in different if not each.startswith(start)]:
                 log.info("unlike the loaded run: %s", ", ".join(changed))
             if not same_data:
                 warn_early("other-cache", "the loaded run read another cache; this one is read from its beginning")

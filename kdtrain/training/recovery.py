@@ -90,7 +90,7 @@ class Recovery:
         """
         progress, watch = self.state.progress, self.state.guards.divergence
         which = "the last training losses are" if validation is None else f"the validation loss {validation:.4f} is"
-        limit = f"{watch.limit:.4f}, --divergence-factor {watch.factor:g} times the initial loss"
+        limit = f"{watch.limit:.4f}, --max-loss-ratio {watch.factor:g} times the initial loss"
         what = f"diverged at step {progress.step}: {which} above {limit}"
         self._roll_back("divergence", what, (progress.best_step or 0) + 1)
         return Next.READ_AGAIN
