@@ -109,7 +109,10 @@ def test_a_folder_that_only_looks_like_a_run_is_refused(tmp_path, name):
         claim_folder(config_of(tmp_path))
 
 
-@pytest.mark.parametrize("environment", [None, "{}", '{"python": "3"}', "notes"])
+THEIRS = '{"python": "3", "platform": "x", "libraries": []}'
+
+
+@pytest.mark.parametrize("environment", [None, "{}", '{"python": "3"}', "notes", THEIRS])
 def test_a_folder_with_a_configuration_of_the_user_is_not_a_run(tmp_path, environment):
     (tmp_path / "config.toml").write_text("# mine\n" + to_toml(sections(config_of(tmp_path))))
     if environment is not None:
@@ -263,10 +266,10 @@ def test_the_options_of_an_earlier_version_resume_unless_one_that_is_fixed_now_h
     saved["checkpoint"] |= {"auto_resume": True, "keep_aside": 7}
     fp8 = PrecisionConfig(precision="fp8", fp8_recipe="tensorwise")
     saved["precision"] |= {"precision": "fp8"}
-    refuse_changes(saved, config_of("o", precision=fp8), "step-00000004")
+    refuse_changes(saved, config_of("o", precision=fp8), Path("o"), "step-00000004")
     saved["quantization"]["quant_max_switches"] = 5
     with pytest.raises(UsageError, match=r"other options: --quant-max-switches \(was 5, now 20\) \(in step"):
-        refuse_changes(saved, config_of("o", precision=fp8), "step-00000004")
+        refuse_changes(saved, config_of("o", precision=fp8), Path("o"), "step-00000004")
 
 
 def test_the_written_configuration_is_read_back_by_the_command(tmp_path):
