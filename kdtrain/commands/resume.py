@@ -171,8 +171,8 @@ class Start:
             planned = read_json(config.out / "environment.json", _Environment)["steps"]
         except (OSError, ValueError):  # lost, or of a version that did not write it
             try:
-                before = typed(read_toml(config.out / "config.toml"), _Config)["run"]
-                earlier = replace(config, steps=before.get("steps"), epochs=before.get("epochs"))
+                last = typed(read_toml(config.out / "config.toml"), _Config)["run"]
+                earlier = replace(config, steps=last.get("steps"), epochs=last.get("epochs"))
             except (OSError, ValueError):
                 return None
             planned = total_steps(earlier, len(self.trainer.stepper.source))
