@@ -1,6 +1,5 @@
 """Decides where a run starts: at its own checkpoint, at one of another run, or from the beginning."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -172,10 +171,9 @@ class Start:
         except (OSError, ValueError):  # lost, or of a version that did not write it
             try:
                 last = typed(read_toml(config.out / "config.toml"), _Config)["run"]
-                earlier = replace(config, steps=last.get("steps"), epochs=last.get("epochs"))
             except (OSError, ValueError):
                 return None
-            planned = total_steps(earlier, len(self.trainer.stepper.source))
+            planned = total_steps(config, len(self.trainer.stepper.source), last)
         step, factor = progress.step, progress.lr_factor
         if planned == now or not 0 < step < now:
             return None
