@@ -191,7 +191,7 @@ def _refuse_old(kind: type, given: Iterable[tuple[str, Any]], where: str = "") -
     names = [(name.replace("-", "_"), value) for name, value in given]
     keys = [key for name, value in names for key in (name, name.removeprefix("no_"), f"{name} {value}") if key in old]
     if keys:
-        raise UsageError(where + "; ".join(f"{flag(key)} {old[key]}" for key in dict.fromkeys(keys)))
+        raise UsageError(where + "; ".join(f"{flag(key)} {old[key][0]}" for key in dict.fromkeys(keys)))
 
 
 def _named(kind: type, argv: list[str]) -> list[str]:
@@ -255,6 +255,7 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
     for section, each in fields_of(kind):
         known.setdefault(section, []).append(each.name)
     flags: list[str] = []
+    tables = {name: _renewed(kind, table) if isinstance(table, dict) else table for name, table in tables.items()}
     given = [pair for table in tables.values() if isinstance(table, dict) for pair in table.items()]
     _refuse_old(kind, given, f"{path}: ")
     for section, table in tables.items():
@@ -273,6 +274,19 @@ def _toml_flags(path: Path, kind: type) -> list[str]:
             else:
                 flags += [flag(name), *map(str, value if isinstance(value, list) else [value])]
     return flags
+
+
+def _renewed(kind: type, table: dict[str, Any]) -> dict[str, Any]:
+    """A section of a file with today's names; a run's file has every option, and nobody chose an old one's default."""
+    section, renewed = {key.replace("-", "_"): value for key, value in table.items()}, dict(table)
+    for key in table:
+        name = key.replace("-", "_")
+        _, renew = getattr(kind, "OLD", {}).get(name, ("", None))
+        new = None if renew is None else renew(section[name], section)
+        if new is not None and not new.keys() & section.keys():
+            del renewed[key]
+            renewed |= new
+    return renewed
 
 
 def _refuse_foreign_command(path: Path, name: str) -> None:

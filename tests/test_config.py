@@ -196,6 +196,17 @@ REFUSED = [
         for mode in ("auto", "bf16", "fp8")
     ),
     (lambda: options.MonitorConfig(log_freq=0), "--log-freq"),
+    *(
+        (lambda given=given: options.MonitorConfig(log_to=given), f"--log-to '{given}' {words}")
+        for given, words in (
+            ("", "has an empty name"),
+            ("tensorboard,", "has an empty name"),
+            (":x", "has an empty name"),
+            ("none, tensorboard", "has none beside others"),
+            ("none,none", "has none beside others"),
+            ("tensorboard, tensorboard:x", "names a logger twice"),
+        )
+    ),
     (lambda: options.MonitorConfig(eval_freq=0), "--eval-freq"),
     (lambda: options.MonitorConfig(eval_batches=0), "--eval-batches"),
 ]

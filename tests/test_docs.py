@@ -77,6 +77,14 @@ def test_every_flag_that_a_page_names_exists(page):
     assert named - flags_of_kdtrain() - ELSEWHERE == set()
 
 
+def test_every_flag_that_a_message_names_exists():
+    nodes = [node for path in (ROOT / "kdtrain").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    named = {each for text in texts for each in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", text)}
+    assert {"--max-loss-ratio", "--explosion-threshold"} <= named
+    assert named - flags_of_kdtrain() - ELSEWHERE == set()
+
+
 @each_page
 def test_every_link_into_the_repository_has_a_target(page):
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
@@ -92,8 +100,8 @@ def kinds_of_events() -> set[str]:
         if isinstance(node, ast.FunctionDef) and "kind" in (names := [each.arg for each in node.args.args]):
             calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
             passed = [kind for call in calls for kind in argument(call, position) if getattr(kind, "id", "") == "kind"]
-            if passed and names[0] != "self":
-                position[node.name] = names.index("kind")
+            if passed:
+                position[node.name] = names.index("kind") - (names[0] == "self")
     found = [kind for node in nodes if isinstance(node, ast.Call) for kind in argument(node, position)]
     parts = [each for kind in found for each in ast.walk(kind)]  # "start" if ... else "resume"
     return {each.value for each in parts if isinstance(each, ast.Constant) and isinstance(each.value, str)}

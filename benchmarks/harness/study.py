@@ -78,4 +78,5 @@ class Study:
             return found
 
         with ThreadPoolExecutor(at_once) as pool:
-            return [each for each in pool.map(one, grid) if each is not None]
+            found = map(one, grid) if at_once == 1 else pool.map(one, grid)
+            return [each for each in found if each is not None]

@@ -199,10 +199,13 @@ def read_manifest(folder: Path | str) -> Manifest:
     folder = Path(folder)
     path = folder / cache_format.MANIFEST
     if not path.exists():
-        if any((folder / cache_format.SHARDS).glob("*.h5")):
+        if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
             raise UsageError(f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it")
         if (folder / cache_format.SETTINGS).exists():
-            raise UsageError(f"the cache {folder} holds no shard yet; run cache-teacher, as its last message says")
+            raise UsageError(
+                f"the cache {folder} holds no shard: the command that began it was refused or stopped before its first "
+                "one; run cache-teacher again"
+            )
         raise UsageError(f"{folder} holds no cache (no {cache_format.MANIFEST}); make one with kdtrain cache-teacher")
     try:
         record = read_sealed(path, MEDIUM)

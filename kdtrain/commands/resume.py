@@ -1,7 +1,7 @@
 """Decides where a run starts: at its own checkpoint, at one of another run, or from the beginning."""
 
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from kdtrain.checkpoint.store import Checkpoint
 from kdtrain.commands.export import checkpoint_of
@@ -9,10 +9,10 @@ from kdtrain.commands.recipe import PARTS
 from kdtrain.commands.run import Run
 from kdtrain.commands.run_folder import changes, is_run, refuse_changes
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import read_json
+from kdtrain.files import read_json, read_toml, typed
 from kdtrain.monitor.progress import log, warn_early
 from kdtrain.ranks import on_main, raise_on_all_ranks, reported
-from kdtrain.training.schedule import learning_rate, warmup_steps
+from kdtrain.training.schedule import learning_rate, total_steps, warmup_steps
 from kdtrain.training.state import Progress, load_saved
 
 _KINDS = {"temperature": ("temperature_mode",), "hidden": ("hidden_loss", "hidden_layers")}
@@ -22,6 +22,15 @@ _BOUNDS = {"temperature_min", "temperature_max"}
 
 class _Environment(TypedDict):
     steps: int
+
+
+class _Length(TypedDict):
+    steps: NotRequired[int]
+    epochs: NotRequired[float]
+
+
+class _Config(TypedDict):
+    run: _Length
 
 
 class Start:
@@ -120,7 +129,8 @@ class Start:
             self._refuse_other(checkpoint.state, path, ("student",))
             saved, same_data = checkpoint.state["options"], checkpoint.state["cache"] == self.identity["cache"]
             different = changes(saved, config, but=self._same(checkpoint.state))
-            if changed := [each for each in different if not each.startswith(("--load", "--override"))]:
+            start = ("--load", "--override-opt-param-scheduler")
+            if changed := [each for each in different if not each.startswith(start)]:
                 log.info("unlike the loaded run: %s", ", ".join(changed))
             if not same_data:
                 warn_early("other-cache", "the loaded run read another cache; this one is read from its beginning")
@@ -155,10 +165,15 @@ class Start:
     def new_length(self) -> str | None:
         """Return what changes because the run has another length than at its last start; None where nothing does."""
         progress, options, now = self.trainer.state.progress, self.recipe.config.optimizer, self.recipe.total
+        config = self.recipe.config
         try:
-            planned = read_json(self.recipe.config.out / "environment.json", _Environment)["steps"]
-        except (OSError, ValueError):
-            return None  # lost, or of a version that did not write it
+            planned = read_json(config.out / "environment.json", _Environment)["steps"]
+        except (OSError, ValueError):  # lost, or of a version that did not write it
+            try:
+                last = typed(read_toml(config.out / "config.toml"), _Config)["run"]
+            except (OSError, ValueError):
+                return None
+            planned = total_steps(config, len(self.trainer.stepper.source), last)
         step, factor = progress.step, progress.lr_factor
         if planned == now or not 0 < step < now:
             return None

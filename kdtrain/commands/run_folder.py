@@ -164,6 +164,18 @@ class _Config(TypedDict):
     run: _Run
 
 
+class _Libraries(TypedDict):
+    kdtrain: str | None
+
+
+class _Environment(TypedDict):
+    """The entries of environment.json by which kdtrain recognizes its own file."""
+
+    python: str
+    platform: str
+    libraries: _Libraries
+
+
 _recovered: set[Path] = set()
 """Runs for which this process has logged that config.toml is lost."""
 
@@ -301,7 +313,7 @@ def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
 def _is_environment(path: Path) -> bool:
     """Whether `write_description` wrote this environment.json."""
     try:
-        return {"python", "platform", "libraries"} <= read_json(path, dict[str, Any]).keys()
+        return bool(read_json(path, _Environment))
     except (OSError, ValueError):
         return False
 

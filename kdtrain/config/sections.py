@@ -255,14 +255,19 @@ class MonitorConfig(Options):
             except ValueError as error:
                 raise UsageError(f"--on-event {self.on_event!r} cannot be split into words: {error}") from None
             refuse(empty, "--on-event is empty; give a command, or leave it out")
-        for name, _ in self.loggers:
+        names = [name for name, _ in self.loggers]
+        given = f"--log-to '{self.log_to}'"
+        refuse("" in names, f"{given} has an empty name; join names with single commas, or use none")
+        refuse("none" in names, f"{given} has none beside others; use none alone, or leave it out")
+        refuse(len({*names}) < len(names), f"{given} names a logger twice; name each once")
+        for name in names:
             LOGGERS.check(name)
 
     @property
     def loggers(self) -> list[tuple[str, str]]:
         """Name and text of each logger of `--log-to`."""
         parts = [each.strip().partition(":") for each in self.log_to.split(",")]
-        return [] if self.log_to == "none" else [(name, text) for name, _, text in parts]
+        return [] if self.log_to.strip() == "none" else [(name, text) for name, _, text in parts]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,6 +151,11 @@ def register_logger(name: str, *, help: str = "") -> Callable[[type[Logger]], ty
 class TensorBoard(Logger):
     """Event files in `tensorboard/` of the run; readers drop the steps after `resume_step` of an earlier process."""
 
+    @classmethod
+    def ready(cls, text: str) -> None:
+        if text:
+            raise UsageError(f"--log-to tensorboard:{text}: tensorboard takes no text; use --log-to tensorboard")
+
     def __init__(self, folder: Path, text: str, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

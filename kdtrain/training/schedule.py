@@ -6,19 +6,24 @@ step (SGDR, arXiv 1608.03983, one period), `constant` stays, and `wsd` (warm-up,
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from kdtrain.config import DistillConfig, ObjectiveConfig, OptimizerConfig
 from kdtrain.objective.temperature import scheduled
 
 
-def total_steps(config: DistillConfig, sequences: int) -> int:
-    """The planned steps of a run over a training split of `sequences`."""
-    if config.epochs is not None:
-        return max(round(config.epochs * sequences / config.batch_size), 1)
-    if config.steps is None and config.checkpoint.override_opt_param_scheduler and config.optimizer.decay_steps:
+def total_steps(config: DistillConfig, sequences: int, length: Mapping[str, Any] | None = None) -> int:
+    """The planned steps of a run over a training split of `sequences`. length: `steps` and `epochs` of an earlier start
+    instead of those of `config`."""
+    given = vars(config) if length is None else length
+    steps, epochs = given.get("steps"), given.get("epochs")
+    if epochs is not None:
+        return max(round(epochs * sequences / config.batch_size), 1)
+    if steps is None and config.checkpoint.override_opt_param_scheduler and config.optimizer.decay_steps:
         decay = config.optimizer.decay_steps  # only a decay, from another run's weights
         return min(config.optimizer.warmup_steps, decay) + decay
-    return config.steps or 2000
+    return steps or 2000
 
 
 def run_length(planned: int, config: OptimizerConfig, decay_from: int | None) -> int:

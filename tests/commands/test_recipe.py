@@ -12,6 +12,7 @@ from kdtrain import cli, commands
 from kdtrain.cache import manifest
 from kdtrain.commands.build import build
 from kdtrain.commands.recipe import resolve
+from kdtrain.files import temporary_name
 from kdtrain.models import spec
 
 STUDENT = ("--student", "student.toml")
@@ -85,8 +86,13 @@ def test_a_build_that_was_refused_is_not_called_unfinished(workbench):
     (workbench.root / "few.txt").write_text("".join(f"{n}\n" for n in range(9)))
     build = ("cache-teacher", "--teacher", "teacher", "--data", "few.txt", "--seq-len", 100, "--out", "refused")
     assert "give no whole sequence" in workbench.call(*build)[2]
-    code, _, err = workbench.call("distill", "--cache", "refused", *STUDENT, "--out", "x")
-    assert code == 2 and "refused holds no shard yet" in err and "finish it" not in err
+    use = ("distill", "--cache", "refused", *STUDENT, "--out", "x")
+    code, _, err = workbench.call(*use)
+    assert code == 2 and "was refused or stopped before its first one" in err and "finish it" not in err
+    (workbench.root / "refused" / "shards").mkdir(exist_ok=True)
+    temporary_name(workbench.root / "refused" / "shards" / "train-00000.h5").write_text("")  # as a kill leaves it
+    code, _, err = workbench.call(*use)
+    assert code == 2 and "is unfinished; run the same cache-teacher command again to finish it" in err
 
 
 def test_a_teacher_that_cannot_take_the_text_is_refused_before_the_text_is_packed(workbench):

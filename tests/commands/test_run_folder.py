@@ -109,7 +109,10 @@ def test_a_folder_that_only_looks_like_a_run_is_refused(tmp_path, name):
         claim_folder(config_of(tmp_path))
 
 
-@pytest.mark.parametrize("environment", [None, "{}", '{"python": "3"}', "notes"])
+THEIRS = '{"python": "3", "platform": "x", "libraries": []}'
+
+
+@pytest.mark.parametrize("environment", [None, "{}", '{"python": "3"}', "notes", THEIRS])
 def test_a_folder_with_a_configuration_of_the_user_is_not_a_run(tmp_path, environment):
     (tmp_path / "config.toml").write_text("# mine\n" + to_toml(sections(config_of(tmp_path))))
     if environment is not None:

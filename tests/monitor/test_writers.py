@@ -11,7 +11,7 @@ import torch
 
 from kdtrain.config import MonitorConfig
 from kdtrain.errors import RunError, UsageError
-from kdtrain.monitor.loggers import WeightsAndBiases
+from kdtrain.monitor.loggers import TensorBoard, WeightsAndBiases
 from kdtrain.monitor.progress import log, setup_logging, warn_early
 from kdtrain.monitor.writers import Writers
 
@@ -366,3 +366,9 @@ def test_a_warning_of_an_earlier_command_is_not_an_event_of_this_run(tmp_path, w
     setup_logging()
     Writers(tmp_path, 0, None, PLAIN).close()
     assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_tensorboard_refuses_a_text_instead_of_dropping_it():
+    TensorBoard.ready("")
+    with pytest.raises(UsageError, match=r"^--log-to tensorboard:x: tensorboard takes no text; use --log-to tenso"):
+        TensorBoard.ready("x")
