@@ -103,5 +103,5 @@ def test_a_local_teacher_says_the_same_to_a_run_and_to_a_cache(bench):
     torch.testing.assert_close(logits, model.logits(tokens[:, :-1]).detach())
     taught = teacher.targets(batch, 290, layers=(1, 2))
     expected = logits[..., :290].log_softmax(-1).flatten(0, 1)
-    torch.testing.assert_close(taught.targets.dense().logprobs, expected)
+    torch.testing.assert_close(taught.targets.resolved().logprobs, expected)
     assert [each.shape for each in taught.states] == [(16, width) for width in teacher.layer_widths()[1:3]]
