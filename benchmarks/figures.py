@@ -125,9 +125,9 @@ def _curve(axes: Axes, seeds: list[list[tuple[int, float]]], color: str, label: 
     for points in seeds if len(seeds) > 1 else []:
         axes.plot(*zip(*points, strict=True), color=color, linewidth=0.8, alpha=0.45)
     at = [dict(points) for points in seeds]
-    steps = sorted(set.intersection(*(set(each) for each in at)))
-    means = [statistics.mean(each[step] for each in at) for step in steps]
-    axes.plot(steps, means, color=color, label=label, marker="o" if len(steps) < 3 else None, **STYLE)
+    means = {n: statistics.mean(each[n] for each in at) for n in sorted(set.intersection(*map(set, at)))}
+    marker = "o" if len(means) < 3 else None
+    axes.plot(*zip(*means.items(), strict=True), color=color, label=label, marker=marker, **STYLE)
 
 
 def _finish(axes: Axes, title: str, x: str, y: str) -> None:

@@ -307,8 +307,8 @@ def objective(loss: Mapping[str, Any], step: Mapping[str, Any]) -> str:
 
 def _loss(row: Mapping[str, Any]) -> str:
     sides, base = row["sides"], row["sides"]["cross-entropy"]
-    names = ("products", *TARGETS.values(), "top-k-renormalized-50")
-    cells = [", ".join(_ratio(sides[name], base, key) for key in ("seconds", "peak_mib")) for name in names]
+    names, keys = ("products", *TARGETS.values(), "top-k-renormalized-50"), ("seconds", "peak_mib")
+    cells = [", ".join(_ratio(sides[name], base, key) for key in keys) for name in names]
     shape = f"{row['tokens']:,}, {row['width']:,}, {row['vocabulary']:,}"
     peers = [_ratio(sides[own], sides[other], "seconds") for own, other in PAIRS.values()]
     return f"| {shape} | {TYPES[row['dtype']][1]} | {' | '.join([*cells, *peers])} |"
@@ -317,7 +317,7 @@ def _loss(row: Mapping[str, Any]) -> str:
 def _ratio(side: Mapping[str, Any], base: Mapping[str, Any], key: str) -> str:
     if key in side and key in base:
         return f"{side[key] / base[key]:.2f}"
-    return next((f"{word}" for word in ("does not fit",) if "does_not_fit" in {*side, *base}), "-")
+    return "does not fit" if "does_not_fit" in {*side, *base} else "-"
 
 
 def _step(name: str, found: Mapping[str, Any]) -> str:

@@ -74,9 +74,7 @@ class Study:
                 if time.monotonic() - begun >= 60 * minutes:
                     return None
                 write(file, make(name, grid[name]))
-            found: dict[str, Any] = json.loads(file.read_text())
-            return found
+            return dict(json.loads(file.read_text()))
 
         with ThreadPoolExecutor(at_once) as pool:
-            found = map(one, grid) if at_once == 1 else pool.map(one, grid)
-            return [each for each in found if each is not None]
+            return [each for each in (map if at_once == 1 else pool.map)(one, grid) if each is not None]

@@ -59,8 +59,7 @@ def in_process(kind: str, work: Work, names: Sequence[str]) -> dict[str, Any]:
     done = subprocess.run([sys.executable, *words], env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         return {"does_not_fit": f"ended with {done.returncode} below {work.memory:.1f} GiB"}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main(kind: str, work: Work, names: Sequence[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ COMMAND_LINE = {
     "missing flag": (("distill", "--cache", "cache", "--out", "new"), ["--student"]),
     "no number": ((*DISTILL, "--steps", "many"), ["--steps", "many"]),
     "unknown choice": ((*DISTILL, "--tail", "ghoul"), ["--tail", "ghoul", "ghost"]),
-    "out of range": ((*DISTILL, "--alpha", 1.5), ["--alpha 1.5", "0 to 1"]),
+    "out of range": ((*DISTILL, "--alpha", 1.5), ["--alpha 1.5", "at least 0 and at most 1"]),
     "rate that is no number": ((*DISTILL, "--lr", "nan"), ["--lr nan"]),
     "temperature that cannot be learned": (
         (*DISTILL, "--divergence", "logit-mse", "--temperature-mode", "adversarial"),
