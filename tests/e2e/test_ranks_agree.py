@@ -140,20 +140,20 @@ def test_a_packages_registered_part_is_compared_by_its_source(tmp_path, monkeypa
     module = types.ModuleType("a_package_of_ours")
     module.__file__ = str(tmp_path / "loss.py")
     (tmp_path / "loss.py").write_text("# a formula\n")
-    before = agreement._code()
+    before = agreement.code()
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(DIVERGENCES.modules, "mine", module.__name__)
-    registered = agreement._code()
+    registered = agreement.code()
     (tmp_path / "loss.py").write_text("# another formula\n")
-    digests = [code["the code of kdtrain"] for code in (before, registered, agreement._code())]
+    digests = [code["the code of kdtrain"] for code in (before, registered, agreement.code())]
     assert len(set(digests)) == 3
 
 
 def test_code_of_another_version_is_another_run(ranks, tmp_path, monkeypatch):
     copy = tmp_path / "kdtrain"
     shutil.copytree(Path(kdtrain.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    same = agreement._code()
+    same = agreement.code()
     monkeypatch.setattr(agreement, "__file__", str(copy / "commands" / "agreement.py"))
-    assert agreement._code() == same
+    assert agreement.code() == same
     (copy / "objective" / "loss.py").write_text("# another formula\n")
-    assert agreement._code()["the code of kdtrain"] != same["the code of kdtrain"]
+    assert agreement.code()["the code of kdtrain"] != same["the code of kdtrain"]

@@ -290,7 +290,7 @@ def test_an_adapter_is_refused_and_not_silently_ignored(folder):
         ({"model_type": "vit", "auto_map": OWN_CODE}, "sdpa", "model_type 'vit' is not a causal LM"),
         ({"model_type": ["llama"]}, "sdpa", "is not a causal LM"),
         ({"_attn_implementation": "a/b"}, "sdpa", "_attn_implementation = 'a/b'"),
-        ({}, "kernels-community/flash-attn3", "attention = 'kernels-community/flash-attn3' is unknown; use sdpa"),
+        ({}, "kernels-community/flash-attn3", "attention = 'kernels-community/flash-attn3' is unknown; use auto"),
         ({}, None, "attention = None is unknown"),
         ({}, "flash_attention_2", "flash_attention_2 is not installed here"),
         ({"hidden_size": 10**9}, "sdpa", "c: its weights take"),
