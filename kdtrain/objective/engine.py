@@ -34,7 +34,7 @@ from kdtrain.objective.logits import ChunkLogits, chunk_rows, whole_head
 from kdtrain.objective.matmul import maybe_compiled
 from kdtrain.objective.sparse import Shares, SparseLoss, differentiate, reduce_logits, spread_gradients
 from kdtrain.objective.statistics import Entries
-from kdtrain.objective.targets import Supervision
+from kdtrain.objective.targets import Supervision, readable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +244,7 @@ class _Entries:
         else:
             self.entries = rows.targets.entries(rows.labels, this.request.vocab_size)
             targets = rows.targets.at(beta)
-            # At T = 1 the sums at beta are the plain ones. A GPU is not asked: that waits for all of its work.
-            if not self.slopes and beta.device.type == "cpu" and beta.item() == 1.0:
+            if not self.slopes and readable(beta) and beta.item() == 1.0:  # the sums at beta are the plain ones
                 targets = targets.at_one()
             rows = replace(rows, targets=targets)
         self.rows, self.at_one = rows, rows.targets is not None and rows.targets.known_at_one

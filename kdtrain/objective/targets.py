@@ -188,7 +188,7 @@ class Supervision:
 
     def harmless(self, vocab_size: int) -> Supervision:
         """The same with finite numbers and a valid label in masked rows, and weight 0 at absent entries."""
-        whole = self.mask.device.type == "cpu" and bool(self.mask.all())  # a GPU would be waited for
+        whole = readable(self.mask) and bool(self.mask.all())
         labels, targets = self.labels, self.targets
         if not whole:
             labels = labels.masked_fill(~self.mask, 0)
@@ -513,6 +513,11 @@ def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:
     """`total / normalizer`; `total`, which is then 0, if a step has no unmasked token, so that nothing is NaN."""
     count = scalar(normalizer, total.device, total.dtype)
     return total / torch.where(count > 0, count, torch.ones_like(count))
+
+
+def readable(tensor: Tensor) -> bool:
+    """True where the host may read numbers: from a GPU a read waits for all of its work."""
+    return tensor.device.type == "cpu"
 
 
 def scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kdtrain.objective import engine
+from kdtrain.objective import engine, targets
 from kdtrain.training import guards, step
 from kdtrain.training.signals import StopRequest
 
@@ -67,6 +67,8 @@ def test_a_step_waits_for_the_device_once(workshop, options, world, monkeypatch)
         gradient.mul_(factor.to(gradient.dtype))
 
     monkeypatch.setattr(engine, "_scale", scale)
+    for module in (engine, targets):
+        monkeypatch.setattr(module, "readable", lambda tensor: False)
     monkeypatch.setattr(step, "_scales_in_optimizer", lambda device: True)
     with workshop.run(steps=3, **options) as run:
         read = run.stepper.feed().steps()
