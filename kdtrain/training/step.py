@@ -88,7 +88,7 @@ class StepResult:
 
 @dataclass(kw_only=True)
 class Stepper:
-    """Takes the steps of a run, whoever asks for one: the run itself, a trial of it, or a benchmark."""
+    """Takes optimizer steps for a run, a trial run or a benchmark."""
 
     config: DistillConfig
     state: TrainState
