@@ -33,8 +33,10 @@ def outcome(p, targets, device, rule, compile=False):
 
 
 def assert_near(found, expected, bound):
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours - theirs).norm() <= bound * theirs.norm().clamp(min=1e-3)
+    # the gradient of T, the last, adds up terms near 1 of both signs: with dense targets to .03
+    floors = [1e-3] * (len(found) - 1) + [0.3]
+    for ours, theirs, floor in zip(found, expected, floors, strict=True):
+        assert (ours - theirs).norm() <= bound * theirs.norm().clamp(min=floor)
 
 
 @pytest.mark.parametrize("device", DEVICES)
