@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
         if command not in COMMANDS.help():
             raise UsageError(_unknown_command(command))
         if (topic := _topic(argv[1:])) is not None:
-            print(help_of(command, COMMANDS.get(command).config, topic))
+            print(help_of(f"kdtrain {command}", COMMANDS.get(command).config, topic))
             raise SystemExit(0)
         _refuse_impossible_launch()
         try:
@@ -152,7 +152,8 @@ def parse(command: str, argv: list[str], *, look: bool = False) -> Any:
             combination that cannot work.
     """
     kinds = {name: each.config for name, each in COMMANDS.entries.items() if name != command}
-    return parsing.parse(command, COMMANDS.get(command).config, argv, kinds, paths.problem if look else None)
+    kind = COMMANDS.get(command).config
+    return parsing.parse(f"kdtrain {command}", kind, argv, kinds, paths.problem if look else None)
 
 
 def _topic(argv: list[str]) -> str | None:

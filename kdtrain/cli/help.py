@@ -22,7 +22,7 @@ _COLUMN = 27
 
 
 def help_of(command: str, kind: type, topic: str = "") -> str:
-    """The text of `kdtrain COMMAND --help TOPIC`.
+    """The text of `COMMAND --help TOPIC`.
 
     topic: empty for the options that most users need; `all`, the name of a section, or that of an option.
 
@@ -52,7 +52,7 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
         return _lines(_long(options[name.removeprefix("no_")]))
     near = word_meant(name, sections) or option_meant(name, options)
     hint = f"perhaps you meant --help {near.lstrip('-')}" if near else f"there are all, {', '.join(sections)}"
-    raise UsageError(f"--help {topic[:60]}: no section or option of kdtrain {command}; {hint}")
+    raise UsageError(f"--help {topic[:60]}: no section or option of {command}; {hint}")
 
 
 def usage(command: str, kind: type) -> str:
@@ -60,7 +60,7 @@ def usage(command: str, kind: type) -> str:
     options = options_of(kind).values()
     words = [("{}" if each.required else "[{}]").format(_place(each)) for each in options if each.positional]
     words += [f"{each.flag} {metavar(each.kind)}" for each in options if each.required and not each.positional]
-    return f"usage: kdtrain {' '.join([command, *words, '[OPTIONS]'])}"
+    return f"usage: {' '.join([command, *words, '[OPTIONS]'])}"
 
 
 def _short_name(option: Option) -> str:

@@ -94,7 +94,7 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
     """The configuration of class `kind` that `argv` asks for.
 
     Args:
-        command: its name, for messages.
+        command: what calls it, such as `kdtrain distill`, for messages.
         kind: its configuration.
         argv: the words after the name of the command.
         others: the configurations of the other commands, whose options are named where they are given here.
@@ -169,7 +169,7 @@ class _Line:
             raise refusal(old)
         for name, each in self.options.items():
             if each.field.metadata.get("once") and (times := len(self.given.get(name, []))) > 1:
-                self.mistakes.append(f"{flag(name)} is given {times} times; kdtrain {self.command} takes one")
+                self.mistakes.append(f"{flag(name)} is given {times} times; {self.command} takes one")
         if "config" in self.given:
             try:
                 self._file(Path(self.given["config"][-1].words[-1]))
@@ -222,7 +222,7 @@ class _Line:
         if meant is None and elsewhere is not None:
             hint = f"; it is one of kdtrain {elsewhere}"
         else:
-            hint = self._perhaps(meant) if meant else f"; kdtrain {self.command} --help all lists them"
+            hint = self._perhaps(meant) if meant else f"; {self.command} --help all lists them"
         self.mistakes.append(f"{_short(word)}: no such option{hint}")
         if not any(each.positional for each in self.options.values()):
             return len(values)
@@ -242,7 +242,7 @@ class _Line:
             return 0 if equals else len(values)
         places = [each for each in self.options.values() if each.positional]
         takes = " ".join(metavar(each.kind) for each in places) or "options only"
-        self.mistakes.append(f"{_short(word)}: no option stands before it; kdtrain {self.command} takes {takes}")
+        self.mistakes.append(f"{_short(word)}: no option stands before it; {self.command} takes {takes}")
         return 0
 
     def _old(self, given: Iterable[tuple[str, Any]]) -> list[str]:
@@ -321,7 +321,7 @@ class _Line:
         known = homes.get(section) or self.options
         meant = option_meant(name, known) or option_meant(name, self.options)
         if meant is None:
-            return f"kdtrain {self.command} --help {section or 'all'} lists the keys"
+            return f"{self.command} --help {section or 'all'} lists the keys"
         words = meant[2:].split()
         key, value = words[0].replace("-", "_"), f" = '{words[1]}'" if words[1:] else ""
         other = self.options[key.removeprefix("no_")].section if key.removeprefix("no_") in self.options else section
