@@ -137,9 +137,11 @@ def _quiet_libraries() -> None:
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # a single process without a process group is intended
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    shown = importlib.import_module("transformers.utils.logging")
-    shown.set_verbosity_error()
-    shown.disable_progress_bar()
+    # transformers reads these when it is imported, which commands without a model do not wait for
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    if (shown := sys.modules.get("transformers.utils.logging")) is not None:
+        shown.set_verbosity_error()
+        shown.disable_progress_bar()
 
 
 def parse(command: str, argv: list[str], *, look: bool = False) -> Any:

@@ -43,7 +43,7 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
         lines = [line for each, text in shown.items() for line in _row(_short_name(each), f"{text}{defaults[each]}")]
         more = f"{len(options) - len(shown)} more: --help all, or --help SECTION of {', '.join(sections)}"
         example = next(iter(getattr(kind, "EXAMPLES", ())), "")
-        return _lines([*head, *lines, "", *_wrapped(more, ""), *(["", f"  {example}"] if example else [])])
+        return _lines([*head, *lines, "", *_wrapped(more, ""), "", *_wrapped(example, "  ", indent=6, end=" \\")])
     if name == "all":
         return _lines([*head, *_all(options.values())])
     if name in sections:
@@ -51,7 +51,7 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
     if name.removeprefix("no_") in options:
         return _lines(_long(options[name.removeprefix("no_")]))
     near = word_meant(name, sections) or option_meant(name, options)
-    hint = f"perhaps you meant --help {near.lstrip('-')}" if near else f"there are all, {', '.join(sections)}"
+    hint = f"perhaps you meant --help {near.lstrip('-')}" if near else f"{command} --help lists the sections"
     raise UsageError(f"--help {topic[:60]}: no section or option of {command}; {hint}")
 
 
@@ -122,16 +122,18 @@ def _row(name: str, text: str) -> list[str]:
     return _wrapped(text, f"  {name:<{_COLUMN - 2}}", indent=_COLUMN)
 
 
-def _wrapped(text: str, first: str, indent: int = 0, before: int = 0) -> list[str]:
-    width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+def _wrapped(text: str, first: str, indent: int = 0, before: int = 0, end: str = "") -> list[str]:
+    """`text` in the width of the terminal; each line but the last has `end`."""
+    width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST) - len(end)
     lead = " " * before
-    return textwrap.wrap(
+    lines = textwrap.wrap(
         text,
         width,
         initial_indent=lead + first,
         subsequent_indent=lead + " " * min(indent, width // 2),
         break_on_hyphens=False,
     ) or [(lead + first).rstrip()]
+    return [*(f"{line}{end}" for line in lines[:-1]), lines[-1]]
 
 
 def _lines(lines: Iterable[str]) -> str:

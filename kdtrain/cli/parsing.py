@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from kdtrain.cli.paths import near_path
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config.kinds import alternatives, choices, documented, metavar, read_words, wanted, words_wanted
 from kdtrain.config.values import flag, refuse_value
@@ -108,7 +109,7 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
     values = line.values()
     sections = {name: line.build(each, values) for name, each in line.sections.items()}
     if look is not None:
-        texts = {name: each[-1].words[-1] for name, each in line.given.items() if each[-1].words}
+        texts = {name: each[-1].words[-1] for name, each in line.given.items()}
         for name, text in texts.items():
             if name in values and (wrong := look(line.options[name], text, texts)):
                 line.mistakes.append(line.given[name][-1].where + wrong)
@@ -139,6 +140,8 @@ class _Line:
         self.mistakes: list[str] = []
         self.unknown = False
         """Whether something was typed that is not understood, which may be the option that seems to be missing."""
+        self.strange: list[str] = []
+        """Options that are like none there is."""
         self.wrong: set[str] = set()
         """Sections with values that are refused."""
 
@@ -164,9 +167,14 @@ class _Line:
                 self._add(positionals[0].name, word, extend=many)
                 positionals = positionals if many else positionals[1:]
             else:
-                position += self._stray(word, values)
+                position += self._stray(word, values, argv)
         if old := self._old(flags):
             raise refusal(old)
+        if self.strange:
+            more = f" and {len(self.strange) - MOST} more" if len(self.strange) > MOST else ""
+            many = "no such options" if self.strange[1:] else "no such option"
+            named = ", ".join(self.strange[:MOST]) + more
+            self.mistakes.append(f"{named}: {many}; {self.command} --help all lists them")
         for name, each in self.options.items():
             if each.field.metadata.get("once") and (times := len(self.given.get(name, []))) > 1:
                 self.mistakes.append(f"{flag(name)} is given {times} times; {self.command} takes one")
@@ -200,14 +208,15 @@ class _Line:
         if not words:
             self.mistakes.append(f"{word}: {wanted(option.kind)}, and none is given")
             self.unknown = True
-        self._add(name, *words)
+        else:
+            self._add(name, *words)
         return len(words)
 
     def _add(self, name: str, *words: str, extend: bool = False) -> None:
         before = self.given.setdefault(name, [])
         if extend and before:
             before[-1] = Given((*before[-1].words, *words))
-        elif words:
+        else:
             before.append(Given(words))
 
     def _no_option(self, word: str, values: list[str]) -> int:
@@ -222,14 +231,17 @@ class _Line:
         if meant is None and elsewhere is not None:
             hint = f"; it is one of kdtrain {elsewhere}"
         else:
-            hint = self._perhaps(meant) if meant else f"; {self.command} --help all lists them"
-        self.mistakes.append(f"{_short(word)}: no such option{hint}")
+            hint = self._perhaps(meant) if meant else ""
+        if hint:
+            self.mistakes.append(f"{_short(word)}: no such option{hint}")
+        else:
+            self.strange.append(_short(word))
         if not any(each.positional for each in self.options.values()):
             return len(values)
         found = None if meant is None else self.options.get(meant.split()[0][2:].replace("-", "_"))
         return len(values[:1] if found is None else values[: 0 if found.switch else words_wanted(found.kind)])
 
-    def _stray(self, word: str, values: list[str]) -> int:
+    def _stray(self, word: str, values: list[str], argv: list[str]) -> int:
         """Note a word that belongs to no option; return how many of `values` belong to it."""
         self.unknown = True
         name, equals, value = word.partition("=")
@@ -240,9 +252,11 @@ class _Line:
                 f"{_short(word)}: an option begins with --{self._perhaps(f'{meant} {number}'.strip())}"
             )
             return 0 if equals else len(values)
-        places = [each for each in self.options.values() if each.positional]
-        takes = " ".join(metavar(each.kind) for each in places) or "options only"
-        self.mistakes.append(f"{_short(word)}: no option stands before it; {self.command} takes {takes}")
+        places = " ".join(each.flag for each in self.options.values() if each.positional)
+        wanting = [each.flag for each in self.options.values() if each.required and each.flag not in argv]
+        hint = self._perhaps(f"{wanting[0]} {_short(word)}") if wanting and not places else ""
+        takes = f"{self.command} takes {f'one {places}' if places else 'no word without an option before it'}"
+        self.mistakes.append(f"{_short(word)}: {takes}{hint}")
         return 0
 
     def _old(self, given: Iterable[tuple[str, Any]]) -> list[str]:
@@ -261,6 +275,10 @@ class _Line:
         refuse_no_path(str(path), "--config")
         try:
             tables = read_toml(path)
+        except FileNotFoundError:
+            near = near_path(str(path))
+            hint = self._perhaps(near) if near else ""
+            raise UsageError(f"--config {path}: there is no such file{hint}") from None
         except OSError as error:
             raise UsageError(f"--config {path}: {error.strerror}") from None
         except ValueError as error:

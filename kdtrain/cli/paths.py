@@ -5,9 +5,10 @@ that it exists and is of the right kind; the command that opens it checks the re
 """
 
 import difflib
+import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,15 @@ from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError
+from kdtrain.files import open_regular
 from kdtrain.models.spec import is_hub_id, read_spec
 
 _MOST = 2000
 """Entries of a folder that are compared with a name."""
+_BEGINNING, _ROWS = 2**20, 100
+"""Bytes and rows of a file that are looked at for its columns."""
+_STARTS = ("latest", "best", "auto", "never")
+"""What --resume takes besides the name of a checkpoint."""
 _HOMES = {"cache": ["cache"], "spec": ["students", "teachers"], "saved": ["runs"], "path": ["runs", "cache"]}
 """Folders in which a bare name is looked for, by what an option reads."""
 
@@ -41,21 +47,29 @@ def problem(option: Any, text: str, texts: Mapping[str, str]) -> str | None:
     return f"{name}: {wrong.split('; ')[0]}; perhaps you meant {near}" if near else f"{name}: {wrong}"
 
 
-def near_path(text: str, homes: list[str]) -> str | None:
+def near_path(text: str, homes: Iterable[str] = ()) -> str | None:
     """A path that exists and is spelt almost like `text`, or lies in one of `homes` under such a name."""
-    anchor = Path(text).anchor
-    found = Path(anchor)
-    for part in Path(text).parts[bool(anchor) :]:
-        names = [part] if _exists(found / part) else difflib.get_close_matches(part, _names(found), 1, 0.6)
+    name, found = Path(text).name, [path for path in [_walked(Path(text))] if path is not None]
+    for home in homes:
+        found += [f"{home}/{each}" for each in _close(name, Path(home))]
+    return max(found, key=lambda path: difflib.SequenceMatcher(None, Path(path).name, name).ratio(), default=None)
+
+
+def _walked(path: Path) -> str | None:
+    """`path` with each part that is not there replaced by the one that is spelt most like it; None where none is."""
+    found = Path(path.anchor)
+    for part in path.parts[bool(path.anchor) :]:
+        names = [part] if _exists(found / part) else _close(part, found)
         if not names:
-            break
+            return None
         found = found / names[0]
-    else:
-        return str(found)
-    name = Path(text).name
-    there = {each: f"{home}/{each}" for home in homes for each in _names(Path(home))}
-    close = [name] if name in there else difflib.get_close_matches(name, there, 1, 0.7)
-    return there[close[0]] if close else None
+    return str(found)
+
+
+def _close(name: str, folder: Path) -> list[str]:
+    """The entry of `folder` that is spelt most like `name`, if any is, also apart from its suffix."""
+    stem, near = Path(name).stem, difflib.get_close_matches(name, _names(folder), 3)
+    return [each for each in near if difflib.SequenceMatcher(None, Path(each).stem, stem).ratio() > 0.6][:1]
 
 
 def _names(folder: Path) -> list[str]:
@@ -100,13 +114,33 @@ def _student(text: str, texts: Mapping[str, str]) -> str | None:
 
 
 def _text(text: str, texts: Mapping[str, str]) -> str | None:
-    name, colon, _ = text.partition(":")
-    if text == "stdlib" or (colon and name in TEXTS.help()) or _exists(text) or texts.get("source", "cache") != "cache":
+    name, colon, rest = text.partition(":")
+    if text == "stdlib" or (colon and name in TEXTS.help()) or texts.get("source", "cache") != "cache":
         return None
+    if _exists(text):
+        return _column(text, texts) if text.endswith(".jsonl") else None
     near = word_meant(name, TEXTS.help())
-    hint = f"{near}{colon}{text.partition(':')[2]}" if near else f"hf:{text}" if is_hub_id(text) else None
+    hint = f"{near}{colon}{rest}" if near else f"hf:{text}" if is_hub_id(text) else None
     wrong = "there is no such file or folder"
-    return f"{wrong}, perhaps you meant {hint}" if hint else f"{wrong}; give stdlib, a path, or hf:NAME[:SUBSET]"
+    return f"{wrong}; perhaps you meant {hint}" if hint else f"{wrong}; give stdlib, a path, or hf:NAME[:SUBSET]"
+
+
+def _column(text: str, texts: Mapping[str, str]) -> str | None:
+    """What is wrong with the column that is to be read from rows; None where that cannot be seen at their beginning."""
+    option = "messages_column" if "messages_column" in texts else "text_column"
+    column, keys = texts.get(option, "text"), dict[str, None]()
+    try:
+        with open_regular(Path(text)) as file:
+            rows = [json.loads(line) for line in file.read(_BEGINNING).splitlines()[:_ROWS]]
+    except (OSError, ValueError, RecursionError):
+        return None
+    for row in rows:
+        keys |= dict.fromkeys(row) if isinstance(row, dict) else {}
+    if not keys or column in keys:
+        return None
+    near = word_meant(column, keys)
+    hint = f"perhaps you meant {flag(option)} {near}" if near else f"name one of {', '.join(keys)} with {flag(option)}"
+    return f"has no column '{column}'; {hint}" if near or len(rows) < _ROWS else None
 
 
 def _file(text: str, texts: Mapping[str, str]) -> str | None:
@@ -124,13 +158,13 @@ def _path(text: str, texts: Mapping[str, str]) -> str | None:
 
 
 def _checkpoint(text: str, texts: Mapping[str, str]) -> str | None:
-    folder = Path(texts.get("run") or texts.get("out") or "", "checkpoints")
-    names = _names(folder)
-    if text in ("auto", "never", "latest", "best") or text in names or _exists(text) or not names:
+    run = texts.get("run") or texts.get("out") or ""
+    names = _names(Path(run, "checkpoints"))
+    if text in (*_STARTS, *names) or _exists(text) or ("run" in texts and not names):
         return None
-    near = word_meant(text, [*names, "latest", "best", "auto", "never"])
-    hint = f"perhaps you meant {near}" if near else f"there are {', '.join(names)}"
-    return f"no checkpoint '{text}' in {folder}; {hint}"
+    near = word_meant(text, [*names, *_STARTS])
+    hint = f"perhaps you meant {near}" if near else f"there are {', '.join([*names, *_STARTS])}"
+    return f"{run} has no such checkpoint; {hint}"
 
 
 _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
