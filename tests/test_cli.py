@@ -17,6 +17,7 @@ from kdtrain.config import DistillConfig
 from kdtrain.config.values import fields_of, flag
 from kdtrain.errors import RunError, UsageError
 
+STUDENT = str(Path(__file__).resolve().parents[1] / "students" / "stdlib-1m.toml")
 REQUIRED = ["--student", "s", "--out", "o"]
 DISTILL = [*REQUIRED, "--cache", "c"]
 
@@ -78,10 +79,10 @@ def test_options_of_sections_are_flat_flags():
     "text, said",
     [
         ("steps = 3\n", r"'steps' is outside of a section; put it under \[run\]"),
-        ("zzz = 3\n", "'zzz' is outside of a section; known are"),
+        ("zzz = 3\n", "'zzz' is outside of a section; kdtrain distill --help all lists"),
         ("[run]\nalpha = 0.5\n", r"unknown key 'alpha' in \[run\]; put it under \[objective\]"),
         ("[run]\nstepz = 5\n", r"unknown key 'stepz' in \[run\]; perhaps you meant 'steps'"),
-        ("[rum]\nsteps = 5\n", r"unknown section \[rum\]; perhaps you meant 'run'"),
+        ("[rum]\nsteps = 5\n", r"unknown section \[rum\]; perhaps you meant \[run\]"),
     ],
 )
 def test_the_error_about_a_misplaced_key_names_its_section(tmp_path, text, said):
@@ -91,7 +92,7 @@ def test_the_error_about_a_misplaced_key_names_its_section(tmp_path, text, said)
 
 @pytest.mark.parametrize(
     "flag, meant",
-    [("--step", "--steps"), ("--early-stoping", "--early-stopping"), ("--no-compiel", "--compile"), ("--zzz", None)],
+    [("--step", "--steps"), ("--early-stoping", "--early-stopping"), ("--no-compiel", "--no-compile"), ("--zzz", None)],
 )
 def test_the_error_about_a_mistyped_flag_names_the_nearest_one(flag, meant):
     with pytest.raises(UsageError) as refused:
@@ -120,7 +121,7 @@ def test_required_options_may_be_in_the_file_alone(tmp_path):
     [
         ("[optimizer]\nlearning_rate = 1\n", ["'learning_rate'", "[optimizer]"]),
         ("[optimizer]\nwarmup = 1\n", ["'warmup'", "warmup_steps"]),
-        ("[optimiser]\nlr = 1\n", ["[optimiser]", "'optimizer'"]),
+        ("[optimiser]\nlr = 1\n", ["[optimiser]", "[optimizer]"]),
         ("steps = 3\n", ["'steps'", "[run]"]),
         ("[run]\nconfig = 'x'\n", ["'config'"]),
         ("[run]\nlr = 1\n", ["'lr'", "[run]"]),
@@ -236,17 +237,7 @@ def test_an_old_name_beside_the_one_of_today_is_refused(tmp_path):
         parsed(tmp_path, "[monitor]\ntensorboard = false\nlog_to = 'wandb'")
 
 
-def test_the_width_of_the_terminal_does_not_change(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "77")
-    cli.parse("distill", DISTILL)
-    assert os.environ["COLUMNS"] == "77"
-    monkeypatch.delenv("COLUMNS")
-    with pytest.raises(UsageError):
-        cli.parse("distill", [])
-    assert "COLUMNS" not in os.environ
-
-
-def ended(monkeypatch, capsys, action, argv=("inspect", "x")):
+def ended(monkeypatch, capsys, action, argv=("inspect", "--hardware")):
     """The exit code and stderr of a command that runs `action`."""
     stage = types.ModuleType("kdtrain.commands.inspect")
     stage.main = action
@@ -332,7 +323,7 @@ def test_an_error_of_our_own_keeps_its_traceback(monkeypatch, capsys):
     stage.main = raising(RuntimeError("a mistake in the program"))
     monkeypatch.setitem(sys.modules, "kdtrain.commands.inspect", stage)
     with pytest.raises(RuntimeError, match="a mistake"):
-        cli.main(["inspect", "x"])
+        cli.main(["inspect", "--hardware"])
 
 
 HANGING = """
@@ -378,7 +369,7 @@ def test_help_ends_and_is_whole_at_every_width(monkeypatch, capsys, columns):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 0
-    assert "Show devices, number formats" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Show devices, number formats" in " ".join(capsys.readouterr().out.split())
     assert int(os.environ["COLUMNS"]) >= 40
 
 
@@ -386,7 +377,11 @@ def test_help_ends_and_is_whole_at_every_width(monkeypatch, capsys, columns):
     "argv, code, line",
     [
         (["--help"], 0, "  distill        Train a student from a cache, from an online teacher, or (with neither)"),
-        (["distill", *DISTILL], 2, "kdtrain: python -OO removes the docstrings that transformers needs"),
+        (
+            ["distill", "--student", STUDENT, "--out", "o", "--data", "stdlib"],
+            2,
+            "kdtrain: python -OO removes the docstrings that transformers needs",
+        ),
     ],
 )
 def test_without_docstrings_the_help_is_whole_and_a_run_is_refused_in_one_line(argv, code, line):

@@ -365,10 +365,12 @@ def test_a_package_adds_a_command_with_its_own_options(bench):
 
 def test_help_lists_what_packages_add_without_importing_them(bench, tmp_path):
     install(tmp_path / "p", "broken", "divergences", "worse", "raise RuntimeError('imported')\n")
-    shown = kdtrain(bench, tmp_path / "p", "distill", "--help")
-    assert shown.returncode == 0
-    assert "  worse              from the package broken\n" in shown.stdout
-    assert "  jsd                Jensen-Shannon" in shown.stdout
+    for topic in ("all", "objective", "divergence"):
+        shown = kdtrain(bench, tmp_path / "p", "distill", "--help", topic)
+        assert shown.returncode == 0
+        (option,) = re.findall(r"^  --divergence.*?(?=^  --|\Z)", shown.stdout, re.MULTILINE | re.DOTALL)
+        assert "  worse              from the package broken\n" in option
+        assert "  jsd                Jensen-Shannon" in option
 
 
 @pytest.mark.parametrize("option, group", [("--divergence", "divergences"), ("--fp8-backend", "backends")])

@@ -15,6 +15,22 @@ from typing import Any, NoReturn
 
 from benchmarks.harness import write
 from benchmarks.harness.machine import cpu_model, version
+from kdtrain.cli.help import help_of
+from kdtrain.cli.parsing import parse
+from kdtrain.errors import UsageError, name_flags
+
+
+def options(kind: type) -> Any:
+    """The configuration of class `kind` that this script's command line asks for; `--help` and a mistake end it."""
+    name_flags()
+    script, argv = Path(sys.argv[0]).stem, sys.argv[1:]
+    if {"-h", "--help"} & {*argv}:
+        print(help_of(script, kind, "all"))
+        raise SystemExit(0)
+    try:
+        return parse(script, kind, argv, {})
+    except UsageError as error:
+        stop(2, str(error))
 
 
 class Kdtrain:

@@ -44,7 +44,7 @@ def run(options: Options) -> int:
     """Train, and write teacher.json."""
     sizes = Sizes()
     record = Record("teacher", options, vars(sizes) | {"recipe": make_teacher.RECIPE}, GOALS)
-    if (reason := missing("tyro", "h5py", "hdf5plugin")) is not None:
+    if (reason := missing("h5py", "hdf5plugin")) is not None:
         record.put("missing", {"missing": reason})
         return record.finish()
     trained = _tiny if options.tiny else _trained

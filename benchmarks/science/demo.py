@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from benchmarks import figures, tables
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
-from benchmarks.harness.command import Kdtrain, claim, environment, stop
+from benchmarks.harness.command import Kdtrain, claim, environment, options, stop
 from benchmarks.harness.study import Study
 from kdtrain.monitor.record import RunRecord
 
@@ -65,7 +63,7 @@ class Demo:
     """Pairs of students, one of each kind, that differ in their seed."""
     out: Path = Path("runs/demo")
     """The folder of the demo: cache, runs, and what is not published."""
-    settings: tyro.conf.OmitArgPrefixes[Settings] = dataclasses.field(default_factory=Settings)
+    settings: Settings = dataclasses.field(default_factory=Settings)
 
 
 def main(demo: Demo) -> None:
@@ -159,4 +157,4 @@ def places(demo: Demo) -> tuple[Path, Path]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Demo))
+    main(options(Demo))

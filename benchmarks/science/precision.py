@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from benchmarks import figures
 from benchmarks.harness import FIGURES, RESULTS, STUDENT, TEACHER, write
-from benchmarks.harness.command import Kdtrain, claim, environment
+from benchmarks.harness.command import Kdtrain, claim, environment, options
 from benchmarks.harness.study import Study
 from kdtrain.monitor.record import RunRecord
 
@@ -66,7 +64,7 @@ class Precision:
 
     out: Path = Path("runs/precision")
     """The folder of the study: cache and runs."""
-    settings: tyro.conf.OmitArgPrefixes[Settings] = dataclasses.field(default_factory=Settings)
+    settings: Settings = dataclasses.field(default_factory=Settings)
 
 
 def main(asked: Precision) -> None:
@@ -172,4 +170,4 @@ def table(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Precision))
+    main(options(Precision))

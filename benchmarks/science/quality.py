@@ -18,13 +18,11 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from benchmarks import figures, tables
 from benchmarks.harness import FIGURES, RESULTS, ROOT, TEACHER, write
-from benchmarks.harness.command import Kdtrain, claim, environment, stop
+from benchmarks.harness.command import Kdtrain, claim, environment, options, stop
 from benchmarks.harness.machine import commit
 from benchmarks.harness.study import Study
 from benchmarks.science import docstrings
@@ -33,6 +31,7 @@ from benchmarks.science.quality_grid import STUDIES, Run
 from benchmarks.science.quality_tables import MEASURES, compact
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.reader import CacheReader
+from kdtrain.config.values import option
 from kdtrain.files import publish_text
 from kdtrain.monitor.record import RunRecord
 
@@ -65,7 +64,7 @@ class Settings:
 class Quality:
     """Train, measure and record students; without names of studies those of all."""
 
-    studies: tyro.conf.Positional[tuple[str, ...]] = ()
+    studies: tuple[str, ...] = option((), positional=True)
     """Of the studies that this module lists; `speed` is one more, and runs alone."""
     seeds: int = 1
     """Students of each kind, that differ in their seed."""
@@ -75,7 +74,7 @@ class Quality:
     """After this time no further student is begun."""
     out: Path = Path("runs/quality")
     """The folder of caches, runs and records."""
-    settings: Annotated[Settings, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Settings)
+    settings: Settings = dataclasses.field(default_factory=Settings)
 
 
 def main(quality: Quality) -> None:
@@ -273,4 +272,4 @@ def publish(quality: Quality) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Quality))
+    main(options(Quality))

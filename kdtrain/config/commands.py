@@ -1,5 +1,6 @@
 """The configuration of each command: its own options, and the sections it takes."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,11 @@ def _refuse_wrong_source(cache: Path | None, teacher: str | None, data: DataConf
         data.refuse_changes()
 
 
+def _check_device(name: str) -> None:
+    known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
+    refuse(known is None, f"--device '{name[:80]}' is unknown; use auto, cpu, cuda or cuda:N")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheTeacherConfig(Options):
     """Run a teacher once over a data set and store its distributions in an HDF5 cache.
@@ -38,25 +44,25 @@ class CacheTeacherConfig(Options):
     The same command resumes an interrupted one.
     """
 
-    teacher: str = option(once=True)
+    teacher: str = option(once=True, reads="spec")
     """A TOML of teachers/, a model folder, or a hub id."""
     out: Path
     """The folder of the cache."""
-    from_logprobs: Path | None = option(None, once=True)
+    from_logprobs: Path | None = option(None, once=True, reads="file", brief="Instead of --data: what a server said.")
     """Instead of --data: jsonl or parquet with a server's top log-probabilities (docs/data.md); good at T = 1 only."""
-    config: Path | None = option(None, per_rank=True, once=True)
+    config: Path | None = option(None, per_rank=True, once=True, brief="A TOML file with any options, in sections.")
     """TOML file with the same options, grouped in sections; a flag wins over it."""
-    batch_size: int = option(16, least=1)
+    batch_size: int = option(16, least=1, brief="Sequences in one forward of the teacher.")
     """Sequences in one forward of the teacher."""
     sequences_per_shard: int = option(512, least=1)
     """Sequences in one file of the cache; at most one file is lost when the command is killed."""
-    precision: Literal["auto", "fp32", "bf16"] = "bf16"
+    precision: Literal["auto", "fp32", "bf16"] = option("bf16", brief="auto, fp32 or bf16.")
     """Number format of the teacher's forward."""
     compile: bool = True
     """Compile the teacher's layers with torch.compile, on a GPU; a CPU never does."""
     seed: int = option(0, least=0, most=2**63 - 1)
     """Seed of the samples."""
-    device: str = "auto"
+    device: str = option("auto", check=_check_device)
     """auto, cpu, cuda or cuda:N."""
     json: bool = option(False, per_rank=True)
     """Print one JSON object on stdout, logs on stderr."""
@@ -77,6 +83,8 @@ class CacheTeacherConfig(Options):
             served and (self.codec.dense or self.codec.samples > 0 or self.codec.top_k < 1),
             "--from-logprobs has the most likely entries only; use --top-k, without --num-samples and --dense",
         )
+
+    EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
 
     def splits(self) -> dict[str, int | None]:
         """How many sequences of each split to cache; None for all."""
@@ -108,25 +116,29 @@ class DistillConfig(Options):
     The same command resumes an interrupted run from its newest valid checkpoint.
     """
 
-    student: str = option(once=True)
+    student: str = option(once=True, reads="spec")
     """A TOML of students/, a model folder, or a hub id."""
     out: Path = option(free=True)
     """The folder of the run."""
-    cache: Path | None = option(None, once=True)
+    cache: Path | None = option(None, once=True, reads="cache", brief="A finished cache: what the teacher said.")
     """A finished cache: the teacher's distributions and their tokens."""
-    teacher: str | None = option(None, once=True)
+    teacher: str | None = option(None, once=True, reads="spec", brief="An online teacher instead of --cache.")
     """An online teacher instead of a cache: a TOML of teachers/, a model folder, or a hub id."""
-    source: str = "cache"
+    source: str = option("cache", check=SOURCES.check)
     """What reads the sequences of --cache or of the packed --data; listed below."""
-    config: Path | None = option(None, free=True, per_rank=True, once=True)
+    config: Path | None = option(
+        None, free=True, per_rank=True, once=True, brief="A TOML file with any options, in sections."
+    )
     """TOML file with the same options, grouped in sections; a flag wins over it."""
-    steps: int | None = option(None, free=True, least=1)
+    steps: int | None = option(None, free=True, least=1, brief="Optimizer steps [2000].")
     """Optimizer steps; 2,000 if neither this nor --epochs is given."""
-    epochs: float | None = option(None, free=True, above=0)
+    epochs: float | None = option(None, free=True, above=0, brief="Instead of --steps: passes over the data.")
     """Passes over the training split, instead of --steps."""
-    batch_size: int = option(16, least=1)
+    batch_size: int = option(16, least=1, brief="Sequences in a step: decides the result.")
     """Sequences in an optimizer step, over all ranks; decides the result."""
-    micro_batch_size: int | Literal["auto"] | None = option(None, free=True, least=1)
+    micro_batch_size: int | Literal["auto"] | None = option(
+        None, free=True, least=1, brief="Sequences in a forward, or auto: for memory."
+    )
     """Sequences in one forward of a rank (memory); times the ranks it must divide --batch-size. auto: by the plan."""
     activation_checkpointing: bool = option(False, free=True)
     """Store only the inputs of the student's layers and recompute the rest: less memory, a third more time."""
@@ -134,11 +146,11 @@ class DistillConfig(Options):
     """Accept a student whose tokenizer is not the cache's, or a cache other than the one the run started with."""
     seed: int = option(0, least=0, most=2**63 - 1)
     """Seed of the student's weights, the order of the data and dropout."""
-    device: str = option("auto", free=True)
+    device: str = option("auto", free=True, check=_check_device)
     """auto, cpu, cuda or cuda:N."""
-    dry_run: bool = option(False, free=True)
+    dry_run: bool = option(False, free=True, brief="Show what the run would do and need.")
     """Build everything, take two steps, save once, show the plan with its time and memory, and remove the files."""
-    sanity: bool = option(False, free=True)
+    sanity: bool = option(False, free=True, brief="Run the checks that come before a long run.")
     """Run the checks that come before a long run, show a table of verdicts, and remove the files."""
     json: bool = option(False, free=True, per_rank=True)
     """Print one JSON object on stdout, logs on stderr."""
@@ -155,7 +167,6 @@ class DistillConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        SOURCES.check(self.source)
         if self.source == "cache" or self.cache is not None:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
         refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
@@ -183,6 +194,8 @@ class DistillConfig(Options):
             micro is not None and self.batch_size % micro != 0,
             f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size {micro}; choose one that is",
         )
+
+    EXAMPLES = ("kdtrain distill --cache cache/t --student students/stdlib-1m.toml --out runs/t",)
 
     OLD: ClassVar[dict[str, tuple[str, _Renewal | None]]] = {
         "auto_resume": ("is now --yes", _renamed("yes")),
@@ -212,11 +225,11 @@ class DistillConfig(Options):
 class EvaluateConfig(Options):
     """Measure a student: loss, perplexity, KL to the teacher, agreement, calibration, acceptance."""
 
-    student: str = option(once=True)
+    student: str = option(once=True, reads="student spec")
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
-    cache: Path | None = option(None, once=True)
+    cache: Path | None = option(None, once=True, reads="cache")
     """A finished cache; its validation split is used unless --split is train."""
-    teacher: str | None = option(None, once=True)
+    teacher: str | None = option(None, once=True, reads="spec")
     """An online teacher instead: a TOML of teachers/, a model folder, or a hub id."""
     config: Path | None = option(None, per_rank=True, once=True)
     """TOML file with the same options, grouped in sections; a flag wins over it."""
@@ -224,7 +237,7 @@ class EvaluateConfig(Options):
     """Sequences in one forward."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Number format of the forwards."""
-    device: str = "auto"
+    device: str = option("auto", check=_check_device)
     """auto, cpu, cuda or cuda:N."""
     json: bool = option(False, per_rank=True)
     """Print one JSON object on stdout, logs on stderr."""
@@ -239,7 +252,7 @@ class EvaluateConfig(Options):
 class InspectConfig(Options):
     """Show a cache, a run or a checkpoint as a table, or what this machine supports."""
 
-    path: Path | None = option(None, positional=True)
+    path: Path | None = option(None, positional=True, reads="path")
     """A cache, a run or a checkpoint."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
@@ -255,7 +268,7 @@ class InspectConfig(Options):
 class VerifyConfig(Options):
     """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1."""
 
-    path: Path = option(positional=True)
+    path: Path = option(positional=True, reads="path")
     """A cache, a run or a checkpoint."""
     repair: bool = False
     """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
@@ -267,11 +280,11 @@ class VerifyConfig(Options):
 class ExportConfig(Options):
     """Write a trained student as a folder that transformers.AutoModelForCausalLM loads."""
 
-    run: Path = option(positional=True)
+    run: Path = option(positional=True, reads="saved")
     """The folder of the run."""
     out: Path
     """The folder to write."""
-    checkpoint: str = "best"
+    checkpoint: str = option("best", reads="checkpoint")
     """best, latest, or the name of a checkpoint."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the written weights."""

@@ -12,17 +12,22 @@ from kdtrain.config.values import Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
 
+def _check_split(split: str) -> None:
+    known = split in ("train", "validation", "test")
+    refuse(not known, f"--split '{split}' is unknown; use train, validation or test")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Options):
     """Where text comes from and how it becomes sequences."""
 
-    data: str | None = option(None, once=True)
+    data: str | None = option(None, once=True, reads="text", brief="A file or folder, stdlib, or hf:NAME[:SUBSET].")
     """A file or folder of text (txt, md, py, ...), jsonl, parquet or arrow, or one of the sources listed below."""
-    split: str = "train"
+    split: str = option("train", check=_check_split)
     """Which split of the data to read: train, validation or test."""
-    seq_len: int = option(512, least=1)
+    seq_len: int = option(512, least=1, brief="Tokens in a sequence.")
     """Tokens in a sequence."""
-    num_sequences: int | None = option(None, least=1)
+    num_sequences: int | None = option(None, least=1, brief="At most this many sequences [all].")
     """At most this many sequences; all if not given."""
     validation_sequences: int = option(64, least=1)
     """At most this many sequences in the validation split."""
@@ -36,13 +41,6 @@ class DataConfig(Options):
     """Stream hub data instead of downloading it first."""
     num_workers: int = option(2, free=True, per_rank=True, least=0, with_cache=True)
     """Tokenizer threads."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(
-            self.split not in ("train", "validation", "test"),
-            f"--split '{self.split}' is unknown; use train, validation or test",
-        )
 
     def refuse_training_on_validation(self) -> None:
         """Raise a `UsageError` if the run would train on the validation split."""
@@ -63,11 +61,11 @@ DEFAULT_SAMPLES = 50
 class CodecConfig(Options):
     """How a teacher's distribution is stored."""
 
-    top_k: int = option(0, least=0)
+    top_k: int = option(0, least=0, brief="Most likely entries, stored exactly.")
     """The most likely entries of each distribution, stored exactly; without them the cache serves T = 1 only."""
-    num_samples: int | None = option(None, least=0)
+    num_samples: int | None = option(None, least=0, brief="Samples of the rest [50, or 0 with --top-k].")
     """Samples from the rest, stored with their counts (random-sampling distillation); 50 without --top-k, else none."""
-    dense: bool = False
+    dense: bool = option(False, brief="Store the whole distribution instead: large.")
     """Store the whole distribution in fp16 instead: the reference, and large."""
 
     def __post_init__(self) -> None:
@@ -89,23 +87,30 @@ class CodecConfig(Options):
         return 0 if self.top_k or self.dense else DEFAULT_SAMPLES
 
 
+def _check_divergence(given: str) -> None:
+    name, colon, _ = given.partition(":")
+    DIVERGENCES.check(name)
+    if colon:
+        DIVERGENCES.get(name).number(given)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Options):
     """loss = (1 - alpha) * cross-entropy + alpha * T^2 * divergence, means over all unmasked tokens of a step."""
 
-    alpha: float = option(0.9, least=0, most=1)
+    alpha: float = option(0.9, least=0, most=1, brief="Weight of the teacher against the text.")
     """Weight of the divergence from the teacher against cross-entropy on the text, 0 to 1."""
     alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How alpha changes from --alpha at the first step to --alpha-end at the last."""
     alpha_end: float = option(0.0, least=0, most=1)
     """Alpha at the end of its schedule."""
-    divergence: str = "forward-kl"
+    divergence: str = option("forward-kl", check=_check_divergence, brief="forward-kl, reverse-kl, jsd, tvd, ...")
     """What is minimised between teacher and student, as NAME or NAME:NUMBER; listed below (docs/objective.md)."""
-    tail: str = "ghost"
+    tail: str = option("ghost", check=TAILS.check, brief="What replaces entries not in the cache.")
     """What replaces the entries that the cache does not hold; listed below."""
-    temperature: float = option(1.0, above=0)
+    temperature: float = option(1.0, above=0, brief="T of both distributions.")
     """Temperature T of both distributions; the start of a learnable T."""
-    temperature_mode: str = "fixed"
+    temperature_mode: str = option("fixed", check=TEMPERATURES.check, brief="fixed, schedule, likelihood, ...")
     """How T changes over the run; listed below (docs/temperature.md)."""
     temperature_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Shape of the schedule from --temperature to --temperature-end."""
@@ -126,12 +131,7 @@ class ObjectiveConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        divergence, colon, _ = self.divergence.partition(":")
-        DIVERGENCES.check(divergence)
-        if colon:
-            DIVERGENCES.get(divergence).number(self.divergence)
-        TAILS.check(self.tail)
-        TEMPERATURES.check(self.temperature_mode)
+        divergence = self.divergence.partition(":")[0]
         low, high = self.temperature_min, self.temperature_max
         refuse(
             low is not None and high is not None and low >= high,
@@ -173,11 +173,11 @@ class ObjectiveConfig(Options):
 class OptimizerConfig(Options):
     """AdamW and the learning-rate schedule."""
 
-    lr: float = option(3e-4, above=0)
+    lr: float = option(3e-4, above=0, brief="Peak rate; fresh small students want 2e-3.")
     """Peak learning rate."""
     min_lr: float = option(1e-6, least=0)
     """Learning rate at the end of a decay."""
-    lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    lr_schedule: Literal["cosine", "wsd", "constant"] = option("cosine", brief="cosine, wsd or constant.")
     """Shape after warm-up; wsd is constant until the last --decay-steps."""
     warmup_steps: int = option(200, least=0)
     """Steps of linear warm-up from 0; at most half of the run."""
@@ -202,7 +202,7 @@ class OptimizerConfig(Options):
 class CheckpointConfig(Options):
     """Saving and resuming."""
 
-    checkpoint_freq: int = option(250, free=True, least=1)
+    checkpoint_freq: int = option(250, free=True, least=1, brief="Steps between checkpoints.")
     """Steps between checkpoints."""
     checkpoint_minutes: float = option(10.0, free=True, least=0)
     """Minutes without a checkpoint after which one is saved anyway; 0 disables. Rollbacks do not use these."""
@@ -216,13 +216,13 @@ class CheckpointConfig(Options):
     """Minutes that a save waits for space on a full disk, after old checkpoints are removed, before the run ends."""
     async_save: bool = option(True, free=True)
     """Write checkpoints in the background; takes as much memory again as weights and optimizer state."""
-    resume: str = option("auto", free=True)
+    resume: str = option("auto", free=True, reads="checkpoint")
     """auto, never, latest, best, or the name or path of a checkpoint."""
     yes: bool = option(False, free=True)
     """Resume an earlier run without asking on a terminal."""
     overwrite: bool = option(False, free=True)
     """With --resume never: move an earlier run in --out aside and start a new one."""
-    load: Path | None = option(None, once=True)
+    load: Path | None = option(None, once=True, reads="saved", brief="Start from another run, or a checkpoint.")
     """Start from another run (its best checkpoint) or a checkpoint: weights, moments, T and position in the data."""
     override_opt_param_scheduler: bool = option(False, needs="load")
     """With --load: start the learning-rate schedule at step 0 instead of continuing the loaded one."""
@@ -232,7 +232,7 @@ class CheckpointConfig(Options):
 class MonitorConfig(Options):
     """Logging, validation and sample texts."""
 
-    eval_freq: int = option(250, free=True, least=1)
+    eval_freq: int = option(250, free=True, least=1, brief="Steps between validations.")
     """Steps between validations; a quarter of all steps in a shorter run."""
     eval_batches: int = option(50, free=True, least=1)
     """At most this many micro-batches in a validation."""
@@ -347,15 +347,22 @@ class ParallelConfig(CacheParallelConfig):
 QUANTIZED = ("fp8", "mxfp8", "mxfp4")
 
 
+def _check_backend(name: str) -> None:
+    if name != "auto":
+        BACKENDS.check(name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Options):
     """Number formats and compilation."""
 
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4"] = option(
+        "auto", brief="bf16, fp16, fp32, fp8, mxfp8 or mxfp4."
+    )
     """Format of the matrix products; auto is bf16 where the device has it, else fp16 on a GPU and fp32 on a CPU."""
     tf32: bool = option(False, precisions=("fp32",))
     """Multiply fp32 numbers as TF32 (10 bits of mantissa), with fp32 sums, on a GPU since Ampere; faster."""
-    fp8_backend: str = option("auto", precisions=QUANTIZED)
+    fp8_backend: str = option("auto", precisions=QUANTIZED, check=_check_backend)
     """Backend of quantised products, listed below; auto takes one with hardware support here, else emulation."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] | None = option(None, precisions=("fp8",))
     """What shares a scale in fp8: a tensor, a row, or a tile of 128; a tensor if not given."""
@@ -375,17 +382,12 @@ class PrecisionConfig(Options):
     """Steps between two collections."""
     collect_raw: bool = option(False, free=True, needs="collect_tensors")
     """With --collect-tensors: store the numbers too, at most 65,536 of a tensor, until the file has 512 MiB."""
-    compile: bool = option(True, free=True)
+    compile: bool = option(True, free=True, brief="Off: starts at once, trains more slowly.")
     """Compile the student and the objective with torch.compile."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = option("default", free=True, needs="compile")
     """Mode of torch.compile: reduce-overhead needs steps of one micro-batch; max-autotune takes no CUDA graphs."""
     deterministic: bool = False
     """Refuse operations that are not bitwise repeatable on the device: only so is a resume on a GPU bitwise exact."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fp8_backend != "auto":
-            BACKENDS.check(self.fp8_backend)
 
     @property
     def torch_compile_mode(self) -> str | None:

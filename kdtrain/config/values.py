@@ -29,6 +29,9 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
         with_cache: of an option of the text, it has an effect with `--cache` too.
         private: it is not written into a run, and a file that may have been downloaded cannot set it.
         positional: the command line may give it without its flag.
+        check: a function that refuses a value by a `UsageError`.
+        reads: what the value names, which is looked at before anything heavy is imported (`kdtrain.cli.paths`).
+        brief: its line in the short help, which has no others.
     """
     return dataclasses.field(default=default, metadata=attributes)
 
@@ -64,7 +67,7 @@ class Options:
     """
 
     def __post_init__(self) -> None:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields, wrong = dataclasses.fields(self), list[str]()  # type: ignore[arg-type]
         for each in fields:
             value = getattr(self, each.name)
             kinds = get_args(each.type) if get_origin(each.type) in (Union, UnionType) else (each.type,)
@@ -78,12 +81,24 @@ class Options:
                 object.__setattr__(self, each.name, tuple(value))
         for each in fields:
             value, needs = getattr(self, each.name), each.metadata.get("needs")
-            refuse(
-                needs is not None and value != each.default and getattr(self, needs) in (None, False, "none"),
-                f"{flag(each.name)} has no effect without {flag(needs or '')}; add it, or leave {flag(each.name)} out",
-            )
-            if isinstance(value, Real) and not isinstance(value, bool):
-                _refuse_outside(flag(each.name), value, each.metadata)
+            try:
+                refuse(
+                    needs is not None and value != each.default and getattr(self, needs) in (None, False, "none"),
+                    f"{flag(each.name)} has no effect without {flag(needs or '')}; "
+                    f"add it, or leave {flag(each.name)} out",
+                )
+                refuse_value(each, value)
+            except UsageError as error:
+                wrong.append(error.args[0])
+        refuse(bool(wrong), "; ".join(wrong))
+
+
+def refuse_value(option: dataclasses.Field[Any], value: Any) -> None:
+    """Raise a `UsageError` for a value that is outside of an option's bounds, or that its `check` refuses."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        _refuse_outside(flag(option.name), value, option.metadata)
+    if value is not None and (check := option.metadata.get("check")) is not None:
+        check(value)
 
 
 def _refuse_outside(name: str, value: Any, bounds: Mapping[str, Any]) -> None:

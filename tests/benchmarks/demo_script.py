@@ -6,7 +6,6 @@ import subprocess
 from types import SimpleNamespace
 
 import forks
-import tyro
 
 from benchmarks.harness import command
 from benchmarks.science import demo
@@ -41,4 +40,4 @@ class Fork:
 
 if __name__ == "__main__":
     command.subprocess = SimpleNamespace(Popen=Fork, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
-    demo.main(tyro.cli(demo.Demo))
+    demo.main(command.options(demo.Demo))

@@ -9,7 +9,7 @@ from benchmarks import pack
 WHEELS = {
     "datasets": ["pyarrow>=20", "dill<1", "multiprocess"],
     "multiprocess": ["dill>=0.4"],
-    "tyro": ["Typing_Extensions>=4", "docstring-parser", "backport; python_version < '3.12'", "colorama; extra == 'x'"],
+    "rich": ["Typing_Extensions>=4", "docstring-parser", "backport; python_version < '3.12'", "colorama; extra == 'x'"],
 }
 
 
@@ -35,13 +35,13 @@ def index(monkeypatch):
             make_wheel(folder / f"{name}-1-py3-none-any.whl", name, WHEELS.get(name, []))
 
     monkeypatch.setattr(pack, "download", download)
-    monkeypatch.setattr(pack, "roots", lambda: {"torch", "datasets", "tyro"})
+    monkeypatch.setattr(pack, "roots", lambda: {"torch", "datasets", "rich"})
     return asked
 
 
 def test_wheels_are_followed_to_what_they_require_and_what_is_there_is_left_out(tmp_path, index):
     size = pack.pack(tmp_path / "out", {"torch", "pyarrow", "typing-extensions"})
-    assert sorted(index) == ["datasets", "dill", "docstring-parser", "multiprocess", "tyro"]
+    assert sorted(index) == ["datasets", "dill", "docstring-parser", "multiprocess", "rich"]
     assert size == sum(wheel.stat().st_size for wheel in (tmp_path / "out").glob("*.whl"))
 
 
@@ -70,4 +70,4 @@ def test_only_the_filters_that_caches_use_are_packed_and_the_wheel_still_lists_i
 
 
 def test_what_kdtrain_and_its_extras_require_is_where_packing_begins():
-    assert {"torch", "datasets", "hdf5plugin", "tyro", "msgspec", "torchao", "trl", "liger-kernel"} <= pack.roots()
+    assert {"torch", "datasets", "hdf5plugin", "msgspec", "torchao", "trl", "liger-kernel"} <= pack.roots()

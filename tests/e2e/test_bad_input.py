@@ -20,7 +20,7 @@ TEACHER = ("cache-teacher", "--teacher", "teacher", "--out", "new-cache", "--seq
 ONLINE = ("distill", *SHORT, "--teacher", "teacher", "--student", "student.toml", "--out", "new", "--data", "corpus")
 
 COMMAND_LINE = {
-    "unknown command": (("destill", "--cache", "cache"), ["destill", "'distill'"]),
+    "unknown command": (("destill", "--cache", "cache"), ["destill", "perhaps you meant distill"]),
     "unknown flag": ((*DISTILL, "--learning-rate", 1), ["--learning-rate"]),
     "mistyped flag": ((*DISTILL, "--stepz", 1), ["--stepz", "--steps"]),
     "missing flag": (("distill", "--cache", "cache", "--out", "new"), ["--student"]),
@@ -45,7 +45,7 @@ COMMAND_LINE = {
     ),
     "wrong value in the file": ((*DISTILL, "--config", "value.toml"), ["--steps", "many"]),
     "file that is no TOML": ((*DISTILL, "--config", "broken.toml"), ["broken.toml", "line 1"]),
-    "file that is missing": ((*DISTILL, "--config", "nowhere.toml"), ["nowhere.toml", "No such file"]),
+    "file that is missing": ((*DISTILL, "--config", "nowhere.toml"), ["nowhere.toml", "no such file"]),
 }
 
 WORLD = {

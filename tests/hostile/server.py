@@ -135,7 +135,6 @@ def _import_everything() -> None:
         "torch._dynamo",
         "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
-        "tyro.conf",
     )
     for name in late:  # what commands import when they need it
         importlib.import_module(name)

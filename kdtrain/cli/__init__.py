@@ -1,0 +1,227 @@
+"""The command line of `kdtrain`: parses the options, then calls one command.
+
+Options are read by `parsing` from the dataclasses of `kdtrain.config`; a flag wins over the file of `--config`. Every
+mistake is answered before anything heavy is imported, all of them at once (`words` has what a user may have meant,
+`paths` looks at what a path leads to); `help` has three sizes. An error is one line on stderr: exit code 2 for options
+that cannot work, 1 for a failure while running. `register_command` adds a command.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+import typing
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kdtrain.cli import parsing, paths, words
+from kdtrain.cli.help import help_of
+from kdtrain.config import commands
+from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
+from kdtrain.registry import Registry, first_line
+
+COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
+_LONGEST = 2000
+"""Characters of a message; only a name from a damaged file is longer."""
+_WITHOUT_MODELS = ("inspect", "verify")
+"""Commands that load no model, and so run under `python -OO`."""
+_NARROWEST = 40
+"""Columns of the narrowest terminal that tables and help are made for."""
+
+
+Main = Callable[[Any], int | None]
+"""A configuration -> the exit code, None for 0."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its configuration, whose fields are its options, and what runs it."""
+
+    config: type
+    main: Main
+
+
+def register_command(name: str, config: type, *, help: str = "") -> Callable[[Main], Main]:
+    """Decorator: make a function the command `kdtrain NAME`.
+
+    Args:
+        name: the name that users type.
+        config: a dataclass; its fields are flags, or sections if they are dataclasses.
+        help: its line in `kdtrain --help`; by default the first line of the configuration's docstring.
+    """
+
+    def register(main: Main) -> Main:
+        COMMANDS.add(name, Command(config, main), main, help or first_line(config))
+        return main
+
+    return register
+
+
+def _register_builtin(name: str, config: type) -> None:
+    def main(config: Any) -> int | None:
+        if sys.flags.optimize > 1 and name not in _WITHOUT_MODELS:
+            raise UsageError("python -OO removes the docstrings that transformers needs to load a model; use -O")
+        command = importlib.import_module(f"kdtrain.commands.{name.replace('-', '_')}")
+        code: int | None = command.main(config)
+        return code
+
+    register_command(name, config)(main)
+
+
+for _name, _config in commands.COMMANDS.items():
+    _register_builtin(_name, _config)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command and exit with its code: 0 done, 1 failed while running, 2 options that cannot work."""
+    name_flags()
+    _mend_width()
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help", *argv[2:]]
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        raise SystemExit(0 if argv else 2)
+    if argv[0] == "--version":
+        print(importlib.import_module("kdtrain").__version__)
+        raise SystemExit(0)
+    command = argv[0]
+    try:
+        if command not in COMMANDS.help():
+            raise UsageError(_unknown_command(command))
+        if (topic := _topic(argv[1:])) is not None:
+            print(help_of(f"kdtrain {command}", COMMANDS.get(command).config, topic))
+            raise SystemExit(0)
+        _refuse_impossible_launch()
+        try:
+            config = parse(command, argv[1:], look=True)
+        except UsageError as error:  # every process of a node raises it, and the first one prints it
+            error.reported = os.environ.get("LOCAL_RANK", "0") != "0"  # type: ignore[attr-defined]
+            raise
+        _quiet_libraries()
+        with panics_refused("a tokenizer fails"):  # where its name is known, the message has it
+            raise SystemExit(COMMANDS.get(command).main(config) or 0)
+    except (UsageError, RunError) as error:
+        reported, cause = getattr(error, "reported", False), not getattr(error, "not_the_cause", False)
+        _fail(2 if isinstance(error, UsageError) else 1, str(error), reported, cause and not reported)
+    except MemoryError:
+        _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
+    except KeyboardInterrupt:
+        resumes = command in ("cache-teacher", "distill")
+        _fail(1, "interrupted" + ("; the same command resumes from what was saved" if resumes else ""))
+    except BrokenPipeError:
+        # the reader of our output is gone; the flush at exit must not raise the error again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as error:
+        _fail(1, f"{error.strerror or error}: {error.filename or 'no file named'}{advice(error)}")
+    except RuntimeError as error:
+        # torch reports a device out of memory, and a failed allocation on the CPU, as RuntimeErrors
+        if "out of memory" in str(error) or "can't allocate memory" in str(error):
+            _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
+        raise
+
+
+def _quiet_libraries() -> None:
+    """Keep other libraries' bars and warnings off the terminal: in the command's process, never in a user's."""
+    for name in ("torchao", "torch.utils._pytree", "huggingface_hub"):  # the first two: about unused binaries
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # a model that cannot be run, with a stack, before our own line about it
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    # a single process without a process group is intended
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    # transformers reads these when it is imported, which commands without a model do not wait for
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    if (shown := sys.modules.get("transformers.utils.logging")) is not None:
+        shown.set_verbosity_error()
+        shown.disable_progress_bar()
+
+
+def parse(command: str, argv: list[str], *, look: bool = False) -> Any:
+    """The configuration of `command`, from flags and from the TOML file that `--config` names.
+
+    look: also refuse paths that lead nowhere.
+
+    Raises:
+        UsageError: it names every mistake: unknown flags and keys, values of the wrong type, missing options; or a
+            combination that cannot work.
+    """
+    kinds = {name: each.config for name, each in COMMANDS.entries.items() if name != command}
+    kind = COMMANDS.get(command).config
+    return parsing.parse(f"kdtrain {command}", kind, argv, kinds, paths.problem if look else None)
+
+
+def _topic(argv: list[str]) -> str | None:
+    """What `--help` is asked about: empty for the short help; None where nobody asks."""
+    for place, word in enumerate(argv):
+        if word in ("-h", "--help"):
+            after = argv[place + 1 : place + 2]
+            return "" if not after or after[0].startswith("-") else after[0]
+        if word.startswith("--help="):
+            return word.partition("=")[2]
+    return None
+
+
+def _mend_width() -> None:
+    """Replace a COLUMNS that is no width, and a width in which nothing fits; rich reads it."""
+    found = shutil.get_terminal_size().columns
+    if "COLUMNS" in os.environ or found < _NARROWEST:
+        os.environ["COLUMNS"] = str(max(found, _NARROWEST))
+
+
+def _unknown_command(word: str) -> str:
+    known = COMMANDS.help()
+    if word.startswith("-"):
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        takers = [each for each, entry in COMMANDS.entries.items() if name in parsing.options_of(entry.config)]
+        hint = f"such as kdtrain {takers[0]} {word[:60]}" if takers else f"one of {', '.join(known)}"
+        return f"{word[:60]}: name a command first, {hint}"
+    meant = words.COMMANDS.get(word.lower().replace("_", "-")) or words.word_meant(word, known)
+    hint = f"perhaps you meant {meant}" if meant in known else f"there are {', '.join(known)}"
+    return f"unknown command '{word[:80]}'; {hint}"
+
+
+def _overview() -> str:
+    lines = "\n".join(f"  {name:<14} {text}" for name, text in COMMANDS.help().items())
+    return (
+        "usage: kdtrain COMMAND [OPTIONS]\n\nKnowledge distillation of language models.\n\n"
+        f"{lines}\n\nkdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
+    )
+
+
+def _refuse_impossible_launch() -> None:
+    """Refuse an environment whose ranks no launcher such as torchrun sets."""
+    found = {}
+    for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
+        text = os.environ.get(name) or str(least)
+        if not re.fullmatch(r"\d{1,6}", text) or int(text) < least:
+            raise UsageError(
+                f"{name}={text[:20]} in the environment is not a number from {least}; unset it, or use torchrun"
+            )
+        found[name] = int(text)
+    if found["RANK"] >= found["WORLD_SIZE"]:
+        raise UsageError(
+            f"RANK={found['RANK']} in the environment, with WORLD_SIZE={found['WORLD_SIZE']}; use torchrun"
+        )
+
+
+def _fail(code: int, message: str, reported: bool = False, cause: bool = True) -> typing.NoReturn:
+    """Exit with `code` and one line, unless another rank prints it (`reported`); torchrun gets that of the `cause`."""
+    message = printable(" ".join(message.split()))
+    message = message if len(message) <= _LONGEST else message[:_LONGEST] + "..."
+    if (rank := os.environ.get("RANK") or "0") != "0" and rank.isdigit() and not message.startswith("rank "):
+        message = f"rank {rank}: {message}"
+    if not reported:
+        print(f"kdtrain: {message}", file=sys.stderr)
+    if cause and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # which torchrun reads of a failed process
+        extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    raise SystemExit(code)

@@ -1,0 +1,180 @@
+"""Looks at the paths that a command line names, before torch is imported: what is not there is refused at once.
+
+`reads` of an option (`kdtrain.config.values.option`) says what its value names. Only what costs nothing is looked at:
+that it exists and is of the right kind; the command that opens it checks the rest.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from kdtrain.cli.words import word_meant
+from kdtrain.config.choices import TEXTS
+from kdtrain.config.values import flag
+from kdtrain.errors import UsageError
+from kdtrain.files import open_regular
+from kdtrain.models.spec import is_hub_id, read_spec
+
+_MOST = 2000
+"""Entries of a folder that are compared with a name."""
+_BEGINNING, _ROWS = 2**20, 100
+"""Bytes and rows of a file that are looked at for its columns."""
+_STARTS = ("latest", "best", "auto", "never")
+"""What --resume takes besides the name of a checkpoint."""
+_HOMES = {"cache": ["cache"], "spec": ["students", "teachers"], "saved": ["runs"], "path": ["runs", "cache"]}
+"""Folders in which a bare name is looked for, by what an option reads."""
+
+
+def problem(option: Any, text: str, texts: Mapping[str, str]) -> str | None:
+    """What is wrong with the path `text` of an option; None if nothing is, or if the option names no path.
+
+    texts: of every option that is given.
+    """
+    reads = option.field.metadata.get("reads")
+    look = _LOOKS.get(reads)
+    if look is None:
+        return None
+    wrong = look(text, texts)
+    if wrong is None:
+        return None
+    near = None if _exists(text) else near_path(text, _HOMES.get(reads.removeprefix("student "), []))
+    name = text if option.positional else f"{flag(option.name)} {text}"
+    return f"{name}: {wrong.split('; ')[0]}; perhaps you meant {near}" if near else f"{name}: {wrong}"
+
+
+def near_path(text: str, homes: Iterable[str] = ()) -> str | None:
+    """A path that exists and is spelt almost like `text`, or lies in one of `homes` under such a name."""
+    name, found = Path(text).name, [path for path in [_walked(Path(text))] if path is not None]
+    for home in homes:
+        found += [f"{home}/{each}" for each in _close(name, Path(home))]
+    return max(found, key=lambda path: difflib.SequenceMatcher(None, Path(path).name, name).ratio(), default=None)
+
+
+def _walked(path: Path) -> str | None:
+    """`path` with each part that is not there replaced by the one that is spelt most like it; None where none is."""
+    found = Path(path.anchor)
+    for part in path.parts[bool(path.anchor) :]:
+        names = [part] if _exists(found / part) else _close(part, found)
+        if not names:
+            return None
+        found = found / names[0]
+    return str(found)
+
+
+def _close(name: str, folder: Path) -> list[str]:
+    """The entry of `folder` that is spelt most like `name`, if any is, also apart from its suffix."""
+    stem, near = Path(name).stem, difflib.get_close_matches(name, _names(folder), 3)
+    return [each for each in near if difflib.SequenceMatcher(None, Path(each).stem, stem).ratio() > 0.6][:1]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(each.name for each in islice(entries, _MOST) if not each.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _exists(text: str | Path) -> bool:
+    """Whether something has this path; True where that cannot be seen."""
+    try:
+        os.stat(text)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _cache(text: str, texts: Mapping[str, str]) -> str | None:
+    if not _exists(text):
+        return "no cache is there; make one with kdtrain cache-teacher"
+    if os.path.isfile(text):
+        return "it is a file, and a cache is a folder; make one with kdtrain cache-teacher"
+    if any(_exists(Path(text, name)) for name in ("manifest.json", "settings.json", "shards")):
+        return None
+    return "it holds no cache (no manifest.json); make one with kdtrain cache-teacher"
+
+
+def _spec(text: str, texts: Mapping[str, str]) -> str | None:
+    try:
+        read_spec(text)
+    except UsageError as error:
+        return str(error.args[0]).removeprefix(f"{text}: ")
+    return None
+
+
+def _student(text: str, texts: Mapping[str, str]) -> str | None:
+    return None if os.path.isdir(text) else _spec(text, texts)
+
+
+def _text(text: str, texts: Mapping[str, str]) -> str | None:
+    name, colon, rest = text.partition(":")
+    if text == "stdlib" or (colon and name in TEXTS.help()) or texts.get("source", "cache") != "cache":
+        return None
+    if _exists(text):
+        return _column(text, texts) if text.endswith(".jsonl") else None
+    near = word_meant(name, TEXTS.help())
+    hint = f"{near}{colon}{rest}" if near else f"hf:{text}" if is_hub_id(text) else None
+    wrong = "there is no such file or folder"
+    return f"{wrong}; perhaps you meant {hint}" if hint else f"{wrong}; give stdlib, a path, or hf:NAME[:SUBSET]"
+
+
+def _column(text: str, texts: Mapping[str, str]) -> str | None:
+    """What is wrong with the column that is to be read from rows; None where that cannot be seen at their beginning."""
+    option = "messages_column" if "messages_column" in texts else "text_column"
+    column, keys = texts.get(option, "text"), dict[str, None]()
+    try:
+        with open_regular(Path(text)) as file:
+            rows = [json.loads(line) for line in file.read(_BEGINNING).splitlines()[:_ROWS]]
+    except (OSError, ValueError, RecursionError):
+        return None
+    for row in rows:
+        keys |= dict.fromkeys(row) if isinstance(row, dict) else {}
+    if not keys or column in keys:
+        return None
+    near = word_meant(column, keys)
+    hint = f"perhaps you meant {flag(option)} {near}" if near else f"name one of {', '.join(keys)} with {flag(option)}"
+    return f"has no column '{column}'; {hint}" if near or len(rows) < _ROWS else None
+
+
+def _file(text: str, texts: Mapping[str, str]) -> str | None:
+    return None if _exists(text) else "there is no such file"
+
+
+def _saved(text: str, texts: Mapping[str, str]) -> str | None:
+    if not _exists(text):
+        return "there is no such run or checkpoint; name a folder like runs/A, or runs/A/checkpoints/step-00002000"
+    return None if os.path.isdir(text) else "it is a file; name the folder of a run or of a checkpoint"
+
+
+def _path(text: str, texts: Mapping[str, str]) -> str | None:
+    return None if re.match(r"[a-z]+:/", text) or _exists(text) else "it does not exist"
+
+
+def _checkpoint(text: str, texts: Mapping[str, str]) -> str | None:
+    run = texts.get("run") or texts.get("out") or ""
+    names = _names(Path(run, "checkpoints"))
+    if text in (*_STARTS, *names) or _exists(text) or ("run" in texts and not names):
+        return None
+    near = word_meant(text, [*names, *_STARTS])
+    hint = f"perhaps you meant {near}" if near else f"there are {', '.join([*names, *_STARTS])}"
+    return f"{run} has no such checkpoint; {hint}"
+
+
+_LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
+    "cache": _cache,
+    "spec": _spec,
+    "student spec": _student,
+    "text": _text,
+    "file": _file,
+    "saved": _saved,
+    "path": _path,
+    "checkpoint": _checkpoint,
+}
+"""What an option reads -> what is wrong with a text; None: nothing."""

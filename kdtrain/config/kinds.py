@@ -1,0 +1,126 @@
+"""What the annotation of an option means on a command line: how its words are read, and how it is shown in help.
+
+An annotation is `str`, `int`, `float`, `bool`, a path, a `Literal`, a union of these, a tuple or a list of them, or a
+class that makes its value from one word.
+"""
+
+import ast
+import inspect
+import textwrap
+from contextlib import suppress
+from enum import Enum
+from functools import cache
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from kdtrain.errors import UsageError
+
+_WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_MANY = {int: "whole numbers", float: "numbers"}
+_SHOWN = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
+
+
+def alternatives(kind: Any) -> list[Any]:
+    """The annotations that `kind` is a union of, without None."""
+    if get_origin(kind) is Annotated:
+        return alternatives(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [each for part in get_args(kind) for each in alternatives(part)]
+    return [] if kind is NoneType else [kind]
+
+
+def optional(kind: Any) -> bool:
+    """Whether the value may be None."""
+    return get_origin(kind) in (Union, UnionType) and NoneType in get_args(kind)
+
+
+def choices(kind: Any) -> list[str]:
+    """The words that `kind` names itself."""
+    items = _items(kind)
+    listed = items[0] if items else kind
+    found = [get_args(each) if get_origin(each) is Literal else _members(each) for each in alternatives(listed)]
+    return [str(each) for names in found for each in names]
+
+
+def words_wanted(kind: Any) -> int | None:
+    """How many words a value has; None for any number of them."""
+    items = _items(kind)
+    return 1 if items is None else None if items[-1] is ... else len(items)
+
+
+def read_words(words: list[str], kind: Any) -> Any:
+    """The value that `words` stand for. UsageError: they are no `kind`; the message says what is wanted."""
+    items = _items(kind)
+    if optional(kind) and words == ["None"]:
+        return None
+    if items is None:
+        if len(words) != 1:
+            raise UsageError(wanted(kind))
+        return _read_word(words[0], kind)
+    if items[-1] is not ... and len(words) != len(items):
+        raise UsageError(wanted(kind))
+    values = [_read_word(word, items[0]) for word in words]
+    return values if get_origin(alternatives(kind)[0]) is list else tuple(values)
+
+
+def wanted(kind: Any) -> str:
+    """What a value of `kind` has to be, as a sentence."""
+    items, names = _items(kind), choices(kind)
+    if items is not None and items[-1] is not ...:
+        return f"{len(items)} {_MANY.get(items[0], 'values')} are wanted, with a space between them"
+    plain = [_WANTED.get(each, "a path" if _is_path(each) else "") for each in alternatives(kind)]
+    texts = [each for each in plain if each] + names
+    if names == texts and names:
+        return f"choose {' or '.join([', '.join(names[:-1]), names[-1]] if names[1:] else names)}"
+    return f"{' or '.join(texts) or 'a ' + getattr(kind, '__name__', 'value')} is wanted"
+
+
+def metavar(kind: Any) -> str:
+    """What stands for a value of `kind` in help."""
+    if (items := _items(kind)) is not None:
+        return f"{metavar(items[0])} ..." if items[-1] is ... else " ".join(metavar(each) for each in items)
+    shown = [_SHOWN.get(each, "PATH" if _is_path(each) else "") for each in alternatives(kind)]
+    return "|".join([each for each in shown if each] + choices(kind)) or "VALUE"
+
+
+@cache
+def documented(kind: type) -> dict[str, str]:
+    """The docstring of each field of a dataclass, its bases' included; empty where there is no source."""
+    found: dict[str, str] = {}
+    for owner in reversed(kind.__mro__[:-1]):
+        with suppress(OSError, TypeError, SyntaxError):
+            body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
+            for line, text in pairwise(body):
+                if isinstance(line, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[ast.unparse(line.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def _items(kind: Any) -> tuple[Any, ...] | None:
+    """The annotations of the items of a tuple or a list, with ... at the end for any number; None for one value."""
+    found = alternatives(kind)
+    if len(found) != 1 or get_origin(found[0]) not in (tuple, list):
+        return None
+    return get_args(found[0]) if get_origin(found[0]) is tuple else (*get_args(found[0]), ...)
+
+
+def _read_word(word: str, kind: Any) -> Any:
+    named = {str(each): each for part in alternatives(kind) if get_origin(part) is Literal for each in get_args(part)}
+    if word in named:
+        return named[word]
+    for each in sorted(alternatives(kind), key=lambda each: each is str):  # text takes what nothing else does
+        with suppress(ValueError, TypeError, KeyError):
+            if each is bool:
+                return {"true": True, "false": False}[word.lower()]
+            if get_origin(each) is None:
+                return each[word] if _members(each) else each(word)
+    raise UsageError(wanted(kind))
+
+
+def _members(kind: Any) -> list[str]:
+    return list(kind.__members__) if isinstance(kind, type) and issubclass(kind, Enum) else []
+
+
+def _is_path(kind: Any) -> bool:
+    return isinstance(kind, type) and hasattr(kind, "__fspath__")
