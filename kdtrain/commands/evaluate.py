@@ -87,7 +87,7 @@ def _source(
         return
     teacher: Teacher | None = None
     if config.teacher is not None:
-        spec = read_spec(config.teacher)
+        spec = read_spec(config.teacher, "teachers")
         teacher = open_teacher(spec, device, mode)
         teacher.load()
         teacher.check(config.data.seq_len, config.data.document_mask)

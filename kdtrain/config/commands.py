@@ -39,7 +39,7 @@ class CacheTeacherConfig(Options):
     """
 
     teacher: str = option(once=True)
-    """A TOML of teachers/, a model folder, or a hub id."""
+    """A teacher that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     out: Path
     """The folder of the cache."""
     from_logprobs: Path | None = option(None, once=True)
@@ -109,13 +109,13 @@ class DistillConfig(Options):
     """
 
     student: str = option(once=True)
-    """A TOML of students/, a model folder, or a hub id."""
+    """A student that ships (stdlib-1m, ...), a TOML, a model folder, or a hub id."""
     out: Path = option(free=True)
     """The folder of the run."""
     cache: Path | None = option(None, once=True)
     """A finished cache: the teacher's distributions and their tokens."""
     teacher: str | None = option(None, once=True)
-    """An online teacher instead of a cache: a TOML of teachers/, a model folder, or a hub id."""
+    """An online teacher instead of a cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     source: str = "cache"
     """What reads the sequences of --cache or of the packed --data; listed below."""
     config: Path | None = option(None, free=True, per_rank=True, once=True)
@@ -217,7 +217,7 @@ class EvaluateConfig(Options):
     cache: Path | None = option(None, once=True)
     """A finished cache; its validation split is used unless --split is train."""
     teacher: str | None = option(None, once=True)
-    """An online teacher instead: a TOML of teachers/, a model folder, or a hub id."""
+    """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     config: Path | None = option(None, per_rank=True, once=True)
     """TOML file with the same options, grouped in sections; a flag wins over it."""
     batch_size: int = option(16, least=1)
