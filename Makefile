@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: venv ## distil the shipped teacher into a small student and show what it gained
-	$(PY) -m benchmarks.science.demo
+	$(PY) -m kdtrain demo
 
 test: lint ## lint, then every test
 	$(PY) -m pytest $(IN_WORKERS)
@@ -51,7 +51,7 @@ fuzz: venv ## generated test cases, other ones at each run
 	OMP_NUM_THREADS=1 $(PY) -m pytest --hypothesis-profile fuzz -n $(TEST_WORKERS) $(FUZZED)
 
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
-	$(PY) -m benchmarks.science.demo --seeds 3
+	$(PY) -m benchmarks.science.demo
 	$(PY) -m benchmarks.performance cache --device cpu --again
 	$(PY) -m benchmarks.figures cache
 	$(PY) -m benchmarks.performance.parallel

@@ -281,7 +281,25 @@ class ExportConfig(Options):
     """Print one JSON object on stdout."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(Options):
+    """Distil the teacher that ships into a small student, and show what it gains over cross-entropy.
+
+    Four to eight minutes on two cores, without a network. The same command resumes an interrupted one.
+    """
+
+    quick: bool = False
+    """A smaller demo, of under two minutes."""
+    seeds: int = option(1, least=1)
+    """Pairs of students, one with and one without distillation, that differ in their seed."""
+    out: Path = Path("runs/demo")
+    """The folder of the demo: cache, runs, record and pictures."""
+    json: bool = False
+    """Print one JSON object on stdout, logs on stderr."""
+
+
 COMMANDS = {
+    "demo": DemoConfig,
     "cache-teacher": CacheTeacherConfig,
     "distill": DistillConfig,
     "evaluate": EvaluateConfig,
