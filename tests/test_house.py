@@ -25,8 +25,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 600
 
 STAIRCASE = (
-    *("errors", "faults", "registry", "files", "ranks", "config", "data", "models", "objective", "precision", "cache"),
-    *("checkpoint", "monitor", "parallel", "teaching", "training", "commands", "cli", "testing", "__main__"),
+    *("errors", "imports", "faults", "registry", "files", "ranks", "config", "data", "models", "objective"),
+    *("precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "training", "commands", "cli"),
+    *("testing", "__main__"),
 )
 """A floor may import the floors above it in this list, never one below; `kdtrain` itself is the library's face."""
 

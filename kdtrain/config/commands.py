@@ -98,7 +98,7 @@ def _fixed(today: float) -> _Renewal:
 def _loggers(_: Any, section: dict[str, Any]) -> dict[str, Any]:
     names = ["tensorboard"] if section.get("tensorboard", True) else []
     names += [f"wandb:{section['wandb_project']}"] if "wandb_project" in section else []
-    return {"log_to": ",".join(names) or "none"}
+    return {"log_to": "auto" if names == ["tensorboard"] else ",".join(names) or "none"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ class DistillConfig(Options):
 
     OLD: ClassVar[dict[str, tuple[str, _Renewal | None]]] = {
         "auto_resume": ("is now --yes", _renamed("yes")),
-        "tensorboard": ("is now --log-to: tensorboard (the default) or none", _loggers),
+        "tensorboard": ("is now --log-to: tensorboard or none", _loggers),
         "wandb_project": ("is now --log-to wandb:PROJECT", _loggers),
         "wandb_name": ("is now WANDB_NAME in the environment", None),
         "divergence_factor": ("is now --max-loss-ratio", _renamed("max_loss_ratio")),
