@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: venv ## distil the shipped teacher into a small student and show what it gained
-	$(PY) -m benchmarks.science.demo
+	$(PY) -m kdtrain demo
 
 test: lint ## lint, then every test
 	$(PY) -m pytest $(IN_WORKERS)
@@ -39,7 +39,7 @@ test-oldest: .venv-oldest/.installed ## every test but the slow ones, on the old
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	@if [ -f $@ ] && .venv-oldest/bin/python -c ''; then rm $@; else $(PYTHON) -m venv --clear .venv-oldest; fi
 	PIP_CONSTRAINT=constraints-oldest.txt .venv-oldest/bin/python -m pip install --disable-pip-version-check \
-		-e '.[fp8,plot]' accelerate pytest pytest-timeout pytest-xdist hypothesis packaging
+		-e '.[data,fp8,plot,tensorboard]' accelerate pytest pytest-timeout pytest-xdist hypothesis packaging
 	@touch $@
 
 lint: venv ## ruff and mypy
@@ -51,7 +51,7 @@ fuzz: venv ## generated test cases, other ones at each run
 	OMP_NUM_THREADS=1 $(PY) -m pytest --hypothesis-profile fuzz -n $(TEST_WORKERS) $(FUZZED)
 
 bench: venv ## measure; writes benchmarks/results and benchmarks/figures
-	$(PY) -m benchmarks.science.demo --seeds 3
+	$(PY) -m benchmarks.science.demo
 	$(PY) -m benchmarks.performance cache --device cpu --again
 	$(PY) -m benchmarks.figures cache
 	$(PY) -m benchmarks.performance.parallel

@@ -8,22 +8,17 @@ are in the sections of `benchmarks.performance`; a record of tiny shapes or of a
 import argparse
 import importlib
 import json
-import math
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness import RESULTS, ROOT, SECTIONS
 from benchmarks.harness.record import counts, find
 from benchmarks.science import quality_tables
-from benchmarks.science.quality_tables import cell, markdown
+from benchmarks.science.quality_tables import markdown
+from kdtrain.commands.demo_table import KINDS, rows, title, verdict
 
-KINDS = ("cross-entropy", "distilled")
 GPU = RESULTS / "gpu"
 PAGES = {
     "demo": ROOT / "README.md",
@@ -63,9 +58,6 @@ TIME, MEMORY, STEP, ONLINE, MATERIALISED = 1.05, 1.0, 0.97, 0.95, 1 / 20
 TARGETS = {"sparse 12": "kdtrain-sparse-12", "sparse 50": "kdtrain-sparse-50", "dense": "kdtrain-dense"}
 PAIRS = {"TRL": ("kdtrain-jsd", "trl-jsd"), "Liger": ("kdtrain-jsd-online", "liger-jsd")}
 TYPES = {"float32": (4, "fp32"), "bfloat16": (2, "bf16")}
-
-Run = dict[str, Any]
-Value = Callable[[Run], float | None]
 
 
 def main() -> int:
@@ -113,18 +105,6 @@ def fill(page: str, block: str, name: str) -> str:
     return f"{before}{begin}\n{block}\n{end}{after}"
 
 
-def show_demo(result: dict[str, Any]) -> None:
-    """Print the table and the verdict on stdout."""
-    table = Table(title=title(result), title_justify="left")
-    for number, name in enumerate(["", *KINDS, "teacher"]):
-        table.add_column(name, justify="right" if number else "left")
-    for cells in rows(result):
-        table.add_row(*cells)
-    console = Console(soft_wrap=True)
-    console.print(table)
-    console.print(verdict(result), highlight=False)
-
-
 def demo(result: dict[str, Any]) -> str:
     """Table, verdict, pictures, and what it was measured with; paths are relative to the repository."""
     file, figures = "benchmarks/results/demo.json", "benchmarks/figures"
@@ -141,73 +121,6 @@ def demo(result: dict[str, Any]) -> str:
         f"torch {of['torch']}, {of['date']}; all numbers are in [{file}]({file}).",
     ]
     return "\n".join(lines)
-
-
-def title(result: dict[str, Any]) -> str:
-    """Student, tokens and seeds."""
-    settings, seeds = result["settings"], len(of_kind(result, KINDS[0]))
-    tokens = result["runs"][0]["tokens"]
-    return (
-        f"{Path(settings['student']).stem} after {settings['steps']:,} steps ({tokens:,} tokens of stdlib), "
-        f"{seeds} {'seed' if seeds == 1 else 'seeds, mean ± standard deviation'}"
-    )
-
-
-def rows(result: dict[str, Any]) -> list[list[str]]:
-    """The cells of the table, a row each: name, cross-entropy, distilled, teacher."""
-    bytes_per_token = result["cache"]["bytes_per_token"]
-    plan: list[tuple[str, Value, str]] = [
-        ("validation loss (nats a token)", lambda run: best(run)[0], ".4f"),
-        ("validation KL to the teacher (estimated from samples)", lambda run: best(run)[1], ".4f"),
-        ("test loss", lambda run: run["test"]["loss"], ".4f"),
-        ("test perplexity", lambda run: run["test"]["perplexity"], ".2f"),
-        ("test KL to the teacher (whole vocabulary: exact)", lambda run: run["test"]["kl"], ".4f"),
-        ("top-1 agreement with the teacher", lambda run: run["test"]["agreement"], ".1%"),
-        ("ECE", lambda run: run["test"]["ece"], ".2%"),
-        ("acceptance, Σ min(p, q)", lambda run: run["test"]["acceptance"], ".1%"),
-        ("training tokens/s", lambda run: run["tokens_per_second"], ",.0f"),
-        ("bytes a token of the cache", lambda run: bytes_per_token if run["student"] == "distilled" else None, ".1f"),
-    ]
-    of_teacher = teacher(result)
-    return [
-        [name, *(cell([value(run) for run in of_kind(result, kind)], form) for kind in KINDS), of_teacher.get(name, "")]
-        for name, value, form in plan
-    ]
-
-
-def teacher(result: dict[str, Any]) -> dict[str, str]:
-    """The teacher's own cells, by row; it is the same for every student."""
-    run = result["runs"][0]
-    return {
-        "validation loss (nats a token)": cell([best(run)[2]], ".4f"),
-        "test loss": cell([run["test"]["teacher_loss"]], ".4f"),
-        "test perplexity": cell([math.exp(run["test"]["teacher_loss"])], ".2f"),
-    }
-
-
-def of_kind(result: dict[str, Any], kind: str) -> list[Run]:
-    """The runs of one kind of student, by seed."""
-    return sorted((run for run in result["runs"] if run["student"] == kind), key=lambda run: run["seed"])
-
-
-def best(run: Run) -> tuple[float, float, float]:
-    """Loss, KL and the teacher's loss on the validation split, where the loss was lowest: the exported student."""
-    curves = run["validation"]
-    points = list(zip(curves["loss"], curves["kl"], curves["teacher_loss"], strict=True))
-    return min((point for point in points if point[0] is not None), key=lambda point: point[0])
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """At how many seeds the distilled student is better in validation loss and in KL, and by how much."""
-    pairs = list(zip(*(of_kind(result, kind) for kind in KINDS), strict=True))
-    gains = [[before - after for before, after in zip(best(ce)[:2], best(kd)[:2], strict=True)] for ce, kd in pairs]
-    loss, kl = (statistics.mean(column) for column in zip(*gains, strict=True))
-    wins = sum(min(gain) > 0 for gain in gains)
-    return (
-        f"Distilled against cross-entropy, on the same tokens and steps: validation loss {-loss:+.4f}, "
-        f"estimate of the KL to the teacher {-kl:+.4f} nats; better in both at {wins} of {len(gains)} "
-        f"{'seed' if len(gains) == 1 else 'seeds'}."
-    )
 
 
 def gpu_records(folder: Path = GPU) -> dict[str, dict[str, Any]]:

@@ -121,7 +121,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'kdtrain' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    quiet_import = importlib.import_module("kdtrain.imports").quiet_import
+    with quiet_import():
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

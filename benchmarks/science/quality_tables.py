@@ -31,6 +31,7 @@ from benchmarks.science.quality_grid import (
     Run,
     compared,
 )
+from kdtrain.commands.demo_table import cell
 from kdtrain.config.sections import StoppingConfig
 from kdtrain.training.guards import EarlyStopping
 
@@ -187,15 +188,6 @@ def share(values: list[float]) -> str:
         return "-"
     text = f"{statistics.mean(values):.0%}"
     return text if len(values) == 1 else f"{text} ± {statistics.stdev(values) / math.sqrt(len(values)):.0%}"
-
-
-def cell(values: Iterable[float | None], form: str) -> str:
-    """One value, or mean ± standard deviation of several; a dash where nothing was measured."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    mean = format(statistics.mean(known), form)
-    return mean if len(known) == 1 else f"{mean} ± {format(statistics.stdev(known), form)}"
 
 
 def markdown(head: list[str], rows: Iterable[list[str]], left: int = 1) -> str:

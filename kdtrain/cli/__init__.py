@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     except MemoryError:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
-        resumes = command in ("cache-teacher", "distill")
+        resumes = command in ("cache-teacher", "demo", "distill")
         _fail(1, "interrupted" + ("; the same command resumes from what was saved" if resumes else ""))
     except BrokenPipeError:
         # the reader of our output is gone; the flush at exit must not raise the error again

@@ -42,7 +42,7 @@ def problem(option: Any, text: str, texts: Mapping[str, str]) -> str | None:
     wrong = look(text, texts)
     if wrong is None:
         return None
-    near = None if _exists(text) else near_path(text, _HOMES.get(reads.removeprefix("student "), []))
+    near = None if _exists(text) else near_path(text, _HOMES.get(reads.split()[-1], []))
     name = text if option.positional else f"{flag(option.name)} {text}"
     return f"{name}: {wrong.split('; ')[0]}; perhaps you meant {near}" if near else f"{name}: {wrong}"
 
@@ -109,6 +109,14 @@ def _spec(text: str, texts: Mapping[str, str]) -> str | None:
     return None
 
 
+def _teacher(text: str, texts: Mapping[str, str]) -> str | None:
+    try:
+        read_spec(text, "teachers")
+    except UsageError as error:
+        return str(error.args[0]).removeprefix(f"{text}: ")
+    return None
+
+
 def _student(text: str, texts: Mapping[str, str]) -> str | None:
     return None if os.path.isdir(text) else _spec(text, texts)
 
@@ -170,6 +178,7 @@ def _checkpoint(text: str, texts: Mapping[str, str]) -> str | None:
 _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
     "cache": _cache,
     "spec": _spec,
+    "teacher spec": _teacher,
     "student spec": _student,
     "text": _text,
     "file": _file,

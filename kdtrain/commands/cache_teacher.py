@@ -64,7 +64,7 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
 def _build(config: CacheTeacherConfig, device: torch.device) -> None:
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
-        spec = read_spec(config.teacher)
+        spec = read_spec(config.teacher, "teachers")
         if config.from_logprobs is not None:
             load_tokenizer(spec)  # a spec without one is refused by name
             spec = replace(spec, kind="recorded", options={"logprobs": str(config.from_logprobs)})

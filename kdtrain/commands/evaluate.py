@@ -39,10 +39,22 @@ from kdtrain.training.validate import calibration, summary, validate
 def main(config: EvaluateConfig) -> int:
     """Print loss, perplexity, KL, agreement, calibration and acceptance of the student.
 
-    UsageError: student, teacher and data do not fit together. RunError: the loss is non-finite.
+    UsageError, RunError: as `evaluate`.
     """
     setup_logging()
     refuse_many_processes()
+    result = evaluate(config)
+    if not config.json:
+        del result["calibration"]  # 45 numbers, too many for the table
+    show(f"evaluate {config.student}", result, config.json)
+    return 0
+
+
+def evaluate(config: EvaluateConfig) -> dict[str, Any]:
+    """Measure the student of `config`: what `kdtrain evaluate --json` prints.
+
+    UsageError: student, teacher and data do not fit together. RunError: the loss is non-finite.
+    """
     device = pick_device(config.device)
     mode = pick_mode(config.precision, device)
     student, tokenizer = open_student(config.student, device)
@@ -70,11 +82,8 @@ def main(config: EvaluateConfig) -> int:
         loss = summary(metrics)["loss"]
         if metrics.tokens and loss is not None and not math.isfinite(loss):
             raise RunError(f"--student {config.student} has a loss of {loss}; look at its weights")
-        result: dict[str, Any] = {"student": config.student, "sequences": len(source), **summary(metrics)}
-    if config.json:
-        result["calibration"] = calibration(metrics)  # 45 numbers, too many for the table
-    show(f"evaluate {config.student}", result, config.json)
-    return 0
+        found = {"student": config.student, "sequences": len(source), **summary(metrics)}
+    return found | {"calibration": calibration(metrics)}
 
 
 @contextmanager
@@ -87,7 +96,7 @@ def _source(
         return
     teacher: Teacher | None = None
     if config.teacher is not None:
-        spec = read_spec(config.teacher)
+        spec = read_spec(config.teacher, "teachers")
         teacher = open_teacher(spec, device, mode)
         teacher.load()
         teacher.check(config.data.seq_len, config.data.document_mask)

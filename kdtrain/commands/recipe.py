@@ -125,7 +125,8 @@ def resolve(
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
         student, formats = read_spec(given.student), formats_of(given.precision, given.quantization, device)
-        teacher = None if given.teacher is None else open_teacher(read_spec(given.teacher), device, formats.high)
+        taught_by = None if given.teacher is None else read_spec(given.teacher, "teachers")
+        teacher = None if taught_by is None else open_teacher(taught_by, device, formats.high)
         sources = {} if given.data.data is not None else _open(given, given.cache)
         facts = sources["train"].facts if sources else None
         seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)

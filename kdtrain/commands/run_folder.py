@@ -91,8 +91,9 @@ def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
     """What the run reads, by the option that names it."""
     needed: dict[str, Path | str | None] = {"--cache": config.cache, "--load": config.checkpoint.load}
     needed["--data"] = config.data.data
-    for given, spec in (("--student", config.student), ("--teacher", config.teacher)):
-        needed |= {} if spec is None else {f"{given} {word}".strip(): path for word, path in paths_of(spec).items()}
+    if config.teacher is not None:
+        needed |= {f"--teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
+    needed |= {f"--student {word}".strip(): path for word, path in paths_of(config.student).items()}
     return needed
 
 

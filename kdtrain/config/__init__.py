@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.config.commands import CacheTeacherConfig as CacheTeacherConfig
+from kdtrain.config.commands import DemoConfig as DemoConfig
 from kdtrain.config.commands import DistillConfig as DistillConfig
 from kdtrain.config.commands import EvaluateConfig as EvaluateConfig
 from kdtrain.config.commands import ExportConfig as ExportConfig

@@ -1,6 +1,7 @@
 """The sections of options, one dataclass each; several commands share some."""
 
 import dataclasses
+import importlib.util
 import math
 import shlex
 from dataclasses import dataclass
@@ -238,8 +239,8 @@ class MonitorConfig(Options):
     """At most this many micro-batches in a validation."""
     log_freq: int = option(10, free=True, least=1)
     """Steps between plain lines in train.log."""
-    log_to: str = option("tensorboard", free=True)
-    """Loggers that show the run, as NAME or NAME:TEXT joined with commas; listed below. none: only the run's files."""
+    log_to: str = option("auto", free=True)
+    """Loggers that show the run, as NAME or NAME:TEXT joined with commas; auto: tensorboard if installed; or none."""
     histogram_freq: int = option(250, free=True, least=0)
     """Steps between histograms of parameters and gradients in the loggers; 0 for none."""
     sample_freq: int = option(1000, free=True, least=0)
@@ -266,6 +267,8 @@ class MonitorConfig(Options):
     @property
     def loggers(self) -> list[tuple[str, str]]:
         """Name and text of each logger of `--log-to`."""
+        if self.log_to.strip() == "auto":
+            return [("tensorboard", "")] if importlib.util.find_spec("tensorboard") else []
         parts = [each.strip().partition(":") for each in self.log_to.split(",")]
         return [] if self.log_to.strip() == "none" else [(name, text) for name, _, text in parts]
 

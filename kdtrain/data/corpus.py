@@ -33,6 +33,7 @@ from typing import Any
 
 from kdtrain.config.choices import TEXTS
 from kdtrain.errors import RunError, UsageError
+from kdtrain.imports import optional
 
 SPLITS = ("train", "validation", "test")
 SMALL = 2000
@@ -268,7 +269,7 @@ def _local(path: Path, text_column: str, messages_column: str | None, streaming:
         return {split: _text_files(root, group, errors="strict") for split, group in groups.items()}
     files = {split: [str(root / name) for name in group] for split, group in groups.items()}
     with readable(str(path)):
-        loaded = _datasets().load_dataset(kind, data_files=files, streaming=streaming)
+        loaded = _datasets(str(path)).load_dataset(kind, data_files=files, streaming=streaming)
     return {split: _rows(str(path), rows, text_column, messages_column) for split, rows in loaded.items()}
 
 
@@ -323,10 +324,9 @@ def _warn_left_out(folder: Path, count: int, first: str) -> None:
     logging.getLogger("kdtrain").warning(text, folder, what, _READ)
 
 
-def _datasets() -> Any:
-    """The library, without bars and without log lines beside our own line about an error."""
-    import datasets
-
+def _datasets(source: str) -> Any:
+    """The library that reads `source`, without bars and without log lines beside our own line about an error."""
+    datasets: Any = optional("datasets", "data", source)
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(logging.CRITICAL)
     return datasets
@@ -341,7 +341,7 @@ def _split_in_name(name: str) -> str | None:
 
 
 def _hub(source: str, text_column: str, messages_column: str | None, streaming: bool) -> dict[str, _Part]:
-    datasets = _datasets()
+    datasets = _datasets(source)
     name, _, subset = source.removeprefix("hf:").partition(":")
     if not name:
         raise UsageError(f"{source}: names no data set; write hf:NAME or hf:NAME:SUBSET")

@@ -26,6 +26,7 @@ from kdtrain.data.corpus import readable, refuse_decoded
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.files import LARGE, parse_json
+from kdtrain.imports import optional
 
 _WITHHELD = 20
 _NUMBERS = 2**24
@@ -77,8 +78,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    import datasets
-
+    datasets: Any = optional("datasets", "data", str(path))
     with readable(str(path)):
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         for column, feature in (rows.features or {}).items():

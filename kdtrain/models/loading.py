@@ -73,7 +73,7 @@ def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
     if source.tokenizer is not None:
         return ask_tokenizer(source.tokenizer, trust_remote_code=source.trust_remote_code)
     if source.teacher is not None:
-        return load_tokenizer(read_spec(source.teacher))
+        return load_tokenizer(read_spec(source.teacher, "teachers"))
     if source.source is None:
         raise UsageError(f"{source.name}: this spec names no tokenizer; add tokenizer = a folder or hub id")
     return ask_tokenizer(source.source, revision=revision_of(source), trust_remote_code=source.trust_remote_code)
@@ -88,7 +88,7 @@ def generation_of(source: ModelSpec | str | Path) -> GenerationConfig | None:
     if not isinstance(source, ModelSpec):
         found = ask_generation(str(source))
     elif source.tokenizer is None and source.teacher is not None:
-        return generation_of(read_spec(source.teacher))
+        return generation_of(read_spec(source.teacher, "teachers"))
     elif (place := source.tokenizer or source.source) is None:
         return None
     else:
@@ -446,7 +446,7 @@ def _build(spec: ModelSpec, dtype: torch.dtype, vocab_size: int | None, seed: in
         return _pretrained(spec, dtype)
     model: Any
     if spec.init == "teacher-layers":
-        teacher = _build(read_spec(cast(str, spec.teacher)), torch.float32, None, seed)
+        teacher = _build(read_spec(cast(str, spec.teacher), "teachers"), torch.float32, None, seed)
         model = model_from_layers(spec, teacher, vocab_size)
     else:
         model = model_from_config(spec, vocab_size, seed)

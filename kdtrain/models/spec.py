@@ -1,7 +1,8 @@
 """The spec of a teacher or a student: which model, in which dtype, and where its weights start.
 
-A spec is a TOML file of `teachers/` or `students/`, a model folder (one with a `config.json`), a run folder with an
-exported student, or a hub id `org/name`. A TOML holds either `source` (a folder or a hub id) or a table `[config]` (a
+A spec is a TOML file, a model folder (one with a `config.json`), a run folder with an exported student, the name of a
+teacher or student that ships with kdtrain, or a hub id `org/name`. What lies in the working folder wins over a shipped
+name. A TOML holds either `source` (a folder or a hub id) or a table `[config]` (a
 `transformers` configuration); its paths are relative to the TOML. Reading a spec loads no model and makes no request to
 the hub; loading the model does.
 """
@@ -13,7 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_toml
@@ -96,13 +97,25 @@ class ModelSpec:
             raise ValueError("[config] has no weights; set init = 'scratch', or give a source")
 
 
-def read_spec(spec: str) -> ModelSpec:
-    """Read a spec: a TOML file, a model folder, a run folder with an exported student, or a hub id.
+def shipped(kind: Literal["teachers", "students"]) -> dict[str, Path]:
+    """The TOML files that ship with kdtrain, by name: those of the source tree, or of an installed package."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "shipped"
+    folder = (installed if installed.is_dir() else package.parent) / kind
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> ModelSpec:
+    """Read a spec: a TOML file, a model folder, a run folder with an exported student, a shipped name, or a hub id.
+
+    kind: whose names ship: `stdlib-5m` is a teacher and a student.
 
     Raises `UsageError` for anything else, for an unknown key, and for values that cannot work.
     """
     refuse_no_path(spec, "spec")
     path = Path(spec)
+    if not path.exists() and (ours := shipped(kind).get(spec)) is not None:
+        path = ours
     if path.is_dir():
         for candidate in (path, path / "student"):
             if (candidate / "config.json").is_file():
@@ -117,20 +130,23 @@ def read_spec(spec: str) -> ModelSpec:
     if path.is_file():
         raise UsageError(f"{spec}: a spec is a TOML file, a model folder or a hub id, and this is another file")
     if not is_hub_id(spec):
-        raise UsageError(f"{spec}: there is no such file or folder, and a hub id is of the form org/name")
+        raise UsageError(
+            f"{spec}: there is no such file or folder, and a hub id is of the form org/name; kdtrain ships the {kind} "
+            f"{', '.join(shipped(kind))}"
+        )
     return ModelSpec(name=spec, source=spec)
 
 
-def paths_of(spec: str) -> dict[str, str]:
+def paths_of(spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
     """The files and folders that a spec names, by the word for each, its own included; a hub id may be among them.
 
     Raises `UsageError` as `read_spec`.
     """
-    found = read_spec(spec)
+    found = read_spec(spec, kind)
     named = {"": spec, "source": found.source, "tokenizer": found.tokenizer}
     paths = {word: path for word, path in named.items() if path is not None}
     if found.teacher is not None:
-        paths |= {f"teacher {word}".strip(): path for word, path in paths_of(found.teacher).items()}
+        paths |= {f"teacher {word}".strip(): path for word, path in paths_of(found.teacher, "teachers").items()}
     return paths
 
 
@@ -181,7 +197,7 @@ def _refuse_endless_teachers(path: Path, spec: ModelSpec) -> None:
         chain.append(last.teacher)
         if len(chain) > MAX_TEACHERS:
             raise UsageError(f"{path}: its teacher has a teacher, and so on, without end: {' -> '.join(chain[:4])} ...")
-        last = _from_toml(Path(last.teacher)) if last.teacher.endswith(".toml") else read_spec(last.teacher)
+        last = _from_toml(Path(last.teacher)) if last.teacher.endswith(".toml") else read_spec(last.teacher, "teachers")
         if last.trust_remote_code and not spec.trust_remote_code:
             raise UsageError(
                 f"{path}: its teacher {last.name} needs to run code; set trust_remote_code = true here too if you "
@@ -208,7 +224,7 @@ def _relative_to(folder: Path, source: str, where: str) -> str:
         raise UsageError(f"{where} = '{source}': there is no user of that name, or no home folder") from None
     if path.exists():
         return os.path.normpath(path)
-    if not is_hub_id(source):
+    if not is_hub_id(source) and not (where.endswith(": teacher") and source in shipped("teachers")):
         raise UsageError(f"{where} = '{source}': no such path beside this file, and not a hub id of the form org/name")
     return source
 

@@ -24,6 +24,7 @@ import torch
 from kdtrain.config.choices import LOGGERS
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_text, read_json
+from kdtrain.imports import optional
 from kdtrain.ranks import agreed_max, all_reduce_sum, copies, local
 
 _MAGNITUDES = torch.pow(2.0, torch.arange(-60, 21) / 2.0)
@@ -155,6 +156,7 @@ class TensorBoard(Logger):
     def ready(cls, text: str) -> None:
         if text:
             raise UsageError(f"--log-to tensorboard:{text}: tensorboard takes no text; use --log-to tensorboard")
+        optional("tensorboard", "tensorboard", "--log-to tensorboard")
 
     def __init__(self, folder: Path, text: str, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

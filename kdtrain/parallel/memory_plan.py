@@ -133,7 +133,7 @@ def model_footprint(
 
 def _configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
     if spec.init == "teacher-layers" and spec.config is None:
-        return layers_config(_configuration(read_spec(cast(str, spec.teacher)), None), spec.layers)
+        return layers_config(_configuration(read_spec(cast(str, spec.teacher), "teachers"), None), spec.layers)
     return configuration(spec, vocab_size)
 
 

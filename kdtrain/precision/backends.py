@@ -18,8 +18,7 @@ Shape suffixes: N tokens, D inputs, O outputs.
 
 import contextlib
 import importlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from kdtrain.config import PrecisionConfig, QuantizationConfig
 from kdtrain.config.choices import BACKENDS
 from kdtrain.errors import UsageError
+from kdtrain.imports import quiet_import
 from kdtrain.precision.controller import Policy
 from kdtrain.precision.emulated import Recipe, Scaling, ScalingControl, compute_dtype
 from kdtrain.precision.linear import Backend, Emulated, Product, Switch, convert
@@ -85,25 +85,11 @@ def _too_old(device: torch.device) -> str:
 def _why_not_import(name: str) -> str | None:
     """Why a library cannot be imported, in one line; TransformerEngine without its core raises no ImportError."""
     try:
-        with _quiet_import():
+        with quiet_import():
             importlib.import_module(name)
     except Exception as error:
         return " ".join(f"{name.split('.')[0]} cannot be imported: {type(error).__name__}: {error}".split())[:160]
     return None
-
-
-@contextlib.contextmanager
-def _quiet_import() -> Iterator[None]:
-    """Silence torchao's warnings of CUDA files that a machine cannot load, and torch's of types that it registers."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    before = [each.level for each in loggers]
-    try:
-        for each in loggers:
-            each.setLevel(logging.ERROR)
-        yield
-    finally:
-        for each, level in zip(loggers, before, strict=True):
-            each.setLevel(level)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,21 @@
 """The demo: what its commands, its table, its pictures and its record promise, and one small run of all of it."""
 
+import importlib.util
 import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import figures, tables
 from benchmarks.harness import FIGURES, RESULTS, command
-from benchmarks.science import demo
-from kdtrain.config.sections import CodecConfig, ObjectiveConfig
-from kdtrain.monitor.record import RunRecord
+from benchmarks.science import demo as published
+from kdtrain.commands import demo, demo_pictures, demo_table
+from kdtrain.config import CodecConfig, DataConfig, ObjectiveConfig
+from kdtrain.errors import UsageError
 from kdtrain.objective.metrics import Metrics
 from kdtrain.training.validate import calibration
 
@@ -62,47 +65,21 @@ def result_of(seeds: int = 1) -> dict:
 
 
 def cells(result: dict) -> dict[str, list[str]]:
-    return {name: rest for name, *rest in tables.rows(result)}
+    return {name: rest for name, *rest in demo_table.rows(result)}
 
 
-def commands(out: Path, monkeypatch) -> dict[str, list[str]]:
-    """The words of each command of a demo of four seeds, by the name of its folder, `evaluate` by its own."""
-    asked: dict[str, list[str]] = {}
-
-    def kdtrain(command, *words):
-        asked[Path(words[words.index("--out") + 1]).name if "--out" in words else command] = [*words]
-        if command == "cache-teacher":
-            return {"sequences": {}, "tokens": {}, "bytes_per_token": 1.0}
-        return {"step": 1, "tokens": 1, "seconds": 1.0, "calibration": []}
-
-    monkeypatch.setattr(RunRecord, "read", lambda folder: RunRecord())
-    monkeypatch.setattr(demo, "environment", lambda folder: {})
-    demo.run(demo.Demo(out=out, seeds=4), kdtrain)
-    return asked
+def test_the_two_students_differ_in_the_objective_and_in_nothing_else():
+    kinds = {kind: demo.distill_config(Path("demo/a"), kind, 3, demo.Settings()) for kind in demo_table.KINDS}
+    assert {kind: each.objective.alpha for kind, each in kinds.items()} == {"cross-entropy": 0.0, "distilled": 0.9}
+    assert replace(kinds["cross-entropy"], objective=ObjectiveConfig()) == kinds["distilled"], "the demo shows defaults"
+    assert kinds["distilled"].seed == 3
 
 
-def test_the_two_students_differ_in_the_objective_and_in_nothing_else(tmp_path, monkeypatch):
-    asked = commands(tmp_path, monkeypatch)
-
-    def without_objective(kind):
-        words = asked[f"{kind}-3"]
-        taken = [at for at, word in enumerate(words) if word in ("--alpha", "--out")]
-        return [word for at, word in enumerate(words) if at not in taken and at - 1 not in taken]
-
-    assert without_objective("cross-entropy") == without_objective("distilled")
-    assert "--seed 3" in " ".join(without_objective("distilled"))
-
-
-def test_the_commands_of_the_demo_are_commands_of_kdtrain(tmp_path, monkeypatch):
-    from kdtrain.cli import parse
-
-    asked = commands(tmp_path, monkeypatch)
-    cache = parse("cache-teacher", asked["cache"])
-    assert cache.data.num_sequences == demo.Settings().sequences
-    assert parse("distill", asked["cross-entropy-0"]).objective.alpha == 0
-    assert parse("distill", asked["distilled-0"]).objective == ObjectiveConfig(), "the demo shows the defaults"
-    assert cache.codec == CodecConfig()
-    assert parse("evaluate", asked["evaluate"]).data.split == "test"
+def test_the_demo_caches_with_the_defaults_and_measures_on_text_that_nobody_learned_from():
+    text = DataConfig(data="stdlib", seq_len=256)
+    cache = demo.cache_config(Path("demo"), demo.Settings(), text)
+    assert (cache.codec, cache.data.num_sequences) == (CodecConfig(), demo.Settings().sequences)
+    assert demo.evaluate_config(Path("demo/a"), demo.Settings(), text).data.split == "test"
 
 
 def test_one_seed_is_shown_as_it_is_and_several_as_mean_and_deviation():
@@ -125,10 +102,10 @@ def test_validation_figures_are_those_of_the_step_with_the_lowest_loss():
 
 def test_the_verdict_counts_a_seed_only_if_loss_and_kl_are_both_better():
     result = result_of(3)
-    assert "better in both at 3 of 3 seeds" in tables.verdict(result)
-    assert "validation loss -0.2000, estimate of the KL to the teacher -0.3000" in tables.verdict(result)
+    assert "better in both at 3 of 3 seeds" in demo_table.verdict(result)
+    assert "validation loss -0.2000, estimate of the KL to the teacher -0.3000" in demo_table.verdict(result)
     result["runs"][-1]["validation"]["kl"][-1] = 1.2
-    assert "better in both at 2 of 3 seeds" in tables.verdict(result)
+    assert "better in both at 2 of 3 seeds" in demo_table.verdict(result)
 
 
 def test_filling_the_readme_changes_what_is_between_the_markers_and_nothing_else():
@@ -159,20 +136,20 @@ def test_the_objectives_page_names_what_is_missed():
 
 
 def test_the_terminal_shows_table_and_verdict(capsys):
-    tables.show_demo(result_of())
+    demo_table.show(result_of())
     shown = capsys.readouterr().out
     assert "test KL to the teacher" in shown and "better in both at 1 of 1 seed." in shown
 
 
 def test_the_pictures_are_drawn_from_the_record_alone(tmp_path):
     record = json.loads(json.dumps(result_of(3)))
-    pictures = figures.draw_demo(record, tmp_path / "figures")
+    pictures = demo_pictures.draw_demo(record, tmp_path / "figures")
     assert [picture.name for picture in pictures] == ["demo-learning-curves.png", "demo-calibration.png"]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
 def test_the_learning_curve_is_the_mean_over_seeds_without_the_untrained_student():
-    axes = figures.learning_curves(result_of(3)).axes[0]
+    axes = demo_pictures.learning_curves(result_of(3)).axes[0]
     strong = {line.get_label(): line for line in axes.lines}
     assert list(strong["distilled"].get_xdata()) == [50, 100]
     assert strong["distilled"].get_ydata() == pytest.approx([3.9, 3.4])
@@ -182,9 +159,9 @@ def test_the_learning_curve_is_the_mean_over_seeds_without_the_untrained_student
 def test_calibration_over_seeds_is_weighted_by_tokens():
     one = [{"tokens": 1.0, "confidence": 0.0, "accuracy": 1.0}]
     three = [{"tokens": 3.0, "confidence": 0.4, "accuracy": 0.0}]
-    assert figures.pooled([one, three]) == [{"tokens": 4.0, "confidence": pytest.approx(0.3), "accuracy": 0.25}]
+    assert demo_pictures.pooled([one, three]) == [{"tokens": 4.0, "confidence": pytest.approx(0.3), "accuracy": 0.25}]
     empty = [{"tokens": 0.0, "confidence": 0.0, "accuracy": 0.0}]
-    assert figures.pooled([empty, empty]) == empty
+    assert demo_pictures.pooled([empty, empty]) == empty
 
 
 def test_the_bins_of_an_evaluation_give_back_its_calibration_error():
@@ -201,24 +178,25 @@ def test_the_bins_of_an_evaluation_give_back_its_calibration_error():
 
 def test_a_result_is_published_only_by_the_default_settings_at_three_seeds():
     def place(**changes):
-        return demo.places(demo.Demo(out=Path("mine"), **changes))
+        return published.places(published.Demo(out=Path("mine"), **changes))
 
     assert place(seeds=3) == place(seeds=4) == (RESULTS / "demo.json", FIGURES)
-    assert place() == place(seeds=2) == (Path("mine/demo.json"), Path("mine"))
+    assert place(seeds=1) == place(seeds=2) == (Path("mine/demo.json"), Path("mine"))
     assert place(seeds=3, settings=demo.Settings(steps=7)) == (Path("mine/demo.json"), Path("mine"))
 
 
-def test_a_demo_goes_on_in_its_own_folder_and_in_no_other(tmp_path, capsys):
-    command.claim(tmp_path / "demo", demo.Settings())
-    command.claim(tmp_path / "demo", demo.Settings())
-    with pytest.raises(SystemExit) as other_settings:
-        command.claim(tmp_path / "demo", demo.Settings(steps=7))
+def test_a_demo_goes_on_in_its_own_folder_and_in_no_other(tmp_path):
+    demo.claim(tmp_path / "demo", demo.Settings())
+    demo.claim(tmp_path / "demo", demo.Settings())
+    with pytest.raises(UsageError, match=f"other settings \\(steps was {demo.Settings().steps}\\)"):
+        demo.claim(tmp_path / "demo", demo.Settings(steps=7))
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("mine")
-    with pytest.raises(SystemExit) as foreign:
-        command.claim(tmp_path / "letters", demo.Settings())
-    assert (other_settings.value.code, foreign.value.code) == (2, 2)
-    assert f"--steps was {demo.Settings().steps}" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="holds something else"):
+        demo.claim(tmp_path / "letters", demo.Settings())
+    (tmp_path / "demo" / "settings.json").write_text("[1")
+    with pytest.raises(UsageError, match="name another --out"):
+        demo.claim(tmp_path / "demo", demo.Settings())
 
 
 def test_a_command_that_fails_ends_the_demo_with_its_exit_code():
@@ -236,28 +214,20 @@ def test_a_record_names_no_place_on_this_machine(tmp_path):
     assert set(command.environment(run)) == {"date", "python", "torch", "cpu", "threads", "device", "precision"}
 
 
-def teacher(folder: Path) -> str:
-    """The shipped teacher where it is, else a random one with its tokenizer."""
-    if (TEACHER / "model.safetensors").exists():
-        return "teachers/stdlib-5m.toml"
-    from kdtrain.models.loading import load_tokenizer
-    from kdtrain.testing import tiny_model, write_model_folder
-
-    return str(write_model_folder(folder / "teacher", tiny_model(vocab_size=2048), load_tokenizer(TEACHER)))
+SMALL = """
+import runpy, sys
+from kdtrain.commands import demo
+demo.QUICK = demo.Settings(
+    teacher="stdlib-5m", sequences=48, validation_sequences=8, test_sequences=8, seq_len=64, steps=40, eval_freq=20,
+    compile=False,
+)
+runpy.run_module("kdtrain", run_name="__main__", alter_sys=True)
+"""
 
 
 def test_a_demo_that_is_interrupted_goes_on_and_shows_its_table_and_pictures(server, tmp_path):
-    out = tmp_path / "demo"
-    sizes = ["--sequences", "48", "--validation-sequences", "8", "--test-sequences", "8", "--seq-len", "64"]
-    argv = [*sizes, "--steps", "40", "--eval-freq", "20", "--no-compile"]
-    words = ["--out", str(out), *argv, "--teacher", teacher(tmp_path)]
-    published = {
-        path: path.read_bytes() for path in (ROOT / "benchmarks").rglob("*") if path.suffix in (".json", ".png")
-    }
-
-    script, said = Path(__file__).with_name("demo_script.py"), tmp_path / "said"
-    found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    (first,) = server.begin(script, words, ROOT, said, **found)
+    words, said = ["demo", "--quick", "--out", "demo"], tmp_path / "said"
+    (first,) = server.begin(Path("-c"), [SMALL, *words], tmp_path, said)
     begun = time.monotonic()
     while not (said := tmp_path / "said.0.err").exists() or "step 1/40" not in said.read_text():
         assert time.monotonic() - begun < 500
@@ -265,17 +235,28 @@ def test_a_demo_that_is_interrupted_goes_on_and_shows_its_table_and_pictures(ser
     os.kill(first, signal.SIGINT)
     codes, _ = server.end()
     after = (tmp_path / "said.0.err").read_text().partition("step 1/40")[2]
-    assert codes == [1] and "stopped by SIGINT" in after and "run the same command to resume" in after, after
+    assert codes == [1] and "stopped by SIGINT" in after and "the same command resumes" in after, after
 
-    (done,) = server.run(script, *words, **found)
+    (done,) = server.run("-c", SMALL, *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stderr and "test KL to the teacher" in done.stdout
-    result = json.loads((out / "demo.json").read_text())
+    result = json.loads((tmp_path / "demo" / "demo.json").read_text())
     assert [(run["student"], run["step"]) for run in result["runs"]] == [("cross-entropy", 40), ("distilled", 40)]
     assert all(run["validation"]["step"] == [0, 20, 40] for run in result["runs"])
     assert all(sum(bin["tokens"] for bin in run["calibration"]) == run["test"]["tokens"] for run in result["runs"])
-    assert {path.name for path in out.glob("*.png")} == {"demo-learning-curves.png", "demo-calibration.png"}
-    assert all(path.read_bytes() == content for path, content in published.items())
+    pictures = {path.name for path in (tmp_path / "demo").glob("*.png")}
+    assert pictures == {"demo-learning-curves.png", "demo-calibration.png"}
+
+    (again,) = server.run("-c", SMALL, *words, "--json", folder=tmp_path)
+    assert json.loads(again.stdout) == result and "step " not in again.stderr
+
+
+def test_a_demo_without_matplotlib_says_how_to_get_pictures(tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    said: list[str] = []
+    monkeypatch.setattr(demo.log, "info", said.append)
+    assert demo.draw(result_of(), tmp_path) == [] and "pip install 'kdtrain[plot]'" in said[0]
 
 
 def test_the_published_temperatures_end_where_the_page_says_and_are_drawn_from_the_record_alone(tmp_path):

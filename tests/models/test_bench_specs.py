@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from kdtrain.errors import UsageError
 from kdtrain.models.head import split
-from kdtrain.models.loading import load_student, max_positions
+from kdtrain.models.loading import load_student, load_tokenizer, max_positions
 from kdtrain.models.spec import read_spec
-from kdtrain.testing import END_OF_TEXT, tiny_model, tiny_tokenizer
+from kdtrain.testing import END_OF_TEXT, tiny_model, tiny_tokenizer, write_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDENTS = sorted((ROOT / "students").glob("*.toml"))
@@ -31,6 +32,18 @@ def test_the_teacher_that_ships_runs_in_bfloat16_from_its_folder():
     spec = read_spec(str(ROOT / "teachers" / "stdlib-5m.toml"))
     assert spec.source == str(ROOT / "teachers" / "stdlib-5m")
     assert (spec.name, spec.dtype, spec.attention, spec.init) == ("stdlib-5m", "bfloat16", "sdpa", "pretrained")
+
+
+def test_what_ships_is_named_without_its_folder_and_gives_way_to_files_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert read_spec("stdlib-5m", "teachers") == read_spec(str(ROOT / "teachers" / "stdlib-5m.toml"))
+    assert (read_spec("stdlib-5m").init, read_spec("gpt2-tiny").name) == ("scratch", "gpt2-tiny")
+    (tmp_path / "own.toml").write_text("init = 'teacher-layers'\nlayers = [0]\nteacher = 'stdlib-5m'\n")
+    assert len(load_tokenizer(read_spec("own.toml"))) == 2048
+    with pytest.raises(UsageError, match=r"kdtrain ships the teachers stdlib-5m$"):
+        read_spec("stdlib-1m", "teachers")
+    write_model_folder(tmp_path / "stdlib-5m", tiny_model())
+    assert read_spec("stdlib-5m", "teachers").source == "stdlib-5m"
 
 
 @pytest.mark.parametrize("size", [257, 300, 151_936])
