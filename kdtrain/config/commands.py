@@ -237,10 +237,12 @@ class EvaluateConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(Options):
-    """Show a cache, a run or a checkpoint as a table, or what this machine supports."""
+    """Show a run, a cache, a checkpoint, a shard, a model or a folder of these, or what this machine supports."""
 
     path: Path | None = option(None, positional=True)
-    """A cache, a run or a checkpoint."""
+    """A run, a cache, a checkpoint, a shard, a model folder, or a folder of runs and caches."""
+    watch: bool = option(False, needs="path")
+    """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
     json: bool = False
@@ -249,6 +251,7 @@ class InspectConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse(self.path is None and not self.hardware, "nothing to inspect; give a PATH or --hardware")
+        refuse(self.watch and self.json, "--watch prints lines for people; leave --json out")
 
 
 @dataclass(frozen=True, kw_only=True)

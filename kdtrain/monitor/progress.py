@@ -170,6 +170,23 @@ class Rate:
         return {"tok/s": rate, "eta_h": (self.total - step) * seconds / steps / 3600}
 
 
+def formula(alpha: float, divergence: str, hidden: float | None) -> str:
+    """The objective in the words of a step's line: `.9 kl + .1 ce`."""
+    terms = [(alpha, term_name(divergence)), (1 - alpha, "ce"), (hidden or 0.0, "hidden")]
+    return " + ".join(f"{weight_text(weight)}{name}" for weight, name in terms if weight) or "ce"
+
+
+def term_name(divergence: str) -> str:
+    """A divergence in a step's line: kl for forward-kl, and its own name without numbers else."""
+    name = divergence.partition(":")[0]
+    return "kl" if name == "forward-kl" else name
+
+
+def weight_text(weight: float) -> str:
+    """A weight before a term: nothing for 1, else two digits, as `.9 `."""
+    return "" if weight == 1 else f"{weight:.2g} ".removeprefix("0")
+
+
 STATUS = (
     *("loss", "loss_avg", "kd_T1", "hidden", "T", "dL/dlogT", "lr", "grad_norm", "tok/s", "eta_h"),
     *("ckpt", "memory_mb", "mem_delta", "mode"),
