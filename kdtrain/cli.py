@@ -173,7 +173,7 @@ def parse(command: str, argv: list[str]) -> Any:
         raise UsageError(_one_line(caught.getvalue(), [each.name for _, each in fields_of(kind)])) from None
     for table in options.sections(config).values():
         for name, value in table.items():
-            if isinstance(value, str):
+            if isinstance(value, str) and name not in marked(kind, "text"):
                 refuse_no_path(value, flag(name))
                 if value.startswith("~"):
                     raise UsageError(
@@ -195,17 +195,20 @@ def _refuse_old(kind: type, given: Iterable[tuple[str, Any]], where: str = "") -
 
 
 def _named(kind: type, argv: list[str]) -> list[str]:
-    """`argv` with a flag before its positional argument, the first word that is not a flag or a flag's value."""
-    positional = next(iter(marked(kind, "positional")), None)
-    if positional is None:
-        return argv
+    """`argv` with a flag before each positional argument: the words that are neither flags nor a flag's value."""
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    positional = [
+        each.name for _, each in fields_of(kind) if each.metadata.get("positional") and each.name not in given
+    ]
     switches = {f"--{no}{each.name}" for _, each in fields_of(kind) if each.type is bool for no in ("", "no-")}
+    named: list[str] = []
     for position, word in enumerate(argv):
         before = argv[position - 1] if position else ""
         takes_word = before.startswith("-") and before not in switches and "=" not in before
-        if not word.startswith("-") and not takes_word:
-            return [*argv[:position], flag(positional), *argv[position:]]
-    return argv
+        if positional and not word.startswith("-") and not takes_word:
+            named.append(flag(positional.pop(0)))
+        named.append(word)
+    return named
 
 
 @contextlib.contextmanager

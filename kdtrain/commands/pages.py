@@ -382,12 +382,13 @@ def folder_facts(runs: list[Path], caches: list[tuple[Path, Manifest]]) -> dict[
 def folder_page(path: Path, facts: Mapping[str, Any]) -> Iterator[Part]:
     """A folder of runs and caches, a row each."""
     if facts["runs"]:
-        header = ("run", "student", "cache", "state", "step", "best val", "teacher", "time", "warnings")
+        header = ("run", "student", "cache", "state", "step", "val", "teacher", "time", "warn")
         rows = []
         for name, row in facts["runs"].items():
             step = f"{number(row.get('step'))}/{number(row.get('steps'))}"
             losses = (_three(row.get(each)) for each in ("best_validation_loss", "teacher_validation_loss"))
-            who = (str(row.get(each) or "-") for each in ("student", "cache", "state"))
+            cache = Path(str(row.get("cache") or "-")).name
+            who = str(row.get("student") or "-"), cache, str(row.get("state"))
             rows.append((name, *who, step, *losses, duration(row.get("seconds")), number(row.get("warnings"))))
         yield columns(header, rows, left=("run", "student", "cache", "state"))
     if facts["caches"]:

@@ -284,10 +284,31 @@ class ExportConfig(Options):
     """Print one JSON object on stdout."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Options):
+    """Continue a text with a trained student."""
+
+    student: str = option(positional=True)
+    """A run (its best student), a checkpoint, an export, a TOML of students/ or teachers/, or a hub id."""
+    prompt: str = option("", positional=True, text=True)
+    """The text to continue; empty: from the beginning of a document."""
+    max_tokens: int = option(100, least=1)
+    """At most this many tokens; fewer where the student ends the text or reads no more."""
+    temperature: float = option(0.8, least=0)
+    """Divides the logits: low is careful, 1 is what the student has learned; 0 takes the most likely token."""
+    seed: int = option(0, least=0)
+    """Of the sampled tokens: another one gives another text."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+
 COMMANDS = {
     "cache-teacher": CacheTeacherConfig,
     "distill": DistillConfig,
     "evaluate": EvaluateConfig,
+    "generate": GenerateConfig,
     "inspect": InspectConfig,
     "verify": VerifyConfig,
     "export": ExportConfig,

@@ -1,7 +1,8 @@
 """Is a run well? A small table of rules over what it has logged, each with the knob to turn.
 
-A run asks them while it trains (`training.reporter`), and `kdtrain inspect RUN`, with `--watch` again and again, asks
-them from outside, where a run that no longer says anything is noticed too. Every rule is a pure function of `Signs`.
+A run asks them while it trains (`training.reporter`; waiting for data it notices by `watchers.DataWait`). `kdtrain
+inspect RUN`, with `--watch` again and again, asks them from outside, where a run that no longer says anything is
+noticed too. Every rule is a pure function of `Signs`.
 """
 
 import math
@@ -21,7 +22,7 @@ WINDOW = 50
 """Steps over which training losses are averaged."""
 _PATIENCE = 4
 """Validations without a better one before a run counts as one without progress."""
-_STALLED, _SLOWER = 120.0, 20.0
+_STALLED, _SLOWER = 300.0, 20.0
 """A run stalls when a step takes so many seconds, and so many times the median."""
 _AT_RISK = 3600.0
 """Seconds of training that a crash may cost before a rule speaks."""
@@ -48,7 +49,7 @@ class Signs:
     data_wait: float | None = None
     """The share of the last steps' time that went by waiting for data; None with an online teacher."""
     losses: Sequence[float] = ()
-    """Training losses of the last steps, nats."""
+    """Cross-entropies of the last steps, nats a token: the objective changes with alpha and T."""
     validations: Sequence[tuple[int, float]] = ()
     """Step and loss, nats a token."""
     teacher_loss: float | None = None
@@ -74,9 +75,9 @@ class Signs:
             step_seconds=statistics.median(each for each, _ in seconds) if seconds else None,
             saved_step=saved[-1] if saved else None,
             free_mib=free_mib(folder),
-            checkpoint_mib=_newest_mib(folder / "checkpoints"),
+            checkpoint_mib=newest_mib(folder / "checkpoints"),
             data_wait=waited if teacher is None and len(seconds) >= WINDOW // 2 else None,
-            losses=[loss for each in steps if (loss := _number(each, "loss")) is not None],
+            losses=[loss for each in steps if (loss := _number(each, "ce" if "ce" in each else "loss")) is not None],
             validations=[
                 (int(each["step"]), loss)
                 for each in record.validations
@@ -134,7 +135,7 @@ def no_progress(signs: Signs) -> str | None:
 
 
 def diverging(signs: Signs) -> str | None:
-    """A training loss that rises by more than its own noise, half a window after half a window."""
+    """A cross-entropy that rises by more than its own noise, half a window after half a window."""
     half = WINDOW // 2
     finite = [each for each in signs.losses if math.isfinite(each)]
     means = [math.fsum(finite[end - half : end]) / half for end in range(len(finite), half - 1, -half)][::-1]
@@ -143,7 +144,7 @@ def diverging(signs: Signs) -> str | None:
     noise = statistics.stdev(finite[-4 * half :]) / math.sqrt(half)
     if means[-1] - means[-4] <= max(6 * noise, 0.1 * abs(means[-4])):
         return None
-    return f"the training loss rises: {means[-4]:.3f}, then {means[-1]:.3f}, {3 * half} steps later"
+    return f"the cross-entropy of training rises: {means[-4]:.3f}, then {means[-1]:.3f}, {3 * half} steps later"
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,9 @@ RULES: Mapping[str, Rule] = {
 """By the kind of the warning."""
 
 
-def findings(signs: Signs, kinds: Sequence[str] = tuple(RULES)) -> dict[str, str]:
+def findings(signs: Signs) -> dict[str, str]:
     """What is wrong, by kind, with the knob to turn."""
-    found = {kind: RULES[kind].check(signs) for kind in kinds}
+    found = {kind: rule.check(signs) for kind, rule in RULES.items()}
     return {kind: f"{text}; {RULES[kind].knob}" for kind, text in found.items() if text is not None}
 
 
@@ -182,7 +183,7 @@ def free_mib(folder: Path) -> float | None:
         return None
 
 
-def _newest_mib(checkpoints: Path) -> float | None:
+def newest_mib(checkpoints: Path) -> float | None:
     """MiB of the folder that the link `latest` points to."""
     try:
         with os.scandir(checkpoints / "latest") as files:
