@@ -10,7 +10,7 @@ import pytest
 from kdtrain import cli
 from kdtrain import config as options
 from kdtrain.config import sections
-from kdtrain.config.values import fields_of, option
+from kdtrain.config.values import configured, fields_of, option
 from kdtrain.errors import UsageError
 
 PACKAGE = Path(options.__file__).parent
@@ -271,3 +271,25 @@ def test_an_option_may_have_its_default_although_what_it_needs_is_missing():
     options.QuantizationConfig(quant_window_size=5)
     options.PrecisionConfig(compile=False, compile_mode="default")
     assert options.OptimizerConfig(clip=float("inf")).clip == float("inf")
+
+
+def test_options_are_given_by_their_names_whatever_their_section():
+    config = configured(
+        options.DistillConfig, None, {"cache": "c", "student": "s", "out": "o", "lr": 3e-3, "compile": False}
+    )
+    assert (config.optimizer.lr, config.precision.compile, config.cache) == (3e-3, False, Path("c"))
+    changed = configured(options.DistillConfig, config, {"lr": 1e-3})
+    assert (changed.optimizer.lr, changed.precision.compile) == (1e-3, False)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"cahce": "c"}, "unknown option 'cahce'.*cache"),
+        ({"lr": -1.0}, "--lr -1.0"),
+        ({"cache": "c", "out": "o"}, "--student is missing"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_their_names(given, said):
+    with pytest.raises(UsageError, match=said):
+        configured(options.DistillConfig, None, given)

@@ -355,7 +355,7 @@ class _Line:
             for given in each:
                 try:
                     value = read_words(list(given.words), option.kind)
-                    if isinstance(value, str | Path):
+                    if isinstance(value, str | Path) and not option.field.metadata.get("text"):
                         _refuse_word(given.words[0], flag(name))
                     refuse_value(option.field, value)
                     values[name] = value

@@ -10,6 +10,7 @@ from kdtrain.commands.recipe import resolve, run_device
 from kdtrain.commands.resume import Start
 from kdtrain.commands.run_folder import run_lock
 from kdtrain.config import DistillConfig
+from kdtrain.config.values import configured
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
@@ -36,8 +37,12 @@ def main(config: DistillConfig) -> int:
     return 0
 
 
-def distill(config: DistillConfig) -> dict[str, Any]:
-    """Train the student of `config` and export it: `kdtrain distill` as a function. The same call again resumes.
+def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, Any]:
+    """Train a student and export it: `kdtrain distill` as a function. The same call again resumes.
+
+    Args:
+        config: every option by section; None: the defaults.
+        options: options by their names on the command line, over those of `config`: `lr=3e-4`, `compile=False`.
 
     Returns:
         The contents of result.json: stop_reason, steps, validation losses in nats a token, the exported student's
@@ -45,6 +50,7 @@ def distill(config: DistillConfig) -> dict[str, Any]:
 
     UsageError: data, cache, student or options do not fit together. RunError: the training failed, or diverged.
     """
+    config = configured(DistillConfig, config, options)
     setup_logging(quiet=not is_main())
     with ExitStack() as stack:
         device = stack.enter_context(run_device(config))

@@ -1,53 +1,106 @@
-"""`kdtrain inspect`: shows a cache, a run or a checkpoint as a table, or the capabilities of this machine."""
+"""`kdtrain inspect`: shows a run, a cache, or what is in them as a page, or the capabilities of this machine."""
 
 import contextlib
 import os
 import platform
 import stat
+import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.manifest import check_sizes, read_manifest
+from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest, read_sidecar
 from kdtrain.checkpoint import tiers
-from kdtrain.checkpoint.store import MANIFEST, Store, checkpoint_at, problem, read_checkpoint
+from kdtrain.checkpoint.store import Store, checkpoint_at, problem, read_checkpoint
+from kdtrain.commands import pages
 from kdtrain.commands.result import read_result
 from kdtrain.commands.verify import damage_of, kind_of
 from kdtrain.config import InspectConfig
+from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, read_json
 from kdtrain.monitor.progress import setup_logging
-from kdtrain.monitor.tables import show
+from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.tables import show, show_page
 from kdtrain.objective.tails import resolve_tail
 from kdtrain.precision.backends import capabilities
 from kdtrain.precision.modes import has_bf16, why_not_compile
 from kdtrain.training.state import load_saved, read_saved
 
+_INTERVAL = 10.0
+"""Seconds between two lines of `--watch`."""
+
 
 def main(config: InspectConfig) -> int:
-    """Print the table.
+    """Print the page.
 
     Raises:
-        UsageError: the path is neither a cache nor a run nor a checkpoint, or the cache is not finished or damaged.
+        UsageError: the path is none of what is shown, or a cache that is not finished or damaged.
     """
     setup_logging()
     if config.hardware:
         show("hardware", hardware(), config.json)
         return 0
     assert config.path is not None
-    kind = kind_of(config.path)
-    table = {"cache": _cache, "run": _run, "checkpoint": _checkpoint}[kind](config.path)
-    if kind == "cache" and not config.json:
-        try:
-            table = _with_lines(table)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(
-                f"the fidelity in {config.path} is not what kdtrain writes ({error!r}); use --json"
-            ) from None
-    show(f"{kind} {config.path}", table, config.json)
+    path, kind = config.path, _kind(config.path)
+    refuse(config.watch and kind != "run", f"--watch is for runs; {path} is a {kind}")
+    if config.watch:
+        return _watch(path)
+    with _as_written(path):
+        facts, page = _PAGES[kind](path)
+        if config.json or page is None:
+            show(f"{kind} {path}", facts, config.json)
+        else:
+            show_page(list(page))
+    return 0
+
+
+def _kind(path: Path) -> str:
+    """What a path is. UsageError: nothing of ours."""
+    if path.name.endswith(".h5") and path.is_file() and cache_format.SHARD_NAME.fullmatch(path.stem):
+        return "shard"
+    is_folder = path.is_dir() and not (path / cache_format.MANIFEST).exists() and any(pages.folder_of(path).values())
+    try:
+        kind = kind_of(path)
+        return "folder" if is_folder and kind == "cache" else kind
+    except UsageError:
+        if is_folder:
+            return "folder"
+        if (path / "config.json").is_file():
+            return "model"
+        raise
+
+
+@contextlib.contextmanager
+def _as_written(path: Path) -> Iterator[None]:
+    """Turn an error about what a stranger wrote into a UsageError."""
+    try:
+        yield
+    except (UsageError, RunError):
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UsageError(f"{path} is not what kdtrain writes ({error!r}); see whether --json shows it") from None
+
+
+def _watch(path: Path) -> int:
+    """Print how a run is doing until it ends."""
+    before: list[str] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            with _as_written(path):
+                record = RunRecord.read(path, pages.TAIL)
+                line, trains = pages.watch_line(path, record)
+                lines = [line, *(pages.health_lines(path, record) if trains else ())]
+            show_page([lines[0], *(each for each in lines[1:] if each not in before)])
+            before = lines
+            if not trains:
+                break
+            time.sleep(_INTERVAL)
     return 0
 
 
@@ -73,9 +126,18 @@ def hardware() -> dict[str, Any]:
     return table
 
 
-def _cache(path: Path) -> dict[str, Any]:
+_Found = tuple[dict[str, Any], Iterator[pages.Part] | None]
+"""What `--json` prints, and the page; None: a table of the same."""
+
+
+def _cache(path: Path) -> _Found:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
+    facts = _cache_facts(path, manifest)
+    return facts, pages.cache_page(path, facts, manifest)
+
+
+def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
     settings = manifest.settings
     codec = {name: value for name, value in settings.codec.to_json().items() if value not in (0, [], ())}
     return {
@@ -107,36 +169,36 @@ def _tail_rule(codec: CodecSpec) -> str | None:
     return f"{used} by default, or --tail control-variate" if codec.num_samples and codec.top_k else used
 
 
-def _with_lines(table: dict[str, Any]) -> dict[str, Any]:
-    """The table of a cache with its fidelity as text, by temperature; `--json` prints the numbers."""
-    fidelity = table["fidelity"]
-    if not fidelity:
-        return table
-    rows: dict[str, Any] = {}
-    for name, value in table.items():
-        if name != "fidelity":
-            rows[name] = value
-            continue
-        sample = fidelity["sample"]
-        rows["fidelity"] = f"{sample['tokens']:,} tokens of {fidelity['split']}, student: {fidelity['student']}"
-        rows |= {f"fidelity, {t}": _lines(each) for t, each in fidelity.items() if t.startswith("T=")}
-        worst = max(fidelity["log_partition_error"], key=lambda row: row["worst"])
-        rows["error of log Z"] = f"at most {worst['worst']:.4f} nats, at T={worst['T']:.3g}"
-    return rows
+def _run(path: Path) -> _Found:
+    facts = _run_facts(path)
+    return facts, pages.run_page(path, facts, RunRecord.read(path, pages.TAIL))
 
 
-def _lines(fidelity: dict[str, Any]) -> list[str]:
-    """KL(full || cache), then the gradient of each tail rule against the full one."""
-    bucket, spread = fidelity["kl_bucket"], fidelity["kl_spread"]
-    lines = [f"KL(full || cache): {bucket:.2g} (tail as one bucket), {spread:.3f} (spread evenly)"]
-    lines.append("angle to the full gradient x norm ratio, of tokens and of their mean:")
-    for rule, each in fidelity["gradient"].items():
-        token, mean = (f"{each[f'{of}_angle']:.1f}° x {each[f'{of}_norm']:.3g}" for of in ("token", "mean"))
-        lines.append(f"{rule}: {token}, mean {mean}")
-    return lines
+def _shard(path: Path) -> _Found:
+    try:
+        return pages.shard_facts(path, read_sidecar(path.parents[1], path.stem)), None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: the record beside it cannot be read ({error}); run kdtrain verify") from None
 
 
-def _run(path: Path) -> dict[str, Any]:
+def _model(path: Path) -> _Found:
+    try:
+        return pages.model_facts(path), None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is not a model folder: {error}") from None
+
+
+def _folder(path: Path) -> _Found:
+    found = pages.folder_of(path)
+    caches = []
+    for each in found["caches"]:
+        with contextlib.suppress(UsageError, RunError):  # unfinished or damaged: inspect it alone to read why
+            caches.append((each, read_manifest(each)))
+    facts = pages.folder_facts(found["runs"], caches)
+    return facts, pages.folder_page(path, facts)
+
+
+def _run_facts(path: Path) -> dict[str, Any]:
     store = Store(path / "checkpoints")
     environment = path / "environment.json"
     rows = {entry.name: _row(store, entry) for entry in store.entries(apart=True)}
@@ -196,7 +258,7 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
             damage = str(error)
     written = None
     with contextlib.suppress(OSError):
-        written = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
+        written = datetime.fromtimestamp((path / cache_format.MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
     return {
         "step": entry.step if entry.step >= 0 else None,
         "loss": progress.get("loss"),
@@ -209,8 +271,8 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
     }
 
 
-def _checkpoint(named: Path) -> dict[str, Any]:
-    return read_checkpoint(lambda: checkpoint_at(named), _loaded)
+def _checkpoint(named: Path) -> _Found:
+    return read_checkpoint(lambda: checkpoint_at(named), _loaded), None
 
 
 def _loaded(path: Path) -> dict[str, Any]:
@@ -226,3 +288,6 @@ def _loaded(path: Path) -> dict[str, Any]:
         "cache": checkpoint.state["cache"],
         "options": checkpoint.state["options"],
     }
+
+
+_PAGES = {"cache": _cache, "run": _run, "checkpoint": _checkpoint, "shard": _shard, "model": _model, "folder": _folder}

@@ -17,7 +17,7 @@ from kdtrain.commands.run_folder import TOKENIZER, launch, used, write_descripti
 from kdtrain.errors import RunError, UsageError, advice, reason, writing
 from kdtrain.files import publish_text, set_aside
 from kdtrain.models.loading import export_lock, export_model, is_export, load_tokenizer, tokenizer_files
-from kdtrain.monitor.progress import end_log, log, setup_logging
+from kdtrain.monitor.progress import end_log, formula, log, setup_logging
 from kdtrain.monitor.tables import finite, show
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, rank, world_size
 from kdtrain.training.schedule import warmup_steps
@@ -102,6 +102,11 @@ class Run:
             f"{self.out}: {kind} of {recipe.student.name} ({self.parameters:,} parameters), {trainer.total} steps of "
             f"{config.batch_size} x {recipe.facts.seq_len} tokens, {self.mode} on {trainer.student.device}"
         ]
+        objective = config.objective
+        hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
+        summed = formula(objective.alpha if recipe.distils else 0.0, objective.divergence, hidden)
+        scale = "" if summed == "ce" else "; two scales, so compare val with val"
+        lines.append(f"loss = {summed} of the training text; val = ce (cross-entropy) of withheld text{scale}")
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
             lines.append(f"warm-up of {warmup} steps, half of the run, not {config.optimizer.warmup_steps}")
         if world_size() > 1:

@@ -202,6 +202,21 @@ def is_run(folder: Path) -> bool:
     return name is not None
 
 
+def is_training(folder: Path) -> bool | None:
+    """Whether a process of this machine trains the run in `folder`; None where the system does not say.
+
+    The lock is not tried: a process that begins to train at that moment would be refused.
+    """
+    try:
+        status = (folder / LOCK).lstat()
+        held = Path("/proc/locks").read_text()
+    except FileNotFoundError as error:
+        return None if error.filename == "/proc/locks" else False
+    except OSError:
+        return None
+    return re.search(rf"FLOCK .*:{status.st_ino} ", held) is not None
+
+
 def check_out(out: Path) -> bool:
     """Whether `out` holds a run; refuses what is neither that nor left by an attempt that did not become a run."""
     if out.exists() and not out.is_dir():

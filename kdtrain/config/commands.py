@@ -250,10 +250,12 @@ class EvaluateConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(Options):
-    """Show a cache, a run or a checkpoint as a table, or what this machine supports."""
+    """Show a run, a cache, a checkpoint, a shard, a model or a folder of these, or what this machine supports."""
 
     path: Path | None = option(None, positional=True, reads="path")
-    """A cache, a run or a checkpoint."""
+    """A run, a cache, a checkpoint, a shard, a model folder, or a folder of runs and caches."""
+    watch: bool = option(False, needs="path")
+    """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
     json: bool = False
@@ -262,6 +264,7 @@ class InspectConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse(self.path is None and not self.hardware, "nothing to inspect; give a PATH or --hardware")
+        refuse(self.watch and self.json, "--watch prints lines for people; leave --json out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,11 +314,32 @@ class DemoConfig(Options):
     """Print one JSON object on stdout, logs on stderr."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Options):
+    """Continue a text with a trained student."""
+
+    student: str = option(positional=True, reads="student spec")
+    """A run (its best student), a checkpoint, an export, a TOML of students/ or teachers/, or a hub id."""
+    prompt: str = option("", positional=True, text=True)
+    """The text to continue; empty: from the beginning of a document."""
+    max_tokens: int = option(100, least=1)
+    """At most this many tokens; fewer where the student ends the text or reads no more."""
+    temperature: float = option(0.8, least=0)
+    """Divides the logits: low is careful, 1 is what the student has learned; 0 takes the most likely token."""
+    seed: int = option(0, least=0)
+    """Of the sampled tokens: another one gives another text."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+
 COMMANDS = {
     "demo": DemoConfig,
     "cache-teacher": CacheTeacherConfig,
     "distill": DistillConfig,
     "evaluate": EvaluateConfig,
+    "generate": GenerateConfig,
     "inspect": InspectConfig,
     "verify": VerifyConfig,
     "export": ExportConfig,

@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kdtrain.errors import UsageError
+from kdtrain.registry import nearest
+
+T = TypeVar("T")
 
 MOST = 2**53
 """The largest count: floats are exact up to it, and no run reaches it."""
@@ -32,6 +35,7 @@ def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
         check: a function that refuses a value by a `UsageError`.
         reads: what the value names, which is looked at before anything heavy is imported (`kdtrain.cli.paths`).
         brief: its line in the short help, which has no others.
+        text: it is a text, which may be longer than a path.
     """
     return dataclasses.field(default=default, metadata=attributes)
 
@@ -47,6 +51,33 @@ def fields_of(kind: Any, section: str = "run") -> Iterator[tuple[str, dataclasse
 def marked(kind: type, attribute: str) -> set[str]:
     """The options of a command whose `attribute` is true."""
     return {each.name for _, each in fields_of(kind) if each.metadata.get(attribute)}
+
+
+def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T:
+    """`config`, or the defaults of `kind`, with `options` by their names on the command line, whatever their section.
+
+    UsageError: an unknown option, a value that does not fit, or a required one that is missing.
+    """
+    homes = {each.name: section for section, each in fields_of(kind)}
+    for name in options:
+        if name not in homes:
+            raise UsageError(f"unknown option '{name}'; {nearest(name, list(homes))}")
+    given: dict[str, Any] = {name: value for name, value in options.items() if homes[name] == "run"}
+    for section in {homes[name] for name in options} - {"run"}:
+        inner = {name: value for name, value in options.items() if homes[name] == section}
+        (declared,) = (each for each in dataclasses.fields(kind) if each.name == section)  # type: ignore[arg-type]
+        base = declared.default_factory() if config is None else getattr(config, section)  # type: ignore[misc]
+        given[section] = dataclasses.replace(base, **inner)
+    if config is not None:
+        return dataclasses.replace(config, **given)  # type: ignore[type-var]
+    needed = [each.name for each in dataclasses.fields(kind) if _is_required(each)]  # type: ignore[arg-type]
+    if missing := [flag(name) for name in needed if name not in given]:
+        raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    return kind(**given)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def flag(name: str) -> str:

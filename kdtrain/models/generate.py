@@ -6,7 +6,7 @@ learned in between. There is no KV cache: this works with every kind of model, a
 Shape suffixes: B rows, T tokens so far, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -33,3 +33,27 @@ def generate(next_logits: NextLogits, prompts_BT: torch.Tensor, tokens: int, see
         drawn = torch.multinomial(torch.softmax(logits[rows:], -1), 1, generator=generator)
         written = torch.cat([written, torch.cat([best, drawn])], dim=1)
     return written[:rows, start:], written[rows:, start:]
+
+
+def continue_text(
+    next_logits: NextLogits, prompt_BT: torch.Tensor, tokens: int, temperature: float, seed: int
+) -> Iterator[int]:
+    """Yield up to `tokens` tokens after a prompt of one row, each as soon as it is drawn.
+
+    Args:
+        next_logits: the model.
+        prompt_BT: int64 [1, T].
+        tokens: how many tokens to add.
+        temperature: divides the logits; 0 takes the most likely token.
+        seed: of the sampled tokens.
+    """
+    generator = torch.Generator(prompt_BT.device).manual_seed(seed)
+    for _ in range(tokens):
+        logits_BV = next_logits(prompt_BT)
+        if temperature == 0:
+            drawn = logits_BV.argmax(-1, keepdim=True)
+        else:
+            scaled = (logits_BV - logits_BV.max()) / temperature  # the largest is 0, so that no temperature overflows
+            drawn = torch.multinomial(torch.softmax(scaled, -1), 1, generator=generator)
+        prompt_BT = torch.cat([prompt_BT, drawn], dim=1)
+        yield int(drawn)

@@ -1,9 +1,11 @@
-"""Progress: a bar with rate and ETA on a terminal, plain lines elsewhere, and `train.log` in both cases.
+"""Progress: a bar on a terminal and in a notebook, plain lines elsewhere, and `train.log` in each case.
 
-All output goes to stderr, so that stdout holds only the result of a command.
+All output goes to stderr, so that stdout holds only the result of a command; in a notebook, which shows stderr in red,
+to the cell's output. A line of a step fits 80 columns: what is least missed is left out first.
 """
 
 import logging
+import math
 import sys
 import time
 from collections import deque
@@ -12,12 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
+from rich.text import Text
 
 from kdtrain.errors import UsageError, printable
+from kdtrain.monitor.tables import duration, number, short
 
 log = logging.getLogger("kdtrain")
 console = Console(stderr=True)
@@ -39,10 +43,8 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
         handler.close()
     if quiet:
         log.addHandler(logging.NullHandler())
-    elif console.is_terminal:
-        log.addHandler(RichHandler(console=console, show_path=False, show_level=False, markup=False))
     else:
-        log.addHandler(_plain(logging.StreamHandler(sys.stderr)))
+        log.addHandler(_shown())
     if file is not None:
         if file.exists() and not file.is_file():  # opening a pipe for writing blocks until it has a reader
             raise UsageError(f"{file} is not a regular file; move it away")
@@ -86,13 +88,59 @@ class _LogFile(logging.FileHandler):
         raise OSError(getattr(error, "errno", None), str(error), self.baseFilename) from error
 
 
+def log_step(text: str) -> None:
+    """Log the line of a step, which the bar of a terminal or a notebook shows already."""
+    log.info("%s", text, extra={"in_bar": True})
+
+
+def _shown() -> logging.Handler:
+    """The handler of what a person sees; only a file needs the date."""
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(
+            console=console, show_path=False, show_level=False, show_time=False, markup=False
+        )
+    else:
+        handler = logging.StreamHandler(sys.stdout if console.is_jupyter else sys.stderr)
+        handler.setFormatter(_OneLine("%(message)s"))
+    if console.is_terminal or console.is_jupyter:
+        handler.addFilter(lambda record: not getattr(record, "in_bar", False))
+    return handler
+
+
 def _plain(handler: logging.Handler) -> logging.Handler:
     handler.setFormatter(_OneLine("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     return handler
 
 
+class _TwoLines(Progress):
+    """Bars, each with a second line below."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """The lines from top to bottom."""
+        for task in self.tasks:
+            yield self.make_tasks_table([task])
+            if task.fields["more"]:
+                yield Text(task.fields["more"], no_wrap=True, overflow="ellipsis")
+
+
+class _Cell:
+    """A line of a notebook's cell that is written again and again."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+
+    def show(self, text: str) -> None:
+        from IPython.display import display  # a notebook has it
+
+        shown = {"text/plain": text}
+        if self.handle is None:
+            self.handle = display(shown, raw=True, display_id=True)
+        else:
+            self.handle.update(shown, raw=True)
+
+
 class Bar:
-    """A progress bar on a terminal; elsewhere a plain line now and then.
+    """A progress bar of two lines on a terminal or in a notebook; elsewhere a plain line now and then.
 
     Args:
         what: the start of the line.
@@ -105,11 +153,12 @@ class Bar:
         self.what, self.total, self.unit, self.every = what, total, unit, every
         self.start_done, self.done = done, done
         self.started = self.logged = time.monotonic()
-        self.bar = Progress(
-            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=16, table_column=Column(no_wrap=True)),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        column = Column(no_wrap=True)
+        self.bar = _TwoLines(
+            TextColumn("{task.description}", table_column=column),
+            BarColumn(bar_width=16, table_column=column),
+            TextColumn("{task.fields[share]}", table_column=column),
+            MofNCompleteColumn(table_column=column),
             # A line that is too long is cut at its end; the columns before do not shrink.
             TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             console=console,
@@ -117,23 +166,33 @@ class Bar:
             transient=True,
             expand=True,
         )
-        self.task = self.bar.add_task(what, total=total, completed=done, text="")
+        self.task = self.bar.add_task(what, total=total, completed=done, text="", more="", share="")
+        self.cell = _Cell() if console.is_jupyter and not console.quiet else None
 
-    def update(self, done: int, text: str = "", total: int | None = None) -> None:
-        """Show that `done` units are done."""
+    def update(self, done: int, text: str = "", total: int | None = None, more: str = "") -> None:
+        """Show that `done` units are done; `text` stands beside the bar, `more` below it."""
         self.total = self.total if total is None else total
         self.done = done
-        self.bar.update(self.task, completed=done, total=self.total, text=text or self.rate())
-        if not console.is_terminal and time.monotonic() - self.logged > self.every:
-            self.logged = time.monotonic()
-            log.info("%s %d/%s %s", self.what, done, self.total or "?", text or self.rate())
+        text = text or self.rate()
+        share = f"{done / self.total:.0%}".replace("%", " %") if self.total else ""
+        self.bar.update(self.task, completed=done, total=self.total, text=text, more=more, share=share)
+        waits = 0.5 if self.cell is not None else self.every
+        if console.is_terminal or (time.monotonic() - self.logged <= waits and done != self.total):
+            return
+        self.logged = time.monotonic()
+        if self.cell is not None:
+            filled = round(16 * done / self.total) if self.total else 0
+            head = f"{self.what} {'█' * filled}{'░' * (16 - filled)} {done:,}/{self.total or '?'} | {text}"
+            self.cell.show("\n".join(filter(None, (head, more))))
+        elif self.every < math.inf:
+            log.info("%s %d/%s | %s", self.what, done, self.total or "?", text)
 
     def rate(self) -> str:
-        """Units a second since the start, and the time left in minutes."""
+        """Units a second since the start, and the time left."""
         seconds = max(time.monotonic() - self.started, 1e-9)
         rate = (self.done - self.start_done) / seconds
-        left = "" if not self.total or rate == 0 else f" eta_min={(self.total - self.done) / rate / 60:.1f}"
-        return f"{self.unit}/s={rate:,.1f}{left}"
+        left = "" if not self.total or rate == 0 else f" | {duration((self.total - self.done) / rate)} left"
+        return f"{short(rate) if rate >= 100 else number(round(rate, 1))} {self.unit}/s{left}"
 
 
 @contextmanager
@@ -170,32 +229,85 @@ class Rate:
         return {"tok/s": rate, "eta_h": (self.total - step) * seconds / steps / 3600}
 
 
-STATUS = (
-    *("loss", "loss_avg", "kd_T1", "hidden", "T", "dL/dlogT", "lr", "grad_norm", "tok/s", "eta_h"),
-    *("ckpt", "memory_mb", "mem_delta", "mode"),
-)
-"""The numbers in a step's line and in the bar, in this order; docs/monitoring.md explains each."""
+def formula(alpha: float, divergence: str, hidden: float | None) -> str:
+    """The objective in the words of a step's line: `.9 kl + .1 ce`."""
+    terms = [(alpha, term_name(divergence)), (1 - alpha, "ce"), (hidden or 0.0, "hidden")]
+    return " + ".join(f"{weight_text(weight)}{name}" for weight, name in terms if weight) or "ce"
 
 
-def status(numbers: Mapping[str, Any]) -> str:
-    """The line of a step, from those of the `STATUS` numbers that it has."""
-    return line({name: numbers[name] for name in STATUS if name in numbers})
+def term_name(divergence: str) -> str:
+    """A divergence in a step's line: kl for forward-kl, and its own name without numbers else."""
+    name = divergence.partition(":")[0]
+    return "kl" if name == "forward-kl" else name
 
 
-def line(numbers: Mapping[str, Any]) -> str:
-    """Numbers (and the mode, a word) as one line of name=value, rounded for reading."""
-    formats = {
-        "lr": ".2e",
-        "tok/s": ",.0f",
-        "eta_h": ".2f",
-        "memory_mb": ",.0f",
-        "mem_delta": "+,.0f",
-        "ckpt": "d",
-        "grad_norm": ".3f",
-        "T": ".3f",
-        "mode": "s",
-    }
-    return " ".join(
-        f"{name}={value:{formats.get(name) or ('.4f' if abs(value) < 1e6 else '.4g')}}"
-        for name, value in numbers.items()
-    )
+def weight_text(weight: float) -> str:
+    """A weight before a term: nothing for 1, else two digits, as `.9 `."""
+    return "" if weight == 1 else f"{weight:.2g} ".removeprefix("0")
+
+
+AVERAGED = 50
+"""Steps over which the line of a step averages the loss."""
+_WIDTH = 80
+_LESS_MISSED = ("lr", "rate", "left")
+"""Parts of a step's line that are left out where it would be too long, in this order."""
+
+
+class StepText:
+    """The words about a step, by part: loss, T, lr, rate, left.
+
+    Args:
+        alpha: weight of the divergence; 0 for cross-entropy alone.
+        divergence: its name.
+        hidden: weight of the hidden-state loss; None without one.
+        learned: whether T is learned.
+    """
+
+    def __init__(self, alpha: float, divergence: str, hidden: float | None, learned: bool) -> None:
+        self.alpha, self.name, self.hidden, self.learned = alpha, term_name(divergence), hidden, learned
+        self.window: deque[tuple[float, ...]] = deque(maxlen=AVERAGED)
+
+    def add(self, numbers: Mapping[str, float]) -> dict[str, str]:
+        """Take the numbers of a step, by their names in metrics.jsonl; losses are means of the last steps.
+
+        The terms are those of the sum: the divergence is multiplied by T squared.
+        """
+        temperature = numbers.get("T", 1.0)
+        kept = (numbers.get("kd", math.nan) * temperature**2, numbers.get("ce", math.nan), numbers.get("hidden", 0.0))
+        self.window.append((numbers.get("loss", math.nan), *kept))
+        loss, *terms = (math.fsum(each) / len(self.window) for each in zip(*self.window, strict=True))
+        alpha = numbers.get("alpha", self.alpha) if "kd" in numbers else 0.0
+        weights = (alpha, 1 - alpha, self.hidden or 0.0)
+        shown = zip(weights, (self.name, "ce", "hidden"), terms, strict=True)
+        sum_of = " + ".join(f"{weight_text(weight)}{name} {_digits(term)}" for weight, name, term in shown if weight)
+        parts = {"loss": f"loss {_digits(loss)}" + (f" = {sum_of}" if alpha or self.hidden else "")}
+        if self.learned and "T" in numbers:
+            parts["T"] = f"T {temperature:.2f}"
+        if "lr" in numbers:
+            parts["lr"] = f"lr {numbers['lr']:.1e}"
+        if "tok/s" in numbers:
+            parts |= {"rate": f"{short(numbers['tok/s'])} tok/s", "left": f"{duration(numbers['eta_h'] * 3600)} left"}
+        return parts
+
+
+def one_line(head: str, parts: Mapping[str, str], width: int = _WIDTH) -> str:
+    """`head` and the parts on one line of at most `width` columns, if leaving out some of them is enough."""
+    kept = dict(parts)
+    for name in (None, *_LESS_MISSED):
+        kept.pop(name or "", None)
+        if len(text := " | ".join((head, *kept.values()))) <= width:
+            break
+    return text
+
+
+def validation_line(step: int, numbers: Mapping[str, float], before: float | None, best: bool) -> str:
+    """The line of a validation: its loss, the change since the one before, the teacher's, and whether it is best."""
+    loss, teacher = numbers["validation/loss"], numbers.get("validation/teacher_loss")
+    change = "" if before is None else f" ({loss - before:+.3f})"
+    text = f"val @{step} {loss:.3f}{change}" if abs(loss) < 1e6 else f"val @{step} {loss:.4g}"
+    return text + ("" if teacher is None else f" teacher {teacher:.3f}") + (" best" if best else "")
+
+
+def _digits(loss: float) -> str:
+    """A loss with two decimals; fewer where it is large."""
+    return f"{loss:.2f}" if not abs(loss) >= 1e4 else f"{loss:.3g}"

@@ -51,8 +51,8 @@ class RunRecord:
     """How the run ended; None while it trains, and after a kill."""
 
     @classmethod
-    def read(cls, folder: Path) -> "RunRecord":
-        """Read the run in `folder`.
+    def read(cls, folder: Path, last: int | None = None) -> "RunRecord":
+        """Read the run in `folder`; of its metrics and events only the `last` bytes, or all.
 
         Raises:
             OSError: a file cannot be read.
@@ -61,8 +61,8 @@ class RunRecord:
         return cls(
             _table(folder / "config.toml"),
             _table(folder / "environment.json"),
-            [_finite(record) for _, record in lines(folder / "metrics.jsonl") if record is not None],
-            list(events(folder)),
+            [_finite(record) for _, record in lines(folder / "metrics.jsonl", last) if record is not None],
+            list(events(folder, last)),
             _table(folder / "result.json") or None,
         )
 
@@ -82,16 +82,18 @@ class RunRecord:
         return statistics.median(rates[len(rates) // 2 :]) if rates else None
 
 
-def events(folder: Path) -> Iterator[Event]:
-    """The events of the run in `folder`. OSError, ValueError: as `lines`."""
-    for _, record in lines(folder / "events.jsonl"):
+def events(folder: Path, last: int | None = None) -> Iterator[Event]:
+    """The events of the run in `folder`, or those in its `last` bytes. OSError, ValueError: as `lines`."""
+    for _, record in lines(folder / "events.jsonl", last):
         with suppress(ValueError):
             known = {name: (record or {}).pop(name, None) for name in ("event", "level", "step")}
             yield typed({**known, "details": record or {}}, Event)
 
 
-def lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+def lines(path: Path, last: int | None = None) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Each line of a log, as text and as a record; the record is None where the line is none. Without a file: nothing.
+
+    last: read only the lines that begin in so many bytes at the end of the file.
 
     Raises:
         OSError: the file cannot be read.
@@ -104,7 +106,11 @@ def lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     with file:
-        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+        length = os.fstat(file.fileno()).st_size
+        if last is not None and length > last:
+            file.seek(length - last)
+            file.readline(SMALL)
+        elif length > MOST_BYTES:
             raise ValueError(f"{path}: it has more than {MOST_BYTES:,} bytes")
         for line in iter(lambda: file.readline(SMALL), b""):
             text, record = line.decode(errors="replace").rstrip("\n"), None

@@ -11,6 +11,7 @@ Shape suffixes: B rows, T tokens so far, D width.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.config import DistillConfig
 from kdtrain.models.generate import generate
 from kdtrain.models.hub import one_line
-from kdtrain.monitor.progress import Bar, Rate, log, status
+from kdtrain.monitor.health import WINDOW, Signs, findings, free_mib, newest_mib
+from kdtrain.monitor.progress import Bar, Rate, StepText, log
 from kdtrain.monitor.watchers import ClippedShare, DataWait, LearnedSamples, MemoryGrowth, initial_loss
 from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.parallelize import peaks, reshard
@@ -139,6 +141,16 @@ class Reporter:
         self.gradients_checked = False
         self.bound: str | None = None
         self.utilization_known = student.device.type == "cuda"
+        objective = config.objective
+        hidden = objective.hidden_weight if student.hidden_loss is not None else None
+        learned = any(each.requires_grad for each in student.temperature.parameters())
+        self.text = StepText(objective.alpha, objective.divergence, hidden, learned)
+        self.watches = False
+        self.wrong: dict[str, str] = {}
+        """What is wrong now, by the kind of the warning."""
+        self.losses: deque[float] = deque(maxlen=4 * WINDOW)
+        self.validations: list[tuple[int, float]] = []
+        self.teacher_loss: float | None = None
 
     def open(
         self, step: int, validated_step: int | None, *, init: str, sampler: Sampler | None = None, samples: int = 0
@@ -155,6 +167,7 @@ class Reporter:
         monitor = self.config.monitor
         if is_main():
             self.writers = Writers(self.config.out, step, validated_step, monitor)
+            self.watches = True
         every = (self.config.checkpoint.checkpoint_freq, validation_interval(self.total, monitor.eval_freq))
         self.memory, self.learned = MemoryGrowth(step + 1, every=every), LearnedSamples(samples)
         self.init, self.sampler = init, sampler
@@ -188,8 +201,13 @@ class Reporter:
                     tensors[f"gradients/{name}"] = each.grad
             self.writers.histograms(number, tensors)
 
-    def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> str:
-        """After step `number`: write its numbers, samples where due, and warnings; return the step's log line.
+    def validated(self, step: int, loss: float, teacher_loss: float | None) -> None:
+        """After a validation: its loss and the teacher's, nats a token."""
+        self.validations.append((step, loss))
+        self.teacher_loss = teacher_loss
+
+    def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> dict[str, str]:
+        """After step `number`: write its numbers, samples where due, and warnings; return what its line says, by part.
 
         Args:
             number: the step.
@@ -203,8 +221,7 @@ class Reporter:
         clipped = self.clipped.add(number, numbers.get("grad_norm", math.nan), cross_entropy)
         share = {"clipped_share": self.clipped.share} if self.config.optimizer.clip else {}
         self.writers.metrics(number, {**numbers, **share, **self._resources(number)})
-        held = memory_mb(self.student.device)
-        grown, leak = self.memory.add(number, held)
+        _, leak = self.memory.add(number, memory_mb(self.student.device))
         if leak is not None:
             self.writers.warning("memory-growth", number, leak)
         memorized = self.learned.add(numbers.get("kd", math.nan), epochs)
@@ -218,8 +235,29 @@ class Reporter:
             slow = self.data_wait.add(numbers["data_wait_s"], seconds)
             if slow is not None:
                 self.writers.warning("data-wait", number, slow)
-        own = {"ckpt": checkpoint - number, "memory_mb": held, "mem_delta": grown, "mode": self.student.present_mode}
-        return status({**numbers, **own})
+        self.losses.append(cross_entropy)
+        if self.watches and _due(number, self.config.monitor.log_freq):
+            self._check_health(number, numbers, checkpoint)
+        parts = self.text.add(numbers)
+        return parts | ({"health": "! " + ", ".join(self.wrong)} if self.wrong else {})
+
+    def _check_health(self, number: int, numbers: Mapping[str, float], checkpoint: int) -> None:
+        """Warn of what has become wrong since the last time."""
+        rate, out = numbers.get("tok/s"), self.config.out
+        signs = Signs(
+            step=number,
+            step_seconds=numbers["tokens"] / rate if rate else None,
+            saved_step=checkpoint,
+            free_mib=free_mib(out),
+            checkpoint_mib=newest_mib(out / "checkpoints"),
+            losses=self.losses,
+            validations=self.validations,
+            teacher_loss=self.teacher_loss,
+        )
+        found = findings(signs)
+        for kind in found.keys() - self.wrong.keys():
+            self.writers.warning(kind, number, found[kind])
+        self.wrong = found
 
     def temperature(self, number: int) -> None:
         """After step `number`: warn when a learned T reaches a bound, once until it leaves. Waits for the device.

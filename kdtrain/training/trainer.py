@@ -22,7 +22,7 @@ from kdtrain.checkpoint.saver import Saver
 from kdtrain.checkpoint.store import Store
 from kdtrain.config import DistillConfig
 from kdtrain.errors import RunError
-from kdtrain.monitor.progress import line, log
+from kdtrain.monitor.progress import log, log_step, one_line, validation_line
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.parallelize import SingleProcess
@@ -170,6 +170,9 @@ class Trainer:
                 self._validate_and_save(stop, None)
             if self.checkpoints.published is None and not stop:  # so that a rollback always finds a checkpoint
                 self.checkpoints.save(tiers.rolling_name(self.state.progress.step))
+            if self.student.compile_objective and not (self.finished() or stop):
+                log.info("compiling (20 to 60 s for a new student, about 5 s for one compiled before)...")
+                self.reporter.bar.update(self.state.progress.step, "compiling...", self.total)
             self.stepper.warm_up(stop)
             then = Next.STOP if self.finished() or stop else Next.READ_AGAIN
             while then is not Next.STOP:
@@ -212,9 +215,10 @@ class Trainer:
             return Outcome.INTERRUPTED, math.nan
         numbers = {f"validation/{name}": value for name, value in summary(metrics).items() if value is not None}
         self.writers.metrics(progress.step, numbers)
-        log.info("validation at step %d %s", progress.step, line(numbers))
+        loss, before = numbers["validation/loss"], progress.last_loss
+        is_best = before is not None and progress.best_loss is not None and loss < progress.best_loss
+        log.info("%s", validation_line(progress.step, numbers, before, is_best))
         progress.validated_step = progress.step
-        loss = numbers["validation/loss"]
         if progress.step == 0:
             self.reporter.initial(loss)
         if not metrics.tokens:
@@ -228,6 +232,7 @@ class Trainer:
         guards.stopping.validated(loss)
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss, progress.teacher_loss = loss, numbers.get("validation/teacher_loss")
+        self.reporter.validated(progress.step, loss, progress.teacher_loss)
         if guards.divergence.validated(loss):
             return Outcome.DIVERGED, loss
         if progress.best_loss is None or loss < progress.best_loss:
@@ -299,10 +304,12 @@ class Trainer:
         checkpoint = 0 if self.checkpoints.published is None else self.checkpoints.published[0]
         epochs = self.state.progress.sequences / len(self.stepper.source)
         numbers = {**result.metrics, "loss_avg": stopping.average, **speed}
-        text = self.reporter.finished(number, numbers, checkpoint, epochs)
-        bar.update(number, text, self.total)
+        parts = self.reporter.finished(number, numbers, checkpoint, epochs)
+        beside = [parts[name] for name in ("rate", "left") if name in parts]
+        below = [text for name, text in parts.items() if name not in ("rate", "left")]
+        bar.update(number, " | ".join(beside) or " ", self.total, more=" | ".join(below))
         if number % self.config.monitor.log_freq == 0 or self.finished() or number == 1:
-            log.info("step %d/%d %s", number, self.total, text)
+            log_step(one_line(f"step {number}/{self.total}", parts))
             self.reporter.temperature(number)
 
     def _end(self, stop: StopRequest) -> None:

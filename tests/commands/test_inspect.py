@@ -9,7 +9,7 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
-from kdtrain.monitor.tables import show
+from kdtrain.monitor.tables import duration, number, short, show, size
 
 CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"
 
@@ -21,19 +21,55 @@ def fidelity() -> dict:
     return found
 
 
-def test_a_cache_is_shown_with_a_line_of_fidelity_for_each_temperature_and_tail_rule(
+def test_a_cache_is_shown_with_a_row_of_fidelity_for_each_temperature_and_tail_rule(
     capsys: pytest.CaptureFixture[str], fidelity: dict
 ) -> None:
     assert main(InspectConfig(path=CACHE)) == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for temperature in ("T=1", "T=2", "T=4"):
-        found = fidelity[temperature]
-        assert f"fidelity, {temperature} KL(full || cache): {found['kl_bucket']:.2g}" in shown
+    printed = capsys.readouterr().out
+    assert max(len(line) for line in printed.splitlines() if str(CACHE) not in line) <= 90
+    rows = [line.split() for line in printed.splitlines()]
+    for temperature in ("1", "2", "4"):
+        found = fidelity[f"T={temperature}"]
+        assert f"{found['kl_bucket']:.2g} at T={temperature}" in printed
         for rule, each in found["gradient"].items():
-            assert f"{rule}: {each['token_angle']:.1f}° x {each['token_norm']:.3g}, mean" in shown
-    assert f"{fidelity['sample']['tokens']:,} tokens of {fidelity['split']}" in shown
-    assert "error of log Z at most" in shown
-    assert "tail rule sampled by default, or --tail control-variate" in shown
+            token = [f"{each['token_angle']:.1f}°", f"{each['token_norm']:.2f}"]
+            mean = [f"{each['mean_angle']:.1f}°", f"{each['mean_norm']:.2f}"]
+            assert [temperature, rule, *token, *mean] in [row[:6] for row in rows]
+    assert f"{fidelity['sample']['tokens']:,} tokens of {fidelity['split']}" in printed
+    assert "error of log Z at most" in printed and "for T from 0.6667 to 4" in printed
+    assert "tail rule sampled by default, or --tail control-variate" in printed
+    assert "649 bytes a token" in printed and ["validation", "2", "48", "1"] in [row[:4] for row in rows]
+
+
+def test_a_shard_is_shown_by_the_record_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(InspectConfig(path=CACHE / "shards" / "train-00001.h5", json=True)) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["split"], shown["cache"]) == ("train", str(CACHE)) and shown["stored (MiB)"]["ids"] > 0
+
+
+def test_a_folder_lists_its_runs_and_caches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(InspectConfig(path=CACHE.parent)) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["sparse", "-", "top", "4", "+", "6", "samples", "168", "649"] in rows
+
+
+@pytest.mark.parametrize(
+    "value, written",
+    [
+        *((16384.0, "16,384"), (5.92412, "5.924"), (0.029052, "0.02905"), (3.14e-5, "3.1e-05"), (1605.9, "1,606")),
+        *((1.5e300, "1.5e+300"), (-(10**400), "-1e+300"), (12, "12"), (float("nan"), "nan"), (None, "-"), (True, "-")),
+    ],
+)
+def test_numbers_are_written_as_people_write_them(value, written):
+    assert number(value) == written
+
+
+def test_sizes_durations_and_counts_have_their_units():
+    assert [size(each) for each in (0.0, 0.05, 0.25, 4, 12.1, 2048)] == [
+        *("0 MiB", "51 KiB", "0.2 MiB", "4 MiB", "12 MiB", "2 GiB")
+    ]
+    assert [duration(each) for each in (9, 751, 7500, 200000, None)] == ["0:09", "12:31", "2 h 05", "2 d 07 h", "-"]
+    assert [short(each) for each in (12, 999.9, 12234, 1053824, 2.5e9)] == ["12", "1.0k", "12.2k", "1.05 M", "2.50 G"]
 
 
 def test_the_control_variate_is_offered_where_there_is_a_top_k():

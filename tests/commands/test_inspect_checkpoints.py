@@ -91,7 +91,16 @@ def test_the_table_for_people_names_every_checkpoint(run, capsys):
     inspect.main(InspectConfig(path=run))
     printed = capsys.readouterr().out
     assert all(name in printed for name in NAMES)
-    assert "special" in printed and "loss 2.5" in printed
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line}
+    assert rows["interrupted-00000012"][1:3] == ["2.500", "-"] and rows["step-00000010"][1:3] == ["2.500", "3.500"]
+    assert rows["step-00000010"][-1] == "best" and rows["step-00000020"][-1] == "latest"
+
+
+def test_the_page_names_damage_and_what_to_do_about_it(run, capsys):
+    os.truncate(run / "checkpoints/step-00000020/state.json", 3)
+    inspect.main(InspectConfig(path=run))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "damaged: state.json has 3 bytes" in printed and f"1 damaged: kdtrain verify {run}" in printed
 
 
 @pytest.mark.parametrize("name", [*NAMES, "best", "latest"])

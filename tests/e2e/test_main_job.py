@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from kdtrain.monitor.tables import number
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 
@@ -31,7 +32,8 @@ def test_a_teacher_is_cached_as_the_options_say(bench, cached):
     assert {"tokens", "ids", "numbers", "dictionary", "overhead", "total"} <= sizes.keys()
     assert sum(sizes.values()) == pytest.approx(2 * sizes["total"])
     table = bench.run("inspect", "cache").ok().stdout
-    assert [name for name, size in sizes.items() if f"{name}: {size:.4g}"[: len(name) + 3] not in table] == []
+    assert f"{number(sizes.pop('total'))} bytes a token" in table
+    assert [name for name, size in sizes.items() if f"{name} {number(size)}" not in table] == []
 
 
 def test_a_student_learns_from_the_cache(bench, distilled):

@@ -2,12 +2,25 @@
 
 import io
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from kdtrain.monitor import progress
-from kdtrain.monitor.progress import STATUS, Bar, Rate, bar, line, log, setup_logging, status
+from kdtrain.monitor.progress import (
+    Bar,
+    Rate,
+    StepText,
+    bar,
+    formula,
+    log,
+    log_step,
+    one_line,
+    setup_logging,
+    validation_line,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,25 +42,74 @@ def test_the_rate_counts_tokens_between_the_first_and_the_last_step_of_the_windo
     assert last["eta_h"] == pytest.approx(6 * 2.0 / 3600)
 
 
-def test_numbers_are_rounded_for_reading_by_their_kind():
-    numbers = {"loss": 1.23456, "T": 2.0, "lr": 3e-4, "tok/s": 12345.6, "grad_norm": 0.98765}
-    assert line(numbers) == "loss=1.2346 T=2.000 lr=3.00e-04 tok/s=12,346 grad_norm=0.988"
+STEP = {"loss": 3.58, "ce": 7.02, "kd": 3.19, "T": 1.0, "lr": 2.5e-4, "tok/s": 12_234.0, "eta_h": 9 / 3600}
+HEAD = "step 1500/2000"
 
 
-def test_a_number_of_hundreds_of_digits_is_written_in_powers_of_ten():
-    assert line({"validation/perplexity": 1.5e300, "validation/loss": 691.2}) == (
-        "validation/perplexity=1.5e+300 validation/loss=691.2000"
-    )
+def test_the_line_of_a_step_is_the_loss_with_its_parts_the_rate_and_the_time_left_in_80_columns():
+    parts = StepText(0.9, "forward-kl", None, learned=False).add(STEP)
+    line = "step 1500/2000 | loss 3.58 = .9 kl 3.19 + .1 ce 7.02 | 12.2k tok/s | 0:09 left"
+    assert one_line(HEAD, parts) == line and len(line) <= 80
+    assert one_line(HEAD, parts, 100).split(" | ")[2] == "lr 2.5e-04"
 
 
-def test_the_line_of_a_step_has_all_names_in_order_and_leaves_out_missing_ones():
-    numbers = {"mode": "bf16", "loss": 1.0, "tokens": 5.0, "ckpt": -150, "memory_mb": 1234.5, "mem_delta": -3.2}
-    assert status(numbers) == "loss=1.0000 ckpt=-150 memory_mb=1,234 mem_delta=-3 mode=bf16"
-    full = dict.fromkeys(STATUS, 1.0) | {"ckpt": 0, "mode": "fp32"}
-    assert [text.split("=")[0] for text in status(full).split()] == [
-        *("loss", "loss_avg", "kd_T1", "hidden", "T", "dL/dlogT", "lr", "grad_norm", "tok/s", "eta_h"),
-        *("ckpt", "memory_mb", "mem_delta", "mode"),
+def test_a_learned_temperature_and_what_is_wrong_push_out_what_is_least_missed():
+    parts = StepText(0.9, "reverse-kl", None, learned=True).add(STEP | {"T": 2.0, "kd": 3.19 / 4})
+    line = one_line(HEAD, {**parts, "health": "! no-progress"})
+    assert line == "step 1500/2000 | loss 3.58 = .9 reverse-kl 3.19 + .1 ce 7.02 | T 2.00 | ! no-progress"
+
+
+def test_the_parts_of_a_loss_are_means_of_the_last_steps_and_add_up():
+    text = StepText(0.9, "forward-kl", 0.5, learned=False)
+    for number in range(60):
+        kd, ce, hidden = 1.0 + number, 2.0 + number, 4.0
+        parts = text.add({"loss": 0.9 * kd + 0.1 * ce + 0.5 * hidden, "kd": kd, "ce": ce, "hidden": hidden, "T": 1.0})
+    assert parts == {"loss": "loss 37.60 = .9 kl 35.50 + .1 ce 36.50 + .5 hidden 4.00"}
+
+
+def test_the_line_of_cross_entropy_alone_has_no_sum():
+    assert StepText(0.9, "forward-kl", None, learned=False).add({"loss": 6.8}) == {"loss": "loss 6.80"}
+    assert StepText(0.0, "forward-kl", None, learned=False).add({"loss": 1e9}) == {"loss": "loss 1e+09"}
+
+
+def test_a_formula_has_the_terms_of_the_line():
+    assert formula(0.9, "forward-kl", None) == ".9 kl + .1 ce" and formula(0.0, "jsd:0.5", None) == "ce"
+    assert formula(1.0, "jsd:0.5", 2.0) == "jsd + 2 hidden"
+
+
+def test_the_line_of_a_validation_has_the_change_the_teacher_and_whether_it_is_best():
+    numbers = {"validation/loss": 6.838, "validation/teacher_loss": 4.4271, "validation/kl": 2.4}
+    assert validation_line(80, numbers, 7.403, True) == "val @80 6.838 (-0.565) teacher 4.427 best"
+    assert validation_line(0, {"validation/loss": 1.5e300}, None, False) == "val @0 1.5e+300"
+
+
+def test_on_a_terminal_the_bar_shows_a_step_and_only_the_file_has_its_line(tmp_path, monkeypatch):
+    screen = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    monkeypatch.setattr(progress, "console", screen)
+    setup_logging(tmp_path / "train.log")
+    log.info("val @80")
+    log_step("step 1/2")
+    assert "val @80" in screen.file.getvalue() and "step 1/2" not in screen.file.getvalue()
+    assert [line.split(" ", 2)[-1] for line in (tmp_path / "train.log").read_text().splitlines()] == [
+        *("val @80", "step 1/2")
     ]
+
+
+def test_in_a_notebook_a_bar_is_one_line_that_changes_and_logs_are_not_red(tmp_path, monkeypatch, capsys):
+    shown = []
+    handle = SimpleNamespace(update=lambda text, raw: shown.append(text["text/plain"]))
+    display = SimpleNamespace(display=lambda text, raw, display_id: shown.append(text["text/plain"]) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr(progress, "console", Console(width=80, force_jupyter=True))
+    setup_logging()
+    log.info("val @80")
+    with bar("distill", 4) as drawn:
+        drawn.update(2, "12.2k tok/s", more="loss 3.58")
+        drawn.update(4, "12.2k tok/s", more="loss 3.50")
+    captured = capsys.readouterr()
+    assert "val @80" in captured.out and captured.err == ""
+    assert shown[-1] == "distill ████████████████ 4/4 | 12.2k tok/s\nloss 3.50"
 
 
 def test_lines_go_to_stderr_and_to_the_end_of_the_file(tmp_path, capsys):
@@ -59,21 +121,20 @@ def test_lines_go_to_stderr_and_to_the_end_of_the_file(tmp_path, capsys):
     log.warning("twice")
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert [text.split(" ", 2)[-1] for text in captured.err.splitlines()] == ["once", "twice"]
+    assert captured.err.splitlines() == ["once", "twice"]
     assert [text.split(" ", 2)[-1] for text in path.read_text().splitlines()] == ["before", "once", "twice"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 300])
-def test_on_a_narrow_terminal_the_numbers_of_a_step_are_cut_and_the_bar_is_not(width):
-    text = status(dict.fromkeys(STATUS, 1.0) | {"ckpt": 0, "mode": "fp32"})
-    shown = Bar("distil", 2000, done=100)
-    shown.update(250, text)
+def test_a_bar_has_two_lines_that_fit_the_terminal(width):
+    shown = Bar("distill", 2000, done=100)
+    shown.update(250, "12.2k tok/s | 12:31 left", more="loss 3.58 = .9 kl 3.19 + .1 ce 7.02 | T 1.31 | lr 2.5e-04")
     screen = Console(width=width, file=io.StringIO())
     screen.print(shown.bar.get_renderable())
-    [drawn] = screen.file.getvalue().splitlines()
-    assert drawn.startswith("distil ") and "250/2000" in drawn and "--:--" in drawn and "loss=1" in drawn
-    assert len(drawn) <= width
-    assert ("mode=fp32" in drawn) == (width == 300)
+    first, second = screen.file.getvalue().splitlines()
+    assert first.startswith("distill ") and "12 % 250/2000" in " ".join(first.split()) and "12.2k" in first
+    assert second.startswith("loss 3.58 = .9 kl 3.19") and max(len(first), len(second)) <= width
+    assert ("12:31 left" in first) == (width > 60)
 
 
 def test_without_a_terminal_a_bar_is_a_plain_line_now_and_then(monkeypatch, caplog):
@@ -87,7 +148,7 @@ def test_without_a_terminal_a_bar_is_a_plain_line_now_and_then(monkeypatch, capl
             shown.update(done)
     log.propagate = False
     assert 1 <= len(caplog.messages) < 12
-    assert all(text.startswith("cache ") and "/20 " in text and "sequences/s=" in text for text in caplog.messages)
+    assert all(text.startswith("cache ") and "/20 " in text and "sequences/s" in text for text in caplog.messages)
 
 
 def test_a_rate_counts_only_the_work_of_this_process(monkeypatch):
@@ -95,4 +156,4 @@ def test_a_rate_counts_only_the_work_of_this_process(monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     shown = Bar("distill", 200, done=100, unit="steps")
     shown.done = 120
-    assert shown.rate() == "steps/s=2.0 eta_min=0.7"
+    assert shown.rate() == "2 steps/s | 0:40 left"

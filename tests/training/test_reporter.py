@@ -33,11 +33,24 @@ def backward(run):
     run.student(run.stepper.source.read(torch.arange(4).numpy()), 32.0).loss.backward()
 
 
-def test_a_line_holds_the_numbers_of_the_step_and_the_memory_of_the_process(workshop):
+def test_the_parts_of_a_line_are_those_of_the_step(workshop):
     with workshop.run() as run:
-        text = reporter_of(run).finished(7, {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5}, checkpoint=4, epochs=0.7)
-    assert text.startswith("loss=2.0000 lr=1.00e-03 grad_norm=0.500 ckpt=-3 memory_mb=")
-    assert text.endswith(" mem_delta=+0 mode=fp32")
+        numbers = {"loss": 2.0, "lr": 1e-3, "grad_norm": 0.5}
+        parts = reporter_of(run).finished(7, numbers, checkpoint=4, epochs=0.7)
+    assert parts == {"loss": "loss 2.00", "lr": "lr 1.0e-03"}
+
+
+def test_what_is_wrong_is_warned_of_once_and_stays_in_the_line_until_it_is_over(workshop, said):
+    with workshop.run() as run:
+        reporter = reporter_of(run)
+        for step in range(0, 50, 10):
+            reporter.validated(step, 5.0, 4.0)
+        numbers = {"loss": 2.0, "tokens": 32.0}
+        lines = [reporter.finished(step, numbers, checkpoint=0, epochs=0.7) for step in (10, 20)]
+        reporter.validated(50, 4.9, 4.0)
+        after = reporter.finished(30, numbers, checkpoint=0, epochs=0.7)
+    assert [parts["health"] for parts in lines] == ["! no-progress"] * 2 and "health" not in after
+    assert len(said) == 1 and "the last 4 validations are not below 5.000 of step 0 (teacher 4.000)" in said[0]
 
 
 def test_parameters_without_a_gradient_are_named_once(workshop, said):

@@ -1,0 +1,417 @@
+"""What `kdtrain inspect` shows to people: a page of a run, a cache, a shard, a model folder, or a folder of these.
+
+A page is lines and tables without frames; `--json` has the whole of what is known instead. All of it may come from
+strangers: `monitor.tables` escapes it, and a number that is none is a `-`.
+"""
+
+import json
+import math
+import shlex
+import struct
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kdtrain.cache import format as cache_format
+from kdtrain.cache.manifest import Manifest, Sidecar
+from kdtrain.commands.result import RESULT
+from kdtrain.commands.run_folder import is_training
+from kdtrain.files import open_regular, parse_json, read_json, typed
+from kdtrain.monitor.health import Signs, findings
+from kdtrain.monitor.progress import formula
+from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.tables import columns, duration, number, short, size
+
+Part = str | Table
+TAIL = 2**22
+"""Bytes of a log that a page reads, from its end: some ten thousand steps."""
+_HEADER = 2**24
+"""Most bytes of the header of a safetensors file that are read."""
+
+
+def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
+    """A run: how it ended, its losses beside the teacher's, checkpoints, warnings, health, and what to do next.
+
+    facts: as `--json` prints them.
+    """
+    options = _table(record.options.get("run"))
+    result, environment = record.result or {}, record.environment
+    student = _table(environment.get("student"))
+    name = student.get("name") or result.get("student_name") or options.get("student")
+    parameters = f", {short(count)} parameters" if isinstance(count := student.get("parameters"), int) else ""
+    source = next((f" from {options[each]}" for each in ("cache", "data") if options.get(each)), "")
+    teacher = f" with teacher {options['teacher']}" if options.get("teacher") else ""
+    yield f"{path}: {name}{parameters}{source}{teacher}, {environment.get('mode')} on {environment.get('device')}"
+    state, ended = _state(path, record)
+    yield ended
+    yield ""
+    yield from _losses(result, record)
+    checkpoints = _table(facts.get("checkpoints"))
+    if checkpoints:
+        links = {link: facts.get(link) for link in ("best", "latest")}
+        yield columns(
+            ("checkpoint", "train", "val", "written", "size", ""),
+            [_checkpoint(name, _table(row), links) for name, row in checkpoints.items()],
+            left=("checkpoint", ""),
+        )
+        damaged = sum(_table(row).get("verdict") != "ok" for row in checkpoints.values())
+        sound = "all whole" if not damaged else f"{damaged} damaged: kdtrain verify {_word(path)}"
+        one = "checkpoint" if len(checkpoints) == 1 else "checkpoints"
+        yield f"{len(checkpoints)} {one}, {size(facts.get('checkpoints in all (MiB)'))}, {sound}"
+        yield f"train: {_objective(record)} of one step; val: cross-entropy of other text. Compare val alone."
+    else:
+        yield "no checkpoint"
+    yield from _aside(facts)
+    warnings = Counter(each.event for each in record.events if each.level != "info")
+    if warnings:
+        last = {each.event: each for each in record.events if each.level != "info"}
+        yield ""
+        yield columns(
+            ("warning", "times", "the last one"),
+            [
+                (kind, times, f"@{last[kind].step}: {str(last[kind].details.get('message', ''))[:200]}")
+                for kind, times in warnings.most_common()
+            ],
+            left=("warning", "the last one"),
+        )
+    if state == "training":
+        yield from health_lines(path, record)
+    yield ""
+    yield f"Next: {_next(path, state, facts, result)}"
+
+
+def health_lines(path: Path, record: RunRecord) -> Iterator[str]:
+    """What is wrong with a run that trains, a line each, or that nothing is."""
+    found = findings(Signs.of(path, record, time.time()))
+    yield from (f"health: {kind}: {text}" for kind, text in found.items())
+    if not found:
+        yield "health: good"
+
+
+def watch_line(path: Path, record: RunRecord) -> tuple[str, bool]:
+    """One line on how a run is doing, and whether it trains."""
+    state, ended = _state(path, record)
+    last = record.steps[-1] if record.steps else {}
+    parts = [ended]
+    if "loss_avg" in last:
+        parts.append(f"loss {number(last['loss_avg'])}")
+    if record.validations:
+        found = record.validations[-1]
+        parts.append(f"val @{number(found['step'])} {number(found['validation/loss'])}")
+    return " | ".join(parts), state in ("training", "unknown")
+
+
+def _state(path: Path, record: RunRecord) -> tuple[str, str]:
+    """In a word (training, done, failed, stopped, killed, unknown) and as a line."""
+    result = record.result or {}
+    steps = _table(record.options.get("optimizer")).get("steps") or record.environment.get("steps")
+    training = is_training(path)
+    done = int(record.metrics[-1]["step"]) if record.metrics else 0
+    if training or (training is None and not result):
+        last = record.steps[-1] if record.steps else {}
+        rate, left = last.get("tok/s"), last.get("eta_h")
+        parts = [f"training: step {done:,} of {number(record.environment.get('steps') or steps)}"]
+        parts += [f"{short(rate)} tok/s"] if isinstance(rate, int | float) and math.isfinite(rate) else []
+        parts += [f"{duration(left * 3600)} left"] if isinstance(left, int | float) and math.isfinite(left) else []
+        return ("training" if training else "unknown"), ", ".join(parts)
+    if not result:
+        planned = number(record.environment.get("steps") or steps)
+        return "killed", f"killed at step {done:,} of {planned}: no process trains it, and it has no {RESULT}"
+    reason = str(result.get("stop_reason"))
+    where = f"at step {number(result.get('step'))} of {number(result.get('steps'))}"
+    cost = [f"{duration(seconds)} of training"] if isinstance(seconds := result.get("seconds"), int | float) else []
+    cost += [f"{short(tokens)} tokens"] if isinstance(tokens := result.get("tokens"), int) else []
+    cost += [f"{short(rate)} tok/s"] if isinstance(rate := result.get("tokens_per_second"), int | float) else []
+    line = f"{'stopped by ' + str(result.get('stopped_by')) if reason == 'signal' else reason} {where}"
+    if result.get("error") is not None:
+        return "failed", f"failed ({reason}) {where}: {str(result['error'])[:500]}"
+    return ("stopped" if reason == "signal" else "done"), ", ".join([line, *cost])
+
+
+def _losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
+    """The validation losses beside those of the teacher and of plain cross-entropy."""
+    found = [(int(each["step"]), each.get("validation/loss")) for each in record.validations]
+    header, row = ["validation loss", "start", "best", "last"], ["nats a token"]
+    if not found and "first_validation_loss" not in result:
+        return
+    finite = [(step, loss) for step, loss in found if isinstance(loss, int | float) and math.isfinite(loss)]
+    best_step, best = min(finite, key=lambda each: each[1], default=(None, None))
+    row += [number(result.get("first_validation_loss", finite[0][1] if finite else None))]
+    row += [_at(result.get("best_validation_loss", best), result.get("best_step", best_step))]
+    row += [_at(finite[-1][1], finite[-1][0]) if finite else number(result.get("last_validation_loss"))]
+    teacher = result.get("teacher_validation_loss")
+    if teacher is None and record.validations:
+        teacher = record.validations[-1].get("validation/teacher_loss")
+    for name, value in (("teacher", teacher), ("cross-entropy", result.get("cross_entropy_validation_loss"))):
+        if isinstance(value, int | float) and math.isfinite(value):
+            header.append(name)
+            row.append(_three(value))
+    yield columns(header, [row], left=("validation loss",))
+    if result.get("cross_entropy_run"):
+        yield f"cross-entropy: {result['cross_entropy_run']}, the same student, cache and tokens without a teacher"
+    yield ""
+
+
+def _at(loss: Any, step: Any) -> str:
+    return _three(loss) + (f" @{step:,}" if isinstance(step, int) else "")
+
+
+def _three(loss: Any) -> str:
+    """A loss with three digits, aligned with the others."""
+    return f"{loss:.3f}" if isinstance(loss, int | float) and abs(loss) < 1e6 else number(loss)
+
+
+def _checkpoint(name: str, row: Mapping[str, Any], links: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = [link for link, target in links.items() if target == name]
+    notes += [verdict] if (verdict := str(row.get("verdict"))) != "ok" else []
+    written = str(row.get("written") or "-")[:16]
+    losses = (_three(row.get(each)) for each in ("loss", "validation_loss"))
+    return name, *losses, written, size(row.get("MiB")), ", ".join(notes)
+
+
+def _objective(record: RunRecord) -> str:
+    options = _table(record.options.get("objective"))
+    alpha, divergence = options.get("alpha"), options.get("divergence")
+    distils = any(_table(record.options.get("run")).get(each) for each in ("cache", "teacher"))
+    weight = float(alpha) if distils and isinstance(alpha, int | float) else 0.0
+    return formula(weight, str(divergence), None if options.get("hidden_loss") in (None, "none") else 1.0)
+
+
+def _aside(facts: Mapping[str, Any]) -> Iterator[Part]:
+    for name, found in facts.items():
+        if name.startswith("set aside") and isinstance(found, Mapping):
+            yield ""
+            yield f"set aside, {size(found.get('in all'))}; remove what you no longer need:"
+            rows = [(f"  {each}", size(mib)) for each, mib in found.items() if each != "in all"]
+            yield columns(("  path", "size"), rows, left=("  path",))
+
+
+def _next(path: Path, state: str, facts: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    word = _word(path)
+    if state in ("training", "unknown"):
+        return f"kdtrain inspect {word} --watch"
+    if state in ("stopped", "killed"):
+        return f"kdtrain distill --config {_word(path / 'config.toml')} resumes it"
+    if state == "failed":
+        return f"mend what failed, then kdtrain distill --config {_word(path / 'config.toml')} resumes it"
+    if facts.get("exported"):
+        return f'kdtrain generate {word} "def main("'
+    return f"kdtrain export {word} --out {_word(path.with_name(path.name + '-student'))}"
+
+
+def _word(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def cache_page(path: Path, facts: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
+    """A cache: what it is and for which T, what it takes, and how true it is, in words.
+
+    facts: as `--json` prints them. KeyError, TypeError, ValueError, AttributeError: the fidelity is not kdtrain's.
+    """
+    settings, codec = manifest.settings, manifest.settings.codec
+    teacher = str((settings.teacher or {}).get("spec") or "a teacher")
+    kept = {
+        "tokens": "bare tokens, no teacher",
+        "dense": "all log-probabilities (dense)",
+    }.get(codec.kind) or " and ".join(
+        [f"the {codec.top_k:,} most likely entries"] * bool(codec.top_k)
+        + [f"{codec.num_samples:,} samples"] * bool(codec.num_samples)
+    )
+    of = "" if codec.kind == "tokens" else f" of {teacher}"
+    yield f"{path}: {kept}{of} a token, vocabulary {settings.vocab_size:,}, from {settings.data.get('source')}"
+    rows = [
+        (split, each["sequences"], each["sequences"] * settings.seq_len, len(each["shards"]), size(_bytes(each)))
+        for split, each in manifest.splits.items()
+    ]
+    yield ""
+    yield columns(("split", "sequences", "tokens", "shards", "size"), rows, left=("split",))
+    parts = dict(manifest.bytes_per_token or {})
+    total = parts.pop("total", None)
+    yield f"{number(total)} bytes a token, of these"
+    largest = sorted(parts, key=parts.__getitem__, reverse=True)
+    listed = ", ".join(f"{name} {number(parts[name])}" for name in largest)
+    yield textwrap.fill(listed, 80, initial_indent="  ", subsequent_indent="  ")
+    mask = ", each document sees itself alone" if settings.document_mask else ""
+    yield f"sequences of {settings.seq_len:,} tokens{mask}; tokenizer of {settings.tokenizer_size:,} entries"
+    if (found := manifest.temperature_range) is not None:
+        only = found["min"] == found["max"]
+        error = f"log Z is right to {number(found['worst_error'])} nats"
+        yield (
+            f"for T = {number(found['min'])} only ({error})"
+            if only
+            else f"for T from {number(found['min'])} to {number(found['max'])} ({error})"
+        )
+    if facts.get("tail rule"):
+        yield f"tail rule {facts['tail rule']}"
+    if manifest.fidelity:
+        yield ""
+        yield from _fidelity(manifest.fidelity)
+    yield from _aside(facts)
+    yield ""
+    yield f"digest {manifest.digest[:12]}, kdtrain {manifest.versions.get('kdtrain')}"
+    if codec.kind != "tokens":
+        yield f"Next: kdtrain distill --cache {_word(path)} --student SPEC --out runs/NAME"
+
+
+def _bytes(split: Mapping[str, Any]) -> float:
+    return sum(each["bytes"] for each in split["shards"]) / 2**20
+
+
+def _fidelity(fidelity: Mapping[str, Any]) -> Iterator[Part]:
+    """How near the gradient of a student that learns from the cache is to that from the whole teacher."""
+    sample = fidelity["sample"]
+    header = ("T", "tail rule", "angle", "length", "mean angle", "mean length", "in words")
+    rows, divergences = [], []
+    for name, each in fidelity.items():
+        if name.startswith("T="):
+            for rule, found in each["gradient"].items():
+                angles = (f"{found['token_angle']:.1f}°", f"{found['token_norm']:.2f}")
+                means = (f"{found['mean_angle']:.1f}°", f"{found['mean_norm']:.2f}")
+                rows.append((name[2:], rule, *angles, *means, _in_words(found["mean_angle"], found["mean_norm"])))
+            divergences.append(f"{each['kl_bucket']:.2g} at {name}")
+    yield f"fidelity, of {sample['tokens']:,} tokens of {fidelity['split']}: the gradient against the whole"
+    yield "teacher's, of each token and of their mean (the same: angle 0° and length 1)"
+    yield columns(header, rows, left=("tail rule", "in words"))
+    yield f"KL(full || cache), the tail as one bucket: {', '.join(divergences)}"
+    worst = max(fidelity["log_partition_error"], key=lambda row: row["worst"])
+    yield f"error of log Z at most {number(worst['worst'])} nats, at T={worst['T']:.3g}"
+
+
+def _in_words(angle: float, ratio: float) -> str:
+    if angle < 3 and abs(ratio - 1) < 0.03:
+        return "the same"
+    if angle < 10 and abs(ratio - 1) < 0.1:
+        return "near"
+    return "another way" if angle >= 10 else "too long" if ratio > 1 else "too short"
+
+
+def shard_facts(path: Path, sidecar: Sidecar) -> dict[str, Any]:
+    """A shard, from the record beside it."""
+    first, count = sidecar["first_sequence"], sidecar["sequences"]
+    return {
+        "split": sidecar["split"],
+        "sequences": f"{count:,}: {first:,} to {first + count - 1:,}",
+        "size": size(sidecar["bytes"] / 2**20),
+        "stored (MiB)": {name: value / 2**20 for name, value in sidecar["stored"].items()},
+        "broken": sidecar["broken"],
+        "sha256": sidecar["sha256"],
+        "cache": str(path.parents[1]),
+    }
+
+
+def model_facts(path: Path) -> dict[str, Any]:
+    """A model folder, such as an export: its architecture, size and tokenizer. ValueError, OSError: it is none."""
+    config = read_json(path / "config.json", dict[str, Any])
+    shapes: dict[str, list[int]] = {}
+    dtypes: Counter[str] = Counter()
+    total = 0
+    for file in sorted(path.glob("*.safetensors")):
+        total += file.stat().st_size
+        for name, each in _header(file).items():
+            if name != "__metadata__":
+                shape = typed(typed(each, dict[str, Any]).get("shape"), list[int])
+                shapes[name] = shape
+                dtypes[str(each.get("dtype"))] += math.prod(shape)
+    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+    facts: dict[str, Any] = {name: config[name] for name in names if isinstance(config.get(name), int | str)}
+    facts |= {"parameters": sum(map(math.prod, shapes.values())), "number formats": dict(dtypes)}
+    facts |= {"weights": size(total / 2**20), "tokenizer": (path / "tokenizer.json").exists()}
+    with suppress(OSError, ValueError):
+        origin = read_json(path / "kdtrain.json", dict[str, Any])
+        facts["exported by kdtrain"] = {name: origin.get(name) for name in ("cache", "step")}
+    return facts
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file: dtype and shape by name."""
+    with open_regular(path) as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        if length > _HEADER:
+            raise ValueError(f"{path}: its header has {length:,} bytes")
+        try:
+            return typed(parse_json(file.read(length).decode()), dict[str, Any])
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from None
+
+
+def folder_facts(runs: list[Path], caches: list[tuple[Path, Manifest]]) -> dict[str, Any]:
+    """The runs and caches of a folder, each with its main numbers."""
+    found: dict[str, Any] = {"runs": {}, "caches": {}}
+    for path in runs:
+        row: dict[str, Any]
+        try:
+            record = RunRecord.read(path, TAIL)
+        except (OSError, ValueError) as error:
+            row = {"state": f"cannot be read: {error}"}
+        else:
+            result, options = record.result or {}, _table(record.options.get("run"))
+            found_losses = [each["validation/loss"] for each in record.validations]
+            losses = [each for each in found_losses if isinstance(each, float) and math.isfinite(each)]
+            last = int(record.metrics[-1]["step"]) if record.metrics else 0
+            row = {
+                "state": _state(path, record)[0],
+                "student": _table(record.environment.get("student")).get("name"),
+                "cache": options.get("cache"),
+                "step": result.get("step", last),
+                "steps": record.environment.get("steps") or result.get("steps"),
+                "best_validation_loss": result.get("best_validation_loss", min(losses, default=None)),
+                "teacher_validation_loss": result.get("teacher_validation_loss"),
+                "seconds": result.get("seconds"),
+                "warnings": sum(each.level != "info" for each in record.events),
+            }
+        found["runs"][path.name] = row
+    for path, manifest in caches:
+        settings = manifest.settings
+        found["caches"][path.name] = {
+            "teacher": (settings.teacher or {}).get("spec"),
+            "kind": settings.codec.kind,
+            "top_k": settings.codec.top_k,
+            "num_samples": settings.codec.num_samples,
+            "tokens": sum(each["sequences"] for each in manifest.splits.values()) * settings.seq_len,
+            "bytes per token": dict(manifest.bytes_per_token or {}).get("total"),
+        }
+    return found
+
+
+def folder_page(path: Path, facts: Mapping[str, Any]) -> Iterator[Part]:
+    """A folder of runs and caches, a row each."""
+    if facts["runs"]:
+        header = ("run", "student", "cache", "state", "step", "val", "teacher", "time", "warn")
+        rows = []
+        for name, row in facts["runs"].items():
+            step = f"{number(row.get('step'))}/{number(row.get('steps'))}"
+            losses = (_three(row.get(each)) for each in ("best_validation_loss", "teacher_validation_loss"))
+            cache = Path(str(row.get("cache") or "-")).name
+            who = str(row.get("student") or "-"), cache, str(row.get("state"))
+            rows.append((name, *who, step, *losses, duration(row.get("seconds")), number(row.get("warnings"))))
+        yield columns(header, rows, left=("run", "student", "cache", "state"))
+    if facts["caches"]:
+        yield "" if facts["runs"] else f"{path}:"
+        titles = ("cache", "teacher", "kept", "tokens", "bytes a token")
+        kept = [
+            (name, str(row["teacher"] or "-"), _kept(row), short(row["tokens"]), number(row["bytes per token"]))
+            for name, row in facts["caches"].items()
+        ]
+        yield columns(titles, kept, left=("cache", "teacher", "kept"))
+
+
+def _kept(row: Mapping[str, Any]) -> str:
+    parts = [f"top {row['top_k']}"] * bool(row["top_k"]) + [f"{row['num_samples']} samples"] * bool(row["num_samples"])
+    return " + ".join(parts) or row["kind"]
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def folder_of(path: Path) -> dict[str, list[Path]]:
+    """The runs and the caches directly in a folder, by name."""
+    inside = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+    runs = [each for each in inside if (each / "config.toml").is_file() and (each / "environment.json").is_file()]
+    return {"runs": runs, "caches": [each for each in inside if (each / cache_format.MANIFEST).is_file()]}

@@ -1,0 +1,53 @@
+"""`kdtrain generate` continues a text with the student of a run, an export or a spec."""
+
+import pytest
+import torch
+
+from kdtrain.models.generate import continue_text
+
+
+@pytest.fixture
+def run(workbench):
+    """A run of two steps and its export, made once."""
+    if not (workbench.root / "spoken").exists():
+        argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "spoken", "--steps", 2)
+        workbench.json(*argv, "--lr", 3e-2, *workbench.plain)
+    return workbench
+
+
+@pytest.mark.parametrize("student", ["spoken", "spoken/student", "spoken/checkpoints/best", "teacher"])
+def test_a_text_is_continued_and_the_same_seed_continues_it_alike(run, student):
+    argv = ("generate", student, "7 squared is", "--max-tokens", 6)
+    first, again = (run.json(*argv, "--seed", 3) for _ in range(2))
+    assert first == again and first["prompt"] == "7 squared is" and 0 < first["tokens"] <= 6
+    code, out, err = run.call(*argv, "--seed", 3)
+    assert code == 0 and out.startswith("7 squared is") and "\x00" not in out, err
+    other = [run.json(*argv, "--seed", seed)["text"] for seed in (4, 5)]
+    assert other != [first["text"]] * 2
+
+
+def test_a_temperature_of_0_takes_the_most_likely_token(run):
+    texts = {run.json("generate", "spoken", "7", "--temperature", 0, "--seed", seed)["text"] for seed in (0, 1)}
+    assert len(texts) == 1
+
+
+def test_a_student_reads_no_more_than_its_positions(run):
+    code, _, err = run.call("generate", "spoken", "7 squared is " * 2000)
+    assert code == 2 and "shorten it" in err
+
+
+def test_a_cache_is_no_student(run):
+    code, _, err = run.call("generate", "cache", "7")
+    assert code == 2 and len(err.splitlines()) == 1
+
+
+def test_samples_follow_the_temperature():
+    logits = torch.tensor([[0.0, 1.0, 3.0]])
+
+    def drawn(temperature):
+        found = continue_text(lambda tokens_BT: logits, torch.tensor([[0]]), 2000, temperature, 0)
+        return torch.bincount(torch.tensor(list(found)), minlength=3) / 2000
+
+    assert drawn(0).tolist() == [0, 0, 1] and drawn(1e-30).tolist() == [0, 0, 1]
+    for temperature in (1.0, 3.0):
+        assert torch.allclose(drawn(temperature), torch.softmax(logits[0] / temperature, -1), atol=0.04)
