@@ -1,8 +1,7 @@
 """The pictures, drawn from the JSON records alone: `python -m benchmarks.figures NAME [RECORD [FOLDER]]`.
 
 Names: cache, demo, objective, precision, quality, temperature. Without more, the published
-record is drawn into `benchmarks/figures`. Everything is made without pyplot, by matplotlib's Agg renderer, which
-needs no screen. Colours are from the palette of Okabe and Ito, which people with any colour vision can tell apart.
+record is drawn into `benchmarks/figures`, by the functions and in the colours of `kdtrain.monitor.figures`.
 """
 
 import json
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -23,10 +21,23 @@ from benchmarks.harness import FIGURES, RESULTS
 from benchmarks.science.quality_grid import CALIBRATED, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
 from benchmarks.science.quality_tables import PUBLISHED_LOSSES, THEIR_CROSS_ENTROPY, THEIR_WHOLE, describe, gap, seeds
 from benchmarks.tables import LARGE
-
-BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
-    *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),
+from kdtrain.monitor.figures import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    LOOKS,
+    ORANGE,
+    SKY,
+    STYLE,
+    YELLOW,
+    bands,
+    curve,
+    finish,
+    save,
 )
+from kdtrain.monitor.figures import figure as figure_of
+
 Record = dict[str, Any]
 
 
@@ -51,21 +62,13 @@ def _save(folder: Path, dpi: int = 130, formats: tuple[str, ...] = ("png",), **f
     for name, figure in figures.items():
         for each in formats:
             paths.append(folder / f"{name.replace('_', '-')}.{each}")
-            # without a date and with fixed names an SVG is the same at each drawing
-            with rc_context({"svg.hashsalt": name}):
-                figure.savefig(paths[-1], dpi=dpi, metadata={"Date": None} if each == "svg" else None)
+            save(figure, paths[-1], dpi, each, salt=name)
     return paths
-
-
-def _figure(width: float, height: float, rows: int, columns: int, **shared: Any) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
 
 # Demo: learning curves, and calibration.
 
 KINDS = {"cross-entropy": ORANGE, "distilled": BLUE}
-STYLE: dict[str, Any] = {"linewidth": 1.8}
 
 
 def draw_demo(result: Record, folder: Path) -> list[Path]:
@@ -75,23 +78,23 @@ def draw_demo(result: Record, folder: Path) -> list[Path]:
 
 def learning_curves(result: Record) -> Figure:
     """Validation loss and KL to the teacher over the steps: a faint line a seed, a strong one for their mean."""
-    figure, [[loss, kl]] = _figure(9.0, 3.6, 1, 2)
+    figure, [[loss, kl]] = figure_of(9.0, 3.6, 1, 2)
     for kind, color in KINDS.items():
         curves = [run["validation"] for run in result["runs"] if run["student"] == kind]
         for axes, name in ((loss, "loss"), (kl, "kl")):
             # the untrained student's point is left out, because it would flatten all others
             points = [zip(each["step"][1:], each[name][1:], strict=True) for each in curves]
-            _curve(axes, [[point for point in each if point[1] is not None] for each in points], color, kind)
+            curve(axes, [[point for point in each if point[1] is not None] for each in points], color, kind)
     of_teacher = result["runs"][0]["validation"]["teacher_loss"][-1]
     loss.axhline(of_teacher, color="black", linestyle=":", linewidth=1.2, label="the teacher")
-    _finish(loss, "Validation loss", "step", "nats a token")
-    _finish(kl, "KL to the teacher", "step", "nats a token")
+    finish(loss, "Validation loss", "step", "nats a token")
+    finish(kl, "KL to the teacher", "step", "nats a token")
     return figure
 
 
 def calibration(result: Record) -> Figure:
     """Accuracy against confidence in 15 bins, all seeds together, and below it how many tokens lie in each bin."""
-    figure, [[diagram, share]] = _figure(9.0, 3.8, 1, 2)
+    figure, [[diagram, share]] = figure_of(9.0, 3.8, 1, 2)
     diagram.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1.2, label="perfect calibration")
     for kind, color in KINDS.items():
         runs = [run for run in result["runs"] if run["student"] == kind]
@@ -103,8 +106,8 @@ def calibration(result: Record) -> Figure:
         total = sum(each["tokens"] for each in bins)
         centres = [(number + 0.5) / len(bins) for number in range(len(bins))]
         share.plot(centres, [100 * each["tokens"] / total for each in bins], color=color, label=kind, **STYLE)
-    _finish(diagram, "Calibration on the test split", "the student's confidence", "share that is right")
-    _finish(share, "How sure it is", "the student's confidence", "% of tokens")
+    finish(diagram, "Calibration on the test split", "the student's confidence", "share that is right")
+    finish(share, "How sure it is", "the student's confidence", "% of tokens")
     return figure
 
 
@@ -119,25 +122,6 @@ def pooled(diagrams: list[list[dict[str, float]]]) -> list[dict[str, float]]:
         }
         result.append({"tokens": tokens, **means})
     return result
-
-
-def _curve(axes: Axes, seeds: list[list[tuple[int, float]]], color: str, label: str) -> None:
-    for points in seeds if len(seeds) > 1 else []:
-        axes.plot(*zip(*points, strict=True), color=color, linewidth=0.8, alpha=0.45)
-    at = [dict(points) for points in seeds]
-    means = {n: statistics.mean(each[n] for each in at) for n in sorted(set.intersection(*map(set, at)))}
-    marker = "o" if len(means) < 3 else None
-    axes.plot(*zip(*means.items(), strict=True), color=color, label=label, marker=marker, **STYLE)
-
-
-def _finish(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9)
 
 
 # Cache: bytes a token against fidelity.
@@ -215,7 +199,7 @@ def draw_objective(record: Record, folder: Path) -> list[Path]:
 def objective(record: Record) -> Figure:
     """A row a side, a point a shape and dtype: time and peak memory over cross-entropy's."""
     rows = [row for row in record["figures"].values() if "cross-entropy" in row.get("sides", {})]
-    figure, [[time, memory]] = _figure(10, 4.4, 1, 2, sharey=True)
+    figure, [[time, memory]] = figure_of(10, 4.4, 1, 2, sharey=True)
     _ratios(time, rows, "seconds", "time over compiled cross-entropy's")
     _ratios(memory, rows, "peak_mib", "peak memory over compiled cross-entropy's")
     time.set_yticks(range(len(SIDES)), [label for label, _ in SIDES.values()])
@@ -281,7 +265,7 @@ def draw_precision(result: Record, folder: Path) -> list[Path]:
     """Write `precision.png`."""
     kinds = [kind for kind in result["table"] if kind != "bf16"]
     rows = (len(kinds) + 2) // 3
-    figure, grid = _figure(11, 2.3 * rows, rows, 3, sharex=True, sharey=True)
+    figure, grid = figure_of(11, 2.3 * rows, rows, 3, sharex=True, sharey=True)
     for axes, kind in zip(grid.flat, kinds, strict=False):
         _above(axes, result, kind)
     for axes in list(grid.flat)[len(kinds) :]:
@@ -307,17 +291,6 @@ def _above(axes: Axes, result: Record, kind: str) -> None:
     axes.set_title(f"{kind}: {row['above_bf16']:+.4f}, {row['quantized_share']:.0%} quantised", fontsize=9)
 
 
-def bands(quantized: list[int]) -> list[tuple[float, float]]:
-    """Where runs of quantised steps begin and end."""
-    found: list[tuple[float, float]] = []
-    for step, each in enumerate(quantized, 1):
-        if each and found and found[-1][1] == step - 0.5:
-            found[-1] = (found[-1][0], step + 0.5)
-        elif each:
-            found.append((step - 0.5, step + 0.5))
-    return found
-
-
 # Temperature: T^2 KL against T, and where T goes.
 
 MODES = {"minimize": ORANGE, "adversarial": BLUE, "likelihood": GREEN}
@@ -326,7 +299,7 @@ SHADES = (GREY, SKY, "#000000")
 
 def draw_temperature(record: Record, folder: Path) -> list[Path]:
     """Write `temperature.png`: curves, then paths beside a still and a learning student."""
-    figure, [[curves, frozen, training]] = _figure(13, 4.8, 1, 3)
+    figure, [[curves, frozen, training]] = figure_of(13, 4.8, 1, 3)
     _hump(curves, record)
     for axes, name, title in (
         (frozen, "frozen", "T alone, the student stands still"),
@@ -368,9 +341,6 @@ def _paths(axes: Axes, paths: list[Record], bounds: list[float]) -> None:
 
 # Quality: what of the gap is closed for how many bytes, calibration, T over training, loss against time.
 
-LOOKS = [(BLUE, "o", "-"), (ORANGE, "s", "--"), (GREEN, "^", "-."), ("#000000", "D", ":"), (SKY, "v", (0, (5, 1)))]
-"""Colour, marker and line of the students of a picture, which are told apart without colour too."""
-
 
 def draw_quality(record: Record, folder: Path) -> list[Path]:
     """Write the pictures of docs/quality.md, each as PNG and SVG; those without a student are left out."""
@@ -395,7 +365,7 @@ def quality_gap(record: Record) -> Figure | None:
     final, first = ([run for run in STUDIES[name]() if gap(record, run)] for name in ("final", "tails"))
     if not final:
         return None
-    figure, [[left, right]] = _figure(11, 4.4, 1, 2)
+    figure, [[left, right]] = figure_of(11, 4.4, 1, 2)
     for run in final:
         if run.options != PLAIN:
             _closed(left, record, run, gap(record, run), describe(run))
@@ -418,7 +388,7 @@ def quality_gap(record: Record) -> Figure | None:
         axes.xaxis.set_major_locator(FixedLocator((10, 20, 30, 50, 100, 300, 1000, 3000)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
-        _finish(axes, title, "bytes a token", "% of the gap closed")
+        finish(axes, title, "bytes a token", "% of the gap closed")
     low, high = right.get_xlim()
     right.set_xlim(low, high * 1.6)  # room for the names
     return figure
@@ -441,7 +411,7 @@ def quality_calibration(record: Record) -> Figure | None:
     runs = [run for run in CALIBRATED if seeds(record, run)]
     if not runs:
         return None
-    figure, [[axes]] = _figure(7.5, 4.0, 1, 1)
+    figure, [[axes]] = figure_of(7.5, 4.0, 1, 1)
     axes.axhline(0, color="black", linewidth=0.8)
     for run, (color, marker, line) in zip(runs, LOOKS, strict=False):
         found = seeds(record, run).values()
@@ -451,7 +421,7 @@ def quality_calibration(record: Record) -> Figure | None:
         label = f"{describe(run)}: ECE {ece:.1%}"
         at = [each["confidence"] for each in bins]
         axes.plot(at, off, color=color, marker=marker, markersize=4, linestyle=line, label=label)
-    _finish(axes, "Calibration on the test split", "the student's confidence", "accuracy less confidence, points")
+    finish(axes, "Calibration on the test split", "the student's confidence", "accuracy less confidence, points")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.4 * (high - low))  # room for the legend
     axes.legend(frameon=False, fontsize=9, loc="upper right")
@@ -463,7 +433,7 @@ def quality_temperature(record: Record) -> Figure | None:
     runs = [run for run in STUDIES["temperatures"]() if "--temperature-mode" in run.options and seeds(record, run)]
     if not runs:
         return None
-    figure, [[axes]] = _figure(7.5, 3.6, 1, 1)
+    figure, [[axes]] = figure_of(7.5, 3.6, 1, 1)
     for run, (color, marker, line) in zip(runs, LOOKS, strict=False):
         for number, each in enumerate(seeds(record, run).values()):
             path = each["T"]
@@ -472,7 +442,7 @@ def quality_temperature(record: Record) -> Figure | None:
             every = max(len(path) // 8, 1)
             axes.plot(at, path, color=color, linestyle=line, marker=marker, markevery=every, markersize=4, label=label)
     axes.axhline(1, color="black", linewidth=0.8)
-    _finish(axes, "The learned temperature", "step", "T")
+    finish(axes, "The learned temperature", "step", "T")
     return figure
 
 
@@ -482,7 +452,7 @@ def quality_time(record: Record) -> Figure | None:
     if not sides or "speed" not in record:
         return None
     sides += [(run, ONLINE) for run, _ in sides if run.cache == "dense"]  # it learns the same from the same logits
-    figure, [[by_tokens, by_time]] = _figure(9.5, 4.0, 1, 2, sharey=True)
+    figure, [[by_tokens, by_time]] = figure_of(9.5, 4.0, 1, 2, sharey=True)
     for (run, name), (color, marker, line) in zip(sides, LOOKS, strict=False):
         curves = [each["validation"] for each in seeds(record, run).values()]
         steps = curves[0]["step"][1:]
@@ -493,8 +463,8 @@ def quality_time(record: Record) -> Figure | None:
             by_tokens.plot([each / 1e6 for each in tokens], loss, **look)
         rate = statistics.median(record["speed"]["tokens_per_second"][name])
         by_time.plot([each / rate / 60 for each in tokens], loss, **look)
-    _finish(by_tokens, "Loss against tokens", "million tokens", "validation loss, nats a token")
-    _finish(by_time, "Loss against time", "minutes of training", "")
+    finish(by_tokens, "Loss against tokens", "million tokens", "validation loss, nats a token")
+    finish(by_time, "Loss against time", "minutes of training", "")
     return figure
 
 

@@ -1,0 +1,217 @@
+"""Learning curves by matplotlib, for `kdtrain plot`, `kdtrain report` and the pictures of the benchmarks.
+
+Everything is made without pyplot, by matplotlib's own renderers, which need no screen. Colours are from the palette of
+Okabe and Ito, which people with any colour vision can tell apart; markers and lines differ too, for print without
+colour. Names of runs may be anyone's: none is read as a formula.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from kdtrain.monitor.runs import MARKS, Group, Run
+
+BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
+    *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),
+)
+LOOKS = [(BLUE, "o", "-"), (ORANGE, "s", "--"), (GREEN, "^", "-."), ("#000000", "D", ":"), (SKY, "v", (0, (5, 1)))]
+"""Colour, marker and line of the students of a picture, which are told apart without colour too."""
+MORE = [("#CC79A7", "P", (0, (3, 1, 1, 1))), (AMBER, "X", (0, (1, 1))), (GREY, "*", (0, (8, 2, 2, 2)))]
+"""The looks of further runs."""
+STYLE: dict[str, Any] = {"linewidth": 1.8}
+COLUMN = 3.5
+"""Inches: the width of a column of text."""
+MOST_POINTS = 400
+"""Most points of a drawn curve; a longer one is drawn by the means of as many stretches."""
+
+AXES = {"steps": "step", "tokens": "tokens", "minutes": "minutes of optimizer steps"}
+NAMES = {"temperature": "T", "precision": "quantized"}
+"""Other names of numbers of metrics.jsonl."""
+TITLES = {
+    "validation/loss": ("Validation loss", "nats a token"),
+    "validation/kl": ("KL to the teacher, validation", "nats a token"),
+    "validation/ece": ("Calibration error (ECE), validation", "share"),
+    "validation/accuracy": ("Next token right, validation", "share"),
+    "validation/perplexity": ("Perplexity, validation", ""),
+    "validation/teacher_loss": ("The teacher's validation loss", "nats a token"),
+    "loss": ("Training loss", "nats a token"),
+    "loss_avg": ("Training loss, average", "nats a token"),
+    "ce": ("Cross-entropy, training", "nats a token"),
+    "kd": ("Divergence, training", "nats a token"),
+    "kd_T1": ("Divergence at T = 1, training", "nats a token"),
+    "T": ("Temperature", "T"),
+    "lr": ("Learning rate", ""),
+    "grad_norm": ("Gradient norm before clipping", ""),
+    "quantized": ("Precision", "1 is quantised"),
+    "tok/s": ("Speed, average", "tokens/s"),
+    "tok/s_last": ("Speed of a step", "tokens/s"),
+    "data_wait_s": ("Waiting for data", "seconds a step"),
+    "memory_resident_mb": ("Memory", "MiB"),
+    "memory_allocated_mb": ("Memory of the GPU", "MiB"),
+}
+"""Title and unit of a panel."""
+
+
+def figure(width: float, height: float, rows: int, columns: int, **shared: Any) -> tuple[Figure, Any]:
+    """A figure of `width` x `height` inches, and its axes as an array [rows, columns]."""
+    made = Figure(figsize=(width, height), layout="constrained")
+    return made, made.subplots(rows, columns, squeeze=False, **shared)
+
+
+def save(made: Figure, path: Any, dpi: int = 130, kind: str = "png", salt: str = "", **more: Any) -> None:
+    """Write a figure to a path or a binary file; the same figure gives the same bytes, in SVG and PDF too.
+
+    salt: the names inside an SVG are made of it; different for figures of one page.
+    """
+    metadata: dict[str, Any] | None = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    with rc_context({"svg.hashsalt": salt, **({"svg.fonttype": "none"} if more.pop("text", False) else {})}):
+        made.savefig(path, dpi=dpi, format=kind, metadata=metadata, **more)
+
+
+def curve(axes: Axes, seeds: Sequence[Sequence[tuple[float, float]]], color: str, label: str, **look: Any) -> None:
+    """Draw the curves of one setup: a faint line a seed, and a strong one for their mean where all have a value."""
+    for points in seeds if len(seeds) > 1 else []:
+        axes.plot(*zip(*points, strict=True), color=color, linewidth=0.8, alpha=0.45)
+    at = [dict(points) for points in seeds]
+    means = {n: statistics.mean(each[n] for each in at) for n in sorted(set.intersection(*map(set, at)))}
+    strong = [list(means.items())] if means else seeds  # minutes of different seeds have no place in common
+    look = {"marker": "o" if len(means) < 3 else None, **STYLE, **look}
+    for number, points in enumerate(strong):
+        axes.plot(*zip(*points, strict=True), color=color, label=None if number else label, **look)
+
+
+def finish(axes: Axes, title: str, x: str, y: str) -> None:
+    """Title, labels, grid and legend."""
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def bands(quantized: Sequence[float]) -> list[tuple[float, float]]:
+    """Where stretches of quantised steps begin and end; step 1 is from 0.5 to 1.5."""
+    found: list[tuple[float, float]] = []
+    for step, each in enumerate(quantized, 1):
+        if each and found and found[-1][1] == step - 0.5:
+            found[-1] = (found[-1][0], step + 0.5)
+        elif each:
+            found.append((step - 0.5, step + 0.5))
+    return found
+
+
+# Runs ---------------------------------------------------------------------------------------------------------------
+
+
+def looks(groups: Sequence[Group]) -> list[tuple[str, str, Any]]:
+    """Colour, marker and line of each group."""
+    return list(itertools.islice(itertools.cycle([*LOOKS, *MORE]), len(groups)))
+
+
+def draw(groups: Sequence[Group], x: str, names: Sequence[str]) -> Figure:
+    """A panel a number over tokens, steps or minutes, a column wide, with one legend below."""
+    handles = legend_of(groups)
+    made, panels = figure(COLUMN, 2.1 * len(names) + 0.35 + 0.16 * len(handles), len(names), 1, sharex=True)
+    for axes, name in zip(panels[:, 0], names, strict=True):
+        panel(axes, groups, x, name)
+        if axes is not panels[-1, 0]:
+            axes.set_xlabel("")
+    made.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=8, borderaxespad=0, handlelength=3)
+    return made
+
+
+def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
+    """One number of the runs over an axis, with interventions at the top and quantised stretches at the foot."""
+    name = NAMES.get(name, name)
+    rows = 0
+    for group, (color, marker, line) in zip(groups, looks(groups), strict=True):
+        places = [run.record.places(x) for run in group.runs]
+        seeds = [_points(run, name, place) for run, place in zip(group.runs, places, strict=True)]
+        seeds = [thinned(points) for points in seeds if points]
+        if seeds:
+            look = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
+            curve(axes, seeds, color, "", markevery=max(len(seeds[0]) // 8, 1), **look)
+        for run, place in zip(group.runs, places, strict=True):
+            rows += _interventions(axes, run, place, color, rows)
+    teacher = [each.mean("teacher_validation_loss") for each in groups]
+    if name == "validation/loss":
+        for loss in sorted({round(each, 4) for each in teacher if each is not None}):
+            axes.axhline(loss, color="#000000", linestyle=":", linewidth=1)
+    title, unit = TITLES.get(name, (literal(name), ""))
+    finish(axes, title, AXES[x], unit)
+    axes.title.set_fontsize(9)
+    axes.tick_params(labelsize=8)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_fontsize(8)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=x != "minutes"))
+    if x != "minutes":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.margins(y=0.12)
+
+
+def legend_of(groups: Sequence[Group]) -> list[Line2D]:
+    """A line for each group and a marker for each kind of intervention, the teacher and the quantised stretches."""
+    handles = [
+        Line2D([], [], color=color, marker=marker, linestyle=line, markersize=4, linewidth=1.4, label=_label(group))
+        for group, (color, marker, line) in zip(groups, looks(groups), strict=True)
+    ]
+    seen = {each.event for group in groups for run in group.runs for each in run.interventions}
+    if any(group.mean("teacher_validation_loss") is not None for group in groups):
+        handles.append(Line2D([], [], color="#000000", linestyle=":", linewidth=1, label="the teacher's loss"))
+    for kind in [each for each in MARKS if each in seen]:
+        handles.append(Line2D([], [], color="#000000", marker=MARKS[kind], linestyle="none", markersize=5, label=kind))
+    if any(run.numbers["quantized_share"] for group in groups for run in group.runs):
+        handles.append(Line2D([], [], color="#000000", linewidth=3, alpha=0.5, label="quantised (at the foot)"))
+    return handles
+
+
+def literal(name: str, most: int = 48) -> str:
+    """A name as matplotlib shows it: no formula, and not one that a legend leaves out."""
+    name = name if len(name) <= most else f"{name[: most - 1]}…"
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
+def _label(group: Group) -> str:
+    return literal(group.name) + (f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "")
+
+
+def _points(run: Run, name: str, places: dict[int, float]) -> list[tuple[float, float]]:
+    return [(places[step], value) for step, value in run.record.curve(name) if step in places and abs(value) < 1e30]
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """`points`, or the means of `MOST_POINTS` stretches of them."""
+    size = math.ceil(len(points) / MOST_POINTS)
+    parts = [points[start : start + size] for start in range(0, len(points), size)] if size > 1 else []
+    return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts] or list(points)
+
+
+def _interventions(axes: Axes, run: Run, places: dict[int, float], color: str, row: int) -> int:
+    """Mark them; a run that was ever quantised takes one row at the foot. Returns the rows taken."""
+    edge, drawn = axes.get_xaxis_transform(), 0
+    for each in run.interventions:
+        if each.event in MARKS and each.step in places and drawn < MOST_POINTS:
+            drawn += 1
+            at = places[each.step]
+            axes.plot(
+                [at], [1.0], MARKS[each.event], color=color, transform=edge, clip_on=False, markersize=5, zorder=5
+            )
+            axes.axvline(at, color=color, linewidth=0.7, linestyle=":", alpha=0.7)
+    quantized = [value for _, value in run.record.curve("quantized")]
+    first = next((step for step, _ in run.record.curve("quantized")), 1)
+    if not any(quantized):
+        return 0
+    for start, end in bands(quantized)[:MOST_POINTS]:
+        left, right = (places.get(math.floor(side) + first - 1, 0.0) for side in (start, end))
+        axes.plot([left, right], [0.015 + 0.03 * row] * 2, color=color, linewidth=3, alpha=0.5, transform=edge)
+    return 1
