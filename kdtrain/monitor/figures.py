@@ -121,12 +121,30 @@ def looks(groups: Sequence[Group]) -> list[tuple[str, str, Any]]:
 def draw(groups: Sequence[Group], x: str, names: Sequence[str]) -> Figure:
     """A panel a number over tokens, steps or minutes, a column wide, with one legend below."""
     handles = legend_of(groups)
-    made, panels = figure(COLUMN, 2.1 * len(names) + 0.35 + 0.16 * len(handles), len(names), 1, sharex=True)
+    columns = 2 if all(len(str(each.get_label())) <= 22 for each in handles) else 1
+    height = 2.1 * len(names) + 0.35 + 0.16 * math.ceil(len(handles) / columns)
+    made, panels = figure(COLUMN, height, len(names), 1, sharex=True)
     for axes, name in zip(panels[:, 0], names, strict=True):
         panel(axes, groups, x, name)
         if axes is not panels[-1, 0]:
             axes.set_xlabel("")
-    made.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=8, borderaxespad=0, handlelength=3)
+    look: dict[str, Any] = {"frameon": False, "fontsize": 8, "borderaxespad": 0, "handlelength": 3}
+    made.legend(handles=handles, loc="outside lower left", ncols=columns, **look)
+    return made
+
+
+def draw_panel(groups: Sequence[Group], x: str, name: str) -> Figure:
+    """One panel without a legend."""
+    made, panels = figure(COLUMN, 2.3, 1, 1)
+    panel(panels[0, 0], groups, x, name)
+    return made
+
+
+def draw_legend(groups: Sequence[Group]) -> Figure:
+    """The legend of panels, alone."""
+    handles = legend_of(groups)
+    made = Figure(figsize=(COLUMN, 0.19 * len(handles) + 0.05))
+    made.legend(handles=handles, loc="center left", frameon=False, fontsize=8, borderaxespad=0, handlelength=4)
     return made
 
 
@@ -143,10 +161,10 @@ def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
             curve(axes, seeds, color, "", markevery=max(len(seeds[0]) // 8, 1), **look)
         for run, place in zip(group.runs, places, strict=True):
             rows += _interventions(axes, run, place, color, rows)
-    teacher = [each.mean("teacher_validation_loss") for each in groups]
+    if TITLES.get(name, ("", ""))[1] == "nats a token":
+        _zoom(axes)
     if name == "validation/loss":
-        for loss in sorted({round(each, 4) for each in teacher if each is not None}):
-            axes.axhline(loss, color="#000000", linestyle=":", linewidth=1)
+        _teacher(axes, [each.mean("teacher_validation_loss") for each in groups])
     title, unit = TITLES.get(name, (literal(name), ""))
     finish(axes, title, AXES[x], unit)
     axes.title.set_fontsize(9)
@@ -156,18 +174,38 @@ def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=x != "minutes"))
     if x != "minutes":
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-    axes.margins(y=0.12)
+
+
+def _zoom(axes: Axes) -> None:
+    """Let the curves fill the panel after their first tenth, which would flatten the rest."""
+    curves = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.get_lines()]
+    curves = [points for points in curves if len(points) > 4]
+    far = max((points[-1][0] for points in curves), default=0.0)
+    shown = [y for points in curves for x, y in points if x >= far / 10]
+    if shown and max(shown) > min(shown):
+        room = 0.12 * (max(shown) - min(shown))
+        axes.set_ylim(min(shown) - room, max(shown) + room)
+
+
+def _teacher(axes: Axes, losses: Sequence[float | None]) -> None:
+    """The teacher's loss as a line, or as words where it lies outside of the panel."""
+    low, high = axes.get_ylim()
+    for loss in sorted({round(each, 4) for each in losses if each is not None}):
+        if low <= loss <= high:
+            axes.axhline(loss, color="#000000", linestyle=":", linewidth=1)
+        axes.text(
+            *(0.99, max(loss, low) if loss <= high else high, f"teacher {loss:.3f}{' ↓' if loss < low else ''}"),
+            **{"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": 7.5},
+        )
 
 
 def legend_of(groups: Sequence[Group]) -> list[Line2D]:
-    """A line for each group and a marker for each kind of intervention, the teacher and the quantised stretches."""
+    """A line for each group, a marker for each kind of intervention, and the bar of quantised stretches."""
     handles = [
         Line2D([], [], color=color, marker=marker, linestyle=line, markersize=4, linewidth=1.4, label=_label(group))
         for group, (color, marker, line) in zip(groups, looks(groups), strict=True)
     ]
     seen = {each.event for group in groups for run in group.runs for each in run.interventions}
-    if any(group.mean("teacher_validation_loss") is not None for group in groups):
-        handles.append(Line2D([], [], color="#000000", linestyle=":", linewidth=1, label="the teacher's loss"))
     for kind in [each for each in MARKS if each in seen]:
         handles.append(Line2D([], [], color="#000000", marker=MARKS[kind], linestyle="none", markersize=5, label=kind))
     if any(run.numbers["quantized_share"] for group in groups for run in group.runs):
