@@ -61,7 +61,8 @@ _STYLE = """
 --grey:#b3b3b3}}
 *{box-sizing:border-box}body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1280px;margin:0 auto;padding:24px 16px 64px}h1{font-size:26px;margin:0 0 4px;overflow-wrap:anywhere}
-h2{font-size:18px;margin:36px 0 8px;border-bottom:1px solid var(--line);padding-bottom:4px}h3{font-size:15px;margin:16px 0 4px}
+h2{font-size:18px;margin:36px 0 8px;border-bottom:1px solid var(--line);padding-bottom:4px}
+h3{font-size:15px;margin:16px 0 4px}
 p,ul{margin:6px 0;max-width:75ch}ul{padding-left:20px}li{margin:3px 0;overflow-wrap:anywhere}.soft{color:var(--soft)}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{text-align:left;vertical-align:top;padding:5px 14px 5px 0;border-bottom:1px solid var(--line)}
@@ -73,7 +74,11 @@ figure{margin:0;background:var(--panel);border-radius:8px;padding:8px}svg{displa
 figure.legend{max-width:420px;margin:8px 0 16px}
 .texts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr));gap:12px}
 pre{margin:4px 0;padding:10px;background:var(--panel);border-radius:8px;white-space:pre-wrap;overflow-wrap:anywhere;
-font:12.5px/1.45 ui-monospace,monospace}.warn{border-left:3px solid var(--mark);padding-left:10px}
+max-height:230px;overflow-y:auto;font:12.5px/1.45 ui-monospace,monospace}code.flag{white-space:nowrap;font-size:13px}.caches{display:grid;gap:0 32px;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr))}.warn{border-left:3px solid var(--mark);padding-left:10px}
+tbody th,thead th:first-child{position:sticky;left:0;background:var(--paper)}
+@media (max-width:600px){body{font-size:14px}th,td{padding-right:10px}thead th,tbody th{min-width:84px}
+code.flag{font-size:11px}}
 """
 
 
@@ -103,8 +108,7 @@ def page(groups: Sequence[Group], title: str, figures: Any) -> str:
     facts = f"{len(runs)} run{'s' if len(runs) > 1 else ''}, written {time.strftime('%Y-%m-%d %H:%M')}"
     sections = {
         "What was run": _what(runs),
-        "From which cache": "".join(caches.values())
-        or "<p>No run learned from a cache: plain cross-entropy on text.</p>",
+        "From which cache": f'<div class="caches">{"".join(caches.values()) or "<p>No run names a cache.</p>"}</div>',
         "What differs": _differs(groups),
         "Result": _numbers(groups, QUALITY) + _list(notes(list(groups))),
         "Curves": _curves(groups, figures),
@@ -130,8 +134,8 @@ _CALIBRATED = (
     "confidence, at the last validation. <code>kdtrain evaluate</code> gives the bins.</p>"
 )
 _COSTS = (
-    '<p class="soft">Time is that of optimizer steps: without validation, checkpoints, compiling and pauses, and without '
-    "the teacher, which ran once for the cache. Runs on a busy machine, or on different ones, do not compare.</p>"
+    '<p class="soft">Time is that of optimizer steps: without validation, checkpoints, compiling and pauses, and '
+    "without the teacher, which ran once for the cache. Runs on a busy machine, or on different ones, do not compare.</p>"
 )
 
 
@@ -161,7 +165,7 @@ def _what(runs: Sequence[Run]) -> str:
         libraries = libraries if isinstance(libraries, dict) else {}
         versions = ", ".join(f"{name} {libraries.get(name)}" for name in ("kdtrain", "torch") if libraries.get(name))
         machine = (
-            f"{environment.get('mode', '-')} on {environment.get('device', '-')}, {environment.get('ranks', 1)} rank(s)"
+            f"{environment.get('mode', '-')} on {environment.get('device', '-')}, {environment.get('ranks', 1)} ranks"
         )
         objective = result.get("objective") or ("cross-entropy" if run.options.get("alpha") == 0 else "distillation")
         cells = (run.student, objective, run.seed, machine, versions, run.status)
@@ -177,8 +181,10 @@ def _caches(runs: Sequence[Run]) -> dict[str, str]:
         if run.cache is not None and run.cache not in found:
             users = ", ".join(each.name for each in runs if each.cache == run.cache)
             path = run.options.get("cache")
-            head = f"<h3>{_safe(path or 'text packed by the run')}</h3><p>digest {_safe(run.cache[:16])}, read by {_safe(users)}</p>"
-            found[run.cache] = head + _cache(Path(str(path)) if path else run.folder / "data", run.cache)
+            head = f"<h3>{_safe(path or 'text packed by the run')}</h3>"
+            head += f"<p>digest {_safe(run.cache[:16])}, read by {_safe(users)}</p>"
+            own = _cache(Path(str(path)) if path else run.folder / "data", run.cache)
+            found[run.cache] = f"<div>{head}{own}</div>"
     return found
 
 
@@ -194,12 +200,14 @@ def _cache(folder: Path, digest: str) -> str:
         return '<p class="warn">Another cache lies there now; this one is known by its digest alone.</p>'
     settings, teacher = manifest.settings, manifest.settings.teacher or {}
     codec = settings.codec
-    kept = f"{codec.top_k} most likely entries, {codec.num_samples} samples" if codec.kind == "sparse" else codec.kind
+    parts = ((codec.top_k, "most likely entries"), (codec.num_samples, "samples"))
+    kept = ", ".join(f"{number} {what}" for number, what in parts if number) or codec.kind
+    weights = str(teacher.get("weights_digest"))[:12]
     span = manifest.temperature_range
     rows = [
         (
             "teacher",
-            f"{teacher.get('spec', '-')}, {teacher.get('precision', '-')}, weights {str(teacher.get('weights_digest'))[:12]}",
+            f"{teacher.get('spec', '-')}, {teacher.get('precision', '-')}, weights {weights}",
         ),
         ("text", ", ".join(f"{name} {value}" for name, value in settings.data.items() if value is not None)),
         (
@@ -249,7 +257,10 @@ def _differs(groups: Sequence[Group]) -> str:
         return (
             "<p>Nothing but the seed.</p>" if sum(len(each.runs) for each in groups) > 1 else "<p>There is one run.</p>"
         )
-    rows = [[flag(name), *(_safe(group.runs[0].shown(name)) for group in groups)] for name in options]
+    rows = [
+        [f'<code class="flag">{flag(name)}</code>', *(_safe(group.runs[0].shown(name)) for group in groups)]
+        for name in options
+    ]
     return _table(_heads(groups), rows)
 
 
@@ -346,9 +357,9 @@ def _limits(groups: Sequence[Group]) -> str:
     runs = [run for group in groups for run in group.runs]
     seeds = max(len({str(run.seed) for run in group.runs}) for group in groups)
     lines = [
-        "Losses are on the validation split that the runs themselves used to choose their best checkpoint, not on a test split.",
-        "Nothing here is a downstream task: neither answers, nor code that runs, nor long text were judged.",
-        "The training loss of distillation (alpha weighs divergence and cross-entropy) is no cross-entropy; compare the validation loss.",
+        "Losses are on the validation split by which the runs chose their best checkpoint, not on a test split.",
+        "Nothing here is a downstream task: no answers, no code that runs and no long text were judged.",
+        "The training loss of distillation weighs divergence and cross-entropy; compare the validation loss.",
     ]
     if seeds < 2:
         lines.append(

@@ -151,7 +151,7 @@ def draw_legend(groups: Sequence[Group]) -> Figure:
 def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
     """One number of the runs over an axis, with interventions at the top and quantised stretches at the foot."""
     name = NAMES.get(name, name)
-    rows = 0
+    rows, marked = 0, 0
     for group, (color, marker, line) in zip(groups, looks(groups), strict=True):
         places = [run.record.places(x) for run in group.runs]
         seeds = [_points(run, name, place) for run, place in zip(group.runs, places, strict=True)]
@@ -160,7 +160,8 @@ def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
             look = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
             curve(axes, seeds, color, "", markevery=max(len(seeds[0]) // 8, 1), **look)
         for run, place in zip(group.runs, places, strict=True):
-            rows += _interventions(axes, run, place, color, rows)
+            marked += _interventions(axes, run, place, color, 1 - 0.07 * (marked % 5))
+            rows += _quantized(axes, run, place, color, 0.015 + 0.03 * rows)
     if TITLES.get(name, ("", ""))[1] == "nats a token":
         _zoom(axes)
     if name == "validation/loss":
@@ -193,10 +194,17 @@ def _teacher(axes: Axes, losses: Sequence[float | None]) -> None:
     for loss in sorted({round(each, 4) for each in losses if each is not None}):
         if low <= loss <= high:
             axes.axhline(loss, color="#000000", linestyle=":", linewidth=1)
-        axes.text(
-            *(0.99, max(loss, low) if loss <= high else high, f"teacher {loss:.3f}{' ↓' if loss < low else ''}"),
-            **{"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": 7.5},
-        )
+            axes.text(
+                0.99, loss, "teacher", transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=7.5
+            )
+        else:
+            axes.annotate(
+                f"teacher {loss:.3f} {'↓' if loss < low else '↑'}",
+                (0.99, 0.08 if loss < low else 0.9),
+                xycoords="axes fraction",
+                ha="right",
+                fontsize=7.5,
+            )
 
 
 def legend_of(groups: Sequence[Group]) -> list[Line2D]:
@@ -209,7 +217,7 @@ def legend_of(groups: Sequence[Group]) -> list[Line2D]:
     for kind in [each for each in MARKS if each in seen]:
         handles.append(Line2D([], [], color="#000000", marker=MARKS[kind], linestyle="none", markersize=5, label=kind))
     if any(run.numbers["quantized_share"] for group in groups for run in group.runs):
-        handles.append(Line2D([], [], color="#000000", linewidth=3, alpha=0.5, label="quantised (at the foot)"))
+        handles.append(Line2D([], [], color="#000000", linewidth=3, alpha=0.5, label="quantised (foot)"))
     return handles
 
 
@@ -234,22 +242,23 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts] or list(points)
 
 
-def _interventions(axes: Axes, run: Run, places: dict[int, float], color: str, row: int) -> int:
-    """Mark them; a run that was ever quantised takes one row at the foot. Returns the rows taken."""
-    edge, drawn = axes.get_xaxis_transform(), 0
-    for each in run.interventions:
-        if each.event in MARKS and each.step in places and drawn < MOST_POINTS:
-            drawn += 1
-            at = places[each.step]
-            axes.plot(
-                [at], [1.0], MARKS[each.event], color=color, transform=edge, clip_on=False, markersize=5, zorder=5
-            )
-            axes.axvline(at, color=color, linewidth=0.7, linestyle=":", alpha=0.7)
-    quantized = [value for _, value in run.record.curve("quantized")]
-    first = next((step for step, _ in run.record.curve("quantized")), 1)
-    if not any(quantized):
-        return 0
-    for start, end in bands(quantized)[:MOST_POINTS]:
-        left, right = (places.get(math.floor(side) + first - 1, 0.0) for side in (start, end))
-        axes.plot([left, right], [0.015 + 0.03 * row] * 2, color=color, linewidth=3, alpha=0.5, transform=edge)
-    return 1
+def _interventions(axes: Axes, run: Run, places: dict[int, float], color: str, height: float) -> bool:
+    """Mark a run's interventions near the top, those of another run lower; whether there are any."""
+    shown = [each for each in run.interventions if each.event in MARKS and each.step in places][:MOST_POINTS]
+    look: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "markersize": 5, "zorder": 5}
+    for each in shown:
+        axes.plot([places[each.step]], [height], MARKS[each.event], color=color, **look)
+        axes.axvline(places[each.step], color=color, linewidth=0.7, linestyle=":", alpha=0.7)
+    return bool(shown)
+
+
+def _quantized(axes: Axes, run: Run, places: dict[int, float], color: str, height: float) -> bool:
+    """Draw a bar at the foot where a run was quantised; whether it ever was."""
+    steps = run.record.curve("quantized")
+    found = bands([value for _, value in steps])[:MOST_POINTS]
+    for start, end in found:
+        left, right = (places.get(math.floor(side) + steps[0][0] - 1, 0.0) for side in (start, end))
+        axes.plot(
+            [left, right], [height] * 2, color=color, linewidth=3, alpha=0.5, transform=axes.get_xaxis_transform()
+        )
+    return bool(found)
