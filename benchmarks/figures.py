@@ -1,8 +1,7 @@
 """The pictures, drawn from the JSON records alone: `python -m benchmarks.figures NAME [RECORD [FOLDER]]`.
 
 Names: cache, demo, objective, precision, quality, temperature. Without more, the published
-record is drawn into `benchmarks/figures`. Everything is made without pyplot, by matplotlib's Agg renderer, which
-needs no screen. Colours are from the palette of Okabe and Ito, which people with any colour vision can tell apart.
+record is drawn into `benchmarks/figures`, by the functions and in the colours of `kdtrain.monitor.figures`.
 """
 
 import json
@@ -22,11 +21,21 @@ from benchmarks.harness import FIGURES, RESULTS
 from benchmarks.science.quality_grid import CALIBRATED, LONG, ONLINE, PLAIN, STUDIES, TIMED, Run
 from benchmarks.science.quality_tables import PUBLISHED_LOSSES, THEIR_CROSS_ENTROPY, THEIR_WHOLE, describe, gap, seeds
 from benchmarks.tables import LARGE
-from kdtrain.commands.demo_pictures import draw_demo, finish, new_figure, pooled, save
-
-BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
-    *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),
+from kdtrain.commands.demo_pictures import draw_demo, pooled, write_all
+from kdtrain.monitor.figures import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    LOOKS,
+    ORANGE,
+    SKY,
+    YELLOW,
+    bands,
+    finish,
 )
+from kdtrain.monitor.figures import figure as figure_of
+
 Record = dict[str, Any]
 
 
@@ -76,7 +85,7 @@ def draw_cache(record: Record, folder: Path) -> list[Path]:
     axes[0].set_ylabel("KL(full || cache), tail spread evenly, nats")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=7, frameon=False)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
-    return save(folder, cache=figure)
+    return write_all(folder, cache=figure)
 
 
 def _codecs(axis: Axes, codecs: dict[str, dict]) -> None:
@@ -113,13 +122,13 @@ MARKERS = {"float32": "o", "bfloat16": "s"}
 
 def draw_objective(record: Record, folder: Path) -> list[Path]:
     """Write `objective.png`."""
-    return save(folder, objective=objective(record))
+    return write_all(folder, objective=objective(record))
 
 
 def objective(record: Record) -> Figure:
     """A row a side, a point a shape and dtype: time and peak memory over cross-entropy's."""
     rows = [row for row in record["figures"].values() if "cross-entropy" in row.get("sides", {})]
-    figure, [[time, memory]] = new_figure(10, 4.4, 1, 2, sharey=True)
+    figure, [[time, memory]] = figure_of(10, 4.4, 1, 2, sharey=True)
     _ratios(time, rows, "seconds", "time over compiled cross-entropy's")
     _ratios(memory, rows, "peak_mib", "peak memory over compiled cross-entropy's")
     time.set_yticks(range(len(SIDES)), [label for label, _ in SIDES.values()])
@@ -185,14 +194,14 @@ def draw_precision(result: Record, folder: Path) -> list[Path]:
     """Write `precision.png`."""
     kinds = [kind for kind in result["table"] if kind != "bf16"]
     rows = (len(kinds) + 2) // 3
-    figure, grid = new_figure(11, 2.3 * rows, rows, 3, sharex=True, sharey=True)
+    figure, grid = figure_of(11, 2.3 * rows, rows, 3, sharex=True, sharey=True)
     for axes, kind in zip(grid.flat, kinds, strict=False):
         _above(axes, result, kind)
     for axes in list(grid.flat)[len(kinds) :]:
         axes.set_visible(False)
     figure.supxlabel("step")
     figure.supylabel("training loss above bf16, nats")
-    return save(folder, precision=figure)
+    return write_all(folder, precision=figure)
 
 
 def _above(axes: Axes, result: Record, kind: str) -> None:
@@ -211,17 +220,6 @@ def _above(axes: Axes, result: Record, kind: str) -> None:
     axes.set_title(f"{kind}: {row['above_bf16']:+.4f}, {row['quantized_share']:.0%} quantised", fontsize=9)
 
 
-def bands(quantized: list[int]) -> list[tuple[float, float]]:
-    """Where runs of quantised steps begin and end."""
-    found: list[tuple[float, float]] = []
-    for step, each in enumerate(quantized, 1):
-        if each and found and found[-1][1] == step - 0.5:
-            found[-1] = (found[-1][0], step + 0.5)
-        elif each:
-            found.append((step - 0.5, step + 0.5))
-    return found
-
-
 # Temperature: T^2 KL against T, and where T goes.
 
 MODES = {"minimize": ORANGE, "adversarial": BLUE, "likelihood": GREEN}
@@ -230,7 +228,7 @@ SHADES = (GREY, SKY, "#000000")
 
 def draw_temperature(record: Record, folder: Path) -> list[Path]:
     """Write `temperature.png`: curves, then paths beside a still and a learning student."""
-    figure, [[curves, frozen, training]] = new_figure(13, 4.8, 1, 3)
+    figure, [[curves, frozen, training]] = figure_of(13, 4.8, 1, 3)
     _hump(curves, record)
     for axes, name, title in (
         (frozen, "frozen", "T alone, the student stands still"),
@@ -238,7 +236,7 @@ def draw_temperature(record: Record, folder: Path) -> list[Path]:
     ):
         _paths(axes, record[name], record["settings"]["bounds"])
         axes.set_title(title, loc="left", fontsize=10)
-    return save(folder, 110, temperature=figure)
+    return write_all(folder, 110, temperature=figure)
 
 
 def _hump(axes: Axes, record: Record) -> None:
@@ -272,9 +270,6 @@ def _paths(axes: Axes, paths: list[Record], bounds: list[float]) -> None:
 
 # Quality: what of the gap is closed for how many bytes, calibration, T over training, loss against time.
 
-LOOKS = [(BLUE, "o", "-"), (ORANGE, "s", "--"), (GREEN, "^", "-."), ("#000000", "D", ":"), (SKY, "v", (0, (5, 1)))]
-"""Colour, marker and line of the students of a picture, which are told apart without colour too."""
-
 
 def draw_quality(record: Record, folder: Path) -> list[Path]:
     """Write the pictures of docs/quality.md, each as PNG and SVG; those without a student are left out."""
@@ -284,7 +279,7 @@ def draw_quality(record: Record, folder: Path) -> list[Path]:
         "quality_temperature": quality_temperature(record),
         "quality_time": quality_time(record),
     }
-    return save(folder, formats=("png", "svg"), **{name: each for name, each in drawn.items() if each is not None})
+    return write_all(folder, formats=("png", "svg"), **{name: each for name, each in drawn.items() if each is not None})
 
 
 BELOW = {**{Run(cache=cache): -10 for cache in ("i12", "i40", "k50")}, Run(cache="s50", steps=LONG): -20}
@@ -299,7 +294,7 @@ def quality_gap(record: Record) -> Figure | None:
     final, first = ([run for run in STUDIES[name]() if gap(record, run)] for name in ("final", "tails"))
     if not final:
         return None
-    figure, [[left, right]] = new_figure(11, 4.4, 1, 2)
+    figure, [[left, right]] = figure_of(11, 4.4, 1, 2)
     for run in final:
         if run.options != PLAIN:
             _closed(left, record, run, gap(record, run), describe(run))
@@ -345,7 +340,7 @@ def quality_calibration(record: Record) -> Figure | None:
     runs = [run for run in CALIBRATED if seeds(record, run)]
     if not runs:
         return None
-    figure, [[axes]] = new_figure(7.5, 4.0, 1, 1)
+    figure, [[axes]] = figure_of(7.5, 4.0, 1, 1)
     axes.axhline(0, color="black", linewidth=0.8)
     for run, (color, marker, line) in zip(runs, LOOKS, strict=False):
         found = seeds(record, run).values()
@@ -367,7 +362,7 @@ def quality_temperature(record: Record) -> Figure | None:
     runs = [run for run in STUDIES["temperatures"]() if "--temperature-mode" in run.options and seeds(record, run)]
     if not runs:
         return None
-    figure, [[axes]] = new_figure(7.5, 3.6, 1, 1)
+    figure, [[axes]] = figure_of(7.5, 3.6, 1, 1)
     for run, (color, marker, line) in zip(runs, LOOKS, strict=False):
         for number, each in enumerate(seeds(record, run).values()):
             path = each["T"]
@@ -386,7 +381,7 @@ def quality_time(record: Record) -> Figure | None:
     if not sides or "speed" not in record:
         return None
     sides += [(run, ONLINE) for run, _ in sides if run.cache == "dense"]  # it learns the same from the same logits
-    figure, [[by_tokens, by_time]] = new_figure(9.5, 4.0, 1, 2, sharey=True)
+    figure, [[by_tokens, by_time]] = figure_of(9.5, 4.0, 1, 2, sharey=True)
     for (run, name), (color, marker, line) in zip(sides, LOOKS, strict=False):
         curves = [each["validation"] for each in seeds(record, run).values()]
         steps = curves[0]["step"][1:]

@@ -8,6 +8,7 @@ The library, every name of which is imported when it is first used:
     distillation_loss, Head, DenseTargets   the loss as a function of hidden states, an output head and targets
     CheckpointStore, Keep         checkpoints published whole, verified before they are loaded, pruned by tier
     quantize_, PrecisionController, Policy   fp8 products, and when to switch them on and off
+    runs, RunRecord               what runs have logged: flat records for a table of pandas, and all numbers of one
     register_...                  a divergence, tail rule, temperature mode, back end, text, source, teacher, logger or
                                   command of one's own
     distill, cache_teacher        the commands as functions, with DistillConfig and CacheTeacherConfig
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from kdtrain.errors import RunError, UsageError
     from kdtrain.models.output_head import Head
     from kdtrain.monitor.loggers import Logger, register_logger
+    from kdtrain.monitor.record import RunRecord
+    from kdtrain.monitor.runs import runs
     from kdtrain.objective.divergence import register_divergence
     from kdtrain.objective.loss import DistillationLoss, LossOutput, distillation_loss
     from kdtrain.objective.tails import register_tail
@@ -62,6 +65,8 @@ _HOME = {
     "kdtrain.errors": ("RunError", "UsageError"),
     "kdtrain.models.output_head": ("Head",),
     "kdtrain.monitor.loggers": ("Logger", "register_logger"),
+    "kdtrain.monitor.record": ("RunRecord",),
+    "kdtrain.monitor.runs": ("runs",),
     "kdtrain.objective.divergence": ("register_divergence",),
     "kdtrain.objective.loss": ("DistillationLoss", "LossOutput", "distillation_loss"),
     "kdtrain.objective.tails": ("register_tail",),
@@ -95,6 +100,7 @@ __all__ = [
     "Policy",
     "PrecisionController",
     "RunError",
+    "RunRecord",
     "ScheduledTemperature",
     "SourceRequest",
     "Student",
@@ -115,6 +121,7 @@ __all__ = [
     "register_teacher",
     "register_temperature",
     "register_text",
+    "runs",
 ]
 
 

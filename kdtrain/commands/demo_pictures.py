@@ -1,31 +1,25 @@
-"""The demo's pictures: learning curves, and calibration on the test split.
-
-Drawn without pyplot, by matplotlib's Agg renderer, which needs no screen. Colours are from the palette of Okabe and
-Ito, which people with any colour vision can tell apart.
-"""
+"""The demo's pictures: learning curves, and calibration on the test split."""
 
 import statistics
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-BLUE, ORANGE = "#0072B2", "#D55E00"
+from kdtrain.monitor.figures import BLUE, ORANGE, STYLE, curve, figure, finish, save
+
 Record = dict[str, Any]
 KINDS = {"cross-entropy": ORANGE, "distilled": BLUE}
-STYLE: dict[str, Any] = {"linewidth": 1.8}
 
 
 def draw_demo(result: Record, folder: Path) -> list[Path]:
     """Write `demo-learning-curves.png` and `demo-calibration.png`."""
-    return save(folder, demo_learning_curves=learning_curves(result), demo_calibration=calibration(result))
+    return write_all(folder, demo_learning_curves=learning_curves(result), demo_calibration=calibration(result))
 
 
 def learning_curves(result: Record) -> Figure:
     """Validation loss and KL to the teacher over the steps: a faint line a seed, a strong one for their mean."""
-    figure, [[loss, kl]] = new_figure(9.0, 3.6, 1, 2)
+    made, [[loss, kl]] = figure(9.0, 3.6, 1, 2)
     for kind, color in KINDS.items():
         curves = [run["validation"] for run in result["runs"] if run["student"] == kind]
         for axes, name in ((loss, "loss"), (kl, "kl")):
@@ -36,12 +30,12 @@ def learning_curves(result: Record) -> Figure:
     loss.axhline(of_teacher, color="black", linestyle=":", linewidth=1.2, label="the teacher")
     finish(loss, "Validation loss", "step", "nats a token")
     finish(kl, "KL to the teacher", "step", "nats a token")
-    return figure
+    return made
 
 
 def calibration(result: Record) -> Figure:
     """Accuracy against confidence in 15 bins, all seeds together, and below it how many tokens lie in each bin."""
-    figure, [[diagram, share]] = new_figure(9.0, 3.8, 1, 2)
+    made, [[diagram, share]] = figure(9.0, 3.8, 1, 2)
     diagram.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1.2, label="perfect calibration")
     for kind, color in KINDS.items():
         runs = [run for run in result["runs"] if run["student"] == kind]
@@ -55,7 +49,7 @@ def calibration(result: Record) -> Figure:
         share.plot(centres, [100 * each["tokens"] / total for each in bins], color=color, label=kind, **STYLE)
     finish(diagram, "Calibration on the test split", "the student's confidence", "share that is right")
     finish(share, "How sure it is", "the student's confidence", "% of tokens")
-    return figure
+    return made
 
 
 def pooled(diagrams: list[list[dict[str, float]]]) -> list[dict[str, float]]:
@@ -71,41 +65,12 @@ def pooled(diagrams: list[list[dict[str, float]]]) -> list[dict[str, float]]:
     return result
 
 
-def curve(axes: Axes, seeds: list[list[tuple[int, float]]], color: str, label: str) -> None:
-    """Draw a faint line for each seed, where there are several, and a strong one for their mean."""
-    for points in seeds if len(seeds) > 1 else []:
-        axes.plot(*zip(*points, strict=True), color=color, linewidth=0.8, alpha=0.45)
-    at = [dict(points) for points in seeds]
-    means = {n: statistics.mean(each[n] for each in at) for n in sorted(set.intersection(*map(set, at)))}
-    marker = "o" if len(means) < 3 else None
-    axes.plot(*zip(*means.items(), strict=True), color=color, label=label, marker=marker, **STYLE)
-
-
-def finish(axes: Axes, title: str, x: str, y: str) -> None:
-    """Set title, labels and grid, and a legend where lines have labels."""
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9)
-
-
-def save(folder: Path, dpi: int = 130, formats: tuple[str, ...] = ("png",), **figures: Figure) -> list[Path]:
+def write_all(folder: Path, dpi: int = 130, formats: tuple[str, ...] = ("png",), **figures: Figure) -> list[Path]:
     """Write NAME.png for each figure, or its other formats; where they are."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, figure in figures.items():
+    for name, made in figures.items():
         for each in formats:
             paths.append(folder / f"{name.replace('_', '-')}.{each}")
-            # without a date and with fixed names an SVG is the same at each drawing
-            with rc_context({"svg.hashsalt": name}):
-                figure.savefig(paths[-1], dpi=dpi, metadata={"Date": None} if each == "svg" else None)
+            save(made, paths[-1], dpi, each, salt=name)
     return paths
-
-
-def new_figure(width: float, height: float, rows: int, columns: int, **shared: Any) -> tuple[Figure, Any]:
-    """A figure of width and height in inches, and its axes [rows][columns]."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **shared)

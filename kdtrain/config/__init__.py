@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.config.commands import CacheTeacherConfig as CacheTeacherConfig
+from kdtrain.config.commands import CompareConfig as CompareConfig
 from kdtrain.config.commands import DemoConfig as DemoConfig
 from kdtrain.config.commands import DistillConfig as DistillConfig
 from kdtrain.config.commands import EvaluateConfig as EvaluateConfig
 from kdtrain.config.commands import ExportConfig as ExportConfig
 from kdtrain.config.commands import GenerateConfig as GenerateConfig
 from kdtrain.config.commands import InspectConfig as InspectConfig
+from kdtrain.config.commands import PlotConfig as PlotConfig
+from kdtrain.config.commands import ReportConfig as ReportConfig
 from kdtrain.config.commands import VerifyConfig as VerifyConfig
 from kdtrain.config.sections import CacheParallelConfig as CacheParallelConfig
 from kdtrain.config.sections import CheckpointConfig as CheckpointConfig

@@ -334,6 +334,67 @@ class GenerateConfig(Options):
     """Print one JSON object on stdout."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(Options):
+    """Show runs side by side: options that differ, losses, calibration and cost, held against the seeds' spread."""
+
+    runs: tuple[Path, ...] = option((), positional=True, reads="path")
+    """Folders of runs; the others are compared with the first."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(not self.runs, "no run to compare; give the folders of runs, such as runs/*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotConfig(Options):
+    """Draw the curves of runs into a figure, with switches and rollbacks marked."""
+
+    runs: tuple[Path, ...] = option((), positional=True, reads="path")
+    """Folders of runs; those that differ in the seed alone share a colour, with their mean as a strong line."""
+    out: Path
+    """The figure to write: a name that ends in .png, .svg or .pdf."""
+    x: Literal["tokens", "steps", "minutes"] = "tokens"
+    """The horizontal axis; minutes are those of optimizer steps."""
+    y: str = "validation/loss"
+    """Numbers of metrics.jsonl, several joined with a comma, a panel each; temperature and precision are known too."""
+    overwrite: bool = False
+    """Replace a file that is already there."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(not self.runs, "no run to plot; give the folders of runs, such as runs/*")
+        refuse(
+            self.out.suffix not in (".png", ".svg", ".pdf"),
+            f"--out {self.out} ends in none of .png, .svg and .pdf; the ending chooses the format",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig(Options):
+    """Write one page about runs, to read and to send: what was run, what differs, curves, samples, cost, limits."""
+
+    runs: tuple[Path, ...] = option((), positional=True, reads="path")
+    """Folders of runs; the others are compared with the first."""
+    out: Path
+    """The page to write, a name that ends in .html; it needs no network and no other file."""
+    title: str = "Runs of kdtrain"
+    """Its title."""
+    overwrite: bool = False
+    """Replace a file that is already there."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(not self.runs, "no run to report on; give the folders of runs, such as runs/*")
+        refuse(self.out.suffix not in (".html", ".htm"), f"--out {self.out} must end in .html")
+
+
 COMMANDS = {
     "demo": DemoConfig,
     "cache-teacher": CacheTeacherConfig,
@@ -343,5 +404,8 @@ COMMANDS = {
     "inspect": InspectConfig,
     "verify": VerifyConfig,
     "export": ExportConfig,
+    "compare": CompareConfig,
+    "plot": PlotConfig,
+    "report": ReportConfig,
 }
 """The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`."""

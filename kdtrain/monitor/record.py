@@ -5,6 +5,7 @@ studies. A run may be of unknown origin, or still be training: a file that is mi
 cannot be read (cut short by a kill, or damaged) is left out, as a resuming run would leave it out.
 """
 
+import itertools
 import math
 import os
 import statistics
@@ -18,6 +19,8 @@ from kdtrain.files import SMALL, open_regular, parse_json, read_json, read_toml,
 
 MOST_BYTES = 2**30
 """Most bytes of a log that is read; a million steps have about 4e8."""
+_LARGEST = 2**53
+"""The largest step; beyond it floats do not count."""
 
 Line = dict[str, float]
 """The numbers of one line of metrics.jsonl by name, `step` among them; NaN where a number was non-finite."""
@@ -61,7 +64,7 @@ class RunRecord:
         return cls(
             _table(folder / "config.toml"),
             _table(folder / "environment.json"),
-            [_finite(record) for _, record in lines(folder / "metrics.jsonl", last) if record is not None],
+            [line for _, record in lines(folder / "metrics.jsonl", last) if (line := _numbers(record)) is not None],
             list(events(folder, last)),
             _table(folder / "result.json") or None,
         )
@@ -81,6 +84,30 @@ class RunRecord:
         rates = [line[name] for line in self.metrics if line.get(name)]
         return statistics.median(rates[len(rates) // 2 :]) if rates else None
 
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """Step and value of a number of metrics.jsonl, where it was logged and finite."""
+        return [(int(line["step"]), line[name]) for line in self.metrics if math.isfinite(line.get(name, math.nan))]
+
+    def places(self, axis: str) -> dict[int, float]:
+        """Each step's place on the axis `steps`, `tokens` or `minutes`, the steps of a rollback left out.
+
+        Minutes are those of optimizer steps, without validation, checkpoints and pauses. The first step of a process,
+        which waits for the compiler, counts as the median step.
+        """
+        steps = self.steps
+        numbers = [int(line["step"]) for line in steps]
+        if axis == "steps":
+            return {int(line["step"]): line["step"] for line in self.metrics}
+        tokens = [max(line.get("tokens", 0.0), 0.0) for line in steps]
+        if axis == "tokens":
+            each = tokens
+        else:
+            rates = [line.get("tok/s_last", 0.0) for line in steps]
+            times = [count / rate / 60 if rate > 0 else None for count, rate in zip(tokens, rates, strict=True)]
+            usual = statistics.median([time for time in times if time is not None] or [0.0])
+            each = [usual if time is None else time for time in times]
+        return {0: 0.0, **dict(zip(numbers, itertools.accumulate(each), strict=True))}
+
 
 def events(folder: Path, last: int | None = None) -> Iterator[Event]:
     """The events of the run in `folder`, or those in its `last` bytes. OSError, ValueError: as `lines`."""
@@ -88,6 +115,15 @@ def events(folder: Path, last: int | None = None) -> Iterator[Event]:
         with suppress(ValueError):
             known = {name: (record or {}).pop(name, None) for name in ("event", "level", "step")}
             yield typed({**known, "details": record or {}}, Event)
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    """The last texts that the run in `folder` sampled, each with `step`. OSError, ValueError: as `lines`."""
+    last: list[dict[str, Any]] = []
+    for _, record in lines(folder / "samples.jsonl"):
+        if record is not None:
+            last = [*(last if last and last[0]["step"] == record["step"] else []), record][:8]
+    return last
 
 
 def lines(path: Path, last: int | None = None) -> Iterator[tuple[str, dict[str, Any] | None]]:
@@ -130,5 +166,13 @@ def _table(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _finite(record: dict[str, Any]) -> Line:
-    return {name: math.nan if value is None else value for name, value in record.items()}
+def _numbers(record: dict[str, Any] | None) -> Line | None:
+    """The numbers of a line, NaN for null; None where its step is none."""
+    if record is None or not 0 <= record["step"] <= _LARGEST:
+        return None
+    found = {name: math.nan if value is None else value for name, value in record.items()}
+    return {name: value for name, value in found.items() if type(value) is float or _is_int(value)}
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and abs(value) <= _LARGEST

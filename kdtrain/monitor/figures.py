@@ -1,0 +1,264 @@
+"""Learning curves by matplotlib, for `kdtrain plot`, `kdtrain report` and the pictures of the benchmarks.
+
+Everything is made without pyplot, by matplotlib's own renderers, which need no screen. Colours are from the palette of
+Okabe and Ito, which people with any colour vision can tell apart; markers and lines differ too, for print without
+colour. Names of runs may be anyone's: none is read as a formula.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from kdtrain.monitor.runs import MARKS, Group, Run
+
+BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
+    *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),
+)
+LOOKS = [(BLUE, "o", "-"), (ORANGE, "s", "--"), (GREEN, "^", "-."), ("#000000", "D", ":"), (SKY, "v", (0, (5, 1)))]
+"""Colour, marker and line of the students of a picture, which are told apart without colour too."""
+MORE = [("#CC79A7", "P", (0, (3, 1, 1, 1))), (AMBER, "X", (0, (1, 1))), (GREY, "*", (0, (8, 2, 2, 2)))]
+"""The looks of further runs."""
+STYLE: dict[str, Any] = {"linewidth": 1.8}
+COLUMN = 3.5
+"""Inches: the width of a column of text."""
+MOST_POINTS = 400
+"""Most points of a drawn curve; a longer one is drawn by the means of as many stretches."""
+
+AXES = {"steps": "step", "tokens": "tokens", "minutes": "minutes of optimizer steps"}
+NAMES = {"temperature": "T", "precision": "quantized"}
+"""Other names of numbers of metrics.jsonl."""
+TITLES = {
+    "validation/loss": ("Validation loss", "nats a token"),
+    "validation/kl": ("KL to the teacher, validation", "nats a token"),
+    "validation/ece": ("Calibration error (ECE), validation", "share"),
+    "validation/accuracy": ("Next token right, validation", "share"),
+    "validation/perplexity": ("Perplexity, validation", ""),
+    "validation/teacher_loss": ("The teacher's validation loss", "nats a token"),
+    "loss": ("Training loss", "nats a token"),
+    "loss_avg": ("Training loss, average", "nats a token"),
+    "ce": ("Cross-entropy, training", "nats a token"),
+    "kd": ("Divergence, training", "nats a token"),
+    "kd_T1": ("Divergence at T = 1, training", "nats a token"),
+    "T": ("Temperature", "T"),
+    "lr": ("Learning rate", ""),
+    "grad_norm": ("Gradient norm before clipping", ""),
+    "quantized": ("Precision", "1 is quantised"),
+    "tok/s": ("Speed, average", "tokens/s"),
+    "tok/s_last": ("Speed of a step", "tokens/s"),
+    "data_wait_s": ("Waiting for data", "seconds a step"),
+    "memory_resident_mb": ("Memory", "MiB"),
+    "memory_allocated_mb": ("Memory of the GPU", "MiB"),
+}
+"""Title and unit of a panel."""
+
+
+def figure(width: float, height: float, rows: int, columns: int, **shared: Any) -> tuple[Figure, Any]:
+    """A figure of `width` x `height` inches, and its axes as an array [rows, columns]."""
+    made = Figure(figsize=(width, height), layout="constrained")
+    return made, made.subplots(rows, columns, squeeze=False, **shared)
+
+
+def save(made: Figure, path: Any, dpi: int = 130, kind: str = "png", salt: str = "", **more: Any) -> None:
+    """Write a figure to a path or a binary file; the same figure gives the same bytes, in SVG and PDF too.
+
+    salt: the names inside an SVG are made of it; different for figures of one page.
+    """
+    metadata: dict[str, Any] | None = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    with rc_context({"svg.hashsalt": salt, **({"svg.fonttype": "none"} if more.pop("text", False) else {})}):
+        made.savefig(path, dpi=dpi, format=kind, metadata=metadata, **more)
+
+
+def curve(axes: Axes, seeds: Sequence[Sequence[tuple[float, float]]], color: str, label: str, **look: Any) -> None:
+    """Draw the curves of one setup: a faint line a seed, and a strong one for their mean where all have a value."""
+    for points in seeds if len(seeds) > 1 else []:
+        axes.plot(*zip(*points, strict=True), color=color, linewidth=0.8, alpha=0.45)
+    at = [dict(points) for points in seeds]
+    means = {n: statistics.mean(each[n] for each in at) for n in sorted(set.intersection(*map(set, at)))}
+    strong = [list(means.items())] if means else seeds  # minutes of different seeds have no place in common
+    look = {"marker": "o" if len(means) < 3 else None, **STYLE, **look}
+    for number, points in enumerate(strong):
+        axes.plot(*zip(*points, strict=True), color=color, label=None if number else label, **look)
+
+
+def finish(axes: Axes, title: str, x: str, y: str) -> None:
+    """Title, labels, grid and legend."""
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def bands(quantized: Sequence[float]) -> list[tuple[float, float]]:
+    """Where stretches of quantised steps begin and end; step 1 is from 0.5 to 1.5."""
+    found: list[tuple[float, float]] = []
+    for step, each in enumerate(quantized, 1):
+        if each and found and found[-1][1] == step - 0.5:
+            found[-1] = (found[-1][0], step + 0.5)
+        elif each:
+            found.append((step - 0.5, step + 0.5))
+    return found
+
+
+# Runs ---------------------------------------------------------------------------------------------------------------
+
+
+def looks(groups: Sequence[Group]) -> list[tuple[str, str, Any]]:
+    """Colour, marker and line of each group."""
+    return list(itertools.islice(itertools.cycle([*LOOKS, *MORE]), len(groups)))
+
+
+def draw(groups: Sequence[Group], x: str, names: Sequence[str]) -> Figure:
+    """A panel a number over tokens, steps or minutes, a column wide, with one legend below."""
+    handles = legend_of(groups)
+    columns = 2 if all(len(str(each.get_label())) <= 22 for each in handles) else 1
+    height = 2.1 * len(names) + 0.35 + 0.16 * math.ceil(len(handles) / columns)
+    made, panels = figure(COLUMN, height, len(names), 1, sharex=True)
+    for axes, name in zip(panels[:, 0], names, strict=True):
+        panel(axes, groups, x, name)
+        if axes is not panels[-1, 0]:
+            axes.set_xlabel("")
+    look: dict[str, Any] = {"frameon": False, "fontsize": 8, "borderaxespad": 0, "handlelength": 3}
+    made.legend(handles=handles, loc="outside lower left", ncols=columns, **look)
+    return made
+
+
+def draw_panel(groups: Sequence[Group], x: str, name: str) -> Figure:
+    """One panel without a legend."""
+    made, panels = figure(COLUMN, 2.3, 1, 1)
+    panel(panels[0, 0], groups, x, name)
+    return made
+
+
+def draw_legend(groups: Sequence[Group]) -> Figure:
+    """The legend of panels, alone."""
+    handles = legend_of(groups)
+    made = Figure(figsize=(COLUMN, 0.19 * len(handles) + 0.05))
+    made.legend(handles=handles, loc="center left", frameon=False, fontsize=8, borderaxespad=0, handlelength=4)
+    return made
+
+
+def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
+    """One number of the runs over an axis, with interventions at the top and quantised stretches at the foot."""
+    name = NAMES.get(name, name)
+    rows, marked = 0, 0
+    for group, (color, marker, line) in zip(groups, looks(groups), strict=True):
+        places = [run.record.places(x) for run in group.runs]
+        seeds = [_points(run, name, place) for run, place in zip(group.runs, places, strict=True)]
+        seeds = [thinned(points) for points in seeds if points]
+        if seeds:
+            look = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
+            curve(axes, seeds, color, "", markevery=max(len(seeds[0]) // 8, 1), **look)
+        for run, place in zip(group.runs, places, strict=True):
+            marked += _interventions(axes, run, place, color, 1 - 0.07 * (marked % 5))
+            rows += _quantized(axes, run, place, color, 0.015 + 0.03 * rows)
+    if TITLES.get(name, ("", ""))[1] == "nats a token":
+        _zoom(axes)
+    if name == "validation/loss":
+        _teacher(axes, [each.mean("teacher_validation_loss") for each in groups])
+    title, unit = TITLES.get(name, (literal(name), ""))
+    finish(axes, title, AXES[x], unit)
+    axes.title.set_fontsize(9)
+    axes.tick_params(labelsize=8)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_fontsize(8)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=x != "minutes"))
+    if x != "minutes":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+
+
+def _zoom(axes: Axes) -> None:
+    """Let the curves fill the panel after their first tenth, which would flatten the rest."""
+    curves = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.get_lines()]
+    curves = [points for points in curves if len(points) > 4]
+    far = max((points[-1][0] for points in curves), default=0.0)
+    shown = [y for points in curves for x, y in points if x >= far / 10]
+    if shown and max(shown) > min(shown):
+        room = 0.12 * (max(shown) - min(shown))
+        axes.set_ylim(min(shown) - room, max(shown) + room)
+
+
+def _teacher(axes: Axes, losses: Sequence[float | None]) -> None:
+    """The teacher's loss as a line, or as words where it lies outside of the panel."""
+    low, high = axes.get_ylim()
+    for loss in sorted({round(each, 4) for each in losses if each is not None}):
+        if low <= loss <= high:
+            axes.axhline(loss, color="#000000", linestyle=":", linewidth=1)
+            axes.text(
+                0.99, loss, "teacher", transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=7.5
+            )
+        else:
+            axes.annotate(
+                f"teacher {loss:.3f} {'↓' if loss < low else '↑'}",
+                (0.99, 0.08 if loss < low else 0.9),
+                xycoords="axes fraction",
+                ha="right",
+                fontsize=7.5,
+            )
+
+
+def legend_of(groups: Sequence[Group]) -> list[Line2D]:
+    """A line for each group, a marker for each kind of intervention, and the bar of quantised stretches."""
+    handles = [
+        Line2D([], [], color=color, marker=marker, linestyle=line, markersize=4, linewidth=1.4, label=_label(group))
+        for group, (color, marker, line) in zip(groups, looks(groups), strict=True)
+    ]
+    seen = {each.event for group in groups for run in group.runs for each in run.interventions}
+    for kind in [each for each in MARKS if each in seen]:
+        handles.append(Line2D([], [], color="#000000", marker=MARKS[kind], linestyle="none", markersize=5, label=kind))
+    if any(run.numbers["quantized_share"] for group in groups for run in group.runs):
+        handles.append(Line2D([], [], color="#000000", linewidth=3, alpha=0.5, label="quantised (foot)"))
+    return handles
+
+
+def literal(name: str, most: int = 48) -> str:
+    """A name as matplotlib shows it: no formula, and not one that a legend leaves out."""
+    name = name if len(name) <= most else f"{name[: most - 1]}…"
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
+def _label(group: Group) -> str:
+    return literal(group.name) + (f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "")
+
+
+def _points(run: Run, name: str, places: dict[int, float]) -> list[tuple[float, float]]:
+    return [(places[step], value) for step, value in run.record.curve(name) if step in places and abs(value) < 1e30]
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """`points`, or the means of `MOST_POINTS` stretches of them."""
+    size = math.ceil(len(points) / MOST_POINTS)
+    parts = [points[start : start + size] for start in range(0, len(points), size)] if size > 1 else []
+    return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts] or list(points)
+
+
+def _interventions(axes: Axes, run: Run, places: dict[int, float], color: str, height: float) -> bool:
+    """Mark a run's interventions near the top, those of another run lower; whether there are any."""
+    shown = [each for each in run.interventions if each.event in MARKS and each.step in places][:MOST_POINTS]
+    look: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "markersize": 5, "zorder": 5}
+    for each in shown:
+        axes.plot([places[each.step]], [height], MARKS[each.event], color=color, **look)
+        axes.axvline(places[each.step], color=color, linewidth=0.7, linestyle=":", alpha=0.7)
+    return bool(shown)
+
+
+def _quantized(axes: Axes, run: Run, places: dict[int, float], color: str, height: float) -> bool:
+    """Draw a bar at the foot where a run was quantised; whether it ever was."""
+    steps = run.record.curve("quantized")
+    found = bands([value for _, value in steps])[:MOST_POINTS]
+    for start, end in found:
+        left, right = (places.get(math.floor(side) + steps[0][0] - 1, 0.0) for side in (start, end))
+        axes.plot(
+            [left, right], [height] * 2, color=color, linewidth=3, alpha=0.5, transform=axes.get_xaxis_transform()
+        )
+    return bool(found)

@@ -1,0 +1,377 @@
+"""Several runs side by side: a flat record of each, groups that differ in the seed alone, and what the seeds explain.
+
+Two groups differ in a number if a t test at 95 % says so, with the standard deviation over seeds that is pooled over
+all groups: |a - b| > t s sqrt(1/n_a + 1/n_b). Without a group of two seeds nothing can be said, and nothing is marked.
+"""
+
+import glob
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kdtrain.config import DistillConfig, plain
+from kdtrain.config.values import fields_of
+from kdtrain.errors import UsageError, printable
+from kdtrain.monitor.record import Event, RunRecord
+
+NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", "dry_run", "sanity"}
+"""Options in which runs of a group may differ: where a run lies, and how it was started."""
+MARKS = {"rollback": "v", "recovery": "^", "switch": "D", "resume": ">", "skip": "x", "decay": "s", "memory": "P"}
+"""The interventions that a curve shows, each with its marker."""
+MOST_RUNS = 64
+"""Most runs of one comparison."""
+_QUIET = {"start", "checkpoint"}
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Quantiles of Student's t for a two-sided test at 95 %, by degrees of freedom from 1."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a number of a run is shown."""
+
+    label: str
+    text: Callable[[float], str]
+    tested: bool = True
+    """Whether differences are held against the spread of seeds."""
+
+
+def count(value: float) -> str:
+    """A count as people write it: 812, 61.4 k, 2.62 M, 10.5 B."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e4, " k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == ' k' else size):.3g}{unit}"
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people write them: 14 s, 2.5 min, 3.1 h."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.3g}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+MEASURES = {
+    "best_validation_loss": Measure("best validation loss, nats", _loss),
+    "last_validation_loss": Measure("last validation loss, nats", _loss),
+    "kl": Measure("KL to the teacher, last, nats", _loss),
+    "teacher_validation_loss": Measure("the teacher's loss, nats", _loss, tested=False),
+    "accuracy": Measure("next token right, last", _share),
+    "ece": Measure("calibration error (ECE), last", _share),
+    "last_training_loss": Measure("training loss (average), last", _loss, tested=False),
+    "temperature": Measure("temperature T, last", lambda value: f"{value:.3f}", tested=False),
+    "tokens": Measure("tokens", count, tested=False),
+    "seconds": Measure("time of its steps", duration, tested=False),
+    "tokens_per_second": Measure("tokens/s (median)", count, tested=False),
+    "peak_memory_mb": Measure("peak memory", lambda value: f"{value:,.0f} MiB", tested=False),
+    "quantized_share": Measure("steps quantised", lambda value: f"{100 * value:.0f} %", tested=False),
+    **{
+        name: Measure(name.replace("_", " "), count, tested=False)
+        for name in ("rollbacks", "skipped_steps", "switches", "resumes", "warnings")
+    },
+}
+"""The numbers of a run, in the order of a table."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run with a name of its own among those it is shown with."""
+
+    name: str
+    folder: Path
+    record: RunRecord
+    options: dict[str, Any]
+    """Every option, by name; the default where config.toml has none."""
+    numbers: dict[str, float | None]
+    """By the names of `MEASURES`."""
+
+    @property
+    def seed(self) -> Any:
+        """Of weights, order and dropout."""
+        return self.options["seed"]
+
+    @property
+    def status(self) -> str:
+        """How it ended."""
+        result = self.record.result
+        last = max((int(line["step"]) for line in self.record.metrics), default=0)
+        if result is None:
+            return f"no result at step {last}: training, or killed"
+        total = _number(result.get("steps"))
+        return f"{printable(str(result.get('stop_reason')))[:40]} {last:,}" + (f"/{total:,.0f}" if total else "")
+
+    @property
+    def student(self) -> str:
+        """Name and size of the student."""
+        named = _table(self.record.environment.get("student"))
+        size = _number(named.get("parameters"))
+        name = printable(str(named.get("name") or self.options.get("student")))[:80]
+        return f"{name} ({count(size)})" if size else name
+
+    @property
+    def cache(self) -> str | None:
+        """The digest of the cache it learned from."""
+        found = self.record.environment.get("cache") or (self.record.result or {}).get("cache")
+        return found if isinstance(found, str) else None
+
+    @property
+    def interventions(self) -> list[Event]:
+        """Its events but starts and checkpoints."""
+        return [each for each in self.record.events if each.event not in _QUIET]
+
+    def identity(self, option: str) -> str:
+        """The value of an option, comparable over machines: a cache is its digest, a student what was built of it."""
+        value = self.options.get(option)
+        if option == "cache" and self.cache is not None:
+            value = self.cache
+        elif option == "student" and (built := self.record.environment.get("student")):
+            value = [os.path.basename(str(value)), built]
+        return json.dumps(value, sort_keys=True, default=str)
+
+    def shown(self, option: str) -> str:
+        """The value of an option as text."""
+        value = self.options.get(option)
+        if option == "cache" and value is not None and self.cache is not None:
+            return f"{printable(str(value))[-60:]} ({printable(self.cache)[:8]})"
+        if isinstance(value, bool) or value is None:
+            return {None: "-", True: "yes", False: "no"}[value]
+        if isinstance(value, list):
+            return ", ".join(printable(str(each))[:40] for each in value[:8]) or "none"
+        if isinstance(value, float):
+            return f"{value:.4g}"
+        return printable(str(value))[-80:]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in the seed alone."""
+
+    runs: list[Run]
+
+    @property
+    def name(self) -> str:
+        """That of its first run."""
+        return self.runs[0].name
+
+    @property
+    def seeds(self) -> str:
+        """Its seeds, as text."""
+        shown = [printable(str(run.seed))[:20] for run in self.runs]
+        return f"seed {shown[0]}" if len(shown) == 1 else f"{len(shown)} runs, seeds {', '.join(shown)}"
+
+    def values(self, name: str) -> list[float]:
+        """A number of its runs, one a seed: a run that was repeated tells nothing about the spread."""
+        by_seed = {str(run.seed): value for run in reversed(self.runs) if (value := run.numbers[name]) is not None}
+        return list(by_seed.values())
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a number over seeds."""
+        return statistics.fmean(found) if (found := self.values(name)) else None
+
+
+def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """Flat records of every run of a pattern such as `runs/*`, or of a list of folders, for `pandas.DataFrame`.
+
+    A record has `run`, `status`, `student`, `cache`, the numbers by name (losses in nats a token; None where there is
+    none), and each option as `options/NAME`. The curves are `kd.RunRecord.read(record["run"]).metrics`.
+
+    Raises:
+        UsageError: a folder of the list is no run, or no folder of the pattern is one.
+    """
+    if isinstance(pattern, str | os.PathLike):
+        found = _runs_of(sorted(glob.glob(os.path.expanduser(os.fspath(pattern)))))
+        if not found:
+            raise UsageError(f"no folder of {printable(str(pattern))[:200]} holds a run")
+    else:
+        found = read_runs([Path(each) for each in pattern], most=None)
+    return [
+        {"run": str(run.folder), "status": run.status, "student": run.student, "cache": run.cache}
+        | run.numbers
+        | {f"options/{name}": value for name, value in run.options.items()}
+        for run in found
+    ]
+
+
+def read_runs(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[Run]:
+    """Read the runs in `folders`, which are named by the ends of their paths that tell them apart.
+
+    Raises:
+        UsageError: a folder holds no run or one that cannot be read, one is named twice, or they are too many.
+    """
+    if most is not None and len(folders) > most:
+        raise UsageError(f"{len(folders)} runs are more than can be shown side by side; name at most {most}")
+    records = [_read(folder) for folder in folders]
+    real = [os.path.realpath(folder) for folder in folders]
+    twice = [folder for place, folder in enumerate(folders) if real[place] in real[:place]]
+    if twice:
+        raise UsageError(f"{twice[0]} is named twice; name each run once")
+    return _named(folders, records)
+
+
+def _runs_of(paths: list[str]) -> list[Run]:
+    found: dict[Path, RunRecord] = {}
+    for path in map(Path, paths):
+        try:
+            found[path] = _read(path)
+        except UsageError:  # a pattern may match anything
+            continue
+    return _named(list(found), list(found.values()))
+
+
+def _named(folders: Sequence[Path], records: list[RunRecord]) -> list[Run]:
+    return [
+        Run(name, folder, record, _options(record), _measured(record))
+        for name, folder, record in zip(_names(folders), folders, records, strict=True)
+    ]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that are all different."""
+    parts = [folder.absolute().parts for folder in folders]
+    names = [each[-1] for each in parts]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            break
+    return [printable(name)[-60:] for name in names]
+
+
+def _read(folder: Path) -> RunRecord:
+    if not folder.is_dir():
+        raise UsageError(f"{folder} {'is a file' if folder.exists() else 'does not exist'}; name the folder of a run")
+    try:
+        record = RunRecord.read(folder)
+    except ValueError as error:
+        raise UsageError(f"the run {folder} cannot be read: {printable(str(error))[:300]}") from None
+    except OSError as error:
+        raise UsageError(f"the run {folder} cannot be read: {error.strerror}: {error.filename}") from None
+    written = "kdtrain" in _table(record.environment.get("libraries"))
+    if not written and not (record.metrics and "student" in _table(record.options.get("run"))):
+        raise UsageError(f"{folder} is not a run (no environment.json of kdtrain); name a folder that distill wrote")
+    return record
+
+
+def _options(record: RunRecord) -> dict[str, Any]:
+    saved = {name: value for table in record.options.values() for name, value in _table(table).items()}
+    names = [(each.name, each.default) for _, each in fields_of(DistillConfig)]
+    known = {name: plain(default) if isinstance(default, _PLAIN) else None for name, default in names}
+    return {**known, **{name: saved[name] for name in known.keys() & saved.keys()}}
+
+
+_PLAIN = (str, int, float, bool, tuple, list, Path)
+
+
+def _measured(record: RunRecord) -> dict[str, float | None]:
+    result, last = record.result or {}, (record.validations or [{}])[-1]
+    losses = [value for _, value in record.curve("validation/loss")]
+    kinds = [each.event for each in record.events]
+    steps, quantized = record.steps, [value for _, value in record.curve("quantized")]
+    times = record.places("minutes")
+
+    def latest(name: str) -> float | None:
+        found = record.curve(name)
+        return found[-1][1] if found else None
+
+    best = _number(result.get("best_validation_loss"))
+    found: dict[str, float | None] = {
+        "best_validation_loss": min(losses, default=None) if best is None else best,
+        "last_validation_loss": losses[-1] if losses else _number(result.get("last_validation_loss")),
+        "kl": _number(last.get("validation/kl")),
+        "teacher_validation_loss": latest("validation/teacher_loss"),
+        "accuracy": _number(last.get("validation/accuracy")),
+        "ece": _number(last.get("validation/ece")),
+        "last_training_loss": latest("loss_avg"),
+        "temperature": latest("T"),
+        "tokens": max(record.places("tokens").values()) if steps else _number(result.get("tokens")),
+        "seconds": 60 * max(times.values()) if len(times) > 1 else _number(result.get("seconds")),
+        "tokens_per_second": record.median_rate(),
+        "peak_memory_mb": _number(result.get("peak_memory_mb")),
+        "quantized_share": sum(quantized) / len(steps) if quantized else None,
+        "rollbacks": float(kinds.count("rollback") + kinds.count("recovery")),
+        "skipped_steps": float(kinds.count("skip")),
+        "switches": float(kinds.count("switch")),
+        "resumes": float(kinds.count("resume")),
+        "warnings": float(sum(each.level == "warning" for each in record.events)),
+    }
+    return {name: found[name] for name in MEASURES}
+
+
+def _number(value: Any) -> float | None:
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if usable and math.isfinite(value) else None
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def grouped(found: Sequence[Run]) -> list[Group]:
+    """Gather runs that differ in the seed alone, in the order of their first runs."""
+    groups: dict[str, list[Run]] = {}
+    for run in found:
+        key = json.dumps([run.identity(name) for name in sorted(run.options) if name not in NOT_COMPARED])
+        groups.setdefault(key, []).append(run)
+    return [Group(each) for each in groups.values()]
+
+
+def differing(groups: Sequence[Group]) -> list[str]:
+    """The options in which groups differ."""
+    names = [name for name in groups[0].runs[0].options if name not in NOT_COMPARED] if groups else []
+    return [name for name in names if len({each.runs[0].identity(name) for each in groups}) > 1]
+
+
+def spread(groups: Sequence[Group], name: str) -> tuple[float, int] | None:
+    """The standard deviation of a number over seeds, pooled over groups, and its degrees of freedom."""
+    found = [values for each in groups if len(values := each.values(name)) > 1]
+    freedom = sum(len(values) - 1 for values in found)
+    if not freedom:
+        return None
+    return math.sqrt(sum(statistics.variance(each) * (len(each) - 1) for each in found) / freedom), freedom
+
+
+def difference(groups: Sequence[Group], group: Group, name: str) -> tuple[float, bool | None] | None:
+    """A group's mean less that of the first one, and whether it is beyond the seeds' spread; None: nobody knows."""
+    own, first = group.values(name), groups[0].values(name)
+    if not own or not first or group is groups[0]:
+        return None
+    off = statistics.fmean(own) - statistics.fmean(first)
+    if not MEASURES[name].tested or (known := spread(groups, name)) is None:
+        return off, None
+    deviation, freedom = known
+    quantile = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
+    return off, abs(off) > quantile * deviation * math.sqrt(1 / len(own) + 1 / len(first))
+
+
+def caution(groups: Sequence[Group]) -> list[str]:
+    """What a reader of the comparison must know: seeds, tokens, and runs that have not ended."""
+    notes = []
+    seeds = [len(each.values("last_validation_loss")) for each in groups]
+    if max(seeds, default=0) < 2:
+        notes.append(
+            "one seed only: nothing tells a difference between runs from the luck of a seed; repeat one with --seed 1"
+        )
+    elif min(seeds) < 2:
+        notes.append("some runs have one seed only; the spread is that of the groups with more")
+    tokens = [value for each in groups for run in each.runs if (value := run.numbers["tokens"]) is not None]
+    if tokens and max(tokens) > 1.01 * min(tokens):
+        notes.append(
+            f"the runs have seen different amounts of text: {count(min(tokens))} to {count(max(tokens))} tokens"
+        )
+    open_runs = [run.name for each in groups for run in each.runs if run.record.result is None]
+    if open_runs:
+        notes.append(f"not ended, or killed: {', '.join(open_runs)}")
+    if len({run.cache for each in groups for run in each.runs}) > 1:
+        notes.append("the runs learned from different caches: losses compare only where their validation text is one")
+    return notes
