@@ -1,4 +1,4 @@
-"""The records as tables in README.md and docs: `python -m benchmarks.tables [demo|objective|quality|gpu]`, or all.
+"""The records as tables in docs: `python -m benchmarks.tables [demo|objective|quality|gpu]`, or all.
 
 Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
 met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. The goals on a GPU
@@ -26,7 +26,7 @@ from benchmarks.science.quality_tables import cell, markdown
 KINDS = ("cross-entropy", "distilled")
 GPU = RESULTS / "gpu"
 PAGES = {
-    "demo": ROOT / "README.md",
+    "demo": ROOT / "docs" / "measured.md",
     "objective": ROOT / "docs" / "objective.md",
     "quality": ROOT / "docs" / "quality.md",
     "gpu": ROOT / "docs" / "performance.md",
@@ -126,8 +126,8 @@ def show_demo(result: dict[str, Any]) -> None:
 
 
 def demo(result: dict[str, Any]) -> str:
-    """Table, verdict, pictures, and what it was measured with; paths are relative to the repository."""
-    file, figures = "benchmarks/results/demo.json", "benchmarks/figures"
+    """Table, verdict, pictures, and what it was measured with; paths are relative to docs."""
+    file, figures = "benchmarks/results/demo.json", "../benchmarks/figures"
     of = result["environment"]
     lines = [
         markdown(["", *KINDS, "teacher"], rows(result)),
@@ -138,7 +138,7 @@ def demo(result: dict[str, Any]) -> str:
         f"![Calibration]({figures}/demo-calibration.png)",
         "",
         f"{title(result)}, {of['precision']} on {of['cpu']} with {of['threads']} threads, Python {of['python']}, "
-        f"torch {of['torch']}, {of['date']}; all numbers are in [{file}]({file}).",
+        f"torch {of['torch']}, {of['date']}; all numbers are in [{file}](../{file}).",
     ]
     return "\n".join(lines)
 

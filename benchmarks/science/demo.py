@@ -6,7 +6,7 @@ defaults; and `kdtrain evaluate` for both students, on the test split, against t
 same command resumes.
 
 Three seeds of the default settings are the published result: `benchmarks/results`, `benchmarks/figures` and the table
-in README.md, which `python -m benchmarks.tables demo` writes as well. A plain `make demo` draws into
+in docs/measured.md, which `python -m benchmarks.tables demo` writes as well. A plain `make demo` draws into
 `benchmarks/figures/local`, any other demo into its own folder.
 """
 
