@@ -1,17 +1,21 @@
 """The commands, flags, links and files that README and docs name exist."""
 
 import ast
+import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import kdtrain as kd
 from benchmarks.performance import scaling
 from kdtrain import cli
-from kdtrain.config import DistillConfig
+from kdtrain.config import CacheTeacherConfig, DistillConfig
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.on_event import EVENTS
@@ -201,3 +205,89 @@ def test_the_figures_of_the_page_on_scaling_are_those_of_its_script():
     assert page == scaling.fill(page)
     with pytest.raises(ValueError, match="no <!-- cache -->"):
         scaling.fill(page.replace("<!-- cache -->", ""))
+
+
+def test_the_defaults_of_the_knobs_are_those_of_the_command():
+    fields = [each for kind in (CacheTeacherConfig, DistillConfig) for _, each in fields_of(kind)]
+    defaults = {flag(each.name): each.default for each in fields}  # what both have is distill's
+    words = {
+        "None": {"all", "none", "the batch", "50, or 0 with `--top-k`", "2,000"},
+        "False": {"off"},
+        "True": {"compiled"},
+    }
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]*) \|", (ROOT / "docs" / "knobs.md").read_text(), re.MULTILINE)
+    assert len(rows) > 30
+    for name, said in rows:
+        default = defaults[name if name in defaults else name.replace("--no-", "--")]
+        assert said in words.get(repr(default), {str(default), str(default).removesuffix(".0")}), name
+
+
+@pytest.mark.parametrize("name, known", [("knobs.md", "learned-samples"), ("troubleshooting.md", "no-gain")])
+def test_the_warnings_that_advice_names_are_written_by_a_run(name, known):
+    named = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", (ROOT / "docs" / name).read_text()))
+    others = {"cache-teacher", "no-progress", "skew-kl", "reverse-kl", "forward-kl"}
+    assert known in named and named - kinds_of_events() - others == set()
+
+
+def loaded_from_elsewhere(html: str) -> list[str]:
+    """What a browser would get from another host for a page; links that a reader follows are not among it."""
+    tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", html)
+    return [tag for tag in tags if re.search(r"""(?:src|href)=["']?(?:https?:)?//""", tag)]
+
+
+def test_a_page_that_loads_something_from_another_host_is_found():
+    assert loaded_from_elsewhere('<link rel="stylesheet" href="https://fonts.example/x.css">')
+    assert not loaded_from_elsewhere('<a href="https://example.org">')
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(site):
+    pages = list(site.rglob("*.html"))
+    assert {page.stem for page in LINKED[2:]} <= {page.stem for page in pages}
+    assert {page.name: found for page in pages if (found := loaded_from_elsewhere(page.read_text()))} == {}
+    assert 'src="repository/benchmarks/figures/quality-gap.png"' in (site / "index.html").read_text()
+
+
+def test_the_reference_has_every_option_and_every_name_of_the_library(site):
+    options, library = ((site / "reference" / f"{name}.html").read_text() for name in ("options", "library"))
+    fields = [each for command in cli.COMMANDS.entries.values() for _, each in fields_of(command.config)]
+    assert {flag(each.name) for each in fields} - set(re.findall(r"<code>(--[a-z0-9-]+)</code>", options)) == set()
+    assert "<td>Factor on the learning rate at each rollback.</td>" in options
+    assert {name for name in kd.__all__ if f'id="kdtrain.{name}"' not in library} == set()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_with_fewer_sequences_and_steps(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib").use("Agg")
+    for name in ("teachers", "students"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs" / "cache-to-figure.ipynb").read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    names: dict = {}
+    for whole, part in (
+        ("num_sequences=640", "num_sequences=64"),
+        ("steps=80", "steps=16"),
+        ("warmup_steps=20", "warmup_steps=4"),
+    ):
+        assert source.count(whole) == 1
+        source = source.replace(whole, part)
+    exec(compile(source, "cache-to-figure.ipynb", "exec"), names)
+    assert (tmp_path / "runs" / "notebook" / "figure.png").stat().st_size > 10_000
+    for result in names["results"].values():
+        assert result["best_validation_loss"] < result["first_validation_loss"] - 0.3
