@@ -54,20 +54,37 @@ def blocks(page: Path, kind: str = "") -> list[str]:
 
 
 def commands(pages: list[Path] = PAGES) -> list[str]:
-    texts = [block.replace("\\\n", " ") for page in pages for block in blocks(page)]
-    lines = [re.sub(r"^torchrun .*? -m kdtrain ", "kdtrain ", line) for text in texts for line in text.splitlines()]
-    return [line for line in lines if line.startswith("kdtrain ")]
+    """The commands in blocks of code, fenced or indented, that can be typed as they stand."""
+    lines = []
+    for page in pages:
+        lines += [line for block in blocks(page) for line in block.replace("\\\n", " ").splitlines()]
+        lines += re.findall(r"^    ((?:kdtrain|torchrun) .*)", page.read_text().replace("\\\n", " "), re.MULTILINE)
+    lines = [re.sub(r"^torchrun .*? -m kdtrain ", "kdtrain ", line) for line in lines]
+    return [line for line in lines if line.startswith("kdtrain ") and " ... " not in line]
+
+
+def flags_of(kind: type) -> set[str]:
+    flags = {flag(option.name) for _, option in fields_of(kind)}
+    return flags | {"--help", "--version"} | {each.replace("--", "--no-", 1) for each in flags}
 
 
 def flags_of_kdtrain() -> set[str]:
-    flags = {flag(option.name) for each in cli.COMMANDS.entries.values() for _, option in fields_of(each.config)}
-    return flags | {"--help", "--version"} | {each.replace("--", "--no-", 1) for each in flags}
+    return {each for command in cli.COMMANDS.entries.values() for each in flags_of(command.config)}
 
 
 @pytest.mark.parametrize("line", commands())
 def test_a_command_in_the_pages_is_one_that_kdtrain_takes(line):
     _, command, *argv = shlex.split(line)
     assert cli.parse(command, argv) is not None
+
+
+@each_page
+def test_a_command_that_a_sentence_names_exists_and_takes_the_flags_beside_it(page):
+    names = "|".join(cli.COMMANDS.entries)
+    for name, rest in re.findall(
+        rf"`(?:kdtrain (?=[a-z])|(?=(?:{names})[ `]))([a-z-]+)((?: [^`]*)?)`", page.read_text()
+    ):
+        assert set(re.findall(r"(?<![\w-])--[a-z-]+", rest)) <= flags_of(cli.COMMANDS.get(name).config), (name, rest)
 
 
 def test_the_main_job_is_in_the_readme_and_in_five_minutes():
