@@ -308,3 +308,28 @@ def test_the_notebook_runs_with_fewer_sequences_and_steps(tmp_path, monkeypatch)
     assert (tmp_path / "runs" / "notebook" / "figure.png").stat().st_size > 10_000
     for result in names["results"].values():
         assert result["best_validation_loss"] < result["first_validation_loss"] - 0.3
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/measured.md"])
+def test_the_result_that_a_page_claims_is_that_of_the_tables(name):
+    text = " ".join((ROOT / name).read_text().split())
+    quality = (ROOT / "docs" / "quality.md").read_text()
+    table = quality[quality.index("<!-- quality-final -->") : quality.index("<!-- /quality-final -->")]
+    rows = {row[1]: row for line in table.splitlines() if (row := [cell.strip() for cell in line.split("|")])[2:]}
+    for student in ("50 samples", "50 samples, alpha 1", "top-12, ghost bucket"):
+        assert rows[student][9].replace("%", "") + " %" in text, student
+    size, whole = float(rows["50 samples"][2]), rows["whole distributions, alpha 1"][2]
+    assert f"{size:.0f} bytes" in text or f"{size} bytes" in text
+    assert whole == "2,813.0" and "2,813" in text
+    assert "**+0.1903 ± 0.0480**" in quality and "0.19 nats" in text
+
+
+def test_the_cost_of_a_step_in_the_readme_is_that_of_the_record():
+    figures = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "step.json").read_text())["figures"]
+    longer = [100 / figure["rate"] - 100 for name, figure in figures.items() if "sparse" in name and "rate" in figure]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {min(longer):.1f} to {max(longer):.0f} % longer than with cross-entropy" in text
+    for length in (2048, 8192):
+        sides = (figures[f"{length} {side}"]["tokens_a_second"] for side in ("sparse-12", "online"))
+        assert 2.8 < next(sides) / next(sides) < 3.3
+    assert "a third of the time that it takes with its 8 B teacher" in text
