@@ -11,7 +11,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-oldest lint fuzz bench torture teacher clean
+.PHONY: help venv demo docs test test-oldest lint fuzz bench torture teacher clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -29,6 +29,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: venv ## distil the shipped teacher into a small student and show what it gained
 	$(PY) -m kdtrain demo
+
+docs: venv ## build the pages as a site into build/site; needs no network
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 test: lint ## lint, then every test
 	$(PY) -m pytest $(IN_WORKERS)

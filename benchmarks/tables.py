@@ -1,4 +1,4 @@
-"""The records as tables in README.md and docs: `python -m benchmarks.tables [demo|objective|quality|gpu]`, or all.
+"""The records as tables in docs: `python -m benchmarks.tables [demo|objective|quality|gpu]`, or all.
 
 Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
 met. In the demo's table a cell is the value of one seed, or mean ± standard deviation over several. The goals on a GPU
@@ -21,7 +21,7 @@ from kdtrain.commands.demo_table import KINDS, rows, title, verdict
 
 GPU = RESULTS / "gpu"
 PAGES = {
-    "demo": ROOT / "README.md",
+    "demo": ROOT / "docs" / "measured.md",
     "objective": ROOT / "docs" / "objective.md",
     "quality": ROOT / "docs" / "quality.md",
     "gpu": ROOT / "docs" / "performance.md",
@@ -106,8 +106,8 @@ def fill(page: str, block: str, name: str) -> str:
 
 
 def demo(result: dict[str, Any]) -> str:
-    """Table, verdict, pictures, and what it was measured with; paths are relative to the repository."""
-    file, figures = "benchmarks/results/demo.json", "benchmarks/figures"
+    """Table, verdict, pictures, and what it was measured with; paths are relative to docs."""
+    file, figures = "benchmarks/results/demo.json", "../benchmarks/figures"
     of = result["environment"]
     lines = [
         markdown(["", *KINDS, "teacher"], rows(result)),
@@ -118,7 +118,7 @@ def demo(result: dict[str, Any]) -> str:
         f"![Calibration]({figures}/demo-calibration.png)",
         "",
         f"{title(result)}, {of['precision']} on {of['cpu']} with {of['threads']} threads, Python {of['python']}, "
-        f"torch {of['torch']}, {of['date']}; all numbers are in [{file}]({file}).",
+        f"torch {of['torch']}, {of['date']}; all numbers are in [{file}](../{file}).",
     ]
     return "\n".join(lines)
 

@@ -1,23 +1,28 @@
 """The commands, flags, links and files that README and docs name exist."""
 
 import ast
+import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import kdtrain as kd
 from benchmarks.performance import scaling
 from kdtrain import cli
-from kdtrain.config import DistillConfig
+from kdtrain.config import CacheTeacherConfig, DistillConfig
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.models.spec import read_spec
 from kdtrain.monitor.on_event import EVENTS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for page in LINKED if page.name != "everyday.md"]
 TORCHRUN = {
     *("--standalone", "--nnodes", "--nproc-per-node", "--max-restarts"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
@@ -48,15 +53,23 @@ def blocks(page: Path, kind: str = "") -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def commands() -> list[str]:
-    texts = [block.replace("\\\n", " ") for page in PAGES for block in blocks(page)]
-    lines = [re.sub(r"^torchrun .*? -m kdtrain ", "kdtrain ", line) for text in texts for line in text.splitlines()]
-    return [line for line in lines if line.startswith("kdtrain ")]
+def commands(pages: list[Path] = PAGES) -> list[str]:
+    """The commands in blocks of code, fenced or indented, that can be typed as they stand."""
+    lines = []
+    for page in pages:
+        lines += [line for block in blocks(page) for line in block.replace("\\\n", " ").splitlines()]
+        lines += re.findall(r"^    ((?:kdtrain|torchrun) .*)", page.read_text().replace("\\\n", " "), re.MULTILINE)
+    lines = [re.sub(r"^torchrun .*? -m kdtrain ", "kdtrain ", line) for line in lines]
+    return [line for line in lines if line.startswith("kdtrain ") and " ... " not in line]
+
+
+def flags_of(kind: type) -> set[str]:
+    flags = {flag(option.name) for _, option in fields_of(kind)}
+    return flags | {"--help", "--version"} | {each.replace("--", "--no-", 1) for each in flags}
 
 
 def flags_of_kdtrain() -> set[str]:
-    flags = {flag(option.name) for each in cli.COMMANDS.entries.values() for _, option in fields_of(each.config)}
-    return flags | {"--help", "--version"} | {each.replace("--", "--no-", 1) for each in flags}
+    return {each for command in cli.COMMANDS.entries.values() for each in flags_of(command.config)}
 
 
 @pytest.mark.parametrize("line", commands())
@@ -65,8 +78,26 @@ def test_a_command_in_the_pages_is_one_that_kdtrain_takes(line):
     assert cli.parse(command, argv) is not None
 
 
-def test_the_main_job_is_in_the_readme():
-    assert {line.split()[1] for line in commands()} >= {"cache-teacher", "distill", "evaluate", "export"}
+@each_page
+def test_a_command_that_a_sentence_names_exists_and_takes_the_flags_beside_it(page):
+    names = "|".join(cli.COMMANDS.entries)
+    for name, rest in re.findall(
+        rf"`(?:kdtrain (?=[a-z])|(?=(?:{names})[ `]))([a-z-]+)((?: [^`]*)?)`", page.read_text()
+    ):
+        assert set(re.findall(r"(?<![\w-])--[a-z-]+", rest)) <= flags_of(cli.COMMANDS.get(name).config), (name, rest)
+
+
+def test_the_main_job_is_in_the_readme_and_in_five_minutes():
+    assert {line.split()[1] for line in commands([PAGES[0]])} == {"cache-teacher", "distill", "evaluate"}
+    five = commands([ROOT / "docs" / "five-minutes.md"])
+    assert set(commands([PAGES[0]])) <= set(five) and "export" in {line.split()[1] for line in five}
+
+
+def test_the_readme_is_short_and_every_page_is_linked_from_it():
+    text = PAGES[0].read_text()
+    assert len(text.splitlines()) <= 120
+    pages = {str(each.relative_to(ROOT)) for each in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.ipynb")]}
+    assert pages - set(re.findall(r"\]\(([^)#:]+)\)", text)) == set()
 
 
 @each_page
@@ -85,7 +116,7 @@ def test_every_flag_that_a_message_names_exists():
     assert named - flags_of_kdtrain() - ELSEWHERE == set()
 
 
-@each_page
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
 def test_every_link_into_the_repository_has_a_target(page):
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -144,8 +175,8 @@ def test_the_page_names_the_events_for_which_the_command_of_on_event_runs():
     assert set(re.findall(r"`([a-z-]+)`", text)) == EVENTS
 
 
-def test_the_readmes_example_of_a_student_is_a_spec(tmp_path):
-    (example,) = blocks(ROOT / "README.md", "toml")
+def test_the_example_of_a_student_is_a_spec(tmp_path):
+    (example,) = blocks(ROOT / "docs" / "models.md", "toml")
     relative = tomllib.loads(example)["tokenizer"]
     assert (ROOT / "students" / relative).is_dir()
     (tmp_path / "students").mkdir()
@@ -191,3 +222,114 @@ def test_the_figures_of_the_page_on_scaling_are_those_of_its_script():
     assert page == scaling.fill(page)
     with pytest.raises(ValueError, match="no <!-- cache -->"):
         scaling.fill(page.replace("<!-- cache -->", ""))
+
+
+def test_the_defaults_of_the_knobs_are_those_of_the_command():
+    fields = [each for kind in (CacheTeacherConfig, DistillConfig) for _, each in fields_of(kind)]
+    defaults = {flag(each.name): each.default for each in fields}  # what both have is distill's
+    words = {
+        "None": {"all", "none", "the batch", "50, or 0 with `--top-k`", "2,000"},
+        "False": {"off"},
+        "True": {"compiled"},
+    }
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]*) \|", (ROOT / "docs" / "knobs.md").read_text(), re.MULTILINE)
+    assert len(rows) > 30
+    for name, said in rows:
+        default = defaults[name if name in defaults else name.replace("--no-", "--")]
+        assert said in words.get(repr(default), {str(default), str(default).removesuffix(".0")}), name
+
+
+@pytest.mark.parametrize("name, known", [("knobs.md", "learned-samples"), ("troubleshooting.md", "no-gain")])
+def test_the_warnings_that_advice_names_are_written_by_a_run(name, known):
+    named = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", (ROOT / "docs" / name).read_text()))
+    others = {"cache-teacher", "no-progress", "skew-kl", "reverse-kl", "forward-kl"}
+    assert known in named and named - kinds_of_events() - others == set()
+
+
+def loaded_from_elsewhere(html: str) -> list[str]:
+    """What a browser would get from another host for a page; links that a reader follows are not among it."""
+    tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", html)
+    return [tag for tag in tags if re.search(r"""(?:src|href)=["']?(?:https?:)?//""", tag)]
+
+
+def test_a_page_that_loads_something_from_another_host_is_found():
+    assert loaded_from_elsewhere('<link rel="stylesheet" href="https://fonts.example/x.css">')
+    assert not loaded_from_elsewhere('<a href="https://example.org">')
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(site):
+    pages = list(site.rglob("*.html"))
+    assert {page.stem for page in LINKED[2:]} <= {page.stem for page in pages}
+    assert {page.name: found for page in pages if (found := loaded_from_elsewhere(page.read_text()))} == {}
+    assert 'src="repository/benchmarks/figures/quality-gap.png"' in (site / "index.html").read_text()
+
+
+def test_the_reference_has_every_option_and_every_name_of_the_library(site):
+    options, library = ((site / "reference" / f"{name}.html").read_text() for name in ("options", "library"))
+    fields = [each for command in cli.COMMANDS.entries.values() for _, each in fields_of(command.config)]
+    assert {flag(each.name) for each in fields} - set(re.findall(r"<code>(--[a-z0-9-]+)</code>", options)) == set()
+    assert "<td>Factor on the learning rate at each rollback.</td>" in options
+    assert {name for name in kd.__all__ if f'id="kdtrain.{name}"' not in library} == set()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_with_fewer_sequences_and_steps(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib").use("Agg")
+    for name in ("teachers", "students"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs" / "cache-to-figure.ipynb").read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    names: dict = {}
+    for whole, part in (
+        ("num_sequences=640", "num_sequences=64"),
+        ("steps=80", "steps=16"),
+        ("warmup_steps=20", "warmup_steps=4"),
+    ):
+        assert source.count(whole) == 1
+        source = source.replace(whole, part)
+    exec(compile(source, "cache-to-figure.ipynb", "exec"), names)
+    assert (tmp_path / "runs" / "notebook" / "figure.png").stat().st_size > 10_000
+    for result in names["results"].values():
+        assert result["best_validation_loss"] < result["first_validation_loss"] - 0.3
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/measured.md"])
+def test_the_result_that_a_page_claims_is_that_of_the_tables(name):
+    text = " ".join((ROOT / name).read_text().split())
+    quality = (ROOT / "docs" / "quality.md").read_text()
+    table = quality[quality.index("<!-- quality-final -->") : quality.index("<!-- /quality-final -->")]
+    rows = {row[1]: row for line in table.splitlines() if (row := [cell.strip() for cell in line.split("|")])[2:]}
+    for student in ("50 samples", "50 samples, alpha 1", "top-12, ghost bucket"):
+        assert rows[student][9].replace("%", "") + " %" in text, student
+    size, whole = float(rows["50 samples"][2]), rows["whole distributions, alpha 1"][2]
+    assert f"{size:.0f} bytes" in text or f"{size} bytes" in text
+    assert whole == "2,813.0" and "2,813" in text
+    assert "**+0.1903 ± 0.0480**" in quality and "0.19 nats" in text
+
+
+def test_the_cost_of_a_step_in_the_readme_is_that_of_the_record():
+    figures = json.loads((ROOT / "benchmarks" / "results" / "gpu" / "step.json").read_text())["figures"]
+    longer = [100 / figure["rate"] - 100 for name, figure in figures.items() if "sparse" in name and "rate" in figure]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {min(longer):.1f} to {max(longer):.0f} % longer than with cross-entropy" in text
+    for length in (2048, 8192):
+        sides = (figures[f"{length} {side}"]["tokens_a_second"] for side in ("sparse-12", "online"))
+        assert 2.8 < next(sides) / next(sides) < 3.3
+    assert "a third of the time that it takes with its 8 B teacher" in text

@@ -1,7 +1,7 @@
-"""The published demonstration: `kdtrain demo` with three seeds, as a record, pictures and the table in README.md.
+"""The published demonstration: `kdtrain demo` with three seeds, as a record, pictures and the table in docs/measured.md.
 
 Three seeds of the default settings are the published result: `benchmarks/results`, `benchmarks/figures` and the table
-in README.md, which `python -m benchmarks.tables demo` writes as well. Any other demo is in its own folder. If
+in docs/measured.md, which `python -m benchmarks.tables demo` writes as well. Any other demo is in its own folder. If
 interrupted, the same command resumes.
 """
 

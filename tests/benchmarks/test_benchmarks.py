@@ -113,7 +113,7 @@ def test_filling_the_readme_changes_what_is_between_the_markers_and_nothing_else
     page = f"before\n{begin}\nold\n{end}\nafter\n"
     filled = tables.fill(page, tables.demo(result_of(3)), "demo-table")
     assert filled.startswith(f"before\n{begin}\n| |") and filled.endswith(f"{end}\nafter\n")
-    assert "old" not in filled and "(benchmarks/figures/demo-calibration.png)" in filled
+    assert "old" not in filled and "(../benchmarks/figures/demo-calibration.png)" in filled
     assert tables.fill(filled, "new", "demo-table") == page.replace("old", "new")
     with pytest.raises(ValueError, match="demo-table"):
         tables.fill("a page without markers", "new", "demo-table")
