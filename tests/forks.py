@@ -14,11 +14,13 @@ import contextlib
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import pkgutil
 import runpy
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -29,23 +31,14 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 import kdtrain
-from kdtrain import faults
+from kdtrain import cli, faults
 from kdtrain.models.spec import ModelSpec
 from kdtrain.parallel.memory_plan import model_footprint
 
 
 def main() -> None:
     """Import everything, and fork for each line."""
-    for each in pkgutil.walk_packages(kdtrain.__path__, "kdtrain."):
-        if not each.name.endswith("__main__"):
-            importlib.import_module(each.name)
-    for shape in ("llama", "gpt2"):
-        kdtrain.testing.tiny_model(shape)  # imports its code
-        spec = ModelSpec(name=shape, config=kdtrain.testing.SHAPES[shape], init="scratch")
-        # fills PyTorch's caches of what operators do without numbers, a fifth of the time of a short run
-        model_footprint(spec, vocab_size=300, seq_len=32, mode="fp32", trained=True)
-    torch.set_num_threads(1)
-    gc.freeze()  # a collection in a fork would copy all of its memory
+    warm_up()
     for line in sys.stdin:
         asked, children = json.loads(line), {}
         for number, place in enumerate(asked["places"]):
@@ -60,6 +53,25 @@ def main() -> None:
             codes[children[child]] = os.waitstatus_to_exitcode(status)
             ended.append(time.monotonic())
         print(json.dumps([codes, ended[-1] - ended[0]]), flush=True)
+
+
+def warm_up() -> None:
+    """Do what each command would do again: import, and fill the caches of libraries."""
+    for each in pkgutil.walk_packages(kdtrain.__path__, "kdtrain."):
+        if not each.name.endswith("__main__"):
+            importlib.import_module(each.name)
+    for name in ("datasets", "torch.utils.tensorboard"):  # imported by the commands that use them
+        importlib.import_module(name)
+    for shape in ("llama", "gpt2"):
+        model = kdtrain.testing.tiny_model(shape)  # imports its code
+        spec = ModelSpec(name=shape, config=kdtrain.testing.SHAPES[shape], init="scratch")
+        # fills PyTorch's caches of what operators do without numbers, a fifth of the time of a short run
+        model_footprint(spec, vocab_size=300, seq_len=32, mode="fp32", trained=True)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        model.save_pretrained(folder)  # makes the table of all names of weights
+    cli.parse("distill", ["--student", "a", "--cache", "b", "--out", "c"])
+    torch.set_num_threads(1)
+    gc.freeze()  # a collection in a fork would copy all of its memory
 
 
 def become(program: str, place: dict, said: str) -> None:

@@ -183,8 +183,14 @@ def kdtrain(root: Path, packages: Path, *argv: object) -> subprocess.CompletedPr
     return subprocess.run(words, cwd=root, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
 
 
+def forked(server, root: Path, packages: Path, *argv: object) -> subprocess.CompletedProcess[str]:
+    """`kdtrain`, in a fork of a process that has imported torch."""
+    (done,) = server.run("-m", "kdtrain", *argv, folder=root, PYTHONPATH=str(packages))
+    return done
+
+
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
+def bench(server, tmp_path_factory):
     """A tiny teacher and student, text, a cache, and a folder with a package for each kind."""
     root = tmp_path_factory.mktemp("registries")
     write_model_folder(root / "teacher", tiny_model("llama", 300, seed=1), tiny_tokenizer(300))
@@ -192,8 +198,19 @@ def bench(tmp_path_factory):
     (root / "student.toml").write_text(f"tokenizer = 'teacher'\n\n[config]\n{shape}")
     for group, (name, code) in CODE.items():
         install(root / "packages", f"more-{group}", group, name, code)
-    done = kdtrain(
-        *(root, root / "packages", "cache-teacher", "--teacher", "teacher", "--out", "cache", "--data", "count:80"),
+    done = forked(
+        *(
+            server,
+            root,
+            root / "packages",
+            "cache-teacher",
+            "--teacher",
+            "teacher",
+            "--out",
+            "cache",
+            "--data",
+            "count:80",
+        ),
         *("--seq-len", 32, "--num-sequences", 8, "--validation-sequences", 4, "--top-k", 12, "--precision", "fp32"),
     )
     assert done.returncode == 0, done.stderr
@@ -203,11 +220,9 @@ def bench(tmp_path_factory):
 def trained(server, bench: Path, run: str, *argv: object, cache: str | None = "cache") -> list[dict]:
     """The steps of a run of three with these options."""
     source = ("--cache", cache) if cache and "--cache" not in argv else ()
-    (done,) = server.run(
-        *("-m", "kdtrain", "distill", *source, "--student", "student.toml", "--out", run),
+    done = forked(
+        *(server, bench, bench / "packages", "distill", *source, "--student", "student.toml", "--out", run),
         *("--steps", 3, "--batch-size", 4, "--no-compile", "--log-to", "none", "--log-freq", 1, *argv),
-        folder=bench,
-        PYTHONPATH=str(bench / "packages"),
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (bench / run / "metrics.jsonl").read_text().splitlines()]
@@ -290,7 +305,7 @@ def test_a_packages_teacher_builds_a_cache_teaches_a_run_and_is_compared_with_th
     data = ("--data", "count:80", "--seq-len", 32, "--num-sequences", 8)
     text = (*data, "--validation-sequences", 4)
     words = ("cache-teacher", "--teacher", "bigram.toml", "--out", "bigrams", *text, "--dense", "--precision", "fp32")
-    assert (done := kdtrain(bench, bench / "packages", *words)).returncode == 0, done.stderr
+    assert (done := forked(server, bench, bench / "packages", *words)).returncode == 0, done.stderr
     cache = Cache(bench / "bigrams")
     options = {"seed": 3}
     identity = {"spec": "bigram", "kind": "bigram", "options": options, "weights_digest": "seed 3"}
@@ -303,7 +318,7 @@ def test_a_packages_teacher_builds_a_cache_teaches_a_run_and_is_compared_with_th
     assert [step["ce"] for step in online] == pytest.approx([step["ce"] for step in cached], rel=1e-3)
     assert [step["kd"] for step in online] == pytest.approx([step["kd"] for step in cached], rel=1e-3)
     words = ("evaluate", "--student", "online/student", "--teacher", "bigram.toml", *data, "--json")
-    done = kdtrain(bench, bench / "packages", *words)
+    done = forked(server, bench, bench / "packages", *words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["kl"] > 0.5
 
@@ -317,14 +332,14 @@ def test_a_run_logs_to_the_logger_of_a_package_beside_a_built_in_one(server, ben
     assert list((bench / "logged" / "tensorboard").iterdir())
 
 
-def test_a_logger_that_is_not_ready_is_refused_before_anything_is_written(tmp_path):
+def test_a_logger_that_is_not_ready_is_refused_before_anything_is_written(server, tmp_path):
     code = "from kdtrain import Logger, UsageError, register_logger\n\n@register_logger('away')\nclass Away(Logger):\n"
     code += "    @classmethod\n    def ready(cls, text):\n        raise UsageError(f'no server at {text}')\n"
     install(tmp_path / "p", "far", "loggers", "away", code)
     (tmp_path / "text.txt").write_text("some words " * 500)
     write_model_folder(tmp_path / "student", tiny_model("llama", 300, seed=1), tiny_tokenizer(300))
     argv = ("distill", "--student", "student", "--out", "run", "--data", "text.txt", "--log-to", "away:here")
-    done = kdtrain(tmp_path, tmp_path / "p", *argv)
+    done = forked(server, tmp_path, tmp_path / "p", *argv)
     assert (done.returncode, done.stderr) == (2, "kdtrain: no server at here\n")
     assert not (tmp_path / "run").exists()
 
@@ -347,13 +362,15 @@ def test_one_package_of_under_60_lines_brings_source_teacher_logger_temperature_
     assert all(0 < step["kd"] < 1 for step in backwards)
     shown = json.loads((bench / "reversed" / "shown.json").read_text())
     assert [shown[str(number)]["train/loss"] for number in (1, 2, 3)] == [step["loss"] for step in backwards]
-    again = kdtrain(
-        *(bench, folder, "distill", *words, "--student", "student.toml", "--out", "reversed", "--steps", 3),
+    again = forked(
+        *(server, bench, folder, "distill", *words, "--student", "student.toml", "--out", "reversed", "--steps", 3),
         *("--batch-size", 4, "--no-compile", "--source", "cache"),
     )
     assert again.returncode == 2 and "--source (was reversed, now cache)" in again.stderr, again.stderr
     learned = ("distill", *text, "--source", "reversed", "--student", "student.toml", "--out", "learned", "--steps", 3)
-    done = kdtrain(bench, folder, *learned, "--batch-size", 4, "--no-compile", "--temperature-mode", "likelihood")
+    done = forked(
+        server, bench, folder, *learned, "--batch-size", 4, "--no-compile", "--temperature-mode", "likelihood"
+    )
     assert done.returncode == 2 and "needs a teacher to learn T from, and" in done.stderr, done.stderr
 
 

@@ -1,12 +1,14 @@
 """`distill` in several ranks: the training of one process, whatever the engine, and nothing hangs when a rank dies.
 
-Ranks are forks of a process that has imported everything, over gloo; the last tests start torchrun itself.
+Ranks are forks of a process that has imported everything, over gloo; the last tests start torchrun, whose workers are
+forks as well.
 """
 
 import json
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -303,8 +305,8 @@ def test_torchrun_restarts_a_failed_run_and_it_resumes_from_the_newest_checkpoin
     command = (*RUN, *CACHED, *FSDP, "--micro-batch-size", 1, "--out", out, "--resume", "never", "--overwrite")
     started = time.monotonic()
     (ended,) = whole.server.run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("--max-restarts", "1", "-m", "kdtrain", *command),
+        *(Path(__file__).with_name("torchrun_script.py"), "--standalone", "--nproc-per-node", 2, "--max-restarts", 1),
+        *("--monitor-interval", 0.02, "-m", "kdtrain", *command),
         folder=whole.root,
         KDTRAIN_FAULT=fault,  # the third save of a process: the second attempt has one left
     )

@@ -11,11 +11,8 @@ server (PR_SET_CHILD_SUBREAPER). Linux only.
 """
 
 import ctypes
-import gc
-import importlib
 import json
 import os
-import pkgutil
 import resource
 import runpy
 import select
@@ -104,7 +101,9 @@ class Runner:
 
 def serve() -> None:
     """Import what commands import, then run one for each line of stdin."""
-    _import_everything()
+    from tests import forks  # here, because the process that starts the server needs no torch
+
+    forks.warm_up()
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     # A fork inherits neither the requests nor the way to answer them.
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
@@ -122,25 +121,6 @@ def serve() -> None:
         answer = {"code": os.waitstatus_to_exitcode(status), "seconds": round(seconds, 3), "hung": hung}
         answer |= {"memory": used.ru_maxrss * 1024, "left": [] if _all_gone() else _end_rest()}
         print(json.dumps(answer), file=answers, flush=True)
-
-
-def _import_everything() -> None:
-    import kdtrain
-
-    for module in pkgutil.walk_packages(kdtrain.__path__, "kdtrain."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-    late = (
-        "datasets",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "transformers.models.llama.modeling_llama",
-    )
-    for name in late:  # what commands import when they need it
-        importlib.import_module(name)
-    importlib.import_module("torch").set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # a fork then leaves the pages of these objects shared
 
 
 def _become(request: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """`kdtrain` in a fork of this process, which has everything imported: with faults, or killed after a time."""
 
-import gc
 import os
 import random
 import signal
@@ -12,8 +11,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from kdtrain import cli, faults
-from kdtrain.commands import cache_teacher, distill  # noqa: F401 (what each fork would import for itself)
 from kdtrain.testing import tiny_tokenizer, write_model_folder
+from tests.forks import warm_up
 
 TEXT = ("--data", "text.txt", "--seq-len", "32", "--num-workers", "0", "--precision", "fp32")
 
@@ -61,6 +60,6 @@ def said() -> str:
 def materials(teacher: PreTrainedModel) -> None:
     """Write a tiny teacher's folder and a text into the working folder."""
     write_model_folder(Path("teacher"), teacher, tiny_tokenizer(300))
-    gc.freeze()  # a collection in a fork would copy all of its memory
+    warm_up()
     words = random.Random(5)
     Path("text.txt").write_text("".join(words.choice("abcdefgh \n") for _ in range(20_000)))
