@@ -1,4 +1,4 @@
-"""The published demonstration: `kdtrain demo` with three seeds, as a record, pictures and the table in docs/measured.md.
+"""The published demonstration: `kdtrain demo` with three seeds, as a record, pictures and a table in docs/measured.md.
 
 Three seeds of the default settings are the published result: `benchmarks/results`, `benchmarks/figures` and the table
 in docs/measured.md, which `python -m benchmarks.tables demo` writes as well. Any other demo is in its own folder. If
