@@ -144,15 +144,11 @@ def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: 
         raise UsageError(
             f"student {spec.name} has {held:,} tokens and needs {vocab_size:,}; take one of that vocabulary"
         )
-    _drop_sampling_that_cannot_be_saved(model)
+    if model.generation_config is not None:
+        model.generation_config = _savable(model.generation_config)
     # An embedding's padding row gets no gradient. Packed rows are not padded, and many models pad with eos.
     model.get_input_embeddings().padding_idx = None
     return model.to(device).train()
-
-
-def _drop_sampling_that_cannot_be_saved(model: PreTrainedModel) -> None:
-    if model.generation_config is not None:
-        model.generation_config = _savable(model.generation_config)
 
 
 def _savable(given: GenerationConfig) -> GenerationConfig:

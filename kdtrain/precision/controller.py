@@ -27,6 +27,7 @@ import math
 import re
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
@@ -130,7 +131,7 @@ CALM_SHARE = 0.8
 """A value is calm if it is at most this share of the threshold."""
 _SPIKE_WINDOW, _SPIKE_LEAST = 128, 16
 _GAP_WINDOW, _GAP_LEAST = 32, 5
-_WIDTH = 6 * 1.4826
+MAD_FACTOR = 6 * 1.4826
 """Factor on the MAD: six standard deviations of normal noise."""
 _LEAST_SPREAD = 1e-3
 """Share of the loss that counts as noise at least: else any rise of a value that hardly varies is a spike."""
@@ -449,11 +450,16 @@ def _step_of(name: str) -> int:
     return int(found[1]) if found else sys.maxsize
 
 
+def median_and_mad(values: Sequence[float]) -> tuple[float, float]:
+    """The median of `values`, and the median distance from it (MAD)."""
+    median = statistics.median(values)
+    return median, statistics.median(abs(each - median) for each in values)
+
+
 def _bound(values: list[float], loss: float) -> float:
     """Median + 6 scaled MADs of `values`, with noise of at least a thousandth of `loss`."""
-    median = statistics.median(values)
-    spread = statistics.median(abs(each - median) for each in values)
-    return median + _WIDTH * max(spread, _LEAST_SPREAD * abs(loss))
+    median, spread = median_and_mad(values)
+    return median + MAD_FACTOR * max(spread, _LEAST_SPREAD * abs(loss))
 
 
 class Adaptive:

@@ -48,6 +48,7 @@ import torch
 
 from kdtrain.config import GuardsConfig, StoppingConfig
 from kdtrain.files import typed
+from kdtrain.precision.controller import MAD_FACTOR, median_and_mad
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.ranks import agreed_max
 
@@ -127,7 +128,6 @@ class GradientExplosion(Watcher[_Huge]):
         )
 
 
-MAD_FACTOR = 6 * 1.4826
 LEAST_RISE = 0.5
 """The smallest rise of a spike, as a share of the median."""
 LEAST_NATS = 0.1
@@ -183,8 +183,7 @@ class SpikeDetector(Watcher[_Clean]):
         clean = self.memory.clean.get(part, ())
         if len(clean) < self.minimum:
             return math.inf
-        middle = median(clean)
-        spread = median([abs(value - middle) for value in clean])
+        middle, spread = median_and_mad(clean)
         return middle + max(MAD_FACTOR * spread, LEAST_RISE * abs(middle), LEAST_NATS)
 
     def reset(self) -> None:
