@@ -1,6 +1,7 @@
 """The commands, flags, links and files that README and docs name exist."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -51,6 +52,12 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 def blocks(page: Path, kind: str = "") -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@functools.cache
+def nodes() -> list[ast.AST]:
+    """The syntax of all code of the package."""
+    return [node for path in (ROOT / "kdtrain").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def commands(pages: list[Path] = PAGES) -> list[str]:
@@ -109,8 +116,7 @@ def test_every_flag_that_a_page_names_exists(page):
 
 
 def test_every_flag_that_a_message_names_exists():
-    nodes = [node for path in (ROOT / "kdtrain").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [node.value for node in nodes() if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     named = {each for text in texts for each in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", text)}
     assert {"--max-loss-ratio", "--explosion-threshold"} <= named
     assert named - flags_of_kdtrain() - ELSEWHERE == set()
@@ -122,18 +128,17 @@ def test_every_link_into_the_repository_has_a_target(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+@functools.cache
 def kinds_of_events() -> set[str]:
     """The kinds in the calls of `event`, `warning` and `warn_early`, and of functions that pass their `kind` on."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "kdtrain").rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
     position = {"event": 0, "warning": 0, "warn_early": 0, "_warn": 0}
-    for node in nodes:
+    for node in nodes():
         if isinstance(node, ast.FunctionDef) and "kind" in (names := [each.arg for each in node.args.args]):
             calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
             passed = [kind for call in calls for kind in argument(call, position) if getattr(kind, "id", "") == "kind"]
             if passed:
                 position[node.name] = names.index("kind") - (names[0] == "self")
-    found = [kind for node in nodes if isinstance(node, ast.Call) for kind in argument(node, position)]
+    found = [kind for node in nodes() if isinstance(node, ast.Call) for kind in argument(node, position)]
     parts = [each for kind in found for each in ast.walk(kind)]  # "start" if ... else "resume"
     return {each.value for each in parts if isinstance(each, ast.Constant) and isinstance(each.value, str)}
 
