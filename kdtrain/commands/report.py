@@ -9,7 +9,7 @@ import io
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ CURVES = (
     "validation/accuracy",
     "T",
     "lr",
-    "tok/s_last",
+    "tok/s",
 )
 QUALITY = ("best_validation_loss", "last_validation_loss", "kl", "teacher_validation_loss", "last_training_loss")
 CALIBRATION = ("ece", "accuracy", "temperature")
@@ -74,8 +74,10 @@ figure{margin:0;background:var(--panel);border-radius:8px;padding:8px}svg{displa
 figure.legend{max-width:420px;margin:8px 0 16px}
 .texts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr));gap:12px}
 pre{margin:4px 0;padding:10px;background:var(--panel);border-radius:8px;white-space:pre-wrap;overflow-wrap:anywhere;
-max-height:230px;overflow-y:auto;font:12.5px/1.45 ui-monospace,monospace}code.flag{white-space:nowrap;font-size:13px}.caches{display:grid;gap:0 32px;
-grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr))}.warn{border-left:3px solid var(--mark);padding-left:10px}
+max-height:230px;overflow-y:auto;font:12.5px/1.45 ui-monospace,monospace}
+code.flag{white-space:nowrap;font-size:13px}.caches{display:grid;gap:0 32px;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr))}
+.warn{border-left:3px solid var(--mark);padding-left:10px}
 tbody th,thead th:first-child{position:sticky;left:0;background:var(--paper)}
 @media (max-width:600px){body{font-size:14px}th,td{padding-right:10px}thead th,tbody th{min-width:84px}
 code.flag{font-size:11px}}
@@ -135,7 +137,7 @@ _CALIBRATED = (
 )
 _COSTS = (
     '<p class="soft">Time is that of optimizer steps: without validation, checkpoints, compiling and pauses, and '
-    "without the teacher, which ran once for the cache. Runs on a busy machine, or on different ones, do not compare.</p>"
+    "without the teacher, which ran once for the cache. Runs on busy or different machines do not compare.</p>"
 )
 
 
@@ -283,16 +285,16 @@ def _curves(groups: Sequence[Group], figures: Any) -> str:
     names = [name for name in CURVES if any(len(record.curve(name)) > 1 for record in records)]
     if not names:
         return "<p>There are no curves yet.</p>"
-    own = {name: _svg(lambda name=name: figures.draw_panel(groups, "tokens", name), figures, name) for name in names}
-    panels = "".join(f"<figure>{svg}</figure>" for svg in own.values())
-    legend = _svg(lambda: figures.draw_legend(groups), figures, "legend")
+    own = [_svg(figures.draw_panel(groups, "tokens", name), figures, name) for name in names]
+    panels = "".join(f"<figure>{svg}</figure>" for svg in own)
+    legend = _svg(figures.draw_legend(groups), figures, "legend")
     return f'<figure class="legend">{legend}</figure><div class="curves">{panels}</div>'
 
 
-def _svg(draw: Callable[[], Any], figures: Any, name: str) -> str:
+def _svg(figure: Any, figures: Any, name: str) -> str:
     """A figure as inline SVG in the colours of the page."""
     file = io.BytesIO()
-    figures.save(draw(), file, kind="svg", salt=name, text=True, transparent=True)
+    figures.save(figure, file, kind="svg", salt=name, text=True, transparent=True)
     text = file.getvalue().decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(
@@ -316,7 +318,7 @@ def _samples(runs: Sequence[Run]) -> str:
     # prompts that more runs have come first: they compare
     chosen = sorted(texts.items(), key=lambda pair: -len(pair[1]))[:_PROMPTS]
     parts = []
-    for prompt, rows in chosen:
+    for prompt, found in chosen:
         own = "".join(
             f'<div><b>{_safe(name)}</b> <span class="soft">step {row["step"]:,}</span>'
             + "".join(
@@ -325,7 +327,7 @@ def _samples(runs: Sequence[Run]) -> str:
                 if isinstance(row.get(kind), str)
             )
             + "</div>"
-            for name, row in rows[:_SAMPLED]
+            for name, row in found[:_SAMPLED]
         )
         parts.append(f'<h3>Prompt</h3><pre>{_safe(prompt, _TEXT)}</pre><div class="texts">{own}</div>')
     return "".join(parts) or "<p>The runs sampled no text (--sample-freq).</p>"
