@@ -9,7 +9,7 @@ import io
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ CURVES = (
     "validation/accuracy",
     "T",
     "lr",
-    "tok/s_last",
+    "tok/s",
 )
 QUALITY = ("best_validation_loss", "last_validation_loss", "kl", "teacher_validation_loss", "last_training_loss")
 CALIBRATION = ("ece", "accuracy", "temperature")
@@ -41,42 +41,45 @@ COST = ("tokens", "seconds", "tokens_per_second", "peak_memory_mb", "quantized_s
 _TEXT, _EVENTS, _PROMPTS, _SAMPLED = 600, 12, 3, 8
 """Most characters of a text; most events of a run, prompts, and runs beside a prompt."""
 _COLOURS = {
-    "#0072b2": "--blue",
-    "#d55e00": "--orange",
-    "#009e73": "--green",
-    "#56b4e9": "--sky",
-    "#cc79a7": "--pink",
-    "#e69f00": "--amber",
-    "#999999": "--grey",
-    "#b0b0b0": "--line",
-    "#000000": "--ink",
+    "#0072b2": "--_blue",
+    "#d55e00": "--_orange",
+    "#009e73": "--_green",
+    "#56b4e9": "--_sky",
+    "#cc79a7": "--_pink",
+    "#e69f00": "--_amber",
+    "#999999": "--_grey",
+    "#b0b0b0": "--_line",
+    "#000000": "--_ink",
 }
 """The colours of a figure, which the page has in a light and a dark shade."""
 
 _STYLE = """
-:root{--ink:#1c1f23;--soft:#5b636d;--paper:#fff;--panel:#f6f7f9;--line:#d4d8de;--mark:#8a4b00;--blue:#0072b2;
---orange:#d55e00;--green:#009e73;--sky:#2f8fc9;--pink:#b8588c;--amber:#b67d00;--grey:#7a7a7a;color-scheme:light dark}
-@media (prefers-color-scheme:dark){:root{--ink:#e7e9ec;--soft:#a3abb5;--paper:#15181c;--panel:#1e2227;--line:#3a414a;
---mark:#f0b35a;--blue:#4fb0ea;--orange:#ff8a3d;--green:#2fcb9b;--sky:#8fd0f7;--pink:#e79ac4;--amber:#f0b429;
---grey:#b3b3b3}}
-*{box-sizing:border-box}body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
+:root{--_ink:#1c1f23;--_soft:#5b636d;--_paper:#fff;--_panel:#f6f7f9;--_line:#d4d8de;--_mark:#8a4b00;--_blue:#0072b2;
+--_orange:#d55e00;--_green:#009e73;--_sky:#2f8fc9;--_pink:#b8588c;--_amber:#b67d00;--_grey:#7a7a7a;
+color-scheme:light dark}
+@media (prefers-color-scheme:dark){:root{--_ink:#e7e9ec;--_soft:#a3abb5;--_paper:#15181c;--_panel:#1e2227;
+--_line:#3a414a;--_mark:#f0b35a;--_blue:#4fb0ea;--_orange:#ff8a3d;--_green:#2fcb9b;--_sky:#8fd0f7;--_pink:#e79ac4;--_amber:#f0b429;
+--_grey:#b3b3b3}}
+*{box-sizing:border-box}body{margin:0;background:var(--_paper);color:var(--_ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1280px;margin:0 auto;padding:24px 16px 64px}h1{font-size:26px;margin:0 0 4px;overflow-wrap:anywhere}
-h2{font-size:18px;margin:36px 0 8px;border-bottom:1px solid var(--line);padding-bottom:4px}
+h2{font-size:18px;margin:36px 0 8px;border-bottom:1px solid var(--_line);padding-bottom:4px}
 h3{font-size:15px;margin:16px 0 4px}
-p,ul{margin:6px 0;max-width:75ch}ul{padding-left:20px}li{margin:3px 0;overflow-wrap:anywhere}.soft{color:var(--soft)}
+p,ul{margin:6px 0;max-width:75ch}ul{padding-left:20px}li{margin:3px 0;overflow-wrap:anywhere}.soft{color:var(--_soft)}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{text-align:left;vertical-align:top;padding:5px 14px 5px 0;border-bottom:1px solid var(--line)}
+th,td{text-align:left;vertical-align:top;padding:5px 14px 5px 0;border-bottom:1px solid var(--_line)}
 thead th{font-weight:600;min-width:110px;max-width:240px;overflow-wrap:anywhere}
-tbody th{font-weight:400;color:var(--soft);min-width:110px}td{max-width:340px;overflow-wrap:anywhere}
-td small{display:block;color:var(--soft)}td small.beyond{color:var(--mark);font-weight:600}
+tbody th{font-weight:400;color:var(--_soft);min-width:110px}td{max-width:340px;overflow-wrap:anywhere}
+td small{display:block;color:var(--_soft)}td small.beyond{color:var(--_mark);font-weight:600}
 .curves{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:16px}
-figure{margin:0;background:var(--panel);border-radius:8px;padding:8px}svg{display:block;width:100%;height:auto;fill:var(--ink)}
+figure{margin:0;background:var(--_panel);border-radius:8px;padding:8px}svg{display:block;width:100%;height:auto;fill:var(--_ink)}
 figure.legend{max-width:420px;margin:8px 0 16px}
 .texts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr));gap:12px}
-pre{margin:4px 0;padding:10px;background:var(--panel);border-radius:8px;white-space:pre-wrap;overflow-wrap:anywhere;
-max-height:230px;overflow-y:auto;font:12.5px/1.45 ui-monospace,monospace}code.flag{white-space:nowrap;font-size:13px}.caches{display:grid;gap:0 32px;
-grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr))}.warn{border-left:3px solid var(--mark);padding-left:10px}
-tbody th,thead th:first-child{position:sticky;left:0;background:var(--paper)}
+pre{margin:4px 0;padding:10px;background:var(--_panel);border-radius:8px;white-space:pre-wrap;overflow-wrap:anywhere;
+max-height:230px;overflow-y:auto;font:12.5px/1.45 ui-monospace,monospace}
+code.flag{white-space:nowrap;font-size:13px}.caches{display:grid;gap:0 32px;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr))}
+.warn{border-left:3px solid var(--_mark);padding-left:10px}
+tbody th,thead th:first-child{position:sticky;left:0;background:var(--_paper)}
 @media (max-width:600px){body{font-size:14px}th,td{padding-right:10px}thead th,tbody th{min-width:84px}
 code.flag{font-size:11px}}
 """
@@ -135,7 +138,7 @@ _CALIBRATED = (
 )
 _COSTS = (
     '<p class="soft">Time is that of optimizer steps: without validation, checkpoints, compiling and pauses, and '
-    "without the teacher, which ran once for the cache. Runs on a busy machine, or on different ones, do not compare.</p>"
+    "without the teacher, which ran once for the cache. Runs on busy or different machines do not compare.</p>"
 )
 
 
@@ -283,16 +286,16 @@ def _curves(groups: Sequence[Group], figures: Any) -> str:
     names = [name for name in CURVES if any(len(record.curve(name)) > 1 for record in records)]
     if not names:
         return "<p>There are no curves yet.</p>"
-    own = {name: _svg(lambda name=name: figures.draw_panel(groups, "tokens", name), figures, name) for name in names}
-    panels = "".join(f"<figure>{svg}</figure>" for svg in own.values())
-    legend = _svg(lambda: figures.draw_legend(groups), figures, "legend")
+    own = [_svg(figures.draw_panel(groups, "tokens", name), figures, name) for name in names]
+    panels = "".join(f"<figure>{svg}</figure>" for svg in own)
+    legend = _svg(figures.draw_legend(groups), figures, "legend")
     return f'<figure class="legend">{legend}</figure><div class="curves">{panels}</div>'
 
 
-def _svg(draw: Callable[[], Any], figures: Any, name: str) -> str:
+def _svg(figure: Any, figures: Any, name: str) -> str:
     """A figure as inline SVG in the colours of the page."""
     file = io.BytesIO()
-    figures.save(draw(), file, kind="svg", salt=name, text=True, transparent=True)
+    figures.save(figure, file, kind="svg", salt=name, text=True, transparent=True)
     text = file.getvalue().decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(
@@ -300,7 +303,7 @@ def _svg(draw: Callable[[], Any], figures: Any, name: str) -> str:
     )
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
-    return re.sub(r"(?<=[: ])#[0-9a-f]{6}", lambda found: f"var({_COLOURS.get(found[0], '--ink')})", text)
+    return re.sub(r"(?<=[: ])#[0-9a-f]{6}", lambda found: f"var({_COLOURS.get(found[0], '--_ink')})", text)
 
 
 def _samples(runs: Sequence[Run]) -> str:
@@ -316,7 +319,7 @@ def _samples(runs: Sequence[Run]) -> str:
     # prompts that more runs have come first: they compare
     chosen = sorted(texts.items(), key=lambda pair: -len(pair[1]))[:_PROMPTS]
     parts = []
-    for prompt, rows in chosen:
+    for prompt, found in chosen:
         own = "".join(
             f'<div><b>{_safe(name)}</b> <span class="soft">step {row["step"]:,}</span>'
             + "".join(
@@ -325,7 +328,7 @@ def _samples(runs: Sequence[Run]) -> str:
                 if isinstance(row.get(kind), str)
             )
             + "</div>"
-            for name, row in rows[:_SAMPLED]
+            for name, row in found[:_SAMPLED]
         )
         parts.append(f'<h3>Prompt</h3><pre>{_safe(prompt, _TEXT)}</pre><div class="texts">{own}</div>')
     return "".join(parts) or "<p>The runs sampled no text (--sample-freq).</p>"

@@ -179,7 +179,8 @@ def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
 
 def _zoom(axes: Axes) -> None:
     """Let the curves fill the panel after their first tenth, which would flatten the rest."""
-    curves = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.get_lines()]
+    drawn: list[Any] = axes.get_lines()  # matplotlib types their data as anything that may become an array
+    curves = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in drawn]
     curves = [points for points in curves if len(points) > 4]
     far = max((points[-1][0] for points in curves), default=0.0)
     shown = [y for points in curves for x, y in points if x >= far / 10]
@@ -200,9 +201,8 @@ def _teacher(axes: Axes, losses: Sequence[float | None]) -> None:
         else:
             axes.annotate(
                 f"teacher {loss:.3f} {'↓' if loss < low else '↑'}",
-                (0.99, 0.08 if loss < low else 0.9),
+                (0.02, 0.08 if loss < low else 0.9),
                 xycoords="axes fraction",
-                ha="right",
                 fontsize=7.5,
             )
 

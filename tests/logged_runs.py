@@ -1,0 +1,60 @@
+"""Folders as `distill` leaves them, written line by line: runs whose numbers a test chooses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+DIGEST = "ab" * 32
+
+
+def write_run(folder: Path, final: float = 2.0, seed: int = 0, ended: bool = True, **options: Any) -> Path:
+    """A run of 40 steps of 100 tokens, validated at each tenth, whose validation loss falls to `final`.
+
+    options: of the section objective, but for `cache` and `steps`.
+    """
+    folder.mkdir(parents=True)
+    run = {"student": "students/s.toml", "out": str(folder), "cache": options.pop("cache", "cache/c"), "seed": seed}
+    run["steps"] = options.pop("steps", 40)
+    tables = {"run": run, "objective": options}
+    text = "".join(
+        f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+        for name, table in tables.items()
+    )
+    (folder / "config.toml").write_text(text)
+    environment = {
+        "python": "3",
+        "platform": "Linux",
+        "libraries": {"kdtrain": "0.2", "torch": "2"},
+        "student": {"name": "s", "parameters": 1_053_824},
+        "cache": DIGEST,
+        "device": "cpu",
+        "mode": "fp32",
+        "ranks": 1,
+    }
+    (folder / "environment.json").write_text(json.dumps(environment))
+    lines: list[dict[str, Any]] = []
+    for step in range(41):
+        speed = {"tok/s_last": 50.0} if step > 1 else {}
+        if step:
+            numbers = {"loss": 5 - step / 20, "loss_avg": 5.0, "tokens": 100, "T": 1.0, "quantized": float(step <= 10)}
+            lines.append({"step": step, **numbers, **speed})
+        if step % 10 == 0:
+            names = {"loss": final + (40 - step) / 40, "kl": 1.0, "ece": 0.05, "accuracy": 0.5, "teacher_loss": 1.5}
+            lines.append({"step": step, **{f"validation/{name}": value for name, value in names.items()}})
+    write_lines(folder / "metrics.jsonl", lines)
+    if ended:
+        result = {
+            "stop_reason": "done",
+            "step": 40,
+            "steps": 40,
+            "best_validation_loss": final,
+            "peak_memory_mb": 512.0,
+        }
+        (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Append records to a log."""
+    with open(path, "a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in lines)

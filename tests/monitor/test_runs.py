@@ -1,0 +1,117 @@
+"""Runs side by side: grouped by what the seed alone changes, and told apart only beyond what seeds explain."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import kdtrain as kd
+from kdtrain.monitor.record import RunRecord
+from kdtrain.monitor.runs import caution, count, difference, differing, duration, grouped, read_runs, spread
+from tests.logged_runs import write_lines, write_run
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_group_wherever_their_cache_lay(tmp_path):
+    folders = [write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", seed=1, cache="elsewhere/c")]
+    folders.append(write_run(tmp_path / "c", alpha=0.5))
+    groups = grouped(read_runs(folders))
+    assert [[run.name for run in group.runs] for group in groups] == [["a", "b"], ["c"]]
+    assert differing(groups) == ["alpha"] and groups[0].seeds == "2 runs, seeds 0, 1"
+    # an option that a config.toml lacks has its default
+    assert (groups[0].runs[0].options["alpha"], groups[1].runs[0].options["alpha"]) == (0.9, 0.5)
+
+
+def test_only_a_difference_beyond_the_seeds_spread_counts(tmp_path):
+    folders = [write_run(tmp_path / f"a{seed}", 2.0 + seed / 100, seed) for seed in range(3)]
+    folders += [write_run(tmp_path / "near", 2.03, alpha=0.5), write_run(tmp_path / "far", 2.2, alpha=0.1)]
+    groups = grouped(read_runs(folders))
+    deviation, freedom = spread(groups, "last_validation_loss")
+    assert deviation == pytest.approx(0.01) and freedom == 2
+    # 95 % of Student's t at 2 degrees of freedom: 4.30 * 0.01 * sqrt(1/3 + 1) = 0.0497
+    assert difference(groups, groups[1], "last_validation_loss") == (pytest.approx(0.02), False)
+    assert difference(groups, groups[2], "last_validation_loss") == (pytest.approx(0.19), True)
+    assert difference(groups, groups[0], "last_validation_loss") is None
+
+
+def test_without_a_second_seed_nothing_is_beyond_it_and_a_run_that_was_repeated_is_no_seed(tmp_path):
+    folders = [
+        write_run(tmp_path / "a", 2.0),
+        write_run(tmp_path / "again", 2.0),
+        write_run(tmp_path / "b", 9.0, alpha=0),
+    ]
+    groups = grouped(read_runs(folders))
+    assert len(groups) == 2 and spread(groups, "kl") is None
+    assert difference(groups, groups[1], "last_validation_loss") == (pytest.approx(7.0), None)
+    assert any(note.startswith("one seed only") for note in caution(groups))
+
+
+def test_cost_is_that_of_the_steps_and_the_first_one_counts_as_usual(tmp_path):
+    (run,) = read_runs([write_run(tmp_path / "a")])
+    assert run.numbers["tokens"] == 4000 and run.numbers["seconds"] == pytest.approx(80)
+    assert run.record.places("minutes")[40] == pytest.approx(80 / 60) and run.record.places("tokens")[10] == 1000
+    assert run.numbers["quantized_share"] == 0.25 and run.status == "done 40/40"
+
+
+def test_a_run_that_has_not_ended_is_read_and_named(tmp_path):
+    runs = read_runs([write_run(tmp_path / "a", ended=False)])
+    assert runs[0].status == "no result at step 40: training, or killed"
+    assert runs[0].numbers["best_validation_loss"] == 2.0
+    assert "not ended, or killed: a" in caution(grouped(runs))
+
+
+def test_names_are_the_ends_of_the_paths_that_tell_runs_apart(tmp_path):
+    folders = [write_run(tmp_path / kind / "run", seed=place) for place, kind in enumerate("ab")]
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
+
+
+def test_the_library_gives_flat_records_of_what_is_a_run_and_imports_nothing_heavy(tmp_path):
+    write_run(tmp_path / "b", 3.0)
+    write_run(tmp_path / "a", 2.0, alpha=0.25)
+    (tmp_path / "notes").mkdir()
+    code = (
+        "import json, sys, kdtrain as kd; found = kd.runs(sys.argv[1])\n"
+        "print(json.dumps([found, [name for name in ('torch', 'matplotlib', 'pandas') if name in sys.modules]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/*"], capture_output=True, text=True, check=True)
+    found, heavy = json.loads(done.stdout)
+    assert heavy == [] and [os.path.basename(each["run"]) for each in found] == ["a", "b"]
+    assert [(each["best_validation_loss"], each["options/alpha"]) for each in found] == [(2.0, 0.25), (3.0, 0.9)]
+    assert found == kd.runs([tmp_path / "a", tmp_path / "b"])
+    assert kd.RunRecord is RunRecord
+    with pytest.raises(kd.UsageError, match=r"no folder of .* holds a run"):
+        kd.runs(f"{tmp_path}/none*")
+    with pytest.raises(kd.UsageError, match="notes is not a run"):
+        kd.runs([tmp_path / "notes"])
+
+
+def test_lines_with_anything_but_numbers_do_not_reach_a_table(tmp_path):
+    folder = write_run(tmp_path / "a")
+    write_lines(
+        folder / "metrics.jsonl",
+        [
+            {"step": 10**30, "loss": 1.0},
+            {"step": -1, "loss": 1.0},
+            {"step": 41, "loss": "<b>", "tokens": True, "validation/loss": None, "kd": 10**400},
+        ],
+    )
+    (folder / "result.json").write_text(
+        '{"stop_reason": ["x"], "steps": "many", "best_validation_loss": {}, "tokens": 1e400}'
+    )
+    (run,) = read_runs([folder])
+    assert run.record.metrics[-1].keys() == {"step", "validation/loss"} and run.record.steps[-1]["step"] == 40
+    assert run.numbers["best_validation_loss"] == 2.0 and run.numbers["tokens"] == 4000
+
+
+def test_the_same_run_twice_and_too_many_runs_are_refused(tmp_path):
+    folder = write_run(tmp_path / "a")
+    with pytest.raises(kd.UsageError, match="named twice"):
+        read_runs([folder, folder / ".." / "a"])
+    with pytest.raises(kd.UsageError, match="name at most 64"):
+        read_runs([folder] * 65)
+
+
+def test_numbers_are_written_as_people_write_them():
+    assert [count(each) for each in (812, 61_440, 2_621_440, 1.05e10)] == ["812", "61.4 k", "2.62 M", "10.5 B"]
+    assert [duration(each) for each in (14.2, 150, 11_160)] == ["14.2 s", "2.5 min", "3.1 h"]
