@@ -67,6 +67,16 @@ def test_a_number_above_two_to_the_53_is_refused(tmp_path, number):
     assert cli.parse("distill", [*DISTILL, f"--steps={2**53}", f"--seed={2**63 - 1}"]).steps == 2**53
 
 
+def test_an_empty_list_in_a_file_is_no_value_but_an_empty_one(tmp_path):
+    assert parsed(tmp_path, "[run]\nallow_mismatch = []\n").allow_mismatch == ()
+
+
+def test_a_value_of_a_file_that_looks_like_a_flag_is_a_value(tmp_path):
+    with pytest.raises(UsageError, match=r"--seed --json: a whole number is wanted"):
+        parsed(tmp_path, "[run]\nseed = '--json'\n")
+    assert parsed(tmp_path, "[precision]\ncollect_tensors = '--help'\n").precision.collect_tensors == "--help"
+
+
 def test_options_of_sections_are_flat_flags():
     config = cli.parse(
         "distill", [*DISTILL, "--lr", "1e-2", "--temperature", "3", "--no-compile", "--betas", "0.8", "0.9"]
@@ -127,6 +137,10 @@ def test_required_options_may_be_in_the_file_alone(tmp_path):
         ("[run]\nlr = 1\n", ["'lr'", "[run]"]),
         ("[run]\nsteps = 'many'\n", ["--steps", "many"]),
         ("[run]\nsteps = 1.5\n", ["--steps", "1.5"]),
+        ("[run]\nsteps = true\n", ["--steps", "a whole number"]),
+        ("[run]\nsteps = [1, 2]\n", ["--steps 1 2", "a whole number"]),
+        ("[optimizer]\nbetas = []\n", ["--betas", "2 numbers"]),
+        ("[precision]\ncompile = 'no'\n", ["--compile no", "true or false"]),
         ("[run\n", ["not TOML"]),
         ("x = " + "[" * 20_000 + "]" * 20_000, ["nested too deep"]),
         ('[checkpoint]\nload = "a\\u0000b"\n', ["--load", "holds a NUL"]),

@@ -109,7 +109,7 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
     values = line.values()
     sections = {name: line.build(each, values) for name, each in line.sections.items()}
     if look is not None:
-        texts = {name: each[-1].words[-1] for name, each in line.given.items()}
+        texts = {name: each[-1].words[-1] for name, each in line.given.items() if each[-1].words}
         for name, text in texts.items():
             if name in values and (wrong := look(line.options[name], text, texts)):
                 line.mistakes.append(line.given[name][-1].where + wrong)
@@ -172,9 +172,9 @@ class _Line:
             raise refusal(old)
         if self.strange:
             more = f" and {len(self.strange) - MOST} more" if len(self.strange) > MOST else ""
-            many = "no such options" if self.strange[1:] else "no such option"
+            wrong = "no such options" if self.strange[1:] else "no such option"
             named = ", ".join(self.strange[:MOST]) + more
-            self.mistakes.append(f"{named}: {many}; {self.command} --help all lists them")
+            self.mistakes.append(f"{named}: {wrong}; {self.command} --help all lists them")
         for name, each in self.options.items():
             if each.field.metadata.get("once") and (times := len(self.given.get(name, []))) > 1:
                 self.mistakes.append(f"{flag(name)} is given {times} times; {self.command} takes one")
@@ -421,9 +421,10 @@ def _wrong(option: Option, words: tuple[str, ...], problem: str) -> str:
     """The message about `words` that are no value of `option`."""
     if problem != wanted(option.kind):
         return problem
-    near = word_meant(words[0], choices(option.kind))
+    first = " ".join(words[:1])
+    near = word_meant(first, choices(option.kind))
     if near is None and int in alternatives(option.kind):
-        plain = re.sub(r"[,_ ]", "", words[0])
+        plain = re.sub(r"[,_ ]", "", first)
         if re.fullmatch(r"\d+(\.\d+)?([eE]\+?\d{1,2})?", plain) and float(plain).is_integer():
             near = str(int(float(plain)))
     hint = f"; perhaps you meant {near}" if near else ""
