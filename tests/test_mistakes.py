@@ -145,7 +145,7 @@ def test_the_help_of_a_section_shows_its_options_with_their_defaults_and_no_othe
 
 def test_the_help_of_everything_shows_every_option(capsys, monkeypatch):
     text = help_of(capsys, monkeypatch, "distill", "--help", "all")
-    for name, option in cli.parsing.options_of(cli.COMMANDS.get("distill").config).items():
+    for name, option in cli.options_of(cli.COMMANDS.get("distill").config).items():
         assert f"  --{'[no-]' * (option.field.default is True)}{name.replace('_', '-')}" in text
     assert "None" not in text.replace("None: ", "")
 
@@ -158,7 +158,7 @@ def test_an_argument_without_a_flag_is_shown_as_one(capsys, monkeypatch):
 
 
 def test_a_name_of_another_tool_is_answered_by_an_option_that_there_is():
-    known = {name for each in cli.COMMANDS.entries.values() for name in cli.parsing.options_of(each.config)}
+    known = {name for each in cli.COMMANDS.entries.values() for name in cli.options_of(each.config)}
     assert {*cli.words._NAMES} <= known
     assert {each.split()[0][2:].replace("-", "_") for each in cli.words._VALUE.values()} <= known
     assert {*cli.words.COMMANDS.values()} <= {*cli.COMMANDS.entries}

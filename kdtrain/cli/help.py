@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from kdtrain.cli.parsing import Option, options_of
+from kdtrain.cli.options import Option, options_of
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config import choices as registries
 from kdtrain.config.kinds import metavar, words_wanted
