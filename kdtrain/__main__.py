@@ -2,8 +2,9 @@
 
 import faulthandler
 import os
-
-from kdtrain import cli
+import signal
+import sys
+from types import FrameType
 
 LIMIT = 10.0
 """Seconds that a process may take to end after its command has failed."""
@@ -11,13 +12,24 @@ LIMIT = 10.0
 
 def main() -> None:
     """Run the command; after a failure the process ends even if one of its threads does not."""
+    if "RANK" not in os.environ:  # a launcher ends the ranks of a job that failed, and their lines would hide its own
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
+        from kdtrain import cli  # under the `try`, for an interrupt while it is imported
+
         cli.main()
     except BaseException as failure:
         if not isinstance(failure, SystemExit) or failure.code:
             # A thread of C: Python's own cannot run while the interpreter waits for them, or for a library's lock.
             faulthandler.dump_traceback_later(LIMIT, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        if isinstance(failure, KeyboardInterrupt):
+            print("kdtrain: interrupted", file=sys.stderr)
+            raise SystemExit(1) from None
         raise
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

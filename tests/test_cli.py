@@ -7,14 +7,16 @@ import re
 import subprocess
 import sys
 import types
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from kdtrain import cli
 from kdtrain.config import DistillConfig
-from kdtrain.config.values import fields_of, flag
+from kdtrain.config.values import fields_of, flag, option
 from kdtrain.errors import RunError, UsageError
 
 STUDENT = str(Path(__file__).resolve().parents[1] / "students" / "stdlib-1m.toml")
@@ -65,6 +67,72 @@ def test_a_number_above_two_to_the_53_is_refused(tmp_path, number):
     with pytest.raises(UsageError, match=r"--steps \d+ is beyond"):
         cli.parse("distill", [*DISTILL, f"--steps={number}"])
     assert cli.parse("distill", [*DISTILL, f"--steps={2**53}", f"--seed={2**63 - 1}"]).steps == 2**53
+
+
+def test_an_empty_list_in_a_file_is_no_value_but_an_empty_one(tmp_path):
+    assert parsed(tmp_path, "[run]\nallow_mismatch = []\n").allow_mismatch == ()
+
+
+def test_a_value_of_a_file_that_looks_like_a_flag_is_a_value(tmp_path):
+    with pytest.raises(UsageError, match=r"--seed --json: a whole number is wanted"):
+        parsed(tmp_path, "[run]\nseed = '--json'\n")
+    assert parsed(tmp_path, "[precision]\ncollect_tensors = '--help'\n").precision.collect_tensors == "--help"
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A section of a user's own command."""
+
+    side: float
+    """Its length."""
+    name: "str | None" = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """A user's own command, with arguments and every kind of annotation."""
+
+    runs: tuple[Path, ...] = option(positional=True)
+    colour: Colour = Colour.RED
+    points: list[int] = field(default_factory=list)
+    level: int | Literal["auto"] | None = None
+    shape: Shape
+
+
+def compared(line):
+    return cli.parsing.parse("compare", Compare, line.split(), {})
+
+
+def test_a_command_of_a_package_takes_several_arguments_and_any_annotation():
+    config = compared("a b --colour BLUE --points 1 2 --side 2 --level 3")
+    assert config.runs == (Path("a"), Path("b"))
+    assert (config.colour, config.points, config.level) == (Colour.BLUE, [1, 2], 3)
+    assert config.shape == Shape(side=2.0)
+    assert compared("--runs a b --side 1 --level auto --name None").level == "auto"
+    assert compared("a --side 1 --level None --name x").shape.name == "x"
+    assert cli.help_of("compare", Compare).startswith("usage: compare RUNS ... --side X [OPTIONS]")
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("a --side", "--side: a number is wanted, and none is given"),
+        ("--side 1", "RUNS is missing: PATH ..."),
+        ("a", "--side is missing: its length"),
+        ("a --side 1 --colour GREEN", "--colour GREEN: choose RED or BLUE"),
+        ("a --side 1 --points 1 x", "--points 1 x: a whole number is wanted"),
+        ("a --side 1 --level high", "--level high: a whole number or auto is wanted"),
+    ],
+)
+def test_a_mistake_in_the_line_of_a_packages_command_is_answered_likewise(line, said):
+    with pytest.raises(UsageError) as caught:
+        compared(line)
+    assert str(caught.value) == said
 
 
 def test_options_of_sections_are_flat_flags():
@@ -127,6 +195,10 @@ def test_required_options_may_be_in_the_file_alone(tmp_path):
         ("[run]\nlr = 1\n", ["'lr'", "[run]"]),
         ("[run]\nsteps = 'many'\n", ["--steps", "many"]),
         ("[run]\nsteps = 1.5\n", ["--steps", "1.5"]),
+        ("[run]\nsteps = true\n", ["--steps", "a whole number"]),
+        ("[run]\nsteps = [1, 2]\n", ["--steps 1 2", "a whole number"]),
+        ("[optimizer]\nbetas = []\n", ["--betas", "2 numbers"]),
+        ("[precision]\ncompile = 'no'\n", ["--compile no", "true or false"]),
         ("[run\n", ["not TOML"]),
         ("x = " + "[" * 20_000 + "]" * 20_000, ["nested too deep"]),
         ('[checkpoint]\nload = "a\\u0000b"\n', ["--load", "holds a NUL"]),

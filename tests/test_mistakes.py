@@ -138,14 +138,14 @@ def test_the_short_help_of_distill_shows_what_matters_an_example_and_where_the_r
 
 def test_the_help_of_a_section_shows_its_options_with_their_defaults_and_no_other(capsys, monkeypatch):
     text = help_of(capsys, monkeypatch, "distill", "--help", "optimizer")
-    assert "--lr X                   Peak learning rate. [3e-4]" in text
+    assert "--lr X                    Peak learning rate. [3e-4]" in text
     assert "--alpha" not in text and "--steps" not in text.replace("--decay-steps", "")
     assert text == help_of(capsys, monkeypatch, "help", "distill", "optimizer")
 
 
 def test_the_help_of_everything_shows_every_option(capsys, monkeypatch):
     text = help_of(capsys, monkeypatch, "distill", "--help", "all")
-    for name, option in cli.parsing.options_of(cli.COMMANDS.get("distill").config).items():
+    for name, option in cli.options_of(cli.COMMANDS.get("distill").config).items():
         assert f"  --{'[no-]' * (option.field.default is True)}{name.replace('_', '-')}" in text
     assert "None" not in text.replace("None: ", "")
 
@@ -155,6 +155,17 @@ def test_an_argument_without_a_flag_is_shown_as_one(capsys, monkeypatch):
     assert text.startswith("usage: kdtrain export RUN --out PATH [OPTIONS]\n") and "--run" not in text
     assert "\n  RUN  " in text
     assert help_of(capsys, monkeypatch, "inspect", "--help").startswith("usage: kdtrain inspect [PATH] [OPTIONS]\n")
+
+
+def test_a_name_of_another_tool_is_answered_by_an_option_that_there_is():
+    known = {name for each in cli.COMMANDS.entries.values() for name in cli.options_of(each.config)}
+    assert {*cli.words._NAMES} <= known
+    assert {each.split()[0][2:].replace("-", "_") for each in cli.words._VALUE.values()} <= known
+    assert {*cli.words.COMMANDS.values()} <= {*cli.COMMANDS.entries}
+    for meant in cli.words._VALUE.values():
+        option, value = meant.split()
+        config = cli.parse("distill", ["--student", "s", "--out", "o", "--cache", "c", option, value])
+        assert value in str(config)
 
 
 SLOW = """
@@ -173,13 +184,14 @@ main()
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("line", ["distill ...", "inspect cache/t"])
-def test_an_interrupt_while_torch_is_imported_ends_in_one_line_like_a_refusal(bench, line):
+def test_an_interrupt_while_torch_is_imported_ends_in_one_line_like_a_refusal(bench, line, number):
     argv = [sys.executable, "-c", SLOW, *words(line)]
     with subprocess.Popen(argv, cwd=bench, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
         assert started.stdout.readline() == "importing\n"
         time.sleep(0.1)
-        started.send_signal(signal.SIGINT)
+        started.send_signal(number)
         _, said = started.communicate(timeout=30)
     assert started.returncode == 1
     assert said.startswith("kdtrain: interrupted") and said.count("\n") == 1

@@ -23,6 +23,7 @@ from typing import Any
 
 from kdtrain.cli import parsing, paths, words
 from kdtrain.cli.help import help_of
+from kdtrain.cli.options import options_of
 from kdtrain.config import commands
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
 from kdtrain.registry import Registry, first_line
@@ -180,7 +181,7 @@ def _unknown_command(word: str) -> str:
     known = COMMANDS.help()
     if word.startswith("-"):
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        takers = [each for each, entry in COMMANDS.entries.items() if name in parsing.options_of(entry.config)]
+        takers = [each for each, entry in COMMANDS.entries.items() if name in options_of(entry.config)]
         hint = f"such as kdtrain {takers[0]} {word[:60]}" if takers else f"one of {', '.join(known)}"
         return f"{word[:60]}: name a command first, {hint}"
     meant = words.COMMANDS.get(word.lower().replace("_", "-")) or words.word_meant(word, known)

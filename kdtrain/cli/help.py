@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from kdtrain.cli.parsing import Option, options_of
+from kdtrain.cli.options import Option, options_of
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config import choices as registries
 from kdtrain.config.kinds import metavar, words_wanted
@@ -17,7 +17,7 @@ from kdtrain.registry import Registry, first_line
 _FEW = 22
 """A command with at most this many options shows them all."""
 _NARROWEST, _WIDEST = 40, 110
-_COLUMN = 27
+_COLUMN = 28
 """Columns of the names of options."""
 
 
@@ -124,7 +124,8 @@ def _row(name: str, text: str) -> list[str]:
 
 def _wrapped(text: str, first: str, indent: int = 0, before: int = 0, end: str = "") -> list[str]:
     """`text` in the width of the terminal; each line but the last has `end`."""
-    width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST) - len(end)
+    width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+    width -= len(end) if len(first + text) > width else 0
     lead = " " * before
     lines = textwrap.wrap(
         text,

@@ -8,83 +8,20 @@ to be missing is usually the one that was misspelt.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from kdtrain.cli.paths import near_path
+from kdtrain.cli.config_file import read_file
+from kdtrain.cli.options import Given, Option, options_of, replaced, short
 from kdtrain.cli.words import option_meant, word_meant
-from kdtrain.config.kinds import alternatives, choices, documented, metavar, read_words, wanted, words_wanted
+from kdtrain.config.kinds import alternatives, choices, metavar, read_words, wanted, words_wanted
 from kdtrain.config.values import flag, refuse_value
 from kdtrain.errors import UsageError, refuse_no_path
-from kdtrain.files import read_toml
-from kdtrain.models.spec import foreign_beside
 
 MOST = 5
 """Mistakes that one message names."""
-_LONGEST = 60
-"""Characters of a word in a message."""
 _SWITCHED = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of a command: a field of its configuration, or of a section of it."""
-
-    owner: type
-    """The class that declares it."""
-    section: str
-    name: str
-    kind: Any
-    """Its annotation."""
-    field: dataclasses.Field[Any]
-
-    @property
-    def text(self) -> str:
-        """Its docstring."""
-        return documented(self.owner).get(self.name, "")
-
-    @property
-    def flag(self) -> str:
-        """What users type for it."""
-        return self.name.upper() if self.positional else flag(self.name)
-
-    @property
-    def switch(self) -> bool:
-        """True if the flag takes no value: `--json`, `--no-compile`."""
-        return alternatives(self.kind) == [bool]
-
-    @property
-    def required(self) -> bool:
-        """True if it has no default."""
-        return self.field.default is dataclasses.MISSING and self.field.default_factory is dataclasses.MISSING
-
-    @property
-    def positional(self) -> bool:
-        """True if it may be given without its flag."""
-        return bool(self.field.metadata.get("positional"))
-
-
-@dataclass(frozen=True)
-class Given:
-    """What was given for an option: words of the command line, or of a file."""
-
-    words: tuple[str, ...]
-    where: str = ""
-    """How a message about it begins: empty, or the file."""
-
-
-def options_of(kind: type, section: str = "run") -> dict[str, Option]:
-    """The options of a configuration's class, by name."""
-    hints, found = get_type_hints(kind, include_extras=True), dict[str, Option]()
-    for each in dataclasses.fields(kind):
-        inner = hints[each.name]
-        if dataclasses.is_dataclass(inner):
-            found |= options_of(inner, each.name)  # type: ignore[arg-type]
-        else:
-            found[each.name] = Option(kind, section, each.name, inner, each)
-    return found
 
 
 Look = Callable[[Option, str, Mapping[str, str]], str | None]
@@ -109,7 +46,7 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
     values = line.values()
     sections = {name: line.build(each, values) for name, each in line.sections.items()}
     if look is not None:
-        texts = {name: each[-1].words[-1] for name, each in line.given.items()}
+        texts = {name: each[-1].words[-1] for name, each in line.given.items() if each[-1].words}
         for name, text in texts.items():
             if name in values and (wrong := look(line.options[name], text, texts)):
                 line.mistakes.append(line.given[name][-1].where + wrong)
@@ -151,7 +88,7 @@ class _Line:
             raise refusal(self.mistakes)
 
     def read(self, argv: list[str]) -> None:
-        """Take `argv`, and behind it the files that it names with `--config`."""
+        """Take `argv`, and behind it the file that it names with `--config`."""
         positionals = [each for each in self.options.values() if each.positional]
         position, flags = 0, []
         while position < len(argv):
@@ -163,12 +100,12 @@ class _Line:
                 flags.append((name[2:].replace("-", "_"), value if equals else " ".join(values[:1])))
                 position += 0 if equals else taken
             elif positionals:
-                many = words_wanted(positionals[0].kind) is None
-                self._add(positionals[0].name, word, extend=many)
-                positionals = positionals if many else positionals[1:]
+                several = words_wanted(positionals[0].kind) is None
+                self._add(positionals[0].name, word, extend=several)
+                positionals = positionals if several else positionals[1:]
             else:
                 position += self._stray(word, values, argv)
-        if old := self._old(flags):
+        if old := replaced(self.old, flags):
             raise refusal(old)
         if self.strange:
             more = f" and {len(self.strange) - MOST} more" if len(self.strange) > MOST else ""
@@ -176,13 +113,18 @@ class _Line:
             named = ", ".join(self.strange[:MOST]) + more
             self.mistakes.append(f"{named}: {many}; {self.command} --help all lists them")
         for name, each in self.options.items():
-            if each.field.metadata.get("once") and (times := len(self.given.get(name, []))) > 1:
+            single = each.positional or each.field.metadata.get("once")
+            if single and (times := len(self.given.get(name, []))) > 1:
                 self.mistakes.append(f"{flag(name)} is given {times} times; {self.command} takes one")
         if "config" in self.given:
             try:
-                self._file(Path(self.given["config"][-1].words[-1]))
+                path = Path(self.given["config"][-1].words[-1])
+                found, wrong = read_file(path, self.options, self.old, self.command)
             except UsageError as error:
-                self.mistakes.append(error.args[0])
+                found, wrong = {}, [error.args[0]]
+            self.mistakes += wrong
+            for name, given in found.items():
+                self.given.setdefault(name, []).insert(0, given)
 
     def _flag(self, word: str, values: list[str], equals: bool) -> int:
         """Take the flag `word` with as many of `values` as it has; return how many those are."""
@@ -198,7 +140,7 @@ class _Line:
             if values and (equals or values[0].lower() in _SWITCHED):
                 meant = on == _SWITCHED.get(values[0].lower(), True)
                 self.mistakes.append(
-                    f"{word} {_short(values[0])}: it takes no value, use {flag(name if meant else f'no_{name}')}"
+                    f"{word} {short(values[0])}: it takes no value, use {flag(name if meant else f'no_{name}')}"
                 )
                 return 1
             self._add(name, "true" if on else "false")
@@ -224,7 +166,7 @@ class _Line:
         self.unknown = True
         name = word.lstrip("-").replace("-", "_")
         if name.startswith("no_") and name[3:] in self.options:
-            self.mistakes.append(f"{_short(word)}: {flag(name[3:])} cannot be switched off; leave it out")
+            self.mistakes.append(f"{short(word)}: {flag(name[3:])} cannot be switched off; leave it out")
             return 0
         meant = option_meant(name, self.options)
         elsewhere = next((other for other, kind in self.others.items() if name in options_of(kind)), None)
@@ -233,9 +175,9 @@ class _Line:
         else:
             hint = self._perhaps(meant) if meant else ""
         if hint:
-            self.mistakes.append(f"{_short(word)}: no such option{hint}")
+            self.mistakes.append(f"{short(word)}: no such option{hint}")
         else:
-            self.strange.append(_short(word))
+            self.strange.append(short(word))
         if not any(each.positional for each in self.options.values()):
             return len(values)
         found = None if meant is None else self.options.get(meant.split()[0][2:].replace("-", "_"))
@@ -248,104 +190,18 @@ class _Line:
         meant = option_meant(name, self.options) if re.fullmatch(r"[A-Za-z][\w-]*", name) else None
         if meant is not None:
             number = value if equals else " ".join(values[:1])
-            self.mistakes.append(
-                f"{_short(word)}: an option begins with --{self._perhaps(f'{meant} {number}'.strip())}"
-            )
+            self.mistakes.append(f"{short(word)}: an option begins with --{self._perhaps(f'{meant} {number}'.strip())}")
             return 0 if equals else len(values)
         places = " ".join(each.flag for each in self.options.values() if each.positional)
         wanting = [each.flag for each in self.options.values() if each.required and each.flag not in argv]
-        hint = self._perhaps(f"{wanting[0]} {_short(word)}") if wanting and not places else ""
+        hint = self._perhaps(f"{wanting[0]} {short(word)}") if wanting and not places else ""
         takes = f"{self.command} takes {f'one {places}' if places else 'no word without an option before it'}"
-        self.mistakes.append(f"{_short(word)}: {takes}{hint}")
+        self.mistakes.append(f"{short(word)}: {takes}{hint}")
         return 0
-
-    def _old(self, given: Iterable[tuple[str, Any]]) -> list[str]:
-        """What replaces options of an earlier version, by name or by value."""
-        keys = [key for name, value in given for key in (name, name.removeprefix("no_"), f"{name} {value}")]
-        return [f"{flag(key)} {self.old[key][0]}" for key in dict.fromkeys(keys) if key in self.old]
 
     @staticmethod
     def _perhaps(meant: str) -> str:
         return f"; perhaps you meant {meant}"
-
-    # The file of --config ---------------------------------------------------------------------------------------
-
-    def _file(self, path: Path) -> None:
-        """Take the options in a TOML file, behind those of the command line."""
-        refuse_no_path(str(path), "--config")
-        try:
-            tables = read_toml(path)
-        except FileNotFoundError:
-            near = near_path(str(path))
-            hint = self._perhaps(near) if near else ""
-            raise UsageError(f"--config {path}: there is no such file{hint}") from None
-        except OSError as error:
-            raise UsageError(f"--config {path}: {error.strerror}") from None
-        except ValueError as error:
-            raise UsageError(f"--config {path}: not TOML: {error}") from None
-        where, wrong = f"{path}: ", list[str]()
-        tables = {name: self._renewed(table) if isinstance(table, dict) else table for name, table in tables.items()}
-        pairs = [pair for table in tables.values() if isinstance(table, dict) for pair in table.items()]
-        if old := self._old((key.replace("-", "_"), value) for key, value in pairs):
-            raise UsageError(where + str(refusal(old).args[0]))
-        homes: dict[str, list[str]] = {"run": []}
-        for each in self.options.values():
-            homes.setdefault(each.section, []).append(each.name)
-        for section, table in tables.items():
-            if not isinstance(table, dict):
-                wrong.append(f"'{_short(section)}' is outside of a section; {self._home(section, homes)}")
-            elif section not in homes:
-                near = word_meant(section, homes)
-                hint = f"perhaps you meant [{near}]" if near else f"sections are {', '.join(homes)}"
-                wrong.append(f"unknown section [{_short(section)}]; {hint}")
-            else:
-                wrong += self._table(path, section, table, homes)
-        self.mistakes += [where + wrong[0], *wrong[1:]] if wrong else []
-
-    def _table(self, path: Path, section: str, table: dict[str, Any], homes: dict[str, list[str]]) -> Iterator[str]:
-        """Take the options in one section of a file; yield what is wrong."""
-        for key, value in table.items():
-            name = key.replace("-", "_")
-            if name not in homes[section] or name == "config":
-                yield f"unknown key '{_short(key)}' in [{section}]; {self._home(name, homes, section)}"
-                continue
-            option = self.options[name]
-            if option.field.metadata.get("private"):
-                _refuse_foreign_command(path, name)
-            if option.switch is not isinstance(value, bool):
-                yield f"{flag(name)} {_short(str(value))}: {wanted(option.kind)}"
-                continue
-            words = tuple(str(each) for each in value) if isinstance(value, list) else (str(value),)
-            self.given.setdefault(name, []).insert(0, Given(words, f"{path}: "))
-
-    def _renewed(self, table: dict[str, Any]) -> dict[str, Any]:
-        """A section of a file with today's names; a run's file has every option, and nobody chose an old default."""
-        section, renewed = {key.replace("-", "_"): value for key, value in table.items()}, dict(table)
-        for key in table:
-            name = key.replace("-", "_")
-            _, renew = self.old.get(name, ("", None))
-            new = None if renew is None else renew(section[name], section)
-            if new is not None and not new.keys() & section.keys():
-                del renewed[key]
-                renewed |= new
-        return renewed
-
-    def _home(self, key: str, homes: dict[str, list[str]], section: str = "") -> str:
-        """Advice for a key that is in no section or in the wrong one."""
-        name = key.replace("-", "_")
-        own = [each for each, names in homes.items() if name in names and name != "config"]
-        if own:
-            return f"put it under [{own[0]}]"
-        known = homes.get(section) or self.options
-        meant = option_meant(name, known) or option_meant(name, self.options)
-        if meant is None:
-            return f"{self.command} --help {section or 'all'} lists the keys"
-        words = meant[2:].split()
-        key, value = words[0].replace("-", "_"), f" = '{words[1]}'" if words[1:] else ""
-        other = self.options[key.removeprefix("no_")].section if key.removeprefix("no_") in self.options else section
-        return f"perhaps you meant '{key}'{value}" + ("" if other == section else f" in [{other}]")
-
-    # Values -----------------------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
         """The value of each option that is given; those that are none, or missing, become mistakes."""
@@ -407,10 +263,6 @@ def _until_flag(words: list[str]) -> list[str]:
     return words[:end]
 
 
-def _short(word: str) -> str:
-    return word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."
-
-
 def _refuse_word(word: str, name: str) -> None:
     refuse_no_path(word, name)
     if word.startswith("~"):
@@ -421,20 +273,11 @@ def _wrong(option: Option, words: tuple[str, ...], problem: str) -> str:
     """The message about `words` that are no value of `option`."""
     if problem != wanted(option.kind):
         return problem
-    near = word_meant(words[0], choices(option.kind))
+    first = " ".join(words[:1])
+    near = word_meant(first, choices(option.kind))
     if near is None and int in alternatives(option.kind):
-        plain = re.sub(r"[,_ ]", "", words[0])
+        plain = re.sub(r"[,_ ]", "", first)
         if re.fullmatch(r"\d+(\.\d+)?([eE]\+?\d{1,2})?", plain) and float(plain).is_integer():
             near = str(int(float(plain)))
     hint = f"; perhaps you meant {near}" if near else ""
-    return f"{flag(option.name)} {_short(' '.join(words))}: {problem}{hint}"
-
-
-def _refuse_foreign_command(path: Path, name: str) -> None:
-    """Refuse a command line in a file that may have been downloaded with a run, a cache or a model."""
-    others = (each for each in foreign_beside(path) if each.resolve() != path.resolve())
-    if (foreign := min(others, default=None)) is not None:
-        raise UsageError(
-            f"{path}: {name} runs a command, and this file lies with {foreign}, which may have been downloaded; "
-            f"give {flag(name)} yourself if you trust it"
-        )
+    return f"{flag(option.name)} {short(' '.join(words))}: {problem}{hint}"

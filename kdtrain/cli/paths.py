@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+from kdtrain.cli.options import Option
 from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
 from kdtrain.config.values import flag
@@ -30,12 +30,12 @@ _HOMES = {"cache": ["cache"], "spec": ["students", "teachers"], "saved": ["runs"
 """Folders in which a bare name is looked for, by what an option reads."""
 
 
-def problem(option: Any, text: str, texts: Mapping[str, str]) -> str | None:
+def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
     """What is wrong with the path `text` of an option; None if nothing is, or if the option names no path.
 
     texts: of every option that is given.
     """
-    reads = option.field.metadata.get("reads")
+    reads = option.field.metadata.get("reads", "")
     look = _LOOKS.get(reads)
     if look is None:
         return None

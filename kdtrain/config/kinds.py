@@ -54,13 +54,14 @@ def read_words(words: list[str], kind: Any) -> Any:
     items = _items(kind)
     if optional(kind) and words == ["None"]:
         return None
-    if items is None:
-        if len(words) != 1:
-            raise UsageError(wanted(kind))
-        return _read_word(words[0], kind)
-    if items[-1] is not ... and len(words) != len(items):
+    if (count := words_wanted(kind)) is not None and len(words) != count:
         raise UsageError(wanted(kind))
-    values = [_read_word(word, items[0]) for word in words]
+    try:
+        values = [_read_word(word, kind if items is None else items[0]) for word in words]
+    except ValueError:
+        raise UsageError(wanted(kind)) from None
+    if items is None:
+        return values[0]
     return values if get_origin(alternatives(kind)[0]) is list else tuple(values)
 
 
@@ -69,6 +70,7 @@ def wanted(kind: Any) -> str:
     items, names = _items(kind), choices(kind)
     if items is not None and items[-1] is not ...:
         return f"{len(items)} {_MANY.get(items[0], 'values')} are wanted, with a space between them"
+    kind = items[0] if items else kind
     plain = [_WANTED.get(each, "a path" if _is_path(each) else "") for each in alternatives(kind)]
     texts = [each for each in plain if each] + names
     if names == texts and names:
@@ -115,7 +117,7 @@ def _read_word(word: str, kind: Any) -> Any:
                 return {"true": True, "false": False}[word.lower()]
             if get_origin(each) is None:
                 return each[word] if _members(each) else each(word)
-    raise UsageError(wanted(kind))
+    raise ValueError
 
 
 def _members(kind: Any) -> list[str]:

@@ -1,0 +1,104 @@
+"""Reads the options in the TOML file of `--config`: a section is a table, an option a key of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kdtrain.cli.options import Given, Option, replaced, short
+from kdtrain.cli.paths import near_path
+from kdtrain.cli.words import option_meant, word_meant
+from kdtrain.config.kinds import wanted
+from kdtrain.config.values import flag
+from kdtrain.errors import UsageError, refuse_no_path
+from kdtrain.files import read_toml
+from kdtrain.models.spec import foreign_beside
+
+
+def read_file(
+    path: Path, options: Mapping[str, Option], old: Mapping[str, Any], command: str
+) -> tuple[dict[str, Given], list[str]]:
+    """What a file gives for each option, and what is wrong with its keys; `parsing` reads the values.
+
+    Raises:
+        UsageError: it cannot be read, has options of an earlier version without a place today, or names a command
+            although it may have been downloaded.
+    """
+    refuse_no_path(str(path), "--config")
+    try:
+        tables = read_toml(path)
+    except FileNotFoundError:
+        near = near_path(str(path))
+        raise UsageError(
+            f"--config {path}: there is no such file{f'; perhaps you meant {near}' if near else ''}"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"--config {path}: not TOML: {error}") from None
+    tables = {name: _renewed(old, table) if isinstance(table, dict) else table for name, table in tables.items()}
+    pairs = [pair for table in tables.values() if isinstance(table, dict) for pair in table.items()]
+    if was := replaced(old, ((key.replace("-", "_"), value) for key, value in pairs)):
+        raise UsageError(f"{path}: {'; '.join(was)}")
+    sections: dict[str, list[str]] = {"run": []}
+    for each in options.values():
+        sections.setdefault(each.section, []).append(each.name)
+    given, wrong = dict[str, Given](), list[str]()
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            advice = _place(section, options, sections) or f"{command} --help all lists the sections"
+            wrong.append(f"'{short(section)}' is outside of a section; {advice}")
+        elif section not in sections:
+            near = word_meant(section, sections)
+            hint = f"perhaps you meant [{near}]" if near else f"sections are {', '.join(sections)}"
+            wrong.append(f"unknown section [{short(section)}]; {hint}")
+        for key, value in table.items() if isinstance(table, dict) and section in sections else ():
+            name = key.replace("-", "_")
+            if name not in sections[section] or name == "config":
+                advice = _place(name, options, sections, section) or f"{command} --help {section} lists the keys"
+                wrong.append(f"unknown key '{short(key)}' in [{section}]; {advice}")
+                continue
+            if options[name].field.metadata.get("private"):
+                _refuse_foreign_command(path, name)
+            if options[name].switch is not isinstance(value, bool):
+                wrong.append(f"{flag(name)} {short(str(value))}: {wanted(options[name].kind)}")
+                continue
+            words = tuple(str(each) for each in value) if isinstance(value, list) else (str(value),)
+            given[name] = Given(words, f"{path}: ")
+    return given, [f"{path}: {wrong[0]}", *wrong[1:]] if wrong else []
+
+
+def _renewed(old: Mapping[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """A section of a file with today's names; a run's file has every option, and nobody chose an old default."""
+    section, renewed = {key.replace("-", "_"): value for key, value in table.items()}, dict(table)
+    for key in table:
+        name = key.replace("-", "_")
+        _, renew = old.get(name, ("", None))
+        new = None if renew is None else renew(section[name], section)
+        if new is not None and not new.keys() & section.keys():
+            del renewed[key]
+            renewed |= new
+    return renewed
+
+
+def _place(key: str, options: Mapping[str, Option], sections: Mapping[str, list[str]], section: str = "") -> str:
+    """Advice for a key that is in no section or in the wrong one; empty if it is like none."""
+    name = key.replace("-", "_")
+    if name in options and name != "config":
+        return f"put it under [{options[name].section}]"
+    meant = option_meant(name, sections.get(section, [])) or option_meant(name, options)
+    if meant is None:
+        return ""
+    name, _, value = meant[2:].replace("-", "_").partition(" ")
+    home = options[name.removeprefix("no_")].section if name.removeprefix("no_") in options else section
+    value = f" = '{meant.split()[1]}'" if value else ""
+    return f"perhaps you meant '{name}'{value}" + ("" if home == section else f" in [{home}]")
+
+
+def _refuse_foreign_command(path: Path, name: str) -> None:
+    """Refuse a command line in a file that may have been downloaded with a run, a cache or a model."""
+    others = (each for each in foreign_beside(path) if each.resolve() != path.resolve())
+    if (foreign := min(others, default=None)) is not None:
+        raise UsageError(
+            f"{path}: {name} runs a command, and this file lies with {foreign}, which may have been downloaded; "
+            f"give {flag(name)} yourself if you trust it"
+        )
