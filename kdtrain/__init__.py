@@ -19,7 +19,7 @@ Bad arguments raise `UsageError`, what fails while running raises `RunError`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from kdtrain.cache.reader import Cache, collate

@@ -36,8 +36,10 @@ from kdtrain.registry import Registry, first_line, nearest
 COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
-_WITHOUT_MODELS = ("inspect", "verify")
+_WITHOUT_MODELS = ("completion", "inspect", "verify")
 """Commands that load no model, and so run under `python -OO`."""
+_WITHOUT_LIBRARIES = ("completion",)
+"""Commands that import nothing heavy."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for; with 4, tyro never ends."""
 
@@ -106,7 +108,8 @@ def main(argv: list[str] | None = None) -> None:
         except UsageError as error:  # every process of a node raises it, and the first one prints it
             error.reported = os.environ.get("LOCAL_RANK", "0") != "0"  # type: ignore[attr-defined]
             raise
-        _quiet_libraries()
+        if command not in _WITHOUT_LIBRARIES:
+            _quiet_libraries()
         with panics_refused("a tokenizer fails"):  # where its name is known, the message has it
             raise SystemExit(COMMANDS.get(command).main(config) or 0)
     except (UsageError, RunError) as error:

@@ -298,6 +298,14 @@ class DemoConfig(Options):
     """Print one JSON object on stdout, logs on stderr."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompletionConfig(Options):
+    """Print a script that completes commands and options in bash, zsh or fish."""
+
+    shell: Literal["bash", "zsh", "fish"] = option(positional=True)
+    """The shell; put `source <(kdtrain completion bash)` into ~/.bashrc, for zsh likewise."""
+
+
 COMMANDS = {
     "demo": DemoConfig,
     "cache-teacher": CacheTeacherConfig,
@@ -306,5 +314,6 @@ COMMANDS = {
     "inspect": InspectConfig,
     "verify": VerifyConfig,
     "export": ExportConfig,
+    "completion": CompletionConfig,
 }
 """The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`."""
