@@ -3,6 +3,7 @@
 The library, every name of which is imported when it is first used:
 
     Cache, collate                a teacher's cached distributions, as data sets of dicts of tensors
+    CacheWriter                   writes a cache from the logits of any teacher, one sequence after the other
     DistillationLoss              (1 - alpha) CE + alpha T^2 KD, with its temperature: fixed, scheduled or learned
     Student                       a causal language model and its loss as one module, for any training loop
     distillation_loss, Head, DenseTargets   the loss as a function of hidden states, an output head and targets
@@ -19,10 +20,11 @@ Bad arguments raise `UsageError`, what fails while running raises `RunError`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from kdtrain.cache.reader import Cache, collate
+    from kdtrain.cache.sequences import CacheWriter
     from kdtrain.checkpoint.nested import CheckpointStore
     from kdtrain.checkpoint.tiers import Keep
     from kdtrain.cli import register_command
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "kdtrain.cache.reader": ("Cache", "collate"),
+    "kdtrain.cache.sequences": ("CacheWriter",),
     "kdtrain.checkpoint.nested": ("CheckpointStore",),
     "kdtrain.checkpoint.tiers": ("Keep",),
     "kdtrain.cli": ("register_command",),
@@ -86,6 +89,7 @@ __all__ = [
     "AdversarialTemperature",
     "Cache",
     "CacheTeacherConfig",
+    "CacheWriter",
     "CheckpointStore",
     "DenseTargets",
     "DistillConfig",

@@ -18,7 +18,7 @@ import kdtrain as kd
 from kdtrain import errors
 from kdtrain.cache.manifest import refuse_vocabulary
 from kdtrain.config import CheckpointConfig, CodecConfig, DataConfig, MonitorConfig, OptimizerConfig, PrecisionConfig
-from kdtrain.testing import tiny_model
+from kdtrain.testing import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "cache" / "sparse"
@@ -62,6 +62,7 @@ def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(GOLDEN, tmp_path / "cache" / "t")
     tiny_model("llama", 300, seed=3).save_pretrained(tmp_path / "path" / "to" / "model")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "path" / "to" / "model")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     names = {}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import kdtrain
+
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 
@@ -55,3 +57,8 @@ def test_an_installed_wheel_finds_the_teacher_from_an_empty_folder(wheel, tmp_pa
     teacher = site / "kdtrain" / "shipped" / "teachers" / "stdlib-5m"
     assert module == str(site / "kdtrain" / "models" / "spec.py")
     assert source == tokenizer == str(teacher) and (teacher / "model.safetensors").is_file()
+
+
+def test_the_citation_and_the_changelog_are_of_this_version():
+    assert f"\nversion: {kdtrain.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{kdtrain.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,6 +1,6 @@
 """The cost and the fidelity of a cache: bytes a token, fidelity, speed of building, of encoding and of reading.
 
-Building: the bare forwards over some sequences and the whole of `CacheWriter.build`, files and digests included, which
+Building: the bare forwards over some sequences and the whole of `CacheBuilder.build`, files and digests included, which
 is `cache-teacher` without what it does once, in turn; medians. A step: a compiled student fed by the reader in random
 order, and fed one batch over and over, in turn.
 
@@ -43,7 +43,7 @@ from benchmarks.performance.cache_material import Material
 from kdtrain.cache.codec import CodecSpec, encode_sequences
 from kdtrain.cache.manifest import CacheSettings, read_manifest
 from kdtrain.cache.reader import CacheReader
-from kdtrain.cache.writer import CacheWriter, write_cache
+from kdtrain.cache.writer import CacheBuilder, write_cache
 from kdtrain.precision.modes import autocast
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.sources.source import Source
@@ -72,7 +72,7 @@ def building(
 
     def built() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            writer = CacheWriter(Path(folder) / "built", settings, teacher=teacher, batch_size=batch_size)
+            writer = CacheBuilder(Path(folder) / "built", settings, teacher=teacher, batch_size=batch_size)
             writer.build("train", rows)
             writer.close()
 

@@ -162,21 +162,28 @@ def sample_size(sequences: int, seq_len: int, vocab_size: int) -> tuple[int, int
     return taken, min(seq_len, max(1, tokens // taken))
 
 
+def sample_positions(seq_len: int, positions: int) -> Tensor:
+    """The positions, evenly spread, of a sequence of the held sample."""
+    return torch.linspace(0, seq_len - 1, positions).round().long()
+
+
 def measure(batch: Batch, teacher: Teacher, *, document_mask: bool, positions: int) -> tuple[dict, dict]:
     """(fidelity, temperature_range) of the stored sequences in `batch`, at `positions` positions of each.
 
-    teacher: tokens [1,T] int64, segments [1,T] or None -> logits [1,T,V].
+    teacher: tokens [1,T] int64, segments [1,T] or None -> logits [1,T,V], or [1,positions,V] of `sample_positions`.
     """
     energies, kept = [], []
     length = batch.loss_mask.shape[1]
-    chosen = torch.linspace(0, length - 1, positions).round().long()
+    chosen = sample_positions(length, positions)
     for b in range(len(batch.tokens)):
         segments = batch.segments[b : b + 1] if document_mask else None
         with torch.no_grad():
             logits_NV = rearrange(teacher(batch.tokens[b : b + 1, :-1], segments), "1 t v -> t v")
         if broken(logits_NV[None]).any():
             continue
-        energies.append(logits_NV[chosen.to(logits_NV.device)].float().log_softmax(-1).clamp(min=FLOOR).cpu())
+        if len(logits_NV) > positions:
+            logits_NV = logits_NV[chosen.to(logits_NV.device)]
+        energies.append(logits_NV.float().log_softmax(-1).clamp(min=FLOOR).cpu())
         kept.append(b * length + chosen)
     if not kept:
         raise RunError("the teacher gave non-finite logits for every sequence of the held sample")

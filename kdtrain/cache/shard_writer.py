@@ -188,7 +188,7 @@ class ShardPlace:
 
 def finished_record(folder: Path, settings: CacheSettings, part: ShardRows) -> Sidecar | None:
     """The record of a shard that need not be built. RunError: the file in its place cannot be read."""
-    record = _intact_record(folder, part.name)
+    record = intact_record(folder, part.name)
     if record is None or not is_of(record, part.digest, settings):
         return None
     path = cache_format.shard_path(folder, part.name)
@@ -226,7 +226,7 @@ def publish_shard(
     publish_json(cache_format.sidecar_path(folder, part.name), record, "cache.sidecar")
 
 
-def _intact_record(folder: Path, name: str) -> Sidecar | None:
+def intact_record(folder: Path, name: str) -> Sidecar | None:
     """The record of a shard that is as it was written; None if there is none, or it is damaged."""
     try:
         record = read_sidecar(folder, name)
@@ -243,7 +243,7 @@ def _intact_record(folder: Path, name: str) -> Sidecar | None:
 
 def _make_way(folder: Path, name: str, digest: str) -> None:
     """Move aside a file in the place of a shard, unless it is equal or kdtrain's own."""
-    if _intact_record(folder, name) is None:
+    if intact_record(folder, name) is None:
         path, sidecar = cache_format.shard_path(folder, name), cache_format.sidecar_path(folder, name)
         if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or file_digest(path) != digest):
             set_aside(folder, f"{cache_format.SHARDS}/{path.name}", "damaged")

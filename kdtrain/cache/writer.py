@@ -59,7 +59,7 @@ FAULT_POINTS = (
 """Every labelled place of a build, for `KDTRAIN_FAULT`."""
 
 
-class CacheWriter:
+class CacheBuilder:
     """Builds or resumes the cache in `folder`; `write_cache` drives it.
 
     Args:
@@ -94,6 +94,8 @@ class CacheWriter:
         self._splits: dict[str, list[ShardPlace]] = {}
         self._tokens: dict[str, Any] = {}
         self._side = SideStream()
+        self.sample: tuple[int, int] | None = None
+        """Sequences and positions of the held sample, where the teacher answers for no others."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -107,22 +109,30 @@ class CacheWriter:
     def build(self, split: str, rows: Iterable[PackedRow]) -> None:
         """Build what is missing of a split. RunError: full disk, broken teacher."""
         limited = islice(rows, self.settings.sequences.get(split))
-        self._splits[split], self._tokens[split] = [], hashlib.sha256()
+        self.open_split(split)
         self.rounds.total = self._total()
         shards = shards_of(split, iter(limited), self.settings.sequences_per_shard)
-        while row := [self._counted(part) for part in islice(shards, self.rounds.world)]:
+        while row := [self.counted(part) for part in islice(shards, self.rounds.world)]:
             self._agree(split, row)
             own = row[self.rounds.rank :][:1]
             del row
             for part in own:
-                record = finished_record(self.folder, self.settings, part)
-                if record is None:
-                    publish_shard(self.folder, self.settings, part, self._fill)
-                    continue
-                self.rounds.broken += record["broken"]
-                self.rounds.done += len(part)
+                self.publish(part)
             self._finish_rounds()
         self._agree(split, [])
+
+    def open_split(self, split: str) -> None:
+        """Begin a split."""
+        self._splits[split], self._tokens[split] = [], hashlib.sha256()
+
+    def publish(self, part: ShardRows) -> None:
+        """Build a shard that is missing."""
+        record = finished_record(self.folder, self.settings, part)
+        if record is None:
+            publish_shard(self.folder, self.settings, part, self._fill)
+            return
+        self.rounds.broken += record["broken"]
+        self.rounds.done += len(part)
 
     def _total(self) -> int | None:
         """Sequences of all splits; None if unknown."""
@@ -130,7 +140,7 @@ class CacheWriter:
         known = [each for each in limits if each is not None]
         return sum(known) if limits and len(limits) >= len(self._splits) and len(known) == len(limits) else None
 
-    def _counted(self, part: ShardRows) -> ShardRows:
+    def counted(self, part: ShardRows) -> ShardRows:
         """Check and count the rows of a shard, on every rank."""
         length = self.settings.seq_len
         assert part.tokens.shape[1] == length + 1 and part.segments.max() < max(length, 1), "rows do not fit"
@@ -251,7 +261,7 @@ class CacheWriter:
         split = "validation" if "validation" in self._splits else next(iter(self._splits))
         place = self._splits[split][0]
         spec, length = self.settings.codec, self.settings.seq_len
-        number, positions = fidelity.sample_size(place.sequences, length, spec.vocab_size)
+        number, positions = self.sample or fidelity.sample_size(place.sequences, length, spec.vocab_size)
         path = cache_format.shard_path(self.folder, place.name)
         with shard_errors(path), closing(Shard(path, spec)) as shard:
             batch = batch_of([shard.read(np.arange(number), checked=False)], spec)
@@ -274,7 +284,7 @@ def write_cache(
 
     A rank that has built its share returns while rank 0 finishes.
     """
-    writer = CacheWriter(folder, settings, **options)
+    writer = CacheBuilder(folder, settings, **options)
     try:
         if writer.manifest is not None:
             return writer.manifest if writer.rounds.rank == 0 else None

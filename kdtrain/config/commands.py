@@ -395,6 +395,14 @@ class ReportConfig(Options):
         refuse(self.out.suffix not in (".html", ".htm"), f"--out {self.out} must end in .html")
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompletionConfig(Options):
+    """Print a script that completes commands and options in bash, zsh or fish."""
+
+    shell: Literal["bash", "zsh", "fish"] = option(positional=True)
+    """The shell; put `source <(kdtrain completion bash)` into ~/.bashrc, for zsh likewise."""
+
+
 COMMANDS = {
     "demo": DemoConfig,
     "cache-teacher": CacheTeacherConfig,
@@ -407,5 +415,6 @@ COMMANDS = {
     "compare": CompareConfig,
     "plot": PlotConfig,
     "report": ReportConfig,
+    "completion": CompletionConfig,
 }
 """The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`."""

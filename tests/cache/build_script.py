@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.writer import CacheWriter
+from kdtrain.cache.writer import CacheBuilder
 from kdtrain.errors import RunError, UsageError
 
 SPECS = {
@@ -31,7 +31,7 @@ def main(folder: str, codec: str, limit: str = "0") -> int:
     try:
         tokenizer = Path(folder).parent / "tokenizer"
         teacher, settings = shop.teacher(spec.vocab_size), shop.settings(spec)
-        writer = CacheWriter(folder, settings, teacher=teacher, tokenizer=tokenizer, batch_size=3)
+        writer = CacheBuilder(folder, settings, teacher=teacher, tokenizer=tokenizer, batch_size=3)
         if writer.manifest is None:
             for split, rows in shop.splits(spec.vocab_size).items():
                 writer.build(split, rows)

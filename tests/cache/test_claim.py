@@ -11,7 +11,7 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import SAMPLING, CodecSpec
 from kdtrain.cache.folder import lock
 from kdtrain.cache.verify import verify_cache
-from kdtrain.cache.writer import CacheWriter, write_cache
+from kdtrain.cache.writer import CacheBuilder, write_cache
 from kdtrain.errors import UsageError
 
 
@@ -22,7 +22,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, workshop, codecs, fi
         (folder / cache_format.MANIFEST).unlink()
     changed = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, top_k=5), data={"source": "elsewhere"})
     with pytest.raises(UsageError) as caught:
-        CacheWriter(folder, changed, teacher=workshop.teacher())
+        CacheBuilder(folder, changed, teacher=workshop.teacher())
     assert "codec.top_k: 6 there, 5 asked" in str(caught.value)
     assert "data.source: synthetic there, elsewhere asked" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -34,7 +34,7 @@ def test_a_build_is_not_continued_with_other_samples(tmp_path: Path, workshop, c
     (folder / cache_format.MANIFEST).unlink()
     changed = dataclasses.replace(workshop.settings(codecs["both"]), sampling=SAMPLING)
     with pytest.raises(UsageError, match="sampling: None there, systematic asked"):
-        CacheWriter(folder, changed, teacher=workshop.teacher())
+        CacheBuilder(folder, changed, teacher=workshop.teacher())
 
 
 def test_a_build_that_failed_before_its_first_shard_is_replaced_by_a_corrected_command(
@@ -51,16 +51,16 @@ def test_a_build_that_failed_before_its_first_shard_is_replaced_by_a_corrected_c
 def test_a_folder_with_other_files_is_refused(tmp_path: Path, workshop, codecs) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match="not a cache; choose another --out"):
-        CacheWriter(tmp_path, workshop.settings(codecs["tokens"]), teacher=None)
+        CacheBuilder(tmp_path, workshop.settings(codecs["tokens"]), teacher=None)
     with pytest.raises(UsageError, match="is a file"):
-        CacheWriter(tmp_path / "thesis.tex", workshop.settings(codecs["tokens"]), teacher=None)
+        CacheBuilder(tmp_path / "thesis.tex", workshop.settings(codecs["tokens"]), teacher=None)
 
 
 @pytest.mark.parametrize("name", [cache_format.INDEX, cache_format.MANIFEST, cache_format.SETTINGS])
 def test_a_folder_in_the_place_of_a_file_is_refused_before_the_build(tmp_path: Path, workshop, codecs, name) -> None:
     (tmp_path / "c" / name).mkdir(parents=True)
     with pytest.raises(UsageError, match=f"c/{name} is a folder, and the cache needs that name for a file; move it"):
-        CacheWriter(tmp_path / "c", workshop.settings(codecs["tokens"]), teacher=None)
+        CacheBuilder(tmp_path / "c", workshop.settings(codecs["tokens"]), teacher=None)
     assert list((tmp_path / "c").iterdir()) == [tmp_path / "c" / name]
 
 
@@ -71,7 +71,7 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(
     holds, release = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        writer = CacheWriter(folder, settings, teacher=workshop.teacher(), batch_size=3)
+        writer = CacheBuilder(folder, settings, teacher=workshop.teacher(), batch_size=3)
         os.write(holds[1], b"x")
         os.read(release[0], 1)
         writer.build("train", workshop.rows(10))
@@ -83,7 +83,7 @@ def test_two_builders_are_kept_apart_and_the_lock_dies_with_its_holder(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="another process is building"):
-        CacheWriter(folder, settings, teacher=workshop.teacher(), all_ranks=True)
+        CacheBuilder(folder, settings, teacher=workshop.teacher(), all_ranks=True)
     lock(folder, 1).release()  # ranks of one command do not keep each other out
     os.write(release[1], b"x")
     os.waitpid(pid, 0)

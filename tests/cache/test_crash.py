@@ -9,7 +9,7 @@ import pytest
 from kdtrain import faults
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.verify import verify_cache
-from kdtrain.cache.writer import FAULT_POINTS, CacheWriter, write_cache
+from kdtrain.cache.writer import FAULT_POINTS, CacheBuilder, write_cache
 from kdtrain.errors import RunError, UsageError
 
 REPEATED = [point for point in FAULT_POINTS if point.startswith(("cache.shard", "cache.sidecar"))]
@@ -83,14 +83,14 @@ def test_a_full_disk_in_a_library_written_in_rust_is_one_line_too(tmp_path: Path
 
     settings, teacher = workshop.settings(codecs["top_k"]), workshop.teacher()
     with pytest.raises(RunError, match=r"^cannot write .*/c/tokenizer: No space left on device; [^\n]*free some space"):
-        CacheWriter(tmp_path / "c", settings, teacher=teacher, tokenizer=Full())
+        CacheBuilder(tmp_path / "c", settings, teacher=teacher, tokenizer=Full())
     assert not list((tmp_path / "c").glob(".building-*"))
     assert verify_cache(workshop.build(tmp_path / "c", codecs["top_k"])) == []
 
 
 def test_an_impossible_folder_is_named(tmp_path: Path, workshop, codecs) -> None:
     with pytest.raises(UsageError, match="/proc/kdtrain cannot be made: No such file or directory; name another"):
-        CacheWriter("/proc/kdtrain", workshop.settings(codecs["tokens"]), teacher=None)
+        CacheBuilder("/proc/kdtrain", workshop.settings(codecs["tokens"]), teacher=None)
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match=r"file/cache cannot be made: Not a directory"):
-        CacheWriter(tmp_path / "file" / "cache", workshop.settings(codecs["tokens"]), teacher=None)
+        CacheBuilder(tmp_path / "file" / "cache", workshop.settings(codecs["tokens"]), teacher=None)

@@ -9,7 +9,7 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.cache.verify import verify_cache
-from kdtrain.cache.writer import CacheWriter, write_cache
+from kdtrain.cache.writer import CacheBuilder, write_cache
 from kdtrain.errors import RunError
 
 
@@ -75,7 +75,7 @@ def test_two_ranks_build_the_cache_of_one(whole: Path, tmp_path: Path, workshop,
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
-        writers.append(CacheWriter(folder, settings, teacher=workshop.teacher(), batch_size=3, all_ranks=True))
+        writers.append(CacheBuilder(folder, settings, teacher=workshop.teacher(), batch_size=3, all_ranks=True))
         for split, rows in workshop.splits().items():
             writers[rank].build(split, rows)
         writers[rank].close()
@@ -86,7 +86,7 @@ def test_two_ranks_build_the_cache_of_one(whole: Path, tmp_path: Path, workshop,
 def test_a_missing_shard_of_another_rank_stops_the_finish(tmp_path: Path, workshop, codecs, monkeypatch) -> None:
     settings = workshop.settings(codecs["tokens"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    writer = CacheWriter(tmp_path / "c", settings, teacher=None, all_ranks=True)
+    writer = CacheBuilder(tmp_path / "c", settings, teacher=None, all_ranks=True)
     writer.build("train", workshop.rows(10))
     with pytest.raises(RunError, match=r"train-00001.json is missing"):
         writer.finish()

@@ -8,7 +8,7 @@ import torch
 
 from kdtrain.cache.reader import CacheReader
 from kdtrain.cache.verify import verify_cache
-from kdtrain.cache.writer import CacheWriter, write_cache
+from kdtrain.cache.writer import CacheBuilder, write_cache
 from kdtrain.errors import RunError, UsageError
 
 
@@ -20,7 +20,7 @@ def test_too_little_text_is_refused(tmp_path: Path, workshop, codecs) -> None:
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path, workshop, codecs) -> None:
-    writer = CacheWriter(tmp_path / "c", workshop.settings(codecs["tokens"]), teacher=None)
+    writer = CacheBuilder(tmp_path / "c", workshop.settings(codecs["tokens"]), teacher=None)
     with pytest.raises(UsageError, match="vocabulary has only 64"):
         writer.build("train", workshop.rows(3, vocab_size=500))
 

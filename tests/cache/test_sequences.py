@@ -1,0 +1,191 @@
+"""`kd.CacheWriter`: the cache of anyone's own logits is the cache that `cache-teacher` writes of them."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import kdtrain as kd
+from kdtrain.cache import format as cache_format
+from kdtrain.cache.codec import SAMPLING, CodecSpec
+from kdtrain.cache.writer import write_cache
+from kdtrain.files import file_digest
+from kdtrain.testing import tiny_tokenizer
+
+WIDTH = 300
+CODECS = {"both": {"top_k": 4, "num_samples": 8}, "samples": {"num_samples": 12}, "dense": {}}
+
+
+@pytest.fixture(scope="module")
+def sequences(workshop):
+    """(split, row, logits) of every sequence, by a table of logits."""
+    teacher, splits = workshop.teacher(WIDTH), workshop.splits(WIDTH)
+
+    def logits(row):
+        return teacher(torch.from_numpy(row.tokens[None, :-1]).long(), None)[0]
+
+    return [(split, row, logits(row)) for split, rows in splits.items() for row in rows]
+
+
+def writer(folder: Path, kind: str = "both", **changes: object) -> kd.CacheWriter:
+    how = {"teacher": "table", "tokenizer": tiny_tokenizer(WIDTH), "seed": 3, "sequences_per_shard": 4}
+    return kd.CacheWriter(folder, **{**how, **CODECS[kind], "dense": kind == "dense", **changes})  # type: ignore[arg-type]
+
+
+def fill(into: kd.CacheWriter, sequences, asked=lambda logits: logits) -> None:
+    for split, row, logits in sequences:
+        into.add(row.tokens, asked(logits), split=split, loss_mask=row.loss_mask)
+
+
+def shards(folder: Path) -> dict[str, str]:
+    return {path.name: file_digest(path) for path in (folder / cache_format.SHARDS).glob("*.h5")}
+
+
+def write(folder: Path, sequences, kind: str = "both", asked=lambda logits: logits, **changes: object) -> kd.Cache:
+    with writer(folder, kind, **changes) as own:
+        fill(own, sequences, asked)
+    return kd.Cache(folder)
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_the_shards_and_the_fidelity_are_those_of_a_teacher_with_these_logits(workshop, sequences, tmp_path, kind):
+    codec = CodecSpec(kind="dense" if kind == "dense" else "sparse", vocab_size=WIDTH, **CODECS[kind])
+    settings = workshop.settings(codec, sampling=SAMPLING if codec.num_samples else None, tokenizer_size=WIDTH)
+    rows = {split: [] for split, *_ in sequences}
+    for split, row, _ in sequences:
+        rows[split].append(replace(row, segments=np.zeros_like(row.segments)))
+    theirs = write_cache(tmp_path / "a", settings, rows, teacher=workshop.teacher(WIDTH))
+    ours = write(tmp_path / "b", sequences, kind).manifest
+    assert shards(tmp_path / "a") == shards(tmp_path / "b") and len(shards(tmp_path / "a")) == 4
+    assert (ours.splits, ours.fidelity) == (theirs.splits, theirs.fidelity)
+    assert (ours.temperature_range, ours.bytes_per_token) == (theirs.temperature_range, theirs.bytes_per_token)
+    assert ours.settings.teacher == {"spec": "table"} and not kd.Cache(tmp_path / "b").verify()
+
+
+def test_log_probabilities_give_the_same_targets_and_hidden_states_with_a_head_the_same_shards(sequences, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    head, hidden = torch.randn(WIDTH, 8, generator=generator), torch.randn(16, 8, generator=generator)
+    one = [(split, row, hidden) for split, row, _ in sequences]
+    write(tmp_path / "hidden", one, head=head)
+    write(tmp_path / "logits", one, asked=lambda states: (states @ head.T).numpy())
+    write(tmp_path / "logprobs", one, asked=lambda states: (states @ head.T).log_softmax(-1))
+    assert shards(tmp_path / "hidden") == shards(tmp_path / "logits")
+    left, right = (kd.Cache(tmp_path / name)["validation"][0] for name in ("logits", "logprobs"))
+    assert torch.equal(left["ids"], right["ids"]) if "ids" in left else left.keys() == right.keys()
+
+
+def test_an_interrupted_cache_resumes_without_asking_the_teacher_for_what_is_there(sequences, tmp_path):
+    write(tmp_path / "whole", sequences)
+    calls = []
+
+    def asked(logits):
+        return lambda: calls.append(1) or logits
+
+    with pytest.raises(TypeError), writer(tmp_path / "cut") as own:
+        fill(own, [*sequences[:9], None], asked)
+    assert len(calls) == 9 and len(shards(tmp_path / "cut")) == 2
+    calls.clear()
+    write(tmp_path / "cut", sequences, asked=asked)
+    assert len(calls) == len(sequences) - 8 + 1, "the first sequence tells the vocabulary"
+    assert shards(tmp_path / "cut") == shards(tmp_path / "whole")
+    assert kd.Cache(tmp_path / "cut").manifest.to_json() == kd.Cache(tmp_path / "whole").manifest.to_json()
+    calls.clear()
+    write(tmp_path / "cut", sequences, asked=asked)
+    assert len(calls) == 1, "a finished cache needs nothing"
+
+
+def test_a_killed_writer_loses_at_most_the_shard_in_work(server, sequences, tmp_path):
+    program = f"""
+import sys; sys.path[:0] = [{str(Path(__file__).parents[2])!r}, {str(Path(__file__).parent)!r}]
+import os, signal, torch
+from pathlib import Path
+from conftest import Workshop
+from test_sequences import WIDTH, writer
+teacher = Workshop().teacher(WIDTH)
+own = writer(Path({str(tmp_path / "cut")!r}))
+for row in Workshop().splits(WIDTH)["train"]:
+    logits = teacher(torch.from_numpy(row.tokens[None, :-1]).long(), None)[0]
+    own.add(row.tokens, logits, split="train", loss_mask=row.loss_mask)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (done,) = server.run("-c", program)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert sorted(shards(tmp_path / "cut")) == ["train-00000.h5", "train-00001.h5"]
+    write(tmp_path / "cut", sequences)
+    write(tmp_path / "whole", sequences)
+    assert shards(tmp_path / "cut") == shards(tmp_path / "whole")
+
+
+def test_other_sequences_or_settings_are_refused_in_a_folder_that_has_some(sequences, tmp_path):
+    with pytest.raises(kd.UsageError, match="no sequence for validation"):
+        write(tmp_path / "c", sequences[:8])
+    with pytest.raises(kd.UsageError, match=r"shard train-00000 of other sequences; give the same sequences"):
+        write(tmp_path / "c", sequences[1:])
+    with pytest.raises(kd.UsageError, match=r"unfinished cache with other settings \(teacher.spec: table there"):
+        write(tmp_path / "c", sequences, teacher="another")
+    write(tmp_path / "c", sequences)
+    with pytest.raises(kd.UsageError, match="finished cache of 10 sequences for train"):
+        write(tmp_path / "c", [*sequences[:8], *sequences[10:]])
+
+
+def test_a_sequence_goes_to_a_split_by_its_own_tokens(sequences, tmp_path):
+    row, logits = sequences[0][1:]
+    with writer(tmp_path / "c") as own:
+        for number in range(60):
+            tokens = row.tokens.copy()
+            tokens[0] = number
+            own.add(tokens, logits)
+    cache = kd.Cache(tmp_path / "c")
+    firsts = {split: {int(each["tokens"][0]) for each in cache[split]} for split in ("train", "validation")}
+    assert firsts["train"] | firsts["validation"] == {*range(60)}
+    assert 1 <= len(firsts["validation"]) <= 9
+
+
+def test_a_sequence_with_a_non_finite_logit_is_kept_with_its_loss_masked_out(sequences, tmp_path):
+    bad = [(split, row, logits.clone()) for split, row, logits in sequences]
+    bad[-1][2][3, 5] = torch.nan
+    with pytest.raises(kd.RunError, match="validation 2"):
+        write(tmp_path / "c", bad)
+
+
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        (lambda row, logits: {"tokens": row.tokens[None]}, "give one sequence of T"),
+        (lambda row, logits: {"tokens": row.tokens.astype(float)}, "give one sequence of T"),
+        (lambda row, logits: {"tokens": row.tokens + 290}, "beyond the logits' vocabulary of 300"),
+        (lambda row, logits: {"tokens": row.tokens[:-1], "logits": logits[:-1]}, "16 tokens, and the first one 17"),
+        (lambda row, logits: {"logits": torch.zeros(17, WIDTH)}, r"give \[16, V\], a row for each token but the last"),
+        (lambda row, logits: {"logits": logits[:, :256]}, "logits of 256 entries, and the first ones had 300"),
+        (lambda row, logits: {"loss_mask": np.ones(17)}, r"loss_mask of shape \[17\]: give \[16\]"),
+        (lambda row, logits: {"segments": np.zeros(16, int)}, "with every sequence, or with none"),
+        (lambda row, logits: {"segments": np.full(16, 16)}, "number the documents of a sequence from 0 to at most 15"),
+        (lambda row, logits: {"split": "test"}, "use train or validation"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_argument(sequences, tmp_path, change, line):
+    _, row, logits = sequences[0]
+    own = writer(tmp_path / "c")
+    own.add(row.tokens, logits, split="train")
+    with pytest.raises(kd.UsageError, match=line):
+        own.add(**{"tokens": row.tokens, "logits": logits, "split": "train", **change(row, logits)})
+    own.close()
+
+
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        ({"teacher": {"name": "x"}}, "give a name, or values with spec"),
+        ({"data": {"day": object()}}, "hold text, finite numbers"),
+        ({"sequences_per_shard": 0}, "at least 1"),
+        ({"num_samples": 0, "top_k": 0}, "stores nothing"),
+        ({"tokenizer": "nowhere/at/all"}, "nowhere"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_at_once(tmp_path, change, line):
+    with pytest.raises(kd.UsageError, match=line):
+        writer(tmp_path / "c", **change)
+    assert not (tmp_path / "c").exists()
