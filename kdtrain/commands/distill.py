@@ -1,7 +1,11 @@
 """`kdtrain distill`: trains a student from a cache, from an online teacher, or by cross-entropy on text."""
 
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from transformers.utils import logging as transformers_log
 
 from kdtrain.commands import dry_run, sanity
 from kdtrain.commands.agreement import same_ranks
@@ -37,6 +41,21 @@ def main(config: DistillConfig) -> int:
     return 0
 
 
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Keep other libraries' bars and warnings out of a notebook's cell while a run lasts."""
+    shown = transformers_log.is_progress_bar_enabled()
+    transformers_log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            # a single process without a process group is intended
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            yield
+    finally:
+        if shown:
+            transformers_log.enable_progress_bar()
+
+
 def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, Any]:
     """Train a student and export it: `kdtrain distill` as a function. The same call again resumes.
 
@@ -53,6 +72,7 @@ def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, An
     config = configured(DistillConfig, config, options)
     setup_logging(quiet=not is_main())
     with ExitStack() as stack:
+        stack.enter_context(_quiet_libraries())
         device = stack.enter_context(run_device(config))
         stack.enter_context(same_ranks(config, device))
         recipe = resolve(config, device, claim=lambda used: stack.enter_context(run_lock(used)))

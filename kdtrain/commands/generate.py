@@ -59,11 +59,11 @@ def main(config: GenerateConfig) -> int:
         if token == tokenizer.eos_token_id:
             break
         written.append(token)
-        text = tokenizer.decode(written)
+        text = str(tokenizer.decode(written))
         if not config.json and text.startswith(shown) and not text.endswith("\ufffd"):  # half a character
             print(_plain(text[len(shown) :]), end="", flush=True)
             shown = text
-    text = tokenizer.decode(written)
+    text = str(tokenizer.decode(written))
     if config.json:
         result = {"student": config.student, "prompt": config.prompt, "text": text, "tokens": len(written)}
         show("", result, True)

@@ -180,7 +180,9 @@ def _objective(record: RunRecord) -> str:
     alpha, divergence = options.get("alpha"), options.get("divergence")
     distils = any(_table(record.options.get("run")).get(each) for each in ("cache", "teacher"))
     weight = float(alpha) if distils and isinstance(alpha, int | float) else 0.0
-    return formula(weight, str(divergence), None if options.get("hidden_loss") in (None, "none") else 1.0)
+    own = options.get("hidden_weight", 1.0)
+    hidden = float(own) if options.get("hidden_loss") not in (None, "none") and isinstance(own, int | float) else None
+    return formula(weight, str(divergence), hidden)
 
 
 def _aside(facts: Mapping[str, Any]) -> Iterator[Part]:

@@ -105,8 +105,8 @@ class Run:
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
         summed = formula(objective.alpha if recipe.distils else 0.0, objective.divergence, hidden)
-        scale = "" if summed == "ce" else "; two scales, so compare val with val"
-        lines.append(f"loss = {summed} of the training text; val = ce (cross-entropy) of withheld text{scale}")
+        scale = "" if summed == "ce" else " (compare val with val alone)"
+        lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
             lines.append(f"warm-up of {warmup} steps, half of the run, not {config.optimizer.warmup_steps}")
         if world_size() > 1:

@@ -66,7 +66,8 @@ def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T
     for section in {homes[name] for name in options} - {"run"}:
         inner = {name: value for name, value in options.items() if homes[name] == section}
         (declared,) = (each for each in dataclasses.fields(kind) if each.name == section)  # type: ignore[arg-type]
-        base = declared.default_factory() if config is None else getattr(config, section)  # type: ignore[misc]
+        factory: Any = declared.default_factory
+        base = factory() if config is None else getattr(config, section)
         given[section] = dataclasses.replace(base, **inner)
     if config is not None:
         return dataclasses.replace(config, **given)  # type: ignore[type-var]

@@ -4,6 +4,7 @@ All output goes to stderr, so that stdout holds only the result of a command; in
 to the cell's output. A line of a step fits 80 columns: what is least missed is left out first.
 """
 
+import builtins
 import logging
 import math
 import sys
@@ -12,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.logging import RichHandler
@@ -94,14 +94,14 @@ def log_step(text: str) -> None:
 
 
 def _shown() -> logging.Handler:
-    """The handler of what a person sees; only a file needs the date."""
+    """The handler of what a person sees, with hours and minutes; the date is in the log file."""
     if console.is_terminal:
         handler: logging.Handler = RichHandler(
             console=console, show_path=False, show_level=False, show_time=False, markup=False
         )
     else:
         handler = logging.StreamHandler(sys.stdout if console.is_jupyter else sys.stderr)
-        handler.setFormatter(_OneLine("%(message)s"))
+        handler.setFormatter(_OneLine("%(asctime)s %(message)s", "%H:%M"))
     if console.is_terminal or console.is_jupyter:
         handler.addFilter(lambda record: not getattr(record, "in_bar", False))
     return handler
@@ -124,19 +124,16 @@ class _TwoLines(Progress):
 
 
 class _Cell:
-    """A line of a notebook's cell that is written again and again."""
+    """Lines in a notebook's cell that are written again and again."""
 
     def __init__(self) -> None:
-        self.handle: Any = None
+        self.shown = False
 
     def show(self, text: str) -> None:
-        from IPython.display import display  # a notebook has it
-
-        shown = {"text/plain": text}
-        if self.handle is None:
-            self.handle = display(shown, raw=True, display_id=True)
-        else:
-            self.handle.update(shown, raw=True)
+        shell = vars(builtins)["get_ipython"]()  # as rich has found it
+        place = {"display_id": f"kdtrain-{id(self)}"}
+        shell.display_pub.publish({"text/plain": text}, transient=place, update=self.shown)
+        self.shown = True
 
 
 class Bar:
@@ -248,9 +245,8 @@ def weight_text(weight: float) -> str:
 
 AVERAGED = 50
 """Steps over which the line of a step averages the loss."""
-_WIDTH = 80
-_LESS_MISSED = ("lr", "rate", "left")
-"""Parts of a step's line that are left out where it would be too long, in this order."""
+_WIDTH = 74
+"""Columns of a step's line after the time, on a terminal of 80."""
 
 
 class StepText:
@@ -291,11 +287,13 @@ class StepText:
 
 
 def one_line(head: str, parts: Mapping[str, str], width: int = _WIDTH) -> str:
-    """`head` and the parts on one line of at most `width` columns, if leaving out some of them is enough."""
+    """`head` and the parts on a line of at most `width` columns, if leaving out lr, rate and time left is enough."""
     kept = dict(parts)
-    for name in (None, *_LESS_MISSED):
-        kept.pop(name or "", None)
-        if len(text := " | ".join((head, *kept.values()))) <= width:
+    for change in ("", "lr", "unit", "rate", "left"):
+        if change == "unit" and "rate" in kept:
+            kept["rate"] = kept["rate"].replace(" tok/s", "/s")
+        kept.pop(change, None)
+        if len(text := "  ".join((head, *kept.values()))) <= width:
             break
     return text
 

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -31,7 +32,7 @@ def line(ended):
     """The exit code, and the one line on stderr that is not of the log."""
     code, _, stderr = ended
     *before, last = stderr.splitlines()
-    assert last.startswith("kdtrain: ") and [each for each in before if not each[:4].isdigit()] == []
+    assert last.startswith("kdtrain: ") and [each for each in before if not re.match(r"\d\d:\d\d ", each)] == []
     return code, last.removeprefix("kdtrain: ")
 
 

@@ -9,8 +9,10 @@ import torch
 
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands import inspect, verify
+from kdtrain.commands.run_folder import LOCK
 from kdtrain.config import InspectConfig, VerifyConfig
 from kdtrain.errors import UsageError
+from kdtrain.files import Lock
 
 NAMES = ("step-00000010", "epoch-0001", "interrupted-00000012", "step-00000020")
 
@@ -127,3 +129,19 @@ def test_a_model_folder_or_an_empty_folder_is_not_a_checkpoint(tmp_path):
         (tmp_path / name / file).write_text("x")
         with pytest.raises(UsageError, match="neither a cache nor a run nor a checkpoint"):
             verify.kind_of(tmp_path / name)
+
+
+def test_watch_follows_a_run_until_it_ends(run, capsys, monkeypatch):
+    (run / "metrics.jsonl").write_text('{"step": 3, "loss": 3.0, "loss_avg": 3.1}\n')
+    os.utime(run / "metrics.jsonl", (1e9, 1e9))
+    lock = Lock(run / LOCK, "taken")
+    monkeypatch.setattr(inspect.time, "sleep", lambda seconds: lock.release())
+    assert inspect.main(InspectConfig(path=run, watch=True)) == 0
+    first, health, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("training: step 3 of ") and "loss 3.1" in first
+    assert health.startswith("health: stalled: no step for ") and last.startswith("killed at step 3")
+
+
+def test_only_a_run_is_watched(run):
+    with pytest.raises(UsageError, match="--watch is for runs"):
+        inspect.main(InspectConfig(path=run / "checkpoints/step-00000010", watch=True))

@@ -7,6 +7,7 @@ and a student trained from it, the latter by the command that a user starts.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,7 @@ class Done:
         """The one line for people: it is the last on stderr, and the only one that is not a line of the log."""
         *before, last = self.stderr.splitlines() or [""]
         assert last.startswith("kdtrain: ") and len(last) > len("kdtrain: "), self.stderr
-        assert [line for line in before if not line[:4].isdigit()] == [], self.stderr
+        assert [line for line in before if not re.match(r"\d\d:\d\d ", line)] == [], self.stderr
         assert "Traceback" not in self.stderr
         return last
 

@@ -1,8 +1,9 @@
 """What a run prints: averages, plain lines, and a log."""
 
+import builtins
 import io
 import logging
-import sys
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -48,15 +49,15 @@ HEAD = "step 1500/2000"
 
 def test_the_line_of_a_step_is_the_loss_with_its_parts_the_rate_and_the_time_left_in_80_columns():
     parts = StepText(0.9, "forward-kl", None, learned=False).add(STEP)
-    line = "step 1500/2000 | loss 3.58 = .9 kl 3.19 + .1 ce 7.02 | 12.2k tok/s | 0:09 left"
-    assert one_line(HEAD, parts) == line and len(line) <= 80
-    assert one_line(HEAD, parts, 100).split(" | ")[2] == "lr 2.5e-04"
+    line = "step 1500/2000  loss 3.58 = .9 kl 3.19 + .1 ce 7.02  12.2k/s  0:09 left"
+    assert one_line(HEAD, parts) == line and len(f"12:34 {line}") <= 80
+    assert one_line(HEAD, parts, 100).split("  ")[2:] == ["lr 2.5e-04", "12.2k tok/s", "0:09 left"]
 
 
 def test_a_learned_temperature_and_what_is_wrong_push_out_what_is_least_missed():
     parts = StepText(0.9, "reverse-kl", None, learned=True).add(STEP | {"T": 2.0, "kd": 3.19 / 4})
     line = one_line(HEAD, {**parts, "health": "! no-progress"})
-    assert line == "step 1500/2000 | loss 3.58 = .9 reverse-kl 3.19 + .1 ce 7.02 | T 2.00 | ! no-progress"
+    assert line == "step 1500/2000  loss 3.58 = .9 reverse-kl 3.19 + .1 ce 7.02  T 2.00  ! no-progress"
 
 
 def test_the_parts_of_a_loss_are_means_of_the_last_steps_and_add_up():
@@ -97,19 +98,23 @@ def test_on_a_terminal_the_bar_shows_a_step_and_only_the_file_has_its_line(tmp_p
 
 def test_in_a_notebook_a_bar_is_one_line_that_changes_and_logs_are_not_red(tmp_path, monkeypatch, capsys):
     shown = []
-    handle = SimpleNamespace(update=lambda text, raw: shown.append(text["text/plain"]))
-    display = SimpleNamespace(display=lambda text, raw, display_id: shown.append(text["text/plain"]) or handle)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
+
+    def publish(data, transient, update):
+        shown.append((data["text/plain"], transient["display_id"], update))
+
+    shell = SimpleNamespace(display_pub=SimpleNamespace(publish=publish))
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
     monkeypatch.setattr(progress, "console", Console(width=80, force_jupyter=True))
     setup_logging()
     log.info("val @80")
     with bar("distill", 4) as drawn:
+        drawn.logged = -1.0
         drawn.update(2, "12.2k tok/s", more="loss 3.58")
         drawn.update(4, "12.2k tok/s", more="loss 3.50")
     captured = capsys.readouterr()
     assert "val @80" in captured.out and captured.err == ""
-    assert shown[-1] == "distill ████████████████ 4/4 | 12.2k tok/s\nloss 3.50"
+    assert shown[-1][0] == "distill ████████████████ 4/4 | 12.2k tok/s\nloss 3.50"
+    assert len({place for _, place, _ in shown}) == 1 and [update for *_, update in shown][1:] == [True]
 
 
 def test_lines_go_to_stderr_and_to_the_end_of_the_file(tmp_path, capsys):
@@ -121,7 +126,8 @@ def test_lines_go_to_stderr_and_to_the_end_of_the_file(tmp_path, capsys):
     log.warning("twice")
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.splitlines() == ["once", "twice"]
+    assert [text.split(" ", 1)[-1] for text in captured.err.splitlines()] == ["once", "twice"]
+    assert all(re.match(r"\d\d:\d\d ", text) for text in captured.err.splitlines())
     assert [text.split(" ", 2)[-1] for text in path.read_text().splitlines()] == ["before", "once", "twice"]
 
 
