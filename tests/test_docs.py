@@ -23,8 +23,7 @@ from kdtrain.monitor.health import RULES
 from kdtrain.monitor.on_event import EVENTS
 
 ROOT = Path(__file__).resolve().parents[1]
-LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [page for page in LINKED if page.name != "everyday.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TORCHRUN = {
     *("--standalone", "--nnodes", "--nproc-per-node", "--max-restarts"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
@@ -96,9 +95,11 @@ def test_a_command_that_a_sentence_names_exists_and_takes_the_flags_beside_it(pa
 
 
 def test_the_main_job_is_in_the_readme_and_in_five_minutes():
-    assert {line.split()[1] for line in commands([PAGES[0]])} == {"cache-teacher", "distill", "evaluate"}
+    assert {line.split()[1] for line in commands([PAGES[0]])} == {"demo", "cache-teacher", "distill", "evaluate"}
     five = commands([ROOT / "docs" / "five-minutes.md"])
-    assert set(commands([PAGES[0]])) <= set(five) and "export" in {line.split()[1] for line in five}
+    assert {line for line in commands([PAGES[0]]) if " demo " not in line} <= set(five) and "export" in {
+        line.split()[1] for line in five
+    }
 
 
 def test_the_readme_is_short_and_every_page_is_linked_from_it():
@@ -123,7 +124,7 @@ def test_every_flag_that_a_message_names_exists():
     assert named - flags_of_kdtrain() - ELSEWHERE == set()
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+@each_page
 def test_every_link_into_the_repository_has_a_target(page):
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -281,7 +282,7 @@ def site(tmp_path_factory):
 
 def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(site):
     pages = list(site.rglob("*.html"))
-    assert {page.stem for page in LINKED[2:]} <= {page.stem for page in pages}
+    assert {page.stem for page in PAGES[2:]} <= {page.stem for page in pages}
     assert {page.name: found for page in pages if (found := loaded_from_elsewhere(page.read_text()))} == {}
     assert 'src="repository/benchmarks/figures/quality-gap.png"' in (site / "index.html").read_text()
 
