@@ -1,7 +1,7 @@
 """Pack the wheels that a borrowed machine with a GPU lacks: `python -m benchmarks.pack [--out DIR] [--present FILE]`.
 
 Such a machine has Python 3.12 on x86-64 Linux, torch with CUDA, transformers, and no network. This runs where pip has a
-package index. It starts from the requirements in pyproject.toml, with the extras `fp8` and `peers`, leaves out what the
+package index. It starts from the requirements in pyproject.toml, with the extras of `EXTRAS`, leaves out what the
 machine has, follows the requirements of each wheel, and puts all of them into one folder of at most 64 MiB, at the
 versions of constraints.txt. It then prints the line that installs them there. `--present` is a file with what `pip
 list` prints on that machine; without it, `PRESENT` is assumed. Of hdf5plugin's filters only those are packed
@@ -28,11 +28,21 @@ from benchmarks.harness import ROOT
 
 LIMIT = 64 * 2**20
 """Bytes of all wheels together."""
-EXTRAS = ("fp8", "peers")
+EXTRAS = ("data", "fp8", "peers", "plot", "tensorboard")
 PRESENT = (
     *("torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors", "huggingface-hub", "fsspec"),
     *("numpy", "pandas", "pyarrow", "h5py", "einops", "rich", "tensorboard", "filelock", "packaging", "pyyaml", "tqdm"),
-    *("regex", "xxhash", "jinja2", "psutil", "typing-extensions", "pytest", "pytest-timeout", "hypothesis"),
+    *(
+        "matplotlib",
+        "regex",
+        "xxhash",
+        "jinja2",
+        "psutil",
+        "typing-extensions",
+        "pytest",
+        "pytest-timeout",
+        "hypothesis",
+    ),
 )
 """Packages assumed to be on the machine."""
 MACHINE = {"python_version": "3.12", "python_full_version": "3.12.0", "sys_platform": "linux", "os_name": "posix"} | {
