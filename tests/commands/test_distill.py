@@ -131,12 +131,13 @@ def test_a_truncated_shard_is_reported_at_once_by_every_command_that_opens_the_c
     ids=["no-folder", "below-a-file", "too-long"],
 )
 def test_an_impossible_folder_is_refused_before_any_work(workbench, command, out, begins, ends):
+    (workbench.root / "empty").mkdir(exist_ok=True)
     run = (*command, "--cache", "cache", "--out", out)
     commands = [
         run,
         (*run, "--dry-run"),
-        ("cache-teacher", "--teacher", "no-such-teacher", "--out", out, "--data", "text.txt"),
-        ("export", "no-such-run", "--out", out),
+        ("cache-teacher", "--teacher", "no-such/teacher", "--out", out, "--data", "text.txt"),
+        ("export", "empty", "--out", out),
     ]
     for each in commands:
         code, said = line(workbench.call(*each))

@@ -178,7 +178,7 @@ def test_a_page_that_would_be_too_large_is_refused_and_not_written(workbench, fo
     "words, says",
     [
         (("compare",), "no run to compare"),
-        (("compare", "nowhere"), "nowhere does not exist"),
+        (("compare", "nowhere"), "nowhere: it does not exist"),
         (("compare", "text.txt"), "text.txt is a file; name the folder of a run"),
         (("compare", "cache"), "cache is not a run"),
         (("plot", "{run}", "--out", "f.gif"), "ends in none of .png, .svg and .pdf"),

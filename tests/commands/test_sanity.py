@@ -149,5 +149,7 @@ def test_the_table_has_a_verdict_a_line(workbench, monkeypatch):
 
 
 def test_both_rehearsals_at_once_are_refused(workbench):
-    code, _, err = workbench.call(*("distill", "--cache", "c", "--student", "s", "--out", "o", "--sanity", "--dry-run"))
+    code, _, err = workbench.call(
+        *("distill", "--cache", "cache", "--student", "student.toml", "--out", "o", "--sanity", "--dry-run")
+    )
     assert code == 2 and "--dry-run and --sanity exclude each other" in err
