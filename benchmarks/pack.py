@@ -32,17 +32,8 @@ EXTRAS = ("data", "fp8", "peers", "plot", "tensorboard")
 PRESENT = (
     *("torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors", "huggingface-hub", "fsspec"),
     *("numpy", "pandas", "pyarrow", "h5py", "einops", "rich", "tensorboard", "filelock", "packaging", "pyyaml", "tqdm"),
-    *(
-        "matplotlib",
-        "regex",
-        "xxhash",
-        "jinja2",
-        "psutil",
-        "typing-extensions",
-        "pytest",
-        "pytest-timeout",
-        "hypothesis",
-    ),
+    *("regex", "xxhash", "jinja2", "psutil", "typing-extensions"),
+    *("pytest", "pytest-timeout", "hypothesis", "matplotlib"),
 )
 """Packages assumed to be on the machine."""
 MACHINE = {"python_version": "3.12", "python_full_version": "3.12.0", "sys_platform": "linux", "os_name": "posix"} | {

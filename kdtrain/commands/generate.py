@@ -33,6 +33,8 @@ def main(config: GenerateConfig) -> int:
     if place is None:
         raise UsageError(f"{config.student} comes without a tokenizer; copy that of its student or teacher into it")
     tokenizer = load_tokenizer(place)
+    if any("\ud800" <= each <= "\udfff" for each in config.prompt):
+        raise UsageError(f"the prompt '{printable(config.prompt)[:40]}' is not UTF-8")
     prompt = tokenizer(config.prompt, add_special_tokens=False)["input_ids"] or [tokenizer.bos_token_id]
     if prompt == [None]:
         raise UsageError("the prompt has no tokens, and the tokenizer no token to begin with; give a longer --prompt")

@@ -175,6 +175,7 @@ def _run(path: Path) -> _Found:
 
 
 def _shard(path: Path) -> _Found:
+    path = path.absolute()
     try:
         return pages.shard_facts(path, read_sidecar(path.parents[1], path.stem)), None
     except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ strangers: `monitor.tables` escapes it, and a number that is none is a `-`.
 import json
 import math
 import shlex
+import statistics
 import struct
 import textwrap
 import time
@@ -104,11 +105,25 @@ def watch_line(path: Path, record: RunRecord) -> tuple[str, bool]:
     if record.validations:
         found = record.validations[-1]
         parts.append(f"val @{number(found['step'])} {number(found['validation/loss'])}")
-    return " | ".join(parts), state in ("training", "unknown")
+    return " | ".join(parts), state in ("training", "silent", "unknown")
+
+
+def _is_fresh(path: Path, record: RunRecord) -> bool:
+    """Whether the run wrote so lately that another machine, or a container beside this one, may be training it."""
+    rates = [
+        line["tokens"] / line["tok/s_last"] for line in record.steps if line.get("tok/s_last") and "tokens" in line
+    ]
+    limit = max(300.0, 20 * statistics.median(rates)) if rates else 300.0
+    with suppress(OSError):
+        return time.time() - (path / "metrics.jsonl").stat().st_mtime < limit
+    return False
 
 
 def _state(path: Path, record: RunRecord) -> tuple[str, str]:
-    """In a word (training, done, failed, stopped, killed, unknown) and as a line."""
+    """In a word (training, done, failed, stopped, killed, silent, unknown) and as a line.
+
+    silent: killed, or training on another machine or in another container.
+    """
     result = record.result or {}
     steps = _table(record.options.get("optimizer")).get("steps") or record.environment.get("steps")
     training = is_training(path)
@@ -122,7 +137,10 @@ def _state(path: Path, record: RunRecord) -> tuple[str, str]:
         return ("training" if training else "unknown"), ", ".join(parts)
     if not result:
         planned = number(record.environment.get("steps") or steps)
-        return "killed", f"killed at step {done:,} of {planned}: no process trains it, and it has no {RESULT}"
+        line = f"killed at step {done:,} of {planned}: no process trains it, and it has no {RESULT}"
+        if _is_fresh(path, record):
+            return "silent", line.replace("no process", "unless another machine does: no process here")
+        return "killed", line
     reason = str(result.get("stop_reason"))
     where = f"at step {number(result.get('step'))} of {number(result.get('steps'))}"
     cost = [f"{duration(seconds)} of training"] if isinstance(seconds := result.get("seconds"), int | float) else []
@@ -196,7 +214,7 @@ def _aside(facts: Mapping[str, Any]) -> Iterator[Part]:
 
 def _next(path: Path, state: str, facts: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     word = _word(path)
-    if state in ("training", "unknown"):
+    if state in ("training", "silent", "unknown"):
         return f"kdtrain inspect {word} --watch"
     if state in ("stopped", "killed"):
         return f"kdtrain distill --config {_word(path / 'config.toml')} resumes it"

@@ -245,7 +245,7 @@ def _fidelity(fidelity: dict[str, Any]) -> list[tuple[str, str]]:
                     f"KL(full || cache) {each['kl_bucket']:.2g} nats; mean gradient by {'; '.join(gradients)}",
                 )
             )
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             rows.append((f"fidelity at {name}", "not what kdtrain writes"))
     return rows
 

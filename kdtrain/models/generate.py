@@ -53,7 +53,8 @@ def continue_text(
         if temperature == 0:
             drawn = logits_BV.argmax(-1, keepdim=True)
         else:
-            scaled = (logits_BV - logits_BV.max()) / temperature  # the largest is 0, so that no temperature overflows
-            drawn = torch.multinomial(torch.softmax(scaled, -1), 1, generator=generator)
+            # the largest is 0, so that no temperature overflows; fp64 holds 1e-100, which draws the most likely token
+            scaled = (logits_BV - logits_BV.max()).double() / max(temperature, 1e-100)
+            drawn = torch.multinomial(torch.softmax(scaled, -1).float(), 1, generator=generator)
         prompt_BT = torch.cat([prompt_BT, drawn], dim=1)
         yield int(drawn)

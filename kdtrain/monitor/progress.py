@@ -271,7 +271,7 @@ class StepText:
         temperature = numbers.get("T", 1.0)
         kept = (numbers.get("kd", math.nan) * temperature**2, numbers.get("ce", math.nan), numbers.get("hidden", 0.0))
         self.window.append((numbers.get("loss", math.nan), *kept))
-        loss, *terms = (math.fsum(each) / len(self.window) for each in zip(*self.window, strict=True))
+        loss, *terms = (sum(each) / len(self.window) for each in zip(*self.window, strict=True))
         alpha = numbers.get("alpha", self.alpha) if "kd" in numbers else 0.0
         weights = (alpha, 1 - alpha, self.hidden or 0.0)
         shown = zip(weights, (self.name, "ce", "hidden"), terms, strict=True)

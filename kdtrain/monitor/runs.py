@@ -275,14 +275,14 @@ _PLAIN = (str, int, float, bool, tuple, list, Path)
 
 def _measured(record: RunRecord) -> dict[str, float | None]:
     result, last = record.result or {}, (record.validations or [{}])[-1]
-    losses = [value for _, value in record.curve("validation/loss")]
+    losses = [value for _, value in record.curve("validation/loss") if _number(value) is not None]
     kinds = [each.event for each in record.events]
     steps, quantized = record.steps, [value for _, value in record.curve("quantized")]
     times = record.places("minutes")
 
     def latest(name: str) -> float | None:
         found = record.curve(name)
-        return found[-1][1] if found else None
+        return _number(found[-1][1]) if found else None
 
     best = _number(result.get("best_validation_loss"))
     found: dict[str, float | None] = {
@@ -294,8 +294,8 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
         "ece": _number(last.get("validation/ece")),
         "last_training_loss": latest("loss_avg"),
         "temperature": latest("T"),
-        "tokens": max(record.places("tokens").values()) if steps else _number(result.get("tokens")),
-        "seconds": 60 * max(times.values()) if len(times) > 1 else _number(result.get("seconds")),
+        "tokens": _number(max(record.places("tokens").values()) if steps else result.get("tokens")),
+        "seconds": _number(60 * max(times.values())) if len(times) > 1 else _number(result.get("seconds")),
         "tokens_per_second": record.median_rate(),
         "peak_memory_mb": _number(result.get("peak_memory_mb")),
         "quantized_share": sum(quantized) / len(steps) if quantized else None,
@@ -309,7 +309,7 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
 
 
 def _number(value: Any) -> float | None:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
     return float(value) if usable and math.isfinite(value) else None
 
 

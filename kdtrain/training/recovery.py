@@ -158,7 +158,7 @@ class Recovery:
         guards.spikes.reset()
         guards.divergence.reset()
         checkpoints.relink_best()
-        self.reporter.writers.rewind(progress.step)
+        self.reporter.rewind(progress.step)
         if self.stepper.collector is not None:
             self.stepper.collector.forget_after(progress.step)
         checkpoints.save(f"{kind}_{progress.rollbacks}_iter{progress.step}")

@@ -152,6 +152,13 @@ class Reporter:
         self.validations: list[tuple[int, float]] = []
         self.teacher_loss: float | None = None
 
+    def rewind(self, step: int) -> None:
+        """Forget the steps after `step`, which a rollback undoes."""
+        self.writers.rewind(step)
+        self.validations = [each for each in self.validations if each[0] <= step]
+        self.losses.clear()
+        self.text.window.clear()
+
     def open(
         self, step: int, validated_step: int | None, *, init: str, sampler: Sampler | None = None, samples: int = 0
     ) -> None:
