@@ -73,7 +73,7 @@ def save(made: Figure, path: Any, dpi: int = 130, kind: str = "png", salt: str =
     salt: the names inside an SVG are made of it; different for figures of one page.
     """
     metadata: dict[str, Any] | None = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    look = {"svg.hashsalt": salt, **({"svg.fonttype": "none"} if more.pop("text", False) else {})}
+    look: Any = {"svg.hashsalt": salt, **({"svg.fonttype": "none"} if more.pop("text", False) else {})}
     with rc_context(look), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that no font here has is drawn as boxes
         made.savefig(path, dpi=dpi, format=kind, metadata=metadata, **more)
