@@ -102,7 +102,8 @@ def main(argv: list[str] | None = None) -> None:
             raise SystemExit(0)
         _refuse_impossible_launch()
         try:
-            config = parse(command, argv[1:], look=True)
+            # ranks meet first, so that none waits for one that has refused a path of its own
+            config = parse(command, argv[1:], look=os.environ.get("WORLD_SIZE", "1") == "1")
         except UsageError as error:  # every process of a node raises it, and the first one prints it
             error.reported = os.environ.get("LOCAL_RANK", "0") != "0"  # type: ignore[attr-defined]
             raise
