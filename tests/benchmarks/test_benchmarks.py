@@ -143,9 +143,13 @@ def test_the_terminal_shows_table_and_verdict(capsys):
 
 def test_the_pictures_are_drawn_from_the_record_alone(tmp_path):
     record = json.loads(json.dumps(result_of(3)))
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "figures" / "demo-calibration.png").symlink_to(tmp_path / "mine")
     pictures = demo_pictures.draw_demo(record, tmp_path / "figures")
     assert [picture.name for picture in pictures] == ["demo-learning-curves.png", "demo-calibration.png"]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert (tmp_path / "mine").read_text() == "mine", "nothing is written through a link"
 
 
 def test_the_learning_curve_is_the_mean_over_seeds_without_the_untrained_student():
