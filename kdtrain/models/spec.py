@@ -139,9 +139,7 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
 def paths_of(spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
     """The files and folders that a spec names, its own unless it ships, by the word for each.
 
-    A hub id may be among them.
-
-    Raises `UsageError` as `read_spec`.
+    A hub id may be among them. Raises `UsageError` as `read_spec`.
     """
     found = read_spec(spec, kind)
     own = None if spec in shipped(kind) else spec
