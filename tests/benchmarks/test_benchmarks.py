@@ -16,6 +16,7 @@ from benchmarks.science import demo as published
 from kdtrain.commands import demo, demo_pictures, demo_table
 from kdtrain.config import CodecConfig, DataConfig, ObjectiveConfig
 from kdtrain.errors import UsageError
+from kdtrain.files import temporary_name
 from kdtrain.objective.metrics import Metrics
 from kdtrain.training.validate import calibration
 
@@ -198,9 +199,32 @@ def test_a_demo_goes_on_in_its_own_folder_and_in_no_other(tmp_path):
     (tmp_path / "letters" / "dear.txt").write_text("mine")
     with pytest.raises(UsageError, match="holds something else"):
         demo.claim(tmp_path / "letters", demo.Settings())
+    (tmp_path / "killed").mkdir()
+    temporary_name(tmp_path / "killed" / "settings.json").write_text("{")
+    demo.claim(tmp_path / "killed", demo.Settings())
     (tmp_path / "demo" / "settings.json").write_text("[1")
     with pytest.raises(UsageError, match="name another --out"):
         demo.claim(tmp_path / "demo", demo.Settings())
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("[1", "Expecting"),
+        ("{}", "student"),
+        (json.dumps(run_of("distilled", 1, 3.0, 1.0)), "it is of distilled, seed 1"),
+        (json.dumps(run_of("cross-entropy", 0, 3.0, 1.0) | {"test": {}}), "in test|test"),
+        (json.dumps(run_of("cross-entropy", 0, 3.0, 1.0)).replace("[2.5, 2.5, 2.5]", "[2.5]"), "are incomplete"),
+        (json.dumps(run_of("cross-entropy", 0, 3.0, 1.0)).replace("[2.5, 2.5, 2.5]", "[2.5, 2.5, null]"), "incomplete"),
+    ],
+)
+def test_a_damaged_record_of_a_student_is_refused_by_its_file(tmp_path, text, line):
+    file = tmp_path / "cross-entropy-0.json"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=f"cross-entropy-0.json: .*({line}).*; remove it"):
+        demo.recorded(file, "cross-entropy", 0)
+    file.write_text(json.dumps(run_of("cross-entropy", 0, 3.0, 1.0)))
+    assert demo.recorded(file, "cross-entropy", 0) == run_of("cross-entropy", 0, 3.0, 1.0)
 
 
 def test_a_command_that_fails_ends_the_demo_with_its_exit_code():
