@@ -9,6 +9,7 @@ What it gives up: what is kept of one shard is held in memory, and one process w
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from torch import Tensor
 from kdtrain.cache import fidelity
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.codec import SAMPLING, CodecSpec, broken, encode_sequences
-from kdtrain.cache.manifest import CacheSettings
+from kdtrain.cache.manifest import CacheSettings, Manifest
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.shard_writer import finished_record, intact_record, shards_of
 from kdtrain.cache.writer import CacheBuilder
@@ -106,11 +107,14 @@ class CacheWriter:
             raise UsageError("teacher and data hold text, finite numbers, lists and tables only") from None
         if type(sequences_per_shard) is not int or sequences_per_shard < 1:
             raise UsageError(f"sequences_per_shard = {sequences_per_shard} must be a whole number of at least 1")
+        if type(seed) is not int or not 0 <= seed < 2**63:
+            raise UsageError(f"seed = {seed} must be a whole number from 0 to 2**63 - 1")
         self.seed, self.sequences_per_shard = seed, sequences_per_shard
         self._builder: CacheBuilder | None = None
         self._splits = {split: _Split() for split in SPLITS}
-        self._sample: dict[bytes, Tensor] = {}
-        """Logits [1, positions, V] of the sequences that the fidelity is measured on, by their tokens."""
+        self._sample: dict[int, Tensor] = {}
+        """Logits [1, positions, V] of the validation sequences that the fidelity is measured on, by their numbers."""
+        self._closed = False
 
     def add(
         self,
@@ -133,9 +137,12 @@ class CacheWriter:
                 another; a student then does the same. All sequences have them or none.
 
         Raises:
-            UsageError: a shape or value that does not fit; or the sequences are not those of the shard that is there.
+            UsageError: a shape or value that does not fit; the sequences are not those of the shard, or of the finished
+                cache, that is there; the writer is finished or closed.
             RunError: the folder cannot be written; more than one in a thousand sequences have non-finite logits.
         """
+        if self._closed:
+            raise UsageError(f"{self.out}: this writer is finished or closed; make another one")
         tokens_T = _array(tokens, "tokens")
         if tokens_T.ndim != 1 or len(tokens_T) < 2 or tokens_T.dtype.kind not in "iu" or tokens_T.min() < 0:
             raise UsageError(f"tokens of shape {[*tokens_T.shape]}: give one sequence of T + 1 token ids")
@@ -145,6 +152,8 @@ class CacheWriter:
         for name, values in (("loss_mask", mask), ("segments", documents)):
             if values.shape != (length,):
                 raise UsageError(f"{name} of shape {[*values.shape]}: give [{length}], one less than tokens")
+        if documents.dtype.kind not in "iu":
+            raise UsageError(f"segments of {documents.dtype}: give whole numbers")
         if documents.min() < 0 or documents.max() >= length:
             raise UsageError(f"segments: number the documents of a sequence from 0 to at most {length - 1}")
         if split is None:
@@ -167,6 +176,11 @@ class CacheWriter:
         if own.published is None:
             record = intact_record(self.out, cache_format.shard_name(split, own.taken // self.sequences_per_shard))
             own.published = record is not None and record["settings_sha256"] == settings.digest()
+        if (there := self._builder.manifest) is not None:  # its folder is not locked, and stays as it is
+            if number >= there.splits[split]["sequences"]:
+                raise self._others(there, split)
+            if not own.published:
+                raise UsageError(f"{self.out} holds a damaged shard; run kdtrain verify {self.out} --repair first")
         taken, positions = self._builder.sample or (0, 0)
         held = split == "validation" and number < taken and self._builder.manifest is None
         kept: dict[str, np.ndarray] = {}
@@ -179,7 +193,7 @@ class CacheWriter:
             chosen = answer[fidelity.sample_positions(length, positions).to(answer.device)].float().cpu()
             if broken(answer[None]).any():
                 chosen = torch.full_like(chosen, torch.nan)
-            self._sample[_words(tokens_T[:-1])] = rearrange(chosen, "n v -> 1 n v")
+            self._sample[number] = rearrange(chosen, "n v -> 1 n v")
         if not own.published:
             assert answer is not None
             labels = torch.from_numpy(tokens_T[None, 1:].astype(np.int64))
@@ -193,28 +207,36 @@ class CacheWriter:
         """Publish the last shards, measure the fidelity, write index and manifest; return the finished cache.
 
         Raises:
-            UsageError: a split has no sequence; the folder holds a finished cache of other sequences.
+            UsageError: a split has no sequence; the folder holds a finished cache of other sequences; an earlier call
+                failed, or the writer was closed before.
             RunError: the folder cannot be written.
         """
         builder = self._builder
         empty = [split for split, own in self._splits.items() if not own.taken + len(own.rows)]
         if builder is None or empty:
             raise UsageError(f"{self.out}: there is no sequence for {empty[0]}; add some with split='{empty[0]}'")
+        if self._closed and builder.manifest is None:
+            raise UsageError(f"{self.out}: this writer is closed; another one with the same sequences resumes")
+        self._closed = True  # the last shards may be short: no sequence can follow
         for split, own in self._splits.items():
             if own.rows:
                 self._publish(split)
         if (there := builder.manifest) is None:
             taken, positions = builder.sample or (1, 1)
             builder.sample = min(taken, self._splits["validation"].taken), positions
-            builder.teacher = lambda tokens_1T, segments: self._sample[_words(tokens_1T[0].numpy())]
-            builder.finish()
+            asked = iter([self._sample[number] for number in range(builder.sample[0])])
+            builder.teacher = lambda tokens_1T, segments: next(asked)  # it is asked once for each, in order
+            try:
+                builder.finish()
+            finally:
+                builder.teacher = None
         elif more := [split for split in SPLITS if there.splits[split]["sequences"] != self._splits[split].taken]:
-            number = there.splits[more[0]]["sequences"]
-            raise UsageError(f"{self.out} holds a finished cache of {number} sequences for {more[0]}; {_OTHERS}")
+            raise self._others(there, more[0])
         return Cache(self.out)
 
     def close(self) -> None:
         """Release the folder without finishing; published shards stay, and the same sequences resume."""
+        self._closed = True
         if self._builder is not None:
             self._builder.close()
 
@@ -227,6 +249,10 @@ class CacheWriter:
                 self.finish()
         finally:
             self.close()
+
+    def _others(self, there: Manifest, split: str) -> UsageError:
+        number = there.splits[split]["sequences"]
+        return UsageError(f"{self.out} holds a finished cache of {number} sequences for {split}; {_OTHERS}")
 
     def _open(self, seq_len: int, width: int, document_mask: bool) -> CacheBuilder:
         """Open the folder, once T and V are known."""
@@ -262,7 +288,8 @@ class CacheWriter:
     def _asked(self, logits: Numbers | Callable[[], Numbers], length: int) -> Tensor:
         """The logits [T, V] in fp32 that a sequence brings."""
         with torch.no_grad():
-            given = torch.as_tensor(logits() if callable(logits) else logits).detach()
+            answer = logits() if callable(logits) else logits
+            given = answer.detach() if isinstance(answer, Tensor) else torch.from_numpy(_array(answer, "logits"))
             given = given[0] if given.ndim == 3 and len(given) == 1 else given
             if given.ndim != 2 or len(given) != length or not given.is_floating_point():
                 shape, last = [*given.shape], "D" if self.head else "V"
@@ -283,10 +310,11 @@ class CacheWriter:
 
 
 def _array(values: Any, name: str) -> np.ndarray:
-    try:
-        return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    except (TypeError, ValueError):
-        raise UsageError(f"{name}: give a tensor or an array") from None
+    with suppress(TypeError, ValueError):
+        found = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+        if found.dtype.kind in "biuf":
+            return found
+    raise UsageError(f"{name}: give a tensor or an array of numbers")
 
 
 def _words(tokens_T: np.ndarray) -> bytes:

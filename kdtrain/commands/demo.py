@@ -16,11 +16,11 @@ from typing import Any
 
 from kdtrain import config as options
 from kdtrain.commands.cache_teacher import cache_teacher
-from kdtrain.commands.demo_table import Run, show
+from kdtrain.commands.demo_table import Run, check, show
 from kdtrain.commands.distill import distill
 from kdtrain.commands.evaluate import evaluate
 from kdtrain.errors import UsageError, refuse_no_path, writing
-from kdtrain.files import publish_text, read_json
+from kdtrain.files import publish_text, read_json, temporary_of
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import finite
@@ -103,7 +103,7 @@ def run(out: Path, settings: Settings, seeds: int = 1) -> dict[str, Any]:
             file = out / "records" / f"{kind}-{seed}.json"
             if not file.exists():
                 publish_json(file, student(out / f"{kind}-{seed}", kind, seed, settings, text))
-            runs.append(read_json(file, dict[str, Any]))
+            runs.append(recorded(file, kind, seed))
     counts = {name: split["sequences"] for name, split in cache.manifest.splits.items()}
     return {
         "settings": dataclasses.asdict(settings),
@@ -139,6 +139,16 @@ def student(folder: Path, kind: str, seed: int, settings: Settings, text: option
         "test": {name: value for name, value in measured.items() if name not in own},
         "calibration": measured["calibration"],
     }
+
+
+def recorded(file: Path, kind: str, seed: int) -> Run:
+    """The record of a student. UsageError: it is damaged, or of another student."""
+    try:
+        run = read_json(file, dict[str, Any])
+        check(run, kind, seed)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: {error}; remove it, and the same command measures that student again") from None
+    return run
 
 
 def cache_config(out: Path, settings: Settings, text: options.DataConfig) -> options.CacheTeacherConfig:
@@ -183,7 +193,8 @@ def claim(out: Path, settings: Settings) -> None:
         if changed := [f"{name} was {before.get(name)}" for name in now if before.get(name) != now[name]]:
             raise UsageError(f"--out {out} holds a demo of other settings ({', '.join(changed)}); name another --out")
         return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    # A command that was killed in here left at most the temporary of settings.json.
+    if out.exists() and (not out.is_dir() or any(temporary_of(path.name) != file.name for path in out.iterdir())):
         raise UsageError(f"--out {out} holds something else; name another --out")
     publish_json(file, now)
 

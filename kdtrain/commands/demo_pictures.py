@@ -6,6 +6,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from kdtrain.errors import writing
+from kdtrain.files import published
 from kdtrain.monitor.figures import BLUE, ORANGE, STYLE, curve, figure, finish, save
 
 Record = dict[str, Any]
@@ -66,11 +68,13 @@ def pooled(diagrams: list[list[dict[str, float]]]) -> list[dict[str, float]]:
 
 
 def write_all(folder: Path, dpi: int = 130, formats: tuple[str, ...] = ("png",), **figures: Figure) -> list[Path]:
-    """Write NAME.png for each figure, or its other formats; where they are."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write NAME.png for each figure, or its other formats; where they are. RunError: they cannot be written."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, made in figures.items():
         for each in formats:
             paths.append(folder / f"{name.replace('_', '-')}.{each}")
-            save(made, paths[-1], dpi, each, salt=name)
+            with published(paths[-1], "demo.picture") as path:
+                save(made, path, dpi, each, salt=name)
     return paths

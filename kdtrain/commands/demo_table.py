@@ -7,16 +7,65 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from rich.console import Console
 from rich.table import Table
 
+from kdtrain.errors import printable
+from kdtrain.files import typed
 from kdtrain.monitor.tables import literal
 
 KINDS = ("cross-entropy", "distilled")
 Run = dict[str, Any]
 Value = Callable[[Run], float | None]
+
+
+class _Curves(TypedDict):
+    step: list[int]
+    loss: list[float | None]
+    kl: list[float | None]
+    teacher_loss: list[float | None]
+
+
+class _Test(TypedDict):
+    loss: float
+    perplexity: float | None
+    kl: float | None
+    agreement: float | None
+    ece: float
+    acceptance: float | None
+    teacher_loss: float
+
+
+class _Bin(TypedDict):
+    tokens: float
+    confidence: float
+    accuracy: float
+
+
+class _Run(TypedDict):
+    """What table and pictures read of a run."""
+
+    student: str
+    seed: int
+    tokens: int
+    tokens_per_second: float | None
+    validation: _Curves
+    test: _Test
+    calibration: list[_Bin]
+
+
+def check(run: Run, kind: str, seed: int) -> None:
+    """ValueError: the table or the pictures of this run cannot be made, or it is another one."""
+    typed(run, _Run)
+    if (run["student"], run["seed"]) != (kind, seed):
+        raise ValueError(f"it is of {printable(run['student'])[:80]}, seed {run['seed']}")
+    curves = run["validation"]
+    if len({len(curves[name]) for name in _Curves.__annotations__}) > 1 or not any(curves["loss"]):
+        raise ValueError("its validations are incomplete")
+    if None in (*best(run), curves["teacher_loss"][-1]):
+        raise ValueError("its validations are incomplete")
 
 
 def show(result: dict[str, Any]) -> None:

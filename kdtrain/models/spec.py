@@ -1,8 +1,8 @@
 """The spec of a teacher or a student: which model, in which dtype, and where its weights start.
 
 A spec is a TOML file, a model folder (one with a `config.json`), a run folder with an exported student, the name of a
-teacher or student that ships with kdtrain, or a hub id `org/name`. What lies in the working folder wins over a shipped
-name. A TOML holds either `source` (a folder or a hub id) or a table `[config]` (a
+teacher or student that ships with kdtrain, or a hub id `org/name`. A bare shipped name means what ships; a folder of
+that name is `./NAME`. A TOML holds either `source` (a folder or a hub id) or a table `[config]` (a
 `transformers` configuration); its paths are relative to the TOML. Reading a spec loads no model and makes no request to
 the hub; loading the model does.
 """
@@ -108,14 +108,13 @@ def shipped(kind: Literal["teachers", "students"]) -> dict[str, Path]:
 def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> ModelSpec:
     """Read a spec: a TOML file, a model folder, a run folder with an exported student, a shipped name, or a hub id.
 
-    kind: whose names ship: `stdlib-5m` is a teacher and a student.
+    kind: whose names ship: `stdlib-5m` is a teacher and a student. A file or folder of such a name is `./NAME`.
 
     Raises `UsageError` for anything else, for an unknown key, and for values that cannot work.
     """
     refuse_no_path(spec, "spec")
-    path = Path(spec)
-    if not path.exists() and (ours := shipped(kind).get(spec)) is not None:
-        path = ours
+    # A run written to a folder of a shipped name must not become the student of the command that resumes it.
+    path = shipped(kind).get(spec, Path(spec))
     if path.is_dir():
         for candidate in (path, path / "student"):
             if (candidate / "config.json").is_file():
@@ -138,12 +137,13 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
 
 
 def paths_of(spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
-    """The files and folders that a spec names, by the word for each, its own included; a hub id may be among them.
+    """The files and folders that a spec names, its own unless it ships, by the word for each.
 
-    Raises `UsageError` as `read_spec`.
+    A hub id may be among them. Raises `UsageError` as `read_spec`.
     """
     found = read_spec(spec, kind)
-    named = {"": spec, "source": found.source, "tokenizer": found.tokenizer}
+    own = None if spec in shipped(kind) else spec
+    named = {"": own, "source": found.source, "tokenizer": found.tokenizer}
     paths = {word: path for word, path in named.items() if path is not None}
     if found.teacher is not None:
         paths |= {f"teacher {word}".strip(): path for word, path in paths_of(found.teacher, "teachers").items()}
@@ -218,13 +218,17 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _relative_to(folder: Path, source: str, where: str) -> str:
     refuse_no_path(source, where)
+    ours = shipped("teachers") if where.endswith(": teacher") else {}
+    if source in ours:
+        return source
     try:
         path = folder / Path(source).expanduser()
     except RuntimeError:
         raise UsageError(f"{where} = '{source}': there is no user of that name, or no home folder") from None
     if path.exists():
-        return os.path.normpath(path)
-    if not is_hub_id(source) and not (where.endswith(": teacher") and source in shipped("teachers")):
+        found = os.path.normpath(path)
+        return f"./{found}" if found in ours else found
+    if not is_hub_id(source):
         raise UsageError(f"{where} = '{source}': no such path beside this file, and not a hub id of the form org/name")
     return source
 

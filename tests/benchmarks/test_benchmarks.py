@@ -16,6 +16,7 @@ from benchmarks.science import demo as published
 from kdtrain.commands import demo, demo_pictures, demo_table
 from kdtrain.config import CodecConfig, DataConfig, ObjectiveConfig
 from kdtrain.errors import UsageError
+from kdtrain.files import temporary_name
 from kdtrain.objective.metrics import Metrics
 from kdtrain.training.validate import calibration
 
@@ -143,9 +144,13 @@ def test_the_terminal_shows_table_and_verdict(capsys):
 
 def test_the_pictures_are_drawn_from_the_record_alone(tmp_path):
     record = json.loads(json.dumps(result_of(3)))
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "figures" / "demo-calibration.png").symlink_to(tmp_path / "mine")
     pictures = demo_pictures.draw_demo(record, tmp_path / "figures")
     assert [picture.name for picture in pictures] == ["demo-learning-curves.png", "demo-calibration.png"]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert (tmp_path / "mine").read_text() == "mine", "nothing is written through a link"
 
 
 def test_the_learning_curve_is_the_mean_over_seeds_without_the_untrained_student():
@@ -194,9 +199,32 @@ def test_a_demo_goes_on_in_its_own_folder_and_in_no_other(tmp_path):
     (tmp_path / "letters" / "dear.txt").write_text("mine")
     with pytest.raises(UsageError, match="holds something else"):
         demo.claim(tmp_path / "letters", demo.Settings())
+    (tmp_path / "killed").mkdir()
+    temporary_name(tmp_path / "killed" / "settings.json").write_text("{")
+    demo.claim(tmp_path / "killed", demo.Settings())
     (tmp_path / "demo" / "settings.json").write_text("[1")
     with pytest.raises(UsageError, match="name another --out"):
         demo.claim(tmp_path / "demo", demo.Settings())
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("[1", "Expecting"),
+        ("{}", "student"),
+        (json.dumps(run_of("distilled", 1, 3.0, 1.0)), "it is of distilled, seed 1"),
+        (json.dumps(run_of("cross-entropy", 0, 3.0, 1.0) | {"test": {}}), "in test|test"),
+        (json.dumps(run_of("cross-entropy", 0, 3.0, 1.0)).replace("[2.5, 2.5, 2.5]", "[2.5]"), "are incomplete"),
+        (json.dumps(run_of("cross-entropy", 0, 3.0, 1.0)).replace("[2.5, 2.5, 2.5]", "[2.5, 2.5, null]"), "incomplete"),
+    ],
+)
+def test_a_damaged_record_of_a_student_is_refused_by_its_file(tmp_path, text, line):
+    file = tmp_path / "cross-entropy-0.json"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=f"cross-entropy-0.json: .*({line}).*; remove it"):
+        demo.recorded(file, "cross-entropy", 0)
+    file.write_text(json.dumps(run_of("cross-entropy", 0, 3.0, 1.0)))
+    assert demo.recorded(file, "cross-entropy", 0) == run_of("cross-entropy", 0, 3.0, 1.0)
 
 
 def test_a_command_that_fails_ends_the_demo_with_its_exit_code():

@@ -131,6 +131,38 @@ def test_other_sequences_or_settings_are_refused_in_a_folder_that_has_some(seque
         write(tmp_path / "c", [*sequences[:8], *sequences[10:]])
 
 
+def test_a_finished_cache_takes_no_further_sequence_and_its_files_stay(sequences, tmp_path):
+    write(tmp_path / "c", sequences)
+    before = shards(tmp_path / "c")
+    more = [each for each in sequences if each[0] == "train"]
+    with pytest.raises(kd.UsageError, match="finished cache of 10 sequences for train; give the same"):
+        write(tmp_path / "c", [*sequences, *more])
+    assert shards(tmp_path / "c") == before
+
+
+def test_a_writer_that_is_finished_or_closed_takes_nothing(sequences, tmp_path):
+    own = writer(tmp_path / "c")
+    fill(own, sequences[:7])
+    own.close()
+    with pytest.raises(kd.UsageError, match="finished or closed; make another"):
+        fill(own, sequences[7:])
+    assert len(shards(tmp_path / "c")) == 1
+    with writer(tmp_path / "c") as own:
+        fill(own, sequences)
+        own.finish()
+        with pytest.raises(kd.UsageError, match="finished or closed; make another"):
+            fill(own, sequences[-1:])
+
+
+def test_the_fidelity_of_equal_sequences_is_that_of_the_logits_of_each(sequences, tmp_path):
+    (_, row, logits), (_, _, others) = sequences[0], sequences[1]
+    made = {}
+    for name, second in (("equal", row.tokens), ("other", np.append(row.tokens[:-1] ^ 1, row.tokens[-1]))):
+        both = [("validation", row, logits), ("validation", replace(row, tokens=second), others)]
+        made[name] = write(tmp_path / name, [("train", row, logits), *both], "dense").manifest.fidelity
+    assert made["equal"]["T=1"]["kl_bucket"] == made["other"]["T=1"]["kl_bucket"] < 1e-4
+
+
 def test_a_sequence_goes_to_a_split_by_its_own_tokens(sequences, tmp_path):
     row, logits = sequences[0][1:]
     with writer(tmp_path / "c") as own:
@@ -163,6 +195,10 @@ def test_a_sequence_with_a_non_finite_logit_is_kept_with_its_loss_masked_out(seq
         (lambda row, logits: {"loss_mask": np.ones(17)}, r"loss_mask of shape \[17\]: give \[16\]"),
         (lambda row, logits: {"segments": np.zeros(16, int)}, "with every sequence, or with none"),
         (lambda row, logits: {"segments": np.full(16, 16)}, "number the documents of a sequence from 0 to at most 15"),
+        (lambda row, logits: {"segments": np.zeros(16)}, "segments of float64: give whole numbers"),
+        (lambda row, logits: {"segments": ["a"] * 16}, "segments: give a tensor or an array of numbers"),
+        (lambda row, logits: {"logits": "many"}, "logits: give a tensor or an array of numbers"),
+        (lambda row, logits: {"logits": lambda: None}, "logits: give a tensor or an array of numbers"),
         (lambda row, logits: {"split": "test"}, "use train or validation"),
     ],
 )
@@ -181,6 +217,9 @@ def test_what_does_not_fit_is_refused_by_its_argument(sequences, tmp_path, chang
         ({"teacher": {"name": "x"}}, "give a name, or values with spec"),
         ({"data": {"day": object()}}, "hold text, finite numbers"),
         ({"sequences_per_shard": 0}, "at least 1"),
+        ({"seed": -1}, "seed = -1 must be a whole number from 0"),
+        ({"seed": 1.5}, "seed = 1.5 must be"),
+        ({"seed": 2**63}, "must be a whole number from 0"),
         ({"num_samples": 0, "top_k": 0}, "stores nothing"),
         ({"tokenizer": "nowhere/at/all"}, "nowhere"),
     ],

@@ -3,7 +3,7 @@
 import pytest
 
 from kdtrain.errors import UsageError
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec, paths_of, read_spec
 from kdtrain.testing import tiny_model, write_model_folder
 
 CONFIG = "[config]\nmodel_type = 'llama'\n"
@@ -48,6 +48,20 @@ def test_a_model_folder_and_a_run_with_an_exported_student_are_specs(tmp_path):
     assert read_spec(str(tmp_path / "run" / "student")).source == str(tmp_path / "run" / "student")
     run = read_spec(str(tmp_path / "run"))
     assert (run.name, run.source) == ("run", str(tmp_path / "run" / "student"))
+
+
+def test_a_shipped_name_wins_over_a_folder_of_that_name_which_is_found_by_its_path(tmp_path, monkeypatch):
+    write_model_folder(tmp_path / "stdlib-1m" / "student", tiny_model())
+    write_model_folder(tmp_path / "stdlib-5m", tiny_model())
+    monkeypatch.chdir(tmp_path)
+    assert read_spec("stdlib-1m").config and read_spec("./stdlib-1m").source == "stdlib-1m/student"
+    assert "stdlib-1m" not in paths_of("stdlib-1m").values(), "a run may be written there"
+    layers = "init = 'teacher-layers'\nlayers = [1, 0]\nteacher = "
+    sources = []
+    for name in ("stdlib-5m", "./stdlib-5m"):
+        (tmp_path / "spec.toml").write_text(f"{layers}'{name}'\n")
+        sources.append(read_spec(read_spec("spec.toml").teacher, "teachers").source)
+    assert sources == [read_spec("stdlib-5m", "teachers").source, "stdlib-5m"]
 
 
 def test_a_hub_id_is_a_spec_and_is_not_looked_up():
