@@ -13,9 +13,6 @@ from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import read_toml
 from kdtrain.models.spec import foreign_beside
 
-_PLACED = 5
-"""Unknown keys of a file for which a known one is looked for."""
-
 
 def read_file(
     path: Path, options: Mapping[str, Option], old: Mapping[str, Any], command: str
@@ -48,19 +45,16 @@ def read_file(
     given, wrong = dict[str, Given](), list[str]()
     for section, table in tables.items():
         if not isinstance(table, dict):
-            place = _place(section, options, sections) if len(wrong) < _PLACED else ""
-            advice = place or f"{command} --help all lists the sections"
+            advice = _place(section, options, sections) or f"{command} --help all lists the sections"
             wrong.append(f"'{short(section)}' is outside of a section; {advice}")
         elif section not in sections:
-            near = word_meant(section, sections) if len(wrong) < _PLACED else None
+            near = word_meant(section, sections)
             hint = f"perhaps you meant [{near}]" if near else f"sections are {', '.join(sections)}"
             wrong.append(f"unknown section [{short(section)}]; {hint}")
         for key, value in table.items() if isinstance(table, dict) and section in sections else ():
             name = key.replace("-", "_")
             if name not in sections[section] or name == "config":
-                # a search for each of thousands would take longer than anyone reads
-                near = _place(name, options, sections, section) if len(wrong) < _PLACED else ""
-                advice = near or f"{command} --help {section} lists the keys"
+                advice = _place(name, options, sections, section) or f"{command} --help {section} lists the keys"
                 wrong.append(f"unknown key '{short(key)}' in [{section}]; {advice}")
                 continue
             if options[name].field.metadata.get("private"):

@@ -122,7 +122,6 @@ class _Line:
                 found, wrong = read_file(path, self.options, self.old, self.command)
             except UsageError as error:
                 found, wrong = {}, [error.args[0]]
-                self.unknown = True  # what it gives, so that nothing is missing
             self.mistakes += wrong
             for name, given in found.items():
                 self.given.setdefault(name, []).insert(0, given)
@@ -138,8 +137,7 @@ class _Line:
             return self._no_option(word, values)
         if option.switch:
             on = word[2:].replace("-", "_") == name
-            alone = not any(each.positional for each in self.options.values())  # else it may be one of those
-            if values and (equals or (alone and values[0].lower() in _SWITCHED)):
+            if values and (equals or values[0].lower() in _SWITCHED):
                 meant = on == _SWITCHED.get(values[0].lower(), True)
                 self.mistakes.append(
                     f"{word} {short(values[0])}: it takes no value, use {flag(name if meant else f'no_{name}')}"
@@ -242,9 +240,7 @@ class _Line:
             return None
         try:
             if factory is dataclasses.MISSING:
-                if section.default is dataclasses.MISSING:
-                    return get_type_hints(self.kind)[section.name](**own)
-                return dataclasses.replace(section.default, **own) if own else None
+                return get_type_hints(self.kind)[section.name](**own)
             return dataclasses.replace(factory(), **own) if own else None
         except UsageError as error:
             self.mistakes.append(error.args[0])

@@ -15,7 +15,6 @@ from pathlib import Path
 from kdtrain.cli.options import Option
 from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
-from kdtrain.config.kinds import optional
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError
 from kdtrain.files import open_regular
@@ -38,7 +37,7 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
     """
     reads = option.field.metadata.get("reads", "")
     look = _LOOKS.get(reads)
-    if look is None or (text == "None" and optional(option.kind)):
+    if look is None:
         return None
     wrong = look(text, texts)
     if wrong is None:
@@ -50,8 +49,6 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
 
 def near_path(text: str, homes: Iterable[str] = ()) -> str | None:
     """A path that exists and is spelt almost like `text`, or lies in one of `homes` under such a name."""
-    if not text:
-        return None
     name, found = Path(text).name, [path for path in [_walked(Path(text))] if path is not None]
     for home in homes:
         found += [f"{home}/{each}" for each in _close(name, Path(home))]

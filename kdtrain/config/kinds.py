@@ -57,10 +57,7 @@ def read_words(words: list[str], kind: Any) -> Any:
     if (count := words_wanted(kind)) is not None and len(words) != count:
         raise UsageError(wanted(kind))
     try:
-        kinds = [kind if items is None else items[0]] * len(words)
-        if items is not None and items[-1] is not ...:
-            kinds = list(items)
-        values = [_read_word(word, each) for word, each in zip(words, kinds, strict=True)]
+        values = [_read_word(word, kind if items is None else items[0]) for word in words]
     except ValueError:
         raise UsageError(wanted(kind)) from None
     if items is None:
