@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import types
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -135,6 +136,78 @@ def test_a_mistake_in_the_line_of_a_packages_command_is_answered_likewise(line, 
     assert str(caught.value) == said
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A user's own command, with defaults of every kind."""
+
+    size: tuple[int, str] = (1, "a")
+    points: list[int] = field(default_factory=lambda: [1, 2])
+    bold: bool | None = None
+    area: int = field(init=False, default=0)
+    shape: Shape = Shape(side=3, name="square")
+
+
+def test_a_packages_command_takes_defaults_of_every_kind():
+    def drawn(line):
+        return cli.parsing.parse("draw", Drawn, line.split(), {})
+
+    assert drawn("").shape == Shape(side=3, name="square")
+    assert drawn("--side 4").shape == Shape(side=4, name="square")
+    assert drawn("--size 2 b").size == (2, "b")
+    assert [drawn(line).bold for line in ("", "--bold", "--no-bold")] == [None, True, False]
+    text = cli.help_of("draw", Drawn)
+    assert "[1 2]" in text and "--[no-]bold" in text and "MISSING" not in text and "--area" not in text
+    with pytest.raises(UsageError, match="--area: no such option"):
+        drawn("--area 3")
+
+
+def test_a_section_within_a_section_is_refused_when_its_command_is_registered():
+    @dataclass(frozen=True)
+    class Nested:
+        drawn: Drawn = Drawn()
+
+    Nested.__annotations__["drawn"] = Drawn
+    with pytest.raises(UsageError, match=r"^\[drawn\] of a command holds the section 'shape'"):
+        cli.register_command("nested", Nested)
+
+
+def test_a_word_behind_a_switch_is_an_argument_where_one_is_wanted():
+    assert cli.parse("inspect", ["--json", "1"]).path == Path("1")
+    assert cli.parse("compare", ["--json", "on", "off"]).runs == (Path("on"), Path("off"))
+    with pytest.raises(UsageError, match="--json 1: it takes no value"):
+        cli.parse("inspect", ["runs/a", "--json", "1"])
+
+
+def test_a_file_that_cannot_be_read_is_refused_without_what_it_may_hold(tmp_path):
+    (tmp_path / "x.toml").write_text("[run\n")
+    with pytest.raises(UsageError) as caught:
+        cli.parse("distill", ["--config", str(tmp_path / "x.toml")])
+    assert "not TOML" in str(caught.value) and "missing" not in str(caught.value)
+
+
+def test_a_file_with_thousands_of_unknown_keys_is_refused_at_once(tmp_path):
+    started = time.process_time()
+    with pytest.raises(UsageError, match="and 19995 more"):
+        parsed(tmp_path, "[run]\n" + "".join(f"k{n} = 1\n" for n in range(20_000)))
+    assert time.process_time() - started < 3
+
+
+def test_no_path_is_not_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--student", STUDENT, "--out", "o", "--data", "stdlib", "--cache"]
+    assert cli.parse("distill", [*argv, "None"], look=True).cache is None
+    with pytest.raises(UsageError) as caught:
+        cli.parse("distill", [*argv, ""], look=True)
+    assert "perhaps" not in str(caught.value)
+
+
+def test_an_unknown_device_is_refused_by_every_command_with_one():
+    for line in ("generate s", "evaluate --student s --cache c"):
+        command, *argv = line.split()
+        with pytest.raises(UsageError, match="--device 'x' is unknown"):
+            cli.parse(command, [*argv, "--device", "x"])
+
+
 def test_options_of_sections_are_flat_flags():
     config = cli.parse(
         "distill", [*DISTILL, "--lr", "1e-2", "--temperature", "3", "--no-compile", "--betas", "0.8", "0.9"]
@@ -191,7 +264,7 @@ def test_required_options_may_be_in_the_file_alone(tmp_path):
         ("[optimizer]\nwarmup = 1\n", ["'warmup'", "warmup_steps"]),
         ("[optimiser]\nlr = 1\n", ["[optimiser]", "[optimizer]"]),
         ("steps = 3\n", ["'steps'", "[run]"]),
-        ("[run]\nconfig = 'x'\n", ["'config'"]),
+        ("[run]\nconfig = 'x'\n", ["'config'", "a file cannot name another one"]),
         ("[run]\nlr = 1\n", ["'lr'", "[run]"]),
         ("[run]\nsteps = 'many'\n", ["--steps", "many"]),
         ("[run]\nsteps = 1.5\n", ["--steps", "1.5"]),

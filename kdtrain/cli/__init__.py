@@ -56,7 +56,11 @@ def register_command(name: str, config: type, *, help: str = "") -> Callable[[Ma
         name: the name that users type.
         config: a dataclass; its fields are flags, or sections if they are dataclasses.
         help: its line in `kdtrain --help`; by default the first line of the configuration's docstring.
+
+    Raises:
+        UsageError: another module has registered this name, or a section of the configuration holds a section.
     """
+    options_of(config)
 
     def register(main: Main) -> Main:
         COMMANDS.add(name, Command(config, main), main, help or first_line(config))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cli.options import Given, Option, replaced, short
+from kdtrain.cli.options import MOST, Given, Option, replaced, short
 from kdtrain.cli.paths import near_path
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config.kinds import wanted
@@ -39,22 +39,25 @@ def read_file(
     pairs = [pair for table in tables.values() if isinstance(table, dict) for pair in table.items()]
     if was := replaced(old, ((key.replace("-", "_"), value) for key, value in pairs)):
         raise UsageError(f"{path}: {'; '.join(was)}")
+    options = {name: each for name, each in options.items() if name != "config"}
     sections: dict[str, list[str]] = {"run": []}
     for each in options.values():
         sections.setdefault(each.section, []).append(each.name)
     given, wrong = dict[str, Given](), list[str]()
     for section, table in tables.items():
         if not isinstance(table, dict):
-            advice = _place(section, options, sections) or f"{command} --help all lists the sections"
+            near = _place(section, options, sections) if len(wrong) < MOST else ""
+            advice = near or f"{command} --help all lists the sections"
             wrong.append(f"'{short(section)}' is outside of a section; {advice}")
         elif section not in sections:
-            near = word_meant(section, sections)
-            hint = f"perhaps you meant [{near}]" if near else f"sections are {', '.join(sections)}"
+            like = word_meant(section, sections) if len(wrong) < MOST else None  # each costs a look at all names
+            hint = f"perhaps you meant [{like}]" if like else f"sections are {', '.join(sections)}"
             wrong.append(f"unknown section [{short(section)}]; {hint}")
         for key, value in table.items() if isinstance(table, dict) and section in sections else ():
             name = key.replace("-", "_")
-            if name not in sections[section] or name == "config":
-                advice = _place(name, options, sections, section) or f"{command} --help {section} lists the keys"
+            if name not in sections[section]:
+                near = _place(name, options, sections, section) if len(wrong) < MOST else ""
+                advice = near or f"{command} --help {section} lists the keys"
                 wrong.append(f"unknown key '{short(key)}' in [{section}]; {advice}")
                 continue
             if options[name].field.metadata.get("private"):
@@ -83,7 +86,9 @@ def _renewed(old: Mapping[str, Any], table: dict[str, Any]) -> dict[str, Any]:
 def _place(key: str, options: Mapping[str, Option], sections: Mapping[str, list[str]], section: str = "") -> str:
     """Advice for a key that is in no section or in the wrong one; empty if it is like none."""
     name = key.replace("-", "_")
-    if name in options and name != "config":
+    if name == "config":
+        return "a file cannot name another one"
+    if name in options:
         return f"put it under [{options[name].section}]"
     meant = option_meant(name, sections.get(section, [])) or option_meant(name, options)
     if meant is None:

@@ -3,6 +3,7 @@
 import shutil
 import textwrap
 from collections.abc import Iterable
+from dataclasses import MISSING
 from itertools import groupby
 from typing import Any
 
@@ -59,7 +60,7 @@ def usage(command: str, kind: type) -> str:
     """The line that shows what the command needs."""
     options = options_of(kind).values()
     words = [("{}" if each.required else "[{}]").format(_place(each)) for each in options if each.positional]
-    words += [f"{each.flag} {metavar(each.kind)}" for each in options if each.required and not each.positional]
+    words += [_name(each) for each in options if each.required and not each.positional]
     return f"usage: {' '.join([command, *words, '[OPTIONS]'])}"
 
 
@@ -78,7 +79,7 @@ def _name(option: Option) -> str:
     if option.positional:
         return _place(option)
     if option.switch:
-        return option.flag.replace("--", "--[no-]", 1) if option.field.default is True else option.flag
+        return option.flag.replace("--", "--[no-]", 1) if option.field.default is not False else option.flag
     return f"{option.flag} {metavar(option.kind)}"
 
 
@@ -104,15 +105,17 @@ def _long(option: Option) -> list[str]:
 
 def _default(option: Option) -> str:
     default: Any = option.field.default
+    if option.field.default_factory is not MISSING:
+        default = option.field.default_factory()
     if option.required:
         return " (required)"
     if option.switch:
         return " [on]" if default is True else ""
-    if default is None or default in ("", ()):
+    if default is None or default is MISSING or default in ("", (), []):
         return ""
     if isinstance(default, float):
         return f" [{f'{default:.0e}'.replace('e-0', 'e-') if default < 0.01 else f'{default:g}'}]"
-    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    shown = " ".join(map(str, default)) if isinstance(default, tuple | list) else default
     return f" [{shown}]"
 
 

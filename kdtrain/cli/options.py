@@ -7,7 +7,10 @@ from typing import Any, get_type_hints
 
 from kdtrain.config.kinds import alternatives, documented
 from kdtrain.config.values import flag
+from kdtrain.errors import UsageError
 
+MOST = 5
+"""Mistakes that one message names, and for which a hint is looked for."""
 _LONGEST = 60
 """Characters of a word in a message."""
 
@@ -23,6 +26,8 @@ class Option:
     kind: Any
     """Its annotation."""
     field: dataclasses.Field[Any]
+    defaulted: bool = False
+    """Whether its section has a default, and with it a value of every option."""
 
     @property
     def text(self) -> str:
@@ -42,7 +47,7 @@ class Option:
     @property
     def required(self) -> bool:
         """True if it has no default."""
-        return self.field.default is dataclasses.MISSING and self.field.default_factory is dataclasses.MISSING
+        return not self.defaulted and not _has_default(self.field)
 
     @property
     def positional(self) -> bool:
@@ -59,15 +64,23 @@ class Given:
     """How a message about it begins: empty, or the file."""
 
 
-def options_of(kind: type, section: str = "run") -> dict[str, Option]:
-    """The options of a configuration's class, by name."""
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def options_of(kind: type, section: str = "run", defaulted: bool = False) -> dict[str, Option]:
+    """The options of a configuration's class, by name. UsageError: a section of it holds another section."""
     hints, found = get_type_hints(kind, include_extras=True), dict[str, Option]()
     for each in dataclasses.fields(kind):
         inner = hints[each.name]
+        if not each.init:  # the class computes it
+            continue
         if dataclasses.is_dataclass(inner):
-            found |= options_of(inner, each.name)  # type: ignore[arg-type]
+            if section != "run":
+                raise UsageError(f"[{section}] of a command holds the section '{each.name}'; put it beside [{section}]")
+            found |= options_of(inner, each.name, _has_default(each))  # type: ignore[arg-type]
         else:
-            found[each.name] = Option(kind, section, each.name, inner, each)
+            found[each.name] = Option(kind, section, each.name, inner, each, defaulted)
     return found
 
 

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from kdtrain.cli.config_file import read_file
-from kdtrain.cli.options import Given, Option, options_of, replaced, short
+from kdtrain.cli.options import MOST, Given, Option, options_of, replaced, short
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config.kinds import alternatives, choices, metavar, read_words, wanted, words_wanted
 from kdtrain.config.values import flag, refuse_value
 from kdtrain.errors import UsageError, refuse_no_path
 
-MOST = 5
-"""Mistakes that one message names."""
 _SWITCHED = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -48,7 +46,7 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
     if look is not None:
         texts = {name: each[-1].words[-1] for name, each in line.given.items() if each[-1].words}
         for name, text in texts.items():
-            if name in values and (wrong := look(line.options[name], text, texts)):
+            if values.get(name) is not None and (wrong := look(line.options[name], text, texts)):
                 line.mistakes.append(line.given[name][-1].where + wrong)
     line.refuse()
     own = {name: value for name, value in values.items() if line.options[name].section == "run"}
@@ -70,7 +68,9 @@ class _Line:
         self.options = options_of(kind)
         hints = get_type_hints(kind)
         self.sections = {
-            each.name: each for each in dataclasses.fields(kind) if dataclasses.is_dataclass(hints[each.name])
+            each.name: each
+            for each in dataclasses.fields(kind)
+            if each.init and dataclasses.is_dataclass(hints[each.name])
         }
         self.old: dict[str, Any] = getattr(kind, "OLD", {})
         self.given: dict[str, list[Given]] = {}
@@ -96,7 +96,7 @@ class _Line:
             position += 1
             if _is_flag(word):
                 name, equals, value = word.partition("=")
-                taken = self._flag(name, [value] if equals else values, bool(equals))
+                taken = self._flag(name, [value] if equals else values, bool(equals), bool(positionals))
                 flags.append((name[2:].replace("-", "_"), value if equals else " ".join(values[:1])))
                 position += 0 if equals else taken
             elif positionals:
@@ -121,13 +121,16 @@ class _Line:
                 path = Path(self.given["config"][-1].words[-1])
                 found, wrong = read_file(path, self.options, self.old, self.command)
             except UsageError as error:
-                found, wrong = {}, [error.args[0]]
+                found, wrong, self.unknown = {}, [error.args[0]], True
             self.mistakes += wrong
             for name, given in found.items():
                 self.given.setdefault(name, []).insert(0, given)
 
-    def _flag(self, word: str, values: list[str], equals: bool) -> int:
-        """Take the flag `word` with as many of `values` as it has; return how many those are."""
+    def _flag(self, word: str, values: list[str], equals: bool, wanting: bool) -> int:
+        """Take the flag `word` with as many of `values` as it has; return how many those are.
+
+        wanting: whether a word behind a switch may be an argument.
+        """
         name = word[2:].replace("-", "_")
         option = self.options.get(name) if word.startswith("--") else None
         positive = self.options.get(name.removeprefix("no_")) if word.startswith("--") else None
@@ -137,7 +140,7 @@ class _Line:
             return self._no_option(word, values)
         if option.switch:
             on = word[2:].replace("-", "_") == name
-            if values and (equals or values[0].lower() in _SWITCHED):
+            if values and (equals or (not wanting and values[0].lower() in _SWITCHED)):
                 meant = on == _SWITCHED.get(values[0].lower(), True)
                 self.mistakes.append(
                     f"{word} {short(values[0])}: it takes no value, use {flag(name if meant else f'no_{name}')}"
@@ -235,13 +238,15 @@ class _Line:
     def build(self, section: dataclasses.Field[Any], values: Mapping[str, Any]) -> Any:
         """The section with `values`; None for its default, or if it is refused, which becomes a mistake."""
         own = {name: value for name, value in values.items() if self.options[name].section == section.name}
-        factory = section.default_factory
+        base, factory = section.default, section.default_factory
         if self.unknown or section.name in self.wrong:
             return None
         try:
-            if factory is dataclasses.MISSING:
+            if factory is not dataclasses.MISSING:
+                base = factory()
+            if base is dataclasses.MISSING:
                 return get_type_hints(self.kind)[section.name](**own)
-            return dataclasses.replace(factory(), **own) if own else None
+            return dataclasses.replace(base, **own) if own else None
         except UsageError as error:
             self.mistakes.append(error.args[0])
         except TypeError:  # a required option of it is missing, which is noted

@@ -49,6 +49,8 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
 
 def near_path(text: str, homes: Iterable[str] = ()) -> str | None:
     """A path that exists and is spelt almost like `text`, or lies in one of `homes` under such a name."""
+    if not text:
+        return None
     name, found = Path(text).name, [path for path in [_walked(Path(text))] if path is not None]
     for home in homes:
         found += [f"{home}/{each}" for each in _close(name, Path(home))]

@@ -328,7 +328,7 @@ class GenerateConfig(Options):
     """Divides the logits: low is careful, 1 is what the student has learned; 0 takes the most likely token."""
     seed: int = option(0, least=0)
     """Of the sampled tokens: another one gives another text."""
-    device: str = "auto"
+    device: str = option("auto", check=_check_device)
     """auto, cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object on stdout."""

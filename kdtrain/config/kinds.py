@@ -56,8 +56,9 @@ def read_words(words: list[str], kind: Any) -> Any:
         return None
     if (count := words_wanted(kind)) is not None and len(words) != count:
         raise UsageError(wanted(kind))
+    kinds = [kind] if items is None else items if count is not None else items[:1] * len(words)
     try:
-        values = [_read_word(word, kind if items is None else items[0]) for word in words]
+        values = [_read_word(word, each) for word, each in zip(words, kinds, strict=True)]
     except ValueError:
         raise UsageError(wanted(kind)) from None
     if items is None:
@@ -69,7 +70,8 @@ def wanted(kind: Any) -> str:
     """What a value of `kind` has to be, as a sentence."""
     items, names = _items(kind), choices(kind)
     if items is not None and items[-1] is not ...:
-        return f"{len(items)} {_MANY.get(items[0], 'values')} are wanted, with a space between them"
+        many = _MANY.get(items[0], "values") if len({*items}) == 1 else "values"
+        return f"{len(items)} {many} are wanted, with a space between them"
     kind = items[0] if items else kind
     plain = [_WANTED.get(each, "a path" if _is_path(each) else "") for each in alternatives(kind)]
     texts = [each for each in plain if each] + names

@@ -149,10 +149,10 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
         wanted = get_args(kind)
-        length = len(value) if isinstance(value, tuple | list) and wanted[-1] is ... else len(wanted)
-        return (
-            isinstance(value, tuple | list) and len(value) == length and all(_fits(each, wanted[0]) for each in value)
-        )
+        if not isinstance(value, tuple | list):
+            return False
+        kinds = wanted[:1] * len(value) if wanted[-1] is ... else wanted
+        return len(value) == len(kinds) and all(map(_fits, value, kinds))
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, kind)
