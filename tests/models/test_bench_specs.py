@@ -34,7 +34,7 @@ def test_the_teacher_that_ships_runs_in_bfloat16_from_its_folder():
     assert (spec.name, spec.dtype, spec.attention, spec.init) == ("stdlib-5m", "bfloat16", "sdpa", "pretrained")
 
 
-def test_what_ships_is_named_without_its_folder_and_gives_way_to_files_of_ones_own(tmp_path, monkeypatch):
+def test_what_ships_is_named_without_its_folder_and_a_folder_of_that_name_with_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_spec("stdlib-5m", "teachers") == read_spec(str(ROOT / "teachers" / "stdlib-5m.toml"))
     assert (read_spec("stdlib-5m").init, read_spec("gpt2-tiny").name) == ("scratch", "gpt2-tiny")
@@ -43,7 +43,8 @@ def test_what_ships_is_named_without_its_folder_and_gives_way_to_files_of_ones_o
     with pytest.raises(UsageError, match=r"kdtrain ships the teachers stdlib-5m$"):
         read_spec("stdlib-1m", "teachers")
     write_model_folder(tmp_path / "stdlib-5m", tiny_model())
-    assert read_spec("stdlib-5m", "teachers").source == "stdlib-5m"
+    assert read_spec("stdlib-5m", "teachers") == read_spec(str(ROOT / "teachers" / "stdlib-5m.toml"))
+    assert read_spec("./stdlib-5m", "teachers").source == "./stdlib-5m"
 
 
 @pytest.mark.parametrize("size", [257, 300, 151_936])
