@@ -44,7 +44,7 @@ def test_what_ships_is_named_without_its_folder_and_a_folder_of_that_name_with_i
         read_spec("stdlib-1m", "teachers")
     write_model_folder(tmp_path / "stdlib-5m", tiny_model())
     assert read_spec("stdlib-5m", "teachers") == read_spec(str(ROOT / "teachers" / "stdlib-5m.toml"))
-    assert read_spec("./stdlib-5m", "teachers").source == "./stdlib-5m"
+    assert read_spec("./stdlib-5m", "teachers").source == "stdlib-5m"
 
 
 @pytest.mark.parametrize("size", [257, 300, 151_936])
