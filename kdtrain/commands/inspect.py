@@ -171,7 +171,11 @@ def _tail_rule(codec: CodecSpec) -> str | None:
 
 def _run(path: Path) -> _Found:
     facts = _run_facts(path)
-    return facts, pages.run_page(path, facts, RunRecord.read(path, pages.TAIL))
+
+    def page() -> Iterator[pages.Part]:  # --json needs none of the logs, which may be unreadable
+        yield from pages.run_page(path, facts, RunRecord.read(path, pages.TAIL))
+
+    return facts, page()
 
 
 def _shard(path: Path) -> _Found:

@@ -9,7 +9,9 @@ from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import read_manifest
 from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
+from kdtrain.errors import UsageError
 from kdtrain.monitor.tables import duration, number, short, show, size
+from tests.logged_runs import write_run
 
 CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"
 
@@ -45,6 +47,23 @@ def test_a_shard_is_shown_by_the_record_beside_it(capsys: pytest.CaptureFixture[
     assert main(InspectConfig(path=CACHE / "shards" / "train-00001.h5", json=True)) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["split"], shown["cache"]) == ("train", str(CACHE)) and shown["stored (MiB)"]["ids"] > 0
+
+
+def test_a_shard_is_shown_from_inside_of_its_folder(monkeypatch, capsys):
+    monkeypatch.chdir(CACHE / "shards")
+    assert main(InspectConfig(path=Path("train-00001.h5"), json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["split"] == "train"
+
+
+def test_json_of_a_run_needs_none_of_its_logs(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / "checkpoints").mkdir(exist_ok=True)
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    assert main(InspectConfig(path=run, json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["student"]["name"] == "s"
+    with pytest.raises(UsageError, match="see whether --json shows it"):
+        main(InspectConfig(path=run))
 
 
 def test_a_folder_lists_its_runs_and_caches(capsys: pytest.CaptureFixture[str]) -> None:
