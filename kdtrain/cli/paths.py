@@ -1,4 +1,4 @@
-"""Looks at the paths that a command line names, before torch is imported: what is not there is refused at once.
+"""Looks at the paths that a command line names, before torch is imported, and refuses those to nowhere.
 
 `reads` of an option (`kdtrain.config.values.option`) says what its value names. Only what costs nothing is looked at:
 that it exists and is of the right kind; the command that opens it checks the rest.
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from kdtrain.cli.options import Option
 from kdtrain.cli.words import word_meant
@@ -103,20 +104,16 @@ def _cache(text: str, texts: Mapping[str, str]) -> str | None:
     return "it holds no cache (no manifest.json); make one with kdtrain cache-teacher"
 
 
-def _spec(text: str, texts: Mapping[str, str]) -> str | None:
+def _spec(text: str, texts: Mapping[str, str], kind: Literal["teachers", "students"] = "students") -> str | None:
     try:
-        read_spec(text)
+        read_spec(text, kind)
     except UsageError as error:
         return str(error.args[0]).removeprefix(f"{text}: ")
     return None
 
 
 def _teacher(text: str, texts: Mapping[str, str]) -> str | None:
-    try:
-        read_spec(text, "teachers")
-    except UsageError as error:
-        return str(error.args[0]).removeprefix(f"{text}: ")
-    return None
+    return _spec(text, texts, "teachers")
 
 
 def _student(text: str, texts: Mapping[str, str]) -> str | None:

@@ -20,7 +20,7 @@ def main(config: CompareConfig) -> int:
     """Print the table.
 
     Raises:
-        UsageError: a folder is no run.
+        UsageError: a folder is not a run.
     """
     groups = grouped(read_runs(config.runs))
     if config.json:

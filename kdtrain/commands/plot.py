@@ -16,7 +16,7 @@ def main(config: PlotConfig) -> int:
     """Write the figure.
 
     Raises:
-        UsageError: a folder is no run, a number is in none of them, there is no matplotlib, or the file is there.
+        UsageError: a folder is not a run, none of them has a number, there is no matplotlib, or the file is there.
         RunError: the figure cannot be written.
     """
     refuse_existing(config.out, config.overwrite)

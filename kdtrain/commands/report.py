@@ -89,7 +89,7 @@ def main(config: ReportConfig) -> int:
     """Write the page.
 
     Raises:
-        UsageError: a folder is no run, there is no matplotlib, the file is there, or the page would be too large.
+        UsageError: a folder is not a run, there is no matplotlib, the file is there, or the page would be too large.
         RunError: the page cannot be written.
     """
     refuse_existing(config.out, config.overwrite)

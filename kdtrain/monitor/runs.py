@@ -188,7 +188,7 @@ def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
     none), and each option as `options/NAME`. The curves are `kd.RunRecord.read(record["run"]).metrics`.
 
     Raises:
-        UsageError: a folder of the list is no run, or no folder of the pattern is one.
+        UsageError: a folder of the list is not a run, or the pattern finds no run.
     """
     if isinstance(pattern, str | os.PathLike):
         found = _runs_of(sorted(glob.glob(os.path.expanduser(os.fspath(pattern)))))

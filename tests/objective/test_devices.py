@@ -32,9 +32,10 @@ def outcome(p, targets, device, rule, compile=False):
     return [each.detach().double().cpu() for each in found]
 
 
-def assert_near(found, expected, bound):
-    # the gradient of T, the last, adds up terms near 1 of both signs: with dense targets to .03
-    floors = [1e-3] * (len(found) - 1) + [0.3]
+def assert_near(found, expected, bound, device="cpu"):
+    # the gradient of T, the last, adds up terms near 1 of both signs, with dense targets to .03; in a GPU's order of
+    # summation fp32 leaves 6e-7 of them
+    floors = [1e-3] * (len(found) - 1) + [0.1 if device == "cuda" else 1e-3]
     for ours, theirs, floor in zip(found, expected, floors, strict=True):
         assert (ours - theirs).norm() <= bound * theirs.norm().clamp(min=floor)
 
@@ -46,7 +47,7 @@ def test_value_and_gradients_are_those_of_fp64_on_a_cpu(rule, kind, bound, devic
     p64 = problem(**SHAPE).cast(kind).cast(torch.float64)
     expected = outcome(p64, targets_for(p64, rule), "cpu", rule)
     found = outcome(p64.cast(kind), targets_for(p64, rule, torch.float32), device, rule)
-    assert_near(found, expected, bound)
+    assert_near(found, expected, bound, device)
 
 
 @pytest.mark.gpu
@@ -55,7 +56,7 @@ def test_compiled_on_a_gpu_they_are_the_same(rule):
     p64 = problem(**SHAPE)
     expected = outcome(p64, targets_for(p64, rule), "cpu", rule)
     found = outcome(p64.cast(torch.float32), targets_for(p64, rule, torch.float32), "cuda", rule, compile=True)
-    assert_near(found, expected, 1e-5)
+    assert_near(found, expected, 1e-5, "cuda")
 
 
 @pytest.mark.gpu
