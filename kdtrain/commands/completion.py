@@ -5,10 +5,11 @@ update.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from kdtrain.config import choices
 from kdtrain.config.commands import COMMANDS, CompletionConfig
+from kdtrain.config.kinds import choices as words_of
 from kdtrain.config.values import fields_of, flag
 from kdtrain.models.spec import shipped
 from kdtrain.registry import Registry, first_line
@@ -28,7 +29,7 @@ def options_of(command: str) -> Iterator[tuple[str, list[str] | None]]:
     for _, each in fields_of(kind):
         if each.metadata.get("positional"):
             continue
-        name, words = flag(each.name), _words(each.type)
+        name, words = flag(each.name), words_of(each.type)
         if each.type is bool:
             yield from ((name, []), (flag(f"no_{each.name}"), []))
         else:
@@ -39,14 +40,7 @@ def options_of(command: str) -> Iterator[tuple[str, list[str] | None]]:
 def positional(command: str) -> list[str]:
     """The words that may stand without a flag; none where that is a path."""
     kind: Any = COMMANDS[command]
-    return [word for _, each in fields_of(kind) if each.metadata.get("positional") for word in _words(each.type)]
-
-
-def _words(kind: Any) -> list[str]:
-    """The values of a Literal, also inside of a union."""
-    if get_origin(kind) is Literal:
-        return [str(each) for each in get_args(kind)]
-    return [word for each in get_args(kind) for word in _words(each)]
+    return [word for _, each in fields_of(kind) if each.metadata.get("positional") for word in words_of(each.type)]
 
 
 def bash() -> str:
