@@ -33,7 +33,7 @@ import hdf5plugin
 import numpy as np
 
 from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.format import DICTIONARY, SHARDS, DatasetLayout, attributes, datasets, dictionary_sets
+from kdtrain.cache.format import DICTIONARY, PIECES, SHARDS, DatasetLayout, attributes, datasets, dictionary_sets
 from kdtrain.files import open_regular
 
 _LEVEL = 9
@@ -151,17 +151,31 @@ def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
     return {name: group[name][()] for name in list(group)}
 
 
-def write_index(path: Path, spec: CodecSpec, seq_len: int, shards: Mapping[str, Sequence[tuple[str, int]]]) -> None:
+def write_index(
+    path: Path,
+    spec: CodecSpec,
+    seq_len: int,
+    shards: Mapping[str, Sequence[tuple[str, int]]],
+    *,
+    pieces: bool = False,
+) -> None:
     """Write virtual data sets over the shards (name, number of sequences) of each split into a group of its name,
     and links to the dictionaries of the shards into SPLIT/dictionary.
 
-    Paths of shards are relative to the index, so that the folder can be moved.
+    Paths of shards are relative to the index, so that the folder can be moved. pieces: the shards have any sizes, and
+    the data set SPLIT/first_rows has the number of the first row of each.
     """
     with creating(path) as (file, _):
         for split, parts in shards.items():
             group = file.create_group(split)
-            _describe(group, spec, seq_len, split, sequences_per_shard=parts[0][1])
             total = sum(number for _, number in parts)
+            if pieces:
+                _describe(group, spec, seq_len, split, format_version=PIECES)
+                rows = np.cumsum([0, *(number for _, number in parts[:-1])])
+                dataset = group.create_dataset("first_rows", data=rows, dtype="<i8", track_times=False)
+                dataset.attrs["about"] = "number of the first row of each shard"
+            else:
+                _describe(group, spec, seq_len, split, sequences_per_shard=parts[0][1])
             if spec.kind == "sparse":
                 links = group.create_group(DICTIONARY)
                 for shard, _ in parts:

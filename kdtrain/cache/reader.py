@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from kdtrain import faults
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.hdf5 import check_structure
-from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
+from kdtrain.cache.manifest import Manifest, check_sizes, first_rows, read_manifest
 from kdtrain.cache.shard import Shard, batch_of, shard_errors
 from kdtrain.cache.verify import verify_cache
 from kdtrain.errors import UsageError, as_path
@@ -62,6 +62,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             raise UsageError(f"the cache {folder} has no split '{split}'; it has {there}")
         self.split = split
         self._shards = self.manifest.splits[split]["shards"]
+        self._first_rows = np.array(first_rows(self.manifest.splits[split]))
         self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._verified: dict[int, tuple[int, int, int]] = {}
@@ -107,9 +108,9 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         wanted, place = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True)
         if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
             raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
-        per_shard = self.manifest.settings.sequences_per_shard
-        shards, first = np.unique(wanted // per_shard, return_index=True)
-        rows = dict(zip(shards.tolist(), np.split(wanted % per_shard, first[1:]), strict=True))
+        holders = np.searchsorted(self._first_rows, wanted, side="right") - 1
+        shards, first = np.unique(holders, return_index=True)
+        rows = dict(zip(shards.tolist(), np.split(wanted - self._first_rows[holders], first[1:]), strict=True))
         parts = []
         with self._lock():
             for shard, part in rows.items():
@@ -153,7 +154,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if file_digest(path) != self._shards[number]["sha256"]:
             raise OSError("its content changed: its SHA-256 differs from the manifest's")
         settings, sequences = self.manifest.settings, self._shards[number]["sequences"]
-        first = number * settings.sequences_per_shard
+        first = self._shards[number].get("first_sequence", int(self._first_rows[number]))
         check_structure(path, settings.codec, settings.seq_len, self.split, first, sequences)
         self._verified[number], self._checked[number] = seen, np.zeros(sequences, bool)
 

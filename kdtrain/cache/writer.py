@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from fractions import Fraction
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,9 @@ class CacheBuilder:
             labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))
             spec, seed = self.settings.codec, self.settings.seed
             with self._side.after(ready):
-                answer = encode_sequences(answer, labels_BT, spec, seed=seed, split=rows.split, first=rows.first)
+                offset = codec.grid_offset(self.settings.sampling) or Fraction(0)
+                place = {"seed": seed, "split": rows.split, "first": rows.first, "offset": offset}
+                answer = encode_sequences(answer, labels_BT, spec, **place)
         assert answer or self.settings.codec.kind == "tokens", "no teacher and no targets"
         shard.add(rows, answer)
 
