@@ -153,7 +153,7 @@ def grid_name(offset: Fraction) -> str:
 def grid_offset(sampling: str | None) -> Fraction | None:
     """By how much a grid of samples lies beside the first one; None: `sampling` names no grid."""
     found = _GRID.fullmatch(sampling or "")
-    if found is None or found[2] and not 0 < int(found[1]) < int(found[2]):
+    if found is None or (found[2] and not 0 < int(found[1]) < int(found[2])):
         return None
     return Fraction(int(found[1]), int(found[2])) if found[2] else Fraction(0)
 

@@ -466,7 +466,7 @@ def _counted(ids_KT: np.ndarray, below_KT: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _entry_codes(kept: Arrays, spec: CodecSpec) -> np.ndarray:
-    """Codes [n, K, T], ascending along K: an absent entry (NaN) repeats the one before; none where only counts are kept."""
+    """Codes [n, K, T], ascending along K: an absent entry (NaN) repeats the one before. Counts alone have none."""
     if spec.counts_only:
         return np.zeros((len(kept["ids"]), 0, kept["ids"].shape[1]), np.int64)
     logprobs_nTK = kept["logprobs"]

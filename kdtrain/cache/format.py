@@ -1,4 +1,4 @@
-"""The cache format, versions 3 and 4: which files a cache has, and which data sets a shard holds; `hdf5` reads and writes it.
+"""The cache format, versions 3 and 4: which files a cache has, and which data sets a shard holds; `hdf5` writes it.
 
 A shard is one HDF5 file with n whole sequences. Each data set is [n, ...], chunked one sequence a chunk
 (`dense`: a block of positions; masks: many sequences), shuffled by bytes or bits, compressed with zstd and

@@ -18,6 +18,7 @@ headers and their messages.
 What it gives up: a file in a newer layout of HDF5 is refused, whatever it holds.
 """
 
+import itertools
 import math
 import os
 import struct
@@ -142,6 +143,32 @@ def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
     for name, values in arrays.items():
         options = {"chunks": values.shape, "fletcher32": True, "track_times": False, **_compression()}
         group.create_dataset(name, data=values, **options)
+
+
+def stored_bytes(file: h5py.File) -> dict[str, int]:
+    """Compressed bytes by data set, all of the dictionary as one."""
+    found = {name: each.id.get_storage_size() for name, each in file.items() if isinstance(each, h5py.Dataset)}
+    if DICTIONARY in file:
+        found[DICTIONARY] = sum(each.id.get_storage_size() for each in file[DICTIONARY].values())
+    return found
+
+
+def copy_rows(source: h5py.File, target: h5py.File, spec: CodecSpec, seq_len: int, rows: np.ndarray) -> None:
+    """Copy sequences of a shard into one that `create_shard` laid out: the stored bytes of their chunks, undecoded.
+
+    Only masks, whose chunks hold many sequences, and the lists are compressed again.
+    """
+    for name, layout in datasets(spec, seq_len).items():
+        if layout.sequences > 1:
+            target[name][...] = source[name][()][rows]
+            continue
+        steps = [range(0, size, step) for size, step in zip(layout.shape, layout.chunk, strict=True)]
+        for place, row in enumerate(rows.tolist()):
+            for inside in itertools.product(*steps):
+                skipped, content = source[name].id.read_direct_chunk((row, *inside))
+                target[name].id.write_direct_chunk((place, *inside), content, skipped)
+    if spec.kind == "sparse":
+        write_dictionary(target, read_dictionary(source))
 
 
 def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:

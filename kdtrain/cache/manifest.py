@@ -12,7 +12,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 from msgspec import Meta
 
@@ -60,7 +60,9 @@ class CacheSettings:
     """S: shard s holds the sequences [s*S, (s+1)*S), in a cache of `FORMAT_VERSION`."""
     sequences: dict[str, int | None] = field(default_factory=dict)
     """Limit by split; None or no entry: all of them."""
-    format_version: Literal[3, 4] = cache_format.FORMAT_VERSION
+    format_version: Annotated[int, Meta(ge=cache_format.FORMAT_VERSION, le=cache_format.PIECES)] = (
+        cache_format.FORMAT_VERSION
+    )
     """`FORMAT_VERSION`, or `PIECES`."""
 
     @property

@@ -1,7 +1,6 @@
 """Caches of samples add up: grids that interleave, stored exactly."""
 
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,11 @@ def test_a_grid_is_uniform_and_of_its_seed_split_and_sequence_alone() -> None:
     points = draw_points(0, "train", 0, 40_000, 5)
     assert np.abs(np.diff(np.sort(points)) - 0.2).max() < 1e-12
     assert abs(points.mean() - 0.5) < 2e-3
-    others = [draw_points(1, "train", 0, 99, 5), draw_points(0, "validation", 0, 99, 5), draw_points(0, "train", 1, 99, 5)]
+    others = [
+        draw_points(1, "train", 0, 99, 5),
+        draw_points(0, "validation", 0, 99, 5),
+        draw_points(0, "train", 1, 99, 5),
+    ]
     assert all((other != points[:99]).all() for other in others)
 
 
