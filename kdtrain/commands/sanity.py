@@ -58,7 +58,7 @@ def main(config: DistillConfig) -> int:
     UsageError: the run is impossible. RunError: a step fails, as it would in the run.
     """
     setup_logging()
-    if config.cache is None:
+    if not config.cache:
         # these checks need little text, and packing all of it may take long
         most = max(4 * config.batch_size, 4 * SEQUENCES)
         few = min(config.data.num_sequences or most, most)
