@@ -86,7 +86,30 @@ class Recipe:
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint belongs to, as far as it is known before the models are loaded."""
-        return {"cache": self.facts.identity, "options": deciding(self.config)}
+        mixture = {"caches": self.members} if self.members else {}
+        return {"cache": self.facts.identity, "options": deciding(self.config), **mixture}
+
+    @property
+    def members(self) -> list[dict[str, Any]]:
+        """What a run that mixes several caches reads: a table for people, empty with one."""
+        facts = self.facts
+        if facts.mixture is None:
+            return []
+        return [
+            {
+                "name": name,
+                "cache": each.name,
+                "digest": each.identity,
+                "teacher": each.teacher.get("spec"),
+                "targets": each.targets,
+                "sequences": size,
+                "share": round(facts.shares[name], 6),
+                "sequences_an_epoch": quota,
+            }
+            for (name, each), size, quota in zip(
+                facts.members.items(), facts.mixture.sizes, facts.mixture.quotas, strict=True
+            )
+        ]
 
     @property
     def teacher_name(self) -> str | None:

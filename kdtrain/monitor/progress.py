@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -304,6 +304,16 @@ def validation_line(step: int, numbers: Mapping[str, float], before: float | Non
     change = "" if before is None else f" ({loss - before:+.3f})"
     text = f"val @{step} {loss:.3f}{change}" if abs(loss) < 1e6 else f"val @{step} {loss:.4g}"
     return text + ("" if teacher is None else f" teacher {teacher:.3f}") + (" best" if best else "")
+
+
+def members_line(step: int, numbers: Mapping[str, float], members: Iterable[str]) -> str:
+    """The line of a validation's members: the loss of each, and its teacher's."""
+    texts = []
+    for name in members:
+        teacher = numbers.get(f"validation/{name}/teacher_loss")
+        loss = f"{name} {numbers[f'validation/{name}/loss']:.3f}"
+        texts.append(loss if teacher is None else f"{loss} teacher {teacher:.3f}")
+    return f"val @{step} by cache: {', '.join(texts)}"
 
 
 def _digits(loss: float) -> str:

@@ -144,7 +144,8 @@ class Run:
         """The value of an option as text."""
         value = self.options.get(option)
         if option == "cache" and value is not None and self.cache is not None:
-            return f"{printable(str(value))[-60:]} ({printable(self.cache)[:8]})"
+            named = " + ".join(map(str, value)) if isinstance(value, list) else str(value)
+            return f"{printable(named)[-60:]} ({printable(self.cache)[:8]})"
         if isinstance(value, bool) or value is None:
             return {None: "-", True: "yes", False: "no"}[value]
         if isinstance(value, list):
