@@ -48,7 +48,7 @@ def parse(command: str, kind: type, argv: list[str], others: Mapping[str, type],
         for name in texts:
             several = line.options[name].field.metadata.get("several")
             for text in line.given[name][-1].words if several else [texts[name]]:
-                if values.get(name) is not None and (wrong := look(line.options[name], text, texts)):
+                if values.get(name) not in (None, ()) and (wrong := look(line.options[name], text, texts)):
                     line.mistakes.append(line.given[name][-1].where + wrong)
     line.refuse()
     own = {name: value for name, value in values.items() if line.options[name].section == "run"}
@@ -219,7 +219,7 @@ class _Line:
                 try:
                     joined = several == ","
                     words = [part for word in given.words for part in word.split(",")] if joined else list(given.words)
-                    value = read_words(words, option.kind)
+                    value = () if several and words == ["None"] else read_words(words, option.kind)
                     named = isinstance(value, str | Path) or several is True
                     for word in given.words if named and not option.field.metadata.get("text") else ():
                         _refuse_word(word, flag(name))

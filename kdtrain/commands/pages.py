@@ -221,7 +221,9 @@ def _objective(record: RunRecord) -> str:
     weight = float(alpha) if distils and isinstance(alpha, int | float) else 0.0
     own = options.get("hidden_weight", 1.0)
     hidden = float(own) if options.get("hidden_loss") not in (None, "none") and isinstance(own, int | float) else None
-    return formula(weight, str(divergence), hidden)
+    caches = record.environment.get("caches")
+    kinds = {_table(each).get("targets") == "none" for each in caches} if isinstance(caches, list) else set()
+    return formula(weight, str(divergence), hidden, bool(weight) and len(kinds) > 1)
 
 
 def _aside(facts: Mapping[str, Any]) -> Iterator[Part]:

@@ -108,7 +108,8 @@ class Run:
             lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
-        summed = formula(objective.alpha if recipe.distils else 0.0, objective.divergence, hidden)
+        alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
+        summed = formula(alpha, objective.divergence, hidden, replays)
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:

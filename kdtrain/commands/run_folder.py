@@ -160,7 +160,7 @@ def launch() -> str | None:
 class _Run(TypedDict):
     student: str
     out: str
-    cache: NotRequired[str | None]
+    cache: NotRequired[str | list[str] | None]
 
 
 class _Config(TypedDict):

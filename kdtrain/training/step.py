@@ -404,6 +404,8 @@ class Stepper:
         if student.loss.alpha:
             means = {"ce": read["ce"] / count, "kd": read["kd"] / count, "kd_T1": read["kd_at_one"] / count}
             metrics |= {**means, "T": read["T"]}
+            if self.source.facts.replays:
+                metrics["ce_alone"] = read["ce_alone"] / count
             if self.config.objective.alpha_schedule != "constant":
                 metrics["alpha"] = student.loss.alpha
         if student.hidden_loss is not None:

@@ -54,6 +54,12 @@ class Facts:
     """The order in which a mixture's members take turns; its sizes are those of the split."""
 
     @property
+    def replays(self) -> bool:
+        """Whether a mixture has members without a teacher beside others with one."""
+        kinds = {each.targets == "none" for each in self.members.values()}
+        return len(kinds) > 1
+
+    @property
     def shares(self) -> dict[str, float]:
         """The share of the draws that each member of a mixture gives."""
         if self.mixture is None:
