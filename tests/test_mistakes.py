@@ -133,7 +133,7 @@ def test_the_short_help_of_distill_shows_what_matters_an_example_and_where_the_r
     assert all(f"  {each} " in text for each in (*named, "--temperature", "--precision", "--micro-batch-size"))
     assert "--help all" in text and "optimizer" in text
     example = text[text.index("  kdtrain distill ") :].replace("\\\n", " ")
-    assert cli.parse("distill", example.split()[2:]).cache == Path("cache/t")
+    assert cli.parse("distill", example.split()[2:]).cache == ("cache/t",)
 
 
 def test_the_help_of_a_section_shows_its_options_with_their_defaults_and_no_other(capsys, monkeypatch):

@@ -80,7 +80,7 @@ def _name(option: Option) -> str:
         return _place(option)
     if option.switch:
         return option.flag.replace("--", "--[no-]", 1) if option.field.default is not False else option.flag
-    return f"{option.flag} {metavar(option.kind)}"
+    return f"{option.flag} {option.field.metadata.get('shown') or metavar(option.kind)}"
 
 
 def _all(options: Iterable[Option]) -> list[str]:

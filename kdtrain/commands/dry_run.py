@@ -83,6 +83,7 @@ def _plan(trial: Trial) -> dict[str, Any]:
         "steps": trainer.total,
         "batch": f"{config.batch_size} x {seq_len} tokens, {micro_batches}{each}",
         "sequences": {"train": sequences, "validation": len(trainer.validation_source)},
+        **({"caches": recipe.members} if recipe.members else {}),
         "epochs": round(trainer.total * config.batch_size / sequences, 3),
         "tokens": trainer.total * config.batch_size * seq_len,
         "learning rate": _schedule(trainer.total, config.optimizer),
@@ -165,7 +166,9 @@ def _validation_seconds(trial: Trial) -> float:
     """Seconds of a whole validation, extrapolated from one forward on each rank."""
     trainer = trial.trainer
     student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.stepper.micro
-    forwards = math.ceil(min(math.ceil(len(source) / micro), trainer.validation_batches) / world_size())
+    sizes = (len(source),) if source.facts.mixture is None else source.facts.mixture.sizes
+    batches = (min(math.ceil(size / micro), trainer.validation_batches) for size in sizes)
+    forwards = sum(math.ceil(each / world_size()) for each in batches)
     started = time.perf_counter()
     validate(student, source, micro=micro, batches=1)
     parallelize.reshard(student.model)

@@ -1,5 +1,6 @@
 """`kdtrain export`: writes a trained student as a folder that `transformers.AutoModelForCausalLM` loads."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,17 @@ def _write(config: ExportConfig) -> dict[str, Any]:
     result = read_result(run)
     if result is not None and result["error"] is not None:
         log.warning("%s ended with an error (%s): this is its student of step %d", run, result["stop_reason"], step)
-    aside = export_model(student, tokenizer, out, dtype=config.dtype, origin={"cache": state["cache"], "step": step})
+    aside = export_model(student, tokenizer, out, dtype=config.dtype, origin=origin_of(state, step))
     out = out if out.exists() else out.resolve()  # missing/../x
     if aside:
         log.warning("%s held more than an export, and is now %s", out, aside)
     parameters = sum(each.numel() for each in student.parameters())
     return {"student": str(out), "checkpoint": path.name, "step": step, "parameters": parameters}
+
+
+def origin_of(identity: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Where the student of `step` of a run comes from, for the exported folder: of a mixture each cache."""
+    return {"cache": identity["cache"], "step": step} | {k: identity[k] for k in ("caches",) if k in identity}
 
 
 def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | str | None]:

@@ -209,12 +209,15 @@ def _run_facts(path: Path) -> dict[str, Any]:
     rows = {entry.name: _row(store, entry) for entry in store.entries(apart=True)}
     rows = {name: row for name, row in rows.items() if store.path(name).exists()}  # else pruned meanwhile
     result = read_result(path)
+    caches: dict[str, Any] = {}
     try:
-        student = read_json(environment, dict[str, Any])["student"]
+        described = read_json(environment, dict[str, Any])
+        student, caches = described["student"], {"caches": described["caches"]} if "caches" in described else {}
     except (OSError, ValueError, KeyError):
         student = f"{environment.name} cannot be read"
     return {
         "student": student,
+        **caches,
         "ended": None if result is None else {**result},
         "exported": str(path / "student") if (path / "student").is_dir() else None,
         **{link: target for link in tiers.LINKS if (target := store.linked(link)) is not None},

@@ -32,6 +32,8 @@ from kdtrain.monitor.tables import columns, duration, number, short, size
 Part = str | Table
 TAIL = 2**22
 """Bytes of a log that a page reads, from its end: some ten thousand steps."""
+_MOST_CACHES = 50
+"""Most caches of a mixture that a page lists."""
 _HEADER = 2**24
 """Most bytes of the header of a safetensors file that are read."""
 
@@ -46,13 +48,15 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
     student = _table(environment.get("student"))
     name = student.get("name") or result.get("student_name") or options.get("student")
     parameters = f", {short(count)} parameters" if isinstance(count := student.get("parameters"), int) else ""
-    source = next((f" from {options[each]}" for each in ("cache", "data") if options.get(each)), "")
+    named = next((options[each] for each in ("cache", "data") if options.get(each)), "")
+    source = f" from {' and '.join(map(str, named)) if isinstance(named, list) else named}" if named else ""
     teacher = f" with teacher {options['teacher']}" if options.get("teacher") else ""
     yield f"{path}: {name}{parameters}{source}{teacher}, {environment.get('mode')} on {environment.get('device')}"
     state, ended = _state(path, record)
     yield ended
     yield ""
     yield from _losses(result, record)
+    yield from _members(environment, record)
     checkpoints = _table(facts.get("checkpoints"))
     if checkpoints:
         links = {link: facts.get(link) for link in ("best", "latest")}
@@ -193,6 +197,23 @@ def _checkpoint(name: str, row: Mapping[str, Any], links: Mapping[str, Any]) -> 
     return name, *losses, written, size(row.get("MiB")), ", ".join(notes)
 
 
+def _members(environment: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
+    """The caches that a run mixes: what it draws of each, and the last validation by each."""
+    caches = environment.get("caches")
+    last = record.validations[-1] if record.validations else {}
+    if isinstance(caches, list) and caches:
+        rows = [
+            (
+                *(str(_table(each).get(key))[:60] for key in ("name", "share", "sequences", "teacher")),
+                *(_three(last.get(f"validation/{_table(each).get('name')}/{key}")) for key in ("loss", "teacher_loss")),
+            )
+            for each in caches[:_MOST_CACHES]
+        ]
+        heads = ("cache", "share of the draws", "sequences", "taught by", "val", "teacher's val")
+        yield columns(heads, rows, left=("cache", "taught by"))
+        yield ""
+
+
 def _objective(record: RunRecord) -> str:
     options = _table(record.options.get("objective"))
     alpha, divergence = options.get("alpha"), options.get("divergence")
@@ -200,7 +221,9 @@ def _objective(record: RunRecord) -> str:
     weight = float(alpha) if distils and isinstance(alpha, int | float) else 0.0
     own = options.get("hidden_weight", 1.0)
     hidden = float(own) if options.get("hidden_loss") not in (None, "none") and isinstance(own, int | float) else None
-    return formula(weight, str(divergence), hidden)
+    caches = record.environment.get("caches")
+    kinds = {_table(each).get("targets") == "none" for each in caches} if isinstance(caches, list) else set()
+    return formula(weight, str(divergence), hidden, bool(weight) and len(kinds) > 1)
 
 
 def _aside(facts: Mapping[str, Any]) -> Iterator[Part]:
@@ -344,7 +367,8 @@ def model_facts(path: Path) -> dict[str, Any]:
     facts |= {"weights": size(total / 2**20), "tokenizer": (path / "tokenizer.json").exists()}
     with suppress(OSError, ValueError):
         origin = read_json(path / "kdtrain.json", dict[str, Any])
-        facts["exported by kdtrain"] = {name: origin.get(name) for name in ("cache", "step")}
+        names = ("cache", "step", *(["caches"] if "caches" in origin else []))
+        facts["exported by kdtrain"] = {name: origin.get(name) for name in names}
     return facts
 
 
@@ -407,7 +431,8 @@ def folder_page(path: Path, facts: Mapping[str, Any]) -> Iterator[Part]:
         for name, row in facts["runs"].items():
             step = f"{number(row.get('step'))}/{number(row.get('steps'))}"
             losses = (_three(row.get(each)) for each in ("best_validation_loss", "teacher_validation_loss"))
-            cache = Path(str(row.get("cache") or "-")).name
+            named = row.get("cache") or "-"
+            cache = " + ".join(Path(str(each)).name for each in (named if isinstance(named, list) else [named]))
             who = str(row.get("student") or "-"), cache, str(row.get("state"))
             rows.append((name, *who, step, *losses, duration(row.get("seconds")), number(row.get("warnings"))))
         yield columns(header, rows, left=("run", "student", "cache", "state"))

@@ -35,6 +35,8 @@ CURVES = (
     "lr",
     "tok/s",
 )
+_MOST_CACHES = 50
+"""Most caches of a mixture that a page describes."""
 QUALITY = ("best_validation_loss", "last_validation_loss", "kl", "teacher_validation_loss", "last_training_loss")
 CALIBRATION = ("ece", "accuracy", "temperature")
 COST = ("tokens", "seconds", "tokens_per_second", "peak_memory_mb", "quantized_share", "rollbacks", "skipped_steps")
@@ -183,10 +185,19 @@ def _caches(runs: Sequence[Run]) -> dict[str, str]:
     for run in runs:
         if run.cache is not None and run.cache not in found:
             users = ", ".join(each.name for each in runs if each.cache == run.cache)
-            path = run.options.get("cache")
-            head = f"<h3>{_safe(path or 'text packed by the run')}</h3>"
+            path, mixed = run.options.get("cache"), run.record.environment.get("caches")
+            named = " + ".join(map(str, path)) if isinstance(path, list) else path
+            head = f"<h3>{_safe(named or 'text packed by the run')}</h3>"
             head += f"<p>digest {_safe(run.cache[:16])}, read by {_safe(users)}</p>"
-            own = _cache(Path(str(path)) if path else run.folder / "data", run.cache)
+            if isinstance(mixed, list):
+                members = [each for each in mixed[:_MOST_CACHES] if isinstance(each, dict)]
+                own = "".join(
+                    f"<p>{_safe(each.get('name'))}: {_safe(each.get('share'))} of the draws</p>"
+                    f"{_cache(Path(str(each.get('cache'))), str(each.get('digest')))}"
+                    for each in members
+                )
+            else:
+                own = _cache(Path(str(path)) if path else run.folder / "data", run.cache)
             found[run.cache] = f"<div>{head}{own}</div>"
     return found
 

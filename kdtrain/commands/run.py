@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.commands.export import student_at
+from kdtrain.commands.export import origin_of, student_at
 from kdtrain.commands.recipe import Recipe
 from kdtrain.commands.result import RESULT, below, best_plain_run, count_warnings, read_result
 from kdtrain.commands.run_folder import TOKENIZER, launch, used, write_description, write_tokenizer
@@ -69,6 +69,7 @@ class Run:
         metadata = {
             "student": {"name": recipe.student.name, "parameters": self.parameters, "vocab_size": vocabulary},
             "cache": recipe.facts.identity,
+            **({"caches": recipe.members} if recipe.members else {}),
             "device": str(student.device),
             "mode": self.mode,
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
@@ -102,9 +103,13 @@ class Run:
             f"{self.out}: {kind} of {recipe.student.name} ({self.parameters:,} parameters), {trainer.total} steps of "
             f"{config.batch_size} x {recipe.facts.seq_len} tokens, {self.mode} on {trainer.student.device}"
         ]
+        if recipe.members:
+            drawn = (f"{each['share']:.4g} of {each['name']} ({each['sequences']:,})" for each in recipe.members)
+            lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
         objective = config.objective
         hidden = None if objective.hidden_loss == "none" else objective.hidden_weight
-        summed = formula(objective.alpha if recipe.distils else 0.0, objective.divergence, hidden)
+        alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
+        summed = formula(alpha, objective.divergence, hidden, replays)
         scale = "" if summed == "ce" else " (compare val with val alone)"
         lines.append(f"loss = {summed}; val = ce of withheld text{scale}")
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
@@ -116,7 +121,8 @@ class Run:
         resumed = "" if loaded is None else f"resuming from {loaded}"
         for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, resumed, length)):
             log.info("%s", line)
-        trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step)
+        shares = {"caches": dict(recipe.facts.shares)} if recipe.members else {}
+        trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step, **shares)
 
     def fit(self) -> None:
         """Run `Trainer.fit`, and finish the last save, however it ends."""
@@ -149,7 +155,7 @@ class Run:
             checkpoint = load_saved(self._best())
             state.load(checkpoint.tensors, checkpoint.state)
             step = state.progress.step
-        origin = {"cache": self.identity["cache"], "step": step}
+        origin = origin_of(self.identity, step)
         tokenizer = tokenizer_files(self.out / TOKENIZER)
         with export_lock(out, wait=_OTHER_EXPORT):
             with writing(out):
@@ -204,10 +210,24 @@ class Run:
             "micro_batch_size": trainer.stepper.micro,
             "peak_memory_mb": round(peak_memory_mb(recipe.device), 1),
         }
+        if recipe.members:
+            result["caches"] = [{**each, **self._of_member(each)} for each in recipe.members]
         if trainer.state.adaptive is not None:
             controller = trainer.state.adaptive.controller
             result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
         return result
+
+    def _of_member(self, member: dict[str, Any]) -> dict[str, Any]:
+        """What a run has done with a cache of its mixture: passes over it, and validation losses."""
+        progress, epoch = self.trainer.state.progress, len(self.recipe.sources["train"])
+        drawn = member["sequences_an_epoch"] * progress.sequences / epoch
+        losses = progress.members.get(member["name"], {})
+        return {
+            "passes": round(drawn / member["sequences"], 3),
+            "first_validation_loss": losses.get("first_loss"),
+            "last_validation_loss": losses.get("last_loss"),
+            "teacher_validation_loss": losses.get("teacher_loss"),
+        }
 
     def _plain(self) -> tuple[str, float] | None:
         if not self.recipe.distils:
@@ -277,6 +297,11 @@ class Run:
         first, last, best = progress.first_loss, progress.last_loss, progress.best_loss
         if first is None or last is None or best is None:
             return
+        for name, own in progress.members.items():
+            began, ended = own["first_loss"], own["last_loss"]
+            if began is not None and ended is not None and ended > began:
+                text = f"the student ended worse than it began on {name}: validation loss {began:.4f}, now {ended:.4f}"
+                writers.warning("no-gain", progress.step, f"{text}; draw more of it", cache=name)
         if last > first:
             losses = f"validation loss {first:.4f}, at the end {last:.4f}; the export is of step {progress.best_step}"
             text = f"the student ended worse than it began: {losses}, {best:.4f}"

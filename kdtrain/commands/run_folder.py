@@ -22,7 +22,7 @@ import torch
 
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.build_cache import holds_tokens
-from kdtrain.config import DistillConfig, plain, sections, shareable
+from kdtrain.config import DistillConfig, sections, shareable, written
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
 from kdtrain.files import (
@@ -51,6 +51,8 @@ from kdtrain.training.state import read_saved
 FREE = marked(DistillConfig, "free")
 """Options that may change when a run resumes; all others decide its result."""
 
+_LATER = marked(DistillConfig, "later")
+"""Deciding options that earlier versions did not have; their defaults are left out of checkpoints."""
 _FIXED = {"quantization": {"quant_max_switches": 20}}
 """Deciding options of earlier versions, with the value that they have now."""
 
@@ -89,8 +91,8 @@ def holds_run(config: DistillConfig) -> bool:
 
 def _needed(config: DistillConfig) -> dict[str, Path | str | None]:
     """What the run reads, by the option that names it."""
-    needed: dict[str, Path | str | None] = {"--cache": config.cache, "--load": config.checkpoint.load}
-    needed["--data"] = config.data.data
+    needed: dict[str, Path | str | None] = {"--load": config.checkpoint.load, "--data": config.data.data}
+    needed |= {f"--cache {number}".removesuffix(" 1"): each for number, each in enumerate(config.cache, 1)}
     if config.teacher is not None:
         needed |= {f"--teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
     needed |= {f"--student {word}".strip(): path for word, path in paths_of(config.student).items()}
@@ -158,7 +160,7 @@ def launch() -> str | None:
 class _Run(TypedDict):
     student: str
     out: str
-    cache: NotRequired[str | None]
+    cache: NotRequired[str | list[str] | None]
 
 
 class _Config(TypedDict):
@@ -253,7 +255,7 @@ def refuse_no_folder(out: Path) -> None:
 def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options that decide the result of a run, by section."""
     return {
-        section: {name: value for name, value in table.items() if name not in FREE}
+        section: {name: value for name, value in table.items() if name not in FREE and (name not in _LATER or value)}
         for section, table in sections(config).items()
     }
 
@@ -267,7 +269,8 @@ def changes(
     """
     found = []
     for section, table in deciding(config).items():
-        before = {each.name: plain(each.default) for home, each in fields_of(DistillConfig) if home == section}
+        before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
+        table = {name: before[name] for name in _LATER & before.keys()} | table
         before |= _FIXED.get(section, {}) | saved.get(section, {})
         if before.get("fp8_recipe") == "current":
             before["fp8_recipe"] = "tensorwise"  # its other name in earlier versions
@@ -293,7 +296,7 @@ def refuse_changes(
 def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options to record, without those of text if the run reads a cache, which has its own."""
     tables = shareable(config)
-    return {section: table for section, table in tables.items() if section != "data" or config.cache is None}
+    return {section: table for section, table in tables.items() if section != "data" or not config.cache}
 
 
 def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:

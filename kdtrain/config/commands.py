@@ -26,11 +26,11 @@ from kdtrain.config.values import Options, option, refuse
 from kdtrain.errors import UsageError
 
 
-def _refuse_wrong_source(cache: Path | None, teacher: str | None, data: DataConfig, to: str) -> None:
-    refuse(cache is not None and teacher is not None, "--cache and --teacher exclude each other; give one")
-    refuse(cache is not None and data.data is not None, "--cache holds its own text; leave --data out")
-    refuse(cache is None and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
-    if cache is not None:
+def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | None, data: DataConfig, to: str) -> None:
+    refuse(bool(cache) and teacher is not None, "--cache and --teacher exclude each other; give one")
+    refuse(bool(cache) and data.data is not None, "--cache holds its own text; leave --data out")
+    refuse(not cache and data.data is None, f"nothing to {to} on; give --cache FOLDER or --data SOURCE")
+    if cache:
         data.refuse_changes()
 
 
@@ -139,8 +139,12 @@ class DistillConfig(Options):
     """A student that ships (stdlib-1m, ...), a TOML, a model folder, or a hub id."""
     out: Path = option(free=True)
     """The folder of the run."""
-    cache: Path | None = option(None, once=True, reads="cache", brief="A finished cache: what the teacher said.")
-    """A finished cache: the teacher's distributions and their tokens."""
+    cache: tuple[str, ...] = option(
+        (), several=True, shown="PATH", reads="cache", brief="A finished cache: what the teacher said."
+    )
+    """A finished cache: the teacher's distributions and their tokens. Given again, the run mixes several."""
+    cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
+    """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
     """An online teacher instead of a cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     source: str = option("cache", check=SOURCES.check)
@@ -186,8 +190,13 @@ class DistillConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.source == "cache" or self.cache is not None:
+        if self.source == "cache" or self.cache:
             _refuse_wrong_source(self.cache, self.teacher, self.data, "train")
+        many = len(self.cache)
+        refuse(
+            bool(self.cache_weights) and not len(self.cache_weights) == many > 1,
+            f"--cache-weights has {len(self.cache_weights)} numbers for {many} of --cache; give one for each of several",
+        )
         refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
         mode = self.quantization.mode(self.precision.precision)
         self.precision.refuse_idle(mode)
@@ -197,14 +206,14 @@ class DistillConfig(Options):
             "--sanity checks the student of the spec; leave --load out",
         )
         self.data.refuse_training_on_validation()
-        taught = self.cache is not None or self.teacher is not None or self.source != "cache"
+        taught = bool(self.cache) or self.teacher is not None or self.source != "cache"
         refuse(
             self.objective.learns_temperature and not taught,
             f"--temperature-mode {self.objective.temperature_mode} needs a teacher to learn T from; "
             "give --cache or --teacher, or use --temperature-mode fixed",
         )
         refuse(
-            self.objective.hidden_loss != "none" and self.cache is None and self.teacher is None,
+            self.objective.hidden_loss != "none" and not self.cache and self.teacher is None,
             f"--hidden-loss {self.objective.hidden_loss} needs an online teacher; give --teacher, or leave it out",
         )
         refuse(self.steps is not None and self.epochs is not None, "--steps and --epochs exclude each other; give one")

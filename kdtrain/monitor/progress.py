@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -226,9 +226,13 @@ class Rate:
         return {"tok/s": rate, "eta_h": (self.total - step) * seconds / steps / 3600}
 
 
-def formula(alpha: float, divergence: str, hidden: float | None) -> str:
-    """The objective in the words of a step's line: `.9 kl + .1 ce`."""
+def formula(alpha: float, divergence: str, hidden: float | None, replays: bool = False) -> str:
+    """The objective in the words of a step's line: `.9 kl + .1 ce`.
+
+    replays: whether sequences without a teacher are mixed in. Their cross-entropy is part of ce, and has the weight 1.
+    """
     terms = [(alpha, term_name(divergence)), (1 - alpha, "ce"), (hidden or 0.0, "hidden")]
+    terms += [(alpha, "ce of replay")] if replays else []
     return " + ".join(f"{weight_text(weight)}{name}" for weight, name in terms if weight) or "ce"
 
 
@@ -270,11 +274,12 @@ class StepText:
         """
         temperature = numbers.get("T", 1.0)
         kept = (numbers.get("kd", math.nan) * temperature**2, numbers.get("ce", math.nan), numbers.get("hidden", 0.0))
+        kept += (numbers.get("ce_alone", 0.0),)
         self.window.append((numbers.get("loss", math.nan), *kept))
         loss, *terms = (sum(each) / len(self.window) for each in zip(*self.window, strict=True))
         alpha = numbers.get("alpha", self.alpha) if "kd" in numbers else 0.0
-        weights = (alpha, 1 - alpha, self.hidden or 0.0)
-        shown = zip(weights, (self.name, "ce", "hidden"), terms, strict=True)
+        weights = (alpha, 1 - alpha, self.hidden or 0.0, alpha if "ce_alone" in numbers else 0.0)
+        shown = zip(weights, (self.name, "ce", "hidden", "ce of replay"), terms, strict=True)
         sum_of = " + ".join(f"{weight_text(weight)}{name} {_digits(term)}" for weight, name, term in shown if weight)
         parts = {"loss": f"loss {_digits(loss)}" + (f" = {sum_of}" if alpha or self.hidden else "")}
         if self.learned and "T" in numbers:
@@ -304,6 +309,16 @@ def validation_line(step: int, numbers: Mapping[str, float], before: float | Non
     change = "" if before is None else f" ({loss - before:+.3f})"
     text = f"val @{step} {loss:.3f}{change}" if abs(loss) < 1e6 else f"val @{step} {loss:.4g}"
     return text + ("" if teacher is None else f" teacher {teacher:.3f}") + (" best" if best else "")
+
+
+def members_line(step: int, numbers: Mapping[str, float], members: Iterable[str]) -> str:
+    """The line of a validation's members: the loss of each, and its teacher's."""
+    texts = []
+    for name in members:
+        teacher = numbers.get(f"validation/{name}/teacher_loss")
+        loss = f"{name} {numbers[f'validation/{name}/loss']:.3f}"
+        texts.append(loss if teacher is None else f"{loss} teacher {teacher:.3f}")
+    return f"val @{step} by cache: {', '.join(texts)}"
 
 
 def _digits(loss: float) -> str:

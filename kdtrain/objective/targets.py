@@ -73,6 +73,8 @@ class Targets(ABC):
     """True where every beta that is asked for is 1 (`at_one`)."""
     has_top = True
     """True for targets that know the teacher's most likely token."""
+    parts: tuple[tuple[int, Targets | None], ...] = ()
+    """Of several kinds of targets, each by itself (`objective.mixed`): a number of rows and their targets."""
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -103,6 +103,8 @@ class Progress:
     """Why the run was stopped early, or None."""
     decay_from: Count | None = None
     """The step at which a plateau began the decay of `wsd` early."""
+    members: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """Of a mixture: the first, the last and the teacher's validation cross-entropy of each member, nats."""
 
 
 class _Student(TypedDict):
@@ -126,6 +128,7 @@ class _Saved(_Numbers):
     student: _Student
     teacher: str | None
     generation: NotRequired[dict[str, Any]]
+    caches: NotRequired[list[dict[str, Any]]]
     snapshots: NotRequired[list[_Numbers]]
 
 
@@ -201,8 +204,11 @@ class TrainState:
 
     def own_numbers(self) -> dict[str, Any]:
         """`numbers` without the snapshots."""
+        progress = asdict(self.progress)
+        if not self.progress.members:  # a run of one cache has none, as before there were mixtures
+            del progress["members"]
         return {
-            "progress": asdict(self.progress),
+            "progress": progress,
             "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},
         }
 

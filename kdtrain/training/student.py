@@ -258,6 +258,7 @@ class Student(PreTrainedModel):
     def total(self, sums: LossOutput, temperature: Tensor) -> Tensor:
         """The total loss in fp64 of the tokens in `sums`, at this temperature."""
         loss = joined(sums.ce.double(), sums.kd.double(), self.loss.alpha, self.loss.alpha * temperature.double() ** 2)
+        loss = loss + self.loss.alpha * sums.ce_alone.double()
         return loss if self.hidden_loss is None else loss + self.hidden_weight * sums.hidden.double()
 
     @contextlib.contextmanager
