@@ -252,8 +252,8 @@ class EvaluateConfig(Options):
 class InspectConfig(Options):
     """Show a run, a cache, a checkpoint, a shard, a model or a folder of these, or what this machine supports."""
 
-    path: Path | None = option(None, positional=True, reads="path")
-    """A run, a cache, a checkpoint, a shard, a model folder, or a folder of runs and caches."""
+    path: Path | None = option(None, positional=True, reads="cache path")
+    """A run, a cache (hf:datasets/ORG/NAME and https:// too), a checkpoint, a shard, a model, or a folder of these."""
     watch: bool = option(False, needs="path")
     """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
@@ -271,8 +271,8 @@ class InspectConfig(Options):
 class VerifyConfig(Options):
     """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1."""
 
-    path: Path = option(positional=True, reads="path")
-    """A cache, a run or a checkpoint."""
+    path: Path = option(positional=True, reads="cache path")
+    """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
     repair: bool = False
     """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
     json: bool = False
