@@ -46,9 +46,13 @@ class Address:
             return f"{self.text}/{quote(name)}"
         from huggingface_hub import hf_hub_url
 
-        endpoint = os.environ.get("HF_ENDPOINT")
+        endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
         return hf_hub_url(
-            self.repository, name, repo_type="dataset", revision=self.revision, endpoint=endpoint and endpoint.rstrip("/")
+            self.repository,
+            name,
+            repo_type="dataset",
+            revision=self.revision,
+            endpoint=endpoint,
         )
 
 
@@ -90,7 +94,7 @@ def _web(text: str, shown: str) -> Address:
     if not host:
         raise UsageError(f"{shown}: names no host; give {_SHAPE}")
     if parts.username is not None or parts.password is not None:
-        raise UsageError(f"{parts.scheme}://...@{host}: a name and a password would end in logs; put them into ~/.netrc")
+        raise UsageError(f"{parts.scheme}://...@{host}: a password would end in logs; put it into ~/.netrc")
     if parts.query or parts.fragment:
         raise UsageError(f"{shown}: names of files are put behind it, so leave out what follows ? or #")
     if not is_allowed(text):

@@ -201,7 +201,7 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
 
 def _open(config: DistillConfig, folder: Path | None) -> dict[str, Source]:
-    cache = None if folder is None else Cache(folder)
+    cache = None if folder is None else Cache(folder, local_limit=config.local_limit)
     requests = (SourceRequest(split=split, cache=cache, seed=config.seed) for split in ("train", "validation"))
     return {request.split: open_source(config.source, request) for request in requests}
 
