@@ -16,7 +16,8 @@ import operator
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ from torch.utils.data import Dataset
 
 from kdtrain import faults
 from kdtrain.cache import format as cache_format
+from kdtrain.cache.address import parse_address
 from kdtrain.cache.hdf5 import check_structure
 from kdtrain.cache.manifest import Manifest, check_sizes, first_rows, read_manifest
+from kdtrain.cache.remote import AHEAD, Remote, open_remote
 from kdtrain.cache.shard import Shard, Stored, batch_of, shard_errors
 from kdtrain.cache.verify import verify_cache
+from kdtrain.config.commands import LOCAL_LIMIT
 from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, as_path
 from kdtrain.files import file_digest
@@ -42,6 +46,10 @@ V = 2,048, 2 MiB at V = 151,936."""
 _ROWS_AT_ONCE = 64
 
 
+class AlteredError(OSError):
+    """A file is not the one that the manifest states."""
+
+
 class CacheReader(Dataset[dict[str, Tensor]]):
     """One split of a finished cache: a map-style data set whose items are the `fields` of one sequence, without B.
 
@@ -49,19 +57,28 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     [2] int64, the rows of the teacher's output head and the entries of its tokenizer, and, where there is a teacher,
     `temperature_range` [2] fp64, the lowest and the highest T at which the cache is right.
 
-    manifest: of this folder, if it is read already.
+    manifest: of this folder, if it is read already. remote: brings the shards into the folder, and the tokenizer.
 
     UsageError: the folder holds no finished cache, the cache has no such split, or a shard of any split is missing or
     has another size than the manifest states.
     """
 
-    def __init__(self, folder: Path | str, split: str, manifest: Manifest | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, split: str, manifest: Manifest | None = None, remote: Remote | None = None
+    ) -> None:
         self.folder = Path(folder)
+        self.name = str(folder if remote is None else remote.address)
+        """What the cache is called in messages: its folder or its address."""
+        self._called = None if remote is None else self.name
         self.manifest = manifest or read_manifest(folder)
-        check_sizes(folder, self.manifest)
+        self.remote = remote
+        if remote is None:
+            check_sizes(folder, self.manifest)
         if split not in self.manifest.splits:
             there = ", ".join(self.manifest.splits)
-            raise UsageError(f"the cache {folder} has no split '{split}'; it has {there}")
+            raise UsageError(f"the cache {self.name} has no split '{split}'; it has {there}")
+        if remote is not None:
+            remote.bring_tokenizer()
         self.split = split
         self._shards = self.manifest.splits[split]["shards"]
         self._first_rows = np.array(first_rows(self.manifest.splits[split]))
@@ -74,7 +91,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
     def __repr__(self) -> str:
         sizes = f"{len(self)} sequences of {self.manifest.settings.seq_len} tokens"
-        return f"CacheReader('{self.folder}', '{self.split}'): {sizes}"
+        return f"CacheReader('{self.name}', '{self.split}'): {sizes}"
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -110,16 +127,15 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         rows, place = self._places(indices)
         parts: list[Stored] = []
         with self._lock():
+            self._here(rows)
             for shard, part in rows.items():
-                with shard_errors(self._paths[shard]):
-                    faults.point("cache.read")
-                    opened = self._shard(shard)
+                with self._reading(shard) as opened:
                     parts.append(opened.read(part, checked=bool(self._checked[shard][part].all())))
         try:
             batch = batch_of(parts, self.manifest.codec, place)
         except (ValueError, IndexError):  # find the shard that raised it
             for shard, stored in zip(rows, parts, strict=True):
-                with shard_errors(self._paths[shard]):
+                with shard_errors(self._paths[shard], self._called):
                     batch_of([stored], self.manifest.codec)
             raise
         for shard, stored in zip(rows, parts, strict=True):
@@ -135,9 +151,10 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         rows, place = self._places(indices)
         parts = []
         with self._lock():
+            self._here(rows)
             for shard, part in rows.items():
-                with shard_errors(self._paths[shard]):
-                    parts.append(self._shard(shard).text(part))
+                with self._reading(shard) as opened:
+                    parts.append(opened.text(part))
         return {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
 
     def rows(self) -> Iterator[PackedRow]:
@@ -148,9 +165,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
     def shard_file(self, number: int) -> Path:
         """The file of a shard, which has been compared with the manifest and the format. RunError: it is damaged."""
-        with self._lock(), shard_errors(self._paths[number]):
-            self._shard(number)
-        return self._paths[number]
+        with self._lock(), self._reading(number):
+            return self._paths[number]
 
     def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """The wanted rows by shard, ascending, and the place of each index among them. IndexError: there is no such."""
@@ -162,15 +178,49 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         parts = np.split(wanted - self._first_rows[holders], first[1:])
         return dict(zip(shards.tolist(), parts, strict=True)), place
 
+    @contextmanager
+    def _reading(self, number: int) -> Iterator[Shard]:
+        """A shard, brought here, compared and open. RunError: it is missing or damaged."""
+        if self.remote is not None:
+            self.remote.ensure(self._shards[number], self._close_oldest)
+        with shard_errors(self._paths[number], self._called):
+            faults.point("cache.read")
+            yield self._shard(number)
+
+    def _here(self, shards: Iterable[int]) -> None:
+        """Begin to bring those that are not here, and the next ones."""
+        if self.remote is not None:
+            wanted = dict.fromkeys([*shards, *(shard + more for shard in shards for more in range(1, AHEAD + 1))])
+            shards = [each for each in wanted if each < len(self._paths) and not self._paths[each].exists()]
+            self.remote.ahead(self._shards[each] for each in shards)
+
+    def _close_oldest(self) -> bool:
+        """Close the shard that was read longest ago; False: none is open."""
+        if self._open:
+            self._close(*self._open.popitem(last=False))
+        return bool(self._open)
+
+    def _close(self, number: int, shard: Shard) -> None:
+        shard.close()
+        if self.remote is not None:
+            self.remote.release(self._shards[number]["name"])
+
     def _shard(self, number: int) -> Shard:
         if self._process != os.getpid():
             # A parent's handles share its file offsets and locks: a child may drop them, but not read through them.
             self._open, self._process = OrderedDict(), os.getpid()
         if number not in self._open:
-            self._verify(number)
+            try:
+                self._verify(number)
+            except AlteredError:
+                if self.remote is None:
+                    raise
+                self.remote.put_aside(self._shards[number])
+                self.remote.ensure(self._shards[number], self._close_oldest)
+                self._verify(number)
             self._open[number] = Shard(self._paths[number], self.manifest.codec)
             if len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
+                self._close_oldest()
         self._open.move_to_end(number)
         return self._open[number]
 
@@ -182,9 +232,9 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if self._verified.get(number) == seen:
             return
         if found.st_size != self._shards[number]["bytes"]:
-            raise OSError("its size differs from the manifest's")
+            raise AlteredError("its size differs from the manifest's")
         if file_digest(path) != self._shards[number]["sha256"]:
-            raise OSError("its content changed: its SHA-256 differs from the manifest's")
+            raise AlteredError("its content changed: its SHA-256 differs from the manifest's")
         settings, sequences = self.manifest.settings, self._shards[number]["sequences"]
         first = self._shards[number].get("first_sequence", int(self._first_rows[number]))
         check_structure(path, settings.codec, settings.seq_len, self.split, first, sequences)
@@ -194,14 +244,20 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         """Close every open shard; a later read opens them again."""
         with self._lock():
             while self._open:
-                self._open.popitem()[1].close()
+                self._close_oldest()
 
 
 class Cache:
     """A finished cache: its splits as PyTorch data sets by name, and its manifest.
 
+    Args:
+        where: its folder, `hf:datasets/ORG/NAME[@REVISION]` or `https://...`. Of one that lies elsewhere a shard is
+            fetched when it is first read, and kept in KDTRAIN_HOME or ~/.cache/kdtrain.
+        local_limit: GB that are kept there at most.
+
     Raises:
-        UsageError: the folder holds no finished cache.
+        UsageError: there is no finished cache, or it is not to be had.
+        RunError: it cannot be reached.
 
     >>> cache = Cache("cache/t")
     >>> list(cache), len(cache["train"]), cache.temperature_range, cache.verify()
@@ -212,15 +268,19 @@ class Cache:
     torch.Size([2, 25])
     """
 
-    def __init__(self, folder: Path | str) -> None:
-        self.folder = as_path(folder, "folder")
+    def __init__(self, where: Path | str, *, local_limit: float = LOCAL_LIMIT) -> None:
+        folder = as_path(where, "where")
+        address = parse_address(where)
+        self.remote = None if address is None else open_remote(address, local_limit)
+        self.folder = folder if self.remote is None else self.remote.folder
+        self.name = str(folder if self.remote is None else self.remote.address)
         self._splits: dict[str, CacheReader] = {}
-        self.manifest: Manifest = read_manifest(self.folder)
+        self.manifest: Manifest = self.remote.manifest if self.remote else read_manifest(self.folder)
 
     def __getitem__(self, split: str) -> "CacheReader":
         """The split `train` or `validation`. UsageError: see `CacheReader`."""
         if split not in self._splits:
-            self._splits[split] = CacheReader(self.folder, split, self.manifest)
+            self._splits[split] = CacheReader(self.folder, split, self.manifest, self.remote)
         return self._splits[split]
 
     def __iter__(self) -> Iterator[str]:
@@ -234,7 +294,7 @@ class Cache:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {split['sequences']}" for name, split in self.manifest.splits.items())
-        return f"Cache('{self.folder}'): {sizes} sequences of {self.manifest.settings.seq_len} tokens"
+        return f"Cache('{self.name}'): {sizes} sequences of {self.manifest.settings.seq_len} tokens"
 
     @property
     def temperature_range(self) -> tuple[float, float]:
@@ -244,7 +304,7 @@ class Cache:
 
     def verify(self) -> list[str]:
         """Read the whole cache and compare every digest; one line for each problem."""
-        return verify_cache(self.folder)
+        return verify_cache(self.folder, self.remote)
 
 
 def collate(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

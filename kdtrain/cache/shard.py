@@ -135,11 +135,14 @@ def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None
 
 
 @contextmanager
-def shard_errors(path: Path) -> Iterator[None]:
-    """Turn any error of the block into a RunError that names the shard at `path` and its cache."""
+def shard_errors(path: Path, source: str | None = None) -> Iterator[None]:
+    """Turn any error of the block into a RunError that names the shard at `path` and its cache.
+
+    source: the address that the shard was fetched from.
+    """
     try:
         yield
-    except MemoryError:
+    except (MemoryError, RunError):
         raise
     except Exception as error:
         cache, system = path.parents[1], system_error(error)
@@ -152,6 +155,10 @@ def shard_errors(path: Path) -> Iterator[None]:
             # The shard is not damaged: a repair would move a sound one aside.
             raise RunError(
                 f"shard {path} cannot be read now ({system.strerror}): make it readable, and run the same command again"
+            ) from error
+        if source is not None:
+            raise RunError(
+                f"shard {path.name} of {source} is not what kdtrain writes ({first_line(error)}); ask its author"
             ) from error
         reason = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
         raise RunError(

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from kdtrain.cache.address import parse_address
 from kdtrain.cli.options import Option
 from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
@@ -95,6 +96,11 @@ def _exists(text: str | Path) -> bool:
 
 
 def _cache(text: str, texts: Mapping[str, str]) -> str | None:
+    try:
+        if parse_address(text) is not None:
+            return None
+    except UsageError as error:
+        return str(error.args[0]).partition(": ")[2]
     if not _exists(text):
         return "no cache is there; make one with kdtrain cache-teacher"
     if os.path.isfile(text):
@@ -164,6 +170,10 @@ def _path(text: str, texts: Mapping[str, str]) -> str | None:
     return None if re.match(r"[a-z]+:/", text) or _exists(text) else "it does not exist"
 
 
+def _cache_path(text: str, texts: Mapping[str, str]) -> str | None:
+    return _cache(text, texts) if re.match(r"hf:|[A-Za-z][\w+.-]+:/", text) else _path(text, texts)
+
+
 def _checkpoint(text: str, texts: Mapping[str, str]) -> str | None:
     run = texts.get("run") or texts.get("out") or ""
     names = _names(Path(run, "checkpoints"))
@@ -183,6 +193,7 @@ _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
     "file": _file,
     "saved": _saved,
     "path": _path,
+    "cache path": _cache_path,
     "checkpoint": _checkpoint,
 }
 """What an option reads -> what is wrong with a text; None: nothing."""

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 
 from kdtrain.cache import format as cache_format
+from kdtrain.cache.address import Address, parse_address
 from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.local import home, listing
 from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest, read_sidecar
+from kdtrain.cache.remote import open_remote
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store, checkpoint_at, problem, read_checkpoint
 from kdtrain.commands import pages
@@ -46,13 +49,19 @@ def main(config: InspectConfig) -> int:
     if config.hardware:
         show("hardware", hardware(), config.json)
         return 0
+    if config.local:
+        rows, total = listing()
+        facts = {"folder": str(home()), "bytes": total, "caches": rows}
+        show("", facts, True) if config.json else show_page(pages.local_page(facts))
+        return 0
     assert config.path is not None
-    path, kind = config.path, _kind(config.path)
+    address = parse_address(config.path)
+    path, kind = config.path, "cache" if address else _kind(config.path)
     refuse(config.watch and kind != "run", f"--watch is for runs; {path} is a {kind}")
     if config.watch:
         return _watch(path)
     with _as_written(path):
-        facts, page = _PAGES[kind](path)
+        facts, page = _PAGES[kind](path) if address is None else _remote(address)
         if config.json or page is None:
             show(f"{kind} {path}", facts, config.json)
         else:
@@ -135,6 +144,14 @@ def _cache(path: Path) -> _Found:
     check_sizes(path, manifest)
     facts = _cache_facts(path, manifest)
     return facts, pages.cache_page(path, facts, manifest)
+
+
+def _remote(address: Address) -> _Found:
+    """A cache elsewhere, of which the manifest alone is fetched."""
+    remote = open_remote(address)
+    facts = {"from": str(remote.address)} | _cache_facts(remote.folder, remote.manifest)
+    missing = {split: len(remote.missing(split)) for split in remote.manifest.splits}
+    return facts | {"shards not here": missing}, pages.cache_page(str(address), facts, remote.manifest)
 
 
 def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:

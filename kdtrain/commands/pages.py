@@ -248,11 +248,31 @@ def _next(path: Path, state: str, facts: Mapping[str, Any], result: Mapping[str,
     return f"kdtrain export {word} --out {_word(path.with_name(path.name + '-student'))}"
 
 
-def _word(path: Path) -> str:
+def _word(path: Path | str) -> str:
     return shlex.quote(str(path))
 
 
-def cache_page(path: Path, facts: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
+def local_page(facts: Mapping[str, Any]) -> Iterator[Part]:
+    """What is kept of caches from elsewhere: `facts` as `--json` prints them."""
+    yield f"{facts['folder']}: {size(facts['bytes'] / 2**20)} of {len(facts['caches'])} caches from elsewhere"
+    if facts["caches"]:
+        yield columns(
+            ("digest", "shards", "of", "size", "read", "teacher", "from"),
+            [
+                (
+                    each["digest"][:12],
+                    *(each["shards here"], each["shards"], size(each["bytes"] / 2**20)),
+                    "-" if each["last read"] is None else time.strftime("%F %H:%M", time.localtime(each["last read"])),
+                    *(str(each["teacher"] or "-"), ", ".join(each["from"]) or "-"),
+                )
+                for each in facts["caches"]
+            ],
+            left=("digest", "read", "teacher", "from"),
+        )
+        yield "The shard that was read longest ago goes first, above --local-limit. A folder of caches/ may be removed."
+
+
+def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:
     """A cache: what it is and for which T, what it takes, and how true it is, in words.
 
     facts: as `--json` prints them. KeyError, TypeError, ValueError, AttributeError: the fidelity is not kdtrain's.

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 from kdtrain.cache import format as cache_format
+from kdtrain.cache.address import parse_address
+from kdtrain.cache.remote import open_remote
 from kdtrain.cache.verify import repair, verify_cache
 from kdtrain.checkpoint.store import Store, checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.commands.build_cache import holds_tokens
 from kdtrain.commands.run_folder import is_run
 from kdtrain.config import VerifyConfig
+from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
@@ -20,12 +23,16 @@ def main(config: VerifyConfig) -> int:
         UsageError: the path is neither a cache nor a run nor a checkpoint, or cannot be repaired.
     """
     setup_logging()
-    kind = kind_of(config.path)
-    if config.repair and kind != "cache":
-        raise UsageError(f"--repair is for caches; {config.path} is a {kind}")
-    problems = _problems(config.path, kind)
+    if (address := parse_address(config.path)) is not None:
+        refuse(config.repair, f"--repair is for caches in folders; ask the author of {address}")
+        remote = open_remote(address, config.local_limit)
+        kind, path, problems = "cache", str(address), verify_cache(config.path, remote)
+    else:
+        kind, path = kind_of(config.path), str(config.path)
+        refuse(config.repair and kind != "cache", f"--repair is for caches; {config.path} is a {kind}")
+        problems = _problems(config.path, kind)
     result: dict[str, object] = {
-        "path": str(config.path),
+        "path": path,
         "kind": kind,
         "ok": not problems,
         "problems": problems,
@@ -33,7 +40,7 @@ def main(config: VerifyConfig) -> int:
     if config.repair and problems:
         result["dropped"] = repair(config.path)
         log.info("run the same cache-teacher command again to build what is missing")
-    show(f"verify {config.path}", result, config.json)
+    show(f"verify {path}", result, config.json)
     return 1 if problems else 0
 
 

@@ -34,6 +34,10 @@ def _refuse_wrong_source(cache: Path | tuple[str, ...] | None, teacher: str | No
         data.refuse_changes()
 
 
+LOCAL_LIMIT = 50.0
+"""GB of caches from elsewhere that are kept if nothing else is asked for."""
+
+
 def _check_device(name: str) -> None:
     known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
     refuse(known is None, f"--device '{name[:80]}' is unknown; use auto, cpu, cuda or cuda:N")
@@ -145,6 +149,8 @@ class DistillConfig(Options):
     """A finished cache: the teacher's distributions and their tokens. Given again, the run mixes several."""
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
+    local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
+    """GB of shards that are kept in KDTRAIN_HOME, or ~/.cache/kdtrain, of caches from elsewhere; oldest go first."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
     """An online teacher instead of a cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     source: str = option("cache", check=SOURCES.check)
@@ -257,6 +263,8 @@ class EvaluateConfig(Options):
     """A run, a checkpoint, an exported model folder, a TOML or a hub id."""
     cache: Path | None = option(None, once=True, reads="cache")
     """A finished cache; its validation split is used unless --split is train."""
+    local_limit: float = option(LOCAL_LIMIT, above=0)
+    """GB of shards that are kept in KDTRAIN_HOME, or ~/.cache/kdtrain, of caches from elsewhere; oldest go first."""
     teacher: str | None = option(None, once=True, reads="teacher spec")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     config: Path | None = option(None, per_rank=True, once=True)
@@ -280,18 +288,21 @@ class EvaluateConfig(Options):
 class InspectConfig(Options):
     """Show a run, a cache, a checkpoint, a shard, a model or a folder of these, or what this machine supports."""
 
-    path: Path | None = option(None, positional=True, reads="path")
-    """A run, a cache, a checkpoint, a shard, a model folder, or a folder of runs and caches."""
+    path: Path | None = option(None, positional=True, reads="cache path")
+    """A run, a cache (hf:datasets/ORG/NAME and https:// too), a checkpoint, a shard, a model, or a folder of these."""
     watch: bool = option(False, needs="path")
     """Show how a run is doing every ten seconds, and what is wrong, until it ends."""
     hardware: bool = False
     """Show devices, number formats and compilers of this machine instead."""
+    local: bool = False
+    """Show what is kept here of caches from elsewhere instead."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self.path is None and not self.hardware, "nothing to inspect; give a PATH or --hardware")
+        nothing = self.path is None and not self.hardware and not self.local
+        refuse(nothing, "nothing to inspect; give a PATH, --local or --hardware")
         refuse(self.watch and self.json, "--watch prints lines for people; leave --json out")
 
 
@@ -299,10 +310,12 @@ class InspectConfig(Options):
 class VerifyConfig(Options):
     """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1."""
 
-    path: Path = option(positional=True, reads="path")
-    """A cache, a run or a checkpoint."""
+    path: Path = option(positional=True, reads="cache path")
+    """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
     repair: bool = False
     """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
+    local_limit: float = option(LOCAL_LIMIT, above=0)
+    """GB of shards that are kept in KDTRAIN_HOME, or ~/.cache/kdtrain, of caches from elsewhere; oldest go first."""
     json: bool = False
     """Print one JSON object on stdout."""
 

@@ -19,7 +19,7 @@ class CachedSource:
         span = manifest.temperature_range
         self.reader = reader
         self.facts = Facts(
-            name=str(reader.folder),
+            name=reader.name,
             identity=manifest.digest,
             seq_len=settings.seq_len,
             vocab_size=manifest.vocab_size,

@@ -53,9 +53,7 @@ class MixtureSource:
         targets = join([(each.loss_mask.numel(), each.targets) for each in batches])
         if targets is None and self.facts.targets != "none":
             targets = MixedTargets(((sum(each.loss_mask.numel() for each in batches), None),))
-        plain = (
-            torch.cat([getattr(each, name) for each in batches]) for name in ("tokens", "loss_mask", "segments")
-        )
+        plain = (torch.cat([getattr(each, name) for each in batches]) for name in ("tokens", "loss_mask", "segments"))
         return Batch(*plain, targets)
 
 
@@ -102,7 +100,9 @@ def _common(members: list[Facts]) -> dict[str, object]:
     low = max((each.temperature_range[0] for each in taught), default=0.25)
     high = min((each.temperature_range[1] for each in taught), default=20.0)
     if low > high:
-        ranges = (f"{each.name} for {each.temperature_range[0]:.3g} to {each.temperature_range[1]:.3g}" for each in taught)
+        ranges = (
+            f"{each.name} for {each.temperature_range[0]:.3g} to {each.temperature_range[1]:.3g}" for each in taught
+        )
         raise UsageError(f"no temperature is right for all caches: {', '.join(ranges)}; leave one out")
     kinds = {each.targets for each in taught}
     specs = dict.fromkeys(str(each.teacher["spec"]) for each in taught if each.teacher.get("spec"))
