@@ -240,7 +240,10 @@ def read_manifest(folder: Path | str) -> Manifest:
     path = folder / cache_format.MANIFEST
     if not path.exists():
         if any((folder / cache_format.SHARDS).glob("*.h5*")):  # a temporary one too
-            raise UsageError(f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it")
+            raise UsageError(
+                f"the cache {folder} is unfinished; run the same cache-teacher command again to finish it, "
+                "or the merge or subset that began it"
+            )
         if (folder / cache_format.SETTINGS).exists():
             raise UsageError(
                 f"the cache {folder} holds no shard: the command that began it was refused or stopped before its first "

@@ -79,7 +79,7 @@ def _refined_settings(refined: Cache, teacher: Teacher) -> CacheSettings:
             f"{name}: {str(theirs.get(name))[:12]} there, {str(ours.get(name))[:12]} here" for name in changed
         )
         raise UsageError(
-            f"--refine {refined.folder} is of the teacher {theirs.get('spec')}, not {teacher.name} ({differ})"
+            f"--refine {refined.folder} is of another teacher ({theirs.get('spec')}, asked {teacher.name}: {differ})"
         )
     refuse_tokenizer(tokenizer_digest(teacher.tokenizer), settings.tokenizer_digest)
     number = settings.codec.num_samples

@@ -173,6 +173,7 @@ def _cache_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "bytes per token": manifest.bytes_per_token,
         "temperature range": manifest.temperature_range,
         "fidelity": manifest.fidelity,
+        **({"parents": manifest.parents} if manifest.parents else {}),
         "versions": manifest.versions,
         **_aside(path.resolve()),
     }

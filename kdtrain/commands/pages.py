@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.manifest import Manifest, Sidecar
+from kdtrain.cache.manifest import Manifest, Parent, Sidecar
 from kdtrain.commands.result import RESULT
 from kdtrain.commands.run_folder import is_training
 from kdtrain.files import open_regular, parse_json, read_json, typed
@@ -315,11 +315,23 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
     if manifest.fidelity:
         yield ""
         yield from _fidelity(manifest.fidelity)
+    if manifest.parents:
+        yield ""
+        yield "made of"
+        yield from (f"  {_origin(parent)}" for parent in manifest.parents)
     yield from _aside(facts)
     yield ""
     yield f"digest {manifest.digest[:12]}, kdtrain {manifest.versions.get('kdtrain')}"
     if codec.kind != "tokens":
         yield f"Next: kdtrain distill --cache {_word(path)} --student SPEC --out runs/NAME"
+
+
+def _origin(parent: Parent) -> str:
+    """What a cache took of one that it was merged or cut from."""
+    rows = f", rows {parent['rows']} of {' and '.join(parent.get('splits', []))}" if "rows" in parent else ""
+    share = f", {number(parent['weight'])} of the sum" if parent["weight"] < 1 else ""
+    samples = f", {parent['num_samples']} samples" if parent["num_samples"] else ""
+    return f"{parent['digest'][:12]} of {(parent['teacher'] or {}).get('spec') or 'no teacher'}{samples}{share}{rows}"
 
 
 def _bytes(split: Mapping[str, Any]) -> float:
