@@ -129,6 +129,10 @@ class TemperatureRange(TypedDict):
     rule: str
 
 
+_OPTIONAL = ("test_vector",)
+"""Keys of the manifest that are left out where there is nothing to say."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A finished cache, as its manifest states it."""
@@ -146,6 +150,8 @@ class Manifest:
     """SHA-256 by file name."""
     versions: dict[str, str]
     """kdtrain and the libraries it was built with."""
+    test_vector: dict[str, Any] | None = None
+    """See `vector.make_vector`; None in caches without one."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 
@@ -162,6 +168,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
+        own = {name: value for name, value in own.items() if value is not None or name not in _OPTIONAL}
         return sealed({**self.settings.to_json(), **own})
 
     @classmethod

@@ -268,6 +268,15 @@ def open_remote(address: Address, limit: float = LOCAL_LIMIT) -> Remote:
     return remote
 
 
+def read_small(address: Address, name: str, most: int) -> bytes:
+    """The content of a small file, which is not kept. UsageError, Unreachable, RunError: as `fetch`."""
+    with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
+        part = Path(folder) / "part"
+        what = f"{address}: {printable(name)}"
+        fetch(address.url(name), part, what=what, most=most, headers=_headers(address))
+        return part.read_bytes()
+
+
 def _short(manifest: Manifest, known: local.Name) -> tuple[str, str]:
     return manifest.digest[:12], known["cache"][:12]
 
