@@ -3,11 +3,11 @@
 `python -m benchmarks.performance.travel [--pairs 5] [--steps 150] [--sequences 512]` writes
 benchmarks/results/travel.json.
 
-The real `kdtrain distill` with the shipped teacher and a student, from the folder and from a server of Python's own
-on this machine, in turn. `cold` begins with an empty KDTRAIN_HOME, so that it fetches and checks every shard within its
-first steps; `warm` has all of them there. A run's tokens a second are those of its
-result.json, from its first step to its last, validation and the fetching of shards included. The figure is the median over pairs of the ratio to the folder.
-The whole command's seconds are given too.
+The real `kdtrain distill` with the shipped teacher and a student, from the folder and from a server of Python's own on
+this machine, in turn. `cold` begins with an empty KDTRAIN_HOME, so that it fetches and checks every shard within its
+first steps; `warm` has all of them there. A run's tokens a second are those of its result.json, from its first step to
+its last, validation and the fetching of shards included. The figure is the median over pairs of the ratio to the
+folder. The seconds of the whole command are given too.
 """
 
 import argparse

@@ -154,6 +154,7 @@ def _write_preview(cache: Cache, path: Path) -> bool:
     reader, rows = cache[split], []
     for number in range(min(_ROWS, len(reader))):
         rows.append(_row(reader[number], number, tokenizer))
+    datasets.disable_progress_bars()
     datasets.Dataset.from_list(rows).to_parquet(str(path))
     return True
 

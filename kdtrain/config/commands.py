@@ -301,7 +301,7 @@ class PushConfig(Options):
 
     cache: Path = option(positional=True, reads="cache")
     """The folder of a finished cache."""
-    to: str = option(positional=True)
+    to: str = option(positional=True, reads="data set")
     """Where to: hf:ORG/NAME, which is made if it is not there."""
     private: bool = False
     """Make the data set private, if it is made."""

@@ -58,7 +58,7 @@ def test_inspect_evaluate_and_verify_read_a_cache_elsewhere(workbench, web: Web,
     assert web.requests == ["/manifest.json"]
     code, out, _ = workbench.call("inspect", web.url)
     assert code == 0 and f"kdtrain distill --cache {web.url}" in out
-    options = ("--student", "student.toml", "--precision", "fp32")
+    options = ("--student", "teacher", "--precision", "fp32")
     assert workbench.json("evaluate", "--cache", web.url, *options) == workbench.json(
         "evaluate", "--cache", "cache", *options
     )
