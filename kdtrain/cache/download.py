@@ -215,9 +215,8 @@ def _receive(answer: "requests.Response", part: Path, start: int, what: str, mos
         while piece := _read(answer):
             have += len(piece)
             if have > most:
-                raise RunError(
-                    f"{what}: the server sends more than {most:,} bytes, and it was not kept; ask its author"
-                )
+                _drop(part)
+                raise RunError(f"{what}: the server sends more than {most:,} bytes; ask its author")
             with writing(part):
                 faults.point("cache.fetch.bytes", len(piece))
                 file.write(piece)

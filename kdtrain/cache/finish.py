@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import h5py
 from kdtrain import __version__
 from kdtrain.cache import format as cache_format
 from kdtrain.cache import hdf5
+from kdtrain.cache.card import write_card
 from kdtrain.cache.folder import file_digests
 from kdtrain.cache.manifest import (
     CacheSettings,
@@ -21,6 +23,7 @@ from kdtrain.cache.manifest import (
     read_sidecar,
 )
 from kdtrain.cache.shard_writer import ShardPlace, is_of
+from kdtrain.cache.vector import make_vector
 from kdtrain.errors import RunError, writing
 from kdtrain.files import file_digest, publish_json, published, set_aside
 
@@ -62,7 +65,7 @@ def publish_manifest(
     temperature_range: Any,
     parents: list[Parent] | None = None,
 ) -> Manifest:
-    """Write the index, then the manifest; return the manifest as it is read again.
+    """Write the index and the card, then the manifest; return the manifest as it is read again.
 
     tokens: SHA-256 of all tokens, by split.
     """
@@ -71,6 +74,8 @@ def publish_manifest(
     with published(index, "cache.index") as temporary:
         parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
         hdf5.write_index(temporary, settings.codec, length, parts, pieces=pieces)
+    first = next(iter(sidecars))
+    shard = sidecars[first][0]
     manifest = Manifest(
         settings=settings,
         splits={split: _summary(each, tokens[split], pieces) for split, each in sidecars.items()},
@@ -85,8 +90,11 @@ def publish_manifest(
             "hdf5": h5py.version.hdf5_version,
         },
         parents=parents,
+        test_vector=make_vector(folder, settings.codec, first, shard["name"], shard["sequences"]),
     )
-    publish_json(folder / cache_format.MANIFEST, manifest.to_json(), "cache.manifest")
+    record = manifest.to_json()
+    write_card(folder, replace(manifest, digest=record["digest"]))
+    publish_json(folder / cache_format.MANIFEST, record, "cache.manifest")
     return read_manifest(folder)
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from kdtrain.cache.address import Address
 from kdtrain.cache.download import WAIT, Unreachable
@@ -74,7 +74,9 @@ def ask(address: Address, question: Callable[[], Answer], patience: int = 4) -> 
 
 def _passing(error: Exception) -> str | None:
     """What may pass, in words; None for an answer that will stay."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status, cause = None, cast("BaseException | None", error)
+    while status is None and cause is not None:  # an upload's error wraps the answer
+        status, cause = getattr(getattr(cause, "response", None), "status_code", None), cause.__cause__
     if status is None:
         return _line(error) if not isinstance(error, ValueError | TypeError) else None
     return f"it answers {status}" if status in (408, 425, 429) or status >= 500 else None

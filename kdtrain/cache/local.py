@@ -29,10 +29,14 @@ from kdtrain.cache import format as cache_format
 from kdtrain.cache.address import Address
 from kdtrain.cache.manifest import Digest, Manifest, read_manifest
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import Lock, make_folder, publish_json, read_sealed, typed
+from kdtrain.files import Lock, make_folder, publish_json, read_sealed, temporary_of, typed
 
 PART = ".part"
 GB = 10**9
+
+
+_LEFT = 3600.0
+"""Seconds after which a temporary file that nobody writes is what a killed process left."""
 
 
 class Name(TypedDict):
@@ -117,6 +121,8 @@ def _files() -> Iterator[_File]:
 
 def _file(path: Path, found: os.stat_result) -> _File:
     folder, size, stem = path.parents[1], found.st_size, path.name.removesuffix(PART)
+    if temporary_of(path.name) is not None:
+        return _File(path, size, found.st_mtime, found.st_mtime < time.time() - _LEFT)
     if path.parent.name == cache_format.SHARDS and stem.endswith(".h5") and stat.S_ISREG(found.st_mode):
         manifest = kept_manifest(folder) if folder.parent == home() / "caches" else None
         stated = {} if manifest is None else sizes(manifest)

@@ -154,6 +154,10 @@ class TemperatureRange(TypedDict):
     rule: str
 
 
+_OPTIONAL = ("test_vector",)
+"""Keys of the manifest that are left out where there is nothing to say."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A finished cache, as its manifest states it."""
@@ -173,6 +177,8 @@ class Manifest:
     """kdtrain and the libraries it was built with."""
     parents: list[Parent] | None = None
     """The caches that it was made from, sorted by digest; None: it was captured from a teacher."""
+    test_vector: dict[str, Any] | None = None
+    """See `vector.make_vector`; None in caches without one."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 

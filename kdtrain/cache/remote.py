@@ -36,6 +36,8 @@ log = logging.getLogger("kdtrain")
 AHEAD = 8
 """Shards after the one that is read that are fetched ahead."""
 _THREADS = 2
+_IDLE = 5.0
+"""Seconds after which a thread that fetches ahead ends."""
 _POLL = 0.05
 _STALLED = 120.0
 """Seconds without a byte after which a download of another process is no longer waited for."""
@@ -58,10 +60,11 @@ class Remote:
         self._held: dict[str, int] = {}
         self._wanted: queue.SimpleQueue[ShardRecord] = queue.SimpleQueue()
         self._asked: set[str] = set()
+        self._threads: list[threading.Thread] = []
         self._process = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": {}, "_wanted": None, "_asked": set(), "_process": 0}
+        return {**self.__dict__, "_held": {}, "_wanted": None, "_asked": set(), "_threads": [], "_process": 0}
 
     def ensure(self, record: ShardRecord, give_way: Callable[[], bool] = lambda: False) -> Path:
         """Have a shard here, whole, and keep it from removal until `release`.
@@ -117,6 +120,12 @@ class Remote:
             if record["name"] not in self._asked:
                 self._asked.add(record["name"])
                 self._wanted.put(record)
+        self._threads = [each for each in self._threads if each.is_alive()]
+        while len(self._threads) < _THREADS and not self._wanted.empty():
+            # a daemon: the end of the process does not wait for what nobody asked for
+            thread = threading.Thread(target=self._work, args=(self._wanted,), daemon=True, name="cache-fetch")
+            self._threads.append(thread)
+            thread.start()
 
     def bring(self, name: str, sha256: str | None = None, most: int = LARGE) -> Path:
         """Have a small file here: one of the tokenizer, the index, a record. UsageError, RunError: it cannot be had."""
@@ -199,14 +208,15 @@ class Remote:
             return
         for handle in self._held.values():
             os.close(handle)
-        self._held, self._asked, self._wanted = {}, set(), queue.SimpleQueue()
+        self._held, self._asked, self._wanted, self._threads = {}, set(), queue.SimpleQueue(), []
         self._process = os.getpid()
-        for _ in range(_THREADS if self.connected else 0):
-            threading.Thread(target=self._work, args=(self._wanted,), daemon=True, name="cache-fetch").start()
 
     def _work(self, wanted: "queue.SimpleQueue[ShardRecord]") -> None:
         while True:
-            record = wanted.get()
+            try:
+                record = wanted.get(timeout=_IDLE)
+            except queue.Empty:
+                return
             path = cache_format.shard_path(self.folder, record["name"])
             try:
                 if not path.exists():
@@ -239,7 +249,7 @@ def open_remote(address: Address, limit: float = LOCAL_LIMIT) -> Remote:
 
     UsageError: there is none, or it is not to be had. RunError: it cannot be reached, and nothing of it is here.
     """
-    bytes_, known = int(limit * local.GB), local.recall(address)
+    bytes_, known = int(min(limit, 1e9) * local.GB), local.recall(address)
     here = None if known is None else local.kept_manifest(local.cache_folder(known["cache"]))
     connected = not offline()
     if connected:
@@ -266,6 +276,15 @@ def open_remote(address: Address, limit: float = LOCAL_LIMIT) -> Remote:
             "%s: without a connection shard %s%s is missing here; the others can be read", address, gone[0], more
         )
     return remote
+
+
+def read_small(address: Address, name: str, most: int) -> bytes:
+    """The content of a small file, which is not kept. UsageError, Unreachable, RunError: as `fetch`."""
+    with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
+        part = Path(folder) / "part"
+        what = f"{address}: {printable(name)}"
+        fetch(address.url(name), part, what=what, most=most, headers=_headers(address))
+        return part.read_bytes()
 
 
 def _short(manifest: Manifest, known: local.Name) -> tuple[str, str]:

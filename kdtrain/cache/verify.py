@@ -31,6 +31,7 @@ from kdtrain.cache.manifest import (
 )
 from kdtrain.cache.remote import AHEAD, Remote, open_remote
 from kdtrain.cache.shard import Shard, batch_of, first_line
+from kdtrain.cache.vector import agrees, make_vector
 from kdtrain.errors import RunError, UsageError, system_error, writing
 from kdtrain.files import LARGE, MEDIUM, SMALL, file_digest, publish_json, read_sealed, refuse_links, set_aside
 
@@ -133,6 +134,13 @@ def _content_problems(folder: Path, manifest: Manifest, split: str, row: int, st
         check_content(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
     except (OSError, ValueError) as error:
         yield file_problem(path, error, f"{cache_format.SHARDS}/{path.name}")
+        return
+    vector = manifest.test_vector
+    if vector is None or number or split != next(iter(manifest.splits)):
+        return
+    if not agrees(vector, make_vector(folder, settings.codec, split, stated["name"], stated["sequences"])):
+        text = f"{folder / cache_format.MANIFEST}: its test_vector is not what shard {stated['name']} holds"
+        yield Problem(text, cache_format.MANIFEST)
 
 
 def _remote_problems(remote: Remote) -> Iterator[Problem]:

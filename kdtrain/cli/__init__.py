@@ -31,7 +31,7 @@ from kdtrain.registry import Registry, first_line
 COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
-_WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "report", "verify")
+_WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "report", "verify")
 """Commands that load no model, and so run under `python -OO`."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""

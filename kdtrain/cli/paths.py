@@ -45,6 +45,7 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
     if wrong is None:
         return None
     near = None if _exists(text) else near_path(text, _HOMES.get(reads.split()[-1], []))
+    text = re.sub(r"//[^/@\s]*@", "//...@", text)  # a password
     name = text if option.positional else f"{flag(option.name)} {text}"
     return f"{name}: {wrong.split('; ')[0]}; perhaps you meant {near}" if near else f"{name}: {wrong}"
 
@@ -174,6 +175,14 @@ def _cache_path(text: str, texts: Mapping[str, str]) -> str | None:
     return _cache(text, texts) if re.match(r"hf:|[A-Za-z][\w+.-]+:/", text) else _path(text, texts)
 
 
+def _data_set(text: str, texts: Mapping[str, str]) -> str | None:
+    try:
+        address = parse_address(text)
+    except UsageError as error:
+        return str(error.args[0]).partition(": ")[2]
+    return None if address and address.repository else "it is not a data set on the hub; give hf:ORG/NAME"
+
+
 def _checkpoint(text: str, texts: Mapping[str, str]) -> str | None:
     run = texts.get("run") or texts.get("out") or ""
     names = _names(Path(run, "checkpoints"))
@@ -195,5 +204,6 @@ _LOOKS: dict[str, Callable[[str, Mapping[str, str]], str | None]] = {
     "path": _path,
     "cache path": _cache_path,
     "checkpoint": _checkpoint,
+    "data set": _data_set,
 }
 """What an option reads -> what is wrong with a text; None: nothing."""

@@ -1,6 +1,7 @@
 """`kdtrain inspect`: shows a run, a cache, or what is in them as a page, or the capabilities of this machine."""
 
 import contextlib
+import math
 import os
 import platform
 import stat
@@ -148,7 +149,7 @@ def _cache(path: Path) -> _Found:
 
 def _remote(address: Address) -> _Found:
     """A cache elsewhere, of which the manifest alone is fetched."""
-    remote = open_remote(address)
+    remote = open_remote(address, limit=math.inf)
     facts = {"from": str(remote.address)} | _cache_facts(remote.folder, remote.manifest)
     missing = {split: len(remote.missing(split)) for split in remote.manifest.splits}
     return facts | {"shards not here": missing}, pages.cache_page(str(address), facts, remote.manifest)

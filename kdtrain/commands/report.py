@@ -203,10 +203,11 @@ def _caches(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _cache(folder: Path, digest: str) -> str:
-    from kdtrain.cache.manifest import read_manifest  # imports torch
+    from kdtrain.cache.local import cache_folder, kept_manifest  # imports torch
+    from kdtrain.cache.manifest import read_manifest
 
     try:
-        manifest = read_manifest(folder)
+        manifest = kept_manifest(cache_folder(digest)) or read_manifest(folder)
     except (UsageError, RunError, OSError, ValueError) as error:
         reason = printable(str(error))[:200]
         return f'<p class="warn">It is no longer there to be described: {_safe(reason)}</p>'

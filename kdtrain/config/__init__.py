@@ -20,6 +20,7 @@ from kdtrain.config.commands import GenerateConfig as GenerateConfig
 from kdtrain.config.commands import InspectConfig as InspectConfig
 from kdtrain.config.commands import MergeConfig as MergeConfig
 from kdtrain.config.commands import PlotConfig as PlotConfig
+from kdtrain.config.commands import PushConfig as PushConfig
 from kdtrain.config.commands import ReportConfig as ReportConfig
 from kdtrain.config.commands import SubsetConfig as SubsetConfig
 from kdtrain.config.commands import VerifyConfig as VerifyConfig

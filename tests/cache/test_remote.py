@@ -1,0 +1,437 @@
+"""Caches that lie elsewhere: what is fetched when, what is kept, and that nothing unverified is ever read.
+
+The clients are the real ones, against a server of this machine (tests/web.py).
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kdtrain.cache import download, local
+from kdtrain.cache.reader import Cache
+from kdtrain.cache.verify import verify_cache
+from kdtrain.errors import RunError, UsageError
+from kdtrain.files import publish_json
+from tests.web import TOKEN, Repository, Web, serving
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KDTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(download, "WAIT", 0.001)
+    monkeypatch.setattr(download, "TIMEOUT", (1.0, 1.0))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def web(whole: Path, home: Path) -> Iterator[Web]:
+    with serving(whole) as found:
+        yield found
+
+
+@pytest.fixture
+def hub(whole: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """A stand-in of the hub with the cache as the data set org/cache."""
+    from huggingface_hub import constants
+
+    with serving() as found:
+        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        found.hub["org/cache"] = Repository()
+        found.hub["org/cache"].commit(files_of(whole))
+        yield found
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def shards_here(home: Path) -> set[str]:
+    return {path.stem for path in home.rglob("*.h5") if path.parent.name == "shards"}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_cache_on_a_web_server_reads_as_the_folder_does_and_each_file_is_fetched_once(web: Web, whole: Path) -> None:
+    cache, folder = Cache(web.url), Cache(whole)
+    assert web.requests == ["/manifest.json"]
+    assert cache.manifest == folder.manifest and cache.name == web.url
+    for split in cache:
+        for row in range(len(folder[split])):
+            assert_same(cache[split][row], folder[split][row])
+    assert len(web.requests) == len(set(web.requests)) == 1 + 1 + 4  # manifest, tokenizer, shards
+    cache = Cache(web.url)
+    cache["train"][0]
+    assert web.requests[6:] == ["/manifest.json"]
+
+
+def test_the_same_cache_from_two_places_is_kept_once(web: Web, whole: Path, home: Path) -> None:
+    with serving(whole.parent) as other:
+        Cache(web.url)["train"][0]
+        Cache(f"{other.url}/{whole.name}")["train"][0]
+        assert not [path for path in other.requests if path.endswith(".h5")]
+    rows, _ = local.listing()
+    assert [len(row["from"]) for row in rows] == [2] and len(list((home / "caches").iterdir())) == 1
+
+
+def test_the_shards_after_the_one_that_is_read_are_fetched_ahead(web: Web, home: Path) -> None:
+    cache = Cache(web.url)
+    cache["train"][0]
+    until = time.monotonic() + 10
+    while len(shards_here(home)) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert shards_here(home) == {"train-00000", "train-00001", "train-00002"}
+
+
+def test_a_reader_that_was_fetched_travels_into_another_process(web: Web, whole: Path) -> None:
+    reader = Cache(web.url)["train"]
+    reader[0]
+    assert_same(pickle.loads(pickle.dumps(reader))[9], Cache(whole)["train"][9])
+
+
+PASSING = [
+    *("close", "garbage", "500", "502", "503", "504", "429", "408", "later:429=0", "later:503=1", "drop", "stall"),
+    *("later:503=Thu, 01 Jan 1970 00:00:00 GMT", "later:429=soon", "flip", "whole", "weak", "slow", "unsized"),
+]
+LASTING = {
+    **{"404": "not there", "401": "refuses", "403": "refuses", "410": "not there", "400": "answers 400"},
+    **{"418": "answers 418", "cut": "bytes there", "more": "bytes there", "empty": "bytes there"},
+    **{"html": "bytes there", "endless": "sends more", "flip": "SHA-256 differs", "gzip": None},
+    **{"redirect:file:///etc/passwd": "redirects to file", "redirect:ftp://127.0.0.1/x": "redirects to ftp"},
+    **{"redirect:http://192.0.2.1/x": "redirects to http", "loop": "redirects more than", "500": "answers 500"},
+    **{"close": "tried", "drop": None, "garbage": "tried", "429": "answers 429"},
+}
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_fault_that_passes_is_tried_again_and_the_numbers_are_right(web: Web, whole: Path, fault: str) -> None:
+    web.fail("train-00000.h5", fault)
+    cache = Cache(web.url)
+    assert_same(cache["train"][0], Cache(whole)["train"][0])
+    assert web.fired == [fault]
+
+
+@pytest.mark.parametrize("fault", LASTING)
+def test_a_fault_that_lasts_ends_in_one_line_and_no_shard(web: Web, home: Path, whole: Path, fault: str) -> None:
+    cache = Cache(web.url)
+    reader = cache["train"]
+    web.fail("train-00000.h5", fault, times=1000)
+    if LASTING[fault] is None:  # the bytes are right, whatever the server calls them
+        assert_same(reader[0], Cache(whole)["train"][0])
+        return
+    with pytest.raises(RunError, match=LASTING[fault]) as error:
+        reader[0]
+    assert "\n" not in str(error.value) and web.url in str(error.value)
+    assert "train-00000" not in shards_here(home) and fault in web.fired
+    web.heal()
+    assert_same(reader[0], Cache(whole)["train"][0])
+
+
+def test_a_download_that_broke_off_resumes_where_it_was_if_the_server_has_the_same(web: Web, home: Path) -> None:
+    reader = Cache(web.url)["train"]
+    size = Cache(web.url).manifest.splits["train"]["shards"][0]["bytes"]
+    web.fail("train-00000.h5", "drop")
+    reader[0]
+    first, second = [each for each in web.ranges if each[0].endswith("train-00000.h5")]
+    assert first[1] is None and second[1] == f"bytes={size // 2}-" and second[2]
+    assert not list(home.rglob("*.part*"))
+
+
+@pytest.mark.parametrize("fault", ["tag", "whole", "begin", "416"])
+def test_a_download_starts_anew_where_the_server_does_not_go_on_with_it(web: Web, whole: Path, fault: str) -> None:
+    reader = Cache(web.url)["train"]
+    web.fail("train-00000.h5", "drop")
+    web.fail("train-00000.h5", fault)
+    assert_same(reader[0], Cache(whole)["train"][0])
+    assert web.fired == ["drop", fault]
+
+
+def test_what_lies_in_a_part_is_checked_like_everything_else(web: Web, home: Path, whole: Path) -> None:
+    cache = Cache(web.url)
+    part = home / "caches" / cache.manifest.digest / "shards" / "train-00000.h5.part"
+    part.parent.mkdir(parents=True)
+    for content in (b"x" * 1000, b"x" * cache.manifest.splits["train"]["shards"][0]["bytes"], b"x" * 10**6):
+        part.write_bytes(content)
+        assert_same(cache["train"][0], Cache(whole)["train"][0])
+        cache["train"].close()
+        next(home.rglob("train-00000.h5")).unlink()
+
+
+def test_a_shard_that_was_replaced_upstream_is_never_read(web: Web, home: Path, whole: Path) -> None:
+    reader = Cache(web.url)["train"]
+    content = bytearray((whole / "shards" / "train-00001.h5").read_bytes())
+    content[3000] ^= 1
+    web.replaced["shards/train-00001.h5"] = bytes(content)
+    with pytest.raises(RunError, match=r"train-00001 is not what the manifest states \(its SHA-256 differs\)"):
+        reader[4]
+    assert "train-00001" not in shards_here(home) and not list(home.rglob("train-00001.h5.part"))
+    assert_same(reader[0], Cache(whole)["train"][0])
+
+
+def test_a_shard_that_was_damaged_here_is_moved_aside_and_fetched_again(web: Web, home: Path, whole: Path) -> None:
+    Cache(web.url)["train"][0]
+    path = next(home.rglob("train-00000.h5"))
+    content = bytearray(path.read_bytes())
+    content[3000] ^= 1
+    path.write_bytes(content)
+    assert_same(Cache(web.url)["train"][0], Cache(whole)["train"][0])
+    assert [each.name for each in path.parent.glob("*damaged*")] == ["train-00000.h5.damaged-1"]
+    path.write_bytes(b"short")
+    assert_same(Cache(web.url)["train"][0], Cache(whole)["train"][0])
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda record: {**record, "vocab_size": 63}, "vector|altered|damaged|vocab"),
+        (lambda record: {**record, "format_version": 99}, "format version 99"),
+        (lambda record: {"hello": 1}, "format version None"),
+        (lambda record: {**record, "tokenizer_files": {"../../x": "0" * 64}}, "altered or damaged"),
+        (lambda record: {**record, "splits": {}}, "altered|damaged|split"),
+    ],
+)
+def test_a_manifest_that_is_not_one_is_refused_in_one_line(web: Web, home: Path, tmp_path: Path, change, words) -> None:
+    record = json.loads((web.root / "manifest.json").read_text())
+    publish_json(tmp_path / "m.json", change(record), "test")
+    web.replaced["manifest.json"] = (tmp_path / "m.json").read_bytes()
+    with pytest.raises(UsageError, match=words) as error:
+        Cache(web.url)["train"]
+    assert "\n" not in str(error.value) and not (home / "caches" / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", "altered or damaged"),
+        (b"<html>", "altered or damaged"),
+        (b"[" * 10**6, "altered or damaged"),
+        (bytes(2**25 + 1), "bytes there instead of at most"),
+    ],
+)
+def test_a_manifest_of_a_stranger_is_bounded(web: Web, content: bytes, words: str) -> None:
+    web.replaced["manifest.json"] = content
+    with pytest.raises((UsageError, RunError), match=words):
+        Cache(web.url)
+
+
+def test_no_cache_at_an_address_is_one_line(web: Web) -> None:
+    with pytest.raises(UsageError, match="holds no cache that kdtrain wrote"):
+        Cache(f"{web.url}/nowhere")
+
+
+def test_without_a_connection_what_is_here_is_read_and_what_is_missing_is_named(
+    web: Web, whole: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Cache(web.url)["validation"][0]
+    asked = len(web.requests)
+    for offline in (True, False):
+        if offline:
+            monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        else:
+            monkeypatch.delenv("HF_HUB_OFFLINE")
+            web.close()
+        caplog.clear()
+        cache = Cache(web.url)
+        assert_same(cache["validation"][1], Cache(whole)["validation"][1])
+        assert "shard train-00000 and 2 more is not here" in caplog.text
+        with pytest.raises(RunError, match=f"{web.url}: shard train-00001 is not here, and there is no connection"):
+            cache["train"][4]
+    assert len(web.requests) == asked
+    with pytest.raises(RunError, match=r"cannot be fetched: the connection was refused"):
+        Cache(f"{web.url}/another")
+
+
+def test_another_cache_under_a_known_address_is_said(
+    web: Web, tmp_path: Path, workshop, codecs, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = Cache(web.url)["train"]
+    web.root = workshop.build(tmp_path / "other", codecs["dense"])
+    with pytest.raises(RunError, match=r"instead of|SHA-256 differs"):  # the manifest that was read first counts
+        reader[0]
+    assert Cache(web.url).manifest.digest != reader.manifest.digest
+    assert "another cache lies there than before" in caplog.text
+
+
+def test_the_local_folder_never_grows_past_its_limit_and_what_was_read_longest_ago_goes_first(
+    web: Web, home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = home / "other"
+    other.mkdir(parents=True)
+    (other / "mine.h5").write_bytes(bytes(1000))
+    stranger = home / "caches" / Cache(web.url).manifest.digest / "shards" / "train-00002.h5"
+    stranger.parent.mkdir(parents=True)
+    sizes = [each["bytes"] for each in Cache(web.url).manifest.splits["train"]["shards"]]
+    rest = sum(each.lstat().st_size for each in home.rglob("*") if each.is_file()) + 2000
+    limit = (rest + sizes[0] + sizes[1] + 10) / local.GB
+    monkeypatch.setattr("kdtrain.cache.reader.MAX_OPEN", 1)
+    cache = Cache(web.url, local_limit=limit)
+    order = [0, 4, 8, 0, 9, 5, 1, 8]
+    for row in order:
+        assert_same(cache["train"][row], Cache(whole)["train"][row])
+        assert local.listing()[1] <= limit * local.GB
+        assert len(shards_here(home)) <= 2
+    assert (other / "mine.h5").exists()
+    cache["train"].close()
+    assert shards_here(home) == {"train-00000", "train-00002"}
+
+
+def test_a_limit_below_the_largest_shard_is_refused_and_files_of_others_are_never_removed(
+    web: Web, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=r"--local-limit 1e-06 is less than its largest shard"):
+        Cache(web.url, local_limit=1e-6)
+    largest = max(local.sizes(Cache(web.url).manifest).values())
+    mine = home / "mine.bin"
+    mine.write_bytes(bytes(2 * largest))
+    monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.2)
+    with pytest.raises(RunError, match=r"no room for .* below --local-limit"):
+        Cache(web.url, local_limit=2 * largest / local.GB)["train"][0]
+    assert mine.stat().st_size == 2 * largest
+
+
+def test_a_shard_that_another_reader_has_open_is_not_removed_for_room(
+    web: Web, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Cache(web.url)["train"]
+    one[0]
+    time.sleep(0.2)
+    taken = local.listing()[1]
+    monkeypatch.setattr("kdtrain.cache.remote._FULL", 0.3)
+    for name in ("train-00001", "train-00002"):
+        for path in home.rglob(f"{name}.h5"):
+            path.unlink()
+    taken = local.listing()[1]
+    two = Cache(web.url, local_limit=(taken + 100) / local.GB)["train"]
+    with pytest.raises(RunError, match="in use"):
+        two[4]
+    one.close()
+    assert two[4]["tokens"].numel() and "train-00000" not in shards_here(home)
+
+
+def test_no_link_in_the_local_folder_is_followed(web: Web, home: Path, tmp_path: Path) -> None:
+    Cache(web.url)["train"][0]
+    path = next(home.rglob("train-00000.h5"))
+    path.unlink()
+    (tmp_path / "target").write_bytes(b"precious")
+    path.symlink_to(tmp_path / "target")
+    with pytest.raises(UsageError, match="is a link"):
+        Cache(web.url)
+    assert (tmp_path / "target").read_bytes() == b"precious"
+
+
+READ = """
+import sys
+from kdtrain.cache import download
+from kdtrain.cache.reader import Cache
+download.WAIT = 0.01
+cache = Cache(sys.argv[1])
+print(sum(int(cache["train"][row]["tokens"].sum()) for row in range(10)))
+"""
+
+
+def test_a_process_that_is_killed_while_it_fetches_leaves_what_the_next_one_resumes(web: Web, whole: Path) -> None:
+    size = Cache(whole).manifest.splits["train"]["shards"][0]["bytes"]
+    environment = {**os.environ, "KDTRAIN_FAULT": f"cache.fetch.bytes:kill:{size // 2}"}
+    web.fail("train-00000.h5", "slow")
+    command = [sys.executable, "-c", READ, web.url]
+    assert subprocess.run(command, env=environment, capture_output=True).returncode == -9
+    folder = Cache(whole)
+    expected = sum(int(folder["train"][row]["tokens"].sum()) for row in range(10))
+    readers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    web.fail(".h5", "slow", times=100)
+    assert [int(each.communicate()[0]) for each in readers] == [expected] * 2
+    fetched = [path for path, asked, _ in web.ranges if path.endswith(".h5")]
+    assert len(fetched) <= 1 + 3 + 2  # the killed one's, then each shard once; what was ahead may have been cut too
+
+
+def test_a_full_disk_is_an_error_that_names_the_path(web: Web, monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
+    from kdtrain import faults
+
+    reader = Cache(web.url)["train"]
+    monkeypatch.setenv("KDTRAIN_FAULT", "cache.fetch.bytes:enospc:1-1000000000")
+    faults.read()
+    try:
+        with pytest.raises(RunError, match=r"cannot write .*train-00000.h5.part: No space left"):
+            reader[0]
+    finally:
+        monkeypatch.delenv("KDTRAIN_FAULT")
+        faults.read()
+    assert_same(reader[0], Cache(whole)["train"][0])
+
+
+def test_verify_reads_all_of_a_cache_elsewhere_and_names_what_is_wrong(web: Web, whole: Path) -> None:
+    assert verify_cache(web.url) == []
+    for path in local.cache_folder(Cache(web.url).manifest.digest).rglob("*"):
+        if path.is_file() and path.name not in ("manifest.json",):
+            path.unlink()
+    web.replaced["index.h5"] = b"x"
+    web.replaced["shards/train-00002.json"] = b"{}"
+    web.fail("validation-00000.h5", "404", times=100)
+    found = verify_cache(web.url)
+    assert len(found) == 3 and "index.h5 is not what the manifest states" in found[0]
+    assert "train-00002.json" in found[1] and "validation-00000 is not there" in found[2]
+
+
+# The hub --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_on_the_hub_is_pinned_to_the_commit_of_its_revision(hub: Web, whole: Path) -> None:
+    cache = Cache("hf:org/cache")
+    commit = hub.hub["org/cache"].commits[-1][0]
+    assert cache.name == f"hf:datasets/org/cache@{commit}"
+    hub.hub["org/cache"].commit(dict.fromkeys(files_of(whole), b"replaced"))
+    for row in range(10):  # the commit that was read first counts
+        assert_same(cache["train"][row], Cache(whole)["train"][row])
+    with pytest.raises(UsageError, match="altered or damaged"):
+        Cache("hf:org/cache")
+    hub.requests.clear()
+    assert Cache(f"hf:datasets/org/cache@{commit}").manifest == cache.manifest
+    assert hub.requests == []  # a commit does not change
+
+
+def test_a_token_goes_to_the_hub_and_to_no_other_host(hub: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.hub["org/cache"].private = True
+    Cache("hf:org/cache")["train"][0]
+    assert "hub" in hub.authorized and "cdn" not in hub.authorized
+
+
+@pytest.mark.parametrize(
+    "where, change, words",
+    [
+        ("hf:org/nowhere", {}, "no such data set on the hub, or it is private"),
+        ("hf:org/cache", {"private": True}, "no such data set on the hub, or it is private"),
+        ("hf:org/cache", {"gated": True}, "it is gated; ask for access on its page on the hub, and log in"),
+        ("hf:org/cache@v9", {}, "the data set has no such revision"),
+        ("hf:org/empty", {}, "holds no cache that kdtrain wrote"),
+    ],
+)
+def test_a_data_set_that_is_not_to_be_had_is_one_line(hub: Web, where: str, change: dict, words: str) -> None:
+    hub.hub["org/empty"] = Repository()
+    for name, value in change.items():
+        setattr(hub.hub["org/cache"], name, value)
+    with pytest.raises(UsageError, match=words) as error:
+        Cache(where)
+    assert "\n" not in str(error.value)
+
+
+def test_a_hub_that_does_not_answer_leaves_what_is_here(hub: Web, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdtrain.cache.hub.WAIT", 0.001)
+    hub.fail("/main", "503", times=2)
+    Cache("hf:org/cache")["validation"][0]
+    hub.fail("/main", "503", times=1000)
+    assert_same(Cache("hf:org/cache")["validation"][1], Cache(whole)["validation"][1])
+    with pytest.raises(RunError, match="the hub does not answer"):
+        Cache("hf:org/other")
