@@ -212,17 +212,17 @@ def _score_samples(
     some_T = counts_TK.sum(-1) > 0  # an empty tail has none
     share_TV, right_TV = (_share(each[some_T], ids_TH[some_T]) for each in (logprobs_TV, reference_TV))
     logprobs_TV, drawn_TK, counts_TK = logprobs_TV[some_T], drawn_TK[some_T], counts_TK[some_T] / number
-    bins_TV = torch.bucketize(logprobs_TV, torch.tensor(BINS).log())
+    bins_TV = torch.bucketize(logprobs_TV, torch.tensor(BINS, device=logprobs_TV.device).log())
     expected_TF = _features(bins_TV, logprobs_TV, share_TV)
     there_TK = drawn_TK.where(drawn_TK != ABSENT, 0)
     observed_TF = _features(bins_TV.gather(1, there_TK), logprobs_TV.gather(1, there_TK), counts_TK)
     found.samples = number
-    found.deviation = (observed_TF - expected_TF).sum(0).numpy()
-    found.shift = (_features(bins_TV, logprobs_TV, right_TV) - expected_TF).sum(0).numpy()
+    found.deviation = (observed_TF - expected_TF).sum(0).cpu().numpy()
+    found.shift = (_features(bins_TV, logprobs_TV, right_TV) - expected_TF).sum(0).cpu().numpy()
     covariance = _of_independent if independent else _of_grids
-    found.covariance = covariance(bins_TV, logprobs_TV, share_TV, expected_TF, number).numpy()
+    found.covariance = covariance(bins_TV, logprobs_TV, share_TV, expected_TF, number).cpu().numpy()
     if points_TD is not None:
-        points = torch.from_numpy(points_TD)[some_T]
+        points = torch.from_numpy(points_TD).to(share_TV.device)[some_T]
         ours_TD, right_TD = (_drawn(each, points) for each in (share_TV, right_TV))
         kept_TK = (right_TD[:, None] == there_TK[:, :, None]).sum(-1) / number
         theirs = 1 - torch.minimum(kept_TK, counts_TK).sum(-1).mean().item()
@@ -250,9 +250,9 @@ def _drawn(share_TV: Tensor, points_TD: Tensor) -> Tensor:
 
 def _of_grids(bins_TV: Tensor, logprobs_TV: Tensor, share_TV: Tensor, expected_TF: Tensor, number: int) -> Tensor:
     """[F, F] covariance of systematic samples, over `PHASES` grids a position."""
-    points = (torch.arange(number * PHASES, dtype=torch.float64) + 0.5) / (number * PHASES)
+    points = (torch.arange(number * PHASES, dtype=torch.float64, device=share_TV.device) + 0.5) / (number * PHASES)
     drawn_TDM = rearrange(_drawn(share_TV, points), "t (d m) -> (t m) d", m=PHASES)
-    rows = torch.arange(len(share_TV)).repeat_interleave(PHASES)[:, None]
+    rows = torch.arange(len(share_TV), device=share_TV.device).repeat_interleave(PHASES)[:, None]
     each = share_TV.new_full(drawn_TDM.shape, 1 / number)
     away = _features(bins_TV[rows, drawn_TDM], logprobs_TV[rows, drawn_TDM], each) - expected_TF[rows[:, 0]]
     return away.T @ away / PHASES
@@ -271,7 +271,7 @@ def _of_independent(bins_TV: Tensor, logprobs_TV: Tensor, share_TV: Tensor, expe
 
 def _moved(drawn_TD: Tensor, other_TD: Tensor) -> float:
     """The share of samples, in the order of ids, that the other forward does not draw."""
-    nth_TD = torch.arange(drawn_TD.shape[1]) - torch.searchsorted(drawn_TD, drawn_TD)
+    nth_TD = torch.arange(drawn_TD.shape[1], device=drawn_TD.device) - torch.searchsorted(drawn_TD, drawn_TD)
     there_TD = (other_TD[:, None] == drawn_TD[:, :, None]).sum(-1)
     return (there_TD <= nth_TD).float().mean().item()
 
