@@ -15,6 +15,8 @@ label, entries, tail, slopes, moments, ids, draws
              logarithm of the ratio over rows, one-sided: positions of a row are correlated, rows are not. `ids` counts
              entries that the reference's top-k lacks, `draws` samples that are not those of the grid of this seed,
              split, row and position, where that is known.
+worst row    the largest of these logarithms for the label, in spreads from their median (robust: the median distance
+             from it), by Student's t times the number of rows: a fault of few rows hides in a mean.
 
 The numeric noise of p enters likelihood and counts as a covariance: by row, and once for its sum over all rows.
 
@@ -51,6 +53,7 @@ LOWEST = -50.0
 _FLOOR = 1e-3  # nats: noise that is always allowed, so that two forwards in fp32 may differ
 _FLOOR_SHARE = 2e-3  # of entries or samples
 _DENSE_ENTRIES = 50
+_LEAST_SPREAD = 0.4  # of the logarithm of a row's ratio; bf16 has 0.3 at 128 positions
 _LEAST_VARIANCE = 5.0  # samples squared, of a bin of counts: below, its sum is far from normal
 
 
@@ -294,7 +297,9 @@ def judge(rows: Sequence[Evidence], *, noise: float = NOISE, level: float = LEVE
     for name in dict.fromkeys(name for row in rows for name in row.numbers):
         known = [row.numbers[name] for row in rows if name in row.numbers]
         if len(known) > 1:
-            tests.append(_ratio_test(name, np.array(known), noise))
+            logs = _log_ratios(np.array(known), noise)
+            tests.append(_mean_test(name, logs))
+            tests += [_worst_test(logs)] if name == "label" else []
     return Verdict(len(rows), sum(row.positions for row in rows), tuple(tests), level)
 
 
@@ -323,12 +328,29 @@ def _chi_square(away: np.ndarray, covariance: np.ndarray, number: int) -> Test:
     return Test("counts", statistic, f"chi2({df})", p, statistic / max(df, 1))
 
 
-def _ratio_test(name: str, known: np.ndarray, noise: float) -> Test:
-    found, own, steps = known.T
-    logs = np.log(np.maximum(found, 0.01 * steps) / (noise * own + steps))
-    df, spread = len(logs) - 1, logs.std(ddof=1) / math.sqrt(len(logs))
-    t = float(logs.mean() / max(spread, 1e-9))
-    return Test(name, t, f"t({df})", student_tail(t, df), float(np.exp(logs.mean() / 2)))
+def _log_ratios(known_R3: np.ndarray, noise: float) -> np.ndarray:
+    """[R] log of what was found over what is allowed."""
+    found, own, steps = known_R3.T
+    return np.log(np.maximum(found, 0.01 * steps) / (noise * own + steps))
+
+
+def _mean_test(name: str, logs_R: np.ndarray) -> Test:
+    df, spread = len(logs_R) - 1, logs_R.std(ddof=1) / math.sqrt(len(logs_R))
+    t = float(logs_R.mean() / max(spread, 1e-9))
+    return Test(name, t, f"t({df})", student_tail(t, df), float(np.exp(logs_R.mean() / 2)))
+
+
+def _worst_test(logs_R: np.ndarray) -> Test:
+    number, centre = len(logs_R), max(float(np.median(logs_R)), 0.0)
+    spread = max(1.4826 * float(np.median(np.abs(logs_R - np.median(logs_R)))), _LEAST_SPREAD)
+    t = (float(logs_R.max()) - centre) / spread
+    p = min(1.0, number * student_tail(t, number - 1))
+    return Test("worst row", t, f"t({number - 1})", p, float(np.exp(logs_R.max() / 2)))
+
+
+def worst_first(rows: Sequence[Evidence]) -> list[int]:
+    """The places of rows, those whose label is furthest from the reference first."""
+    return sorted(range(len(rows)), key=lambda place: -rows[place].numbers["label"][0])
 
 
 def student_tail(t: float, df: int) -> float:

@@ -4,11 +4,13 @@ Some faults are functions of the fresh log-probabilities (`variants`): another t
 distributions of the next or the last position. Others need another forward, which the caller gives: another document
 mask, rows without their first token, weights rounded to int8. Targets of other rows are found by the tokens alone.
 
-The misfit of a distribution q to a row is the mean over positions of its cross-entropy to what the cache keeps, less
-that which the right q would have (KL to a top-k and its bucket; E[-log q] over the samples less the entropy of q), plus
-half the squared distance of the label's log p. A fault explains the share gain / (gain + what is left of the misfit);
-the largest share is the diagnosis, if it is at least `LEAST` and the gain is 3 standard errors over rows. Where none
-is, the weights are others: the divergence says how far they are from the teacher's.
+The misfit of a distribution to a row is the mean over positions of its KL from what the cache keeps, plus half the
+squared distance of the label's log p. The KL is exact for whole distributions, that of a top-k and its bucket, or
+cross-entropy to the samples less the entropy that the cache states; this last one is too noisy to compare small faults
+by, so that there the label alone counts. For the two shifts, whose label may be either's, the KL alone counts. A fault
+explains the share gain / (gain + what is left of the misfit); the largest share is the diagnosis, if it is at least
+`LEAST` and the gain is 3 standard errors over rows, or the fault explains nearly all. Where none is, the weights are
+others: the divergence says how far they are from the teacher's.
 
 What it gives up: two faults at once are seen as one of them, or as other weights; int8 stands for one rounding, one
 scale a row of each matrix.
@@ -25,13 +27,14 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.audit import LOWEST
-from kdtrain.objective.targets import Targets
+from kdtrain.objective.targets import SparseTargets, Targets
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0)
 TOP_P = (0.8, 0.9, 0.95, 0.99)
 LEAST = 0.35
 """The least share of the difference that a fault must explain."""
 _ERRORS = 3.0  # standard errors of a gain
+_NEARLY_ALL = 0.8
 _FURTHEST = 5.0  # nats: a label's log p that is further off counts as this much
 _MATCHED = 0.2  # of the labels: how much better another row must fit, and how well
 
@@ -73,22 +76,24 @@ def gains(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor, others: Mappi
     """The misfits of the faults to one row. others: log p [T, V] of other forwards, by the fault's name."""
     own = misfit(targets, labels_T, logprobs_TV)
 
-    def compared(values: tuple[Tensor, Tensor], part: slice, label: bool = True) -> tuple[float, float]:
-        theirs, mine = ((each[0] + each[1] * label)[part].mean().item() for each in (values, own))
+    exact = bool(targets.top_k or targets.width)
+
+    def compared(values: tuple[Tensor, Tensor], part: slice, divergence: bool, label: bool) -> tuple[float, float]:
+        theirs, mine = ((each[0] * divergence + each[1] * label)[part].mean().item() for each in (values, own))
         return theirs, mine
 
     found = {}
     for name, each in {**variants(logprobs_TV), **others}.items():
         # a row's first position has no context without its first token
-        found[name] = compared(misfit(targets, labels_T, each), slice(1 if name == LOST else 0, None))
+        found[name] = compared(misfit(targets, labels_T, each), slice(1 if name == LOST else 0, None), exact, True)
     # whose label the cache's number would be about is not known
     for name, shift, part in ((AHEAD, -1, slice(0, -1)), (BEHIND, 1, slice(1, None))):
-        found[name] = compared(misfit(targets, labels_T, logprobs_TV.roll(shift, 0)), part, label=False)
+        found[name] = compared(misfit(targets, labels_T, logprobs_TV.roll(shift, 0)), part, True, False)
     return found
 
 
 def misfit(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor) -> tuple[Tensor, Tensor]:
-    """[T] nats of a distribution to what is kept, and half the squared distance of the label's log p."""
+    """[T] KL in nats from what is kept to a distribution, and half the squared distance of the label's log p."""
     logprobs_TV = logprobs_TV.clamp(min=LOWEST)
     label_T = logprobs_TV.gather(1, labels_T[:, None])[:, 0]
     away_T = (label_T - targets.label_logprob.clamp(min=LOWEST)).clamp(-_FURTHEST, _FURTHEST)
@@ -105,7 +110,8 @@ def misfit(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor) -> tuple[Ten
             left_T = logprobs_TV.scatter(1, ids_TK, -torch.inf).logsumexp(-1).clamp(min=LOWEST)
             cross_T += rest_T * (rest_T.log() - left_T)
     else:
-        cross_T += (logprobs_TV.exp() * logprobs_TV).sum(-1)
+        assert isinstance(targets, SparseTargets)
+        cross_T += targets.tail[:, len(targets.knots) + targets.knots.index(1.0)]
     return cross_T, away_T.square() / 2
 
 
@@ -142,7 +148,8 @@ def _share(misfits_R2: np.ndarray) -> float:
     gain_R = misfits_R2[:, 1] - misfits_R2[:, 0]
     error = gain_R.std(ddof=1) / math.sqrt(len(gain_R)) if len(gain_R) > 1 else 0.0
     gain = float(gain_R.mean())
-    return gain / (gain + max(float(misfits_R2[:, 0].mean()), 0.0)) if gain > max(_ERRORS * error, 0.0) else 0.0
+    share = gain / (gain + max(float(misfits_R2[:, 0].mean()), 0.0)) if gain > 0 else 0.0
+    return share if gain > _ERRORS * error or share > _NEARLY_ALL else 0.0
 
 
 def _temperature(rows: Sequence[Gains], best: float) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kdtrain.cache.audit import NOISE, NOISE_UNKNOWN, Evidence, Test, Verdict, judge, score
+from kdtrain.cache.audit import NOISE, NOISE_UNKNOWN, Evidence, Test, Verdict, judge, score, worst_first
 from kdtrain.cache.codec import SAMPLING, draw_points
 from kdtrain.cache.diagnose import ADDED, INT8, LOST, MASK, Diagnosis, Gains, diagnose, gains, other_row
 from kdtrain.cache.manifest import CacheSettings
@@ -26,7 +26,7 @@ from kdtrain.ranks import pick_device
 from kdtrain.teaching.teacher import Teacher, open_teacher
 
 DIAGNOSED = 16
-"""Rows in which the fault is looked for."""
+"""Rows in which the fault is looked for: those that are furthest off."""
 NEIGHBOURS = 256
 """Rows of a shard whose labels are compared with the targets of one."""
 _LOGITS = 2**27  # of one forward
@@ -109,20 +109,22 @@ def audit(config: VerifyConfig, cache: Cache) -> Audit:
     teacher, reference = _teachers(config, settings)
     rows = _drawn_rows(cache, config.rows, config.seed)
     compare = _Comparison(cache, teacher, reference)
-    found: list[Evidence] = []
+    scored: list[tuple[tuple[str, int], Evidence]] = []
     with bar("audit", len(rows)) as shown:
         for split, indices in _batches(rows, max(1, min(8, _LOGITS // (settings.seq_len * settings.vocab_size)))):
-            found += compare.rows(split, indices)
+            scored += compare.rows(split, indices)
             shown.update(shown.done + len(indices))
-    if not found:
+    if not scored:
         raise UsageError(f"no row of {cache.folder} counts in a loss; nothing can be audited")
+    found = [evidence for _, evidence in scored]
     verdict = judge(found, noise=NOISE if _format(settings)[1] else NOISE_UNKNOWN)
+    worst = [scored[place][0] for place in worst_first(found)[:DIAGNOSED]]
     known = (settings.teacher or {}).get("weights_digest")
     return Audit(
         teacher=str(teacher),
         same_weights=None if known is None else teacher.digest == known,
         verdict=verdict,
-        diagnosis=compare.diagnosis(rows[:DIAGNOSED]) if verdict.failed else None,
+        diagnosis=compare.diagnosis(worst) if verdict.failed else None,
     )
 
 
@@ -190,7 +192,7 @@ class _Comparison:
         at_one = span is not None and span["min"] == span["max"]
         self.whole_tail = self.own if self.settings.codec.counts_only else not at_one
 
-    def rows(self, split: str, indices: list[int]) -> list[Evidence]:
+    def rows(self, split: str, indices: list[int]) -> list[tuple[tuple[str, int], Evidence]]:
         """What each of these rows says; rows that do not count in a loss are left out."""
         batch = self.cache[split].read(indices)
         own, right = (logprobs(each, batch, self.settings.document_mask) for each in (self.teacher, self.reference))
@@ -200,17 +202,16 @@ class _Comparison:
             if not mask_T.any():
                 continue
             points = self._points(split, row)
-            found.append(
-                score(
-                    _targets(batch, b).map(lambda _, each, kept=mask_T: each[kept]).to(own.device),
-                    batch.tokens[b, 1:][mask_T].to(own.device),
-                    own[b][mask_T.to(own.device)],
-                    right[b][mask_T.to(own.device)],
-                    whole_tail=self.whole_tail,
-                    independent=self.settings.sampling is None,
-                    points_TD=None if points is None else points[mask_T.numpy()],
-                )
+            evidence = score(
+                _targets(batch, b).map(lambda _, each, kept=mask_T: each[kept]).to(own.device),
+                batch.tokens[b, 1:][mask_T].to(own.device),
+                own[b][mask_T.to(own.device)],
+                right[b][mask_T.to(own.device)],
+                whole_tail=self.whole_tail,
+                independent=self.settings.sampling is None,
+                points_TD=None if points is None else points[mask_T.numpy()],
             )
+            found.append(((split, row), evidence))
         return found
 
     def _points(self, split: str, row: int) -> np.ndarray | None:
