@@ -7,15 +7,16 @@ next token; mean and standard deviation of the logits. `dense` keeps all log-pro
 `tokens` keeps none: it serves training without a cached teacher. `compression` packs the numbers of `sparse` into few
 bytes.
 
-Samples are systematic (arXiv cs/0507025): their points in the cumulative distribution lie 1/n apart, and
-only where the first lies is left to chance. An entry of probability p in the tail is then drawn n p times, rounded down
-or up, n p on average: estimates are unbiased as from independent draws, likely entries all but free of noise.
+Samples are systematic (arXiv cs/0507025): their points in the cumulative distribution are a grid, 1/n apart, of which
+only the place is left to chance. An entry of probability p in the tail is then drawn n p times, rounded down
+or up, n p on average: estimates are unbiased as from independent draws, likely entries all but free of noise. The place
+does not depend on n, so the n points halfway between those of a grid make it the grid of 2n: caches of samples add up.
 
 Samples without a top-k serve T = 1 only, where their counts are all that a loss needs (`counts_only`): other
 temperatures need weights p^(beta - 1), under which the samples of T = 1 are mostly noise.
 
 The arithmetic is fp32 on the teacher's device (fp64 for the cumulative sums of sampling), a block of rows at a time,
-so that memory does not grow with N x V. Samples come from uniforms that the CPU makes from (seed, split, sequence):
+so that memory does not grow with N x V. Samples come from numbers that the CPU makes from (seed, split, sequence):
 they do not depend on batch size, ranks or restarts.
 
 On a CPU a block stays in a core's cache, and plain operations give the same bits everywhere. On a GPU each of them
@@ -33,8 +34,11 @@ of W entries.
 """
 
 import hashlib
+import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -53,8 +57,11 @@ KNOTS = (1.5, 1.0, 0.7, 0.45, 0.25)
 FINE_KNOTS = (1.5, 1.22, 1.0, 0.84, 0.7, 0.56, 0.45, 0.34, 0.25)
 """The default below `SMALL_TOP_K` kept entries: likely entries are then in the tail, whose curve bends sharply."""
 MAX_KNOTS = 64
-SAMPLING = "systematic"
-"""How samples are drawn (`draw_points`), as a cache's settings name it."""
+SAMPLING = "grid"
+"""How samples are drawn (`draw_points`), as a cache's settings name it; a refinement adds its offset: grid+1/50."""
+_GRID = re.compile(rf"{SAMPLING}(?:\+([0-9]{{1,6}})/([0-9]{{1,6}}))?")
+MOST_POINTS = 2**20
+"""Points of the finest grid that holds the points of a cache: more would not be exact in fp64."""
 SMALL_TOP_K = 4
 ABSENT = 2**32 - 1
 """The id of an absent entry in targets, above every vocabulary; in arrays it is the largest id of the dtype."""
@@ -138,14 +145,40 @@ class CodecSpec:
         return {**asdict(self), "knots": list(self.knots)}
 
 
-def draw_points(seed: int, split: str, sequence: int, length: int, number: int) -> np.ndarray:
+def grid_name(offset: Fraction) -> str:
+    """`sampling` of a grid that lies `offset` beside the first one; the inverse of `grid_offset`."""
+    return f"{SAMPLING}+{offset.numerator}/{offset.denominator}" if offset else SAMPLING
+
+
+def grid_offset(sampling: str | None) -> Fraction | None:
+    """By how much a grid of samples lies beside the first one; None: `sampling` names no grid."""
+    found = _GRID.fullmatch(sampling or "")
+    if found is None or (found[2] and not 0 < int(found[1]) < int(found[2])):
+        return None
+    return Fraction(int(found[1]), int(found[2])) if found[2] else Fraction(0)
+
+
+def uniforms(purpose: str, seed: int, split: str, sequence: int, length: int) -> np.ndarray:
+    """int64 [length] in [0, 2**32): one number a position, of a hash of the arguments."""
+    name = f"kdtrain {purpose} {seed} {split} {sequence}"
+    return np.frombuffer(hashlib.shake_256(name.encode()).digest(4 * length), "<u4").astype(np.int64)
+
+
+def draw_points(
+    seed: int, split: str, sequence: int, length: int, number: int, offset: Fraction = Fraction(0)
+) -> np.ndarray:
     """fp64 [length, number] in [0, 1): where each position's samples lie in its cumulative distribution.
 
-    (j + U) / number with one uniform U a position, a pure function of the arguments (MT19937, whose stream is frozen).
+    The fractional parts of x + offset + i / number, with one x a position, a pure function of seed, split and sequence.
+    They are exact quotients of whole numbers, correctly rounded: equal points of two grids are equal doubles.
+
+    ValueError: the offset is too fine.
     """
-    digest = hashlib.sha256(f"kdtrain draws {seed} {split} {sequence}".encode()).digest()
-    uniform_T1 = np.random.RandomState(np.frombuffer(digest, dtype="<u4")).random_sample((length, 1))
-    return (np.arange(number) + uniform_T1) / number
+    fine = math.lcm(number, offset.denominator)
+    if fine > MOST_POINTS:
+        raise ValueError(f"samples cannot be drawn {offset} beside a grid of {number}")
+    places_D = (int(offset * fine) + np.arange(number) * (fine // number)) << 32
+    return (fine * uniforms("grid", seed, split, sequence, length)[:, None] + places_D) % (fine << 32) / (fine << 32)
 
 
 def _draw(weights_NV: Tensor, points_ND: Tensor) -> Tensor:
@@ -395,9 +428,18 @@ def encode(
 
 
 def encode_sequences(
-    logits_BTV: Tensor, labels_BT: Tensor, spec: CodecSpec, *, seed: int, split: str, first: int
+    logits_BTV: Tensor,
+    labels_BT: Tensor,
+    spec: CodecSpec,
+    *,
+    seed: int,
+    split: str,
+    first: int,
+    offset: Fraction = Fraction(0),
 ) -> dict[str, np.ndarray]:
     """`encode` for whole sequences of `split`, from number `first` on: arrays [B, T, ...].
+
+    offset: of the grid of samples, see `draw_points`.
 
     `broken` [B] marks sequences with a non-finite logit (NaN, +inf, or a position with only -inf): they are encoded as
     if every token were equally likely, and the caller masks them out.
@@ -405,7 +447,8 @@ def encode_sequences(
     size, length = labels_BT.shape
     chance = None
     if spec.num_samples:
-        chance = np.concatenate([draw_points(seed, split, first + b, length, spec.num_samples) for b in range(size)])
+        rows = range(first, first + size)
+        chance = np.concatenate([draw_points(seed, split, row, length, spec.num_samples, offset) for row in rows])
     broken_B = broken(logits_BTV)
     if broken_B.any():
         logits_BTV = logits_BTV.masked_fill(broken_B[:, None, None], 0.0)

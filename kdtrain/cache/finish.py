@@ -11,7 +11,15 @@ from kdtrain import __version__
 from kdtrain.cache import format as cache_format
 from kdtrain.cache import hdf5
 from kdtrain.cache.folder import file_digests
-from kdtrain.cache.manifest import CacheSettings, Manifest, Sidecar, SplitRecord, read_manifest, read_sidecar
+from kdtrain.cache.manifest import (
+    CacheSettings,
+    Manifest,
+    Parent,
+    Sidecar,
+    SplitRecord,
+    read_manifest,
+    read_sidecar,
+)
 from kdtrain.cache.shard_writer import ShardPlace, is_of
 from kdtrain.errors import RunError, writing
 from kdtrain.files import file_digest, publish_json, published, set_aside
@@ -52,18 +60,20 @@ def publish_manifest(
     tokens: Mapping[str, str],
     fidelity: dict[str, Any] | None,
     temperature_range: Any,
+    parents: list[Parent] | None = None,
 ) -> Manifest:
     """Write the index, then the manifest; return the manifest as it is read again.
 
     tokens: SHA-256 of all tokens, by split.
     """
     index, length = folder / cache_format.INDEX, settings.seq_len
+    pieces = settings.format_version == cache_format.PIECES
     with published(index, "cache.index") as temporary:
         parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
-        hdf5.write_index(temporary, settings.codec, length, parts)
+        hdf5.write_index(temporary, settings.codec, length, parts, pieces=pieces)
     manifest = Manifest(
         settings=settings,
-        splits={split: _summary(each, tokens[split]) for split, each in sidecars.items()},
+        splits={split: _summary(each, tokens[split], pieces) for split, each in sidecars.items()},
         fidelity=fidelity,
         temperature_range=temperature_range,
         bytes_per_token=_bytes_per_token([record for each in sidecars.values() for record in each], length),
@@ -74,18 +84,20 @@ def publish_manifest(
             **{name: importlib.metadata.version(name) for name in _LIBRARIES},
             "hdf5": h5py.version.hdf5_version,
         },
+        parents=parents,
     )
     publish_json(folder / cache_format.MANIFEST, manifest.to_json(), "cache.manifest")
     return read_manifest(folder)
 
 
-def _summary(records: list[Sidecar], tokens: str) -> SplitRecord:
+def _summary(records: list[Sidecar], tokens: str, pieces: bool) -> SplitRecord:
+    stated = ("name", "sequences", "sha256", "bytes", *(["first_sequence"] if pieces else []))
     return {
         "sequences": sum(record["sequences"] for record in records),
         "broken": sum(len(record["broken"]) for record in records),
         "tokens_sha256": tokens,
         "shards": [
-            {key: record[key] for key in ("name", "sequences", "sha256", "bytes")}  # type: ignore[literal-required, misc]
+            {key: record[key] for key in stated}  # type: ignore[literal-required, misc]
             for record in records
         ],
     }

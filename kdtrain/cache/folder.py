@@ -164,7 +164,7 @@ def _stored_settings(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_others(folder: Path, there: dict[str, Any], settings: CacheSettings, what: str) -> None:
-    if changed := list(_differences(there, settings.to_json())):
+    if changed := list(differences(there, settings.to_json())):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UsageError(
             f"{folder} {what} with other settings ({'; '.join(changed[:3])}{more}); "
@@ -172,11 +172,11 @@ def _refuse_others(folder: Path, there: dict[str, Any], settings: CacheSettings,
         )
 
 
-def _differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
+def differences(there: Any, asked: Any, name: str = "") -> Iterator[str]:
     """One phrase for each leaf that differs between two JSON records."""
     if isinstance(there, dict) and isinstance(asked, dict):
         for key in sorted(there.keys() | asked.keys()):
-            yield from _differences(there.get(key), asked.get(key), f"{name}.{key}" if name else key)
+            yield from differences(there.get(key), asked.get(key), f"{name}.{key}" if name else key)
     elif there != asked:
         yield f"{name}: {there} there, {asked} asked"
 

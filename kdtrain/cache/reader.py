@@ -28,9 +28,10 @@ from torch.utils.data import Dataset
 from kdtrain import faults
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.hdf5 import check_structure
-from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest
-from kdtrain.cache.shard import Shard, batch_of, shard_errors
+from kdtrain.cache.manifest import Manifest, check_sizes, first_rows, read_manifest
+from kdtrain.cache.shard import Shard, Stored, batch_of, shard_errors
 from kdtrain.cache.verify import verify_cache
+from kdtrain.data.packing import PackedRow
 from kdtrain.errors import UsageError, as_path
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch
@@ -38,6 +39,7 @@ from kdtrain.objective.batch import Batch
 MAX_OPEN = 16
 """Shards kept open at once. Each holds 0.6 MiB of HDF5's own, which no setting lowers, and its lists: 0.25 MiB at
 V = 2,048, 2 MiB at V = 151,936."""
+_ROWS_AT_ONCE = 64
 
 
 class CacheReader(Dataset[dict[str, Tensor]]):
@@ -62,6 +64,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             raise UsageError(f"the cache {folder} has no split '{split}'; it has {there}")
         self.split = split
         self._shards = self.manifest.splits[split]["shards"]
+        self._first_rows = np.array(first_rows(self.manifest.splits[split]))
         self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._verified: dict[int, tuple[int, int, int]] = {}
@@ -104,13 +107,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
         RunError: a shard is missing or damaged (named). IndexError: a number outside the split.
         """
-        wanted, place = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True)
-        if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
-            raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
-        per_shard = self.manifest.settings.sequences_per_shard
-        shards, first = np.unique(wanted // per_shard, return_index=True)
-        rows = dict(zip(shards.tolist(), np.split(wanted % per_shard, first[1:]), strict=True))
-        parts = []
+        rows, place = self._places(indices)
+        parts: list[Stored] = []
         with self._lock():
             for shard, part in rows.items():
                 with shard_errors(self._paths[shard]):
@@ -120,14 +118,49 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         try:
             batch = batch_of(parts, self.manifest.codec, place)
         except (ValueError, IndexError):  # find the shard that raised it
-            for shard, part in zip(rows, parts, strict=True):
+            for shard, stored in zip(rows, parts, strict=True):
                 with shard_errors(self._paths[shard]):
-                    batch_of([part], self.manifest.codec)
+                    batch_of([stored], self.manifest.codec)
             raise
-        for shard, part in zip(rows, parts, strict=True):
-            if not part.checked:
+        for shard, stored in zip(rows, parts, strict=True):
+            if not stored.checked:
                 self._checked[shard][rows[shard]] = True
         return batch
+
+    def text(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """tokens [n, T + 1], loss_mask and segments [n, T] of sequences, as they are stored; nothing else is read.
+
+        RunError, IndexError: as `read`.
+        """
+        rows, place = self._places(indices)
+        parts = []
+        with self._lock():
+            for shard, part in rows.items():
+                with shard_errors(self._paths[shard]):
+                    parts.append(self._shard(shard).text(part))
+        return {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
+
+    def rows(self) -> Iterator[PackedRow]:
+        """The text of all sequences, in order."""
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            text = self.text(range(start, min(start + _ROWS_AT_ONCE, len(self))))
+            yield from (PackedRow(*row) for row in zip(*text.values(), strict=True))
+
+    def shard_file(self, number: int) -> Path:
+        """The file of a shard, which has been compared with the manifest and the format. RunError: it is damaged."""
+        with self._lock(), shard_errors(self._paths[number]):
+            self._shard(number)
+        return self._paths[number]
+
+    def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """The wanted rows by shard, ascending, and the place of each index among them. IndexError: there is no such."""
+        wanted, place = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True)
+        if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
+            raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
+        holders = np.searchsorted(self._first_rows, wanted, side="right") - 1
+        shards, first = np.unique(holders, return_index=True)
+        parts = np.split(wanted - self._first_rows[holders], first[1:])
+        return dict(zip(shards.tolist(), parts, strict=True)), place
 
     def _shard(self, number: int) -> Shard:
         if self._process != os.getpid():
@@ -153,7 +186,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if file_digest(path) != self._shards[number]["sha256"]:
             raise OSError("its content changed: its SHA-256 differs from the manifest's")
         settings, sequences = self.manifest.settings, self._shards[number]["sequences"]
-        first = number * settings.sequences_per_shard
+        first = self._shards[number].get("first_sequence", int(self._first_rows[number]))
         check_structure(path, settings.codec, settings.seq_len, self.split, first, sequences)
         self._verified[number], self._checked[number] = seen, np.zeros(sequences, bool)
 

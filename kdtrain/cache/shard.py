@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import torch
 
-from kdtrain.cache.checks import check_flags, check_lists, check_stored, check_values
+from kdtrain.cache.checks import check_flags, check_lists, check_stored, check_tokens, check_values
 from kdtrain.cache.codec import CodecSpec, decode
 from kdtrain.cache.compression import Coding, unpack
 from kdtrain.cache.format import DICTIONARY
@@ -74,6 +74,15 @@ class Shard:
         if not checked:
             check_stored(arrays, self._spec)
         return Stored(arrays, self._coding, checked)
+
+    def text(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """tokens, loss_mask and segments of the given sequences, `rows` ascending. OSError: a checksum fails.
+
+        ValueError: a token is outside of the vocabulary.
+        """
+        tokens = self._sets["tokens"].read(rows)
+        check_tokens(tokens, self._spec)
+        return {"tokens": tokens, **{name: runs.read(rows) for name, runs in self._flags.items()}}
 
     def close(self) -> None:
         """Close the file."""

@@ -22,6 +22,7 @@ from kdtrain.cache.manifest import (
     ShardRecord,
     Sidecar,
     file_problem,
+    first_rows,
     read_manifest,
     read_sidecar,
     shard_problem,
@@ -114,12 +115,12 @@ def _problems(folder: Path) -> Iterator[Problem]:
     yield from _file_problems(folder, manifest)
     settings = manifest.settings
     for split, summary in manifest.splits.items():
-        for number, stated in enumerate(summary["shards"]):
+        for row, stated in zip(first_rows(summary), summary["shards"], strict=False):
             found = list(_sidecar_problems(folder, stated["name"], stated))
             yield from found
             if found:
                 continue
-            path, first = cache_format.shard_path(folder, stated["name"]), number * settings.sequences_per_shard
+            path, first = cache_format.shard_path(folder, stated["name"]), stated.get("first_sequence", row)
             try:  # the digest is right, but a stranger may have made the shard
                 check_content(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
             except (OSError, ValueError) as error:

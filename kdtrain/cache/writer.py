@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from fractions import Fraction
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.finish import publish_manifest, read_sidecars, set_aside_others
 from kdtrain.cache.folder import open_folder
-from kdtrain.cache.manifest import CacheSettings, Manifest
+from kdtrain.cache.manifest import CacheSettings, Manifest, Parent
 from kdtrain.cache.rounds import Progress, Rounds
 from kdtrain.cache.shard import Shard, batch_of, shard_errors
 from kdtrain.cache.shard_writer import (
@@ -96,6 +97,10 @@ class CacheBuilder:
         self._side = SideStream()
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
+        self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else codec.RANGE)
+        """Fidelity and range of T, where there is no teacher to measure them with."""
+        self.parents: list[Parent] | None = None
+        """The caches that this one is made from."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -216,7 +221,10 @@ class CacheBuilder:
             labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))
             spec, seed = self.settings.codec, self.settings.seed
             with self._side.after(ready):
-                answer = encode_sequences(answer, labels_BT, spec, seed=seed, split=rows.split, first=rows.first)
+                offset = codec.grid_offset(self.settings.sampling) or Fraction(0)
+                answer = encode_sequences(
+                    answer, labels_BT, spec, seed=seed, split=rows.split, first=rows.first, offset=offset
+                )
         assert answer or self.settings.codec.kind == "tokens", "no teacher and no targets"
         shard.add(rows, answer)
 
@@ -250,14 +258,15 @@ class CacheBuilder:
         self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         set_aside_others(self.folder, {record["name"] for record in records})
         tokens = {split: sha.hexdigest() for split, sha in self._tokens.items()}
-        self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *self._measure())
+        found = self._measure()
+        self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *found, self.parents)
         self.close()
         return self.manifest
 
     def _measure(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The fidelity of the cache, and the range of T over which it is right."""
         if self.teacher is None:
-            return None, None if self.settings.codec.kind == "tokens" else codec.RANGE
+            return self.measured
         split = "validation" if "validation" in self._splits else next(iter(self._splits))
         place = self._splits[split][0]
         spec, length = self.settings.codec, self.settings.seq_len

@@ -8,7 +8,7 @@ import torch
 from kdtrain.cache.manifest import Manifest
 from kdtrain.cache.reader import Cache
 from kdtrain.commands.agreement import same_ranks
-from kdtrain.commands.build_cache import build_cache
+from kdtrain.commands.build_cache import build_cache, refined_cache
 from kdtrain.commands.run_folder import refuse_no_folder
 from kdtrain.config import CacheTeacherConfig
 from kdtrain.errors import UsageError
@@ -64,6 +64,10 @@ def _build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> None:
 def _build(config: CacheTeacherConfig, device: torch.device) -> None:
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
+        refined = None if config.refine is None else refined_cache(config.refine)
+        seq_len, document_mask = config.data.seq_len, config.data.document_mask
+        if refined is not None:
+            seq_len, document_mask = refined.manifest.settings.seq_len, refined.manifest.settings.document_mask
         spec = read_spec(config.teacher, "teachers")
         if config.from_logprobs is not None:
             load_tokenizer(spec)  # a spec without one is refused by name
@@ -72,14 +76,15 @@ def _build(config: CacheTeacherConfig, device: torch.device) -> None:
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
     free = free_everywhere(device, config.parallel.device_memory)
     with raise_on_all_ranks():
-        sharded = shards_teacher(config, teacher.footprint(config.data.seq_len), free)
+        sharded = shards_teacher(config, teacher.footprint(seq_len), free, seq_len)
         teacher.load(sharded)
-        teacher.check(config.data.seq_len, config.data.document_mask)
+        teacher.check(seq_len, document_mask)
     teacher.prepare(sharded=sharded, compile=config.compile)
-    over = "" if config.data.data is None else f" over {config.data.data}"
+    text = config.data.data or config.refine
+    over = "" if text is None else f" over {text}"
     many = f" in {world_size()} ranks" if world_size() > 1 else ""
     log.info("caching %s%s into %s%s", teacher, over, config.out, many)
-    build_cache(config, teacher)
+    build_cache(config, teacher, refined)
 
 
 def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, seconds: float) -> None:
@@ -89,7 +94,7 @@ def _show(config: CacheTeacherConfig, manifest: Manifest, device: torch.device, 
         "digest": manifest.digest,
         "ranks": world_size(),
         "sequences": sequences,
-        "tokens": {name: count * config.data.seq_len for name, count in sequences.items()},
+        "tokens": {name: count * manifest.settings.seq_len for name, count in sequences.items()},
         "bytes_per_token": manifest.bytes_per_token["total"],
         "temperature_range": manifest.temperature_range,
         "seconds": round(seconds, 1),

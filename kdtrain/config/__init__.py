@@ -17,8 +17,10 @@ from kdtrain.config.commands import EvaluateConfig as EvaluateConfig
 from kdtrain.config.commands import ExportConfig as ExportConfig
 from kdtrain.config.commands import GenerateConfig as GenerateConfig
 from kdtrain.config.commands import InspectConfig as InspectConfig
+from kdtrain.config.commands import MergeConfig as MergeConfig
 from kdtrain.config.commands import PlotConfig as PlotConfig
 from kdtrain.config.commands import ReportConfig as ReportConfig
+from kdtrain.config.commands import SubsetConfig as SubsetConfig
 from kdtrain.config.commands import VerifyConfig as VerifyConfig
 from kdtrain.config.sections import CacheParallelConfig as CacheParallelConfig
 from kdtrain.config.sections import CheckpointConfig as CheckpointConfig

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -22,6 +23,7 @@ from kdtrain.config.sections import (
     StoppingConfig,
 )
 from kdtrain.config.values import Options, option, refuse
+from kdtrain.errors import UsageError
 
 
 def _refuse_wrong_source(cache: Path | None, teacher: str | None, data: DataConfig, to: str) -> None:
@@ -50,6 +52,8 @@ class CacheTeacherConfig(Options):
     """The folder of the cache."""
     from_logprobs: Path | None = option(None, once=True, reads="file", brief="Instead of --data: what a server said.")
     """Instead of --data: jsonl or parquet with a server's top log-probabilities (docs/data.md); good at T = 1 only."""
+    refine: str | None = option(None, once=True, reads="cache", brief="Instead of --data: a cache to draw between.")
+    """Instead of --data: a cache of this teacher's samples; as many more are drawn, between them, for kdtrain merge."""
     config: Path | None = option(None, per_rank=True, once=True, brief="A TOML file with any options, in sections.")
     """TOML file with the same options, grouped in sections; a flag wins over it."""
     batch_size: int = option(16, least=1, brief="Sequences in one forward of the teacher.")
@@ -76,6 +80,9 @@ class CacheTeacherConfig(Options):
         idle = (("--teacher-parallel", self.parallel.teacher_parallel != "auto"), ("--no-compile", not self.compile))
         for name, given in idle if served else ():
             refuse(given, f"{name} has no effect with --from-logprobs, which runs no teacher; leave it out")
+        if self.refine is not None:
+            self._refuse_idle_refinement()
+            return
         self.data.refuse_training_on_validation()
         refuse(not text and not served, "--data is missing; give stdlib, a file, a folder or hf:NAME")
         refuse(served and text, "--from-logprobs holds its own text; leave --data out")
@@ -85,6 +92,18 @@ class CacheTeacherConfig(Options):
         )
 
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)
+
+    def _refuse_idle_refinement(self) -> None:
+        """Refuse options of what the refined cache decides: its text, and how it is kept."""
+        refuse(self.from_logprobs is not None, "--refine and --from-logprobs exclude each other; give one")
+        self.data.refuse_changes("--refine")
+        given = (
+            ("--top-k, --num-samples and --dense", self.codec != CodecConfig()),
+            ("--sequences-per-shard", self.sequences_per_shard != 512),
+            ("--seed", self.seed != 0),
+        )
+        for name, changed in given:
+            refuse(changed, f"{name}: --refine takes it from its cache; leave it out")
 
     def splits(self) -> dict[str, int | None]:
         """How many sequences of each split to cache; None for all."""
@@ -297,6 +316,88 @@ class VerifyConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergeConfig(Options):
+    """Add up caches of samples of the same rows, or append caches of other rows; the order does not matter.
+
+    The same command resumes an interrupted one.
+    """
+
+    caches: tuple[str, ...] = option((), positional=True, reads="cache")
+    """Two or more finished caches."""
+    out: Path
+    """The folder of the merged cache."""
+    weights: str | None = None
+    """Several teachers over the same rows: the weight of each, such as 0.7,0.3; by default their numbers of samples."""
+    json: bool = False
+    """Print one JSON object on stdout, logs on stderr."""
+
+    EXAMPLES = ("kdtrain merge cache/a cache/b --out cache/both",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(len(self.caches) < 2, "nothing to merge; give two or more caches")
+        given = len(self.shares or self.caches)
+        refuse(given != len(self.caches), f"--weights has {given} numbers for {len(self.caches)} caches; give one each")
+
+    @property
+    def shares(self) -> tuple[Fraction, ...] | None:
+        """The weights as they are written."""
+        return None if self.weights is None else tuple(_decimal("--weights", each) for each in self.weights.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubsetConfig(Options):
+    """Cut a cache to some of its rows.
+
+    The same command resumes an interrupted one.
+    """
+
+    cache: str = option(positional=True, reads="cache")
+    """A finished cache."""
+    out: Path
+    """The folder of the cut cache."""
+    rows: str | None = None
+    """The rows to take, START:STOP, counted from 0; STOP is not taken."""
+    fraction: str | None = None
+    """The share of the rows to take, above 0 and at most 1, by the hash of their tokens."""
+    split: Literal["train", "validation", "test", "all"] = "train"
+    """The split to cut, or all; the others stay whole."""
+    json: bool = False
+    """Print one JSON object on stdout, logs on stderr."""
+
+    EXAMPLES = ("kdtrain subset cache/t --fraction 0.01 --out cache/small",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one = (self.rows is None) != (self.fraction is None)
+        refuse(not one, "give --rows START:STOP or --fraction SHARE, one of them")
+        refuse(self.share is not None and self.share > 1, f"--fraction {self.fraction} is above 1")
+        _ = self.range
+
+    @property
+    def share(self) -> Fraction | None:
+        """The fraction as it is written."""
+        return None if self.fraction is None else _decimal("--fraction", self.fraction)
+
+    @property
+    def range(self) -> tuple[int, int | None] | None:
+        """Start and stop, None: the end."""
+        if self.rows is None:
+            return None
+        found = re.fullmatch(r"([0-9]{0,18}):([0-9]{0,18})", self.rows)
+        if found is None:
+            raise UsageError(f"--rows {self.rows[:80]} is not START:STOP; give whole numbers, such as 0:10000")
+        return int(found[1] or 0), int(found[2]) if found[2] else None
+
+
+def _decimal(name: str, text: str) -> Fraction:
+    """A number above 0, exactly as it is written."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?|\.[0-9]{1,9}", text.strip()) or not Fraction(text.strip()):
+        raise UsageError(f"{name}: '{text[:80]}' is not a number above 0, such as 0.3")
+    return Fraction(text.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportConfig(Options):
     """Write a trained student as a folder that transformers.AutoModelForCausalLM loads."""
 
@@ -428,6 +529,8 @@ COMMANDS = {
     "generate": GenerateConfig,
     "inspect": InspectConfig,
     "verify": VerifyConfig,
+    "merge": MergeConfig,
+    "subset": SubsetConfig,
     "export": ExportConfig,
     "compare": CompareConfig,
     "plot": PlotConfig,

@@ -47,11 +47,11 @@ class DataConfig(Options):
         """Raise a `UsageError` if the run would train on the validation split."""
         refuse(self.split == "validation", "--split validation would train on the validation data; use train or test")
 
-    def refuse_changes(self) -> None:
-        """Raise a `UsageError` for an option of the text: the cache holds the text."""
+    def refuse_changes(self, cache: str = "--cache") -> None:
+        """Raise a `UsageError` for an option of the text: the cache of the option `cache` holds the text."""
         for each in dataclasses.fields(self):
             changed = getattr(self, each.name) != each.default and not each.metadata.get("with_cache")
-            refuse(changed, f"{flag(each.name)} has no effect with --cache, which holds its text; leave it out")
+            refuse(changed, f"{flag(each.name)} has no effect with {cache}, which holds its text; leave it out")
 
 
 DEFAULT_SAMPLES = 50
