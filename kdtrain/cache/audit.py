@@ -273,7 +273,8 @@ def _of_independent(bins_TV: Tensor, logprobs_TV: Tensor, share_TV: Tensor, expe
 
 
 def _moved(drawn_TD: Tensor, other_TD: Tensor) -> float:
-    """The share of samples, in the order of ids, that the other forward does not draw."""
+    """The share of samples that the other forward does not draw."""
+    drawn_TD = drawn_TD.sort(-1).values
     nth_TD = torch.arange(drawn_TD.shape[1], device=drawn_TD.device) - torch.searchsorted(drawn_TD, drawn_TD)
     there_TD = (other_TD[:, None] == drawn_TD[:, :, None]).sum(-1)
     return (there_TD <= nth_TD).float().mean().item()

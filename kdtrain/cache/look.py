@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.alignment import Alignment, detect
+from kdtrain.cache.codec import grid_offset
 from kdtrain.cache.compression import FINENESS
 from kdtrain.cache.diagnose import OTHER_ROWS, other_row
 from kdtrain.cache.reader import Cache
@@ -77,7 +78,7 @@ def look(cache: Cache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int 
         if batches and time.monotonic() > deadline:
             break
         batches.append(cache[split].read(indices[first : first + _BATCH]))
-    systematic = settings.sampling is not None and settings.sampling.startswith(("systematic", "grid"))
+    systematic = settings.sampling == "systematic" or grid_offset(settings.sampling) is not None
     own = getattr(cache.manifest, "origin", None) is None
     compares = own and (systematic or settings.sampling is None)
     return examine(batches, systematic=systematic, samples=compares, vocab_size=settings.vocab_size)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from kdtrain.cache.audit import NOISE, NOISE_UNKNOWN, Evidence, Test, Verdict, judge, score, worst_first
-from kdtrain.cache.codec import SAMPLING, draw_points
+from kdtrain.cache.codec import draw_points, grid_offset
 from kdtrain.cache.diagnose import ADDED, INT8, LOST, MASK, Diagnosis, Gains, diagnose, gains, other_row
 from kdtrain.cache.manifest import CacheSettings
+from kdtrain.cache.merge import MIXTURE
 from kdtrain.cache.reader import Cache
 from kdtrain.config import VerifyConfig
 from kdtrain.errors import UsageError
@@ -28,7 +29,7 @@ from kdtrain.teaching.teacher import Teacher, open_teacher
 DIAGNOSED = 16
 """Rows in which the fault is looked for: those that are furthest off."""
 NEIGHBOURS = 256
-"""Rows of a shard whose labels are compared with the targets of one."""
+"""Rows whose labels are compared with the targets of one among them."""
 _LOGITS = 2**27  # of one forward
 
 
@@ -131,7 +132,7 @@ def audit(config: VerifyConfig, cache: Cache) -> Audit:
 def _refuse(cache: Cache, settings: CacheSettings) -> None:
     if settings.codec.kind == "tokens":
         raise UsageError(f"{cache.folder} holds tokens without targets; leave --teacher out")
-    if settings.sampling == "mixture":
+    if settings.sampling == MIXTURE:
         raise UsageError(f"{cache.folder} mixes several teachers; audit the caches that it was merged from")
 
 
@@ -187,10 +188,12 @@ class _Comparison:
     def __init__(self, cache: Cache, teacher: Teacher, reference: Teacher) -> None:
         self.cache, self.teacher, self.reference = cache, teacher, reference
         self.settings, span = cache.manifest.settings, cache.manifest.temperature_range
-        self.own = getattr(cache.manifest, "origin", None) is None and getattr(cache.manifest, "parents", None) is None
+        captured = getattr(cache.manifest, "origin", None) is None
+        self.whole = captured and cache.manifest.parents is None
+        """Whether its rows are numbered as they were when they were captured."""
         # a top-k from elsewhere has a tail of one bucket, and says so by its range
         at_one = span is not None and span["min"] == span["max"]
-        self.whole_tail = self.own if self.settings.codec.counts_only else not at_one
+        self.whole_tail = captured if self.settings.codec.counts_only else not at_one
 
     def rows(self, split: str, indices: list[int]) -> list[tuple[tuple[str, int], Evidence]]:
         """What each of these rows says; rows that do not count in a loss are left out."""
@@ -215,10 +218,10 @@ class _Comparison:
         return found
 
     def _points(self, split: str, row: int) -> np.ndarray | None:
-        codec, settings = self.settings.codec, self.settings
-        if not codec.num_samples or settings.sampling != SAMPLING or not self.own:
+        number, offset = self.settings.codec.num_samples, grid_offset(self.settings.sampling)
+        if not number or offset is None or not self.whole:
             return None
-        return draw_points(settings.seed, split, row, settings.seq_len, codec.num_samples)
+        return draw_points(self.settings.seed, split, row, self.settings.seq_len, number, offset)
 
     def diagnosis(self, rows: list[tuple[str, int]]) -> Diagnosis:
         """The fault that explains some rows best."""
@@ -237,12 +240,10 @@ class _Comparison:
         return diagnose(found, matched)
 
     def _other_row(self, split: str, row: int, targets: Any) -> int | None:
-        per_shard = self.settings.sequences_per_shard
-        start = row // per_shard * per_shard
-        start = max(start, min(row - NEIGHBOURS // 2, start + per_shard - NEIGHBOURS))
-        stop = min(start + min(NEIGHBOURS, per_shard), len(self.cache[split]))
-        labels_RT = self.cache[split].read(range(start, stop)).tokens[:, 1:]
-        return other_row(targets, row - start, labels_RT)
+        reader = self.cache[split]
+        start = max(0, min(row - NEIGHBOURS // 2, len(reader) - NEIGHBOURS))
+        tokens = reader.text(range(start, min(start + NEIGHBOURS, len(reader))))["tokens"]
+        return other_row(targets, row - start, torch.from_numpy(tokens[:, 1:].astype(np.int64)))
 
 
 def logprobs(teacher: Teacher, batch: Batch, document_mask: bool) -> Tensor:
