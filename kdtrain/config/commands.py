@@ -308,7 +308,10 @@ class InspectConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(Options):
-    """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1."""
+    """Check every digest of a cache, a run or a checkpoint; list what is damaged, with exit code 1.
+
+    With --teacher it scores rows of a cache again, and says whether the teacher said what the cache says.
+    """
 
     path: Path = option(positional=True, reads="cache path")
     """A cache (hf:datasets/ORG/NAME and https:// too), a run or a checkpoint."""
@@ -316,8 +319,22 @@ class VerifyConfig(Options):
     """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
     local_limit: float = option(LOCAL_LIMIT, above=0)
     """GB of shards that are kept in KDTRAIN_HOME, or ~/.cache/kdtrain, of caches from elsewhere; oldest go first."""
+    teacher: str | None = option(None, reads="teacher spec")
+    """The teacher of the cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
+    rows: int = option(200, least=1, needs="teacher")
+    """Sequences to score again, drawn at random; with 20 most faults are found."""
+    seed: int = option(0, least=0, most=2**32 - 1, needs="teacher")
+    """Which sequences: another seed takes others."""
+    device: str = option("auto", check=_check_device, needs="teacher")
+    """Where the teacher runs: auto, cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object on stdout."""
+
+    EXAMPLES = ("kdtrain verify cache/t --teacher stdlib-5m",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self.repair and self.teacher is not None, "--repair drops damaged files; leave --teacher out")
 
 
 @dataclass(frozen=True, kw_only=True)
