@@ -52,6 +52,7 @@ def publish_manifest(
     tokens: Mapping[str, str],
     fidelity: dict[str, Any] | None,
     temperature_range: Any,
+    origin: dict[str, Any] | None = None,
 ) -> Manifest:
     """Write the index, then the manifest; return the manifest as it is read again.
 
@@ -74,6 +75,7 @@ def publish_manifest(
             **{name: importlib.metadata.version(name) for name in _LIBRARIES},
             "hdf5": h5py.version.hdf5_version,
         },
+        origin=origin,
     )
     publish_json(folder / cache_format.MANIFEST, manifest.to_json(), "cache.manifest")
     return read_manifest(folder)

@@ -129,6 +129,10 @@ class TemperatureRange(TypedDict):
     rule: str
 
 
+_LEFT_OUT = frozenset({"origin"})
+"""Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A finished cache, as its manifest states it."""
@@ -146,6 +150,8 @@ class Manifest:
     """SHA-256 by file name."""
     versions: dict[str, str]
     """kdtrain and the libraries it was built with."""
+    origin: dict[str, Any] | None = None
+    """Where a cache that `kdtrain import` made comes from, and what its source does not say; else left out."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 
@@ -162,6 +168,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
+        own = {name: value for name, value in own.items() if value is not None or name not in _LEFT_OUT}
         return sealed({**self.settings.to_json(), **own})
 
     @classmethod

@@ -96,6 +96,8 @@ class CacheBuilder:
         self._side = SideStream()
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
+        self.origin: dict[str, Any] | None = None
+        """What the manifest says of a cache that others made."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -250,7 +252,7 @@ class CacheBuilder:
         self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         set_aside_others(self.folder, {record["name"] for record in records})
         tokens = {split: sha.hexdigest() for split, sha in self._tokens.items()}
-        self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *self._measure())
+        self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *self._measure(), self.origin)
         self.close()
         return self.manifest
 
