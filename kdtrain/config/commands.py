@@ -457,8 +457,7 @@ class ImportConfig(Options):
         super().__post_init__()
         refuse(
             re.match(r"hf:|https?:", self.source) is not None,
-            f"{self.source}: import reads local files; download the data set first (hf download --repo-type dataset), "
-            "and give its folder",
+            f"{self.source}: import reads local files; download the data set first, and give its folder",
         )
         coded = LAYOUTS.has(self.layout, REQUIRES_COMPRESSOR)
         refuse(

@@ -59,12 +59,11 @@ def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[Alignment, 
     """
     short = replace(cutter, seq_len=min(cutter.seq_len, _POSITIONS))
     tally, rows = Tally(), list[PackedRow]()
-    where = str(files[0].path)
     for where, record in sample(files):
         rows += [row for row, _ in zip(short.sequences(record, where, tally), range(1), strict=False)]
     if tally.strange > _STRANGE * max(1, tally.counted + tally.strange):
         raise UsageError(
-            f"{files[0].path.parent}: {tally.strange:,} of {tally.counted + tally.strange:,} positions of a sample are no "
+            f"{files[0].path}: {tally.strange:,} of {tally.counted + tally.strange:,} positions of a sample are no "
             "distributions: their entries are NaN, above 0, sum to more than 1, or have an id twice or beyond the "
             "vocabulary; they must be natural logarithms of probabilities, coded as the options say"
         )
@@ -72,10 +71,8 @@ def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[Alignment, 
     if found.shift:
         there = cutter.shift + found.shift
         advice = f"give --shift {there}" if there in SHIFTS else "the source is shifted further than --shift can mend"
-        raise UsageError(
-            f"{where}: the entries are about the token {'before' if found.shift < 0 else 'after'} the next one: {found}; "
-            f"{advice}"
-        )
+        side = "before" if found.shift < 0 else "after"
+        raise UsageError(f"{files[0].path}: the entries are about the token {side} the next one: {found}; {advice}")
     return found, tally
 
 

@@ -1,4 +1,4 @@
-"""Reading the files of a source: parquet or jsonl, one record after the other, in a memory that does not grow with them.
+"""Reading the files of a source: parquet or jsonl, one record after the other, in a memory that does not grow.
 
 A parquet file is read a few rows at a time, whatever the size of its row groups, and only the columns that are needed.
 Types are checked before anything is read, sizes before a row is taken apart: the files may be anyone's.
@@ -94,7 +94,7 @@ class _Parquet(SourceFile):
     def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
         wanted = [name for name in self.depths if names is None or name in names]
         with _readable(self.path), self._open() as file:
-            groups, start = [], 0
+            groups, start = list[int](), 0
             for number in range(file.metadata.num_row_groups):
                 size = file.metadata.row_group(number).num_rows
                 if start + size > first or groups:
