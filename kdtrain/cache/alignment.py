@@ -7,14 +7,14 @@ for it. The logarithm is a proper score: in the mean over the text no prediction
 (The mean of p is not proper; it is a figure for people, with the rank.)
 
 A position that has read the label already can beat the right one only where the text repeats itself: in a run "a a a b
-b" the entries after an "a" are mostly about "a". So no token is judged that follows itself anywhere in its row. Also
-left out are positions without a label in the loss, and those near the start of a document.
+b" the entries after an "a" are mostly about "a". So no token is judged that often follows itself in these rows. Also
+left out are labels that equal a neighbour, those outside of the loss, and those near the start of a document.
 
 Rows are the unit: of two shifts one explains a row better or the other does, and if both were equally good each would
 do so in half of the rows. The sign test gives the chance of as many rows as were found, exact at any number of rows,
 and no single strange row decides. A shift is the verdict if it beats both others at `LEVEL`; one other than 0 must also
 be better by a margin that no aligned cache has, so that an untrained teacher, which says nothing or repeats its input,
-accuses nobody. With fewer than ten rows that can be judged there is no verdict.
+accuses nobody. With fewer than ten rows, or less than a tenth of the labels, left to judge there is no verdict.
 
 Shapes: B sequences, T positions, N = B*T tokens, K entries, S = 3 shifts.
 """
@@ -37,6 +37,8 @@ LEVEL = 0.001
 MARGIN, LEAST_MASS = 1.5, 0.05
 """A shift other than 0 gives the labels at least this probability, and so many times that of shift 0."""
 _BASE = 1e-3
+_REPEATS = 0.05  # the share of its places at which a token that is judged may equal a neighbour
+_JUDGED = 0.1  # the share of the labels that must be left
 _CELLS = 2**22  # entries that are compared at once
 
 
@@ -89,19 +91,18 @@ class Alignment:
 
 def detect(batches: Iterable[Batch]) -> Alignment:
     """Compare the shifts over the rows of all batches, whatever their codec; rows without targets are passed over."""
-    wins = torch.zeros(len(SHIFTS), len(SHIFTS), dtype=torch.int64)
-    masses, ranks, rows = [torch.zeros(0, len(SHIFTS))], [torch.zeros(0, len(SHIFTS))], 0
-    for batch in batches:
-        if batch.targets is None or batch.tokens.shape[1] < 4:
-            continue
-        judged_BU = _judged(batch)
-        mass_BUS, rank_BUS = _scored(batch)
-        score_BS = ((mass_BUS + _BASE).log() * judged_BU[:, :, None]).sum(1)
-        wins += (score_BS[:, :, None] > score_BS[:, None, :]).sum(0)
-        rows += int(judged_BU.any(1).sum())
-        masses.append(mass_BUS[judged_BU])
-        ranks.append(rank_BUS[judged_BU])
-    mass_LS, rank_LS = torch.cat(masses), torch.cat(ranks)
+    found = [_read(batch) for batch in batches if batch.targets is not None and batch.tokens.shape[1] >= 4]
+    none = torch.zeros(0, dtype=torch.int64)
+    parts = zip(*found, strict=True) if found else [[none]] * 3 + [[torch.zeros(0, len(SHIFTS))]] * 2
+    label_L, repeated_L, size_R, mass_LS, rank_LS = (torch.cat(list(each)) for each in parts)
+    row_L = torch.repeat_interleave(torch.arange(len(size_R)), size_R)
+    label_L = label_L.unique(return_inverse=True)[1]
+    share_V = torch.bincount(label_L, repeated_L.double()) / torch.bincount(label_L).clamp(min=1)
+    judged_L = (repeated_L == 0) & (share_V[label_L] < _REPEATS)
+    row_L, mass_LS, rank_LS = row_L[judged_L], mass_LS[judged_L], rank_LS[judged_L]
+    score_RS = torch.zeros(len(size_R), len(SHIFTS), dtype=torch.float64)
+    score_RS.index_add_(0, row_L, (mass_LS + _BASE).double().log())
+    wins = (score_RS[:, :, None] > score_RS[:, None, :]).sum(0)
     p_values = tuple(
         max(_sign_test(int(wins[s, other]), int(wins[other, s])) for other in range(len(SHIFTS)) if other != s)
         for s in range(len(SHIFTS))
@@ -109,21 +110,32 @@ def detect(batches: Iterable[Batch]) -> Alignment:
     mass = tuple(mass_LS.double().mean(0).tolist())
     best = [shift for shift, p_value in zip(SHIFTS, p_values, strict=True) if p_value <= LEVEL]
     shift = best[0] if best else None
+    if not judged_L.double().mean() >= _JUDGED:
+        shift = None
     if shift and not mass[SHIFTS.index(shift)] >= max(LEAST_MASS, MARGIN * mass[SHIFTS.index(0)]):
         shift = None
-    rank = tuple(rank_LS.median(0).values.tolist()) if len(rank_LS) else (math.nan,) * len(SHIFTS)
-    return Alignment(shift=shift, rows=rows, labels=len(mass_LS), label_mass=mass, label_rank=rank, p_values=p_values)
+    return Alignment(
+        shift=shift,
+        rows=len(row_L.unique()),
+        labels=len(row_L),
+        label_mass=mass,
+        label_rank=tuple(rank_LS.median(0).values.tolist()) if len(rank_LS) else (math.nan,) * len(SHIFTS),
+        p_values=p_values,
+    )
 
 
-def _judged(batch: Batch) -> Tensor:
-    """bool [B, T-2]: whether the label tokens[u] is compared, u = 2 .. T-1."""
+def _read(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """L labels tokens[u], u = 2 .. T-1, that may be judged; which of them equal a neighbour; how many each row has;
+    their masses and ranks [L, S].
+    """
     tokens_BT, mask_BT, segments_BT = batch.tokens[:, :-1], batch.loss_mask, batch.segments
-    follows_BT = torch.zeros_like(mask_BT)
-    for row, found in zip(tokens_BT, follows_BT, strict=True):
-        found |= torch.isin(row, row[1:][row[1:] == row[:-1]])
     counted_BU = mask_BT[:, :-2] & mask_BT[:, 1:-1] & mask_BT[:, 2:]
-    own_BU = (segments_BT[:, :-2] == segments_BT[:, 2:]) & (segments_BT[:, 1:-1] == segments_BT[:, 2:])
-    return counted_BU & own_BU & ~follows_BT[:, 2:]
+    counted_BU &= (segments_BT[:, :-2] == segments_BT[:, 2:]) & (segments_BT[:, 1:-1] == segments_BT[:, 2:])
+    label_BU = tokens_BT[:, 2:]
+    repeated_BU = (label_BU == tokens_BT[:, 1:-1]) | (label_BU == batch.tokens[:, 3:])
+    mass_BUS, rank_BUS = _scored(batch)
+    at = counted_BU
+    return label_BU[at], repeated_BU[at].long(), counted_BU.sum(1), mass_BUS[at], rank_BUS[at]
 
 
 def _scored(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ from kdtrain.cache.folder import file_digests
 from kdtrain.cache.manifest import (
     CacheSettings,
     Manifest,
-    Parent,
     Sidecar,
     SplitRecord,
     read_manifest,
@@ -63,11 +62,12 @@ def publish_manifest(
     tokens: Mapping[str, str],
     fidelity: dict[str, Any] | None,
     temperature_range: Any,
-    parents: list[Parent] | None = None,
+    stated: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Write the index and the card, then the manifest; return the manifest as it is read again.
 
     tokens: SHA-256 of all tokens, by split.
+    stated: more keys of the manifest: `parents`, `origin`.
     """
     index, length = folder / cache_format.INDEX, settings.seq_len
     pieces = settings.format_version == cache_format.PIECES
@@ -89,8 +89,8 @@ def publish_manifest(
             **{name: importlib.metadata.version(name) for name in _LIBRARIES},
             "hdf5": h5py.version.hdf5_version,
         },
-        parents=parents,
         test_vector=make_vector(folder, settings.codec, first, shard["name"], shard["sequences"]),
+        **(stated or {}),
     )
     record = manifest.to_json()
     write_card(folder, replace(manifest, digest=record["digest"]))

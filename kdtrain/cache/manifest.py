@@ -154,8 +154,8 @@ class TemperatureRange(TypedDict):
     rule: str
 
 
-_OPTIONAL = ("test_vector",)
-"""Keys of the manifest that are left out where there is nothing to say."""
+_LEFT_OUT = frozenset({"origin", "parents", "test_vector"})
+"""Keys of the manifest that are left out where they say nothing, so that older manifests keep their digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +179,8 @@ class Manifest:
     """The caches that it was made from, sorted by digest; None: it was captured from a teacher."""
     test_vector: dict[str, Any] | None = None
     """See `vector.make_vector`; None in caches without one."""
+    origin: dict[str, Any] | None = None
+    """Where a cache that `kdtrain import` made comes from, and what its source does not say; else left out."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
 
@@ -195,7 +197,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
-        own = {name: value for name, value in own.items() if value is not None or name not in _OPTIONAL}
+        own = {name: value for name, value in own.items() if value is not None or name not in _LEFT_OUT}
         return sealed({**self.settings.to_json(), **own})
 
     @classmethod
@@ -215,10 +217,6 @@ class Manifest:
         if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
             raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
         return manifest
-
-
-_OPTIONAL = ("parents",)
-"""Keys of a manifest that are left out where they are None: manifests from before they existed keep their digest."""
 
 
 def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSettings) -> None:

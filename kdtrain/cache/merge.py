@@ -226,7 +226,9 @@ def _sum(
     try:
         if (there := builder.manifest) is None:
             builder.measured = None, _common_range(caches)
-            builder.parents = [parent_record(cache, float(each)) for cache, each in zip(caches, shares, strict=True)]
+            builder.stated["parents"] = [
+                parent_record(cache, float(each)) for cache, each in zip(caches, shares, strict=True)
+            ]
             for split in caches[0]:
                 builder.build(split, _rows(caches, split))
             there = builder.finish()

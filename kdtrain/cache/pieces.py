@@ -110,7 +110,7 @@ def write_pieces(
             faults.point("cache.before-finish")
         sidecars = read_sidecars(folder, settings, places)
         set_aside_others(folder, {place.name for each in places.values() for place in each})
-        return publish_manifest(folder, settings, sidecars, tokens, *measured, parents)
+        return publish_manifest(folder, settings, sidecars, tokens, *measured, {"parents": parents})
     finally:
         lock.release()
 

@@ -136,7 +136,7 @@ def _content_problems(folder: Path, manifest: Manifest, split: str, row: int, st
         yield file_problem(path, error, f"{cache_format.SHARDS}/{path.name}")
         return
     vector = manifest.test_vector
-    if vector is None or number or split != next(iter(manifest.splits)):
+    if vector is None or row or split != next(iter(manifest.splits)):
         return
     if not agrees(vector, make_vector(folder, settings.codec, split, stated["name"], stated["sequences"])):
         text = f"{folder / cache_format.MANIFEST}: its test_vector is not what shard {stated['name']} holds"

@@ -33,7 +33,7 @@ from kdtrain.cache.codec import encode_sequences
 from kdtrain.cache.compression import Arrays
 from kdtrain.cache.finish import publish_manifest, read_sidecars, set_aside_others
 from kdtrain.cache.folder import open_folder
-from kdtrain.cache.manifest import CacheSettings, Manifest, Parent
+from kdtrain.cache.manifest import CacheSettings, Manifest
 from kdtrain.cache.rounds import Progress, Rounds
 from kdtrain.cache.shard import Shard, batch_of, shard_errors
 from kdtrain.cache.shard_writer import (
@@ -99,8 +99,8 @@ class CacheBuilder:
         """Sequences and positions of the held sample, where the teacher answers for no others."""
         self.measured: tuple[Any, Any] = (None, None if settings.codec.kind == "tokens" else codec.RANGE)
         """Fidelity and range of T, where there is no teacher to measure them with."""
-        self.parents: list[Parent] | None = None
-        """The caches that this one is made from."""
+        self.stated: dict[str, Any] = {}
+        """More keys of the manifest: `parents`, `origin`."""
         self._compiled: set[int] = set()
         """Sizes of the batches that teacher and encoder have seen."""
         self.manifest, self._lock = open_folder(self.folder, settings, tokenizer, all_ranks)
@@ -259,7 +259,7 @@ class CacheBuilder:
         set_aside_others(self.folder, {record["name"] for record in records})
         tokens = {split: sha.hexdigest() for split, sha in self._tokens.items()}
         found = self._measure()
-        self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *found, self.parents)
+        self.manifest = publish_manifest(self.folder, self.settings, sidecars, tokens, *found, self.stated)
         self.close()
         return self.manifest
 

@@ -31,6 +31,7 @@ from kdtrain.registry import Registry, first_line
 COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
+_MODULES = {"import": "import_cache"}  # no module can have the name of a keyword
 _WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "report", "verify")
 """Commands that load no model, and so run under `python -OO`."""
 _NARROWEST = 40
@@ -73,7 +74,7 @@ def _register_builtin(name: str, config: type) -> None:
     def main(config: Any) -> int | None:
         if sys.flags.optimize > 1 and name not in _WITHOUT_MODELS:
             raise UsageError("python -OO removes the docstrings that transformers needs to load a model; use -O")
-        command = importlib.import_module(f"kdtrain.commands.{name.replace('-', '_')}")
+        command = importlib.import_module(f"kdtrain.commands.{_MODULES.get(name, name.replace('-', '_'))}")
         code: int | None = command.main(config)
         return code
 
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     except MemoryError:
         _fail(1, "out of memory; lower --micro-batch-size, --batch-size or --seq-len")
     except KeyboardInterrupt:
-        resumes = command in ("cache-teacher", "demo", "distill")
+        resumes = command in ("cache-teacher", "demo", "distill", "import")
         _fail(1, "interrupted" + ("; the same command resumes from what was saved" if resumes else ""))
     except BrokenPipeError:
         # the reader of our output is gone; the flush at exit must not raise the error again
