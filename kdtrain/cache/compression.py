@@ -54,7 +54,7 @@ from typing import Self
 import numpy as np
 from einops import rearrange
 
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.spec import WIDTH, CodecSpec
 from kdtrain.objective.targets import FLOOR
 
 STEP_VALUE, STEP_SLOPE, STEP_SPREAD = 0.008, 0.04, 0.05
@@ -170,8 +170,6 @@ class Predictor:
         return numbers_MN
 
 
-WIDTH = 64
-"""C: candidates listed for a token."""
 MIN_COUNT = 3
 """How often a pair of token and entry occurs before it is worth listing."""
 

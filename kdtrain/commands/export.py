@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import Store, checkpoint_at, is_checkpoint, problem, read_checkpoint
+from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, read_checkpoint
+from kdtrain.checkpoint.store import Store
 from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig

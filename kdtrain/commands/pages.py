@@ -21,8 +21,8 @@ from rich.table import Table
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.manifest import Manifest, Sidecar
+from kdtrain.commands.kinds import is_training
 from kdtrain.commands.result import RESULT
-from kdtrain.commands.run_folder import is_training
 from kdtrain.files import open_regular, parse_json, read_json, typed
 from kdtrain.monitor.health import Signs, findings
 from kdtrain.monitor.progress import formula

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from kdtrain.cache import format as cache_format
 from kdtrain.cache.verify import repair, verify_cache
-from kdtrain.checkpoint.store import Store, checkpoint_at, is_checkpoint, problem, read_checkpoint
+from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
+from kdtrain.checkpoint.store import Store
 from kdtrain.commands.build_cache import holds_tokens
-from kdtrain.commands.run_folder import is_run
+from kdtrain.commands.kinds import damage_of, kind_of
 from kdtrain.config import VerifyConfig
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import UsageError
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 
@@ -35,26 +35,6 @@ def main(config: VerifyConfig) -> int:
         log.info("run the same cache-teacher command again to build what is missing")
     show(f"verify {config.path}", result, config.json)
     return 1 if problems else 0
-
-
-def kind_of(path: Path) -> str:
-    """Return `cache`, `run` or `checkpoint`."""
-    if not path.exists():
-        raise UsageError(f"{path} does not exist")
-    if is_run(path):
-        return "run"
-    if is_checkpoint(path.resolve()):
-        return "checkpoint"
-    if any((path / name).exists() for name in (cache_format.MANIFEST, cache_format.SETTINGS, cache_format.SHARDS)):
-        return "cache"
-    raise UsageError(f"{path} is neither a cache nor a run nor a checkpoint")
-
-
-def damage_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. RunError: it was removed meanwhile."""
-    if (damage := problem(checkpoint)) is not None and not checkpoint.exists():
-        raise RunError(f"checkpoint {checkpoint}: {damage}")
-    return damage
 
 
 def _problems(path: Path, kind: str) -> list[str]:

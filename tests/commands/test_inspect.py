@@ -1,6 +1,8 @@
 """The output of `kdtrain inspect` for a cache."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,7 +92,8 @@ def test_distill_ends_with_a_short_page_that_fits_into_80_columns(monkeypatch, c
     lines = closing(run, result, capsys)
     assert max(map(len, lines)) <= 80 and len(lines) <= 11, lines
     assert lines[0].startswith("runs/a: done at step 40 of 40, 2:10 of training, 1.97 M tokens")
-    assert ["nats", "a", "token", "3.500", "2.500", "@40", "2.500", "@40", "1.500", "2.700"] in [x.split() for x in lines]
+    row = ["nats", "a", "token", "3.500", "2.500", "@40", "2.500", "@40", "1.500", "2.700"]
+    assert row in [line.split() for line in lines]
     assert lines[-1] == 'Next: kdtrain generate runs/a "def main("'
     text = "\n".join(lines)
     for part in ("1 no-gain, 2 slow", "KL to the teacher 1.000", "ECE 5.0 %", "runs/a/student", "runs/a/result.json"):
@@ -105,6 +108,19 @@ def test_a_stopped_run_ends_with_the_command_that_resumes_it(monkeypatch, capsys
     assert closing(run, stopped, capsys) == ["runs/a: stopped by SIGINT while not training", resumes]
     lines = closing(run, {**stopped, "step": 20, "steps": 40}, capsys)
     assert lines[0] == "runs/a: stopped by SIGINT at step 20 of 40" and lines[-1] == resumes
+
+
+def test_pages_and_specs_are_read_without_torch(tmp_path):
+    write_run(tmp_path / "run")
+    asked = [str(CACHE), str(tmp_path / "run"), str(tmp_path), str(CACHE / "shards" / "train-00001.h5")]
+    program = (
+        "import sys; from kdtrain.cli import main\n"
+        "try: main(['inspect', sys.argv[1]])\n"
+        "finally: print(*{'torch', 'transformers', 'h5py'} & sys.modules.keys(), file=sys.stderr)"
+    )
+    for path in asked:
+        done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr.strip()) == (0, "") and done.stdout, path
 
 
 def test_a_folder_lists_its_runs_and_caches(capsys: pytest.CaptureFixture[str]) -> None:
