@@ -507,9 +507,14 @@ def is_locked(path: Path) -> bool | None:
 def _has_open(process: str, file: os.stat_result) -> bool | None:
     """Whether a process has a file open; None where it may not be asked."""
     try:
-        return any(os.path.samestat(each.stat(), file) for each in Path(f"/proc/{process}/fd").iterdir())
+        handles = os.listdir(f"/proc/{process}/fd")
     except OSError:
         return None
+    for handle in handles:
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(os.stat(f"/proc/{process}/fd/{handle}"), file):
+                return True
+    return False
 
 
 class Lock:
