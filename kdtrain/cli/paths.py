@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from kdtrain.cli.options import Option
 from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
+from kdtrain.config.options import Option
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError
 from kdtrain.files import open_regular

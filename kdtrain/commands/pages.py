@@ -7,7 +7,6 @@ strangers: `monitor.tables` escapes it, and a number that is none is a `-`.
 import json
 import math
 import shlex
-import statistics
 import struct
 import textwrap
 import time
@@ -24,7 +23,7 @@ from kdtrain.cache.manifest import Manifest, Sidecar
 from kdtrain.commands.kinds import is_training
 from kdtrain.commands.result import RESULT
 from kdtrain.files import open_regular, parse_json, read_json, typed
-from kdtrain.monitor.health import Signs, findings
+from kdtrain.monitor.health import Signs, findings, stalled
 from kdtrain.monitor.progress import formula
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import columns, duration, number, short, size
@@ -146,13 +145,8 @@ def watch_line(path: Path, record: RunRecord) -> tuple[str, bool]:
 
 def _is_fresh(path: Path, record: RunRecord) -> bool:
     """Whether the run wrote so lately that another machine, or a container beside this one, may be training it."""
-    rates = [
-        line["tokens"] / line["tok/s_last"] for line in record.steps if line.get("tok/s_last") and "tokens" in line
-    ]
-    limit = max(300.0, 20 * statistics.median(rates)) if rates else 300.0
-    with suppress(OSError):
-        return time.time() - (path / "metrics.jsonl").stat().st_mtime < limit
-    return False
+    signs = Signs.of(path, record, time.time())
+    return signs.idle is not None and stalled(signs) is None
 
 
 def _state(path: Path, record: RunRecord) -> tuple[str, str]:
@@ -345,10 +339,11 @@ def _fidelity(fidelity: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _in_words(angle: float, ratio: float) -> str:
+    """How far the mean gradient is off; docs/fidelity.md says what students of such caches learned."""
     if angle < 3 and abs(ratio - 1) < 0.03:
         return "the same"
     if angle < 10 and abs(ratio - 1) < 0.1:
-        return "near"
+        return "a little off"
     return "another way" if angle >= 10 else "too long" if ratio > 1 else "too short"
 
 
