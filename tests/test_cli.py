@@ -208,6 +208,13 @@ def test_an_unknown_device_is_refused_by_every_command_with_one():
             cli.parse(command, [*argv, "--device", "x"])
 
 
+def test_help_shows_the_default_of_a_section_where_the_command_has_one_of_its_own(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "--help", "split"])
+    assert "[validation]" in capsys.readouterr().out
+    assert cli.parse("evaluate", ["--student", "s", "--data", "stdlib"]).data.split == "validation"
+
+
 def test_options_of_sections_are_flat_flags():
     config = cli.parse(
         "distill", [*DISTILL, "--lr", "1e-2", "--temperature", "3", "--no-compile", "--betas", "0.8", "0.9"]

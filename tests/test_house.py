@@ -25,7 +25,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 600
 
 STAIRCASE = (
-    *("errors", "imports", "faults", "registry", "files", "ranks", "config", "data", "models", "objective"),
+    *("errors", "imports", "faults", "registry", "files", "process", "ranks", "config", "data", "models", "objective"),
     *("precision", "cache", "checkpoint", "monitor", "parallel", "teaching", "training", "commands", "cli"),
     *("testing", "__main__"),
 )

@@ -26,6 +26,7 @@ FILES = {
     "notes.txt": "some text\n",
     "rows.jsonl": '{"id": 1, "body": "some text"}\n',
     "cache/t/manifest.json": "{}",
+    "cache/half/shards/train-00000.h5": "",
     "runs/a/checkpoints/step-00000250/state.json": "{}",
     "students/stdlib-1m.toml": "[config]\nmodel_type = 'llama'\n",
     "students/stdlib-3m.toml": "[config]\nmodel_type = 'llama'\n",
@@ -185,7 +186,7 @@ main()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("line", ["distill ...", "inspect cache/t"])
+@pytest.mark.parametrize("line", ["distill ...", "inspect --hardware"])
 def test_an_interrupt_while_torch_is_imported_ends_in_one_line_like_a_refusal(bench, line, number):
     argv = [sys.executable, "-c", SLOW, *words(line)]
     with subprocess.Popen(argv, cwd=bench, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:

@@ -56,7 +56,7 @@ from typing import Self
 import numpy as np
 from einops import rearrange
 
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.spec import WIDTH, CodecSpec
 from kdtrain.objective.targets import FLOOR
 
 STEP_VALUE, STEP_SLOPE, STEP_SPREAD = 0.008, 0.04, 0.05
@@ -198,8 +198,6 @@ def _in_steps(numbers_MN: np.ndarray, knots: tuple[float, ...]) -> np.ndarray:
     return np.round(numbers_MN / steps(knots).astype(np.float64)[:, None]).astype(np.int64)
 
 
-WIDTH = 64
-"""C: candidates listed for a token."""
 MIN_COUNT = 3
 """How often a pair of token and entry occurs before it is worth listing."""
 

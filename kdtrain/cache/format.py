@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.codec import CodecSpec
-from kdtrain.cache.compression import WIDTH
+from kdtrain.cache.spec import WIDTH, CodecSpec
 
 FORMAT_VERSION = 3
 """Of every shard, and of a cache whose shards, all but the last, hold `sequences_per_shard` sequences each."""

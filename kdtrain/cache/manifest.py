@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 from msgspec import Meta
 
 from kdtrain.cache import format as cache_format
-from kdtrain.cache.codec import CodecSpec
+from kdtrain.cache.spec import CodecSpec
 from kdtrain.errors import UsageError
 from kdtrain.files import (
     MEDIUM,

@@ -18,17 +18,16 @@ import time
 import typing
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from kdtrain.cli import parsing, paths, words
 from kdtrain.cli.help import help_of
-from kdtrain.cli.options import options_of
 from kdtrain.config import commands
+from kdtrain.config.options import options_of
+from kdtrain.config.registered import COMMANDS, Command, Main
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
-from kdtrain.registry import Registry, first_line
+from kdtrain.registry import first_line
 
-COMMANDS = Registry("kdtrain", "kdtrain.commands", __name__, {})
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
 _MODULES = {"import": "import_cache"}  # no module can have the name of a keyword
@@ -36,18 +35,6 @@ _WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "push", "report",
 """Commands that load no model, and so run under `python -OO`."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""
-
-
-Main = Callable[[Any], int | None]
-"""A configuration -> the exit code, None for 0."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command: its configuration, whose fields are its options, and what runs it."""
-
-    config: type
-    main: Main
 
 
 def register_command(name: str, config: type, *, help: str = "") -> Callable[[Main], Main]:

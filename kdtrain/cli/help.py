@@ -3,14 +3,12 @@
 import shutil
 import textwrap
 from collections.abc import Iterable
-from dataclasses import MISSING
 from itertools import groupby
-from typing import Any
 
-from kdtrain.cli.options import Option, options_of
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config import choices as registries
 from kdtrain.config.kinds import metavar, words_wanted
+from kdtrain.config.options import Option, options_of
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError
 from kdtrain.registry import Registry, first_line
@@ -79,7 +77,7 @@ def _name(option: Option) -> str:
     if option.positional:
         return _place(option)
     if option.switch:
-        return option.flag.replace("--", "--[no-]", 1) if option.field.default is not False else option.flag
+        return option.flag.replace("--", "--[no-]", 1) if option.default is not False else option.flag
     return f"{option.flag} {option.field.metadata.get('shown') or metavar(option.kind)}"
 
 
@@ -104,14 +102,12 @@ def _long(option: Option) -> list[str]:
 
 
 def _default(option: Option) -> str:
-    default: Any = option.field.default
-    if option.field.default_factory is not MISSING:
-        default = option.field.default_factory()
+    default = option.default
     if option.required:
         return " (required)"
     if option.switch:
         return " [on]" if default is True else ""
-    if default is None or default is MISSING or default in ("", (), []):
+    if default is None or default in ("", (), []):
         return ""
     if isinstance(default, float):
         return f" [{f'{default:.0e}'.replace('e-0', 'e-') if default < 0.01 else f'{default:g}'}]"

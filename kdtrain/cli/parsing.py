@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from kdtrain.cli.config_file import read_file
-from kdtrain.cli.options import MOST, Given, Option, options_of, replaced, short
+from kdtrain.cli.options import MOST, Given, replaced, short
 from kdtrain.cli.words import option_meant, word_meant
 from kdtrain.config.kinds import alternatives, choices, metavar, read_words, wanted, words_wanted
+from kdtrain.config.options import Option, options_of
 from kdtrain.config.values import flag, refuse_value
 from kdtrain.errors import UsageError, refuse_no_path
 

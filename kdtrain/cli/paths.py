@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from kdtrain.cache.address import parse_address
-from kdtrain.cli.options import Option
 from kdtrain.cli.words import word_meant
 from kdtrain.config.choices import TEXTS
+from kdtrain.config.options import Option
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError
 from kdtrain.files import open_regular
@@ -106,8 +106,12 @@ def _cache(text: str, texts: Mapping[str, str]) -> str | None:
         return "no cache is there; make one with kdtrain cache-teacher"
     if os.path.isfile(text):
         return "it is a file, and a cache is a folder; make one with kdtrain cache-teacher"
-    if any(_exists(Path(text, name)) for name in ("manifest.json", "settings.json", "shards")):
+    if _exists(Path(text, "manifest.json")):
         return None
+    if _names(Path(text, "shards")):
+        return "the cache is unfinished; run the same cache-teacher command again to finish it"
+    if _exists(Path(text, "settings.json")):
+        return "the cache holds no shard yet; run the same cache-teacher command again"
     return "it holds no cache (no manifest.json); make one with kdtrain cache-teacher"
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import Store, checkpoint_at, is_checkpoint, problem, read_checkpoint
+from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, read_checkpoint
+from kdtrain.checkpoint.store import Store
 from kdtrain.commands.result import read_result
 from kdtrain.commands.run_folder import TOKENIZER, is_run, refuse_no_folder
 from kdtrain.config import ExportConfig
@@ -21,7 +22,7 @@ from kdtrain.models.loading import (
     refuse_foreign,
     tokenizer_files,
 )
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import read_spec, shipped
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import show
 from kdtrain.ranks import is_main, on_main, process_group
@@ -89,11 +90,12 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
     """Load a student, and return it with the place of its tokenizer, or None.
 
     Args:
-        name: a run (its best checkpoint, or the newest where none is best), a checkpoint, or a model spec.
+        name: a run (its best checkpoint, or the newest where none is best), a checkpoint, or a model spec. A bare name
+            that ships is the student that ships, as in `read_spec`; `./NAME` is a folder.
         device: the student's device.
     """
-    path = Path(name)
-    if is_checkpoint(path.resolve()):
+    path, ships = Path(name), name in shipped("students")
+    if not ships and is_checkpoint(path.resolve()):
 
         def read(found: Path) -> SplitModel:
             if (damage := problem(found)) is not None:
@@ -101,7 +103,7 @@ def open_student(name: str, device: torch.device) -> tuple[SplitModel, Path | st
             return student_at(found, device)
 
         return read_checkpoint(lambda: checkpoint_at(path), read), tokenizer_of_run(_run_of(path.resolve()))
-    if is_run(path):
+    if not ships and is_run(path):
         student = read_checkpoint(lambda: checkpoint_of(path, "best"), lambda found: student_at(found, device))
         return student, tokenizer_of_run(path)
     spec = read_spec(name)

@@ -9,35 +9,44 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NotRequired, TypedDict
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.address import Address, parse_address
-from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.local import home, listing
 from kdtrain.cache.manifest import Manifest, check_sizes, read_manifest, read_sidecar
 from kdtrain.cache.remote import open_remote
+from kdtrain.cache.spec import CodecSpec
 from kdtrain.checkpoint import tiers
-from kdtrain.checkpoint.store import Store, checkpoint_at, problem, read_checkpoint
+from kdtrain.checkpoint.sealed import STATE, checkpoint_at, problem, read_checkpoint, read_state
+from kdtrain.checkpoint.store import Store
 from kdtrain.commands import pages
+from kdtrain.commands.kinds import damage_of, kind_of
 from kdtrain.commands.result import read_result
-from kdtrain.commands.verify import damage_of, kind_of
 from kdtrain.config import InspectConfig
+from kdtrain.config.choices import resolve_tail
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import aside_in, read_json
+from kdtrain.files import aside_in, read_json, typed
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import show, show_page
-from kdtrain.objective.tails import resolve_tail
-from kdtrain.precision.backends import capabilities
-from kdtrain.precision.modes import has_bf16, why_not_compile
-from kdtrain.training.state import load_saved, read_saved
 
 _INTERVAL = 10.0
 """Seconds between two lines of `--watch`."""
+
+
+class _Progress(TypedDict):
+    """The numbers of a checkpoint that a run's page shows."""
+
+    loss: NotRequired[float | None]
+    last_loss: NotRequired[float | None]
+    best_loss: NotRequired[float | None]
+    validated_step: NotRequired[int | None]
+
+
+class _Saved(TypedDict):
+    progress: _Progress
 
 
 def main(config: InspectConfig) -> int:
@@ -116,6 +125,11 @@ def _watch(path: Path) -> int:
 
 def hardware() -> dict[str, Any]:
     """Devices, number formats and compilers of this machine, with the reason where something is missing."""
+    import torch
+
+    from kdtrain.precision.backends import capabilities
+    from kdtrain.precision.modes import has_bf16, why_not_compile
+
     cpu = torch.device("cpu")
     compile_reason = why_not_compile(cpu)
     table: dict[str, Any] = {
@@ -277,12 +291,12 @@ def _row(store: Store, entry: tiers.Entry) -> dict[str, Any]:
     `validation_loss` is that of its own step, if it was validated; `written` is in local time.
     """
     path = store.path(entry.name)
-    progress: dict[str, Any] = {}
+    progress = _Progress()
     if (damage := problem(path)) is None:
         try:
-            progress = read_saved(path)["progress"]
-        except (RunError, OSError) as error:
-            damage = str(error)
+            progress = typed(read_state(path), _Saved)["progress"]
+        except (ValueError, OSError) as error:
+            damage = f"{path}/{STATE} is not what a run writes: {error}"
     written = None
     with contextlib.suppress(OSError):
         written = datetime.fromtimestamp((path / cache_format.MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
@@ -303,6 +317,8 @@ def _checkpoint(named: Path) -> _Found:
 
 
 def _loaded(path: Path) -> dict[str, Any]:
+    from kdtrain.training.state import load_saved
+
     if (damage := damage_of(path)) is not None:
         return {"verdict": f"damaged: {damage}"}
     checkpoint = load_saved(path)

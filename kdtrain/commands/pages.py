@@ -7,7 +7,6 @@ strangers: `monitor.tables` escapes it, and a number that is none is a `-`.
 import json
 import math
 import shlex
-import statistics
 import struct
 import textwrap
 import time
@@ -21,10 +20,10 @@ from rich.table import Table
 
 from kdtrain.cache import format as cache_format
 from kdtrain.cache.manifest import Manifest, Parent, Sidecar
+from kdtrain.commands.kinds import is_training
 from kdtrain.commands.result import RESULT
-from kdtrain.commands.run_folder import is_training
 from kdtrain.files import open_regular, parse_json, read_json, typed
-from kdtrain.monitor.health import Signs, findings
+from kdtrain.monitor.health import Signs, findings, stalled
 from kdtrain.monitor.progress import formula
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.tables import columns, duration, number, short, size
@@ -91,6 +90,42 @@ def run_page(path: Path, facts: Mapping[str, Any], record: RunRecord) -> Iterato
     yield f"Next: {_next(path, state, facts, result)}"
 
 
+def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:
+    """What `distill` says at its end: how the run ended, its losses, where things are, and what to do next.
+
+    result: of result.json, which has the rest; without `step` no step was taken.
+    """
+    state, ended = _ended(result)
+    if result.get("step") is None:
+        yield f"{path}: stopped by {result.get('stopped_by')} while not training"
+    else:
+        record = RunRecord.read(path, TAIL)
+        yield f"{path}: {ended}"
+        yield ""
+        yield from _losses(result, record)
+        if numbers := _last_numbers(result, record):
+            yield numbers
+        if warnings := result.get("warnings"):
+            kinds = ", ".join(f"{times} {kind}" for kind, times in warnings.items())
+            yield f"warnings: {kinds} (kdtrain inspect {_word(path)} shows them)"
+        if result.get("student"):
+            yield f"student in {result['student']}, all numbers in {path / RESULT}"
+    began = (path / "config.toml").exists()
+    yield f"Next: {_next(path, state, {'exported': result.get('student')}, result) if began else 'the same command'}"
+
+
+def _last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
+    """The other numbers of the last validation, and the peak of memory, in a line; empty without any."""
+    last = record.validations[-1] if record.validations else {}
+    kl, told = last.get("validation/kl", math.nan), result.get("temperature")
+    parts = [f"KL to the teacher {_three(kl)}"] if math.isfinite(kl) else []
+    for name, share in (("next token right", last.get("validation/accuracy")), ("ECE", last.get("validation/ece"))):
+        parts += [f"{name} {100 * share:.1f} %"] if share is not None and math.isfinite(share) else []
+    parts += [f"T {_three(told)}"] if told not in (None, 1.0) else []
+    peak = result.get("peak_memory_mb")
+    return ", ".join([*parts, f"peak memory {size(peak)}"] if peak else parts)
+
+
 def health_lines(path: Path, record: RunRecord) -> Iterator[str]:
     """What is wrong with a run that trains, a line each, or that nothing is."""
     found = findings(Signs.of(path, record, time.time()))
@@ -114,13 +149,8 @@ def watch_line(path: Path, record: RunRecord) -> tuple[str, bool]:
 
 def _is_fresh(path: Path, record: RunRecord) -> bool:
     """Whether the run wrote so lately that another machine, or a container beside this one, may be training it."""
-    rates = [
-        line["tokens"] / line["tok/s_last"] for line in record.steps if line.get("tok/s_last") and "tokens" in line
-    ]
-    limit = max(300.0, 20 * statistics.median(rates)) if rates else 300.0
-    with suppress(OSError):
-        return time.time() - (path / "metrics.jsonl").stat().st_mtime < limit
-    return False
+    signs = Signs.of(path, record, time.time())
+    return signs.idle is not None and stalled(signs) is None
 
 
 def _state(path: Path, record: RunRecord) -> tuple[str, str]:
@@ -145,6 +175,11 @@ def _state(path: Path, record: RunRecord) -> tuple[str, str]:
         if _is_fresh(path, record):
             return "silent", line.replace("no process", "unless another machine does: no process here")
         return "killed", line
+    return _ended(result)
+
+
+def _ended(result: Mapping[str, Any]) -> tuple[str, str]:
+    """`_state` of a run that has a result."""
     reason = str(result.get("stop_reason"))
     where = f"at step {number(result.get('step'))} of {number(result.get('steps'))}"
     cost = [f"{duration(seconds)} of training"] if isinstance(seconds := result.get("seconds"), int | float) else []
@@ -164,7 +199,7 @@ def _losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
         return
     finite = [(step, loss) for step, loss in found if isinstance(loss, int | float) and math.isfinite(loss)]
     best_step, best = min(finite, key=lambda each: each[1], default=(None, None))
-    row += [number(result.get("first_validation_loss", finite[0][1] if finite else None))]
+    row += [_three(result.get("first_validation_loss", finite[0][1] if finite else None))]
     row += [_at(result.get("best_validation_loss", best), result.get("best_step", best_step))]
     row += [_at(finite[-1][1], finite[-1][0]) if finite else number(result.get("last_validation_loss"))]
     teacher = result.get("teacher_validation_loss")
@@ -359,10 +394,11 @@ def _fidelity(fidelity: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _in_words(angle: float, ratio: float) -> str:
+    """How far the mean gradient is off; docs/fidelity.md says what students of such caches learned."""
     if angle < 3 and abs(ratio - 1) < 0.03:
         return "the same"
     if angle < 10 and abs(ratio - 1) < 0.1:
-        return "near"
+        return "a little off"
     return "another way" if angle >= 10 else "too long" if ratio > 1 else "too short"
 
 

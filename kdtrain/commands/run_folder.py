@@ -16,12 +16,14 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import torch
 
-from kdtrain.checkpoint.store import Store
 from kdtrain.commands.build_cache import holds_tokens
+from kdtrain.commands.kinds import LOCK as LOCK
+from kdtrain.commands.kinds import is_environment
+from kdtrain.commands.kinds import is_run as is_run
 from kdtrain.config import DistillConfig, sections, shareable, written
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.errors import RunError, UsageError, making, writing
@@ -44,7 +46,7 @@ from kdtrain.files import (
 )
 from kdtrain.models.loading import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, ModelSpec, paths_of
-from kdtrain.monitor.progress import log, warn_early
+from kdtrain.monitor.progress import log
 from kdtrain.ranks import on_main
 from kdtrain.training.state import read_saved
 
@@ -61,8 +63,6 @@ TOKENIZER = "tokenizer"
 _SECTIONS = {"run", *(each.name for each in dataclasses.fields(DistillConfig) if dataclasses.is_dataclass(each.type))}
 """The tables of config.toml."""
 
-LOCK = ".training"
-"""The lock file: see `run_lock`."""
 _LEFT = re.compile(rf"{re.escape(LOCK)}|data\.left-[0-9]+")
 """Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
@@ -157,68 +157,6 @@ def launch() -> str | None:
     return None if name is None else f"{name} {os.environ.get('MASTER_ADDR')} {os.getppid()}"
 
 
-class _Run(TypedDict):
-    student: str
-    out: str
-    cache: NotRequired[str | list[str] | None]
-
-
-class _Config(TypedDict):
-    run: _Run
-
-
-class _Libraries(TypedDict):
-    kdtrain: str | None
-
-
-class _Environment(TypedDict):
-    """The entries of environment.json by which kdtrain recognizes its own file."""
-
-    python: str
-    platform: str
-    libraries: _Libraries
-
-
-_recovered: set[Path] = set()
-"""Runs for which this process has logged that config.toml is lost."""
-
-
-def is_run(folder: Path) -> bool:
-    """Whether `folder` was written by `kdtrain distill`.
-
-    It then has a config.toml and an environment.json, or a valid checkpoint where these are lost or unreadable. A
-    config.toml alone does not make a run: it may be the user's own file for `--config`.
-    """
-    lost = None
-    try:
-        typed(read_toml(folder / "config.toml"), _Config)
-    except (OSError, ValueError) as error:
-        lost = "is lost" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-    if lost is None and _is_environment(folder / "environment.json"):
-        return True
-    name = Store(folder / "checkpoints").newest_valid()[0]
-    if name is not None and lost is not None and folder.resolve() not in _recovered:
-        _recovered.add(folder.resolve())
-        text = f"{folder / 'config.toml'} {lost}; the options of the run are those in its checkpoint {name}"
-        warn_early("lost-config", text)
-    return name is not None
-
-
-def is_training(folder: Path) -> bool | None:
-    """Whether a process of this machine trains the run in `folder`; None where the system does not say.
-
-    The lock is not tried: a process that begins to train at that moment would be refused.
-    """
-    try:
-        status = (folder / LOCK).lstat()
-        held = Path("/proc/locks").read_text()
-    except FileNotFoundError as error:
-        return None if error.filename == "/proc/locks" else False
-    except OSError:
-        return None
-    return re.search(rf"FLOCK .*:{status.st_ino} ", held) is not None
-
-
 def check_out(out: Path) -> bool:
     """Whether `out` holds a run; refuses what is neither that nor left by an attempt that did not become a run."""
     if out.exists() and not out.is_dir():
@@ -229,7 +167,7 @@ def check_out(out: Path) -> bool:
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
     if "data" in foreign and holds_tokens(out / "data"):
         foreign.remove("data")
-    if "environment.json" in foreign and _is_environment(out / "environment.json"):
+    if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:
         raise UsageError(f"--out {out} holds something that is not a run ({foreign[0]}); name another folder")
@@ -320,21 +258,13 @@ def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
     }
     # The environment comes first: it marks the folder as kdtrain's, which a configuration alone does not.
     for name, is_own, text in (
-        ("environment.json", _is_environment, json.dumps(environment, indent=1) + "\n"),
+        ("environment.json", is_environment, json.dumps(environment, indent=1) + "\n"),
         ("config.toml", _is_written, to_toml(used(config))),
     ):
         if (config.out / name).exists() and not is_own(config.out / name):
             aside = set_aside(config.out, name, "old")
             log.info("%s was not written by kdtrain, and was moved to %s", config.out / name, aside)
         publish_text(config.out / name, text, f"run.{name.partition('.')[0]}")
-
-
-def _is_environment(path: Path) -> bool:
-    """Whether `write_description` wrote this environment.json."""
-    try:
-        return bool(read_json(path, _Environment))
-    except (OSError, ValueError):
-        return False
 
 
 def _is_written(path: Path) -> bool:

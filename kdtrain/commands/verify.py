@@ -6,19 +6,18 @@ A cache is looked at, too (`cache.look`), or scored again by its teacher (`comma
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache import format as cache_format
 from kdtrain.cache.address import parse_address
 from kdtrain.cache.look import look
 from kdtrain.cache.reader import Cache
 from kdtrain.cache.remote import open_remote
 from kdtrain.cache.verify import repair, verify_cache
-from kdtrain.checkpoint.store import Store, checkpoint_at, is_checkpoint, problem, read_checkpoint
+from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
+from kdtrain.checkpoint.store import Store
 from kdtrain.commands.audit import audit
 from kdtrain.commands.build_cache import holds_tokens
-from kdtrain.commands.run_folder import is_run
+from kdtrain.commands.kinds import damage_of, kind_of
 from kdtrain.config import VerifyConfig
 from kdtrain.config.values import refuse
-from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log, setup_logging
 from kdtrain.monitor.tables import number, show, show_page
 
@@ -75,26 +74,6 @@ def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]
         "with --teacher T some rows are scored again",
     ]
     return {"look": seen.to_json()}, list(seen.findings), page
-
-
-def kind_of(path: Path) -> str:
-    """Return `cache`, `run` or `checkpoint`."""
-    if not path.exists():
-        raise UsageError(f"{path} does not exist")
-    if is_run(path):
-        return "run"
-    if is_checkpoint(path.resolve()):
-        return "checkpoint"
-    if any((path / name).exists() for name in (cache_format.MANIFEST, cache_format.SETTINGS, cache_format.SHARDS)):
-        return "cache"
-    raise UsageError(f"{path} is neither a cache nor a run nor a checkpoint")
-
-
-def damage_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. RunError: it was removed meanwhile."""
-    if (damage := problem(checkpoint)) is not None and not checkpoint.exists():
-        raise RunError(f"checkpoint {checkpoint}: {damage}")
-    return damage
 
 
 def _problems(path: Path, kind: str) -> list[str]:

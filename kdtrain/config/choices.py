@@ -105,3 +105,8 @@ LOGGERS = Registry(
         "wandb": "wandb:PROJECT, a run of Weights & Biases; needs the package wandb",
     },
 )
+
+
+def resolve_tail(tail: str, num_samples: int) -> str:
+    """The name of the rule that is used: with samples, the default `ghost` means `sampled`."""
+    return "sampled" if num_samples and tail == "ghost" else tail

@@ -257,11 +257,10 @@ def _interventions(axes: Axes, run: Run, places: dict[int, float], color: str, h
 
 def _quantized(axes: Axes, run: Run, places: dict[int, float], color: str, height: float) -> bool:
     """Draw a bar at the foot where a run was quantised; whether it ever was."""
-    steps = run.record.curve("quantized")
-    found = bands([value for _, value in steps])[:MOST_POINTS]
-    for start, end in found:
-        left, right = (places.get(math.floor(side) + steps[0][0] - 1, 0.0) for side in (start, end))
-        axes.plot(
-            [left, right], [height] * 2, color=color, linewidth=3, alpha=0.5, transform=axes.get_xaxis_transform()
-        )
-    return bool(found)
+    steps = [(step, value) for step, value in run.record.curve("quantized") if step in places]
+    parts = [[step for step, _ in part] for kept, part in itertools.groupby(steps, lambda each: each[1] > 0) if kept]
+    for part in parts[:MOST_POINTS]:
+        ends = [places.get(part[0] - 1, places[part[0]]), places[part[-1]]]
+        look: dict[str, Any] = {"linewidth": 3, "alpha": 0.5, "transform": axes.get_xaxis_transform()}
+        axes.plot(ends, [height] * 2, color=color, **look)
+    return bool(parts)

@@ -19,6 +19,8 @@ from kdtrain.files import SMALL, open_regular, parse_json, read_json, read_toml,
 
 MOST_BYTES = 2**30
 """Most bytes of a log that is read; a million steps have about 4e8."""
+_FARTHEST = 1e30
+"""No place on an axis is as far; what lies beyond was not written by a run."""
 _LARGEST = 2**53
 """The largest step; beyond it floats do not count."""
 
@@ -106,7 +108,8 @@ class RunRecord:
             times = [count / rate / 60 if rate > 0 else None for count, rate in zip(tokens, rates, strict=True)]
             usual = statistics.median([time for time in times if time is not None] or [0.0])
             each = [usual if time is None else time for time in times]
-        return {0: 0.0, **dict(zip(numbers, itertools.accumulate(each), strict=True))}
+        places = zip(numbers, itertools.accumulate(each), strict=True)
+        return {0: 0.0, **{step: place for step, place in places if place < _FARTHEST}}
 
 
 def events(folder: Path, last: int | None = None) -> Iterator[Event]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kdtrain.errors import printable
-from kdtrain.ranks import is_main
+from kdtrain.process import is_main
 
 
 def show(title: str, table: Mapping[str, Any], as_json: bool) -> None:

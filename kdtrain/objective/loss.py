@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kdtrain.config.choices import DIVERGENCES, TAILS
+from kdtrain.config.choices import DIVERGENCES, TAILS, resolve_tail
 from kdtrain.errors import UsageError, as_number
 from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.dense import DenseStatistics
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine import Request, fused_loss
 from kdtrain.objective.statistics import Statistics
-from kdtrain.objective.tails import resolve_tail
 from kdtrain.objective.targets import Supervision, Targets, per_token, scalar
 from kdtrain.objective.temperature import Temperature
 

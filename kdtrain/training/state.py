@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kdtrain.checkpoint import shards
-from kdtrain.checkpoint.store import Checkpoint, load, read_state
+from kdtrain.checkpoint.sealed import read_state
+from kdtrain.checkpoint.store import Checkpoint, load
 from kdtrain.config import GuardsConfig, OptimizerConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.files import typed

@@ -1,16 +1,19 @@
 """The output of `kdtrain inspect` for a cache."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.manifest import read_manifest
+from kdtrain.commands import pages
 from kdtrain.commands.inspect import _tail_rule, main
 from kdtrain.config import InspectConfig
 from kdtrain.errors import UsageError
-from kdtrain.monitor.tables import duration, number, short, show, size
+from kdtrain.monitor.tables import duration, number, short, show, show_page, size
 from tests.logged_runs import write_run
 
 CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"
@@ -64,6 +67,60 @@ def test_json_of_a_run_needs_none_of_its_logs(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["student"]["name"] == "s"
     with pytest.raises(UsageError, match="see whether --json shows it"):
         main(InspectConfig(path=run))
+
+
+def closing(run: Path, result: dict, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    show_page(pages.closing_page(run, result))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_distill_ends_with_a_short_page_that_fits_into_80_columns(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    run = write_run(Path("runs/a"), final=2.5)
+    result = {
+        **json.loads((run / "result.json").read_text()),
+        "first_validation_loss": 3.5,
+        "best_step": 40,
+        "cross_entropy_validation_loss": 2.7,
+        "cross_entropy_run": "runs/plain",
+        "seconds": 130.0,
+        "tokens": 1_966_080,
+        "warnings": {"no-gain": 1, "slow": 2},
+        "student": "runs/a/student",
+    }
+    lines = closing(run, result, capsys)
+    assert max(map(len, lines)) <= 80 and len(lines) <= 11, lines
+    assert lines[0].startswith("runs/a: done at step 40 of 40, 2:10 of training, 1.97 M tokens")
+    row = ["nats", "a", "token", "3.500", "2.500", "@40", "2.500", "@40", "1.500", "2.700"]
+    assert row in [line.split() for line in lines]
+    assert lines[-1] == 'Next: kdtrain generate runs/a "def main("'
+    text = "\n".join(lines)
+    for part in ("1 no-gain, 2 slow", "KL to the teacher 1.000", "ECE 5.0 %", "runs/a/student", "runs/a/result.json"):
+        assert part in text
+
+
+def test_a_stopped_run_ends_with_the_command_that_resumes_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run = write_run(Path("runs/a"))
+    stopped = {"run": "runs/a", "stop_reason": "signal", "stopped_by": "SIGINT"}
+    resumes = "Next: kdtrain distill --config runs/a/config.toml resumes it"
+    assert closing(run, stopped, capsys) == ["runs/a: stopped by SIGINT while not training", resumes]
+    lines = closing(run, {**stopped, "step": 20, "steps": 40}, capsys)
+    assert lines[0] == "runs/a: stopped by SIGINT at step 20 of 40" and lines[-1] == resumes
+
+
+def test_pages_and_specs_are_read_without_torch(tmp_path):
+    write_run(tmp_path / "run")
+    asked = [str(CACHE), str(tmp_path / "run"), str(tmp_path), str(CACHE / "shards" / "train-00001.h5")]
+    program = (
+        "import sys; from kdtrain.cli import main\n"
+        "try: main(['inspect', sys.argv[1]])\n"
+        "finally: print(*{'torch', 'transformers', 'h5py'} & sys.modules.keys(), file=sys.stderr)"
+    )
+    for path in asked:
+        done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr.strip()) == (0, "") and done.stdout, path
 
 
 def test_a_folder_lists_its_runs_and_caches(capsys: pytest.CaptureFixture[str]) -> None:

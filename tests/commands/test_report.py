@@ -146,6 +146,30 @@ def test_a_report_has_every_section_and_loads_nothing(workbench, folders, tmp_pa
     assert not re.search(r"#[0-9a-f]{6}[;\"]", page.partition("</style></head>")[2])  # colours follow the scheme
 
 
+def test_numbers_that_no_run_writes_leave_the_curves_of_the_others(workbench, tmp_path, folders):
+    odd = write_run(tmp_path / "odd", seed=9)
+    write_lines(odd / "metrics.jsonl", [{"step": 41, "loss": 1e308, "tokens": 1e308, "tok/s_last": 1e-300}])
+    write_lines(odd / "metrics.jsonl", [{"step": step, "loss": 2.0, "tokens": None} for step in (42, 43)])
+    code, _, err = workbench.call("report", odd, *folders, "--out", tmp_path / "r.html")
+    assert code == 0, err
+    places = read_runs([odd])[0].record.places("tokens")
+    assert places[40] == 4000 and max(places.values()) == 4000 and 43 in places
+    for axis in ("steps", "tokens", "minutes"):
+        workbench.json("plot", odd, "--out", tmp_path / f"{axis}.png", "--y", "loss,quantized", "--x", axis)
+
+
+def test_a_quantised_stretch_is_drawn_at_its_own_steps_where_others_are_missing(tmp_path):
+    run = write_run(tmp_path / "run")  # quantised up to step 10
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [each for each in logged if not 3 <= each["step"] <= 6]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in kept))
+    write_lines(run / "metrics.jsonl", [{"step": step, "loss": 2.0, "quantized": 1.0} for step in (60, 61)])
+    (group,) = grouped(read_runs([run]))
+    axes = figures.draw_panel([group], "steps", "loss").axes[0]
+    bars = [[float(x) for x in line.get_xdata()] for line in axes.get_lines() if line.get_linewidth() == 3]
+    assert bars == [[0, 10], [60, 61]]
+
+
 def test_a_hostile_run_reaches_the_page_escaped_and_cut(workbench, tmp_path):
     bad = "<script>alert(1)</script><img src=x onerror=y>\x1b[31m\u202e"
     folder = write_run(tmp_path / "<b onclick=x>$\\frac{", tail=bad, cache=bad)

@@ -56,8 +56,8 @@ def test_the_line_of_a_step_is_the_loss_with_its_parts_the_rate_and_the_time_lef
 
 def test_a_learned_temperature_and_what_is_wrong_push_out_what_is_least_missed():
     parts = StepText(0.9, "reverse-kl", None, learned=True).add(STEP | {"T": 2.0, "kd": 3.19 / 4})
-    line = one_line(HEAD, {**parts, "health": "! no-progress"})
-    assert line == "step 1500/2000  loss 3.58 = .9 reverse-kl 3.19 + .1 ce 7.02  T 2.00  ! no-progress"
+    line = one_line(HEAD, {**parts, "health": "! plateau"})
+    assert line == "step 1500/2000  loss 3.58 = .9 reverse-kl 3.19 + .1 ce 7.02  T 2.00  ! plateau"
 
 
 def test_the_parts_of_a_loss_are_means_of_the_last_steps_and_add_up():
