@@ -1,4 +1,4 @@
-"""Several caches in one run: what a step draws, what it learns from each, and that a killed run ends with the same bits."""
+"""Several caches in one run: what a step draws and learns of each, and that a killed run ends with the same bits."""
 
 import json
 import shutil

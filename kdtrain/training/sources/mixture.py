@@ -13,19 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kdtrain.cache.mixture import common_range, refuse_unlike
 from kdtrain.data.order import Mixture
 from kdtrain.errors import UsageError, printable
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.mixed import MixedTargets, join
 from kdtrain.training.sources.source import Facts, Source
 
-_SAME = {
-    "seq_len": "sequences of {} tokens",
-    "tokenizer_size": "a tokenizer of {} entries",
-    "tokenizer_digest": "the tokenizer {:.12}",
-    "document_mask": "a document mask: {}",
-}
-"""What members must have in common, and how a message says it."""
+_SAME = ("seq_len", "tokenizer_size", "tokenizer_digest", "document_mask")
 
 
 class MixtureSource:
@@ -53,9 +48,7 @@ class MixtureSource:
         targets = join([(each.loss_mask.numel(), each.targets) for each in batches])
         if targets is None and self.facts.targets != "none":
             targets = MixedTargets(((sum(each.loss_mask.numel() for each in batches), None),))
-        plain = (
-            torch.cat([getattr(each, name) for each in batches]) for name in ("tokens", "loss_mask", "segments")
-        )
+        plain = (torch.cat([getattr(each, name) for each in batches]) for name in ("tokens", "loss_mask", "segments"))
         return Batch(*plain, targets)
 
 
@@ -96,14 +89,11 @@ def _common(members: list[Facts]) -> dict[str, object]:
                 raise UsageError(
                     f"{other.name} and {each.name} are the same; name it once, with a larger one of --cache-weights"
                 )
-        _refuse_unlike(first, each, _SAME)
-    for each in taught:
-        _refuse_unlike(taught[0], each, {"vocab_size": "a teacher with {} logits"})
-    low = max((each.temperature_range[0] for each in taught), default=0.25)
-    high = min((each.temperature_range[1] for each in taught), default=20.0)
-    if low > high:
-        ranges = (f"{each.name} for {each.temperature_range[0]:.3g} to {each.temperature_range[1]:.3g}" for each in taught)
-        raise UsageError(f"no temperature is right for all caches: {', '.join(ranges)}; leave one out")
+    names = [each.name for each in members]
+    refuse_unlike(names, members, [each.targets != "none" for each in members])
+    low, high = common_range(
+        names, [None if each.targets == "none" else each.temperature_range for each in members]
+    ) or (0.25, 20.0)
     kinds = {each.targets for each in taught}
     specs = dict.fromkeys(str(each.teacher["spec"]) for each in taught if each.teacher.get("spec"))
     same = {name: getattr(first, name) for name in _SAME}
@@ -117,17 +107,6 @@ def _common(members: list[Facts]) -> dict[str, object]:
         "temperature_range": (low, high),
         "teacher": {"spec": " and ".join(specs)} if specs else {},
     }
-
-
-def _refuse_unlike(one: Facts, other: Facts, properties: dict[str, str]) -> None:
-    for name, text in properties.items():
-        values = getattr(one, name), getattr(other, name)
-        if values[0] != values[1] and None not in values:
-            shown = [text.format({True: "yes", False: "no"}.get(each, each)) for each in values]
-            raise UsageError(
-                f"{one.name} and {other.name} cannot be mixed: one has {shown[0]}, the other {shown[1]}; leave one out, "
-                "or build it again like the other"
-            )
 
 
 def _short(names: Sequence[str]) -> list[str]:
