@@ -58,8 +58,8 @@ class Mixture(Dataset[dict[str, Tensor]]):
         except (ValueError, TypeError) as error:
             raise UsageError(f"a mixture needs data sets with a length, and weights above 0: {error}") from None
         self.members, self.seed, self.epoch = list(members), seed, 0
-        described = [each for each in members if hasattr(each, "manifest")]
-        settings: list[Any] = [each.manifest.settings for each in described]
+        described: list[Any] = [each for each in members if hasattr(each, "manifest")]
+        settings = [each.manifest.settings for each in described]
         names = [str(each.folder) for each in described]
         refuse_unlike(names, settings, [each.codec.kind != "tokens" for each in settings])
         known = [each.manifest.temperature_range for each in described]

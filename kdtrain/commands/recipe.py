@@ -225,7 +225,7 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
 
 def _open(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Source]:
-    caches = [Cache(each) for each in folders] or [None]
+    caches: list[Cache | None] = [Cache(each) for each in folders] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)

@@ -9,6 +9,7 @@ cross-entropy, beside members with one.
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,6 @@ from kdtrain.errors import UsageError, printable
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.mixed import MixedTargets, join
 from kdtrain.training.sources.source import Facts, Source
-
-_SAME = ("seq_len", "tokenizer_size", "tokenizer_digest", "document_mask")
 
 
 class MixtureSource:
@@ -48,8 +47,10 @@ class MixtureSource:
         targets = join([(each.loss_mask.numel(), each.targets) for each in batches])
         if targets is None and self.facts.targets != "none":
             targets = MixedTargets(((sum(each.loss_mask.numel() for each in batches), None),))
-        plain = (torch.cat([getattr(each, name) for each in batches]) for name in ("tokens", "loss_mask", "segments"))
-        return Batch(*plain, targets)
+        tokens, loss_mask, segments = (
+            torch.cat([getattr(each, name) for each in batches]) for name in ("tokens", "loss_mask", "segments")
+        )
+        return Batch(tokens, loss_mask, segments, targets)
 
 
 def mix(splits: dict[str, list[Source]], weights: Sequence[float] | None) -> dict[str, Source]:
@@ -80,9 +81,9 @@ def mix(splits: dict[str, list[Source]], weights: Sequence[float] | None) -> dic
     return found
 
 
-def _common(members: list[Facts]) -> dict[str, object]:
+def _common(members: list[Facts]) -> dict[str, Any]:
     """The facts of the members together. UsageError: they cannot be mixed."""
-    first, taught = members[0], [each for each in members if each.targets != "none"]
+    taught = [each for each in members if each.targets != "none"]
     for number, each in enumerate(members):
         for other in members[:number]:
             if other.identity == each.identity:
@@ -96,9 +97,12 @@ def _common(members: list[Facts]) -> dict[str, object]:
     ) or (0.25, 20.0)
     kinds = {each.targets for each in taught}
     specs = dict.fromkeys(str(each.teacher["spec"]) for each in taught if each.teacher.get("spec"))
-    same = {name: getattr(first, name) for name in _SAME}
+    digests = [each.tokenizer_digest for each in members if each.tokenizer_digest is not None]
     return {
-        **same,
+        "seq_len": members[0].seq_len,
+        "tokenizer_size": members[0].tokenizer_size,
+        "tokenizer_digest": next(iter(digests), None),
+        "document_mask": members[0].document_mask,
         "vocab_size": taught[0].vocab_size if taught else max(each.vocab_size for each in members),
         "tokenizer": next((each.tokenizer for each in members if each.tokenizer is not None), None),
         "targets": "none" if not taught else kinds.pop() if len(kinds) == 1 else "mixed",
