@@ -112,8 +112,10 @@ def test_two_ranks_take_the_steps_of_one_and_resume_with_the_same_bits(bench, wh
     which = {"caches": caches, "student": "student.toml"}
     start(bench, "one-rank", *learned, **which).ok()
     bench.ok(2, *words("two-ranks", *learned, **which), *bench.eager)
-    for one, two in zip(bench.metrics("one-rank"), bench.metrics("two-ranks"), strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4) and two["T"] == pytest.approx(one["T"], rel=1e-3)
+    bench.ok(2, *words("sharded", *learned, "--parallel", "fsdp", **which), *bench.eager)
+    for run in ("two-ranks", "sharded"):
+        for one, two in zip(bench.metrics("one-rank"), bench.metrics(run), strict=True):
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-4) and two["T"] == pytest.approx(one["T"], rel=1e-3)
     killed = bench.launch(2, *words("two-killed", *learned, **which), *bench.eager, fault="train.after-step:kill:5@1")
     assert {each.code for each in killed} & {-9}
     bench.ok(2, *words("two-killed", *learned, **which), *bench.eager)
