@@ -37,7 +37,7 @@ SIDES: dict[str, tuple[str, ...]] = {
 class Settings(Options):
     """Measure tokens a second of runs that mix caches against a run of one."""
 
-    out: Path
+    out: str
     """The folder of caches and runs."""
     rounds: int = option(5, least=1)
     """Runs of each side."""
@@ -59,14 +59,14 @@ class Settings(Options):
 
 def main(settings: Settings) -> None:
     """Build the caches, train in turn, and write the figures."""
-    claim(settings.out, settings)
+    claim(Path(settings.out), settings)
     with Kdtrain() as kdtrain:
         _caches(kdtrain, settings)
         rates: dict[str, list[float]] = {}
         for number in range(settings.rounds):
             for micro in (settings.batch_size, settings.micro_batch_size):
                 for side in SIDES:
-                    run = settings.out / f"{side}-{micro}-{number}"
+                    run = Path(settings.out, f"{side}-{micro}-{number}")
                     if not (run / "result.json").exists():
                         kdtrain(*_words(settings, side, micro, run))
                     rate = RunRecord.read(run).median_rate()
@@ -81,7 +81,7 @@ def main(settings: Settings) -> None:
     if settings.compile:
         figures["recompilations"] = {side: _recompilations(settings, side) for side in SIDES}
     found = {"settings": {k: str(v) for k, v in vars(settings).items() if k not in ("out", "save")}, "figures": figures}
-    found["environment"] = environment(settings.out / f"one-{settings.batch_size}-0")
+    found["environment"] = environment(Path(settings.out, f"one-{settings.batch_size}-0"))
     print(json.dumps(found, indent=1))
     if settings.save:
         write(RESULTS, found)
@@ -96,16 +96,18 @@ def _caches(kdtrain: Kdtrain, settings: Settings) -> None:
         "top": ("--top-k", "12"),
     }
     for name, codec in kinds.items():
-        kdtrain("cache-teacher", "--teacher", "stdlib-5m", "--out", str(settings.out / name), *text, *counts, *codec)
-    if not (settings.out / "bare").exists():
-        plain = settings.out / "tokens"
+        kdtrain(
+            "cache-teacher", "--teacher", "stdlib-5m", "--out", str(Path(settings.out, name)), *text, *counts, *codec
+        )
+    if not Path(settings.out, "bare").exists():
+        plain = Path(settings.out, "tokens")
         student = ("--student", "stdlib-1m", "--steps", "1", "--no-compile", "--log-to", "none")
         kdtrain("distill", *text, *counts, *student, "--out", str(plain))
-        (plain / "data").rename(settings.out / "bare")
+        (plain / "data").rename(Path(settings.out, "bare"))
 
 
 def _words(settings: Settings, side: str, micro: int, run: Path) -> list[str]:
-    caches = [word for name in SIDES[side] for word in ("--cache", str(settings.out / name))]
+    caches = [word for name in SIDES[side] for word in ("--cache", str(Path(settings.out, name)))]
     caches += ["--cache-weights", "3,1"] if len(SIDES[side]) > 1 else []
     size = ["--batch-size", str(settings.batch_size), "--micro-batch-size", str(micro)]
     quiet = ["--eval-freq", str(settings.steps), "--checkpoint-freq", str(settings.steps), "--log-to", "none"]
@@ -115,7 +117,7 @@ def _words(settings: Settings, side: str, micro: int, run: Path) -> list[str]:
 
 
 def _recompilations(settings: Settings, side: str) -> int:
-    words = _words(settings, side, settings.micro_batch_size, settings.out / f"{side}-recompilations")
+    words = _words(settings, side, settings.micro_batch_size, Path(settings.out, f"{side}-recompilations"))
     command = [sys.executable, "-m", "kdtrain", *words]
     said = subprocess.run(command, env=os.environ | {"TORCH_LOGS": "recompiles"}, capture_output=True, text=True)
     if said.returncode:
