@@ -308,5 +308,14 @@ class Cache:
 
 
 def collate(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack sequences of a cache into one batch: each tensor gets a first dimension B."""
+    """Stack sequences of a cache into one batch: each tensor gets a first dimension B.
+
+    UsageError: the sequences are of caches with different codecs.
+    """
+    shapes = [{name: tensor.shape for name, tensor in item.items()} for item in items]
+    if any(each != shapes[0] for each in shapes):
+        raise UsageError(
+            "the batch mixes sequences of caches with different codecs or lengths; draw batches of one cache each, as "
+            "DataLoader(mixture, batch_sampler=mixture.batches(8), collate_fn=kd.collate) does"
+        )
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}

@@ -225,7 +225,7 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
 
 def _open(config: DistillConfig, folders: Sequence[Path | str]) -> dict[str, Source]:
-    caches = [Cache(each, local_limit=config.local_limit) for each in folders] or [None]
+    caches: list[Cache | None] = [Cache(each, local_limit=config.local_limit) for each in folders] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
@@ -293,9 +293,8 @@ def _with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) 
         kinds = [(0, 0, True)] if online or facts is None else kinds
         for top_k, samples, dense in kinds:
             refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples, dense=dense)
-        grows = any(dense for *_, dense in kinds) and DIVERGENCES.has(
-            objective.divergence.partition(":")[0], GROWS_WITH_T
-        )
+        grows = DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
+        grows = grows and any(dense for *_, dense in kinds)
         if grows and TEMPERATURES.has(objective.temperature_mode, MAXIMIZES):
             raise UsageError(
                 f"--temperature-mode {objective.temperature_mode} cannot be used with --divergence "

@@ -121,7 +121,7 @@ class Run:
         resumed = "" if loaded is None else f"resuming from {loaded}"
         for line in filter(None, (*lines, *self.quantised, enabled, self.hidden, resumed, length)):
             log.info("%s", line)
-        shares = {"caches": dict(recipe.facts.shares)} if recipe.members else {}
+        shares: dict[str, Any] = {"caches": recipe.facts.shares} if recipe.members else {}
         trainer.writers.event("start" if loaded is None else "resume", trainer.state.progress.step, **shares)
 
     def fit(self) -> None:

@@ -201,7 +201,7 @@ class DistillConfig(Options):
         many = len(self.cache)
         refuse(
             bool(self.cache_weights) and not len(self.cache_weights) == many > 1,
-            f"--cache-weights has {len(self.cache_weights)} numbers for {many} of --cache; give one for each of several",
+            f"--cache-weights needs a number for each of several --cache; it has {len(self.cache_weights)} for {many}",
         )
         refuse(self.dry_run and self.sanity, "--dry-run and --sanity exclude each other; give one after the other")
         mode = self.quantization.mode(self.precision.precision)

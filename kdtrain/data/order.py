@@ -75,7 +75,7 @@ class Mixture:
         or so small that its member gives no sequence an epoch.
         """
         weights = sizes if weights is None else weights
-        if len(weights) != len(sizes) or not all(0 < each < float("inf") for each in (*weights, *sizes)):
+        if not sizes or len(weights) != len(sizes) or not all(0 < each < float("inf") for each in (*weights, *sizes)):
             raise ValueError(f"{len(sizes)} members need as many weights above 0, and hold at least a sequence each")
         total, whole = sum(sizes), sum(map(Fraction, weights))
         exact = [Fraction(each) * total / whole for each in weights]
@@ -106,6 +106,10 @@ class Mixture:
                 drawn = batch(seed, int(places[own[0]]), len(own), self.sizes[member], member)
                 found[own] = first + drawn
         return found
+
+    def turns(self) -> _Indices:
+        """The member whose turn it is at each place of an epoch: int64 [E]."""
+        return _turns(self.quotas)[0]
 
     @property
     def firsts(self) -> tuple[int, ...]:

@@ -273,9 +273,9 @@ class StepText:
         The terms are those of the sum: the divergence is multiplied by T squared.
         """
         temperature = numbers.get("T", 1.0)
-        kept = (numbers.get("kd", math.nan) * temperature**2, numbers.get("ce", math.nan), numbers.get("hidden", 0.0))
-        kept += (numbers.get("ce_alone", 0.0),)
-        self.window.append((numbers.get("loss", math.nan), *kept))
+        kept = (numbers.get("kd", math.nan) * temperature**2, numbers.get("ce", math.nan))
+        others = (numbers.get("hidden", 0.0), numbers.get("ce_alone", 0.0))
+        self.window.append((numbers.get("loss", math.nan), *kept, *others))
         loss, *terms = (sum(each) / len(self.window) for each in zip(*self.window, strict=True))
         alpha = numbers.get("alpha", self.alpha) if "kd" in numbers else 0.0
         weights = (alpha, 1 - alpha, self.hidden or 0.0, alpha if "ce_alone" in numbers else 0.0)

@@ -29,6 +29,7 @@ from kdtrain.models.output_head import OutputHead
 from kdtrain.objective.dense import DenseStatistics
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine import Request, fused_loss
+from kdtrain.objective.logits import whole_head
 from kdtrain.objective.statistics import Statistics
 from kdtrain.objective.targets import Supervision, Targets, per_token, scalar
 from kdtrain.objective.temperature import Temperature
@@ -116,7 +117,8 @@ class DistillationLoss(nn.Module):
         options = {"vocab_size": vocab_size, "normalizer": normalizer, "compile": compile}
         if targets is None or not targets.parts:
             return self._of_one_kind(hidden_ND, head, labels_N, mask_N, targets, **options)
-        sizes = [rows for rows, _ in targets.parts]
+        # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
+        head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
         split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
         outputs = []
         for hidden_RD, labels_R, mask_R, (_, part) in split:

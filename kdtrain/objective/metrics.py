@@ -103,7 +103,7 @@ def measure(
     Sums that the targets do not contain are None. It waits for the device once.
     """
     if targets is not None and targets.parts:
-        sizes = [rows for rows, _ in targets.parts]
+        head, sizes = whole_head(head), [rows for rows, _ in targets.parts]
         split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
         each = (measure(h, head, n, m, part, vocab_size=vocab_size, chunk=chunk) for h, n, m, (_, part) in split)
         return sum(each, Metrics())

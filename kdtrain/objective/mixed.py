@@ -18,7 +18,7 @@ from torch import Tensor
 from kdtrain.objective.targets import Targets
 
 Part = tuple[int, Targets | None]
-"""A number of rows, and their targets; None: no teacher said anything about them; they are trained on too."""
+"""A number of rows, and their targets; None: no teacher said anything about them, and they are trained on anyway."""
 
 
 @dataclass(frozen=True)
@@ -81,4 +81,8 @@ def _concatenated(one: Targets | None, other: Targets | None) -> Targets | None:
     if one is None or other is None:
         return None
     # column by column, as a cache's targets lie in memory
-    return one.map(lambda name, tensor: torch.cat([tensor.T, getattr(other, name).T], -1).T)
+    return one.map(
+        lambda name, tensor: torch.cat([each.movedim(0, -1) for each in (tensor, getattr(other, name))], -1).movedim(
+            -1, 0
+        )
+    )

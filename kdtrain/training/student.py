@@ -184,6 +184,7 @@ class Student(PreTrainedModel):
         num_samples: Tensor | None = None,
         vocabulary: Tensor | None = None,
         temperature_range: Tensor | None = None,
+        replay: Tensor | None = None,
     ) -> LossOutput:
         """Return the loss to differentiate and the sums to report, for a batch or for its named tensors.
 
@@ -193,6 +194,7 @@ class Student(PreTrainedModel):
                 micro-batches and ranks. None: the unmasked tokens of this batch. The value of a tensor is not checked.
             tokens, loss_mask, ...: the tensors of `Batch.fields`, with or without targets, and the two that
                 `CacheReader` adds. `vocabulary` and `temperature_range` are read from the first batch only.
+            replay: marks the batches of a `Mixture` that no teacher saw: their loss is cross-entropy alone.
 
         Raises:
             UsageError: there are no targets, and alpha is not 0; a tensor has another shape or dtype, or `labels` are
@@ -213,7 +215,7 @@ class Student(PreTrainedModel):
             named = {"tokens": tokens, "loss_mask": loss_mask, "segments": segments, "ids": ids, "logprobs": logprobs}
             named |= {"counts": counts, "tail": tail, "label_logprob": label_logprob}
             named |= {"logit_mean": logit_mean, "logit_std": logit_std}
-            named |= {"knots": knots, "num_samples": num_samples}
+            named |= {"knots": knots, "num_samples": num_samples, "replay": replay}
             batch = Batch.of({name: tensor for name, tensor in named.items() if tensor is not None}, self._codecs)
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")

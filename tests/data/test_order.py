@@ -101,7 +101,7 @@ def test_members_of_one_size_are_read_in_different_orders():
 
 
 def test_a_weight_that_gives_no_sequence_is_refused():
-    with pytest.raises(ValueError, match="weight 0.001 of member 2 gives it no sequence in an epoch of 20"):
+    with pytest.raises(ValueError, match=r"weight 0\.001 of member 2 gives it no sequence in an epoch of 20"):
         Mixture.weighted([10, 10], [1, 0.001])
     for weights in ([1], [1, 0], [1, float("nan")], [1, float("inf")]):
         with pytest.raises(ValueError, match="2 members need as many weights above 0"):

@@ -1,4 +1,4 @@
-"""Several caches in one run: what a step draws, what it learns from each, and that a killed run ends with the same bits."""
+"""Several caches in one run: what a step draws and learns of each, and that a killed run ends with the same bits."""
 
 import json
 import shutil
@@ -112,8 +112,10 @@ def test_two_ranks_take_the_steps_of_one_and_resume_with_the_same_bits(bench, wh
     which = {"caches": caches, "student": "student.toml"}
     start(bench, "one-rank", *learned, **which).ok()
     bench.ok(2, *words("two-ranks", *learned, **which), *bench.eager)
-    for one, two in zip(bench.metrics("one-rank"), bench.metrics("two-ranks"), strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4) and two["T"] == pytest.approx(one["T"], rel=1e-3)
+    bench.ok(2, *words("sharded", *learned, "--parallel", "fsdp", **which), *bench.eager)
+    for run in ("two-ranks", "sharded"):
+        for one, two in zip(bench.metrics("one-rank"), bench.metrics(run), strict=True):
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-4) and two["T"] == pytest.approx(one["T"], rel=1e-3)
     killed = bench.launch(2, *words("two-killed", *learned, **which), *bench.eager, fault="train.after-step:kill:5@1")
     assert {each.code for each in killed} & {-9}
     bench.ok(2, *words("two-killed", *learned, **which), *bench.eager)
@@ -156,8 +158,8 @@ def test_what_cannot_be_mixed_is_refused_by_name_in_one_line(bench):
         (*FULL, "--cache", "longer"): "cache and longer cannot be mixed: one has sequences of 32 tokens, the other",
         (*FULL, "--cache", "masked"): "one has a document mask: no, the other a document mask: yes",
         (*FULL, "--cache", "./cache"): "cache and cache are the same; name it once",
-        (*FULL, *DRAWN, "--cache-weights", "3"): "--cache-weights has 1 numbers for 2 of --cache",
-        (*FULL, "--cache-weights", "3"): "--cache-weights has 1 numbers for 1 of --cache",
+        (*FULL, *DRAWN, "--cache-weights", "3"): "of several --cache; it has 1 for 2",
+        (*FULL, "--cache-weights", "3"): "of several --cache; it has 1 for 1",
         (*FULL, *DRAWN, "--cache-weights", "3,0"): "--cache-weights 0.0 must be above 0",
         (*FULL, *DRAWN, "--cache-weights", "3;1"): "--cache-weights 3;1: a number is wanted",
         (*FULL, *DRAWN, "--cache-weights", "1000,1"): "weight 1 of member 2 gives it no sequence in an epoch of 60",

@@ -9,23 +9,17 @@ cross-entropy, beside members with one.
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from kdtrain.cache.mixture import common_range, refuse_unlike
 from kdtrain.data.order import Mixture
 from kdtrain.errors import UsageError, printable
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.mixed import MixedTargets, join
 from kdtrain.training.sources.source import Facts, Source
-
-_SAME = {
-    "seq_len": "sequences of {} tokens",
-    "tokenizer_size": "a tokenizer of {} entries",
-    "tokenizer_digest": "the tokenizer {:.12}",
-    "document_mask": "a document mask: {}",
-}
-"""What members must have in common, and how a message says it."""
 
 
 class MixtureSource:
@@ -53,8 +47,10 @@ class MixtureSource:
         targets = join([(each.loss_mask.numel(), each.targets) for each in batches])
         if targets is None and self.facts.targets != "none":
             targets = MixedTargets(((sum(each.loss_mask.numel() for each in batches), None),))
-        plain = (torch.cat([getattr(each, name) for each in batches]) for name in ("tokens", "loss_mask", "segments"))
-        return Batch(*plain, targets)
+        tokens, loss_mask, segments = (
+            torch.cat([getattr(each, name) for each in batches]) for name in ("tokens", "loss_mask", "segments")
+        )
+        return Batch(tokens, loss_mask, segments, targets)
 
 
 def mix(splits: dict[str, list[Source]], weights: Sequence[float] | None) -> dict[str, Source]:
@@ -85,30 +81,28 @@ def mix(splits: dict[str, list[Source]], weights: Sequence[float] | None) -> dic
     return found
 
 
-def _common(members: list[Facts]) -> dict[str, object]:
+def _common(members: list[Facts]) -> dict[str, Any]:
     """The facts of the members together. UsageError: they cannot be mixed."""
-    first, taught = members[0], [each for each in members if each.targets != "none"]
+    taught = [each for each in members if each.targets != "none"]
     for number, each in enumerate(members):
         for other in members[:number]:
             if other.identity == each.identity:
                 raise UsageError(
                     f"{other.name} and {each.name} are the same; name it once, with a larger one of --cache-weights"
                 )
-        _refuse_unlike(first, each, _SAME)
-    for each in taught:
-        _refuse_unlike(taught[0], each, {"vocab_size": "a teacher with {} logits"})
-    low = max((each.temperature_range[0] for each in taught), default=0.25)
-    high = min((each.temperature_range[1] for each in taught), default=20.0)
-    if low > high:
-        ranges = (
-            f"{each.name} for {each.temperature_range[0]:.3g} to {each.temperature_range[1]:.3g}" for each in taught
-        )
-        raise UsageError(f"no temperature is right for all caches: {', '.join(ranges)}; leave one out")
+    names = [each.name for each in members]
+    refuse_unlike(names, members, [each.targets != "none" for each in members])
+    low, high = common_range(
+        names, [None if each.targets == "none" else each.temperature_range for each in members]
+    ) or (0.25, 20.0)
     kinds = {each.targets for each in taught}
     specs = dict.fromkeys(str(each.teacher["spec"]) for each in taught if each.teacher.get("spec"))
-    same = {name: getattr(first, name) for name in _SAME}
+    digests = [each.tokenizer_digest for each in members if each.tokenizer_digest is not None]
     return {
-        **same,
+        "seq_len": members[0].seq_len,
+        "tokenizer_size": members[0].tokenizer_size,
+        "tokenizer_digest": next(iter(digests), None),
+        "document_mask": members[0].document_mask,
         "vocab_size": taught[0].vocab_size if taught else max(each.vocab_size for each in members),
         "tokenizer": next((each.tokenizer for each in members if each.tokenizer is not None), None),
         "targets": "none" if not taught else kinds.pop() if len(kinds) == 1 else "mixed",
@@ -117,17 +111,6 @@ def _common(members: list[Facts]) -> dict[str, object]:
         "temperature_range": (low, high),
         "teacher": {"spec": " and ".join(specs)} if specs else {},
     }
-
-
-def _refuse_unlike(one: Facts, other: Facts, properties: dict[str, str]) -> None:
-    for name, text in properties.items():
-        values = getattr(one, name), getattr(other, name)
-        if values[0] != values[1] and None not in values:
-            shown = [text.format({True: "yes", False: "no"}.get(each, each)) for each in values]
-            raise UsageError(
-                f"{one.name} and {other.name} cannot be mixed: one has {shown[0]}, the other {shown[1]}; leave one out, "
-                "or build it again like the other"
-            )
 
 
 def _short(names: Sequence[str]) -> list[str]:
