@@ -270,8 +270,6 @@ def test_the_local_folder_never_grows_past_its_limit_and_what_was_read_longest_a
     other = home / "other"
     other.mkdir(parents=True)
     (other / "mine.h5").write_bytes(bytes(1000))
-    stranger = home / "caches" / Cache(web.url).manifest.digest / "shards" / "train-00002.h5"
-    stranger.parent.mkdir(parents=True)
     sizes = [each["bytes"] for each in Cache(web.url).manifest.splits["train"]["shards"]]
     rest = sum(each.lstat().st_size for each in home.rglob("*") if each.is_file()) + 2000
     limit = (rest + sizes[0] + sizes[1] + 10) / local.GB
