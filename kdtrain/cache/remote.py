@@ -271,10 +271,8 @@ def open_remote(address: Address, limit: float = LOCAL_LIMIT) -> Remote:
     if remote.folder.exists():
         refuse_links(remote.folder)
     if not connected and (gone := [name for split in manifest.splits for name in remote.missing(split)]):
-        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
-        log.warning(
-            "%s: without a connection shard %s%s is missing here; the others can be read", address, gone[0], more
-        )
+        names = f"{gone[0]}{', ...' if len(gone) > 1 else ''}"
+        log.warning("%s: there is no connection, and %d of its shards are not here (%s)", address, len(gone), names)
     return remote
 
 
@@ -292,7 +290,7 @@ def _short(manifest: Manifest, known: local.Name) -> tuple[str, str]:
 
 
 def _refuse_small(address: Address, manifest: Manifest, limit: int) -> None:
-    largest = max(local.sizes(manifest).values())
+    largest = max(local.sizes(manifest).values(), default=0)
     if largest > limit:
         raise UsageError(
             f"{address}: --local-limit {limit / local.GB:g} is less than its largest shard, of "
