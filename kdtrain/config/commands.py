@@ -127,7 +127,7 @@ class DistillConfig(Options):
     cache: Path | None = option(None, once=True, reads="cache", brief="A finished cache: what the teacher said.")
     """A finished cache: the teacher's distributions and their tokens."""
     local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
-    """GB of shards that are kept in KDTRAIN_HOME, or ~/.cache/kdtrain, of caches from elsewhere; oldest go first."""
+    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
     """An online teacher instead of a cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     source: str = option("cache", check=SOURCES.check)
@@ -236,7 +236,7 @@ class EvaluateConfig(Options):
     cache: Path | None = option(None, once=True, reads="cache")
     """A finished cache; its validation split is used unless --split is train."""
     local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of shards that are kept in KDTRAIN_HOME, or ~/.cache/kdtrain, of caches from elsewhere; oldest go first."""
+    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     config: Path | None = option(None, per_rank=True, once=True)
@@ -287,7 +287,7 @@ class VerifyConfig(Options):
     repair: bool = False
     """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
     local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of shards that are kept in KDTRAIN_HOME, or ~/.cache/kdtrain, of caches from elsewhere; oldest go first."""
+    """GB of caches from elsewhere that are kept here."""
     json: bool = False
     """Print one JSON object on stdout."""
 
