@@ -143,12 +143,7 @@ class Remote:
                 headers=_headers(self.address),
             )
             make_folder(path.parent)
-            with published(path, "cache.fetch") as temporary:
-                try:
-                    local.reserve(temporary, part.stat().st_size, self.limit)
-                except local.Full:
-                    raise RunError(f"{self.address}: no room for {name} below --local-limit; raise it") from None
-                shutil.copyfile(part, temporary)
+            _publish(part, path, self.limit, self.address)
         return path
 
     def bring_tokenizer(self) -> None:
@@ -254,7 +249,7 @@ def open_remote(address: Address, limit: float = LOCAL_LIMIT) -> Remote:
     connected = not offline()
     if connected:
         try:
-            pinned, manifest = _fetch_manifest(address, PATIENCE if here is None else 2)
+            pinned, manifest = _fetch_manifest(address, PATIENCE if here is None else 2, bytes_)
         except Unreachable as error:
             if here is None:
                 raise
@@ -303,7 +298,17 @@ def _refuse_small(address: Address, manifest: Manifest, limit: int) -> None:
         )
 
 
-def _fetch_manifest(address: Address, patience: int) -> tuple[Address, Manifest]:
+def _publish(part: Path, path: Path, limit: int, address: Address) -> None:
+    """Give a small file that was fetched its name in the local folder."""
+    with published(path, "cache.fetch") as temporary:
+        try:
+            local.reserve(temporary, part.stat().st_size, limit)
+        except local.Full:
+            raise RunError(f"{address}: no room for {path.name} below --local-limit; raise it") from None
+        shutil.copyfile(part, temporary)
+
+
+def _fetch_manifest(address: Address, patience: int, limit: int) -> tuple[Address, Manifest]:
     """The pinned address, and the manifest that lies there, which is then in the local folder."""
     pinned = _pinned(address, patience) if address.repository else address
     known = local.recall(pinned) if pinned.repository else None  # a commit does not change
@@ -327,8 +332,7 @@ def _fetch_manifest(address: Address, patience: int) -> tuple[Address, Manifest]
         target = local.cache_folder(manifest.digest) / cache_format.MANIFEST
         if local.kept_manifest(target.parent) is None:
             make_folder(target.parent)
-            with published(target, "cache.fetch") as temporary:
-                shutil.copyfile(part, temporary)
+            _publish(part, target, limit, pinned)
     for each in {address, pinned}:
         local.remember(each, pinned, manifest.digest)
     return pinned, manifest

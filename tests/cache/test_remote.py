@@ -285,6 +285,9 @@ def test_the_local_folder_never_grows_past_its_limit_and_what_was_read_longest_a
 def test_a_limit_below_the_largest_shard_is_refused_and_files_of_others_are_never_removed(
     web: Web, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(RunError, match=r"no room for manifest.json below --local-limit"):
+        Cache(web.url, local_limit=1e-6)
+    Cache(web.url)
     with pytest.raises(UsageError, match=r"--local-limit 1e-06 is less than its largest shard"):
         Cache(web.url, local_limit=1e-6)
     largest = max(local.sizes(Cache(web.url).manifest).values())
