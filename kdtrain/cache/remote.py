@@ -143,12 +143,7 @@ class Remote:
                 headers=_headers(self.address),
             )
             make_folder(path.parent)
-            with published(path, "cache.fetch") as temporary:
-                try:
-                    local.reserve(temporary, part.stat().st_size, self.limit)
-                except local.Full:
-                    raise RunError(f"{self.address}: no room for {name} below --local-limit; raise it") from None
-                shutil.copyfile(part, temporary)
+            _publish(part, path, self.limit, self.address)
         return path
 
     def bring_tokenizer(self) -> None:
@@ -254,7 +249,7 @@ def open_remote(address: Address, limit: float = LOCAL_LIMIT) -> Remote:
     connected = not offline()
     if connected:
         try:
-            pinned, manifest = _fetch_manifest(address, PATIENCE if here is None else 2)
+            pinned, manifest = _fetch_manifest(address, PATIENCE if here is None else 2, bytes_)
         except Unreachable as error:
             if here is None:
                 raise
@@ -271,10 +266,8 @@ def open_remote(address: Address, limit: float = LOCAL_LIMIT) -> Remote:
     if remote.folder.exists():
         refuse_links(remote.folder)
     if not connected and (gone := [name for split in manifest.splits for name in remote.missing(split)]):
-        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
-        log.warning(
-            "%s: without a connection shard %s%s is missing here; the others can be read", address, gone[0], more
-        )
+        names = f"{gone[0]}{', ...' if len(gone) > 1 else ''}"
+        log.warning("%s: there is no connection, and %d of its shards are not here (%s)", address, len(gone), names)
     return remote
 
 
@@ -292,7 +285,7 @@ def _short(manifest: Manifest, known: local.Name) -> tuple[str, str]:
 
 
 def _refuse_small(address: Address, manifest: Manifest, limit: int) -> None:
-    largest = max(local.sizes(manifest).values())
+    largest = max(local.sizes(manifest).values(), default=0)
     if largest > limit:
         raise UsageError(
             f"{address}: --local-limit {limit / local.GB:g} is less than its largest shard, of "
@@ -305,7 +298,17 @@ def _refuse_small(address: Address, manifest: Manifest, limit: int) -> None:
         )
 
 
-def _fetch_manifest(address: Address, patience: int) -> tuple[Address, Manifest]:
+def _publish(part: Path, path: Path, limit: int, address: Address) -> None:
+    """Give a small file that was fetched its name in the local folder."""
+    with published(path, "cache.fetch") as temporary:
+        try:
+            local.reserve(temporary, part.stat().st_size, limit)
+        except local.Full:
+            raise RunError(f"{address}: no room for {path.name} below --local-limit; raise it") from None
+        shutil.copyfile(part, temporary)
+
+
+def _fetch_manifest(address: Address, patience: int, limit: int) -> tuple[Address, Manifest]:
     """The pinned address, and the manifest that lies there, which is then in the local folder."""
     pinned = _pinned(address, patience) if address.repository else address
     known = local.recall(pinned) if pinned.repository else None  # a commit does not change
@@ -329,8 +332,7 @@ def _fetch_manifest(address: Address, patience: int) -> tuple[Address, Manifest]
         target = local.cache_folder(manifest.digest) / cache_format.MANIFEST
         if local.kept_manifest(target.parent) is None:
             make_folder(target.parent)
-            with published(target, "cache.fetch") as temporary:
-                shutil.copyfile(part, temporary)
+            _publish(part, target, limit, pinned)
     for each in {address, pinned}:
         local.remember(each, pinned, manifest.digest)
     return pinned, manifest

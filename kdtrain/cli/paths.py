@@ -28,6 +28,8 @@ _BEGINNING, _ROWS = 2**20, 100
 """Bytes and rows of a file that are looked at for its columns."""
 _STARTS = ("latest", "best", "auto", "never")
 """What --resume takes besides the name of a checkpoint."""
+_ADDRESS = re.compile(r"hf:|[A-Za-z][\w+.-]+:/")
+"""The beginning of what is meant as an address of a cache."""
 _HOMES = {"cache": ["cache"], "spec": ["students", "teachers"], "saved": ["runs"], "path": ["runs", "cache"]}
 """Folders in which a bare name is looked for, by what an option reads."""
 
@@ -44,7 +46,7 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
     wrong = look(text, texts)
     if wrong is None:
         return None
-    near = None if _exists(text) else near_path(text, _HOMES.get(reads.split()[-1], []))
+    near = None if _exists(text) or _ADDRESS.match(text) else near_path(text, _HOMES.get(reads.split()[-1], []))
     text = re.sub(r"//[^/@\s]*@", "//...@", text)  # a password
     name = text if option.positional else f"{flag(option.name)} {text}"
     return f"{name}: {wrong.split('; ')[0]}; perhaps you meant {near}" if near else f"{name}: {wrong}"
@@ -176,7 +178,7 @@ def _path(text: str, texts: Mapping[str, str]) -> str | None:
 
 
 def _cache_path(text: str, texts: Mapping[str, str]) -> str | None:
-    return _cache(text, texts) if re.match(r"hf:|[A-Za-z][\w+.-]+:/", text) else _path(text, texts)
+    return _cache(text, texts) if _ADDRESS.match(text) else _path(text, texts)
 
 
 def _data_set(text: str, texts: Mapping[str, str]) -> str | None:

@@ -290,21 +290,15 @@ def _word(path: Path | str) -> str:
 def local_page(facts: Mapping[str, Any]) -> Iterator[Part]:
     """What is kept of caches from elsewhere: `facts` as `--json` prints them."""
     yield f"{facts['folder']}: {size(facts['bytes'] / 2**20)} of {len(facts['caches'])} caches from elsewhere"
-    if facts["caches"]:
-        yield columns(
-            ("digest", "shards", "of", "size", "read", "teacher", "from"),
-            [
-                (
-                    each["digest"][:12],
-                    *(each["shards here"], each["shards"], size(each["bytes"] / 2**20)),
-                    "-" if each["last read"] is None else time.strftime("%F %H:%M", time.localtime(each["last read"])),
-                    *(str(each["teacher"] or "-"), ", ".join(each["from"]) or "-"),
-                )
-                for each in facts["caches"]
-            ],
-            left=("digest", "read", "teacher", "from"),
-        )
-        yield "The shard that was read longest ago goes first, above --local-limit. A folder of caches/ may be removed."
+    for each in facts["caches"]:
+        read = "never" if each["last read"] is None else time.strftime("%F %H:%M", time.localtime(each["last read"]))
+        yield ""
+        here = f"{each['shards here']} of {each['shards']} shards, {size(each['bytes'] / 2**20)}"
+        yield f"{each['digest'][:12]}  {here}, last read {read}"
+        yield from (f"  from {where}" for where in each["from"])
+        yield f"  teacher {each['teacher'] or '-'}, in {each['folder']}"
+    yield ""
+    yield "Above --local-limit the shard that was read longest ago goes first. A folder of a cache may be removed."
 
 
 def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -> Iterator[Part]:

@@ -150,7 +150,7 @@ class DistillConfig(Options):
     cache_weights: tuple[float, ...] = option((), several=",", shown="X,X", above=0, later=True)
     """What a step draws of each --cache, as 3,1; by default in proportion to their sequences."""
     local_limit: float = option(LOCAL_LIMIT, free=True, per_rank=True, above=0)
-    """GB of shards that are kept in KDTRAIN_HOME, or ~/.cache/kdtrain, of caches from elsewhere; oldest go first."""
+    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec", brief="An online teacher instead of --cache.")
     """An online teacher instead of a cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     source: str = option("cache", check=SOURCES.check)
@@ -264,7 +264,7 @@ class EvaluateConfig(Options):
     cache: Path | None = option(None, once=True, reads="cache")
     """A finished cache; its validation split is used unless --split is train."""
     local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of shards that are kept in KDTRAIN_HOME, or ~/.cache/kdtrain, of caches from elsewhere; oldest go first."""
+    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, once=True, reads="teacher spec")
     """An online teacher instead: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     config: Path | None = option(None, per_rank=True, once=True)
@@ -318,7 +318,7 @@ class VerifyConfig(Options):
     repair: bool = False
     """Drop the damaged shards of a cache, so that cache-teacher builds them again."""
     local_limit: float = option(LOCAL_LIMIT, above=0)
-    """GB of shards that are kept in KDTRAIN_HOME, or ~/.cache/kdtrain, of caches from elsewhere; oldest go first."""
+    """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, reads="teacher spec")
     """The teacher of the cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
     rows: int = option(200, least=1, needs="teacher")
