@@ -115,8 +115,8 @@ def score(
 ) -> Evidence:
     """Compare the targets of one row with two fresh forwards, log p [T, V] in fp32.
 
-    whole_tail: the numbers of the tail were made from whole distributions. independent: samples were drawn one by one.
-    points_TD: where the samples of systematic ones lie in the cumulative distribution of the tail (`draw_points`).
+    whole_tail: the numbers of the tail, and of labels that lie there, are of whole distributions. independent: samples
+    were drawn one by one. points_TD: where the samples of systematic ones lie in the cumulative distribution of the tail (`draw_points`).
     """
     logprobs_TV, reference_TV = logprobs_TV.clamp(min=LOWEST), reference_TV.clamp(min=LOWEST)
     found = Evidence(positions=len(labels_T))
@@ -124,10 +124,16 @@ def score(
     cached = _cached(targets, reference_TV, whole_tail)
     likely = _likely(reference_TV) if isinstance(targets, DenseTargets) else None
     own, exact = (_fresh(targets, labels_T, each, likely, whole_tail) for each in (logprobs_TV, reference_TV))
+    known_T = torch.ones_like(labels_T, dtype=torch.bool)
+    if ids_TH is not None and not whole_tail:  # another label has its share of a bucket
+        known_T = (ids_TH == labels_T[:, None]).any(-1) | (ids_TH.shape[1] == 0)
     for name, (values, steps) in cached.items():
-        noise = (own[name] - exact[name]).square().mean().item()
-        away = (values.clamp(min=LOWEST) - exact[name]).square().mean().item()
-        found.numbers[name] = away, noise, steps.square().mean().item() / 12 + _FLOOR**2
+        part = known_T if name == "label" else slice(None)
+        noise = (own[name] - exact[name])[part].square()
+        away = (values.clamp(min=LOWEST) - exact[name])[part].square()
+        if len(away):
+            allowed = steps.expand_as(values)[part].square().mean().item() / 12 + _FLOOR**2
+            found.numbers[name] = away.mean().item(), noise.mean().item(), allowed
     if ids_TH is not None and ids_TH.shape[1]:
         theirs, ours, right = ids_TH, *(each.topk(ids_TH.shape[1]).indices for each in (logprobs_TV, reference_TV))
         found.numbers["ids"] = _missing(theirs, right), _missing(ours, right), _FLOOR_SHARE
@@ -351,7 +357,7 @@ def _worst_test(logs_R: np.ndarray) -> Test:
 
 def worst_first(rows: Sequence[Evidence]) -> list[int]:
     """The places of rows, those whose label is furthest from the reference first."""
-    return sorted(range(len(rows)), key=lambda place: -rows[place].numbers["label"][0])
+    return sorted(range(len(rows)), key=lambda place: -rows[place].numbers.get("label", (0.0,))[0])
 
 
 def student_tail(t: float, df: int) -> float:

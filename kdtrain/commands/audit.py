@@ -115,8 +115,8 @@ def audit(config: VerifyConfig, cache: Cache) -> Audit:
         for split, indices in _batches(rows, max(1, min(8, _LOGITS // (settings.seq_len * settings.vocab_size)))):
             scored += compare.rows(split, indices)
             shown.update(shown.done + len(indices))
-    if not scored:
-        raise UsageError(f"no row of {cache.folder} counts in a loss; nothing can be audited")
+    if len(scored) < 2:
+        raise UsageError(f"{len(scored)} of the rows of {cache.folder} count in a loss; an audit needs two")
     found = [evidence for _, evidence in scored]
     verdict = judge(found, noise=NOISE if _format(settings)[1] else NOISE_UNKNOWN)
     worst = [scored[place][0] for place in worst_first(found)[:DIAGNOSED]]
