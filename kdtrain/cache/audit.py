@@ -116,7 +116,8 @@ def score(
     """Compare the targets of one row with two fresh forwards, log p [T, V] in fp32.
 
     whole_tail: the numbers of the tail, and of labels that lie there, are of whole distributions. independent: samples
-    were drawn one by one. points_TD: where the samples of systematic ones lie in the cumulative distribution of the tail (`draw_points`).
+    were drawn one by one. points_TD: where systematic ones lie in the cumulative distribution of the tail
+    (`draw_points`).
     """
     logprobs_TV, reference_TV = logprobs_TV.clamp(min=LOWEST), reference_TV.clamp(min=LOWEST)
     found = Evidence(positions=len(labels_T))
