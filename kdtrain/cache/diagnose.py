@@ -35,6 +35,7 @@ LEAST = 0.35
 """The least share of the difference that a fault must explain."""
 _ERRORS = 3.0  # standard errors of a gain
 _NEARLY_ALL = 0.8
+_CUT = 4.0  # nats by which a fault makes an entry less likely, at most
 _FURTHEST = 5.0  # nats: a label's log p that is further off counts as this much
 _MATCHED = 0.2  # of the labels: how much better another row must fit, and how well
 
@@ -76,10 +77,11 @@ def gains(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor, others: Mappi
     """The misfits of the faults to one row. others: log p [T, V] of other forwards, by the fault's name."""
     own = misfit(targets, labels_T, logprobs_TV)
 
-    exact = bool(targets.top_k or targets.width)
+    exact, softened_TV = bool(targets.top_k or targets.width), logprobs_TV - _CUT
 
     def compared(logprobs_TV: Tensor, part: slice, by_label: bool) -> tuple[float, float]:
-        theirs = misfit(targets, labels_T, logprobs_TV)
+        # an entry at the edge of a cut falls on either side by noise, and must not cost everything
+        theirs = misfit(targets, labels_T, logprobs_TV if by_label else torch.maximum(logprobs_TV, softened_TV))
         return theirs[by_label][part].mean().item(), own[by_label][part].mean().item()
 
     found = {}
