@@ -18,6 +18,7 @@ from kdtrain.cache.merge import MIXTURE
 from kdtrain.cache.reader import Cache
 from kdtrain.config import VerifyConfig
 from kdtrain.errors import UsageError
+from kdtrain.models.loading import load_tokenizer, tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
 from kdtrain.monitor.progress import bar, log
 from kdtrain.monitor.tables import columns, number
@@ -118,9 +119,10 @@ def audit(config: VerifyConfig, cache: Cache) -> Audit:
     if len(scored) < 2:
         raise UsageError(f"{len(scored)} of the rows of {cache.folder} count in a loss; an audit needs two")
     found = [evidence for _, evidence in scored]
-    verdict = judge(found, noise=NOISE if _format(settings)[1] else NOISE_UNKNOWN)
+    _, stated = _format(settings)
+    verdict = judge(found, noise=NOISE if stated else NOISE_UNKNOWN)
     worst = [scored[place][0] for place in worst_first(found)[:DIAGNOSED]]
-    known = (settings.teacher or {}).get("weights_digest")
+    known = (settings.teacher or {}).get("weights_digest") if stated else None
     return Audit(
         teacher=str(teacher),
         same_weights=None if known is None else teacher.digest == known,
@@ -150,6 +152,10 @@ def _teachers(config: VerifyConfig, settings: CacheSettings) -> tuple[Teacher, T
     stated = {"dtype": DTYPES, "attention": ATTENTIONS}
     spec = replace(spec, **{key: said[key] for key, allowed in stated.items() if said.get(key) in allowed})
     mode = _format(settings)[0]
+    if settings.tokenizer_digest not in (None, tokenizer_digest(load_tokenizer(spec))):
+        raise UsageError(
+            f"--teacher {config.teacher} has another tokenizer than the cache; give the teacher of the cache"
+        )
 
     def loaded(mode: str) -> Teacher:
         teacher = open_teacher(spec, device, mode)

@@ -45,7 +45,11 @@ def main(config: VerifyConfig) -> int:
     elif kind == "cache" and not problems:
         found, findings, page = _content(config)
         result |= {**found, "ok": not findings, "findings": findings}
-    shown = result if config.json else {name: each for name, each in result.items() if name not in ("look", "audit")}
+    shown = (
+        result
+        if config.json
+        else {name: each for name, each in result.items() if name not in ("look", "audit", "findings")}
+    )
     show(f"verify {config.path}", shown, config.json)
     if not config.json:
         show_page(page)
@@ -64,6 +68,7 @@ def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]
     page = [
         f"{seen.rows} rows: the teacher's loss is {number(seen.teacher_loss)}, its entropy {number(seen.entropy)}; "
         f"{seen.alignment}",
+        *seen.findings,
         *(f"note: {each}" for each in seen.notes),
         "with --teacher T some rows are scored again",
     ]
