@@ -85,7 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pool", type=int, default=240, help="rows that are scored")
     parser.add_argument("--audits", type=int, default=1000, help="of right caches")
-    parser.add_argument("--draws", type=int, default=200, help="audits for each fault and number of rows")
+    parser.add_argument("--draws", type=int, default=100, help="audits for each fault and number of rows")
     parser.add_argument("--seeds", type=int, default=12, help="seeds of the samples of each row, for false alarms")
     parser.add_argument("--result", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -249,7 +249,7 @@ class Study:
             return gains(part, self.tokens[row, 1:], self.logprobs[row], others), other
 
         random, named = np.random.RandomState(2), []
-        for _ in range(20):
+        for _ in range(10):
             chosen = random.choice(len(scored), len(scored) // 2, replace=False)
             worst = [int(chosen[place]) for place in worst_first([scored[i] for i in chosen])[:DIAGNOSED]]
             rows, matched = zip(*map(compared, worst), strict=True)

@@ -64,7 +64,7 @@ def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]
         return {"audit": audited.to_json()}, [audited.finding] if audited.finding else [], audited.page()
     seen = look(cache)
     if seen is None:
-        return {}, [], []
+        return {}, [], ["it holds no targets that could be looked at"]
     page = [
         f"{seen.rows} rows: the teacher's loss is {number(seen.teacher_loss)}, its entropy {number(seen.entropy)}; "
         f"{seen.alignment}",
