@@ -18,7 +18,7 @@ from kdtrain.cache.merge import MIXTURE
 from kdtrain.cache.reader import Cache
 from kdtrain.config import VerifyConfig
 from kdtrain.errors import UsageError
-from kdtrain.models.loading import load_tokenizer, tokenizer_digest
+from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
 from kdtrain.monitor.progress import bar, log
 from kdtrain.monitor.tables import columns, number
@@ -152,27 +152,23 @@ def _teachers(config: VerifyConfig, settings: CacheSettings) -> tuple[Teacher, T
     stated = {"dtype": DTYPES, "attention": ATTENTIONS}
     spec = replace(spec, **{key: said[key] for key, allowed in stated.items() if said.get(key) in allowed})
     mode = _format(settings)[0]
-    if settings.tokenizer_digest not in (None, tokenizer_digest(load_tokenizer(spec))):
-        raise UsageError(
-            f"--teacher {config.teacher} has another tokenizer than the cache; give the teacher of the cache"
-        )
+    teacher, wrong = open_teacher(spec, device, mode), "give the teacher of the cache"
+    if teacher.vocab_size != settings.vocab_size:
+        sizes = f"{teacher.vocab_size:,} logits and the cache {settings.vocab_size:,}"
+        raise UsageError(f"--teacher {config.teacher} has {sizes}; {wrong}")
+    if settings.tokenizer_digest not in (None, tokenizer_digest(teacher.tokenizer)):
+        raise UsageError(f"--teacher {config.teacher} has another tokenizer than the cache; {wrong}")
 
-    def loaded(mode: str) -> Teacher:
-        teacher = open_teacher(spec, device, mode)
+    def loaded(teacher: Teacher) -> Teacher:
         teacher.load()
         teacher.check(settings.seq_len, settings.document_mask)
         return teacher
 
-    teacher = loaded(mode)
-    if teacher.vocab_size != settings.vocab_size:
-        raise UsageError(
-            f"--teacher {config.teacher} has {teacher.vocab_size:,} logits and the cache {settings.vocab_size:,}; give "
-            "the teacher of the cache"
-        )
+    loaded(teacher)
     _ = teacher.digest  # before anything is compiled
     teacher.prepare(compile=said.get("compiled") is True)
     log.info("auditing with %s, and with fp32 as the reference", teacher)
-    return teacher, teacher if mode == "fp32" else loaded("fp32")
+    return teacher, teacher if mode == "fp32" else loaded(open_teacher(spec, device, "fp32"))
 
 
 def _drawn_rows(cache: Cache, number: int, seed: int) -> list[tuple[str, int]]:
