@@ -83,10 +83,10 @@ Capture = Callable[[Tensor, Tensor], Tensor]
 def main() -> int:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pool", type=int, default=400, help="rows that are scored")
+    parser.add_argument("--pool", type=int, default=240, help="rows that are scored")
     parser.add_argument("--audits", type=int, default=1000, help="of right caches")
-    parser.add_argument("--draws", type=int, default=200, help="audits for each fault and number of rows")
-    parser.add_argument("--seeds", type=int, default=24, help="seeds of the samples of each row, for false alarms")
+    parser.add_argument("--draws", type=int, default=100, help="audits for each fault and number of rows")
+    parser.add_argument("--seeds", type=int, default=12, help="seeds of the samples of each row, for false alarms")
     parser.add_argument("--result", type=Path, default=RESULT)
     options = parser.parse_args()
     started = time.monotonic()
@@ -108,6 +108,7 @@ def main() -> int:
             scored = [study.scored(study.logits(capture), codec, s) for s in range(seeds if "samples" in codec else 1)]
             found["false_alarms"][f"{name}, {codec}"] = false_alarms(scored, options.audits)
             report(started, name, codec, found["false_alarms"][f"{name}, {codec}"])
+            write(options.result, found)
     for fault in FAULTS:
         logits_BTV = study.logits(study.faulty(fault))
         found["divergence"][fault], found["affected"][fault] = study.divergence(logits_BTV)
@@ -120,6 +121,7 @@ def main() -> int:
                 found["power"][SAMPLES_ALONE][fault] = power(alone, options.draws)
             found["diagnosis"][codec][fault] = study.diagnosed(logits_BTV, codec, fault, order, scored_rows)
             report(started, fault, codec, found["power"][codec][fault], found["diagnosis"][codec][fault])
+        write(options.result, found)
     found["seconds"] = round(time.monotonic() - started)
     write(options.result, {**found, "commit": commit(), "machine": machine(torch.device("cpu"))})
     return 0
@@ -247,7 +249,7 @@ class Study:
             return gains(part, self.tokens[row, 1:], self.logprobs[row], others), other
 
         random, named = np.random.RandomState(2), []
-        for _ in range(20):
+        for _ in range(10):
             chosen = random.choice(len(scored), len(scored) // 2, replace=False)
             worst = [int(chosen[place]) for place in worst_first([scored[i] for i in chosen])[:DIAGNOSED]]
             rows, matched = zip(*map(compared, worst), strict=True)

@@ -53,6 +53,7 @@ LOWEST = -50.0
 _FLOOR = 1e-3  # nats: noise that is always allowed, so that two forwards in fp32 may differ
 _FLOOR_SHARE = 2e-3  # of entries or samples
 _DENSE_ENTRIES = 50
+_CELLS = 2**22  # logits whose samples are compared at once
 _LEAST_SPREAD = 0.4  # of the logarithm of a row's ratio; bf16 has 0.3 at 128 positions
 _LEAST_VARIANCE = 5.0  # samples squared, of a bin of counts: below, its sum is far from normal
 
@@ -115,8 +116,9 @@ def score(
 ) -> Evidence:
     """Compare the targets of one row with two fresh forwards, log p [T, V] in fp32.
 
-    whole_tail: the numbers of the tail were made from whole distributions. independent: samples were drawn one by one.
-    points_TD: where the samples of systematic ones lie in the cumulative distribution of the tail (`draw_points`).
+    whole_tail: the numbers of the tail, and of labels that lie there, are of whole distributions. independent: samples
+    were drawn one by one. points_TD: where systematic ones lie in the cumulative distribution of the tail
+    (`draw_points`).
     """
     logprobs_TV, reference_TV = logprobs_TV.clamp(min=LOWEST), reference_TV.clamp(min=LOWEST)
     found = Evidence(positions=len(labels_T))
@@ -124,10 +126,16 @@ def score(
     cached = _cached(targets, reference_TV, whole_tail)
     likely = _likely(reference_TV) if isinstance(targets, DenseTargets) else None
     own, exact = (_fresh(targets, labels_T, each, likely, whole_tail) for each in (logprobs_TV, reference_TV))
+    known_T = torch.ones_like(labels_T, dtype=torch.bool)
+    if ids_TH is not None and not whole_tail:  # another label has its share of a bucket
+        known_T = (ids_TH == labels_T[:, None]).any(-1) | (ids_TH.shape[1] == 0)
     for name, (values, steps) in cached.items():
-        noise = (own[name] - exact[name]).square().mean().item()
-        away = (values.clamp(min=LOWEST) - exact[name]).square().mean().item()
-        found.numbers[name] = away, noise, steps.square().mean().item() / 12 + _FLOOR**2
+        part = known_T if name == "label" else slice(None)
+        noise = (own[name] - exact[name])[part].square()
+        away = (values.clamp(min=LOWEST) - exact[name])[part].square()
+        if len(away):
+            allowed = steps.expand_as(values)[part].square().mean().item() / 12 + _FLOOR**2
+            found.numbers[name] = away.mean().item(), noise.mean().item(), allowed
     if ids_TH is not None and ids_TH.shape[1]:
         theirs, ours, right = ids_TH, *(each.topk(ids_TH.shape[1]).indices for each in (logprobs_TV, reference_TV))
         found.numbers["ids"] = _missing(theirs, right), _missing(ours, right), _FLOOR_SHARE
@@ -210,26 +218,41 @@ def _score_samples(
     independent: bool,
     points_TD: np.ndarray | None,
 ) -> None:
-    number, ids_TH = targets.num_samples, targets.ids[:, : targets.top_k]
-    drawn_TK, counts_TK = targets.ids[:, targets.top_k :], targets.counts[:, targets.top_k :].double()
-    some_T = counts_TK.sum(-1) > 0  # an empty tail has none
-    share_TV, right_TV = (_share(each[some_T], ids_TH[some_T]) for each in (logprobs_TV, reference_TV))
-    logprobs_TV, drawn_TK, counts_TK = logprobs_TV[some_T], drawn_TK[some_T], counts_TK[some_T] / number
-    bins_TV = torch.bucketize(logprobs_TV, torch.tensor(BINS, device=logprobs_TV.device).log())
-    expected_TF = _features(bins_TV, logprobs_TV, share_TV)
-    there_TK = drawn_TK.where(drawn_TK != ABSENT, 0)
-    observed_TF = _features(bins_TV.gather(1, there_TK), logprobs_TV.gather(1, there_TK), counts_TK)
+    """Add what the samples say, a few positions at a time: the sums of fp64 are as large as the logits."""
+    number, width = targets.num_samples, len(BINS) + 2
+    sums = [np.zeros(width), np.zeros(width), np.zeros((width, width))]
+    theirs, ours, positions = 0.0, 0.0, 0
+    step = max(1, _CELLS // logprobs_TV.shape[1])
+    for start in range(0, len(targets), step):
+        part = slice(start, start + step)
+        some_T = targets.counts[part, targets.top_k :].sum(-1) > 0  # an empty tail has none
+        own_TV, exact_TV = logprobs_TV[part][some_T], reference_TV[part][some_T]
+        ids_TK, counts_TK = targets.ids[part][some_T], targets.counts[part][some_T].double() / number
+        ids_TH, drawn_TK, counts_TK = (
+            ids_TK[:, : targets.top_k],
+            ids_TK[:, targets.top_k :],
+            counts_TK[:, targets.top_k :],
+        )
+        share_TV, right_TV = _share(own_TV, ids_TH), _share(exact_TV, ids_TH)
+        bins_TV = torch.bucketize(own_TV, torch.tensor(BINS, device=own_TV.device).log())
+        expected_TF = _features(bins_TV, own_TV, share_TV)
+        there_TK = drawn_TK.where(drawn_TK != ABSENT, 0)
+        observed_TF = _features(bins_TV.gather(1, there_TK), own_TV.gather(1, there_TK), counts_TK)
+        shift_TF = _features(bins_TV, own_TV, right_TV) - expected_TF
+        covariance = (_of_independent if independent else _of_grids)(bins_TV, own_TV, share_TV, expected_TF, number)
+        for total, each in zip(sums, ((observed_TF - expected_TF).sum(0), shift_TF.sum(0), covariance), strict=True):
+            total += each.cpu().numpy()
+        if points_TD is not None:
+            points = torch.from_numpy(points_TD[part]).to(own_TV.device)[some_T]
+            ours_TD, right_TD = (_drawn(each, points) for each in (share_TV, right_TV))
+            kept_TK = (right_TD[:, None] == there_TK[:, :, None]).sum(-1) / number
+            theirs += (1 - torch.minimum(kept_TK, counts_TK).sum(-1)).sum().item()
+            ours += _moved(ours_TD, right_TD)
+            positions += len(points)
     found.samples = number
-    found.deviation = (observed_TF - expected_TF).sum(0).cpu().numpy()
-    found.shift = (_features(bins_TV, logprobs_TV, right_TV) - expected_TF).sum(0).cpu().numpy()
-    covariance = _of_independent if independent else _of_grids
-    found.covariance = covariance(bins_TV, logprobs_TV, share_TV, expected_TF, number).cpu().numpy()
-    if points_TD is not None:
-        points = torch.from_numpy(points_TD).to(share_TV.device)[some_T]
-        ours_TD, right_TD = (_drawn(each, points) for each in (share_TV, right_TV))
-        kept_TK = (right_TD[:, None] == there_TK[:, :, None]).sum(-1) / number
-        theirs = 1 - torch.minimum(kept_TK, counts_TK).sum(-1).mean().item()
-        found.numbers["draws"] = max(theirs, 0.0), _moved(ours_TD, right_TD), _FLOOR_SHARE
+    found.deviation, found.shift, found.covariance = sums
+    if positions:
+        found.numbers["draws"] = max(theirs, 0.0) / positions, ours / positions, _FLOOR_SHARE
 
 
 def _share(logprobs_TV: Tensor, ids_TH: Tensor) -> Tensor:
@@ -273,11 +296,11 @@ def _of_independent(bins_TV: Tensor, logprobs_TV: Tensor, share_TV: Tensor, expe
 
 
 def _moved(drawn_TD: Tensor, other_TD: Tensor) -> float:
-    """The share of samples that the other forward does not draw."""
+    """The share of samples that the other forward does not draw, summed over positions."""
     drawn_TD = drawn_TD.sort(-1).values
     nth_TD = torch.arange(drawn_TD.shape[1], device=drawn_TD.device) - torch.searchsorted(drawn_TD, drawn_TD)
     there_TD = (other_TD[:, None] == drawn_TD[:, :, None]).sum(-1)
-    return (there_TD <= nth_TD).float().mean().item()
+    return (there_TD <= nth_TD).float().mean(-1).sum().item()
 
 
 # The verdict.
@@ -351,7 +374,7 @@ def _worst_test(logs_R: np.ndarray) -> Test:
 
 def worst_first(rows: Sequence[Evidence]) -> list[int]:
     """The places of rows, those whose label is furthest from the reference first."""
-    return sorted(range(len(rows)), key=lambda place: -rows[place].numbers["label"][0])
+    return sorted(range(len(rows)), key=lambda place: -rows[place].numbers.get("label", (0.0,))[0])
 
 
 def student_tail(t: float, df: int) -> float:

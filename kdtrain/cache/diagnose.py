@@ -4,10 +4,10 @@ Some faults are functions of the fresh log-probabilities (`variants`): another t
 distributions of the next or the last position. Others need another forward, which the caller gives: another document
 mask, rows without their first token, weights rounded to int8. Targets of other rows are found by the tokens alone.
 
-The misfit of a distribution to a row is the mean over positions of its KL from what the cache keeps, plus half the
-squared distance of the label's log p. The KL is exact for whole distributions, that of a top-k and its bucket, or
-cross-entropy to the samples less the entropy that the cache states; this last one is too noisy to compare small faults
-by, so that there the label alone counts. For the two shifts, whose label may be either's, the KL alone counts. A fault
+The misfit of a distribution to a row is the mean over positions of its KL from what the cache keeps: exact for whole
+distributions, that of a top-k and its bucket, or cross-entropy to the samples less the entropy that the cache states.
+This last one is too noisy to compare small faults by: for samples it is half the squared distance of the label's log p,
+but for the two shifts, whose label may be either's. A fault
 explains the share gain / (gain + what is left of the misfit); the largest share is the diagnosis, if it is at least
 `LEAST` and the gain is 3 standard errors over rows, or the fault explains nearly all. Where none is, the weights are
 others: the divergence says how far they are from the teacher's.
@@ -35,6 +35,7 @@ LEAST = 0.35
 """The least share of the difference that a fault must explain."""
 _ERRORS = 3.0  # standard errors of a gain
 _NEARLY_ALL = 0.8
+_CUT = 4.0  # nats by which a fault makes an entry less likely, at most
 _FURTHEST = 5.0  # nats: a label's log p that is further off counts as this much
 _MATCHED = 0.2  # of the labels: how much better another row must fit, and how well
 
@@ -76,19 +77,20 @@ def gains(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor, others: Mappi
     """The misfits of the faults to one row. others: log p [T, V] of other forwards, by the fault's name."""
     own = misfit(targets, labels_T, logprobs_TV)
 
-    exact = bool(targets.top_k or targets.width)
+    exact, softened_TV = bool(targets.top_k or targets.width), logprobs_TV - _CUT
 
-    def compared(values: tuple[Tensor, Tensor], part: slice, divergence: bool, label: bool) -> tuple[float, float]:
-        theirs, mine = ((each[0] * divergence + each[1] * label)[part].mean().item() for each in (values, own))
-        return theirs, mine
+    def compared(logprobs_TV: Tensor, part: slice, by_label: bool) -> tuple[float, float]:
+        # an entry at the edge of a cut falls on either side by noise, and must not cost everything
+        theirs = misfit(targets, labels_T, logprobs_TV if by_label else torch.maximum(logprobs_TV, softened_TV))
+        return theirs[by_label][part].mean().item(), own[by_label][part].mean().item()
 
     found = {}
     for name, each in {**variants(logprobs_TV), **others}.items():
         # a row's first position has no context without its first token
-        found[name] = compared(misfit(targets, labels_T, each), slice(1 if name == LOST else 0, None), exact, True)
+        found[name] = compared(each, slice(1 if name == LOST else 0, None), not exact)
     # whose label the cache's number would be about is not known
     for name, shift, part in ((AHEAD, -1, slice(0, -1)), (BEHIND, 1, slice(1, None))):
-        found[name] = compared(misfit(targets, labels_T, logprobs_TV.roll(shift, 0)), part, True, False)
+        found[name] = compared(logprobs_TV.roll(shift, 0), part, False)
     return found
 
 

@@ -32,7 +32,7 @@ from kdtrain.objective.targets import SparseTargets
 
 ROWS, SECONDS = 64, 20.0
 LEVEL = 1e-5
-_BATCH = 8
+_ENTRIES = 2**28  # that are held at once
 _LEAST_MATCHED = 0.1
 
 
@@ -70,14 +70,16 @@ def look(cache: Cache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int 
     if settings.codec.kind == "tokens":
         return None
     split = "train" if "train" in cache else next(iter(cache))
-    total, each = len(cache[split]), max(1, rows // 2)
+    codec, total = settings.codec, len(cache[split])
+    entries = settings.seq_len * (codec.columns or codec.vocab_size)
+    each, size = max(1, min(rows, _ENTRIES // entries) // 2), max(1, min(8, _ENTRIES // 4 // entries))
     start = int(np.random.RandomState(seed).randint(max(total - each, 0) + 1))
     indices = list(dict.fromkeys([*range(min(each, total)), *range(start, min(start + each, total))]))
     batches: list[Batch] = []
-    for first in range(0, len(indices), _BATCH):
+    for first in range(0, len(indices), size):
         if batches and time.monotonic() > deadline:
             break
-        batches.append(cache[split].read(indices[first : first + _BATCH]))
+        batches.append(cache[split].read(indices[first : first + size]))
     systematic = settings.sampling == "systematic" or grid_offset(settings.sampling) is not None
     own = getattr(cache.manifest, "origin", None) is None
     compares = own and (systematic or settings.sampling is None)

@@ -18,6 +18,7 @@ from kdtrain.cache.merge import MIXTURE
 from kdtrain.cache.reader import Cache
 from kdtrain.config import VerifyConfig
 from kdtrain.errors import UsageError
+from kdtrain.models.loading import tokenizer_digest
 from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
 from kdtrain.monitor.progress import bar, log
 from kdtrain.monitor.tables import columns, number
@@ -115,12 +116,13 @@ def audit(config: VerifyConfig, cache: Cache) -> Audit:
         for split, indices in _batches(rows, max(1, min(8, _LOGITS // (settings.seq_len * settings.vocab_size)))):
             scored += compare.rows(split, indices)
             shown.update(shown.done + len(indices))
-    if not scored:
-        raise UsageError(f"no row of {cache.folder} counts in a loss; nothing can be audited")
+    if len(scored) < 2:
+        raise UsageError(f"{len(scored)} of the rows of {cache.folder} count in a loss; an audit needs two")
     found = [evidence for _, evidence in scored]
-    verdict = judge(found, noise=NOISE if _format(settings)[1] else NOISE_UNKNOWN)
+    _, stated = _format(settings)
+    verdict = judge(found, noise=NOISE if stated else NOISE_UNKNOWN)
     worst = [scored[place][0] for place in worst_first(found)[:DIAGNOSED]]
-    known = (settings.teacher or {}).get("weights_digest")
+    known = (settings.teacher or {}).get("weights_digest") if stated else None
     return Audit(
         teacher=str(teacher),
         same_weights=None if known is None else teacher.digest == known,
@@ -150,23 +152,23 @@ def _teachers(config: VerifyConfig, settings: CacheSettings) -> tuple[Teacher, T
     stated = {"dtype": DTYPES, "attention": ATTENTIONS}
     spec = replace(spec, **{key: said[key] for key, allowed in stated.items() if said.get(key) in allowed})
     mode = _format(settings)[0]
+    teacher, wrong = open_teacher(spec, device, mode), "give the teacher of the cache"
+    if teacher.vocab_size != settings.vocab_size:
+        sizes = f"{teacher.vocab_size:,} logits and the cache {settings.vocab_size:,}"
+        raise UsageError(f"--teacher {config.teacher} has {sizes}; {wrong}")
+    if settings.tokenizer_digest not in (None, tokenizer_digest(teacher.tokenizer)):
+        raise UsageError(f"--teacher {config.teacher} has another tokenizer than the cache; {wrong}")
 
-    def loaded(mode: str) -> Teacher:
-        teacher = open_teacher(spec, device, mode)
+    def loaded(teacher: Teacher) -> Teacher:
         teacher.load()
         teacher.check(settings.seq_len, settings.document_mask)
         return teacher
 
-    teacher = loaded(mode)
-    if teacher.vocab_size != settings.vocab_size:
-        raise UsageError(
-            f"--teacher {config.teacher} has {teacher.vocab_size:,} logits and the cache {settings.vocab_size:,}; give "
-            "the teacher of the cache"
-        )
+    loaded(teacher)
     _ = teacher.digest  # before anything is compiled
     teacher.prepare(compile=said.get("compiled") is True)
     log.info("auditing with %s, and with fp32 as the reference", teacher)
-    return teacher, teacher if mode == "fp32" else loaded("fp32")
+    return teacher, teacher if mode == "fp32" else loaded(open_teacher(spec, device, "fp32"))
 
 
 def _drawn_rows(cache: Cache, number: int, seed: int) -> list[tuple[str, int]]:

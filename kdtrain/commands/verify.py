@@ -51,8 +51,8 @@ def main(config: VerifyConfig) -> int:
     elif kind == "cache" and not problems:
         found, findings, page = _content(config)
         result |= {**found, "ok": not findings, "findings": findings}
-    shown = result if config.json else {name: each for name, each in result.items() if name not in ("look", "audit")}
-    show(f"verify {path}", shown, config.json)
+    hidden = () if config.json else ("look", "audit", "findings")
+    show(f"verify {path}", {name: each for name, each in result.items() if name not in hidden}, config.json)
     if not config.json:
         show_page(page)
     return 0 if result["ok"] else 1
@@ -66,10 +66,11 @@ def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[Any]
         return {"audit": audited.to_json()}, [audited.finding] if audited.finding else [], audited.page()
     seen = look(cache)
     if seen is None:
-        return {}, [], []
+        return {}, [], ["it holds no targets that could be looked at"]
     page = [
         f"{seen.rows} rows: the teacher's loss is {number(seen.teacher_loss)}, its entropy {number(seen.entropy)}; "
         f"{seen.alignment}",
+        *seen.findings,
         *(f"note: {each}" for each in seen.notes),
         "with --teacher T some rows are scored again",
     ]

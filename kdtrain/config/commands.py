@@ -321,7 +321,7 @@ class VerifyConfig(Options):
     """GB of caches from elsewhere that are kept here."""
     teacher: str | None = option(None, reads="teacher spec")
     """The teacher of the cache: one that ships (stdlib-5m), a TOML, a model folder, or a hub id."""
-    rows: int = option(200, least=1, needs="teacher")
+    rows: int = option(200, least=2, needs="teacher")
     """Sequences to score again, drawn at random; with 20 most faults are found."""
     seed: int = option(0, least=0, most=2**32 - 1, needs="teacher")
     """Which sequences: another seed takes others."""
