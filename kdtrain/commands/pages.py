@@ -269,6 +269,8 @@ def cache_page(path: Path, facts: Mapping[str, Any], manifest: Manifest) -> Iter
         )
     if facts.get("tail rule"):
         yield f"tail rule {facts['tail rule']}"
+    if manifest.origin:
+        yield from _origin(manifest.origin)
     if manifest.fidelity:
         yield ""
         yield from _fidelity(manifest.fidelity)
@@ -277,6 +279,16 @@ def cache_page(path: Path, facts: Mapping[str, Any], manifest: Manifest) -> Iter
     yield f"digest {manifest.digest[:12]}, kdtrain {manifest.versions.get('kdtrain')}"
     if codec.kind != "tokens":
         yield f"Next: kdtrain distill --cache {_word(path)} --student SPEC --out runs/NAME"
+
+
+def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
+    """What an imported cache says of its source."""
+    yield ""
+    yield f"imported from {origin['source']} in the layout {origin['layout']}, shift {number(origin['shift'])}"
+    mass, most, loss = (number(origin[name]) for name in ("kept_mass", "kl_at_most", "label_loss"))
+    yield f"kept mass {mass}: KL to the whole teacher is at most {most} nats; the label's loss {loss}"
+    if unknown := origin["unknown"]:
+        yield f"not known of the teacher: {', '.join(map(str, unknown))}"
 
 
 def _bytes(split: Mapping[str, Any]) -> float:

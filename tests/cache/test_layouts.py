@@ -113,7 +113,7 @@ def test_a_row_is_cut_into_whole_sequences_and_the_last_one_filled_up_outside_of
     assert first.loss_mask.tolist() == [True, True, False] and second.loss_mask.tolist() == [True, False, False]
     assert first.kept["ids"][:, 0].tolist() == [11, 12, 0] and second.kept["ids"][0, 0] == 14
     np.testing.assert_allclose(first.kept["label_logprob"][:2], [-0.1, -0.2], rtol=1e-6)
-    assert (tally.rows, tally.positions, tally.padding, tally.without, tally.counted) == (1, 4, 2, 1, 3)
+    assert (tally.rows, tally.positions, tally.filled_up, tally.no_entries, tally.counted) == (1, 4, 2, 1, 3)
     assert tally.labels_kept == 3 and tally.label_loss == pytest.approx(0.7)
 
 

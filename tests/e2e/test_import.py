@@ -46,7 +46,7 @@ def moved(bench, name: str, first: int) -> Path:
 
 def test_a_student_learns_from_an_imported_cache_at_temperature_one(bench, imported) -> None:
     assert imported["rows"] == 14 and imported["alignment"]["shift"] == 0
-    assert imported["counted"] == imported["positions"] == 14 * 40 and imported["padding"] == 0
+    assert imported["counted"] == imported["positions"] == 14 * 40 and imported["filled_up"] == 0
     assert 0.7 < imported["kept_mass"] < 0.99 and 0 < imported["kl_at_most"] < 2.5 and 0.5 < imported["labels_kept"] < 1
     assert imported["unknown"] == ["dtype", "revision", "attention", "temperature"]
     manifest = Cache(bench.root / "plain").manifest
@@ -54,6 +54,9 @@ def test_a_student_learns_from_an_imported_cache_at_temperature_one(bench, impor
     assert manifest.settings.teacher["dtype"] == "unknown" and manifest.origin["compressor"]["k"] == 16
     assert [each["name"] for each in manifest.origin["files"]] == ["plain.parquet"]
     assert bench.run("verify", "plain", "--json").json["ok"]
+    page = bench.run("inspect", "plain").ok().stdout
+    assert "imported from plain.parquet in the layout distillkit, shift 0" in page
+    assert "not known of the teacher: dtype, revision, attention, temperature" in page
     train = ("distill", "--cache", "plain", "--student", "import.toml", *bench.fast, *bench.eager)
     losses = bench.run(*train, "--steps", 30, "--eval-freq", 15, "--out", "import-run", "--json").json
     assert losses["steps"] == 30

@@ -30,15 +30,15 @@ class Tally:
     """What was read and what of it counts."""
 
     rows: int = 0
-    short: int = 0
+    rows_left_out: int = 0
     """Rows left out: fewer than two tokens, or without any position in the loss."""
     positions: int = 0
     """Positions with a label, without those that fill up a sequence."""
-    padding: int = 0
+    filled_up: int = 0
     """Positions that fill up a sequence."""
-    without: int = 0
+    no_entries: int = 0
     """Positions for which the source has no entries."""
-    strange: int = 0
+    no_distribution: int = 0
     """Positions whose entries are no distribution: NaN, log p above 0, an id twice or beyond the vocabulary."""
     scaled: int = 0
     """Positions whose entries summed to more than 1, and were scaled."""
@@ -74,7 +74,7 @@ class Cutter:
         tokens_n = tokens_of(record, columns, self.codec.vocab_size, where)
         number, tally.rows = len(tokens_n) - 1, tally.rows + 1
         if number < 1:
-            tally.short += 1
+            tally.rows_left_out += 1
             return
         entries = self.layout.decode(record, where)
         if len(entries.ids) > len(tokens_n):
@@ -92,11 +92,11 @@ class Cutter:
         good_t = states_t >= _GOOD
         mask_t = label_t & good_t
         tally.positions += number
-        tally.without += int((label_t & (states_t == _NONE)).sum())
-        tally.strange += int((label_t & (states_t == _STRANGE)).sum())
+        tally.no_entries += int((label_t & (states_t == _NONE)).sum())
+        tally.no_distribution += int((label_t & (states_t == _STRANGE)).sum())
         tally.scaled += int((mask_t & (states_t == _SCALED)).sum())
         if not mask_t.any():
-            tally.short += 1
+            tally.rows_left_out += 1
             return
         even_K = np.arange(self.codec.top_k)
         ids_tK = np.where(good_t[:, None], ids_mK[place_t], even_K)
@@ -119,7 +119,7 @@ class Cutter:
         tally: Tally,
     ) -> PackedRow:
         fill = self.seq_len - len(mask)
-        tally.padding += fill
+        tally.filled_up += fill
         tokens = np.pad(tokens, (0, fill), constant_values=self.pad_id)
         own = np.where(ids_tK == tokens[1 : len(mask) + 1, None], logprobs_tK, -np.inf).max(1)
         label_t = np.where(np.isneginf(own), np.nan, own)
