@@ -145,7 +145,17 @@ def _fewest_entries(files: list[SourceFile], layout: Layout) -> int:
 def _show(config: ImportConfig, manifest: Manifest, seconds: float) -> None:
     sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
     origin = manifest.origin or {}
-    counts = ("rows", "rows_left_out", "positions", "counted", "no_entries", "no_distribution", "scaled", "filled_up")
+    counts = (
+        "rows",
+        "rows_left_out",
+        "positions",
+        "counted",
+        "no_entries",
+        "no_distribution",
+        "too_few",
+        "scaled",
+        "filled_up",
+    )
     result = {
         "cache": str(config.out),
         "digest": manifest.digest,

@@ -117,6 +117,7 @@ def test_a_killed_import_resumes_and_equals_one_at_once(bench, imported) -> None
         ((GOLDEN / "plain.parquet", *PLAIN, "--temperature", 2), "cannot be a cache"),
         ((GOLDEN / "plain.parquet", *PLAIN, "--vocab-size", 100), "is less than the 2048 of the source"),
         ((GOLDEN / "plain.parquet", *PLAIN, "--top-k", 17), "--top-k 17 is more than the 16 entries of the source"),
+        ((GOLDEN / "plain.parquet", *PLAIN, "--ids-column", "ids"), "--ids-column has no effect"),
         (("empty", *PLAIN), "empty: give a .parquet or .jsonl file"),
     ],
 )
@@ -133,3 +134,12 @@ def test_values_that_are_no_log_probabilities_are_refused_before_anything_is_wri
     done = bench.run("import", "logits.jsonl", "--layout", "topk-parquet", *MADE_BY, "--out", "refused")
     assert done.code == 2 and "60 of 60 positions of a sample are no distributions" in done.refusal()
     assert not (bench.root / "refused").exists()
+
+
+def test_lists_shorter_than_what_is_to_be_kept_are_refused_with_what_to_do(bench) -> None:
+    rows = [{"input_ids": [1, 2, 3, 4], "target_token_ids": [[5]] * 4, "target_logprobs": [[-1.0]] * 4}] * 20
+    (bench.root / "short.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ("import", "short.jsonl", "--layout", "topk-parquet", *MADE_BY, "--json")
+    done = bench.run(*command, "--out", "refused", "--top-k", 2)
+    assert done.code == 2 and "60 of 60 positions of a sample have fewer than 2 entries" in done.refusal()
+    assert bench.run(*command, "--out", "short").json["counted"] == 60

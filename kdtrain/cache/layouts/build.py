@@ -61,7 +61,12 @@ def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[Alignment, 
     tally, rows = Tally(), list[PackedRow]()
     for where, record in sample(files):
         rows += [row for row, _ in zip(short.sequences(record, where, tally), range(1), strict=False)]
-    tried = tally.counted + tally.no_distribution
+    tried = tally.counted + tally.no_distribution + tally.too_few
+    if tally.too_few > _STRANGE * max(1, tried):
+        raise UsageError(
+            f"{files[0].path}: {tally.too_few:,} of {tried:,} positions of a sample have fewer than "
+            f"{cutter.codec.top_k} entries; choose a smaller --top-k"
+        )
     if tally.no_distribution > _STRANGE * max(1, tried):
         raise UsageError(
             f"{files[0].path}: {tally.no_distribution:,} of {tried:,} positions of a sample are no distributions: "

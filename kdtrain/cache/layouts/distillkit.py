@@ -117,6 +117,9 @@ class DistillKit(Layout):
         super().__init__(options)
         if options.compressor is None:
             raise UsageError("--layout distillkit needs --compressor FILE.yaml: the data do not say how they are coded")
+        for name in ("ids_column", "logprobs_column"):
+            if getattr(options, name) != getattr(LayoutOptions, name):
+                raise UsageError(f"--{name.replace('_', '-')} has no effect with --layout distillkit; leave it out")
         self.settings = read_compressor(options.compressor)
         old = isinstance(self.settings, OldCompressor)
         entries = ("packed_indices", "exact_values", "coeffs") if old else ("compressed_logprobs", "bytepacked_indices")
