@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache import layouts
 from kdtrain.cache.codec import CodecSpec
 from kdtrain.cache.layouts.build import build, sample, try_sample
 from kdtrain.cache.layouts.files import SourceFile, open_source
@@ -23,8 +22,6 @@ from kdtrain.monitor.tables import show
 _TOKENS_PER_SHARD = 2**18
 _MAKERS_WORD = ("dtype", "revision", "attention", "temperature")
 """What no layout says: an option each, or unknown."""
-
-__all__ = ["layouts", "main"]
 
 
 def main(config: ImportConfig) -> int:
@@ -148,13 +145,23 @@ def _fewest_entries(files: list[SourceFile], layout: Layout) -> int:
 def _show(config: ImportConfig, manifest: Manifest, seconds: float) -> None:
     sequences = {name: split["sequences"] for name, split in manifest.splits.items()}
     origin = manifest.origin or {}
-    left_out = ("rows", "short", "positions", "padding", "without", "strange", "scaled", "counted")
+    counts = (
+        "rows",
+        "rows_left_out",
+        "positions",
+        "counted",
+        "no_entries",
+        "no_distribution",
+        "too_few",
+        "scaled",
+        "filled_up",
+    )
     result = {
         "cache": str(config.out),
         "digest": manifest.digest,
         "sequences": sequences,
         "tokens": {name: count * manifest.settings.seq_len for name, count in sequences.items()},
-        **{name: origin.get(name) for name in left_out},
+        **{name: origin.get(name) for name in counts},
         "kept_mass": origin.get("kept_mass"),
         "kl_at_most": origin.get("kl_at_most"),
         "label_loss": origin.get("label_loss"),

@@ -341,13 +341,15 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
         )
     if facts.get("tail rule"):
         yield f"tail rule {facts['tail rule']}"
+    if manifest.origin:
+        yield from _origin(manifest.origin)
     if manifest.fidelity:
         yield ""
         yield from _fidelity(manifest.fidelity)
     if manifest.parents:
         yield ""
         yield "made of"
-        yield from (f"  {_origin(parent)}" for parent in manifest.parents)
+        yield from (f"  {_parent(parent)}" for parent in manifest.parents)
     yield from _aside(facts)
     yield ""
     yield f"digest {manifest.digest[:12]}, kdtrain {manifest.versions.get('kdtrain')}"
@@ -355,12 +357,22 @@ def cache_page(path: Path | str, facts: Mapping[str, Any], manifest: Manifest) -
         yield f"Next: kdtrain distill --cache {_word(path)} --student SPEC --out runs/NAME"
 
 
-def _origin(parent: Parent) -> str:
+def _parent(parent: Parent) -> str:
     """What a cache took of one that it was merged or cut from."""
     rows = f", rows {parent['rows']} of {' and '.join(parent.get('splits', []))}" if "rows" in parent else ""
     share = f", {number(parent['weight'])} of the sum" if parent["weight"] < 1 else ""
     samples = f", {parent['num_samples']} samples" if parent["num_samples"] else ""
     return f"{parent['digest'][:12]} of {(parent['teacher'] or {}).get('spec') or 'no teacher'}{samples}{share}{rows}"
+
+
+def _origin(origin: Mapping[str, Any]) -> Iterator[Part]:
+    """What an imported cache says of its source."""
+    yield ""
+    yield f"imported from {origin['source']} in the layout {origin['layout']}, shift {number(origin['shift'])}"
+    mass, most, loss = (number(origin[name]) for name in ("kept_mass", "kl_at_most", "label_loss"))
+    yield f"kept mass {mass}: KL to the whole teacher is at most {most} nats; the label's loss {loss}"
+    if unknown := origin["unknown"]:
+        yield f"not known of the teacher: {', '.join(map(str, unknown))}"
 
 
 def _bytes(split: Mapping[str, Any]) -> float:

@@ -588,7 +588,7 @@ class ImportConfig(Options):
     The same command resumes an interrupted one.
     """
 
-    source: str = option(positional=True, reads="path")
+    source: str = option(positional=True)
     """A parquet or jsonl file, or a folder of them."""
     layout: str = option(check=LAYOUTS.check)
     """How the source is laid out."""

@@ -81,12 +81,13 @@ def test_entries_that_are_no_distribution_are_told_apart_and_a_little_more_than_
             [(1, 0.0), (2, 0.0)], [(1, 0.7), (77, 0.0)],
         )  # fmt: skip
     given.logprobs[5, 0] = np.nan
-    ids, logprobs, states = distributions(given, 9, 1, "a row")
-    assert states.tolist() == [2, 1, 1, 3, 1, 0, 2]
+    ids, logprobs, states = distributions(given, 9, 1)
+    assert states.tolist() == [3, 1, 1, 4, 1, 0, 3]
     assert ids[[0, 3, 6], 0].tolist() == [2, 2, 1]
     np.testing.assert_allclose(np.exp(logprobs[[0, 3, 6], 0]), [0.6, 0.52 / 1.02, 0.7])
-    with pytest.raises(UsageError, match="a position has 1 entries; use --top-k 1"):
-        distributions(given, 9, 2, "a row")
+    assert distributions(given, 9, 2)[2].tolist() == [3, 1, 1, 4, 1, 0, 2]  # the last one has one entry
+    ids, logprobs, states = distributions(Entries(np.zeros((2, 0), int), np.zeros((2, 0))), 9, 2)
+    assert ids.shape == logprobs.shape == (2, 2) and states.tolist() == [0, 0]
 
 
 def lists(*parts: list[float]) -> Lists:
@@ -113,7 +114,7 @@ def test_a_row_is_cut_into_whole_sequences_and_the_last_one_filled_up_outside_of
     assert first.loss_mask.tolist() == [True, True, False] and second.loss_mask.tolist() == [True, False, False]
     assert first.kept["ids"][:, 0].tolist() == [11, 12, 0] and second.kept["ids"][0, 0] == 14
     np.testing.assert_allclose(first.kept["label_logprob"][:2], [-0.1, -0.2], rtol=1e-6)
-    assert (tally.rows, tally.positions, tally.padding, tally.without, tally.counted) == (1, 4, 2, 1, 3)
+    assert (tally.rows, tally.positions, tally.filled_up, tally.no_entries, tally.counted) == (1, 4, 2, 1, 3)
     assert tally.labels_kept == 3 and tally.label_loss == pytest.approx(0.7)
 
 

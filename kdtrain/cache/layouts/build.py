@@ -47,7 +47,7 @@ def sample(files: Sequence[SourceFile], names: Sequence[str] | None = None) -> I
         first = place * total // places
         for file, size in zip(files, sizes, strict=True):
             if first < size:
-                yield from (each for each, _ in zip(file.records(names, first), range(number), strict=False))
+                yield from (each for each, _ in zip(file.records(names, file.near(first)), range(number), strict=False))
                 break
             first -= size
 
@@ -61,11 +61,17 @@ def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> tuple[Alignment, 
     tally, rows = Tally(), list[PackedRow]()
     for where, record in sample(files):
         rows += [row for row, _ in zip(short.sequences(record, where, tally), range(1), strict=False)]
-    if tally.strange > _STRANGE * max(1, tally.counted + tally.strange):
+    tried = tally.counted + tally.no_distribution + tally.too_few
+    if tally.too_few > _STRANGE * max(1, tried):
         raise UsageError(
-            f"{files[0].path}: {tally.strange:,} of {tally.counted + tally.strange:,} positions of a sample are no "
-            "distributions: their entries are NaN, above 0, sum to more than 1, or have an id twice or beyond the "
-            "vocabulary; they must be natural logarithms of probabilities, coded as the options say"
+            f"{files[0].path}: {tally.too_few:,} of {tried:,} positions of a sample have fewer than "
+            f"{cutter.codec.top_k} entries; choose a smaller --top-k"
+        )
+    if tally.no_distribution > _STRANGE * max(1, tried):
+        raise UsageError(
+            f"{files[0].path}: {tally.no_distribution:,} of {tried:,} positions of a sample are no distributions: "
+            "their entries are NaN, above 0, sum to more than 1, or have an id twice or beyond the vocabulary; they "
+            "must be natural logarithms of probabilities, coded as the options say"
         )
     found = detect(_batch(row, cutter.codec) for row in rows)
     if found.shift:
@@ -123,9 +129,7 @@ def build(
                     if len(splits[split].rows) == settings.sequences_per_shard:
                         _publish(builder, split, splits[split])
                 progress(tally.rows, total)
-            digests.append(
-                {"name": file.path.name, "bytes": file.path.stat().st_size, "sha256": file_digest(file.path)}
-            )
+            digests.append({"name": file.name, "bytes": file.path.stat().st_size, "sha256": file_digest(file.path)})
         for split, own in splits.items():
             if own.rows:
                 _publish(builder, split, own)

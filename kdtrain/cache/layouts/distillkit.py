@@ -117,6 +117,9 @@ class DistillKit(Layout):
         super().__init__(options)
         if options.compressor is None:
             raise UsageError("--layout distillkit needs --compressor FILE.yaml: the data do not say how they are coded")
+        for name in ("ids_column", "logprobs_column"):
+            if getattr(options, name) != getattr(LayoutOptions, name):
+                raise UsageError(f"--{name.replace('_', '-')} has no effect with --layout distillkit; leave it out")
         self.settings = read_compressor(options.compressor)
         old = isinstance(self.settings, OldCompressor)
         entries = ("packed_indices", "exact_values", "coeffs") if old else ("compressed_logprobs", "bytepacked_indices")
@@ -149,7 +152,10 @@ class DistillKit(Layout):
 
     def _decode_old(self, record: Record, where: str, settings: OldCompressor) -> Entries:
         each = 64 // self.bits
-        words_mW = record["packed_indices"].matrix("packed_indices", where, -(-settings.k // each)).astype(np.uint64)
+        words = record["packed_indices"].matrix("packed_indices", where, -(-settings.k // each))
+        if words.size and words.dtype.kind != "i":
+            raise UsageError(f"{where}: packed_indices does not hold whole numbers")
+        words_mW = words.astype(np.int64).view(np.uint64)
         shifts_E = np.arange(each, dtype=np.uint64) * np.uint64(self.bits)
         ids_mWE = (words_mW[:, :, None] >> shifts_E) & np.uint64(2**self.bits - 1)
         ids_mK = ids_mWE.reshape(len(words_mW), -1)[:, : settings.k].astype(np.int64)
@@ -243,6 +249,8 @@ def _bytes(record: Record, name: str, where: str, wanted: int) -> np.ndarray:
             "the YAML with which the set was made"
         )
     values = lists.values
+    if len(values) and values.dtype.kind != "i":
+        raise UsageError(f"{where}: {name} does not hold whole numbers")
     if len(values) and not 0 <= values.min() <= values.max() <= 255:
         raise UsageError(f"{where}: {name} holds {values.max()}, which is not a byte")
     return values.astype(np.uint8).reshape(-1, wanted)

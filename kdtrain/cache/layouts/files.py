@@ -7,6 +7,7 @@ Types are checked before anything is read, sizes before a row is taken apart: th
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,15 @@ _SUFFIXES = (".parquet", ".jsonl")
 class SourceFile:
     """One file, and the columns of it that are read. UsageError: it cannot be read, or lacks one."""
 
+    name: str
+    """Relative to the source."""
+
     def __init__(self, path: Path, columns: Columns) -> None:
-        self.path, self.columns = path, columns
+        self.path, self.columns, self.name = path, columns, path.name
+
+    def near(self, number: int) -> int:
+        """A record at or before `number` from which reading costs nothing for those before it."""
+        return number
 
     def records(self, names: Sequence[str] | None = None, first: int = 0) -> Iterator[tuple[str, Record]]:
         """The records from number `first` on, each with where it is, for messages; `names`: only these columns."""
@@ -62,6 +70,7 @@ class _Parquet(SourceFile):
         with _readable(path), self._open() as file:
             self.rows, schema = file.metadata.num_rows, file.schema_arrow
             groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+            self._starts = [0, *accumulate(group.num_rows for group in groups)]
             largest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
         if largest > _BYTES:
             raise UsageError(f"{path}: its rows have {largest:,} bytes in the mean; at most {_BYTES:,} are read")
@@ -75,6 +84,9 @@ class _Parquet(SourceFile):
 
     def __len__(self) -> int:
         return int(self.rows)
+
+    def near(self, number: int) -> int:
+        return max(start for start in self._starts if start <= number)
 
     def _open(self) -> Any:
         # A file is read through a small buffer, not a column of a row group at once.
@@ -221,7 +233,10 @@ def open_source(source: str, columns: Columns) -> list[SourceFile]:
         raise UsageError(f"{source}: give a .parquet or .jsonl file, or a folder of them")
     if len(kinds) > 1:
         raise UsageError(f"{source}: holds parquet and jsonl; name one of the files, or give a folder for each")
-    return [_KINDS[path.suffix](path, columns) for path in paths]
+    files = [_KINDS[path.suffix](path, columns) for path in paths]
+    for file in files if root.is_dir() else ():
+        file.name = file.path.relative_to(root).as_posix()
+    return files
 
 
 @contextmanager

@@ -30,16 +30,18 @@ class Tally:
     """What was read and what of it counts."""
 
     rows: int = 0
-    short: int = 0
+    rows_left_out: int = 0
     """Rows left out: fewer than two tokens, or without any position in the loss."""
     positions: int = 0
     """Positions with a label, without those that fill up a sequence."""
-    padding: int = 0
+    filled_up: int = 0
     """Positions that fill up a sequence."""
-    without: int = 0
+    no_entries: int = 0
     """Positions for which the source has no entries."""
-    strange: int = 0
+    no_distribution: int = 0
     """Positions whose entries are no distribution: NaN, log p above 0, an id twice or beyond the vocabulary."""
+    too_few: int = 0
+    """Positions with fewer entries than the cache keeps."""
     scaled: int = 0
     """Positions whose entries summed to more than 1, and were scaled."""
     counted: int = 0
@@ -74,12 +76,12 @@ class Cutter:
         tokens_n = tokens_of(record, columns, self.codec.vocab_size, where)
         number, tally.rows = len(tokens_n) - 1, tally.rows + 1
         if number < 1:
-            tally.short += 1
+            tally.rows_left_out += 1
             return
         entries = self.layout.decode(record, where)
         if len(entries.ids) > len(tokens_n):
             raise UsageError(f"{where}: has {len(tokens_n)} tokens and entries of {len(entries.ids)} positions")
-        ids_mK, logprobs_mK, states_m = distributions(entries, self.codec.vocab_size, self.codec.top_k, where)
+        ids_mK, logprobs_mK, states_m = distributions(entries, self.codec.vocab_size, self.codec.top_k)
         # Position t takes the entries t - shift, where there are such.
         place_t = np.arange(number) - self.shift
         inside_t = (place_t >= 0) & (place_t < len(ids_mK))
@@ -92,11 +94,12 @@ class Cutter:
         good_t = states_t >= _GOOD
         mask_t = label_t & good_t
         tally.positions += number
-        tally.without += int((label_t & (states_t == _NONE)).sum())
-        tally.strange += int((label_t & (states_t == _STRANGE)).sum())
+        tally.no_entries += int((label_t & (states_t == _NONE)).sum())
+        tally.no_distribution += int((label_t & (states_t == _STRANGE)).sum())
+        tally.too_few += int((label_t & (states_t == _FEW)).sum())
         tally.scaled += int((mask_t & (states_t == _SCALED)).sum())
         if not mask_t.any():
-            tally.short += 1
+            tally.rows_left_out += 1
             return
         even_K = np.arange(self.codec.top_k)
         ids_tK = np.where(good_t[:, None], ids_mK[place_t], even_K)
@@ -119,7 +122,7 @@ class Cutter:
         tally: Tally,
     ) -> PackedRow:
         fill = self.seq_len - len(mask)
-        tally.padding += fill
+        tally.filled_up += fill
         tokens = np.pad(tokens, (0, fill), constant_values=self.pad_id)
         own = np.where(ids_tK == tokens[1 : len(mask) + 1, None], logprobs_tK, -np.inf).max(1)
         label_t = np.where(np.isneginf(own), np.nan, own)
@@ -135,7 +138,7 @@ class Cutter:
         return PackedRow(tokens.astype(np.int32), mask, np.cumsum(starts).astype(np.int32), kept)
 
 
-_NONE, _STRANGE, _GOOD, _SCALED = 0, 1, 2, 3
+_NONE, _STRANGE, _FEW, _GOOD, _SCALED = range(5)
 
 
 def tokens_of(record: Record, columns: Columns, vocab_size: int, where: str) -> np.ndarray:
@@ -160,20 +163,14 @@ def segments_of(record: Record, columns: Columns) -> np.ndarray:
     return found
 
 
-def distributions(
-    entries: Entries, vocab_size: int, top_k: int, where: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The `top_k` most likely entries of each position, ids and log p [m, K], and whether they are good [m].
-
-    UsageError: a position has fewer than `top_k` entries, but some.
-    """
+def distributions(entries: Entries, vocab_size: int, top_k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The `top_k` most likely entries of each position, ids and log p [m, K], and what each position is [m]."""
     ids, logprobs = entries.ids, entries.logprobs.astype(np.float64, copy=False)
-    with np.errstate(invalid="ignore"):
-        none_m = (np.isnan(logprobs) | np.isneginf(logprobs)).all(1)
-    known_m = np.isneginf(logprobs).sum(1)
-    if ids.shape[1] < top_k or (~none_m & (ids.shape[1] - known_m < top_k)).any():
-        least = ids.shape[1] - (known_m[~none_m].max() if (~none_m).any() else 0)
-        raise UsageError(f"{where}: a position has {least} entries; use --top-k {least}")
+    none_m = (np.isnan(logprobs) | np.isneginf(logprobs)).all(1)
+    few_m = (~np.isneginf(logprobs)).sum(1) < top_k
+    if (lacking := top_k - ids.shape[1]) > 0:
+        ids = np.pad(ids, ((0, 0), (0, lacking)), constant_values=-1)
+        logprobs = np.pad(logprobs, ((0, 0), (0, lacking)), constant_values=-np.inf)
     order = np.argsort(-np.where(np.isnan(logprobs), -np.inf, logprobs), axis=1, kind="stable")
     ids, logprobs = (np.take_along_axis(each, order, 1) for each in (ids, logprobs))
     real = ~np.isneginf(logprobs)
@@ -184,5 +181,5 @@ def distributions(
         strange_m |= ~(mass_m <= MASS) | (logprobs > 1e-3).any(1)
     scaled_m = ~strange_m & (mass_m > 1)
     logprobs = logprobs - np.log(np.where(scaled_m, mass_m, 1.0))[:, None]
-    states_m = np.select([none_m, strange_m, scaled_m], [_NONE, _STRANGE, _SCALED], _GOOD)
+    states_m = np.select([none_m, strange_m, few_m, scaled_m], [_NONE, _STRANGE, _FEW, _SCALED], _GOOD)
     return ids[:, :top_k], logprobs[:, :top_k].clip(min=FLOOR), states_m

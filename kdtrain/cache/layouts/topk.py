@@ -27,6 +27,8 @@ class TopK(Layout):
         """As `Layout.decode`; lists of several lengths end in entries of probability 0."""
         ids, logprobs = record[self.options.ids_column], record[self.options.logprobs_column]
         lengths_m = ids.lengths
+        if len(ids.values) and ids.values.dtype.kind != "i":
+            raise UsageError(f"{where}: {self.options.ids_column} does not hold whole numbers")
         if not np.array_equal(lengths_m, logprobs.lengths):
             raise UsageError(
                 f"{where}: {self.options.ids_column} and {self.options.logprobs_column} differ in the number of entries"
