@@ -115,7 +115,7 @@ def page(groups: Sequence[Group], title: str, figures: Any) -> str:
         "What differs": _differs(groups),
         "Result": _numbers(groups, QUALITY) + _list(notes(list(groups))),
         "Curves": _curves(groups, figures),
-        "Calibration": _numbers(groups, CALIBRATION) + _CALIBRATED,
+        "Calibration": _numbers(groups, CALIBRATION) + _reliability(groups, figures) + _CALIBRATED,
         "Samples side by side": _samples(runs),
         "Cost": _numbers(groups, COST) + _COSTS,
         "Interventions and warnings": _interventions(runs),
@@ -134,7 +134,8 @@ def page(groups: Sequence[Group], title: str, figures: Any) -> str:
 
 _CALIBRATED = (
     '<p class="soft">ECE is the mean distance between confidence and the share that is right, over 15 bins of '
-    "confidence, at the last validation. <code>kdtrain evaluate</code> gives the bins.</p>"
+    "confidence, at the last validation. On the dotted line of the diagram a student is right as often as it is sure; "
+    "below it, it is too sure. Bins with less than a thousandth of the tokens are left out.</p>"
 )
 _COSTS = (
     '<p class="soft">Time is that of optimizer steps: without validation, checkpoints, compiling and pauses, and '
@@ -290,6 +291,12 @@ def _curves(groups: Sequence[Group], figures: Any) -> str:
     panels = "".join(f"<figure>{svg}</figure>" for svg in own)
     legend = _svg(figures.draw_legend(groups), figures, "legend")
     return f'<figure class="legend">{legend}</figure><div class="curves">{panels}</div>'
+
+
+def _reliability(groups: Sequence[Group], figures: Any) -> str:
+    """The diagram, in the colours of the curves; nothing where no run has logged it."""
+    made = figures.draw_reliability(groups)
+    return "" if made is None else f'<figure class="legend">{_svg(made, figures, "reliability")}</figure>'
 
 
 def _svg(figure: Any, figures: Any, name: str) -> str:
