@@ -110,7 +110,8 @@ class RunRecord:
         numbers = [int(line["step"]) for line in steps]
         if axis == "steps":
             return {int(line["step"]): line["step"] for line in self.metrics}
-        tokens = [max(line.get("tokens", 0.0), 0.0) for line in steps]
+        counts = (line.get("tokens", 0.0) for line in steps)
+        tokens = [number if 0 <= number < _FARTHEST else 0.0 for number in counts]
         if axis == "tokens":
             each = tokens
         else:
