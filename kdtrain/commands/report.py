@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kdtrain.cache.manifest import read_manifest
 from kdtrain.commands.compare import cell, notes
 from kdtrain.commands.plot import drawing, refuse_existing
 from kdtrain.config import ReportConfig
@@ -193,8 +194,6 @@ def _caches(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _cache(folder: Path, digest: str) -> str:
-    from kdtrain.cache.manifest import read_manifest  # imports torch
-
     try:
         manifest = read_manifest(folder)
     except (UsageError, RunError, OSError, ValueError) as error:
