@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kdtrain.cache.local import cache_folder, kept_manifest
+from kdtrain.cache.manifest import read_manifest
 from kdtrain.commands.compare import cell, notes
 from kdtrain.commands.plot import drawing, refuse_existing
 from kdtrain.config import ReportConfig
@@ -117,7 +119,7 @@ def page(groups: Sequence[Group], title: str, figures: Any) -> str:
         "What differs": _differs(groups),
         "Result": _numbers(groups, QUALITY) + _list(notes(list(groups))),
         "Curves": _curves(groups, figures),
-        "Calibration": _numbers(groups, CALIBRATION) + _CALIBRATED,
+        "Calibration": _numbers(groups, CALIBRATION) + _reliability(groups, figures) + _CALIBRATED,
         "Samples side by side": _samples(runs),
         "Cost": _numbers(groups, COST) + _COSTS,
         "Interventions and warnings": _interventions(runs),
@@ -136,7 +138,8 @@ def page(groups: Sequence[Group], title: str, figures: Any) -> str:
 
 _CALIBRATED = (
     '<p class="soft">ECE is the mean distance between confidence and the share that is right, over 15 bins of '
-    "confidence, at the last validation. <code>kdtrain evaluate</code> gives the bins.</p>"
+    "confidence, at the last validation. On the dotted line of the diagram a student is right as often as it is sure; "
+    "below it, it is too sure. Bins with less than a thousandth of the tokens are left out.</p>"
 )
 _COSTS = (
     '<p class="soft">Time is that of optimizer steps: without validation, checkpoints, compiling and pauses, and '
@@ -203,9 +206,6 @@ def _caches(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _cache(folder: Path, digest: str) -> str:
-    from kdtrain.cache.local import cache_folder, kept_manifest  # imports torch
-    from kdtrain.cache.manifest import read_manifest
-
     try:
         manifest = kept_manifest(cache_folder(digest)) or read_manifest(folder)
     except (UsageError, RunError, OSError, ValueError) as error:
@@ -302,6 +302,12 @@ def _curves(groups: Sequence[Group], figures: Any) -> str:
     panels = "".join(f"<figure>{svg}</figure>" for svg in own)
     legend = _svg(figures.draw_legend(groups), figures, "legend")
     return f'<figure class="legend">{legend}</figure><div class="curves">{panels}</div>'
+
+
+def _reliability(groups: Sequence[Group], figures: Any) -> str:
+    """The diagram, in the colours of the curves; nothing where no run has logged it."""
+    made = figures.draw_reliability(groups)
+    return "" if made is None else f'<figure class="legend">{_svg(made, figures, "reliability")}</figure>'
 
 
 def _svg(figure: Any, figures: Any, name: str) -> str:

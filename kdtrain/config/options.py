@@ -16,10 +16,13 @@ class Option:
     owner: type
     """The class that declares it."""
     section: str
+    """Its table in a file; `run` for those of the command itself."""
     name: str
+    """As in Python, with underscores."""
     kind: Any
     """Its annotation."""
     field: dataclasses.Field[Any]
+    """What was declared beside it."""
     default: Any = dataclasses.MISSING
     """Its value where none is given: that of its section's default, if the section has one."""
 

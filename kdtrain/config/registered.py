@@ -14,7 +14,9 @@ Main = Callable[[Any], int | None]
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its configuration, whose fields are its options, and what runs it."""
+    """A command."""
 
     config: type
+    """Its configuration, whose fields are its options."""
     main: Main
+    """What runs it."""

@@ -39,7 +39,7 @@ from kdtrain.training.sources.source import Source
 from kdtrain.training.state import TrainState, make_optimizer
 from kdtrain.training.step import Status, Stepper, StepResult
 from kdtrain.training.student import Student
-from kdtrain.training.validate import summary, validate_members
+from kdtrain.training.validate import calibration, summary, validate_members
 
 
 class Outcome(Enum):
@@ -218,7 +218,9 @@ class Trainer:
         for member, own in members.items():
             known = summary(own).items()
             numbers |= {f"validation/{member}/{name}": value for name, value in known if value is not None}
-        self.writers.metrics(progress.step, numbers)
+        bins = [[round(number, 6) for number in each.values()] for each in calibration(metrics)]
+        finite = all(math.isfinite(value) for each in bins for value in each)
+        self.writers.metrics(progress.step, numbers, {"validation/calibration": bins} if finite else None)
         loss, before = numbers["validation/loss"], progress.last_loss
         is_best = before is not None and progress.best_loss is not None and loss < progress.best_loss
         log.info("%s", validation_line(progress.step, numbers, before, is_best))

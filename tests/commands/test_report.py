@@ -9,6 +9,7 @@ import pytest
 
 from kdtrain.commands import report
 from kdtrain.monitor import figures
+from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.runs import grouped, read_runs
 from tests.logged_runs import write_lines, write_run
 
@@ -57,6 +58,12 @@ def test_a_real_run_is_compared_plotted_and_reported(workbench, tmp_path):
     assert "kept of a distribution</th><td>12 most likely entries" in page and "fidelity at T=1" in page
     assert "def " not in page or "<pre>" in page
     assert "greedy" in page and "done 4/4" in page
+    record = RunRecord.read(tmp_path / "run")
+    bins, last = record.calibration, record.validations[-1]
+    assert len(bins) == 15 and sum(each["tokens"] for each in bins) == last["validation/tokens"] > 0
+    gaps = sum(each["tokens"] * abs(each["accuracy"] - each["confidence"]) for each in bins)
+    assert gaps / last["validation/tokens"] == pytest.approx(last["validation/ece"], abs=1e-5)
+    assert 'aria-label="reliability"' in page
 
 
 @pytest.mark.parametrize("ending, begins", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -168,6 +175,20 @@ def test_a_quantised_stretch_is_drawn_at_its_own_steps_where_others_are_missing(
     axes = figures.draw_panel([group], "steps", "loss").axes[0]
     bars = [[float(x) for x in line.get_xdata()] for line in axes.get_lines() if line.get_linewidth() == 3]
     assert bars == [[0, 10], [60, 61]]
+
+
+def test_a_reliability_diagram_is_the_last_valid_one_and_pools_seeds(workbench, tmp_path, folders):
+    first, second = folders[:2]
+    for folder, bins in ((first, [[10, 0.2, 0.3], [0, 0, 0]]), (second, [[30, 0.4, 0.7], [0, 0, 0]])):
+        write_lines(folder / "metrics.jsonl", [{"step": 40, "validation/loss": 2.0, "validation/calibration": bins}])
+    for odd in ([[1e400, 0.5, 0.5]], [[1, 0.5]], [[1, 2.0, 0.5]], [["x", 0, 0]], [[1, 0, 0]] * 1000, {"a": 1}, "x"):
+        write_lines(first / "metrics.jsonl", [{"step": 40, "validation/calibration": odd}])
+    (group, _) = grouped(read_runs(folders))
+    (line,) = [each for each in figures.draw_reliability([group]).axes[0].get_lines() if each.get_marker() == "o"]
+    assert list(line.get_xdata()) == [pytest.approx(0.35)] and list(line.get_ydata()) == [pytest.approx(0.6)]
+    assert figures.draw_reliability(grouped(read_runs(folders[2:]))) is None
+    workbench.json("report", *folders[2:], "--out", tmp_path / "r.html")
+    assert "reliability" not in (tmp_path / "r.html").read_text(), "no run has it"
 
 
 def test_a_hostile_run_reaches_the_page_escaped_and_cut(workbench, tmp_path):
