@@ -13,7 +13,7 @@ from kdtrain.config.values import flag
 from kdtrain.errors import UsageError
 from kdtrain.registry import Registry, first_line
 
-_FEW = 22
+_FEW = 20
 """A command with at most this many options shows them all."""
 _NARROWEST, _WIDEST = 40, 110
 _COLUMN = 28
@@ -31,7 +31,7 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
     options = options_of(kind)
     sections = {each.section: None for each in options.values()}
     name = topic.strip("-[]").replace("-", "_")
-    head = [usage(command, kind), ""]
+    head = [*_wrapped(usage(command, kind), "", indent=7), ""]
     if not topic:
         head += [*_wrapped(first_line(kind), ""), ""]
         brief = {each: text for each in options.values() if (text := each.field.metadata.get("brief"))}
@@ -95,7 +95,7 @@ def _long(option: Option) -> list[str]:
     """An option with its docstring, its default, and the names that packages can add to."""
     lines = _row(_name(option), f"{option.text}{_default(option)}")
     for each in vars(registries).values():
-        if isinstance(each, Registry) and each.option == flag(option.name):
+        if isinstance(each, Registry) and each.option == flag(option.name) and not option.positional:
             for name, text in each.help().items():
                 lines += _wrapped(text, f"  {name:<18} ", indent=21, before=4)
     return lines

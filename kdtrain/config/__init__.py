@@ -10,6 +10,10 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
+from kdtrain.config.cache_commands import ImportConfig as ImportConfig
+from kdtrain.config.cache_commands import MergeConfig as MergeConfig
+from kdtrain.config.cache_commands import PushConfig as PushConfig
+from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig
 from kdtrain.config.commands import CacheTeacherConfig as CacheTeacherConfig
 from kdtrain.config.commands import CompareConfig as CompareConfig
 from kdtrain.config.commands import DemoConfig as DemoConfig
@@ -17,13 +21,9 @@ from kdtrain.config.commands import DistillConfig as DistillConfig
 from kdtrain.config.commands import EvaluateConfig as EvaluateConfig
 from kdtrain.config.commands import ExportConfig as ExportConfig
 from kdtrain.config.commands import GenerateConfig as GenerateConfig
-from kdtrain.config.commands import ImportConfig as ImportConfig
 from kdtrain.config.commands import InspectConfig as InspectConfig
-from kdtrain.config.commands import MergeConfig as MergeConfig
 from kdtrain.config.commands import PlotConfig as PlotConfig
-from kdtrain.config.commands import PushConfig as PushConfig
 from kdtrain.config.commands import ReportConfig as ReportConfig
-from kdtrain.config.commands import SubsetConfig as SubsetConfig
 from kdtrain.config.commands import VerifyConfig as VerifyConfig
 from kdtrain.config.sections import CacheParallelConfig as CacheParallelConfig
 from kdtrain.config.sections import CheckpointConfig as CheckpointConfig
