@@ -32,7 +32,7 @@ _FEW = 1000
 """Up to so many rows the hashes of all are compared first."""
 _SAMPLE, _PLACES, _POSITIONS = 64, 8, 512
 """Rows that are tried before the work begins, the places in the source they are from, and the labels of each."""
-_STRANGE = 0.01
+_STRANGE = 0.05
 """Share of positions without a distribution from which on the source is taken for something else."""
 _SPLITS = ("train", "validation")
 
